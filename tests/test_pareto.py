@@ -8,10 +8,12 @@ from test_planner import TINY, instance
 
 from muster.cli.main import main
 from muster.config.cluster_files import load_cluster
+from muster.planner.answer import answer_request
 from muster.planner.pareto import non_dominated, pareto_front, sub_clusters, thin_front
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.search import exhaustive_search
 from muster.planner.search_budget import SearchBudget
+from muster.planner.simplicity import PREDICTION_ERROR
 from muster.planner.what_if import apply_changes, what_if
 from muster.spec.errors import ConfigError, InfeasibleError
 
@@ -20,16 +22,18 @@ def test_no_plan_of_the_front_is_beaten_and_the_fastest_are_those_of_all_plans()
     request = replace(instance(3), cluster=load_cluster("2xh100"), objective="time", memory_limit_bytes=None)
     found = pareto_front(request, SearchBudget())
     assert found.proven
-    for one in found.points:
-        assert not any(
-            other.objectives != one.objectives
-            and all(a <= b for a, b in zip(other.objectives, one.objectives, strict=True))
-            for other in found.points
-        )
     for cluster in sub_clusters(request.cluster):
         own = replace(request, cluster=cluster)
-        fastest = min(verdict.prediction.step_time_s for verdict in exhaustive_search(PlanEvaluator(own)))
-        assert min(point.step_time_s for point in found.points if point.devices <= cluster.num_devices) <= fastest
+        fastest_s = min(verdict.prediction.step_time_s for verdict in exhaustive_search(PlanEvaluator(own)))
+        points = [point for point in found.points if point.devices <= cluster.num_devices]
+        assert min(point.step_time_s for point in points) <= fastest_s * (1 + PREDICTION_ERROR)
+        points = [point for point in found.points if point.devices == cluster.num_devices]
+        dollars = [point.usd_per_step or 0.0 for point in points]
+        assert dollars == sorted(dollars), "the faster, the cheaper, on the same devices"
+        for point in points:
+            asked = replace(own, memory_limit_bytes=point.memory_limit_bytes)
+            answer = answer_request(asked, 1, SearchBudget(), explained=False)
+            assert answer.first.value == pytest.approx(point.evaluated.value, rel=1e-9)
     shown = thin_front(found.points)
     assert shown
     assert len(shown) <= len(found.points)
@@ -60,7 +64,7 @@ def test_the_front_is_printed_drawn_and_written(tmp_path, capsys) -> None:
 def test_a_front_that_was_cut_short_says_so_within_80_columns(capsys) -> None:
     assert main([*TINY[:4], "4xh100", *TINY[5:], "--pareto", "--effort", "0.001"]) == 0
     shown = capsys.readouterr().out
-    assert "more --effort may find better plans" in shown
+    assert "more --effort settles it" in shown
     assert max(map(len, shown.splitlines())) <= 80
 
 
@@ -107,7 +111,9 @@ def test_a_slower_network_is_never_faster_and_a_failed_node_leaves_a_plan() -> N
     assert base.best is not None
     assert slow.best is not None
     assert slow.same_plan_step_s is not None
-    assert base.best.prediction.step_time_s <= slow.best.prediction.step_time_s <= slow.same_plan_step_s
+    error = 1 + PREDICTION_ERROR
+    slow_s = slow.best.prediction.step_time_s
+    assert base.best.prediction.step_time_s <= slow_s * error <= slow.same_plan_step_s * error**2
     assert failed.best is not None
     assert failed.best.plan.world_size in (8, 16)
     assert other.best is None
@@ -121,7 +127,7 @@ def test_what_there_was_no_time_to_look_at_is_said(capsys) -> None:
 
 
 def test_the_table_of_what_if(capsys) -> None:
-    ask = [*TINY[:4], "16xa100", *TINY[5:], "--require", "cp1", "--what-if", "nodes=x2", "--what-if", "network=/2"]
+    ask = [*TINY[:4], "16xa100", *TINY[5:], "--require", "cp1-tp1", "--what-if", "nodes=x2", "--what-if", "network=/2"]
     assert main(ask) == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines()[:5])) <= 80

@@ -11,7 +11,6 @@ from muster.config.cluster_files import load_cluster
 from muster.config.named_model import load_model
 from muster.planner.answer import answer_request
 from muster.planner.explain import explain_no_plan
-from muster.planner.neighbours import neighbours
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import build_request, round_batch
 from muster.planner.search import search
@@ -209,11 +208,13 @@ def test_a_precision_that_devices_lack_is_said() -> None:
     )
 
 
-def test_changes_without_time_stand_in_one_line(capsys) -> None:
-    asked = build_request(load_model("tiny"), load_cluster("4xh100"), 256, 16)
-    answer = answer_request(asked, 1, SearchBudget())
-    answer.__dict__["neighbours"] = neighbours(answer.result.best[0], answer.search.evaluator, SearchBudget(0.0))
-    print_answer(answer, explain=False)
+def test_the_line_of_each_reason_is_one_of_the_answers_and_names_its_plan(capsys) -> None:
+    asked = build_request(load_model("tiny"), load_cluster("4xh100"), 256, 16, runnable=True)
+    answer = answer_request(asked, 2, SearchBudget.start(0.5))
+    print_answer(answer, explain=True)
     shown = capsys.readouterr().out
-    assert shown.count("not looked at (raise --effort)") == 1
-    assert "  not looked at (raise --effort): " in shown
+    assert answer.reasons
+    assert all(reason.sentence in shown for reason in answer.reasons)
+    assert shown.count("is the best of all") == 1
+    assert "The best by itself (--fastest)" in shown
+    assert answer.fastest.name in shown

@@ -11,14 +11,16 @@ from muster.config.cluster_files import load_cluster
 from muster.cost.activations import offloaded_activation_bytes
 from muster.cost.memory.forecast import forecast_memory, host_shares_bytes
 from muster.cost.memory.liveness import allocation_orders
-from muster.planner.explain import families
+from muster.planner.alternatives import FirstPlan
+from muster.planner.families import explain_family, search_families
 from muster.planner.memory.budget import PendingFit
 from muster.planner.memory.fitter import RECOMPUTE_MODES, LayerPolicy, with_layer_policies, with_policy
 from muster.planner.memory.trim_offload import trim_offload
-from muster.planner.neighbours import neighbours
 from muster.planner.plan_evaluator import PlanEvaluator
+from muster.planner.reasons import find_reasons
 from muster.planner.request import PlanRequest
 from muster.planner.search import exhaustive_search, search
+from muster.planner.search_budget import SearchBudget
 from muster.report.prediction import prediction_lines
 from muster.schedule.build import build_program
 from muster.schedule.program import Program
@@ -100,16 +102,19 @@ def without(request: PlanRequest) -> PlanRequest:
 
 def test_a_plan_that_nothing_else_makes_fit_offloads() -> None:
     request = tight(pipeline(12e9), 1.0)
-    assert offloads(search(request, 1).best[0].plan)
+    found = search(request, 1).best[0]
+    assert offloads(found.plan)
     assert not search(without(request), 1).best
     for other, said in (
         (without(request), "if that was allowed: pp2-mb1-sgpipe-"),
         (replace(request, cluster=cluster(2, 12e9, 2**20)), "if nodes had more memory than 1 MiB: pp2-mb1-sgpipe-"),
         (replace(request, cluster=cluster(2, None, None)), "if h100-sxm reached its host with 31.5 GB/s, which is un"),
     ):
-        family = next(one for one in families(other, None) if one.name == "data × pp")
-        assert "doesn't fit" in family.sentence
-        assert f"; offload would make it fit {said}" in family.sentence
+        evaluator = PlanEvaluator(other)
+        family = next(one for one in search_families(evaluator, [], SearchBudget()) if one.name == "data × pp")
+        sentence = explain_family(family, FirstPlan(found, evaluator, 0.0), SearchBudget())
+        assert "doesn't fit" in sentence
+        assert f"; offload would make it fit {said}" in sentence
 
 
 def test_offload_is_chosen_where_it_takes_less_than_recompute() -> None:
@@ -118,8 +123,9 @@ def test_offload_is_chosen_where_it_takes_less_than_recompute() -> None:
     found, other = search(request, 1).best[0], search(without(request), 1).best[0]
     assert offloads(found.plan)
     assert found.value < other.value
-    said = {one.change: one.sentence for one in neighbours(found, PlanEvaluator(request))}
-    assert "slower" in said["no offload"] or "doesn't fit" in said["no offload"]
+    reasons = find_reasons(FirstPlan(found, PlanEvaluator(request), 0.0), [], SearchBudget())
+    said = next(reason.sentence for reason in reasons if reason.comparison.name == "without offload")
+    assert "slower" in said or "doesn't fit" in said
 
 
 @pytest.mark.parametrize("part", [0.1, 0.3])

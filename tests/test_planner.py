@@ -21,6 +21,7 @@ from muster.config.cluster_files import load_cluster
 from muster.config.load_config import load_plan
 from muster.config.named_model import load_model
 from muster.cost.memory.forecast import MEMORY_HEADROOM, forecast_memory
+from muster.planner.alternatives import FirstPlan
 from muster.planner.balance import RankLoad, balance_layers, min_busiest_rank_s, rank_loads
 from muster.planner.bounds.lower_bounds import LowerBounds
 from muster.planner.bounds.step_bound import max_warmup_forwards
@@ -30,9 +31,9 @@ from muster.planner.memory.budget import PendingFit
 from muster.planner.memory.deferred_weight_grads import deferred_micro_batches, min_fullest_rank_bytes
 from muster.planner.memory.fitter import LayerPolicy, with_policy
 from muster.planner.memory.knapsack import Option, cheapest_choice
-from muster.planner.neighbours import neighbours
 from muster.planner.node_order import anneal, block_orders, reorder_nodes
 from muster.planner.plan_evaluator import PlanEvaluator
+from muster.planner.reasons import find_reasons
 from muster.planner.request import PlanRequest
 from muster.planner.search import exhaustive_search, search
 from muster.planner.search_budget import SearchBudget
@@ -338,7 +339,8 @@ def test_a_new_schedule_is_searched_and_bounded_by_its_registry_line(monkeypatch
     value_of = {(one.plan.schedule, one.plan.hash): one.value for one in found.best}
     assert {"toy", "1f1b"} <= {schedule for schedule, _ in value_of}
     assert_bounds_hold(replace(request, fixed={**request.fixed, "schedule": "toy"}))
-    named = {change.change for change in neighbours(found.best[0], PlanEvaluator(request))}
+    first = FirstPlan(found.best[0], PlanEvaluator(request), 0.0)
+    named = {reason.comparison.name for reason in find_reasons(first, [], SearchBudget())}
     assert found.best[0].plan.schedule == "toy" or "schedule toy" in named
 
 

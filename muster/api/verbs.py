@@ -1,6 +1,6 @@
 """Python forms of `muster plan` and `muster predict`: typed results, and exceptions instead of exit codes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,7 @@ def plan(
     anticipate: bool = False,
     framework: str | FrameworkTraits = MUSTER.name,
     compile: bool = False,
+    fastest: bool = False,
     top: int = 5,
     effort: float = SEARCH_EFFORT,
     time_limit: float | None = None,
@@ -103,6 +104,7 @@ def plan(
         anticipate=anticipate,
         framework=framework,
         compile=compile,
+        fastest=fastest,
     )
     return PlanResults(answer_request(asked, top, budget))
 
@@ -123,6 +125,7 @@ def plan_request(
     anticipate: bool,
     framework: str | FrameworkTraits = MUSTER.name,
     compile: bool = False,
+    fastest: bool = False,
 ) -> PlanRequest:
     """Return the request that `plan` searches for. Raises ConfigError."""
     if objective not in OBJECTIVES:
@@ -132,7 +135,7 @@ def plan_request(
     if precision is not None:
         require_text("precision", precision, "a precision such as bf16")
     spec, devices = resolve_model(model), resolve_cluster(cluster)
-    return build_request(
+    request = build_request(
         spec,
         devices,
         default_seq_len(seq_len, spec),
@@ -147,6 +150,7 @@ def plan_request(
         framework=_resolve_framework(framework, devices),
         compile=compile,
     )
+    return replace(request, tolerance=0.0) if fastest else request
 
 
 def training_conditions(

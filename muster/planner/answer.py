@@ -1,24 +1,54 @@
-"""The answer of `muster plan`: the best plans of a request, and the reasons for the first."""
+"""The answer of `muster plan`: the simplest of the best plans, plans of other families, and reasons for the first.
 
-from dataclasses import dataclass, replace
+Whatever a search on the way comes upon that is better becomes the answer: the best of another family, an alternative
+that a reason compares with, a part of the cluster that is faster alone.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from operator import attrgetter
 
+from muster.planner.alternatives import Alternative, FirstPlan
+from muster.planner.cluster_parts import cluster_parts, least_step_s
+from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.explain import explain_no_plan
+from muster.planner.families import PlanFamily, search_families
 from muster.planner.heterogeneous import PlanSearch, find_best_plans
-from muster.planner.neighbours import Neighbour, neighbours
+from muster.planner.reasons import Reason, find_reasons
 from muster.planner.request import PlanRequest
 from muster.planner.search_budget import SearchBudget
-from muster.planner.search_result import SearchResult
-from muster.planner.space import is_admitted
+from muster.planner.search_result import ROUNDING_TOLERANCE, SearchResult
+from muster.planner.simple_first import find_simplest
+from muster.planner.simplicity import PREDICTION_ERROR, simplest
+from muster.planner.space import is_admitted, used_axes
 from muster.planner.training_cost import TrainingCost, training_cost
+from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import InfeasibleError
 
-SEARCH_SHARE = 0.8
-"""Share of the budget for the search; the neighbours of its first plan have the rest, and what it leaves."""
+SEARCH_SHARE = 0.6
+"""Share of the budget for the search for the best plan."""
 
-MAX_IMPROVEMENTS = 3
-"""Steps from the first plan of a stopped search to a better neighbour."""
+PART_SHARE = 0.5
+"""Share of what is left after it for each part of the cluster that may be faster alone."""
+
+SIMPLE_SHARE = 0.4
+"""Share of what is left then for simpler plans about as good."""
+
+FAMILY_SHARE = 0.6
+"""Share of what is left then for the best plan of every family; reasons have the rest."""
+
+MAX_ADOPTIONS = 3
+"""Times that a better plan among the alternatives becomes the first one."""
+
+
+@dataclass(frozen=True)
+class WholeCluster:
+    """The best plan for all devices, where a part of them is faster alone."""
+
+    cluster: ClusterSpec
+    best: EvaluatedPlan
 
 
 @dataclass(frozen=True)
@@ -26,10 +56,37 @@ class PlanAnswer:
     """The best plans for a request."""
 
     search: PlanSearch
-    training_costs: list[TrainingCost] | None
-    """Cost of the whole training under each plan; None where the request has no number of tokens."""
+    """Plans of different families, best first, on the cluster or the part of it that they are for."""
+    against: FirstPlan
+    """The answer, as other plans are compared with it."""
+    fastest: EvaluatedPlan
+    """Plan of the best value; the first one unless that is simpler and about as good."""
+    simplicity_proven: bool
+    """True if no simpler plan is about as good as the best."""
+    families: list[PlanFamily]
+    known_reasons: list[Reason] | None
+    """Reasons that were looked for on the way; None where nothing found with them can change the answer."""
+    whole: WholeCluster | None
+    """The cluster that was asked about, where the plans are for a part of it."""
     budget: SearchBudget
-    """Budget of the answer, less what was spent on the search."""
+    """Budget of the answer, less what was spent on it."""
+    training_costs: list[TrainingCost] | None = field(init=False)
+    """Cost of the whole training under each plan; None where the request has no number of tokens."""
+
+    def __post_init__(self) -> None:
+        request = self.request
+        if (tokens := request.tokens) is None:
+            costs = None
+        else:
+            costs = [training_cost(one.prediction, tokens, request.conditions) for one in self.result.best]
+        object.__setattr__(self, "training_costs", costs)
+
+    @cached_property
+    def reasons(self) -> list[Reason]:
+        """The best plan for each requirement that the first doesn't meet, against it."""
+        if self.known_reasons is not None:
+            return self.known_reasons
+        return find_reasons(self.against, [*self.result.best, self.fastest], self.budget.share(1.0))
 
     @property
     def request(self) -> PlanRequest:
@@ -41,46 +98,181 @@ class PlanAnswer:
         """Plans, best first, and counters of the search."""
         return self.search.result
 
-    @cached_property
-    def neighbours(self) -> list[Neighbour]:
-        """Effect of each single change to the first plan, evaluated with what the search has left of the budget."""
-        return neighbours(self.result.best[0], self.search.evaluator, self.budget)
+    @property
+    def first(self) -> EvaluatedPlan:
+        """The answer."""
+        return self.result.best[0]
 
 
-def answer_request(request: PlanRequest, top: int, budget: SearchBudget) -> PlanAnswer:
-    """Find the `top` best plans within a budget.
+def answer_request(request: PlanRequest, top: int, budget: SearchBudget, explained: bool = True) -> PlanAnswer:
+    """Find the best plans of `top` families within a budget; `explained`: with the best plan of every
+    family and reasons for the first, else the first alone.
 
     Raises InfeasibleError, with the limit that binds, if there is no plan.
     """
-    search = find_best_plans(request, top, budget.share(SEARCH_SHARE))
+    search = find_best_plans(request, max(top, 2), budget.share(SEARCH_SHARE))
     if not search.result.best:
         raise InfeasibleError(explain_no_plan(search.result))
-    search = replace(search, result=_adopt_better_neighbours(search.result, top, budget))
-    costs = None
-    if request.tokens is not None:
-        costs = [
-            training_cost(evaluated.prediction, request.tokens, request.conditions) for evaluated in search.result.best
-        ]
-    return PlanAnswer(search, costs, budget)
+    search, whole = _search_parts(request, search, budget)
+    return _Answer(search, whole, top, budget).build(explained)
 
 
-def _adopt_better_neighbours(result: SearchResult, top: int, budget: SearchBudget) -> SearchResult:
-    """Return the result of a stopped search with better neighbours of its first plan.
+def _search_parts(
+    request: PlanRequest, search: PlanSearch, budget: SearchBudget
+) -> tuple[PlanSearch, WholeCluster | None]:
+    """Return the search for the part of the cluster that is faster alone, and what all devices take; else the search
+    itself."""
+    whole = search.result.best[0]
+    best = search
+    for cluster in cluster_parts(request.cluster) if request.objective != "memory" else ():
+        part_request = replace(request, cluster=cluster)
+        if least_step_s(part_request) >= best.result.best[0].prediction.step_time_s:
+            continue
+        found = find_best_plans(part_request, 2, budget.share(PART_SHARE))
+        keeps_room = found.result.leaves_head_room >= best.result.leaves_head_room
+        if found.result.best and keeps_room and _is_clearly_better(found.result.best[0], best.result.best[0]):
+            best = found
+    return best, None if best is search else WholeCluster(request.cluster, whole)
 
-    Else a line about the first plan would say that another is faster.
-    """
-    evaluator = result.evaluator
-    for _ in range(MAX_IMPROVEMENTS):
-        if result.proven:
-            return result
-        first = result.best[0]
-        changed = (neighbour.evaluated for neighbour in neighbours(first, evaluator, budget.share(0.5)))
-        better = {
-            one.plan: one
-            for one in changed
-            if one and one.value < first.value and is_admitted(evaluator.request, one.plan)
+
+def _is_clearly_better(one: EvaluatedPlan, other: EvaluatedPlan) -> bool:
+    """Return True if a plan is better and faster by more than the prediction's error."""
+    pairs = (one.value, other.value), (one.prediction.step_time_s, other.prediction.step_time_s)
+    return all(mine * (1 + PREDICTION_ERROR) < its for mine, its in pairs)
+
+
+class _Answer:
+    """An answer that takes whatever is better of what the searches for it find."""
+
+    def __init__(self, search: PlanSearch, whole: WholeCluster | None, top: int, budget: SearchBudget) -> None:
+        self.search = search
+        self.whole = whole
+        self.top = top
+        self.budget = budget
+        self.fastest = search.result.best[0]
+        self.evaluator = search.evaluator
+        self.families: list[PlanFamily] = []
+        self.reasons: list[Reason] | None = None
+        self.known = {one.plan: one for one in search.result.best}
+
+    def build(self, explained: bool) -> PlanAnswer:
+        """Return the answer, with other families and reasons where it is to be `explained`."""
+        self._simplify()
+        if explained:
+            self._search_families()
+            self._adopt()
+            self._improve()
+        result = replace(self.search.result, best=self._rows(), open_bound=self._open_bound())
+        search = replace(self.search, result=result)
+        return PlanAnswer(
+            search,
+            self._first_plan(),
+            self.fastest,
+            self.simplest.proven,
+            self.families,
+            self.reasons if explained else [],
+            self.whole,
+            self.budget,
+        )
+
+    def _improve(self) -> None:
+        """Take better plans that the reasons for the first come upon, as long as there are any."""
+        for _ in range(MAX_ADOPTIONS):
+            if not self._may_improve():
+                return
+            self._find_reasons()
+            if not self._adopt():
+                return
+        self.reasons = [again for reason in self.reasons or () if (again := reason.against(self._first_plan()))]
+
+    def _first_plan(self) -> FirstPlan:
+        return FirstPlan(self.simplest.evaluated, self.evaluator, self._least_value())
+
+    def _simplify(self) -> None:
+        """Take the simplest plan that is about as good as the fastest."""
+        known = list(self.known.values())
+        self.simplest = find_simplest(self.fastest, known, self.evaluator, self.budget.share(SIMPLE_SHARE))
+        self._learn([self.simplest.evaluated])
+
+    def _search_families(self) -> None:
+        known = list(self.known.values())
+        self.families = search_families(self.evaluator, known, self.budget.share(FAMILY_SHARE))
+        self._learn_alternatives(family.alternative for family in self.families)
+
+    def _find_reasons(self) -> None:
+        known = list(self.known.values())
+        self.reasons = find_reasons(self._first_plan(), known, self.budget.share(1.0))
+        self._learn(
+            reason.comparison.best
+            for reason in self.reasons
+            if reason.comparison.best is not None and self.evaluator.memory_budget.fits(reason.comparison.best.plan)
+        )
+
+    def _learn_alternatives(self, alternatives: Iterable[Alternative]) -> None:
+        """Note the plans that keep the answer's memory budget."""
+        room = self.evaluator.memory_budget.head_room
+        for found in alternatives:
+            if found.result.evaluator.memory_budget.head_room >= room:
+                self._learn([*found.result.best, *([found.best] if found.best else ())])
+
+    def _learn(self, plans: Iterable[EvaluatedPlan]) -> None:
+        request = self.search.request
+        self.known |= {one.plan: one for one in plans if is_admitted(request, one.plan)}
+
+    def _adopt(self) -> bool:
+        """Take a plan that an alternative found as the fastest or the simplest where it is; return True if the first
+        plan changed."""
+        first = self.simplest.evaluated
+        best = min(self.known.values(), key=attrgetter("sort_key"))
+        if best.value < self.fastest.value * (1 - ROUNDING_TOLERANCE):
+            self.fastest = best
+            self._simplify()
+        else:
+            chosen = simplest(self.known.values(), self.fastest.value, self.search.request.tolerance)
+            if chosen is not None and not self.simplest.proven:
+                self.simplest = replace(self.simplest, evaluated=chosen)
+        return self.simplest.evaluated.plan != first.plan
+
+    def _may_improve(self) -> bool:
+        """Return True if the search left better or simpler plans open."""
+        return not self.simplest.proven or self._open_bound() < inf
+
+    def _least_value(self) -> float:
+        """Return the value that no plan is better than."""
+        return min(self._open_bound(), self.fastest.value)
+
+    def _open_bound(self) -> float:
+        """Return the least value that a plan may have that is better than the fastest; infinite where there is none.
+
+        Families have no plan in common and leave none out: none is better than what their searches left open.
+        """
+        bound = self.search.result.open_bound
+        if self.families:
+            bound = max(bound, min(self._bound_of(family.alternative.result) for family in self.families))
+        return inf if bound > self.fastest.value * (1 - ROUNDING_TOLERANCE) else bound
+
+    def _bound_of(self, result: SearchResult) -> float:
+        """Return the least value of plans that the search for a family left open, and that keep the answer's memory
+        budget."""
+        if result.gave_up_head_room_early:
+            return 0.0
+        keeps_room = result.evaluator.memory_budget.head_room >= self.evaluator.memory_budget.head_room
+        return result.open_bound if keeps_room else inf
+
+    def _rows(self) -> list[EvaluatedPlan]:
+        """Return the first plan and the best ones of other families; data parallelism alone is always among them."""
+        first = self.simplest.evaluated
+        own = used_axes(first.plan)
+        room = self.evaluator.memory_budget.head_room
+        others = {
+            frozenset(family.axes): family.alternative.best
+            for family in self.families
+            if frozenset(family.axes) != own
+            and family.alternative.best is not None
+            and family.alternative.result.evaluator.memory_budget.head_room >= room
         }
-        if not better:
-            return result
-        result = replace(result, best=sorted([*better.values(), *result.best], key=attrgetter("sort_key"))[:top])
-    return result
+        ranked = sorted(others.values(), key=attrgetter("sort_key"))[: self.top - 1]
+        alone = others.get(frozenset())
+        if alone is not None and alone not in ranked and ranked:
+            ranked[-1] = alone
+        return [first, *ranked]

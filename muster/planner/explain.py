@@ -1,24 +1,19 @@
-"""Explanations in words: the best plan of every family, and the limit that binds where there is no plan."""
+"""Explanations in words of the limit that binds where there is no plan."""
 
-from dataclasses import dataclass, replace
-from itertools import combinations, islice
+from dataclasses import replace
+from itertools import islice
 from math import prod
 
-from muster.cost.memory.forecast import MEMORY_HEADROOM
 from muster.cost.memory.native_memory import DEFAULT_KERNEL_WORKSPACE, native_stage_memory
-from muster.planner.evaluated_plan import EvaluatedPlan
-from muster.planner.neighbours import largest_difference
 from muster.planner.request import PlanRequest, refix_request
 from muster.planner.search import search
 from muster.planner.search_budget import SearchBudget
 from muster.planner.search_result import SearchResult
 from muster.planner.smallest_plan import describe_need, format_size, limits_memory
 from muster.planner.space import (
-    MODEL_AXES,
     draft_plans,
     mesh_shapes,
     schedule_choices,
-    used_axes,
 )
 from muster.spec.cluster import NodeGroup
 from muster.spec.legality import plan_violations
@@ -28,68 +23,11 @@ from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from muster.spec.supported import unsupported_features
 from muster.spec.units import pluralize
 
-
-@dataclass(frozen=True, slots=True)
-class PlanFamily:
-    """The plans that use exactly these axes beside data parallelism: the best of them, or the reason for none."""
-
-    name: str
-    best: EvaluatedPlan | None
-    sentence: str
-
-
-FAMILY_EFFORT = 0.25
-"""Work of the search for each family, as a part of the answer's."""
-
-
-def families(
-    request: PlanRequest, winner: EvaluatedPlan | None, budget: SearchBudget | None = None
-) -> list[PlanFamily]:
-    """Return the best of each family; for families without a plan, why none is legal or fits, and what would change
-    that."""
-    axes = [axis for axis in MODEL_AXES if axis != "ep" or request.model.moe is not None]
-    budget = budget or SearchBudget.start()
-    subsets = [chosen for size in range(len(axes) + 1) for chosen in combinations(axes, size)]
-    found = []
-    for number, chosen in enumerate(subsets):
-        part = budget.renew(FAMILY_EFFORT, 1 / (len(subsets) - number))
-        found.append(_explain_family(replace(request, axes=frozenset(chosen)), chosen, winner, part))
-    return found
-
-
-def _explain_family(
-    request: PlanRequest, axes: tuple[str, ...], winner: EvaluatedPlan | None, budget: SearchBudget
-) -> PlanFamily:
-    name = " × ".join(("data", *axes)) if axes else "data alone"
-    seeds = [winner.plan] if winner and request.axes == used_axes(winner.plan) else []
-    found = search(request, 1, budget.share(0.5), seeds=seeds)
-    if found.best:
-        best = found.best[0]
-        if winner is not None and best.value < winner.value and best.plan != winner.plan:
-            ahead = 1 - best.value / winner.value
-            return PlanFamily(
-                name, best, f"{best.name}, {ahead:.1%} better than the first, which was found sooner (raise --effort)"
-            )
-        if winner is None or best.value <= winner.value:
-            fuller = not found.leaves_head_room and request.memory_limit_bytes is None
-            room = f", but leaves less than {MEMORY_HEADROOM:.0%} of the memory free" if fuller else ""
-            return PlanFamily(name, best, f"{best.name} is the best of all{room}")
-        slower = best.value / winner.value - 1
-        part, _ = largest_difference(winner.prediction, best.prediction, True)
-        return PlanFamily(name, best, f"{best.name}, {slower:.1%} behind: more {part}")
-    if not found.proven:
-        return PlanFamily(name, None, "not settled (raise --effort)")
-    if found.nearest_miss is not None:
-        why = f"doesn't fit: {describe_nearest_miss(found)}"
-        return PlanFamily(name, None, why + _explain_offload(request, budget.share(1.0)))
-    return PlanFamily(name, None, f"no legal plan: {explain_illegal(request, axes)}")
-
-
 ASSUMED_HOST_BYTES_PER_S = 31.5e9
 """Rate assumed for an unknown link to the host: PCI Express 4 with 16 lanes."""
 
 
-def _explain_offload(request: PlanRequest, budget: SearchBudget) -> str:
+def explain_offload(request: PlanRequest, budget: SearchBudget) -> str:
     """Return the plan of a family that would fit with offload, and what stands against that; empty if there is none."""
     groups: list[NodeGroup] = []
     conditions: list[str] = []

@@ -1,29 +1,40 @@
 """The Pareto front: plans that no other beats in step time, memory, cost and number of devices at once.
 
-The fastest plan is searched for each number of devices. From it, and from each plan found on the way, single changes
-are tried (a degree, the micro-batch, sharding, recompute, the schedule) as long as they lead to plans that no other
-beats. So the fastest plans are proven, and those between are what few changes find.
+For each number of devices, the fastest plan is asked for as `muster plan` does; then the fastest within three quarters
+of that plan's memory, of that one's, and so on until none fits (the ε-constraint method of Haimes, Lasdon and Wismer,
+1971). So each point is the answer to a question that `muster plan --memory-limit` can be asked, and as proven as
+that.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
+from muster.planner.cluster_parts import cluster_parts
 from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.explain import explain_no_plan
-from muster.planner.neighbours import single_changes
-from muster.planner.plan_evaluator import PlanEvaluator
+from muster.planner.heterogeneous import PlanSearch, find_best_plans
 from muster.planner.request import PlanRequest
-from muster.planner.search import search
-from muster.planner.search_budget import SearchBudget, simulation_work
-from muster.planner.space import is_admitted
+from muster.planner.search_budget import SearchBudget
+from muster.planner.simple_first import SimplestPlan, find_simplest
+from muster.planner.simplicity import PREDICTION_ERROR, Simplicity, simplicity
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import InfeasibleError
-from muster.spec.legality import plan_violations
-from muster.spec.plan import Plan
+
+MEMORY_STEP = 0.75
+"""Largest part of a plan's memory that the next plan may take."""
+
+MAX_MEMORY_STEPS = 8
+"""Memory limits that are asked about for each number of devices."""
 
 SEARCH_SHARE = 0.7
-"""Share of the budget for the fastest plan; what is around it has the rest."""
+"""Share of a point's budget for its fastest plan; the rest is for a simpler one about as fast."""
+
+FAIR_SHARES = 2.0
+"""Equal parts of what is left of the budget that a number of devices may take."""
+
+POINT_SHARE = 0.4
+"""Share of what is left of that for each point."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,10 @@ class ParetoPoint:
     evaluated: EvaluatedPlan
     cluster: ClusterSpec
     """Devices that the plan uses, of those that the request has."""
+    gap: float = 0.0
+    """Largest part of its step that another plan with as many devices and no more memory may save."""
+    memory_limit_bytes: int | None = None
+    """Memory of each device that it was asked to keep within; None: what the request allows."""
 
     @property
     def devices(self) -> int:
@@ -52,6 +67,11 @@ class ParetoPoint:
         """Objectives that are all minimized: step time, memory per device, cost, devices."""
         return self.step_time_s, float(self.evaluated.peak_bytes), self.usd_per_step or 0.0, self.devices
 
+    @property
+    def simplicity(self) -> Simplicity:
+        """Place of the plan in the order of simplicity."""
+        return simplicity(self.evaluated.plan)
+
 
 @dataclass(frozen=True, slots=True)
 class ParetoFront:
@@ -61,70 +81,56 @@ class ParetoFront:
     num_simulated: int
     """Number of simulated plans."""
     seconds: float
-    proven: bool
-    """True if each search came to its end: no plan with as many devices is faster."""
+
+    @property
+    def proven(self) -> bool:
+        """True if each search came to its end: no plan with as many devices and no more memory is faster."""
+        return not any(point.gap for point in self.points)
 
 
 def pareto_front(request: PlanRequest, budget: SearchBudget) -> ParetoFront:
-    """Return the front of a request. The search for each number of devices has the work of the whole budget.
+    """Return the front of a request, found within a budget.
 
     Raises InfeasibleError, with the limit that binds, where nothing fits.
     """
     begin_s = perf_counter()
+    clusters = list(sub_clusters(request.cluster))
     looked_at = 0
-    proven = True
     points: list[ParetoPoint] = []
     refusal: InfeasibleError | None = None
-    for cluster in sub_clusters(request.cluster):
-        sub_request = replace(request, cluster=cluster, objective="time")
-        own = budget.renew(time_part=0.5)  # the more devices, the more plans there are
-        found = search(sub_request, 1, own.share(SEARCH_SHARE))
-        looked_at += found.counts["simulated"]
-        proven = proven and found.proven
-        if found.best:
-            points += _explore(ParetoPoint(found.best[0], cluster), found.evaluator, own)
-        else:
-            refusal = refusal or InfeasibleError(explain_no_plan(found))
+    for number, cluster in enumerate(clusters):
+        own = budget.share(min(1.0, FAIR_SHARES / (len(clusters) - number)))
+        for search, simplest, limit in _trade_memory(replace(request, cluster=cluster, objective="time"), own):
+            looked_at += search.result.counts["simulated"]
+            if simplest is None:
+                refusal = refusal or InfeasibleError(explain_no_plan(search.result))
+            else:
+                bound = min(search.result.open_bound, search.result.best[0].value)
+                gap = 0.0 if search.result.proven else max(0.0, 1 - bound / simplest.evaluated.value)
+                points.append(ParetoPoint(simplest.evaluated, search.request.cluster, gap, limit))
     if refusal is not None and not points:
         raise refusal
-    looked_at += len(points)
     best = sorted(non_dominated(points), key=lambda point: (-point.devices, point.step_time_s, point.evaluated.name))
-    return ParetoFront(best, looked_at, perf_counter() - begin_s, proven)
+    return ParetoFront(best, looked_at, perf_counter() - begin_s)
 
 
-def _explore(fastest: ParetoPoint, evaluator: PlanEvaluator, budget: SearchBudget) -> list[ParetoPoint]:
-    """Return all plans that were simulated around the fastest one: each non-dominated plan is changed in its turn."""
-    seen: set[Plan] = set()
-    seen.add(fastest.evaluated.plan)
-    points = [fastest]
-    queue = [fastest]
-    while queue:
-        point = queue.pop(0)
-        if any(_dominates(other, point) for other in points):
-            continue
-        for plan in (change.plan for change in single_changes(point.evaluated.plan, evaluator.request)):
-            if budget.is_spent:
-                return points
-            budget.spend(simulation_work(plan, evaluator.request.workload))
-            evaluated = None if plan in seen else _evaluate(plan, evaluator)
-            seen.add(plan)
-            if evaluated is not None:
-                points.append(ParetoPoint(evaluated, point.cluster))
-                queue.append(points[-1])
-    return points
-
-
-def _evaluate(plan: Plan, evaluator: PlanEvaluator) -> EvaluatedPlan | None:
-    """Return the simulated plan; None where it is illegal, doesn't fit or isn't admitted."""
-    request = evaluator.request
-    if plan_violations(plan, request.model, request.workload, request.cluster.num_devices) or not is_admitted(
-        request, plan
-    ):
-        return None
-    try:
-        return evaluator.evaluate(plan) if evaluator.memory_budget.fits(plan) else None
-    except InfeasibleError:
-        return None
+def _trade_memory(
+    request: PlanRequest, budget: SearchBudget
+) -> Iterator[tuple[PlanSearch, SimplestPlan | None, int | None]]:
+    """Yield the search for the fastest plan within less and less memory, with the plan that it leads to and the limit;
+    None for the plan where none fits, unless others did."""
+    limit = request.memory_limit_bytes
+    for number in range(MAX_MEMORY_STEPS):
+        own = budget.share(POINT_SHARE)
+        search = find_best_plans(replace(request, memory_limit_bytes=limit), 2, own.share(SEARCH_SHARE))
+        if not search.result.best:
+            if not number:
+                yield search, None, limit
+            return
+        best = search.result.best
+        simplest = find_simplest(best[0], best, search.evaluator, own.share(1.0))
+        yield search, simplest, limit
+        limit = int(MEMORY_STEP * min(one.peak_bytes for one in (best[0], simplest.evaluated)))
 
 
 def non_dominated(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:
@@ -148,18 +154,21 @@ def _covers(one: ParetoPoint, other: ParetoPoint, tolerance: float) -> bool:
 
 
 def _dominates(one: ParetoPoint, other: ParetoPoint) -> bool:
+    """Return True if a point equals the other in everything or beats it, and beats it in something; a plan that is less
+    simple has to be faster by more than the prediction's error."""
     pairs = list(zip(one.objectives, other.objectives, strict=True))
-    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+    if not all(a <= b for a, b in pairs) or not any(a < b for a, b in pairs):
+        return False
+    ahead = one.step_time_s * (1 + PREDICTION_ERROR) < other.step_time_s
+    return ahead or one.simplicity <= other.simplicity
 
 
 def sub_clusters(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
-    """Yield the cluster and parts of it: half of alike devices, a quarter, … down to one; else the nodes of each
-    kind."""
+    """Yield the cluster and parts of it: half of alike devices, a quarter, … down to one; else each site, the nodes of
+    each kind, or those with fast links."""
     yield cluster
-    if not cluster.is_uniform or cluster.node_bandwidth_bytes_per_s is not None:
-        if cluster.node_bandwidth_bytes_per_s is None:
-            for group in cluster.groups:
-                yield cluster.model_copy(update={"groups": (group,), "name": f"its {group.device.name}"})
+    if not cluster.is_uniform or cluster.tiers or cluster.node_bandwidth_bytes_per_s is not None:
+        yield from cluster_parts(cluster)
         return
     count = cluster.num_devices // 2
     while count:

@@ -36,6 +36,18 @@ class PlanEvaluator:
         relaxed.bounds.memory_budget = relaxed.memory_budget
         return relaxed
 
+    def narrowed(self, request: PlanRequest) -> "PlanEvaluator":
+        """Return an evaluator for a request that differs only in what it wants: axes, simplicity, degrees, sizes, ZeRO
+        level or schedule. It shares this one's caches, which hold for any of these, unlike for recompute."""
+        narrow = copy(self)
+        narrow.request = request
+        narrow.memory_budget = copy(self.memory_budget)
+        narrow.memory_budget.request = request
+        narrow.bounds = copy(self.bounds)
+        narrow.bounds.request = request
+        narrow.bounds.memory_budget = narrow.memory_budget
+        return narrow
+
     def evaluate(self, plan: Plan) -> EvaluatedPlan:
         """Simulate a step of a plan."""
         request = self.request

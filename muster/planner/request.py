@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from muster.config.step_law import STEP_LAW_SOURCE, non_embedding_parameters, step_law
 from muster.cost.time.cost_cache import CostCache
+from muster.planner.simplicity import PREDICTION_ERROR, Simplicity, simplicity
 from muster.planner.training_cost import TrainingConditions
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import ConfigError, InfeasibleError
@@ -51,6 +52,10 @@ class PlanRequest:
     """True if only plans are wanted that `muster train` runs today."""
     template: Plan | None = None
     """Plan with all fields that aren't searched, such as compile and buckets."""
+    tolerance: float = PREDICTION_ERROR
+    """Relative difference of values within which the simplest plan is wanted; 0: the best, however complicated."""
+    simpler_than: Simplicity | None = None
+    """Only simpler plans than this are wanted; None: any."""
     tokens: float | None = None
     """Tokens of the whole training, where they are known: its cost is shown then."""
     conditions: TrainingConditions = TrainingConditions()
@@ -68,6 +73,10 @@ class PlanRequest:
     def admits(self, name: str, value: object) -> bool:
         """Return True if a field may have this value."""
         return self.fixed.get(name, value) == value
+
+    def is_simple_enough(self, plan: Plan) -> bool:
+        """Return True if a plan is as simple as is wanted."""
+        return self.simpler_than is None or simplicity(plan) < self.simpler_than
 
 
 @lru_cache(maxsize=16)
@@ -175,6 +184,12 @@ def _template(fixed: Mapping[str, Any], precision: Precision) -> Plan:
     strategy = {name: given.pop(name) for name in tuple(given) if name in LayerStrategy.model_fields}
     default = LayerStrategy().model_copy(update=strategy)
     return Plan().model_copy(update={**given, "precision": precision, "default_strategy": default})
+
+
+def require_more(request: PlanRequest, name_parts: str) -> PlanRequest:
+    """Return the request with more fixed parts of a plan's name."""
+    fixed = {**request.fixed, **fixed_fields(name_parts)}
+    return replace(request, fixed=fixed, fixed_text="-".join(filter(None, (request.fixed_text, name_parts))))
 
 
 def refix_request(request: PlanRequest, name_parts: str) -> PlanRequest:

@@ -58,8 +58,11 @@ def search(
     ceiling: float = inf,
     seeds: Sequence[Plan] = (),
     exact: int | None = None,
+    known: Sequence[EvaluatedPlan] = (),
 ) -> SearchResult:
     """Return the `top` best plans of a request. `seeds` are simulated first; values above `ceiling` may be left out.
+
+    `known` plans of the request are among them without being simulated again: they fit the evaluator's memory budget.
 
     A plan is only left out when its bound is above simulated values, or when it doesn't fit in memory. So the first
     `exact` plans (default: all) are those that simulating every plan would give; the others are the best of those that
@@ -69,7 +72,7 @@ def search(
     """
     budget = budget or SearchBudget()
     evaluator = evaluator or PlanEvaluator(request)
-    wishes = _Wishes(top, exact or top, ceiling, tuple(seeds))
+    wishes = _Wishes(top, exact or top, ceiling, tuple(seeds), tuple(known))
     has_second = bool(evaluator.memory_budget.head_room) and ceiling == inf
     first = _search(evaluator, wishes, budget, HEAD_ROOM_SHARE if has_second else 1.0)
     if first.best or not has_second:
@@ -91,6 +94,7 @@ class _Wishes:
     exact: int
     ceiling: float
     seeds: tuple[Plan, ...]
+    known: tuple[EvaluatedPlan, ...] = ()
 
     def is_pruned(self, bound: float, best: Sequence[FoundPlan]) -> bool:
         """Return True if no plan with this bound is wanted beside the best so far."""
@@ -132,6 +136,8 @@ def _search(evaluator: PlanEvaluator, wishes: _Wishes, budget: SearchBudget, pat
         )
         for part in range(NUM_PARTS)
     ]
+    for frontier in frontiers:
+        frontier.keep([FoundPlan(one.sort_key, one.plan) for one in wishes.known])
     with gc_paused():
         group = run_in_lockstep([_search_part(frontier, wishes.seeds) for frontier in frontiers], budget.processes)
         try:
@@ -140,7 +146,8 @@ def _search(evaluator: PlanEvaluator, wishes: _Wishes, budget: SearchBudget, pat
             best = _spend_and_merge(until_first, wishes, reports)
             number, work = 0, FIRST_ROUND_WORK
             while True:
-                active = [not wishes.is_pruned(report.open_bound, best) for report in reports]
+                open_bounds = [report.open_bound for report in reports]
+                active = [bound < inf and not wishes.is_pruned(bound, best) for bound in open_bounds]
                 if not any(active) or (number and (budget if best else until_first).is_spent):
                     break
                 allowed = min(work, budget.left / sum(active))
@@ -151,7 +158,8 @@ def _search(evaluator: PlanEvaluator, wishes: _Wishes, budget: SearchBudget, pat
                 number, work = number + 1, work * ROUND_GROWTH
         finally:
             group.close()
-        known = {plan: one for frontier in frontiers for plan, one in frontier.evaluated.items()}
+        known = {one.plan: one for one in wishes.known}
+        known |= {plan: one for frontier in frontiers for plan, one in frontier.evaluated.items()}
         evaluated = [known.get(one.plan) or evaluator.evaluate(one.plan) for one in best]
     return SearchResult(
         evaluator,

@@ -6,11 +6,12 @@ recompute) what is sent and stored. Bounds exist for each level, so that most pl
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from muster.planner.node_order import is_heterogeneous
 from muster.planner.request import PlanRequest
+from muster.planner.simplicity import least_simplicity
 from muster.spec.legality import plan_violations
 from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.mesh_cuts import divisors
@@ -163,9 +164,19 @@ def schedule_choices(request: PlanRequest, shape: MeshShape) -> Iterator[Schedul
             continue
         if request.admits("schedule", schedule) and request.admits("vpp", vpp):
             for uneven in uneven_batch_options(request, shape):
-                yield ScheduleChoice(shape, schedule, vpp, False, uneven)
-                if vpp == 1 and shape.pp > 1 and "stages" not in request.fixed:
-                    yield ScheduleChoice(shape, schedule, vpp, True, uneven)
+                balanced = vpp == 1 and shape.pp > 1 and "stages" not in request.fixed
+                choices = (
+                    ScheduleChoice(shape, schedule, vpp, balances, uneven) for balances in (False, True)[: 1 + balanced]
+                )
+                yield from filter(partial(_may_be_simple_enough, request), choices)
+
+
+def _may_be_simple_enough(request: PlanRequest, choice: ScheduleChoice) -> bool:
+    """Return True if a choice has plans that are as simple as is wanted."""
+    if request.simpler_than is None:
+        return True
+    others = choice.balances_layers + choice.uneven_batch
+    return least_simplicity(len(choice.shape.axes), choice.schedule, others) < request.simpler_than
 
 
 def uneven_batch_options(request: PlanRequest, shape: MeshShape) -> tuple[bool, ...]:
@@ -199,7 +210,7 @@ def draft_plans(
                 ):
                     return
                 first = first or plan
-                if choice.uneven_batch or is_admitted(request, plan):
+                if request.is_simple_enough(plan) and (choice.uneven_batch or is_admitted(request, plan)):
                     yield plan
 
 

@@ -3,11 +3,11 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from muster.config.local_machine import cluster_by_name
+from muster.planner.answer import answer_request
 from muster.planner.evaluated_plan import EvaluatedPlan
-from muster.planner.explain import explain_no_plan
-from muster.planner.heterogeneous import find_best_plans
 from muster.planner.node_order import nodes_of, reorder_nodes
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import MAX_DEVICES, PlanRequest
@@ -23,67 +23,81 @@ EXAMPLES = "nodes=x2, nodes=/2, nodes=12, network=/2, failed=1, cluster=64xa100"
 
 @dataclass(frozen=True)
 class WhatIfCase:
-    """A cluster, and the best plan on it."""
+    """A cluster, and the best plan on it: the answer of `muster plan`."""
 
     change: str
     """Change as it was given; empty for the cluster as it is."""
     cluster: ClusterSpec
+    """Devices that the plan uses."""
     best: EvaluatedPlan | None
     same_plan_step_s: float | None
     """Step time of the plan that is best without the change; None where it is not possible, or nothing is changed."""
     reason: str = ""
     """Reason why there is no plan."""
     gap: float = 0.0
-    """Largest relative improvement of the best plan that the search had no time to exclude."""
+    """Largest relative improvement of the best plan that the search didn't exclude."""
+    whole: ClusterSpec | None = None
+    """All devices of the case, of which the plan may use a part that is faster alone; None where there is no plan."""
 
 
 def what_if(request: PlanRequest, changes: Sequence[str], budget: SearchBudget) -> list[WhatIfCase]:
     """Return the best plan for the cluster as it is, then with each of the changes alone.
 
     Several changes in one text, with commas between them, are made together. Each search has the work of the whole
-    budget. Raises ConfigError for unknown changes, and those that can't be made to this cluster.
+    budget. A plan that one of them finds is tried in all cases. Raises ConfigError for unknown changes, and those that
+    can't be made to this cluster.
     """
     clusters = [request.cluster, *(apply_changes(request.cluster, text) for text in changes)]
     cases: list[WhatIfCase] = []
     for number, (text, cluster) in enumerate(zip(("", *changes), clusters, strict=True)):
         own = budget.renew(time_part=1 / (len(clusters) - number))
-        base = cases[0].best if cases else None
-        cases.append(_evaluate_case(replace(request, cluster=cluster), text, base, own, "failed" in text))
-    return cases
+        cases.append(_search_case(replace(request, cluster=cluster), text, own, "failed" in text))
+    cases = [_with_better_plan(case, cases, request) for case in cases]
+    base, *changed = cases
+    same_s = (_step_of_plan(base.best, replace(request, cluster=case.whole or case.cluster)) for case in changed)
+    return [base, *(replace(case, same_plan_step_s=step_s) for case, step_s in zip(changed, same_s, strict=True))]
 
 
-def _evaluate_case(
-    request: PlanRequest, change: str, base: EvaluatedPlan | None, budget: SearchBudget, may_drop_nodes: bool
-) -> WhatIfCase:
+def _search_case(request: PlanRequest, change: str, budget: SearchBudget, may_drop_nodes: bool) -> WhatIfCase:
     """Search one cluster. With `may_drop_nodes` and no plan for all nodes that are left, use the largest number of
     nodes that has one."""
-    gap = 0.0
     try:
-        found = find_best_plans(request, 1, budget.share(1.0))
-        gap = found.result.gap
-        reason = "" if found.result.best else explain_no_plan(found.result)
-        best = next(iter(found.result.best), None)
-        cluster = found.request.cluster
+        answer = answer_request(request, 1, budget.share(1.0), explained=False)
     except InfeasibleError as error:
-        best = None
-        cluster = request.cluster
-        reason = str(error)
-    if best is None and may_drop_nodes and request.cluster.num_nodes > 1:
-        fewer = replace(request, cluster=_first_nodes(request.cluster, request.cluster.num_nodes - 1))
-        return _evaluate_case(fewer, change, base, budget, may_drop_nodes)
-    same_s = None if base is None else _step_of_plan(base.plan, replace(request, cluster=cluster))
-    return WhatIfCase(change, cluster, best, same_s, reason, gap)
+        if may_drop_nodes and request.cluster.num_nodes > 1:
+            fewer = replace(request, cluster=_first_nodes(request.cluster, request.cluster.num_nodes - 1))
+            return _search_case(fewer, change, budget, may_drop_nodes)
+        return WhatIfCase(change, request.cluster, None, None, str(error))
+    whole = answer.request.cluster if answer.whole is None else answer.whole.cluster
+    return WhatIfCase(change, answer.request.cluster, answer.first, None, "", answer.result.gap, whole)
 
 
-def _step_of_plan(plan: Plan, request: PlanRequest) -> float | None:
-    """Return the step time of that very plan; None where it is illegal, doesn't fit or can't be timed."""
+def _with_better_plan(case: WhatIfCase, cases: Sequence[WhatIfCase], request: PlanRequest) -> WhatIfCase:
+    """Return a case whose search was stopped with the best plan of the others where that is better there too."""
+    if case.best is None or not case.gap:
+        return case
+    evaluator = PlanEvaluator(replace(request, cluster=case.cluster))
+    found = (_fitting(other.best.plan, evaluator) for other in cases if other.best is not None)
+    best = min([case.best, *filter(None, found)], key=attrgetter("sort_key"))
+    ahead = 1 - best.value / case.best.value
+    return replace(case, best=best, gap=max(0.0, 1 - (1 - case.gap) / (1 - ahead))) if ahead > 0 else case
+
+
+def _fitting(plan: Plan, evaluator: PlanEvaluator) -> EvaluatedPlan | None:
+    """Return a plan with its figures; None where it is illegal, doesn't fit or can't be timed."""
+    request = evaluator.request
     if plan_violations(plan, request.model, request.workload, request.cluster.num_devices):
         return None
     try:
-        evaluator = PlanEvaluator(request).without_head_room()
-        return evaluator.evaluate(plan).prediction.step_time_s if evaluator.memory_budget.fits(plan) else None
+        return evaluator.evaluate(plan) if evaluator.memory_budget.fits(plan) else None
     except InfeasibleError:
         return None
+
+
+def _step_of_plan(base: EvaluatedPlan | None, request: PlanRequest) -> float | None:
+    """Return the step time of that very plan; None where there is none, or it can't run there."""
+    found = base and _fitting(base.plan, PlanEvaluator(request).without_head_room())
+    return found.prediction.step_time_s if found else None
 
 
 # ----------------------------------------------------------------------------------------------------------------------

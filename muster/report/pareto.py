@@ -39,19 +39,24 @@ def front_lines(front: ParetoFront) -> list[str]:
 def front_table(front: ParetoFront) -> Table:
     """Return a table with the figures of each plan."""
     shown = Table(box=None, pad_edge=False, header_style="bold")
-    for head in ("", "devices", "step", "memory", "cost of 1B tokens", "tokens/s"):
+    for head in ("", *_HEADS):
         shown.add_column(head, justify="right", no_wrap=True)
     for index, point in enumerate(front.points):
         shown.add_row(_mark(index), *_cells(point))
     return shown
 
 
+_HEADS = ("devices", "step", "may save", "memory", "1B tokens", "tokens/s")
+"""Heads of the figures. `may save`: largest part of the step that another plan may save."""
+
+
 def _cells(point: ParetoPoint) -> tuple[str, ...]:
-    """Return devices, step time, memory, cost and throughput of a plan."""
+    """Return devices, step time, what of it another plan may save, memory, cost and throughput of a plan."""
     cost = usd_per_billion(point)
     return (
         f"{point.devices:,}",
         format_seconds(point.step_time_s),
+        f"{point.gap:.1%}" if point.gap else "0",
         format_bytes(point.evaluated.peak_bytes),
         "n/a" if cost is None else f"${format_count(cost)}",
         format_count(point.evaluated.prediction.tokens_per_s),
@@ -69,10 +74,11 @@ def front_picture(front: ParetoFront, width: int = 80) -> list[str]:
     columns = min(width, 100) - 12
     x, y = _scales(front)
     grid = [[" "] * columns for _ in range(_ROWS)]
-    for index, point in reversed(list(enumerate(front.points))):
+    for index, point in enumerate(front.points):
         column = round(x.fraction(point.step_time_s) * (columns - 1))
-        row = round((1 - y.fraction(point.evaluated.peak_bytes)) * (_ROWS - 1))
-        grid[row][column] = _mark(index)
+        cells = grid[round((1 - y.fraction(point.evaluated.peak_bytes)) * (_ROWS - 1))]
+        free = (each for each in sorted(range(columns), key=lambda each: abs(each - column)) if cells[each] == " ")
+        cells[next(free, column)] = _mark(index)  # plans that are alike stand beside each other
     lines = []
     for row, cells in enumerate(grid):
         label = format_bytes(y.high) if row == 0 else format_bytes(y.low) if row == _ROWS - 1 else ""
@@ -88,15 +94,20 @@ def front_page(front: ParetoFront, title: str) -> str:
         Dot(
             point.step_time_s,
             point.evaluated.peak_bytes / 2**30,
-            f"{_mark(index)}: {point.evaluated.name}, {', '.join(_cells(point)[:4])}",
+            f"{_mark(index)}: {point.evaluated.name}, {_figures(point)}",
             sizes.index(point.devices) % len(SERIES),
+            _mark(index),
         )
         for index, point in enumerate(front.points)
     ]
     key = element(
         "p",
         *(
-            element("span", element("i", class_=f"swatch line run-{number % len(SERIES)}"), pluralize(size, "device"))
+            element(
+                "span",
+                element("i", class_=f"swatch line run-{number % len(SERIES)}"),
+                f"{pluralize(size, 'device')}: {_marks_of(front, size)}",
+            )
             for number, size in enumerate(sizes)
         ),
         class_="key",
@@ -106,7 +117,7 @@ def front_page(front: ParetoFront, title: str) -> str:
     y = log_scale(y.low / 2**30, y.high / 2**30)
     picture = draw_xy_plot("front", "The front", words, dots, x, y)
     rows = [
-        ("", "plan", "devices", "step", "memory", "cost of 1B tokens", "tokens/s"),
+        ("", "plan", *_HEADS),
         *((_mark(index), point.evaluated.name, *_cells(point)) for index, point in enumerate(front.points)),
     ]
     header = element(
@@ -118,6 +129,19 @@ def front_page(front: ParetoFront, title: str) -> str:
     drawn = element("div", element("p", words, class_="quiet"), key, picture)
     style, script = element("style", Html(STYLE)), element("script", Html(SCRIPT))
     return page(title, style, header, section("Time and memory", drawn), section("Plans", html_table(rows)), script)
+
+
+def _figures(point: ParetoPoint) -> str:
+    """Return devices, step time, memory and cost of a plan for a label."""
+    cost = usd_per_billion(point)
+    figures = [pluralize(point.devices, "device"), format_seconds(point.step_time_s)]
+    figures.append(format_bytes(point.evaluated.peak_bytes))
+    return ", ".join([*figures, *([] if cost is None else [f"${format_count(cost)} for 1B tokens"])])
+
+
+def _marks_of(front: ParetoFront, size: int) -> str:
+    """Return the labels of the plans for so many devices."""
+    return " ".join(_mark(index) for index, point in enumerate(front.points) if point.devices == size)
 
 
 def _scales(front: ParetoFront) -> Any:
@@ -145,7 +169,9 @@ def front_json(front: ParetoFront) -> dict[str, Any]:
                 "cluster": point.cluster.name,
                 "devices": point.devices,
                 "step_time_s": point.step_time_s,
+                "gap": point.gap,
                 "memory_bytes": point.evaluated.peak_bytes,
+                "memory_limit_bytes": point.memory_limit_bytes,
                 "usd_per_step": point.usd_per_step,
                 "usd_per_billion_tokens": usd_per_billion(point),
                 "tokens_per_s": point.evaluated.prediction.tokens_per_s,

@@ -3,14 +3,15 @@
 from typing import Any
 
 from muster.cost.memory.forecast import MEMORY_HEADROOM
+from muster.planner.alternatives import describe_difference
 from muster.planner.answer import PlanAnswer
-from muster.planner.explain import families
+from muster.planner.families import OFFLOAD_EFFORT, explain_family
 from muster.planner.heterogeneous import PlanSearch
-from muster.planner.neighbours import NOT_EVALUATED
-from muster.planner.search_result import COUNTERS, SearchResult
+from muster.planner.reasons import Reason
+from muster.planner.search_result import COUNTERS, ROUNDING_TOLERANCE
 from muster.report.console import table_console
 from muster.report.formatting import format_count, format_seconds
-from muster.report.plans import footprint_table, plan_json, plan_names, plan_table
+from muster.report.plans import footprint_table, plan_json, plan_names, plan_table, unnamed_settings
 from muster.report.training import price_json, training_lines
 from muster.spec.units import pluralize
 
@@ -23,11 +24,13 @@ def print_answer(answer: PlanAnswer, explain: bool) -> None:
     workload = request.workload
     print(f"model     {request.model.name}, {request.model.num_parameters:,} parameters")
     print(f"cluster   {request.cluster.name}, {pluralize(request.cluster.num_devices, 'device')}")
+    for line in _part_lines(answer):
+        print(line)
     print(f"step      {pluralize(workload.global_batch_size, 'sequence')} of {pluralize(workload.seq_len, 'token')}")
     for line in request.derived_lines:
         print(f"          {line}")
     print(f"framework {request.framework.label(request.base.compile)}")
-    print(f"searched  {_search_text(result)}")
+    print(f"searched  {_search_text(answer)}")
     for line in _node_order_lines(answer.search):
         print(line)
     if not result.leaves_head_room and request.memory_limit_bytes is None:
@@ -42,16 +45,43 @@ def print_answer(answer: PlanAnswer, explain: bool) -> None:
         print("\n".join(f"  {line}" for line in training_lines(answer.training_costs[0], request.cluster)))
     if any(verdict.unsupported for verdict in result.best):
         print("\n* " + "; ".join(sorted({line for one in result.best for line in one.unsupported})))
-    print("\nWhy the first, and the effect of single changes to it:")
-    for neighbour in answer.neighbours:
-        if not neighbour.timed_out:
-            print(f"  {neighbour.sentence}")
-    if late := [neighbour.change for neighbour in answer.neighbours if neighbour.timed_out]:
-        print(f"  {NOT_EVALUATED}: {', '.join(late)}")
+    for line in _fastest_lines(answer):
+        print(line)
+    print("\nWhy the first, and the best plan with each other choice (--require):")
+    for reason in answer.reasons:
+        print(f"  {reason.sentence}")
     if explain:
         print("\nThe best plan of every family:")
-        for family in families(request, result.best[0], answer.budget):
-            print(f"  {family.name}: {family.sentence}")
+        for name, sentence in _family_sentences(answer):
+            print(f"  {name}: {sentence}")
+
+
+def _part_lines(answer: PlanAnswer) -> list[str]:
+    """Return that a part of the cluster is faster alone, with the best plan for all of it."""
+    whole = answer.whole
+    if whole is None:
+        return []
+    step_s = answer.first.prediction.step_time_s
+    return [
+        f"          faster alone: {format_seconds(step_s)} a step; all {whole.cluster.num_devices:,} devices take"
+        f" {format_seconds(whole.best.prediction.step_time_s)}",
+        f"          with {whole.best.name}",
+    ]
+
+
+def _fastest_lines(answer: PlanAnswer) -> list[str]:
+    """Return the fastest plan, where the first is a simpler one about as good, with what it gains and takes."""
+    first, fastest = answer.first, answer.fastest
+    if fastest.plan == first.plan or fastest.value >= first.value:
+        return []
+    words = describe_difference(first, fastest, answer.request.objective)
+    return [f"\nThe best by itself (--fastest): {words}:", f"  {fastest.name}{unnamed_settings(fastest.plan, '  ')}"]
+
+
+def _family_sentences(answer: PlanAnswer) -> list[tuple[str, str]]:
+    """Return the name of each family, and its best plan or why there is none."""
+    offload_budget = answer.budget.renew(OFFLOAD_EFFORT)
+    return [(one.name, explain_family(one, answer.against, offload_budget.share(1.0))) for one in answer.families]
 
 
 def _node_order_lines(arranged: PlanSearch) -> list[str]:
@@ -76,23 +106,35 @@ def _naive_cost(arranged: PlanSearch) -> str:
     return f", ${format_count(price * arranged.naive_step_s / 3600 / tokens * 1e9)} for 1B tokens"
 
 
-def _search_text(result: SearchResult) -> str:
+def _search_text(answer: PlanAnswer) -> str:
     """Return how much was searched, and how good the answer is known to be."""
+    result = answer.result
     seen = result.counts
     plans = pluralize(seen["drafts"], "plan")
     text = (
         f"{plans} of {pluralize(seen['shapes'], 'shape')} in {result.seconds:.1f} s,"
         f" {seen['simulated']:,} simulated:\n          "
     )
+    if answer.fastest.plan.pinned_schedule is not None:
+        return text + "the best plan's schedule was searched for its own times: another may be better"
     if result.proven:
-        return text + "no other plan can be better than the first"
-    if result.has_custom_schedule:
-        return text + "the first plan's schedule was searched for its own times: another may be better"
+        return text + _proof_text(answer)
     if result.gave_up_head_room_early:
         return text + f"stopped early: another plan may leave {MEMORY_HEADROOM:.0%} of the memory free"
     if result.gap >= 1:  # nothing is known of what memory the others need
         return text + "stopped early: another plan may be better (raise --effort)"
     return text + f"stopped early: another plan may be better by up to {result.gap:.1%}"
+
+
+def _proof_text(answer: PlanAnswer) -> str:
+    """Return what is proven of the first plan."""
+    if answer.fastest.value >= answer.first.value * (1 - ROUNDING_TOLERANCE):
+        return "no other plan can be better than the first"
+    ahead = 1 - answer.fastest.value / answer.first.value
+    text = f"no plan can be better than the first by more than {ahead:.1%}"
+    if not answer.simplicity_proven:
+        return text
+    return text + f",\n          and none within {answer.request.tolerance:.0%} of the best is simpler"
 
 
 def answer_json(answer: PlanAnswer, explain: bool) -> dict[str, Any]:
@@ -113,7 +155,9 @@ def answer_json(answer: PlanAnswer, explain: bool) -> dict[str, Any]:
         "compile": request.base.compile,
         "derived": list(request.derived_lines),
         "plans": [plan_json(number, *both) for number, both in enumerate(zip(result.best, footprints, strict=True), 1)],
-        "why": [{"change": one.change, "slower": one.slowdown, "sentence": one.sentence} for one in answer.neighbours],
+        "fastest": plan_json(0, answer.fastest, None) if answer.fastest.plan != answer.first.plan else None,
+        "why": [_reason_json(one) for one in answer.reasons],
+        "whole_cluster": _whole_json(answer),
         "node_order": answer.search.node_order,
         "naive_step_time_s": answer.search.naive_step_s,
         "search": {
@@ -126,11 +170,41 @@ def answer_json(answer: PlanAnswer, explain: bool) -> dict[str, Any]:
     if explain:
         plain["families"] = [
             {
-                "family": one.name,
-                "plan": one.best.name if one.best else None,
-                "step_time_s": one.best.prediction.step_time_s if one.best else None,
-                "sentence": one.sentence,
+                "family": family.name,
+                "plan": family.alternative.best.name if family.alternative.best else None,
+                "step_time_s": family.alternative.best.prediction.step_time_s if family.alternative.best else None,
+                "proven": family.alternative.proven,
+                "sentence": sentence,
             }
-            for one in families(request, result.best[0], answer.budget)
+            for family, (_, sentence) in zip(answer.families, _family_sentences(answer), strict=True)
         ]
     return plain
+
+
+def _reason_json(reason: Reason) -> dict[str, Any]:
+    """Return an alternative to the first plan; `interval` where its search wasn't finished."""
+    compared = reason.comparison
+    best = compared.best
+    return {
+        "change": compared.name,
+        "require": reason.part or None,
+        "slower": compared.slower,
+        "interval": compared.interval,
+        "plan": best.name if best else None,
+        "step_time_s": best.prediction.step_time_s if best else None,
+        "sentence": reason.sentence,
+        "fields": best.plan.model_dump(mode="json") if best else None,
+    }
+
+
+def _whole_json(answer: PlanAnswer) -> dict[str, Any] | None:
+    """Return the best plan for all devices, where the plans are for a part of them that is faster alone."""
+    whole = answer.whole
+    if whole is None:
+        return None
+    return {
+        "cluster": whole.cluster.name,
+        "devices": whole.cluster.num_devices,
+        "plan": whole.best.name,
+        "step_time_s": whole.best.prediction.step_time_s,
+    }

@@ -17,12 +17,13 @@ _ROW_PX = 26
 
 @dataclass(frozen=True, slots=True)
 class Dot:
-    """Dot with a `label` that is shown when the pointer is near."""
+    """Dot with a `label` that is shown when the pointer is near, and a `mark` that always stands beside it."""
 
     x: float
     y: float
     label: str
     colour: int = 0
+    mark: str = ""
 
 
 def draw_predicted_vs_measured(key: str, title: str, description: str, dots: Sequence[Dot], margin: float) -> Html:
@@ -98,6 +99,7 @@ def _figure(
         frame,
         grid,
         inner,
+        *(_mark(dot, place) for dot, place in zip(dots, places, strict=True) if dot.mark),
         role="img",
         aria_labelledby=f"{key}-title {key}-desc",
         style=f"height:{height_px + 30}px" if height_px else None,
@@ -106,6 +108,21 @@ def _figure(
     script = element("script", Html(data.replace("<", "\\u003c")), type="application/json")
     plane = element("div", svg, script, class_=f"plane {style}".strip())
     return element("figure", plane, class_="dotted", id=key)
+
+
+def _mark(dot: Dot, place: tuple[float, float]) -> Html:
+    """Return a dot's mark, to the right of it or, at the right edge, to the left."""
+    x, y = place
+    side = -1 if x > 0.97 else 1
+    return element(
+        "text",
+        dot.mark,
+        x=f"{100 * x:.2f}%",
+        y=f"{100 * y:.2f}%",
+        dx=str(7 * side),
+        dy="4",
+        class_=f"dot-mark {'end' if side < 0 else 'start'} run-{dot.colour % len(SERIES)}",
+    )
 
 
 def _line(start: tuple[float, float], end: tuple[float, float], scale: Scale, style: str) -> Html:
@@ -147,6 +164,7 @@ STYLE = """
 .dotted .square>svg{height:min(680px,90vw);padding:6px 8px 24px 52px;max-width:820px}
 .dotted .plane svg svg{overflow:hidden}
 .dotted .mark{stroke-width:5;stroke-linecap:round;stroke-opacity:.75}
+.dotted .dot-mark{font-size:12px;fill:currentColor;stroke:none}
 .dashed{stroke-dasharray:4 4}
 .dotted text{pointer-events:none}
 tbody th{overflow-wrap:anywhere}

@@ -4,7 +4,7 @@ them fit."""
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import product
+from itertools import islice, product
 from math import inf
 
 from muster.cost.activations import offloaded_activation_bytes
@@ -197,11 +197,11 @@ class MemoryBudget:
             return [], inf
         host_excess = self.host_excess_bytes(plan)
         if max(excess) <= 0 and host_excess <= 0:
-            return [plan], max(excess)
+            return [plan] if self.request.is_simple_enough(plan) else [], max(excess)
         fitter, may_offload = self._fitter(plan)
         added_s = fitter.added_s(excess) if len(fitter.policies) > 1 else None
         if added_s is None:
-            return self._all_recomputed(fitter), max(*excess, host_excess)
+            return self._with_uniform_fits(fitter, self._all_recomputed(fitter)), max(*excess, host_excess)
         return PendingFit(fitter, may_offload, excess, cache, added_s), max(*excess, host_excess)
 
     def _fitter(self, plan: Plan) -> tuple[MemoryFitter, bool]:
@@ -220,8 +220,11 @@ class MemoryBudget:
 
     def finish_fit(self, pending: "PendingFit") -> list[Plan]:
         """Return the plan with the cheapest recompute by layer that makes it fit, and with the cheapest recompute and
-        offload."""
+        offload. Where simple plans are wanted, those with one policy for all layers are tried too."""
         fitter = pending.fitter
+        simpler_than = self.request.simpler_than
+        if simpler_than is not None and not simpler_than.differs_by_layer:
+            return self._with_uniform_fits(fitter, [])
         found: list[Plan] = []
         policies = list(fitter.policies)
         without_offload = [policy for policy in policies if policy.offload == "none"]
@@ -234,7 +237,36 @@ class MemoryBudget:
                 found.append(changed)
             if changed is not None and not fitter.waits:
                 break  # copies that no pass waits for cost nothing: fewer policies give no faster plan
-        return found or self._all_recomputed(fitter)
+        return self._with_uniform_fits(fitter, found or self._all_recomputed(fitter))
+
+    def _with_uniform_fits(self, fitter: MemoryFitter, found: list[Plan]) -> list[Plan]:
+        """Return what was found; where simple plans are wanted, those of it and of `uniform_fits` that are."""
+        if self.request.simpler_than is None:
+            return found
+        return [
+            plan for plan in dict.fromkeys([*found, *self._uniform_fits(fitter)]) if self.request.is_simple_enough(plan)
+        ]
+
+    def uniform_fits(self, plan: Plan) -> list[Plan]:
+        """Return a plan that doesn't fit with the least recompute of all layers alike that makes it fit: alone, and
+        with all layers offloading."""
+        return self._uniform_fits(self._fitter(plan)[0])
+
+    def _uniform_fits(self, fitter: MemoryFitter) -> list[Plan]:
+        found: list[Plan] = []
+        for offload in dict.fromkeys(policy.offload for policy in fitter.policies):
+            plans = (with_policy(fitter.plan, policy) for policy in fitter.policies if policy.offload == offload)
+            fitting = (plan for plan in plans if plan != fitter.plan and self._fits_and_runs(plan))
+            found += islice(fitting, 1)
+        return found
+
+    def _fits_and_runs(self, plan: Plan) -> bool:
+        if self.request.runnable and unsupported_features(plan):
+            return False
+        try:
+            return self.fits(plan)
+        except InfeasibleError:  # nothing that it offloads is saved for long enough
+            return False
 
     def _all_recomputed(self, fitter: MemoryFitter) -> list[Plan]:
         """Return the plan with all layers recomputed as far as allowed, if that fits.

@@ -1,0 +1,198 @@
+"""Claims of `muster plan`: simple plans first, percentages that other commands repeat, nothing better shown."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from plan_claims import assert_claims_hold, assert_nothing_is_better
+from test_planner import instance
+
+from muster.config.cluster_files import load_cluster
+from muster.config.named_model import load_model
+from muster.planner.answer import answer_request
+from muster.planner.cluster_parts import cluster_parts, least_step_s
+from muster.planner.evaluated_plan import EvaluatedPlan
+from muster.planner.plan_evaluator import PlanEvaluator
+from muster.planner.request import PlanRequest, build_request
+from muster.planner.search import search
+from muster.planner.search_budget import SearchBudget
+from muster.planner.simple_first import find_simplest
+from muster.planner.simplicity import PREDICTION_ERROR, Simplicity, mechanisms, simplest, simplicity
+from muster.planner.space import draft_plans, mesh_shapes, schedule_choices, used_axes
+from muster.planner.what_if import what_if
+from muster.spec.cluster import ClusterSpec, NetworkTier
+from muster.spec.device import LinkSpec
+from muster.spec.plan import LayerOverride, LayerStrategy, Plan, StageSpec
+from muster.spec.plan_name import parse_plan_name
+from muster.spec.workload import Workload
+
+PAIRS = (
+    ("llama3-8b", "8xh100", 4096, 64),
+    ("qwen2.5-7b", "8xa100-40", 4096, 32),
+    ("mixtral-8x7b", "32xh100", 4096, 128),
+    ("llama3-8b", "64xh100", 8192, 128),
+    ("llama2-13b", "16xa100", 4096, 64),
+)
+"""Models, clusters, sequence lengths and batches of the claims that are checked."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Simple plans first
+
+
+def test_the_order_of_simplicity() -> None:
+    ordered = ["dp8", "dp8-rfull", "dp4-tp2-sp-rfull", "pp8-l5.3.4.4.4.4.4.4-rfull", "pp8-szbv-l5.3.4.4.4.4.4.4-rfull"]
+    places = [simplicity(parse_plan_name(name)) for name in ordered]
+    assert places == sorted(places)
+    assert len(set(places)) == len(places)
+    other = LayerOverride(start=3, count=1, strategy=LayerStrategy(recompute="full"))
+    assert simplicity(Plan(overrides=(other,))) > places[-1]
+    assert mechanisms(parse_plan_name("dp8-z1")) == []
+    assert mechanisms(Plan(pp=2, stages=(StageSpec(layers=17), StageSpec(layers=15)))) == [
+        "pipeline parallelism",
+        "unequal stages",
+    ]
+
+
+def all_plans(evaluator: PlanEvaluator) -> tuple[list[EvaluatedPlan], list[EvaluatedPlan]]:
+    """Return every plan that the search looks at, and those with one policy for all layers that make a plan fit."""
+    request = evaluator.request
+    searched, uniform = [], []
+    for shape in mesh_shapes(request):
+        for choice in schedule_choices(request, shape):
+            for draft in draft_plans(request, choice):
+                plan = evaluator.complete_draft(draft, choice)
+                fitting = [] if plan is None else evaluator.memory_budget.fit(plan)[0]
+                searched += map(evaluator.evaluate, fitting)
+                if plan is not None and fitting != [plan]:
+                    uniform += map(evaluator.evaluate, evaluator.memory_budget.uniform_fits(plan))
+    return searched, uniform
+
+
+def assert_finds_the_simplest(seed: int) -> bool:
+    """Compare with enumeration; return True if the simplest isn't the best by itself."""
+    evaluator = PlanEvaluator(instance(seed))
+    searched, uniform = all_plans(evaluator)
+    best = min(searched, key=lambda one: one.sort_key)
+    expected = simplest([*searched, *uniform], best.value)
+    assert expected is not None
+    found = search(evaluator.request, 3, exact=1)
+    chosen = find_simplest(found.best[0], found.best, found.evaluator, SearchBudget())
+    assert chosen.proven
+    assert chosen.evaluated.sort_key == expected.sort_key, f"seed {seed}"
+    return expected.plan != best.plan
+
+
+def test_the_simplest_plan_is_what_looking_at_everything_finds() -> None:
+    assert [assert_finds_the_simplest(seed) for seed in (4, 5)] == [True, True]
+
+
+@pytest.mark.soak
+def test_the_simplest_plan_is_what_looking_at_everything_finds_in_200_instances() -> None:
+    for seed in range(200):
+        assert_finds_the_simplest(seed)
+
+
+def _request(model: str, cluster: str, seq_len: int, batch: int, **asked) -> PlanRequest:
+    return build_request(load_model(model), load_cluster(cluster), seq_len, batch, runnable=True, **asked)
+
+
+def test_the_first_is_simpler_than_the_fastest_and_no_more_than_the_error_slower() -> None:
+    request = _request("tiny", "4xh100", 256, 16)
+    answer = answer_request(request, 1, SearchBudget.start(), explained=False)
+    assert not answer.first.plan.overrides
+    assert simplicity(answer.first.plan) < simplicity(answer.fastest.plan)
+    assert answer.fastest.value < answer.first.value <= answer.fastest.value * (1 + PREDICTION_ERROR)
+    alone = answer_request(replace(request, tolerance=0.0), 1, SearchBudget.start(), explained=False)
+    assert alone.first.plan == alone.fastest.plan == answer.fastest.plan
+
+
+def test_a_plan_without_mechanisms_is_as_simple_as_can_be() -> None:
+    assert simplicity(parse_plan_name("dp8-mb4-z1")) == Simplicity(False, 0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the answer says
+
+
+@pytest.mark.parametrize("effort", [1.0, 0.05])
+def test_percentages_are_what_other_commands_say_and_nothing_is_better_than_the_first(effort: float) -> None:
+    request = _request("tiny", "4xh100", 256, 16)
+    answer = answer_request(request, 5, SearchBudget.start(effort))
+    assert len(answer.reasons) > 3
+    assert_claims_hold(answer, effort)
+
+
+def test_a_search_that_stops_early_takes_what_its_alternatives_find() -> None:
+    request = _request("llama3-8b", "8xh100", 4096, 64)
+    answer = answer_request(request, 5, SearchBudget.start(0.06))
+    assert not answer.result.proven
+    assert any(reason.comparison.interval for reason in answer.reasons)
+    assert_nothing_is_better(answer)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-".join(map(str, pair)))
+def test_percentages_are_what_other_commands_say_for_all_pairs(pair: tuple[str, str, int, int]) -> None:
+    answer = answer_request(_request(*pair), 5, SearchBudget.start())
+    assert_claims_hold(answer, 1.0, recompute_all=True)
+
+
+def test_the_plans_that_are_shown_are_of_different_families_and_data_parallelism_is_among_them() -> None:
+    answer = answer_request(_request("tiny", "4xh100", 256, 16), 3, SearchBudget.start())
+    families = [used_axes(one.plan) for one in answer.result.best]
+    assert len(set(families)) == len(families) == 3
+    assert frozenset() in families
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Parts of a cluster
+
+
+def _two_sites(bandwidth: float, latency_s: float = 20e-3) -> ClusterSpec:
+    cluster = load_cluster("16xh100")
+    link = LinkSpec(name="wan", kind="ethernet", bandwidth_bytes_per_s=bandwidth, latency_s=latency_s)
+    tier = NetworkTier(name="sites", nodes=1, latency_s=latency_s, link=link)
+    return cluster.model_copy(update={"tiers": (tier,)})
+
+
+@pytest.mark.parametrize(("bandwidth", "latency_s", "alone"), [(1e7, 20e-3, True), (400e9, 1e-6, False)])
+def test_one_site_alone_is_the_answer_where_it_is_faster(bandwidth: float, latency_s: float, alone: bool) -> None:
+    request = PlanRequest(
+        load_model("tiny"),
+        _two_sites(bandwidth, latency_s),
+        Workload(seq_len=256, global_batch_size=64),
+        fixed={"cp": 1, "tp": 1},
+        runnable=True,
+    )
+    answer = answer_request(request, 1, SearchBudget.start(0.05), explained=False)
+    assert (answer.first.plan.world_size == 8) == alone
+    assert (answer.whole is not None) == alone
+    if answer.whole is not None:
+        assert answer.whole.best.plan.world_size == 16
+        assert answer.first.value < answer.whole.best.value
+        assert not answer.request.cluster.tiers
+
+
+def test_parts_of_a_cluster_are_sites_kinds_or_halves() -> None:
+    assert [part.num_devices for part in cluster_parts(_two_sites(1e9))] == [8]
+    assert [part.device.name for part in cluster_parts(load_cluster("16xh100+8xa100"))] == ["h100-sxm", "a100-80-sxm"]
+    assert [part.num_devices for part in cluster_parts(load_cluster("32xh100"))] == [16]
+    assert cluster_parts(load_cluster("8xh100")) == []
+
+
+def test_no_plan_is_faster_than_its_passes_on_all_devices_at_once() -> None:
+    random = Random(0)
+    for seed in random.sample(range(100), 3):
+        request = replace(instance(seed), objective="time", memory_limit_bytes=None, cluster=load_cluster("4xh100"))
+        assert 0 < least_step_s(request) <= search(request, 1).best[0].prediction.step_time_s
+
+
+def test_what_a_changed_cluster_finds_is_taken_where_it_is_better() -> None:
+    request = _request("tiny", "16xh100", 256, 64)
+    base, slower = what_if(request, ["network=/1.01"], SearchBudget.start(0.03))
+    assert base.best is not None
+    assert slower.best is not None
+    assert slower.same_plan_step_s is not None
+    assert base.best.prediction.step_time_s <= slower.best.prediction.step_time_s * (1 + PREDICTION_ERROR)
+    assert slower.best.prediction.step_time_s <= slower.same_plan_step_s * (1 + PREDICTION_ERROR)
