@@ -5,6 +5,7 @@ Bubbles and activations are those that the papers state, or that others reach, i
 
 import re
 import sys
+from math import ceil, inf
 from pathlib import Path
 from types import ModuleType
 
@@ -145,6 +146,93 @@ def test_closed_forms_hold(ranks: int, rounds: int, extra: int, chunks: int, tim
     assert cost("2bp-gpipe", *size)[0] == pytest.approx(split)
     if weights <= min(forward, inputs):
         assert cost("zb-h1", *size)[0] == pytest.approx(split - (ranks - 1) * weights)
+
+
+# Bubble and most activations of a rank that the entries of the registry and the page claim, all passes taking 1, for p
+# ranks, m ≥ p micro-batches and v stages per rank.
+CLAIMS = {
+    "gpipe": lambda p, m, v: (3 * (p - 1), m),
+    "1f1b": lambda p, m, v: (3 * (p - 1), p),
+    "interleaved": lambda p, m, v: (3 * (p - 1) / v, p + (p - 1) / v if m % p == 0 else None),
+    "gis": lambda p, m, v: (3 * (p - 1) / v, p if m % p == 0 else None),
+    "breadth-first": lambda p, m, v: (3 * (p - 1) / v, m),
+    "2bp-gpipe": lambda p, m, v: (2 * (p - 1), m),
+    "2bp-1f1b": lambda p, m, v: (2 * (p - 1), m),
+    "zb-h1": lambda p, m, v: (p - 1, p),
+    "zb-h2": lambda p, m, v: (p - 1 + ceil(max(0, 2 * p - 2 - m) / 2), 2 * p - 1),
+    "zb-v": lambda p, m, v: (max((p - 1) / 2, 2 * p - 1 - m), p),
+    "v-half": lambda p, m, v: (None, p // 2 + 1),
+    "v-min": lambda p, m, v: (None, None),
+    "v-zb": lambda p, m, v: ((p - 1) / 2, p),
+    "hanayo": lambda p, m, v: (None, p if m == p else None),
+    "bitpipe": lambda p, m, v: ((p - 2) * (1 + (m / p - 1) / 2) if m % p == 0 else None, p),
+    "dualpipe": lambda p, m, v: (p / 2 - 1 + max(0, min(p - 2, 2 * p - m)) if m % 2 == 0 else None, p + 1),
+    "dualpipe-v": lambda p, m, v: ((p - 1) / 2 + max(0, min(p - 1, 2 * p - m)), p + 0.5),
+    "zeropp": lambda p, m, v: (2 * (p - 1) / v, 2 * p if m % p == 0 else None),
+}
+"""A claim of None stands for one that the page gives as a bound; those are `BOUNDS`."""
+BOUNDS = {
+    "v-half": lambda p, m, v: (2 * (p - 1), p / 2 + 1),  # "about half of 1F1B's": up to two thirds where m is near p
+    "v-min": lambda p, m, v: (2 * (p - 1), p / 3 + 4 / 3),
+    "hanayo": lambda p, m, v: (4.5 * (p - 1) / v if m == p else inf, 2 * p - 1),
+}
+
+
+def check_claims(name: str, ranks: int, micro_batches: int) -> None:
+    """Compare a schedule with what it claims, for each number of stages per rank."""
+    entry = SCHEDULES[name]
+    for chunks in (entry.chunks,) if entry.chunks else (2, 4):
+        bubble, _, peak = cost(name, ranks, micro_batches, chunks=chunks)
+        claimed = CLAIMS[name](ranks, micro_batches, chunks)
+        most = BOUNDS.get(name, lambda *_: (inf, inf))(ranks, micro_batches, chunks)
+        assert bubble == pytest.approx(claimed[0] if claimed[0] is not None else bubble), (name, ranks, micro_batches)
+        expected = peak if claimed[1] is None else min(claimed[1], micro_batches)
+        assert peak == pytest.approx(expected), (name, ranks, micro_batches)
+        assert bubble <= most[0] + 1e-9, (name, ranks, micro_batches)
+        assert peak <= most[1] + 1e-9, (name, ranks, micro_batches)
+
+
+def micro_batch_numbers(ranks: int) -> list[int]:
+    near = (
+        ranks,
+        ranks + 1,
+        3 * ranks // 2 - 1,
+        3 * ranks // 2,
+        2 * ranks - 2,
+        2 * ranks - 1,
+        2 * ranks,
+        3 * ranks + 1,
+    )
+    return sorted({number for number in near if number >= ranks})
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_schedules_keep_what_they_claim_from_as_many_micro_batches_as_ranks_on(name: str):
+    for ranks in (2, 3, 4, 7):
+        if SCHEDULES[name].default_replicas == 1 or ranks % 2 == 0:
+            for micro_batches in micro_batch_numbers(ranks):
+                check_claims(name, ranks, micro_batches)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", CLAIMS)
+def test_claims_on_more_ranks(name: str):
+    for ranks in (*range(2, 9), 12, 16):
+        if SCHEDULES[name].default_replicas == 1 or ranks % 2 == 0:
+            for micro_batches in range(ranks, 3 * ranks + 2):
+                check_claims(name, ranks, micro_batches)
+
+
+def test_every_schedule_has_claims():
+    assert set(CLAIMS) == RUNNABLE
+
+
+def test_the_page_gives_the_bubbles_of_few_micro_batches():
+    for name in ("zb-h2", "zb-v", "dualpipe", "dualpipe-v"):
+        row = re.search(rf"^\| `{name}` \| m = .*$", PAGE, re.MULTILINE)
+        assert row is not None
+        few, many_ = (float(cell) for cell in row[0].strip("| ").split(" | ")[-2:])
+        assert [cost(name, 8, 8)[0], cost(name, 8, 16)[0]] == [few, many_]
 
 
 P2P_AND_TIMES = [

@@ -196,9 +196,9 @@ def _shares(plan: Plan) -> Iterator[str]:
         )
     if not plan.is_uniform:
         yield "uneven_micro_batches need equal meshes on all stages: each rank's micro-batches stay on its own pipeline"
-    if plan.default_strategy.zero != "z1":
+    if others := sorted({strategy.zero for strategy in plan.strategies} - {"z1"}):
         yield (
-            f"uneven_micro_batches need z1: {plan.default_strategy.zero} reduces gradients in every backward, and"
+            f"uneven_micro_batches need z1: {others[0]} reduces gradients in every backward, and"
             " ranks with different numbers of backwards would deadlock"
         )
     if plan.schedule_entry.searched:
@@ -229,8 +229,9 @@ def _plugin(plan: Plan, model: ModelSpec) -> Iterator[str]:
 
 def _replicas(plan: Plan, workload: Workload) -> Iterator[str]:
     """Check that each copy of the model in one pipeline has micro-batches."""
-    sequences = min(plan.uneven_micro_batches or (1,)) * plan.micro_batch_size * plan.pipeline_replicas
-    if plan.pipeline_replicas > 1 and workload.global_batch_size < plan.mesh(0).dp_size * sequences:
+    shares = plan.uneven_micro_batches or (1,)
+    fewest = workload.global_batch_size * min(shares) * len(shares) // (plan.mesh(0).dp_size * sum(shares))
+    if plan.pipeline_replicas > 1 and fewest < plan.pipeline_replicas * plan.micro_batch_size:
         yield (
             f"schedule {plan.schedule} runs {plan.pipeline_replicas} replicas of the model, each of which needs a"
             f" micro-batch:"

@@ -106,13 +106,14 @@ SCHEDULES: dict[str, ScheduleEntry] = {
     ),
     "interleaved": ScheduleEntry(
         "interleaved:interleaved",
-        "1F1B over v stages per rank; bubble (p−1)(tF+tB)/v, memory p + (p−1)/v",
+        "1F1B over v stages per rank; bubble (p−1)(tF+tB)/v, memory p + (p−1)/v where p divides m",
         planner=PlannerTraits(
             searchable=True, compared_with_chunks=2, warmup_forwards=lambda rank, pp, m: -(-m // max(1, m // pp))
         ),
     ),
     "gis": ScheduleEntry(
-        "gis:gis", "interleaved with a shorter warm-up; bubble (p−1)(tF+tB)/v, memory p, less if limited"
+        "gis:gis",
+        "interleaved with a shorter warm-up; bubble (p−1)(tF+tB)/v, memory p where p divides m, less if limited",
     ),
     "breadth-first": ScheduleEntry(
         "breadth_first:breadth_first", "GPipe over v stages per rank, few gathers; bubble (p−1)(tF+tB)/v, memory m"
@@ -141,7 +142,7 @@ SCHEDULES: dict[str, ScheduleEntry] = {
     ),
     "zb-h2": ScheduleEntry(
         "zero_bubble:zb_h2",
-        "a deeper warm-up, no bubble within a rank's span; bubble (p−1)tF, memory 2p−1",
+        "a deeper warm-up, no bubble within a rank's span; bubble (p−1)tF from m = 2p−2 on, memory 2p−1",
         1,
         split_backward=True,
         planner=PlannerTraits(
@@ -155,7 +156,7 @@ SCHEDULES: dict[str, ScheduleEntry] = {
     ),
     "zb-v": ScheduleEntry(
         "zb_v:zb_v",
-        "two stages per rank as a V, no bubble within a rank's span; bubble (p−1)tF/2, memory p",
+        "two stages per rank as a V, no bubble within a rank's span; bubble (p−1)tF/2 from m = 3p/2 on, memory p",
         2,
         v_shaped=True,
         split_backward=True,
@@ -171,7 +172,7 @@ SCHEDULES: dict[str, ScheduleEntry] = {
     ),
     "v-half": ScheduleEntry(
         "v_blocks:v_half",
-        "V from building blocks; bubble about (p−1)tF, memory p/2 + 1",
+        "V from building blocks; bubble about half of 1F1B's, memory p/2 + 1",
         2,
         v_shaped=True,
         split_backward=True,
@@ -193,33 +194,33 @@ SCHEDULES: dict[str, ScheduleEntry] = {
     ),
     "hanayo": ScheduleEntry(
         "hanayo:hanayo",
-        "v/2 waves, nothing to send where they turn; bubble about 4(p−1)tF/v at m = p, memory p",
+        "v/2 waves, nothing to send where they turn; bubble about 4(p−1)tF/v and memory p at m = p, else up to 2p−1",
         v_shaped=True,
     ),
     "bitpipe": ScheduleEntry(
         "bitpipe:bitpipe",
-        "two V-shaped replicas; bubble (p−2)tF(1+(m/p−1)/2), memory p, weights twice",
+        "two V-shaped replicas; bubble (p−2)tF(1+(m/p−1)/2) where p divides m, memory p, weights twice",
         4,
         replicas=2,
         v_shaped=True,
     ),
     "dualpipe": ScheduleEntry(
         "dualpipe:dualpipe",
-        "two replicas; bubble (p/2−1)(tF+tI−tW), memory p + 1, weights twice",
+        "two replicas; bubble (p/2−1)(tF+tI−tW) for even m from 2p on, memory p + 1, weights twice",
         2,
         replicas=2,
         split_backward=True,
     ),
     "dualpipe-v": ScheduleEntry(
         "dualpipe:dualpipe_v",
-        "DualPipe cut in half: a V; bubble (p−1)(tF+tI−tW)/2, memory p + ½",
+        "DualPipe cut in half: a V; bubble (p−1)(tF+tI−tW)/2 from m = 2p on, memory p + ½",
         2,
         v_shaped=True,
         split_backward=True,
     ),
     "zeropp": ScheduleEntry(
         "zeropp:zeropp",
-        "breadth-first in units with split backwards; bubble (p−1)(tF+tI)/v, memory 2p",
+        "breadth-first in units with split backwards; bubble (p−1)(tF+tI)/v, memory 2p where p divides m",
         split_backward=True,
     ),
     "auto": ScheduleEntry(
