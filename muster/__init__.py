@@ -7,6 +7,7 @@ from muster.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from muster.api.data import check_data, inspect_data, prepare_data
+    from muster.api.model_in_memory import load_model, to_transformers
     from muster.api.register import (
         register_dataset,
         register_loss,
@@ -38,6 +39,7 @@ __all__ = [
     "generate",
     "inspect_data",
     "load",
+    "load_model",
     "plan",
     "predict",
     "prepare_data",
@@ -47,12 +49,14 @@ __all__ = [
     "register_optimizer",
     "register_schedule",
     "register_step",
+    "to_transformers",
     "verify",
 ]
 
 _MODULES = {"Run": "api.run", "load": "api.run", "plan": "api.verbs", "predict": "api.verbs"}
 _MODULES |= dict.fromkeys(("convert", "eval", "generate", "verify"), "api.trained_models")
 _MODULES |= dict.fromkeys(("check_data", "inspect_data", "prepare_data"), "api.data")
+_MODULES |= dict.fromkeys(("load_model", "to_transformers"), "api.model_in_memory")
 _MODULES |= {
     "StepContext": "train.custom_step",
     "ScheduleSpec": "schedule.schedule_spec",

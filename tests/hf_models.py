@@ -37,6 +37,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     },
+    "phi3": SIZES | {"model_type": "phi3", "sliding_window": 9, "pad_token_id": None, "eos_token_id": None},
+    "smollm3": SIZES | {"model_type": "smollm3", "no_rope_layers": [1, 0, 1], "rope_theta": 5e4, "pad_token_id": None},
+    "smollm3-windows": SIZES
+    | {"model_type": "smollm3", "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 6}
+    | {"pad_token_id": None, "tie_word_embeddings": True},
     "gpt2": {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
     "mixtral": SIZES | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": SIZES
@@ -74,7 +79,6 @@ READ_ONLY: dict[str, dict[str, Any]] = {
     "gpt_oss": SIZES | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
     "seed_oss": SIZES | {"model_type": "seed_oss", "head_dim": 12},
     "ministral": SIZES | {"model_type": "ministral", "sliding_window": 7, "head_dim": 8},
-    "phi3": SIZES | {"model_type": "phi3", "pad_token_id": None, "eos_token_id": None},
     "qwen2_moe": SIZES
     | {"model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
     | {"shared_expert_intermediate_size": 20},

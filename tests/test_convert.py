@@ -121,9 +121,12 @@ def test_files_beside_the_weights_travel_along(run: Path, tmp_path: Path) -> Non
     assert run_muster("convert", hf, tmp_path / "ours", "--to", "muster") == 0
     assert run_muster("convert", tmp_path / "ours", tmp_path / "again", "--to", "hf") == 0
     assert run_muster("convert", run, tmp_path / "other", "--to", "hf", "--tokenizer", hf) == 0
-    for name in ("chat_template.jinja", "generation_config.json", "tokenizer.json", "model.safetensors"):
+    for name in ("chat_template.jinja", "tokenizer.json", "model.safetensors"):
         assert (tmp_path / "again" / name).read_bytes() == (hf / name).read_bytes()
         assert (tmp_path / "other" / name).read_bytes() == (hf / name).read_bytes()
+    assert (tmp_path / "again" / "generation_config.json").read_bytes() == (hf / "generation_config.json").read_bytes()
+    other = json.loads((tmp_path / "other" / "generation_config.json").read_text())
+    assert other == {"temperature": 0.5, "eos_token_id": 256, "bos_token_id": 3, "pad_token_id": None}
     again = json.loads((tmp_path / "again" / "config.json").read_text())
     assert (again["attention_dropout"], again["bos_token_id"]) == (0.25, 3)
 

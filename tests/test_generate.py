@@ -106,8 +106,8 @@ def test_a_text_ends_where_its_document_does():
     whole = generate(model, [[1, 2, 3], [7]], 12, ANY, context=20)
     end = whole[0][4]
     cut = [ids[: ids.index(end)] if end in ids else ids for ids in whole]
-    assert generate(model, [[1, 2, 3], [7]], 12, ANY, context=20, eos_token=end) == cut
-    assert generate(model, [[1, 2, 3]], 12, ANY, context=20, eos_token=end) == cut[:1]
+    assert generate(model, [[1, 2, 3], [7]], 12, ANY, context=20, stop_ids=[end]) == cut
+    assert generate(model, [[1, 2, 3]], 12, ANY, context=20, stop_ids=[end]) == cut[:1]
 
 
 def test_top_k_and_top_p_leave_the_likeliest():

@@ -22,9 +22,9 @@ def decoder_of(spec: ModelSpec) -> Decoder:
 
 
 @torch.no_grad()
-def imported(spec: ModelSpec, hf: dict[str, Tensor]) -> Decoder:
+def imported(spec: ModelSpec, hf: dict[str, Tensor], model_type: str | None = None) -> Decoder:
     model = decoder_of(spec)
-    for link in weight_map(spec):
+    for link in weight_map(spec, model_type):
         part = hf[link.hf_name][link.hf_box.slices]
         part = part.t() if link.transposed else part
         model.get_parameter(link.name)[link.box.slices] = part.reshape(link.box.size)
@@ -32,8 +32,8 @@ def imported(spec: ModelSpec, hf: dict[str, Tensor]) -> Decoder:
 
 
 @torch.no_grad()
-def exported(spec: ModelSpec, model: nn.Module) -> dict[str, Tensor]:
-    links = weight_map(spec)
+def exported(spec: ModelSpec, model: nn.Module, model_type: str | None = None) -> dict[str, Tensor]:
+    links = weight_map(spec, model_type)
     tensors = {name: torch.full(shape, torch.nan) for name, shape in hf_shapes(links).items()}
     for link in links:
         part = model.get_parameter(link.name)[link.box.slices]
@@ -54,7 +54,7 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 @torch.no_grad()
 def test_their_weights_give_their_logits(name):
     spec, theirs = spec_from_hf_config(CONFIGS[name]), random_model(name)
-    ours, tokens = imported(spec, theirs.state_dict()), tokens_for(spec)
+    ours, tokens = imported(spec, theirs.state_dict(), CONFIGS[name]["model_type"]), tokens_for(spec)
     expected = theirs(tokens).logits
     assert difference(ours(tokens), expected) < TOLERANCE
     with KvCache(ours, torch.zeros(2, dtype=torch.int64), tokens.shape[1]) as cache:
@@ -63,16 +63,16 @@ def test_their_weights_give_their_logits(name):
         assert difference(cache.read(tokens[:, 21:]), expected[:, -1]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-biased", "mistral", "qwen3-yarn"])
+@pytest.mark.parametrize("name", ["gpt2", "llama-biased", "mistral", "qwen3-yarn", "phi3", "smollm3"])
 def test_their_weights_give_their_gradients(name):
     spec, theirs = spec_from_hf_config(CONFIGS[name]), copy.deepcopy(random_model(name))
-    ours, tokens = imported(spec, theirs.state_dict()), tokens_for(spec)
+    ours, tokens = imported(spec, theirs.state_dict(), CONFIGS[name]["model_type"]), tokens_for(spec)
     for model, logits in ((ours, ours(tokens)), (theirs, theirs(tokens).logits)):
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
     hf = {key: parameter.grad for key, parameter in theirs.named_parameters()}
     size = max(float(grad.abs().max()) for grad in hf.values())
-    for link in weight_map(spec):
+    for link in weight_map(spec, CONFIGS[name]["model_type"]):
         expected = hf[link.hf_name][link.hf_box.slices]
         expected = (expected.t() if link.transposed else expected).reshape(link.box.size)
         found = ours.get_parameter(link.name).grad[link.box.slices]
@@ -90,9 +90,9 @@ def test_our_weights_give_our_logits(name):
     generator = torch.Generator().manual_seed(2)
     for parameter in ours.parameters():
         parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    config = AutoConfig.for_model(**hf_config_from_spec(spec))
+    config = AutoConfig.for_model(**hf_config_from_spec(spec, CONFIGS[name]["model_type"]), pad_token_id=None)
     theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-    missing, unexpected = theirs.load_state_dict(exported(spec, ours), strict=False)
+    missing, unexpected = theirs.load_state_dict(exported(spec, ours, CONFIGS[name]["model_type"]), strict=False)
     assert not unexpected
     assert set(missing) <= ({"lm_head.weight"} if spec.tied_embeddings else set())
     theirs.tie_weights()

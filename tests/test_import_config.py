@@ -104,7 +104,8 @@ def test_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (optim.schedule, optim.decay_shape, optim.decay_fraction, optim.warmup_steps) == ("wsd", "sqrt", 0.1, 100)
     assert (optim.lr, optim.beta2, optim.weight_decay) == (3e-4, 0.999, 0.01)
     assert optim.min_lr_ratio == pytest.approx(0.1)
-    assert [(part.source, part.weight) for part in config.data.blend] == [("a_document", 0.3), ("b_document", 0.7)]
+    blend = [(part.source, part.weight) for part in config.data.blend]
+    assert blend == [(f"{tmp_path}/a_document", 0.3), (f"{tmp_path}/b_document", 0.7)]
     left = {one["option"]: one["reason"] for one in said["not_carried"]}
     assert left.keys() == {"master_port", "hidden-dropout", "tokenizer-type", "some-new-thing"}
     assert left["hidden-dropout"] == "Muster has no dropout"

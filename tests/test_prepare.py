@@ -116,8 +116,18 @@ BAD = [
     ('{"text": "go', "json", ":2: not JSON: Unterminated string starting at column 10"),
     ('{"text": ""}', "empty", ":2: the document is empty"),
     ('{"text": 5}', "fields", ":2: text should be text, got 5"),
-    ('["text"]', "fields", ":2: expected an object with messages, prompt and completion, or text, got ['text']"),
-    ('{"body": "x"}', "fields", ":2: expected messages, prompt and completion, or text, the row has body"),
+    (
+        '["text"]',
+        "fields",
+        ":2: expected an object with messages or conversations, prompt and completion, instruction and output, or"
+        " text, got ['text']",
+    ),
+    (
+        '{"body": "x"}',
+        "fields",
+        ":2: expected messages or conversations, prompt and completion, instruction and output, or text, the row"
+        " has body",
+    ),
     ('{"messages": []}', "fields", ":2: messages should be a list of messages, got []"),
     ('{"messages": [{"role": "user", "content": "?"}]}', "empty", ":2: no message has the role assistant"),
     ('{"text": "\\ud800"}', "encoding", ":2: text has an unpaired surrogate"),

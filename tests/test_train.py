@@ -82,9 +82,13 @@ def test_a_run_leaves_all_that_is_promised(whole: Path, whole_ended: Ended) -> N
     assert exit_of(whole)["code"] == 0
     assert [path.name for path in list_checkpoints(whole / "checkpoints")] == ["step-00000015", "step-00000020"]
     config = load_run_config(None, whole / "config.yaml", []).config
-    assert config.model_dump() == config.model_dump() | load_run_config("tiny", None, []).config.model_dump(
-        exclude={"train": {"save_every"}, "parallel": {"micro_batch_size"}}
-    ) | {"train": config.train.model_dump(), "parallel": config.parallel.model_dump()}
+    assert config.data.add_bos is False, "as the tokenizer does"
+    assert config.model_dump() == config.model_dump() | load_run_config(
+        "tiny", None, [("data.add_bos", False)]
+    ).config.model_dump(exclude={"train": {"save_every"}, "parallel": {"micro_batch_size"}}) | {
+        "train": config.train.model_dump(),
+        "parallel": config.parallel.model_dump(),
+    }
     assert ranks_of(whole) == 1
     dataset = open_dataset(config, whole)
     prompt = sample_prompt(dataset, ByteTokenizer(), config.train.seq_len)

@@ -11,6 +11,9 @@ from muster.spec.errors import ConfigError, MusterError
 if TYPE_CHECKING:
     from muster.data.prepare import PrepareOptions
 
+SHOWN_TOKENS = 2000
+"""Largest number of tokens of a document that is shown."""
+
 
 def prepare_data(
     source: str | Path,
@@ -18,6 +21,7 @@ def prepare_data(
     *,
     tokenizer: str | None = None,
     eos_token: str | None = None,
+    add_bos: bool | None = None,
     chat_template: str | Path | None = None,
     text_key: str | None = None,
     on_invalid_row: Literal["stop", "skip"] = "stop",
@@ -38,7 +42,9 @@ def prepare_data(
 
     require_text("out", out, "a directory")
     directory = Path(out)
-    options = _options(source, tokenizer, eos_token, chat_template, text_key, on_invalid_row, max_bytes, workers)
+    options = _options(
+        source, tokenizer, eos_token, add_bos, chat_template, text_key, on_invalid_row, max_bytes, workers
+    )
     if directory.exists() and not (directory / HEADER_FILE).exists():
         raise ConfigError(f"{directory} exists and is not a token store: choose another directory")
     store = prepare(options, directory, progress)
@@ -51,20 +57,35 @@ def prepare_data(
 
 
 def inspect_data(
-    store: str | Path, *, documents: int | None = None, tokenizer: str | None = None, eos_token: str | None = None
+    store: str | Path,
+    *,
+    documents: int | None = None,
+    show: int | None = None,
+    tokenizer: str | None = None,
+    eos_token: str | None = None,
+    add_bos: bool | None = None,
 ) -> dict[str, Any]:
-    """Return the facts of a token store, with the beginnings of its first `documents` as `texts`.
+    """Return the facts of a token store, with the beginnings of its first `documents` as `texts`, and the parts of its
+    first `show` documents as `learned`: each with its text, and whether the loss counts it.
 
     Raises ConfigError.
     """
-    from muster.data.describe import describe, first_documents
+    from muster.config.run_paths import BYTES
+    from muster.data.describe import describe, first_documents, learned_parts
     from muster.data.store import TokenStore
-    from muster.data.tokenizer import BYTES, load_tokenizer
+    from muster.data.tokenizer import load_tokenizer
 
     require_text("store", store, "a token store's directory")
-    found = load_tokenizer(tokenizer or BYTES, eos_token) if require_positive_int("documents", documents) else None
+    require_positive_int("documents", documents)
+    require_positive_int("show", show)
+    found = load_tokenizer(tokenizer or BYTES, eos_token, add_bos) if documents or show else None
     opened = TokenStore.open(Path(store), found)
     facts = describe(opened)
+    if found is not None and show:
+        facts["learned"] = [
+            [{"text": text, "learned": learned} for text, learned in learned_parts(opened, number, found, SHOWN_TOKENS)]
+            for number in range(min(show, opened.header.num_documents))
+        ]
     if found is not None and documents:
         facts["texts"] = first_documents(opened, documents, found)
     return facts
@@ -75,6 +96,7 @@ def check_data(
     *,
     tokenizer: str | None = None,
     eos_token: str | None = None,
+    add_bos: bool | None = None,
     chat_template: str | Path | None = None,
     text_key: str | None = None,
 ) -> dict[str, Any]:
@@ -86,15 +108,16 @@ def check_data(
 
     require_text("source", source, "a token store, or a file or directory of texts")
     if is_store(Path(source)):
-        found = load_tokenizer(tokenizer, eos_token) if tokenizer is not None else None
+        found = load_tokenizer(tokenizer, eos_token, add_bos) if tokenizer is not None else None
         return check_store(TokenStore.open(Path(source), found))
-    return check_source(_options(source, tokenizer, eos_token, chat_template, text_key))
+    return check_source(_options(source, tokenizer, eos_token, add_bos, chat_template, text_key))
 
 
 def _options(
     source: str | Path,
     tokenizer: str | None,
     eos_token: str | None,
+    add_bos: bool | None,
     chat_template: str | Path | None,
     text_key: str | None,
     on_invalid_row: Literal["stop", "skip"] = "stop",
@@ -102,14 +125,15 @@ def _options(
     workers: int | None = None,
 ) -> "PrepareOptions":
     """Return how a source is read."""
+    from muster.config.run_paths import BYTES
     from muster.data.chat import read_template
     from muster.data.prepare import PrepareOptions
-    from muster.data.tokenizer import BYTES, load_tokenizer
+    from muster.data.tokenizer import load_tokenizer
 
     require_text("source", source, "a file, a directory or python-stdlib")
     if on_invalid_row not in ("stop", "skip"):
         raise ConfigError(f"on_invalid_row: expected stop or skip, got {on_invalid_row!r}")
-    found = load_tokenizer(str(tokenizer or BYTES), eos_token)
+    found = load_tokenizer(str(tokenizer or BYTES), eos_token, add_bos)
     if chat_template is not None:
         found.chat_template = read_template(Path(chat_template), found.chat_template.special_tokens)
     count = require_positive_int("workers", workers) or len(os.sched_getaffinity(0))

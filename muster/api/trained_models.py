@@ -1,9 +1,9 @@
 """Python forms of the verbs for trained models: `muster eval`, `generate`, `verify` and `checkpoint convert`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
@@ -16,6 +16,9 @@ from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.units import parse_bytes
+
+if TYPE_CHECKING:
+    from muster.train.text_generation import GenerationRequest
 
 
 def evaluate(
@@ -60,17 +63,73 @@ def generate(
     top_k: int = 40,
     top_p: float = 1.0,
     seed: int = 0,
+    stop: str | Sequence[str] = (),
+    chat: bool = False,
+    system: str | None = None,
     plan: str = "dp1",
 ) -> Generation:
-    """Let a trained model continue prompts; the arguments are the flags of `muster generate`.
+    """Let a trained model continue prompts, or with `chat` answer them; the arguments are the flags of `muster
+    generate`.
 
     `run` is a run directory, a checkpoint or a converted directory. Raises ConfigError, InfeasibleError, MusterError.
     """
+    texts = (prompts,) if isinstance(prompts, str) else tuple(prompts)
+    request = _generation_request(run, texts, tokens, (temperature, top_k, top_p, seed), stop, chat, system, plan)
+    found = import_torch_module("muster.train.generate").run_generation(request)
+    model = request.trained_model
+    return Generation(texts, tuple(found), model.checkpoint, model.step, request.plan)
+
+
+def converse(
+    run: str | Path,
+    lines: Iterable[str],
+    *,
+    tokens: int = 200,
+    temperature: float = 0.7,
+    top_k: int = 40,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: str | Sequence[str] = (),
+    system: str | None = None,
+    plan: str = "dp1",
+) -> Iterator[str]:
+    """Yield a trained model's answer to each line, the user's next message of one dialogue; otherwise as `generate`."""
+    request = _generation_request(run, (), tokens, (temperature, top_k, top_p, seed), stop, True, system, plan)
+    if request.plan.world_size > 1:
+        raise ConfigError(f"a dialogue runs in one process: expected a plan without tp, got {plan}")
+    verb = import_torch_module("muster.train.text_generation")
+    generator = verb.TextGenerator(request, import_torch_module("muster.parallel.world").pick_device(0, 1))
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    for line in lines:
+        messages.append({"role": "user", "content": line})
+        (answer,) = generator.texts([verb.encode_dialogue(messages, generator.tokenizer)])
+        yield answer
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _generation_request(
+    run: str | Path,
+    prompts: tuple[str, ...],
+    tokens: int,
+    drawing: tuple[float, int, float, int],
+    stop: str | Sequence[str],
+    chat: bool,
+    system: str | None,
+    plan: str,
+) -> "GenerationRequest":
+    """Return the request for texts; `drawing` is (temperature, top_k, top_p, seed). Raises ConfigError,
+    InfeasibleError."""
     from muster.spec.plan_name import parse_plan_name
     from muster.spec.text_generation import SamplingParams, require_generation_supported
 
     require_text("run", run, "a run directory, a checkpoint or a converted directory")
     require_positive_int("tokens", tokens)
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if "" in stops:
+        raise ConfigError("stop: expected a text before which the new one ends, got an empty one")
+    if system is not None and not chat:
+        raise ConfigError("system is the message before a dialogue: expected chat with it")
+    temperature, top_k, top_p, seed = drawing
     try:
         sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     except ValidationError as error:
@@ -80,12 +139,16 @@ def generate(
     model = verb.find_trained_model(Path(run))
     spread = parse_plan_name(plan, Plan(precision=model.plan.precision))
     require_generation_supported(spread, model.model)
-    texts = (prompts,) if isinstance(prompts, str) else tuple(prompts)
-    request = verb.GenerationRequest(
-        trained_model=model, plan=spread, prompts=texts, max_new_tokens=tokens, sampling=sampling
+    return verb.GenerationRequest(
+        trained_model=model,
+        plan=spread,
+        prompts=prompts,
+        max_new_tokens=tokens,
+        sampling=sampling,
+        stop=stops,
+        chat=chat,
+        system=system,
     )
-    found = import_torch_module("muster.train.generate").run_generation(request)
-    return Generation(texts, tuple(found), model.checkpoint, model.step, spread)
 
 
 def verify(

@@ -18,6 +18,8 @@ from muster.config.yaml_writer import fsync_directory, write_durably
 from muster.spec.errors import ConfigError, MusterError
 
 LATEST = "latest"
+TOKENIZER_FOLDER = "tokenizer"
+"""Folder in a run directory with the run's tokenizer, and the configuration files of the model that it began with."""
 _NAME = re.compile(r"step-\d{8,}")
 
 

@@ -6,7 +6,7 @@ The new directory appears as a whole or not at all.
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +27,11 @@ from muster.checkpoint.formats.native import write_checkpoint
 from muster.checkpoint.hf_mapping import CastTensors, to_hf
 from muster.checkpoint.manifest import MANIFEST
 from muster.checkpoint.model_directory import (
+    AUXILIARY_FOLDER,
     DCP_SIDECAR,
     Format,
     ModelDirectory,
+    auxiliary_folder,
     model_weights,
     open_directory,
     read_json,
@@ -40,12 +42,17 @@ from muster.checkpoint.tensors import TensorSource
 from muster.config.load_config import load_run_config
 from muster.config.migrations import migrate
 from muster.config.yaml_writer import fsync_directory
+from muster.data.tokenizer import Tokenizer, load_tokenizer
+from muster.data.tokenizer_files import (
+    GENERATION_CONFIG_FILE,
+    copy_files,
+    read_object,
+    settle_exported_tokenizer,
+    special_token_ids,
+)
 from muster.interop.hf_config import hf_config_from_spec
 from muster.spec.errors import ConfigError, MusterError
 from muster.spec.model import ModelSpec
-
-AUXILIARY_FOLDER = "huggingface"
-"""Folder in a Muster checkpoint for the tokenizer and other files of the Hugging Face directory it came from."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +134,8 @@ def _tensors_to_write(directory: ModelDirectory, options: ConversionOptions) -> 
     if options.target_format == "hf":
         weights = model_weights(directory)
         assert directory.model is not None
-        return to_hf(CastTensors(weights, dtype) if dtype else weights, directory.model)
+        kind = _model_type(_auxiliary_folder(directory, options))
+        return to_hf(CastTensors(weights, dtype) if dtype else weights, directory.model, kind)
     state = state_tensors(directory)
     if dtype is not None:
         state = CastTensors(state, dtype, prefix="model/")
@@ -183,7 +191,7 @@ def _write_native(
     auxiliary = _auxiliary_folder(source, options)
     if auxiliary is not None:
         (folder / AUXILIARY_FOLDER).mkdir()
-        _copy_auxiliary_files(auxiliary, folder / AUXILIARY_FOLDER, (CONFIG_FILE, *AUXILIARY_FILES))
+        copy_files(auxiliary, folder / AUXILIARY_FOLDER, (CONFIG_FILE, *AUXILIARY_FILES))
     return None if auxiliary is None else str(auxiliary)
 
 
@@ -214,32 +222,72 @@ def _write_hf(
     run = _run_config_of(source)
     context = source.model.max_positions or run.get("train", {}).get("seq_len")
     spec = source.model.model_copy(update={"max_positions": context})
-    config = hf_config_from_spec(spec)
     auxiliary = _auxiliary_folder(source, options)
+    config = hf_config_from_spec(spec, _model_type(auxiliary))
     tokenizer = None
+    generation = {}
     if auxiliary is not None:
         tokenizer = str(auxiliary)
-        _copy_auxiliary_files(auxiliary, folder, AUXILIARY_FILES)
+        copy_files(auxiliary, folder, AUXILIARY_FILES)
         if (auxiliary / CONFIG_FILE).exists() and (theirs := read_json(auxiliary / CONFIG_FILE)).get(
             "model_type"
         ) == config["model_type"]:
             config = {key: value for key, value in theirs.items() if key not in _REPLACED_CONFIG_KEYS} | config
+        if run or options.tokenizer is not None:  # else it is what came with the weights, and stays so
+            found = _load_tokenizer(auxiliary, run if options.tokenizer is None else {})
+            generation = _special_token_ids(found, {**config, **read_object(folder / GENERATION_CONFIG_FILE)})
+            config |= _special_token_ids(found, config)
+            if found is not None:
+                settle_exported_tokenizer(folder, found, config)
     elif run.get("data", {}).get("tokenizer") == "bytes":
         tokenizer = "bytes"
         for name, content in byte_tokenizer_files(context).items():
             write_json(folder / name, content)
         config |= {"eos_token_id": 256, "bos_token_id": None, "pad_token_id": None}
+    else:
+        config |= dict.fromkeys(_SPECIAL_IDS)
     config |= {"dtype": dominant_dtype(tensors.metas), "torch_dtype": dominant_dtype(tensors.metas)}
     write_json(folder / CONFIG_FILE, config)
-    if not (folder / "generation_config.json").exists():
-        special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
-        write_json(folder / "generation_config.json", {"_from_model_config": True, **special})
+    if present := read_object(folder / GENERATION_CONFIG_FILE):
+        if generation:
+            write_json(folder / GENERATION_CONFIG_FILE, present | generation)
+    else:
+        special = {key: config[key] for key in _SPECIAL_IDS if key in config}
+        write_json(folder / GENERATION_CONFIG_FILE, {"_from_model_config": True, **special})
     write_weights(folder, tensors, options.max_shard_bytes, progress)
     return tokenizer
 
 
+def _model_type(folder: Path | None) -> str | None:
+    """Return the model_type of the model that came with other files; None where they don't tell."""
+    return None if folder is None else read_object(folder / CONFIG_FILE).get("model_type")
+
+
 _REPLACED_CONFIG_KEYS = ("rope_parameters", "quantization_config", "transformers_version")
 """Keys of the source's config.json that aren't kept: ours expresses them otherwise, or they no longer hold."""
+
+
+def _load_tokenizer(folder: Path, run: Mapping[str, Any]) -> Tokenizer | None:
+    """Return the tokenizer in a folder, as the run used it; None if it or its end-of-document token is unknown."""
+    data = run.get("data", {})
+    main = folder / Path(data.get("tokenizer", "")).name
+    try:
+        return load_tokenizer(str(main if main.is_file() else folder), data.get("eos_token"), data.get("add_bos"))
+    except MusterError:
+        return None
+
+
+def _special_token_ids(tokenizer: Tokenizer | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the special ids to write, for a tokenizer that came with the configuration `given`.
+
+    Where they are unknown they are null, since `transformers` fills in others for those that are missing.
+    """
+    if tokenizer is None:
+        return {key: given.get(key) for key in _SPECIAL_IDS}
+    return special_token_ids(tokenizer, given)
+
+
+_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def _run_config_of(source: ModelDirectory) -> dict[str, Any]:
@@ -264,12 +312,8 @@ def _auxiliary_folder(source: ModelDirectory, options: ConversionOptions) -> Pat
         if not any((options.tokenizer / name).exists() for name in AUXILIARY_FILES):
             raise ConfigError(f"{options.tokenizer} has no tokenizer files: expected tokenizer.json or the like")
         return options.tokenizer
-    if source.format == "hf":
-        return source.folder
-    return folder if (folder := source.folder / AUXILIARY_FOLDER).is_dir() else None
-
-
-def _copy_auxiliary_files(source: Path, folder: Path, names: tuple[str, ...]) -> None:
-    for name in names:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    if (found := auxiliary_folder(source)) is not None or source.run is None:
+        return found
+    named = Path(load_run_config(None, source.run / "config.yaml", []).config.data.tokenizer)
+    place = named if named.is_dir() else named.parent
+    return place if named.is_dir() or (named.is_file() and named.name in AUXILIARY_FILES) else None

@@ -16,13 +16,14 @@ from muster.spec.errors import MusterError
 from muster.spec.model import ModelSpec, parameter_shapes
 
 
-def from_hf(stored: TensorSource, spec: ModelSpec, folder: Path) -> TensorSource:
-    """Return the parameters of the model, read from the tensors of a Hugging Face directory at `folder`.
+def from_hf(stored: TensorSource, spec: ModelSpec, folder: Path, model_type: str | None = None) -> TensorSource:
+    """Return the parameters of the model, read from the tensors of a Hugging Face directory at `folder`, whose
+    configuration has this model_type.
 
     Raises InfeasibleError if no family is known for the model, MusterError if tensors are missing, of another shape, or
     unknown to the model.
     """
-    links = weight_map(spec)
+    links = weight_map(spec, model_type)
     shapes = hf_shapes(links)
     names = {name: _stored_name(name, stored.metas) for name in shapes}
     check_shapes(stored, {names[name]: shape for name, shape in shapes.items()}, folder)
@@ -43,12 +44,13 @@ def from_weight_map(stored: TensorSource, spec: ModelSpec, links: Iterable[Weigh
     return RemappedTensors(stored, metas, origins)
 
 
-def to_hf(weights: TensorSource, spec: ModelSpec) -> TensorSource:
-    """Return the tensors of a Hugging Face directory, assembled from the parameters of the model.
+def to_hf(weights: TensorSource, spec: ModelSpec, model_type: str | None = None) -> TensorSource:
+    """Return the tensors of a Hugging Face directory, assembled from the parameters of the model; if possible of this
+    model_type.
 
     Raises InfeasibleError if no family is known for the model.
     """
-    links = weight_map(spec)
+    links = weight_map(spec, model_type)
     dtypes = {link.hf_name: weights.metas[link.name].dtype for link in links}
     metas = {name: TensorMeta(shape, dtypes[name]) for name, shape in hf_shapes(links).items()}
     origins = (BoxMapping(link.hf_name, link.hf_box, link.name, link.box, link.transposed) for link in links)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from muster.checkpoint.checkpoint_dir import find_latest, list_checkpoints
+from muster.checkpoint.checkpoint_dir import TOKENIZER_FOLDER, find_latest, list_checkpoints
 from muster.checkpoint.formats.dcp import METADATA, DcpTensors
 from muster.checkpoint.formats.huggingface import CONFIG_FILE, open_weights
 from muster.checkpoint.formats.megatron import (
@@ -25,16 +25,17 @@ from muster.checkpoint.manifest import MANIFEST, Manifest
 from muster.checkpoint.remapped import RenamedTensors, check_shapes
 from muster.checkpoint.tensors import TensorSource
 from muster.config.migrations import migrate
-from muster.interop.families import FAMILIES
 from muster.interop.hf_config import load_hf_model
 from muster.interop.weight_map import hf_shapes
 from muster.plugins.loader import PluginFile, load_plugins
-from muster.spec.errors import ConfigError, InfeasibleError, MusterError
+from muster.spec.errors import ConfigError, MusterError
 from muster.spec.model import ModelSpec, parameter_shapes
 
 Format = Literal["muster", "hf", "dcp"]
 """Formats that can be written."""
 
+AUXILIARY_FOLDER = "huggingface"
+"""Folder in a Muster checkpoint for the tokenizer and other files of the Hugging Face directory it came from."""
 DCP_SIDECAR = "muster.json"
 """File with step, plan and model in a `torch.distributed.checkpoint` folder that Muster wrote."""
 
@@ -83,6 +84,16 @@ def open_directory(path: Path, model: ModelSpec | None = None) -> ModelDirectory
     raise ConfigError(f"{path} is a directory of an unknown format: {EXPECTED_FORMATS}")
 
 
+def auxiliary_folder(directory: ModelDirectory) -> Path | None:
+    """Return the folder with the tokenizer and other files of a Hugging Face directory; None if there is none."""
+    if directory.format == "hf":
+        return directory.folder
+    places = [directory.folder / AUXILIARY_FOLDER]
+    if directory.run is not None:
+        places.append(directory.run / TOKENIZER_FOLDER)
+    return next((place for place in places if place.is_dir()), None)
+
+
 def model_weights(directory: ModelDirectory) -> TensorSource:
     """Return the model's parameters by the names of `muster.spec.model.parameter_shapes`.
 
@@ -92,8 +103,8 @@ def model_weights(directory: ModelDirectory) -> TensorSource:
     if spec is None:
         raise ConfigError(f"{directory.folder} doesn't describe its model: give --model, such as --model tiny")
     if directory.format == "hf":
-        _refuse_fused_weights(directory.folder)
-        return from_hf(directory.stored, spec, directory.folder)
+        kind = read_json(directory.folder / CONFIG_FILE).get("model_type")
+        return from_hf(directory.stored, spec, directory.folder, kind)
     if directory.format == "megatron":
         stacked = not any(name.startswith("decoder.layers.0.") for name in directory.stored.metas)
         links = list(megatron_weight_map(spec, stacked))
@@ -118,16 +129,6 @@ def state_tensors(directory: ModelDirectory) -> TensorSource:
         }
         return RenamedTensors(directory.stored, names)
     return RenamedTensors(weights, {f"model/{name}": name for name in weights.metas})
-
-
-def _refuse_fused_weights(folder: Path) -> None:
-    """Raise InfeasibleError for a Hugging Face model type whose fused weights no weight map covers."""
-    model_type = read_json(folder / CONFIG_FILE).get("model_type")
-    if model_type in FAMILIES and FAMILIES[model_type].fused:
-        raise InfeasibleError(
-            f"{folder} has the model_type {model_type!r}, whose fused weights have no weight map: it can be planned,"
-            " predicted and trained from scratch, but its weights can't be read"
-        )
 
 
 _PARAMETER_PREFIX = {"muster": "model/", "dcp": "model."}

@@ -9,7 +9,7 @@ from typing import Any
 
 from muster.cli.parser import Parser, find_subcommand, positive_int
 from muster.cli.progress import ByteProgress
-from muster.report.token_stores import check_lines, store_lines
+from muster.report.token_stores import check_lines, marked_document, store_lines
 from muster.spec.errors import ConfigError
 
 SubcommandOutput = tuple[dict[str, Any], list[str], int]
@@ -36,7 +36,9 @@ def keys_as_flags(sentence: str, flags: Mapping[str, str]) -> str:
     return re.sub(r"(?<![\w/.-])data\.(\w+)", lambda key: flags.get(key[1], key[0]), sentence)
 
 
-_FLAGS = {key: f"--{key.replace('_', '-')}" for key in ("tokenizer", "eos_token", "text_key", "chat_template")}
+_FLAGS = {
+    key: f"--{key.replace('_', '-')}" for key in ("tokenizer", "eos_token", "add_bos", "text_key", "chat_template")
+}
 """Run-file keys below `data` → flags."""
 _FLAGS |= {"source": "SOURCE", "on_invalid_row": "--on-invalid-row", "max_bytes": "--max-bytes"}
 
@@ -75,8 +77,16 @@ def _inspect(args: argparse.Namespace) -> SubcommandOutput:
     """Describe a token store."""
     from muster.api.data import inspect_data
 
-    facts = inspect_data(args.store, documents=args.documents, tokenizer=args.tokenizer, eos_token=args.eos_token)
+    facts = inspect_data(
+        args.store,
+        documents=args.documents,
+        show=args.show,
+        tokenizer=args.tokenizer,
+        eos_token=args.eos_token,
+        add_bos=args.add_bos,
+    )
     lines = store_lines(facts)
+    lines += [marked_document(number, parts) for number, parts in enumerate(facts.get("learned", ()), 1)]
     lines += [f"document {number}: {text!r}" for number, text in enumerate(facts.get("texts", ()), 1)]
     return facts, lines, 0
 
@@ -91,7 +101,7 @@ def _check(args: argparse.Namespace) -> SubcommandOutput:
 
 def _reading_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `_add_reading_flags`."""
-    return {key: getattr(args, key) for key in ("tokenizer", "eos_token", "chat_template", "text_key")}
+    return {key: getattr(args, key) for key in ("tokenizer", "eos_token", "add_bos", "chat_template", "text_key")}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -112,9 +122,7 @@ def _parse_prepare(arguments: list[str]) -> argparse.Namespace:
         default="stop",
         help="stop at an invalid row, or skip it (default: stop)",
     )
-    parser.add_argument(
-        "--max-bytes", type=positive_int, metavar="N", help="read at most N bytes of text and JSON lines"
-    )
+    parser.add_argument("--max-bytes", type=positive_int, metavar="N", help="read at most N bytes of text and JSON")
     parser.add_argument("--workers", type=positive_int, metavar="N", help="processes (default: one per core)")
     parser.add_argument("--megatron", type=Path, metavar="PREFIX", help="also write PREFIX.bin and PREFIX.idx")
     return parser.parse(arguments)
@@ -126,8 +134,15 @@ def _parse_inspect(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--documents", type=positive_int, metavar="N", help="show the beginnings of the first N documents"
     )
+    parser.add_argument(
+        "--show",
+        type=positive_int,
+        metavar="N",
+        help="show the first N documents with all special tokens, and the tokens that are learned within «»",
+    )
     parser.add_argument("--tokenizer", default="bytes", metavar="T", help="the store's tokenizer (default: bytes)")
     parser.add_argument("--eos-token", metavar="TOKEN", help="end-of-document token")
+    _add_bos_flag(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse(arguments)
 
@@ -145,9 +160,25 @@ def _add_reading_flags(parser: Parser) -> None:
     parser.add_argument(
         "--eos-token", metavar="TOKEN", help="end-of-document token, if the tokenizer's files don't name it"
     )
+    _add_bos_flag(parser)
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja template for dialogues")
     parser.add_argument("--text-key", metavar="KEY", help="key of a row's text")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_bos_flag(parser: Parser) -> None:
+    parser.add_argument(
+        "--add-bos",
+        type=_true_or_false,
+        metavar="true|false",
+        help="begin each document with the begin-of-document token (default: as the tokenizer does)",
+    )
+
+
+def _true_or_false(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
+    return text == "true"
 
 
 VERBS = {

@@ -3,6 +3,8 @@
 import argparse
 import json
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
 
@@ -13,23 +15,20 @@ from muster.spec.errors import ConfigError
 def run(arguments: list[str]) -> int:
     """Generate and print text. Returns the exit code."""
     args = _parse(arguments)
-    from muster.api.trained_models import generate
+    from muster.api.trained_models import converse, generate
     from muster.spec.plan_name import format_plan_name
 
     start_s = perf_counter()
+    names = ("tokens", "temperature", "top_k", "top_p", "seed", "stop", "system", "plan")
+    flags = {name: getattr(args, name) for name in names}
     try:
-        found = generate(
-            args.run,
-            args.prompt,
-            tokens=args.tokens,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            seed=args.seed,
-            plan=args.plan,
-        )
+        if args.prompt is None:
+            for answer in converse(args.run, _lines_of_a_person(), **flags):
+                print(answer, flush=True)
+            return 0
+        found = generate(args.run, args.prompt, chat=args.chat, **flags)
     except ConfigError as error:
-        raise ConfigError(re.sub("^(temperature|top_[kp]|seed) ", _as_flag, str(error))) from None
+        raise ConfigError(re.sub("^(temperature|top_[kp]|seed|stop)(?=[ :])", _as_flag, str(error))) from None
     if args.json:
         texts = [{"prompt": prompt, "text": text} for prompt, text in zip(found.prompts, found.texts, strict=True)]
         facts = {
@@ -41,8 +40,19 @@ def run(arguments: list[str]) -> int:
         print(json.dumps(facts | {"time_s": perf_counter() - start_s, "texts": texts}))
         return 0
     for prompt, text in zip(found.prompts, found.texts, strict=True):
-        print(prompt + text)
+        print(text if args.chat else prompt + text)
     return 0
+
+
+def _lines_of_a_person() -> Iterator[str]:
+    """Yield the lines of standard input that aren't blank, with a prompt where it is a terminal."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        if not (line := sys.stdin.readline()):
+            return
+        if line.strip():
+            yield line.strip()
 
 
 def _as_flag(argument: re.Match[str]) -> str:
@@ -53,7 +63,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(
         "generate",
         "Let a trained model continue a prompt, or several at once.",
-        usage="muster generate RUN --prompt TEXT [--prompt TEXT …] [flags]",
+        usage="muster generate RUN --prompt TEXT [--prompt TEXT …] [--chat] [flags]",
     )
     parser.add_argument(
         "run",
@@ -61,7 +71,19 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         metavar="RUN",
         help="a run directory, such as runs/demo, a checkpoint, or a converted directory",
     )
-    parser.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="beginning of the text")
+    parser.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="beginning of the text; with --chat, the user's message"
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="answer as the assistant of a dialogue, in the form of the chat template; without --prompt, each line of"
+        " standard input is the user's next message",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message of the dialogue (with --chat)")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text appears; repeatable"
+    )
     parser.add_argument(
         "--tokens", type=positive_int, default=200, metavar="N", help="maximum number of new tokens (default: 200)"
     )
@@ -90,4 +112,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help="plan, such as tp2 (two processes) or bf16 (precision) (default: dp1)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser.parse(arguments)
+    args = parser.parse(arguments)
+    if args.prompt is None and not args.chat:
+        raise ConfigError("generate needs a text to continue: give --prompt TEXT, or --chat for a dialogue")
+    if args.prompt is None and args.json:
+        raise ConfigError("--json prints one object at the end: give --prompt TEXT, since a dialogue has no end")
+    if args.system is not None and not args.chat:
+        raise ConfigError("--system is for a dialogue: give --chat, too")
+    return args

@@ -30,6 +30,15 @@ class ConfigLayer:
     is_file: bool = True
     """True for a file, which may be of an earlier schema; a command line never is."""
 
+    @property
+    def data_base_dir(self) -> Path:
+        """Directory that paths of data, tokenizers and weights begin at.
+
+        In a file that names a schema before 3 that is the working directory.
+        """
+        version = self.values.get("version") if self.is_file else None
+        return Path() if str(version) in ("1", "2") else self.base_dir
+
     def origin(self, path: str) -> str:
         """Return the place of the value under `path`, as `file:line` where there is a line."""
         line = self.lines.get(path)

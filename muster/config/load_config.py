@@ -19,6 +19,7 @@ from muster.config.merge import AUTO_FIELDS, MergedConfig, coerce_value, run_sch
 from muster.config.migrations import migrate
 from muster.config.run_config import RunConfig
 from muster.config.run_length import steps_from_epochs, steps_from_tokens
+from muster.config.run_paths import with_absolute_paths
 from muster.config.step_law import STEP_LAW_SOURCE, derived_value_line, step_law_values
 from muster.config.yaml_writer import write_atomically, yaml_text
 from muster.plugins.loader import plugin_path, resolve_plugin
@@ -76,6 +77,7 @@ def _resolve(layers: Iterable[ConfigLayer]) -> ResolvedConfig:
     merged = MergedConfig()
     for layer in layers:
         merged.add(layer)
+    merged.resolve_paths()
     _put_steps(merged)
     for path, (value, origin) in step_law_values(merged.values).items():
         merged.put(path, value, origin)
@@ -181,13 +183,15 @@ def plan_from_tree(tree: Mapping[str, Any], source: str) -> Plan:
     return Plan.model_validate(migrate("plan", tree, source))
 
 
-def config_yaml(resolved: ResolvedConfig, plan: Plan) -> str:
+def config_yaml(resolved: ResolvedConfig, plan: Plan, within: Path | None = None) -> str:
     """Return a run file with the complete configuration, the plan in it, and the origin of each value.
 
-    A pinned schedule is in it only where it was given: the plan.yaml has the one that was found.
+    Paths are absolute, but for those inside the directory `within`, in which the file will lie. A pinned schedule is in
+    it only where it was given: the plan.yaml has the one that was found.
     """
     found = {"pinned_schedule"} if resolved.config.parallel.pinned_schedule is None else None
-    tree = resolved.config.model_dump(mode="json") | {"parallel": plan.model_dump(mode="json", exclude=found)}
+    config = with_absolute_paths(resolved.config, within)
+    tree = config.model_dump(mode="json") | {"parallel": plan.model_dump(mode="json", exclude=found)}
 
     def origin(path: str) -> str:
         chosen = resolved.plan_is_auto and f"{path}.".startswith(_CHOSEN)
@@ -204,5 +208,5 @@ def plan_yaml(plan: Plan) -> str:
 def write_run_files(resolved: ResolvedConfig, plan: Plan, run_dir: Path) -> None:
     """Write config.yaml and plan.yaml, which load back to the same values. Raises OSError."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    write_atomically(run_dir / "config.yaml", config_yaml(resolved, plan))
+    write_atomically(run_dir / "config.yaml", config_yaml(resolved, plan, run_dir))
     write_atomically(run_dir / "plan.yaml", plan_yaml(plan))

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from muster.config.config_layers import ConfigLayer, current_layer, looks_like_path, read_file_layer
 from muster.config.named_model import read_model_layer
 from muster.config.run_config import RunConfig
+from muster.config.run_paths import PATH_KEYS, resolve_path_value
 from muster.plugins.loader import PluginFile, load_plugins, resolve_plugin
 from muster.spec.config_errors import ConfigSchema, config_error
 from muster.spec.dotted_keys import flatten
@@ -41,10 +42,13 @@ class MergedConfig:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
+        self.base_dirs: dict[str, Path] = {}
+        """Directory that the path under a key begins at."""
         self.plan_is_auto = True
 
     def add(self, layer: ConfigLayer) -> None:
         """Add a layer on top. Raises ConfigError."""
+        base_dir = layer.data_base_dir
         layer = current_layer("run", layer)
         given = {path: value for path, value in layer.values.items() if path != "extends"}
         if (
@@ -73,6 +77,14 @@ class MergedConfig:
                 continue  # a section without any keys
             self.plan_is_auto = self.plan_is_auto and not _is_degree(path)
             self.put(path, value, layer.origin(path))
+            self.base_dirs[path] = base_dir
+
+    def resolve_paths(self) -> None:
+        """Turn each path into one as seen from the working directory; all plugins must be loaded, since a name of
+        theirs is no path."""
+        for key in PATH_KEYS:
+            if key in self.values:
+                self.values[key] = resolve_path_value(key, self.values[key], self.base_dirs.get(key, Path()))
 
     def _add_plugins(self, named: object, layer: ConfigLayer) -> None:
         try:

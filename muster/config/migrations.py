@@ -6,6 +6,7 @@ today's names only, with the schema version of `SCHEMAS`. A rename needs one lin
 * `KEYS`: per file format, former dotted key → today's, with the schema version since which it has that name.
   A key may name a whole section. `*` stands for any item of a list or any key of a mapping.
 * `VALUES`: the same for single values of a key, such as `recompute: selective`.
+* `DEFAULTS`: what a left-out key meant in files that name an earlier schema.
 * `PLAN_PARTS`: parts of a plan's short name (kept in `muster.spec.former_names`, for the parser).
 * `FLAGS`: per verb, former command-line flag → today's; `*` holds for all verbs.
 * `ARGUMENTS`: per function of `import muster`, former argument → today's.
@@ -23,6 +24,7 @@ from muster.spec.former_names import PLAN_PARTS, report_renames
 
 __all__ = [
     "ARGUMENTS",
+    "DEFAULTS",
     "FLAGS",
     "INSTRUCTIONS",
     "KEYS",
@@ -30,6 +32,7 @@ __all__ = [
     "PLAN_PARTS",
     "SCHEMAS",
     "VALUES",
+    "FormerDefault",
     "FormerKey",
     "FormerValue",
     "migrate",
@@ -39,7 +42,7 @@ __all__ = [
 
 Format = Literal["run", "plan", "cluster", "manifest", "profile", "store", "timeline"]
 
-SCHEMAS: dict[Format, int] = {"run": 2, "plan": 2, "profile": 2}
+SCHEMAS: dict[Format, int] = {"run": 3, "plan": 2, "profile": 2}
 """Schema version that is written today. Formats without one, and those whose own
 reader checks it, are left out."""
 
@@ -66,6 +69,16 @@ class FormerValue:
     """First schema version with the new name."""
     ambiguous: str = ""
     """Reason why the old value is refused in files of today's schema; empty: it is read there, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class FormerDefault:
+    """Meaning of a left-out key in files that name an earlier schema; those that name none have today's."""
+
+    key: str
+    value: Any
+    since: int
+    """First schema version with another default."""
 
 
 _SELECTIVE = (
@@ -132,6 +145,10 @@ VALUES: dict[Format, tuple[FormerValue, ...]] = {
     ),
 }
 
+DEFAULTS: dict[Format, tuple[FormerDefault, ...]] = {
+    "run": (FormerDefault("data.add_bos", False, 3),)  # whatever the tokenizer does of itself
+}
+
 FLAGS: dict[str, dict[str, str]] = {
     "*": {"--join-limit": "--rendezvous-timeout"},
     "plan": {"--limit": "--time-limit", "--memory": "--memory-limit", "--fix": "--require", "--runnable": ""},
@@ -187,6 +204,10 @@ def migrate(file_format: Format, tree: Mapping[str, Any], source: str) -> dict[s
     found = run.tree(tree, "", source)
     if "version" in tree and version is not None and file_format in SCHEMAS:
         found["version"] = SCHEMAS[file_format]
+        for row in _former_defaults(file_format, version):
+            section, _, key = row.key.partition(".")
+            if isinstance(inner := found.get(section), dict):
+                inner.setdefault(key, row.value)
     run.report(source)
     return found
 
@@ -212,11 +233,18 @@ def migrate_values(
         if new != key:
             former[new] = key
         found[new] = run.value(value, new, origin(key))
-    for key in ("version", "parallel.version") if versioned else ():
-        if key in found and current is not None:
-            found[key] = current
+    if versioned and "version" in found and current is not None and run.version is not None:
+        found["version"] = current
+        for row in _former_defaults(file_format, run.version):
+            found.setdefault(row.key, row.value)
+    if versioned and "parallel.version" in found:
+        found["parallel.version"] = SCHEMAS["plan"]
     run.report(origin(""))
     return found, former
+
+
+def _former_defaults(file_format: Format, version: int) -> list[FormerDefault]:
+    return [row for row in DEFAULTS.get(file_format, ()) if version < row.since]
 
 
 MAX_REPORTED_RENAMES = 4

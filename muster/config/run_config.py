@@ -58,6 +58,9 @@ class DataConfig(Frozen):
     """Tokenizer: `bytes`, a tokenizer.json or a directory that has one, or a SentencePiece model."""
     eos_token: str | None = None
     """Token that ends a document; None: as the tokenizer's own files say."""
+    add_bos: bool | None = None
+    """Begin each document with the tokenizer's begin-of-document token; None: as the tokenizer does (Llama 3, Mistral).
+    Dialogues begin as their template says."""
     chat_template: str | None = None
     """File with the Jinja template of dialogues; None: the tokenizer's own, or ChatML where it has none."""
     text_key: str | None = None
@@ -211,7 +214,7 @@ class TrackingConfig(Frozen):
 class RunConfig(Frozen):
     """Everything that determines the computation of a run."""
 
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     plugins: tuple[PluginFile, ...] = ()
     """Python files, or modules, that register plugin components; those of all layers together."""
     seed: NonNegativeInt = 0

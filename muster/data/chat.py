@@ -19,25 +19,30 @@ ASSISTANT = "assistant"
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Jinja template of a dialogue; it sees `messages`, `add_generation_prompt` and the special tokens by name."""
+    """Jinja template of a dialogue.
+
+    It sees `messages`, `add_generation_prompt`, the special tokens by name, and `tools` where a dialogue has some.
+    """
 
     text: str = CHATML
     special_tokens: tuple[tuple[str, str], ...] = ()
 
-    def segments(self, messages: list[dict[str, Any]]) -> list[tuple[str, bool]]:
+    def segments(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[tuple[str, bool]]:
         """Return the dialogue's text as segments, with True for the assistant's answers.
 
         An answer is the difference of two renderings: the messages up to and including it, minus the messages before
         it with the generation prompt. Raises InvalidRow if the template refuses the dialogue, or changes the text of
         earlier messages, so that there is no such difference.
         """
+        if self.text == CHATML and (tools or any("tool_calls" in message for message in messages)):
+            raise InvalidRow("template", "ChatML has no form for tools: name a template with data.chat_template")
         segments: list[tuple[str, bool]] = []
         done = ""
         for index, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
-            prompt = self._render(messages[:index], True)
-            answered = self._render(messages[: index + 1], False)
+            prompt = self._render(messages[:index], True, tools)
+            answered = self._render(messages[: index + 1], False, tools)
             if not prompt.startswith(done) or not answered.startswith(prompt):
                 raise InvalidRow("template", f"the chat template changes the text before message {index + 1}")
             segments += [(prompt[len(done) :], False), (answered[len(prompt) :], True)]
@@ -46,12 +51,18 @@ class ChatTemplate:
             raise InvalidRow("empty", f"no message has the role {ASSISTANT}, so no part contributes to the loss")
         return segments
 
-    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    def prompt(self, messages: list[dict[str, Any]]) -> str:
+        """Return the text after which the assistant answers. Raises InvalidRow if the template refuses the dialogue."""
+        return self._render(messages, True)
+
+    def _render(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool, tools: list[Any] | None = None
+    ) -> str:
         from jinja2 import TemplateError
 
-        special = dict(self.special_tokens)
+        values: dict[str, Any] = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **special)
+            return self._template.render(values, **dict(self.special_tokens))
         except (TemplateError, TypeError, KeyError) as error:
             raise InvalidRow("template", f"the chat template refuses it: {error}") from None
 

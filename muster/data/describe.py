@@ -55,6 +55,17 @@ def first_documents(store: TokenStore, count: int, tokenizer: Tokenizer, max_tok
     return texts
 
 
+def learned_parts(store: TokenStore, document: int, tokenizer: Tokenizer, max_tokens: int) -> list[tuple[str, bool]]:
+    """Return the beginning of a document as (text with special tokens, True if its tokens contribute to the loss)."""
+    start = int(store.document_starts[document])
+    stop = min(start + max_tokens, [*store.document_starts.tolist(), store.header.num_tokens][document + 1])
+    ids, mask = store.read(start, stop).tolist(), store.read_loss_mask(start, stop)
+    if mask is None:
+        return [(tokenizer.decode_all(ids), True)]
+    bounds = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
+    return [(tokenizer.decode_all(ids[a:b]), bool(mask[a])) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
 def check_store(store: TokenStore) -> dict[str, Any]:
     """Read all of a store and check checksums, ids and document bounds. Raises ConfigError."""
     store.verify()

@@ -146,10 +146,8 @@ def _limit_bytes(spans: Iterator[FileSpan], max_bytes: int | None) -> Iterator[F
         if span.file.file_format == "plugin":
             yield replace(span, end=left)
             return
-        if span.file.file_format not in ("text", "jsonl"):
-            raise ConfigError(
-                f"data.max_bytes is for text and JSON lines, but {span.file.path} is {span.file.file_format}"
-            )
+        if span.file.file_format not in ("text", "jsonl", "compressed-jsonl", "json"):
+            raise ConfigError(f"data.max_bytes is for text and JSON, but {span.file.path} is {span.file.file_format}")
         if left <= 0:
             return
         size = min(left, span.size_bytes)

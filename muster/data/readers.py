@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from muster.data.invalid_rows import InvalidRow, InvalidRowLog
+from muster.data.json_files import array_rows, open_decompressed
 from muster.data.megatron import read_indexed
 from muster.data.plugin_rows import plugin_rows
-from muster.data.rows import RowReader, Segment
+from muster.data.rows import Row, RowReader
 from muster.data.shard import DocumentWriter
 from muster.data.sources import SourceFile, raise_unreadable
-from muster.data.tokenizer import ByteTokenizer, Tokenizer
+from muster.data.tokenizer import ByteTokenizer, Tokenizer, bos_before
 from muster.spec.errors import ConfigError, MusterError
 
 READ_BYTES = 1 << 20
@@ -26,8 +27,8 @@ READ_BYTES = 1 << 20
 class FileSpan:
     """Part `begin` … `end − 1` of a file.
 
-    The unit depends on the format: bytes of text and JSON lines, row groups of Parquet, record batches of Arrow,
-    documents of Megatron-LM. For a plugin's data set `end` is a limit in bytes of text, 0 for none.
+    The unit depends on the format: bytes of text and JSON, row groups of Parquet, record batches of Arrow, documents of
+    Megatron-LM. For a plugin's data set `end` is a limit in bytes of text, 0 for none.
     """
 
     file: SourceFile
@@ -45,8 +46,8 @@ class Encoding:
     dtype: np.dtype
 
 
-Rows = Iterator[tuple[list[Segment], int]]
-"""Segments of each row, and the approximate number of bytes that it takes in the file."""
+Rows = Iterator[tuple[Row, int]]
+"""Each row, and the approximate number of bytes that it takes in the file."""
 Progress = Callable[[int], None]
 """Callback that receives the bytes read since its last call."""
 
@@ -113,7 +114,9 @@ def _write_text(
                 progress(len(chunk))
         else:
             data = b"".join(_chunks(span))
-            writer.extend(tokenizer.encode(data))
+            ids = tokenizer.encode(data)
+            writer.extend(bos_before(ids, tokenizer))
+            writer.extend(ids)
             progress(len(data))
         writer.extend([tokenizer.eos_id])
     except InvalidRow as row:
@@ -146,13 +149,13 @@ def _chunks(span: FileSpan) -> Iterator[bytes]:
 
 def _write_rows(rows: Rows, encoding: Encoding, writer: DocumentWriter, progress: Progress) -> None:
     """Add rows in groups that are large enough for a call of the tokenizer."""
-    group: list[list[Segment]] = []
+    group: list[Row] = []
     num_characters = 0
     read_bytes = 0
-    for segments, size_bytes in rows:
-        group.append(segments)
+    for row, size_bytes in rows:
+        group.append(row)
         read_bytes += size_bytes
-        num_characters += sum(len(text) for text, _ in segments)
+        num_characters += sum(len(text) for text, _ in row.segments)
         if num_characters >= READ_BYTES:
             writer.add_documents(*encode_rows(group, encoding))
             progress(read_bytes)
@@ -164,34 +167,52 @@ def _write_rows(rows: Rows, encoding: Encoding, writer: DocumentWriter, progress
     progress(read_bytes)
 
 
-def encode_rows(rows: list[list[Segment]], encoding: Encoding) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+def encode_rows(rows: list[Row], encoding: Encoding) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Return (ids, lengths, loss mask) of documents.
 
-    `ids` are those of all documents, each with its end-of-document token; `lengths` the tokens of each document; the
-    mask is 1 for tokens that contribute to the loss, None if all do. Each segment of a row is tokenized separately, as
-    a prompt is when a model answers it. The end-of-document token belongs to the last segment.
+    `ids` are those of all documents, each with its end-of-document token and, if the tokenizer has one, its
+    begin-of-document token; `lengths` the tokens of each document; the mask is 1 for tokens that contribute to the
+    loss, None if all do. Each segment of a row is tokenized separately, as a prompt is when a model answers it. The
+    end-of-document token belongs to the last segment, the begin-of-document token to the first. For a dialogue the
+    template decides: it gets no begin-of-document token, and no second one at its end.
     """
-    flat, lengths = encoding.tokenizer.encode_batch([text for row in rows for text, _ in row])
-    pieces = np.array([len(row) for row in rows])
+    tokenizer, segments = encoding.tokenizer, [segment for row in rows for segment in row.segments]
+    flat, lengths = tokenizer.encode_batch([text for text, _ in segments])
+    pieces = np.array([len(row.segments) for row in rows])
     last = np.cumsum(pieces) - 1
+    first = last - pieces + 1
+    is_dialogue = np.array([row.is_dialogue for row in rows])
+    ended = np.cumsum(lengths)
+    adds_bos = np.zeros(len(rows), bool)
+    if tokenizer.bos_id is not None:
+        adds_bos = ~is_dialogue & ~_are(flat, (ended - lengths)[first], lengths[first], tokenizer.bos_id)
+    adds_eos = ~(is_dialogue & _are(flat, ended[last] - 1, lengths[last], tokenizer.eos_id))
     lengths = lengths.copy()
-    lengths[last] += 1  # the end-of-document token
-    ends = np.cumsum(lengths)[last] - 1
-    ids = np.empty(len(flat) + len(rows), encoding.dtype)
-    begin = 0
+    lengths[first] += adds_bos
+    lengths[last] += adds_eos
+    stops = np.cumsum(lengths)[last]
+    starts = np.append(0, stops[:-1])
+    ids = np.empty(lengths.sum(), encoding.dtype)
     if len(flat) < 64 * len(rows):
         is_text = np.ones(len(ids), bool)
-        is_text[ends] = False
+        is_text[stops[adds_eos] - 1] = is_text[starts[adds_bos]] = False
         ids[is_text] = flat
     else:
-        for row, end in enumerate(ends.tolist()):
-            ids[begin:end] = flat[begin - row : end - row]
-            begin = end + 1
-    ids[ends] = encoding.tokenizer.eos_id
+        taken = 0
+        for begin, end in zip((starts + adds_bos).tolist(), (stops - adds_eos).tolist(), strict=True):
+            ids[begin:end] = flat[taken : taken + end - begin]
+            taken += end - begin
+    ids[starts[adds_bos]] = tokenizer.bos_id or 0
+    ids[stops[adds_eos] - 1] = tokenizer.eos_id
     loss_mask = None
-    if len(lengths) > len(rows) or not all(row[0][1] for row in rows):
-        loss_mask = np.repeat(np.array([in_loss for row in rows for _, in_loss in row], np.uint8), lengths)
-    return ids, np.diff(ends, prepend=-1), loss_mask
+    if not all(in_loss for _, in_loss in segments):
+        loss_mask = np.repeat(np.array([in_loss for _, in_loss in segments], np.uint8), lengths)
+    return ids, stops - starts, loss_mask
+
+
+def _are(flat: np.ndarray, places: np.ndarray, lengths: np.ndarray, number: int) -> np.ndarray:
+    """Return for each place in the ids True if it has this id; False where it belongs to a segment of length 0."""
+    return (np.append(flat, 0)[places] == number) & (lengths > 0)
 
 
 def _json_rows(span: FileSpan, reader: RowReader, invalid: InvalidRowLog) -> Rows:
@@ -208,11 +229,45 @@ def _json_rows(span: FileSpan, reader: RowReader, invalid: InvalidRowLog) -> Row
             if line.isspace():
                 continue
             try:
-                segments = reader.segments(_parse_json(line))
-            except InvalidRow as row:
-                invalid.record(f"{span.file.path}:{_count_lines(span.file.path, begin) + number}", row)
+                row = reader.row(_parse_json(line))
+            except InvalidRow as problem:
+                invalid.record(f"{span.file.path}:{_count_lines(span.file.path, begin) + number}", problem)
                 continue
-            yield segments, len(line)
+            yield row, len(line)
+
+
+def _compressed_json_rows(span: FileSpan, reader: RowReader, invalid: InvalidRowLog) -> Rows:
+    """Yield the rows of a compressed file of JSON lines, which can only be read from its beginning."""
+    with open_decompressed(span.file.path) as file:
+        read_bytes = 0
+        for number, line in enumerate(file, 1):
+            if _is_cut(span) and read_bytes >= span.end:
+                return
+            read_bytes += len(line)
+            if line.isspace():
+                continue
+            try:
+                yield reader.row(_parse_json(line)), len(line)
+            except InvalidRow as problem:
+                invalid.record(f"{span.file.path}:{number}", problem)
+
+
+def _json_array_rows(span: FileSpan, reader: RowReader, invalid: InvalidRowLog) -> Rows:
+    """Yield the rows of a file that is one list of objects, maybe compressed."""
+    read_bytes = 0
+    for number, (item, size_bytes) in enumerate(array_rows(span.file.path), 1):
+        if _is_cut(span) and read_bytes >= span.end:
+            return
+        read_bytes += size_bytes
+        try:
+            yield reader.row(item), size_bytes
+        except InvalidRow as problem:
+            invalid.record(f"{span.file.path}: row {number}", problem)
+
+
+def _is_cut(span: FileSpan) -> bool:
+    """Return True if a span that begins with its file ends before it, since data.max_bytes is reached."""
+    return span.end < span.file.size_bytes
 
 
 def _parse_json(line: bytes) -> Any:
@@ -268,7 +323,7 @@ def _arrow_rows(span: FileSpan, reader: RowReader, invalid: InvalidRowLog) -> Ro
 def _table_rows(path: Path, batch: Any, number: int, reader: RowReader, invalid: InvalidRowLog) -> Rows:
     for index, row in enumerate(batch.to_pylist(), number + 1):
         try:
-            yield reader.segments(row), batch.nbytes // batch.num_rows
+            yield reader.row(row), batch.nbytes // batch.num_rows
         except InvalidRow as invalid_row:
             invalid.record(f"{path}: row {index}", invalid_row)
 
@@ -277,7 +332,14 @@ def _plugin_rows(span: FileSpan, reader: RowReader, invalid: InvalidRowLog) -> R
     return plugin_rows(span.file.name, span.file.path, reader, invalid, span.end)
 
 
-_ROWS = {"jsonl": _json_rows, "parquet": _parquet_rows, "arrow": _arrow_rows, "plugin": _plugin_rows}
+_ROWS = {
+    "jsonl": _json_rows,
+    "compressed-jsonl": _compressed_json_rows,
+    "json": _json_array_rows,
+    "parquet": _parquet_rows,
+    "arrow": _arrow_rows,
+    "plugin": _plugin_rows,
+}
 
 
 def _open_parquet(path: Path) -> Any:
@@ -305,7 +367,8 @@ def _import_pyarrow() -> Any:
 
 
 def _write_indexed(span: FileSpan, encoding: Encoding, invalid: InvalidRowLog, writer: DocumentWriter) -> None:
-    """Add documents that are tokenized already; each gets an end-of-document token unless it has one."""
+    """Add documents that are tokenized already; each gets the tokens that begin and end a document unless it has
+    them."""
     tokenizer = encoding.tokenizer
     indexed = read_indexed(span.file.path)
     for document in range(span.begin, span.end):
@@ -316,6 +379,7 @@ def _write_indexed(span: FileSpan, encoding: Encoding, invalid: InvalidRowLog, w
             invalid.record(f"{span.file.path.with_suffix('.bin')}: document {document + 1}", row)
             continue
         writer.begin_document()
+        writer.extend(bos_before(ids, tokenizer))
         writer.extend(ids)
         if ids[-1] != tokenizer.eos_id:
             writer.extend([tokenizer.eos_id])

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from muster.config.run_paths import PYTHON_STDLIB
+from muster.data.json_files import COMPRESSIONS, json_layout
 from muster.plugins.registry import PluginComponent, component_names, find_component
 from muster.spec.errors import ConfigError
 from muster.spec.suggest import did_you_mean
 
-PYTHON_STDLIB = "python-stdlib"
-"""Source that is the .py files of the Python standard library."""
-FileFormat = Literal["text", "jsonl", "parquet", "arrow", "megatron", "plugin"]
+FileFormat = Literal["text", "jsonl", "compressed-jsonl", "json", "parquet", "arrow", "megatron", "plugin"]
 TEXT_SUFFIXES: dict[str, FileFormat] = {".txt": "text", ".md": "text", ".py": "text"}
 ROW_SUFFIXES: dict[str, FileFormat] = {
     ".jsonl": "jsonl",
@@ -27,8 +27,15 @@ ROW_SUFFIXES: dict[str, FileFormat] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".idx": "megatron",
+    ".jsonl.gz": "compressed-jsonl",
+    ".jsonl.zst": "compressed-jsonl",
+    ".ndjson.gz": "compressed-jsonl",
+    ".ndjson.zst": "compressed-jsonl",
 }
+JSON_SUFFIXES = (".json", ".json.gz", ".json.zst")
+"""Suffixes of files that may hold rows, as one list or one a line: their beginning shows which."""
 SUFFIXES = TEXT_SUFFIXES | ROW_SUFFIXES
+_LISTED_SUFFIXES = [suffix for suffix in (*SUFFIXES, ".json") if suffix.count(".") == 1]
 _NOT_STDLIB = ("site-packages", "dist-packages")
 
 
@@ -53,8 +60,8 @@ def source_files(source: str) -> list[SourceFile]:
     * a data set that a plugin registers;
     * `python-stdlib`;
     * a file; its suffix gives the format, text otherwise;
-    * a directory, searched at any depth without hidden names: its *.jsonl, *.ndjson, *.parquet, *.arrow and *.idx
-      files, or if there are none its *.txt, *.md and *.py files;
+    * a directory, searched at any depth without hidden names: its *.jsonl, *.ndjson (also compressed), *.parquet,
+      *.arrow and *.idx files, and those *.json that hold rows, or if there are none its *.txt, *.md and *.py files;
     * a directory that Hugging Face `datasets` saved: the files that it lists, of the split `train`;
     * the common stem of Megatron-LM's .bin and .idx.
     """
@@ -66,17 +73,17 @@ def source_files(source: str) -> list[SourceFile]:
     elif (path := Path(source)).is_dir():
         files = _saved_dataset_files(path) or _scan(path, ROW_SUFFIXES) or _scan(path, TEXT_SUFFIXES)
     elif path.is_file():
-        files = [_source_file(path, path.parent, _format_of(path))]
+        files = [_source_file(path, path.parent, _require_format(path))]
     elif (index := Path(f"{source}.idx")).is_file():
         files = [_source_file(index, path.parent, "megatron")]
     else:
         raise ConfigError(
             f"data.source: there is no file or directory {source!r}"
-            + (did_you_mean(source, known) if (known := component_names("dataset")) else "")
+            + (did_you_mean(Path(source).name, known) if (known := component_names("dataset")) else "")
             + f"; give a file, a directory, or {', '.join([PYTHON_STDLIB, *known])}"
         )
     if not files:
-        raise ConfigError(f"data.source: {source} has no {', '.join('*' + s for s in SUFFIXES)} files")
+        raise ConfigError(f"data.source: {source} has no {', '.join('*' + s for s in _LISTED_SUFFIXES)} files")
     full = [file for file in files if file.size_bytes]
     if not full:
         raise ConfigError(f"data.source: {source} has no text: every file is empty")
@@ -89,7 +96,11 @@ def source_digest(source: str) -> str:
         code = b"" if plugin.file is None else plugin.file.read_bytes()
         return hashlib.sha256(source.encode() + b"\n" + code).hexdigest()
     lines = [f"{source} {platform.python_version()}" if source == PYTHON_STDLIB else str(Path(source).resolve())]
-    lines += [f"{file.name}\0{file.size_bytes}\0{file.mtime_ns}" for file in source_files(source)]
+    lines += [
+        f"{file.name}\0{file.size_bytes}\0{file.mtime_ns}"
+        + (f"\0{file.file_format}" if _suffix(file.path) in JSON_SUFFIXES else "")
+        for file in source_files(source)
+    ]
     return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()
 
 
@@ -104,10 +115,34 @@ def raise_unreadable(error: OSError) -> None:
     raise ConfigError(f"data.source: {error.filename} can't be read: {error.strerror}") from error
 
 
-def _format_of(path: Path) -> FileFormat:
+def _suffix(path: Path) -> str:
+    """Return the suffix that tells the format, such as `.jsonl` or `.jsonl.gz`."""
+    return path.with_suffix("").suffix + path.suffix if path.suffix in COMPRESSIONS else path.suffix
+
+
+def _require_format(path: Path) -> FileFormat:
+    """Return the format of a file that is named as the source. Raises ConfigError for one that can't be read."""
     if path.suffix == ".bin" and path.with_suffix(".idx").is_file():
         return "megatron"
-    return SUFFIXES.get(path.suffix, "text")
+    suffix = _suffix(path)
+    if suffix in JSON_SUFFIXES:
+        if (found := _json_format(path)) is None and path.stat().st_size:
+            raise ConfigError(f"data.source: {path} holds no rows: expected a list of objects, or an object a line")
+        return found or "jsonl"
+    if path.suffix in COMPRESSIONS and suffix not in SUFFIXES:
+        raise ConfigError(
+            f"data.source: {path} can't be read: expected a compressed file's name to end with .jsonl, .ndjson or .json"
+            f" and then {' or '.join(COMPRESSIONS)}"
+        )
+    return SUFFIXES.get(suffix, "text")
+
+
+def _json_format(path: Path) -> FileFormat | None:
+    """Return the format of a JSON file; None if it holds no rows."""
+    layout = json_layout(path)
+    if layout in ("lines", "object"):
+        return "compressed-jsonl" if path.suffix in COMPRESSIONS else "jsonl"
+    return "json" if layout == "list" else None
 
 
 def _scan(root: Path, suffixes: dict[str, FileFormat], must_be_utf8: bool = True) -> list[SourceFile]:
@@ -116,8 +151,14 @@ def _scan(root: Path, suffixes: dict[str, FileFormat], must_be_utf8: bool = True
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _NOT_STDLIB]
         for name in names:
             path = Path(folder, name)
-            if path.suffix in suffixes and not name.startswith(".") and path.is_file():
-                found.append(_source_file(path, root, suffixes[path.suffix], must_be_utf8))
+            if name.startswith(".") or not path.is_file():
+                continue
+            suffix = _suffix(path)
+            own = suffixes.get(suffix)
+            if suffixes is ROW_SUFFIXES and suffix in JSON_SUFFIXES and os.access(path, os.R_OK):
+                own = None if json_layout(path) == "object" else _json_format(path)  # such as dataset_infos.json
+            if own is not None:
+                found.append(_source_file(path, root, own, must_be_utf8))
     return sorted(found, key=lambda file: file.name)
 
 

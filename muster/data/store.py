@@ -125,7 +125,8 @@ class TokenStore:
         if tokenizer is not None and header.tokenizer != tokenizer.fingerprint:
             raise ConfigError(
                 f"the token store {directory} was made with tokenizer {header.tokenizer}, this run has"
-                f" {tokenizer.fingerprint}; use the same tokenizer or another data.cache"
+                f" {tokenizer.fingerprint}; use the same tokenizer, data.eos_token and data.add_bos, or another"
+                " data.cache"
             )
         shards = tuple(_memory_map(directory / one.file, header.numpy_dtype, one.num_tokens) for one in header.shards)
         loss_masks = tuple(

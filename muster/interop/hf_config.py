@@ -92,14 +92,14 @@ def _in_words_of(sentence: str, keys: Mapping[str, str]) -> str:
     return re.sub(r"\b[a-z_]+(\.[a-z_]+)?\b", lambda word: keys.get(word[0], word[0]), sentence)
 
 
-def hf_config_from_spec(spec: ModelSpec) -> dict[str, Any]:
+def hf_config_from_spec(spec: ModelSpec, preferred: str | None = None) -> dict[str, Any]:
     """Return the config.json of a model: its shape, without dtype and special tokens, in the first family that has all
-    of it.
+    of it, the one of the model_type `preferred` before the others.
 
     Raises InfeasibleError where none has.
     """
     nearest: tuple[int, str, list[str]] | None = None
-    for kind, family in FAMILIES.items():
+    for kind, family in sorted(FAMILIES.items(), key=lambda pair: pair[0] != preferred):
         if family.write is None:
             continue
         config = {"architectures": [family.architecture], "model_type": kind, **family.write(spec)}

@@ -11,12 +11,13 @@ from muster.interop.hf_config import hf_config_from_spec
 from muster.spec.model import ModelSpec
 
 
-def weight_map(spec: ModelSpec) -> list[WeightLink]:
-    """Return the weight map of a model, in the order of its parameters.
+def weight_map(spec: ModelSpec, preferred: str | None = None) -> list[WeightLink]:
+    """Return the weight map of a model, in the order of its parameters, in the family that `hf_config_from_spec`
+    writes.
 
     Raises InfeasibleError where no family that can be written fits it.
     """
-    family = FAMILIES[hf_config_from_spec(spec)["model_type"]]
+    family = FAMILIES[hf_config_from_spec(spec, preferred)["model_type"]]
     assert family.weight_links is not None
     return list(family.weight_links(spec))
 

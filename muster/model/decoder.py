@@ -105,10 +105,11 @@ class Attention(nn.Module):
     core_attention = staticmethod(core_attention)
     recomputable = staticmethod(recomputable)
 
-    def __init__(self, spec: ModelSpec, window: int | None = None) -> None:
+    def __init__(self, spec: ModelSpec, window: int | None = None, has_rotary: bool = True) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
         self.window = window
+        self.has_rotary = has_rotary
         q_width = spec.num_heads * spec.head_dim
         kv_width = spec.num_kv_heads * spec.head_dim
         self.q = nn.Linear(spec.hidden_size, q_width, bias=spec.qkv_bias)
@@ -136,7 +137,7 @@ class Attention(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in qkv)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if cos is not None and sin is not None:
+        if self.has_rotary and cos is not None and sin is not None:
             q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         # The attention kernels take strided heads: a copy into (B, H, S) order would gain nothing.
         qkv_BHSd = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
@@ -173,7 +174,7 @@ class Layer(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.attn_norm = make_norm(spec)
-        self.attn = Attention(spec, spec.attention_window(layer))
+        self.attn = Attention(spec, spec.attention_window(layer), has_rotary=layer not in spec.nope_layers)
         self.mlp_norm = make_norm(spec)
         self.mlp = Mlp(spec)
 

@@ -1,6 +1,6 @@
 """Text generation with a trained model, token by token."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -19,13 +19,15 @@ def generate(
     max_new_tokens: int,
     sampling: SamplingParams,
     context: int,
-    eos_token: int | None = None,
+    stop_ids: Collection[int] = (),
+    is_complete: Callable[[Sequence[int]], bool] | None = None,
     gather_vocab: Callable[[Tensor], Tensor] | None = None,
 ) -> list[list[int]]:
-    """Return at most `max_new_tokens` new token ids after each prompt, none from `eos_token` on.
+    """Return at most `max_new_tokens` new token ids after each prompt, none from the first of `stop_ids` on.
 
     The continuation of a prompt doesn't depend on the others, and a draw depends on (seed, position in the text) alone.
-    The model sees at most `context` tokens: a longer text continues from the later half of them. `gather_vocab` turns a
+    `is_complete` tells of new ids that nothing needs to follow them. The model sees at most `context` tokens: a longer
+    text continues from the later half of them. `gather_vocab` turns a
     tensor-parallel rank's logits into those of the whole vocabulary.
 
     Raises ConfigError on a prompt that is empty or longer than `context`.
@@ -33,9 +35,15 @@ def generate(
     _check(prompts, context)
     if model.has_plugin_layers and len(prompts) > 1:  # one by one, since such layers see the padding of a batch
         alone = [
-            generate(model, [prompt], max_new_tokens, sampling, context, eos_token, gather_vocab) for prompt in prompts
+            generate(model, [prompt], max_new_tokens, sampling, context, stop_ids, is_complete, gather_vocab)
+            for prompt in prompts
         ]
         return [new for (new,) in alone]
+    ends = frozenset(stop_ids)
+
+    def is_done(new: Sequence[int]) -> bool:
+        return not ends.isdisjoint(new) or (is_complete is not None and is_complete(new))
+
     texts, first, made = [list(prompt) for prompt in prompts], [0] * len(prompts), 0
     while made < max_new_tokens:
         windows = [text[start:] for text, start in zip(texts, first, strict=True)]
@@ -52,12 +60,12 @@ def generate(
                     text.append(sample_token(logits_V, sampling, len(text)))
                 made += 1
                 new = [text[-1:] for text in texts]
-                if all(eos_token in text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)):
+                if all(is_done(text[len(prompt) :]) for text, prompt in zip(texts, prompts, strict=True)):
                     made = max_new_tokens
         for row, text in enumerate(texts):
             if len(text) - first[row] > context:
                 first[row] = len(text) - max(1, context // 2)
-    return [_cut_at_eos(text[len(prompt) :], eos_token) for text, prompt in zip(texts, prompts, strict=True)]
+    return [_cut_at_stop(text[len(prompt) :], ends) for text, prompt in zip(texts, prompts, strict=True)]
 
 
 def sample_token(logits_V: Tensor, sampling: SamplingParams, position: int) -> int:
@@ -90,5 +98,5 @@ def _check(prompts: Sequence[Sequence[int]], context: int) -> None:
             )
 
 
-def _cut_at_eos(ids: list[int], end: int | None) -> list[int]:
-    return ids[: ids.index(end)] if end in ids else ids
+def _cut_at_stop(ids: list[int], ends: Collection[int]) -> list[int]:
+    return ids[: next((at for at, number in enumerate(ids) if number in ends), len(ids))]

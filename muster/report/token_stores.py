@@ -1,6 +1,6 @@
 """Token stores as text."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -22,6 +22,12 @@ def store_lines(facts: Mapping[str, Any]) -> list[str]:
     if facts["skipped"]:
         lines.append(f"skipped     {skipped_rows_text(facts['skipped'])}")
     return lines
+
+
+def marked_document(number: int, parts: Sequence[Mapping[str, Any]]) -> str:
+    """Return a document's text with what is learned within «»; `parts` are the texts of the facts `learned`."""
+    marked = (f"«{part['text']}»" if part["learned"] else part["text"] for part in parts)
+    return f"document {number}: {''.join(marked)}"
 
 
 def skipped_rows_text(skipped: Mapping[str, int]) -> str:

@@ -46,6 +46,8 @@ class ModelSpec(Frozen):
     """Kind of positions. learned: a vector for each of `max_positions` positions, added to the token's embedding."""
     max_positions: PositiveInt | None = None
     """Positions of the longest sequence; required by learned positions, informative for others."""
+    nope_layers: tuple[NonNegativeInt, ...] = ()
+    """Layers without rotary positions, counted from 0 (SmolLM3, Llama 4; arXiv:2501.18795)."""
     rope_theta: PositiveFloat = 10_000.0
     """Base of the rotary wavelengths."""
     rope_scaling: RopeScaling | None = None
@@ -105,6 +107,8 @@ class ModelSpec(Frozen):
             raise ValueError("learned positions need max_positions, the length of the longest sequence")
         if self.rope_scaling is not None and self.position != "rope":
             raise ValueError(f"rope_scaling is for rotary positions, but position is {self.position}")
+        if self.nope_layers and self.position != "rope":
+            raise ValueError(f"nope_layers lists the layers without rotary positions, but position is {self.position}")
         if self.window_layers is not None and self.sliding_window is None:
             raise ValueError("window_layers lists the layers with a sliding_window, but there is none")
         return self

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from muster.config.load_config import ResolvedConfig
 from muster.config.local_machine import nvidia_gpu_names
 from muster.config.run_config import RunConfig
+from muster.config.run_paths import without_data_locations
 from muster.launch.nodes.handshake import config_differences, software_versions
 from muster.spec.errors import InfeasibleError, MusterError
 from muster.spec.legality import required_world_size
@@ -61,7 +62,7 @@ def require_same_config(config: RunConfig, plan: Plan, data: str, store: "dist.S
         "host": socket.gethostname(),
         "plan": plan.hash,
         "name": format_plan_name(plan),
-        "config": config.model_dump(mode="json"),
+        "config": without_data_locations(config).model_dump(mode="json"),
         "torch": version("torch"),
         "data": data,
     }

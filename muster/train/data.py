@@ -101,7 +101,7 @@ def describe_epochs(config: RunConfig, dataset: SampleStream) -> str:
 
 def run_tokenizer(data: DataConfig) -> Tokenizer:
     """Return the tokenizer of a run, with the run's own chat template if it names one."""
-    tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
+    tokenizer = load_tokenizer(data.tokenizer, data.eos_token, data.add_bos)
     if data.chat_template is not None:
         tokenizer.chat_template = read_template(Path(data.chat_template), tokenizer.chat_template.special_tokens)
     return tokenizer

@@ -54,7 +54,10 @@ class EvalOptions:
     def data_config(self, own: DataConfig) -> DataConfig:
         """Return how `source` is read: as the model's own data, but for what these options say."""
         given = {"tokenizer": self.tokenizer, "on_invalid_row": self.on_invalid_row}
-        return own.model_copy(update={key: value for key, value in given.items() if value is not None})
+        update: dict[str, object] = {key: value for key, value in given.items() if value is not None}
+        if self.tokenizer is not None:  # the tokens that begin and end documents are its own
+            update |= {"eos_token": None, "add_bos": None}
+        return own.model_copy(update=update)
 
 
 def evaluate(options: EvalOptions) -> dict[str, dict[str, float]]:

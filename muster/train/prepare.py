@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from muster.checkpoint.checkpoint_dir import find_latest, step_of
+from muster.checkpoint.checkpoint_dir import TOKENIZER_FOLDER, find_latest, step_of
 from muster.checkpoint.manifest import read_manifest
 from muster.checkpoint.remote import RemoteCheckpoints
 from muster.config.load_config import ResolvedConfig, derived_value_lines, with_steps_from_epochs, write_run_files
@@ -22,6 +22,7 @@ from muster.train.data import describe_data, describe_epochs, describe_missing_v
 from muster.train.resume_check import check_config_unchanged, check_data_unchanged
 from muster.train.resume_point import find_resume_point, record_in_memory_identity
 from muster.train.run_directory import explain_write_errors, remove_previous_results
+from muster.train.run_tokenizer import keep_tokenizer, with_settled_bos
 from muster.train.schedule_refinement import with_resolved_schedule
 from muster.train.tracking import require_trackers
 
@@ -54,6 +55,7 @@ def prepare(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOptions)
     plan = chosen.plan
     require_device(plan)
     require_trackers(resolved.config.tracking)
+    resolved = with_settled_bos(resolved)
     run_dir = options.run_dir
     if resolved.config.train.epochs is not None:
         resolved = with_steps_from_epochs(resolved, open_dataset(resolved.config, run_dir).num_train_samples)
@@ -69,8 +71,9 @@ def prepare(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOptions)
             print(f"{run_dir} is finished: all of its {resume_point.step} steps are done (--fresh starts anew)")
             print(f"report: {run_dir / 'report.html'}")
             return False
+    initial_model = run_dir / TOKENIZER_FOLDER if resume_point is not None else None
     if resume_point is None and config.train.init_from is not None:
-        _check_initial_weights(config.train.init_from, config)
+        initial_model = _check_initial_weights(config.train.init_from, config)
     dataset = open_dataset(config, run_dir)
     for line in describe_data(config, dataset):
         print(f"data: {line}")
@@ -91,7 +94,7 @@ def prepare(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOptions)
     with explain_write_errors(run_dir):
         remove_previous_results(run_dir, everything=options.fresh)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        write_run_files(resolved, plan, run_dir)
+        write_run_files(keep_tokenizer(resolved, run_dir, initial_model), plan, run_dir)
         record_in_memory_identity(run_dir, config, dataset, resumes=resume_point is not None)
     return True
 
@@ -115,13 +118,18 @@ def _plugin_notes(config: RunConfig) -> Iterator[str]:
         yield f"step: {name} of a plugin; only one forward and backward of each micro-batch is predicted"
 
 
-def _check_initial_weights(place: str, config: RunConfig) -> None:
-    """Check that the initial weights fit the model, and print where they come from."""
+def _check_initial_weights(place: str, config: RunConfig) -> Path | None:
+    """Check that the initial weights fit the model, and print where they come from.
+
+    Returns the folder with the files of a Hugging Face directory that came with them, if there is one.
+    """
     from muster.checkpoint.initial_weights import check_initial_weights  # imports torch
+    from muster.checkpoint.model_directory import auxiliary_folder
 
     directory = check_initial_weights(Path(place), config.model)
     step = "" if directory.step is None else f" of step {directory.step}"
     print(f"weights: from {directory.folder}{step}")
+    return auxiliary_folder(directory)
 
 
 def _download_newer_checkpoint(remote: RemoteCheckpoints, run_dir: Path) -> None:

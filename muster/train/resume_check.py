@@ -1,14 +1,17 @@
 """Check of a resumed run: which keys may differ from the run's beginning; other changes are shown and refused."""
 
 import json
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
 from muster.config.load_config import load_run_config
 from muster.config.run_config import RunConfig
+from muster.config.run_paths import with_absolute_paths, without_data_locations
 from muster.data.dataset import SampleStream
 from muster.plugins.loader import PluginFile
-from muster.spec.errors import ConfigError
+from muster.spec.errors import ConfigError, MusterError
+from muster.train.data import run_tokenizer
 
 CHANGEABLE_KEYS = (
     "train.steps",
@@ -79,18 +82,32 @@ def check_data_unchanged(run_dir: Path, dataset: SampleStream, counters: dict, a
 
 
 def config_changes(before: RunConfig, after: RunConfig) -> list[str]:
-    """Return the former and the present value of each key that has changed and may not; the plan always may."""
-    old, new = (_flatten(config.model_dump(mode="json", exclude={"plugins"})) for config in (before, after))
-    return _plugin_changes(before, after) + [
+    """Return the former and the present value of each key that has changed and may not.
+
+    The plan always may, and so may the places of data and tokenizer: what they hold is compared.
+    """
+    places = (with_absolute_paths(without_data_locations(config)) for config in (before, after))
+    old, new = (_flatten(config.model_dump(mode="json", exclude={"plugins"})) for config in places)
+    changed = [
         f"{key} was {old.get(key)}, now {new.get(key)}"
         for key in sorted(old | new)
         if old.get(key) != new.get(key) and key not in CHANGEABLE_KEYS and not key.startswith("parallel")
     ]
+    return _plugin_changes(before, after) + (changed or _tokenizer_change(before, after))
+
+
+def _tokenizer_change(before: RunConfig, after: RunConfig) -> list[str]:
+    """Return a change of the tokenizer; nothing where the former one is gone: then its tokens are compared."""
+    with suppress(MusterError):
+        old, new = (run_tokenizer(config.data).fingerprint for config in (before, after))
+        if old != new:
+            return [f"data.tokenizer was {before.data.tokenizer} ({old}), now {after.data.tokenizer} ({new})"]
+    return []
 
 
 def settings_digest(config: RunConfig, dataset: SampleStream) -> str:
     """Return a digest that is equal for configurations without `config_changes` and the same data."""
-    flat = _flatten(config.model_dump(mode="json"))
+    flat = _flatten(with_absolute_paths(without_data_locations(config)).model_dump(mode="json"))
     flat["plugins"] = sorted((Path(one.file).name, one.sha256) for one in config.plugins)
     kept = {key: flat[key] for key in sorted(flat) if key not in CHANGEABLE_KEYS and not key.startswith("parallel")}
     return sha256(json.dumps([kept, dataset.fingerprint]).encode()).hexdigest()[:16]

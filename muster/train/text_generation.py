@@ -2,24 +2,26 @@
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from muster.checkpoint.checkpoint_dir import find_latest
-from muster.checkpoint.convert import AUXILIARY_FOLDER
 from muster.checkpoint.initial_weights import load_initial_weights
 from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.manifest import MANIFEST, read_manifest
-from muster.checkpoint.model_directory import model_weights, open_directory
+from muster.checkpoint.model_directory import AUXILIARY_FOLDER, model_weights, open_directory
 from muster.checkpoint.tensors import TensorSource
 from muster.config.load_config import load_run_config, plan_from_tree
 from muster.config.migrations import migrate
 from muster.config.run_config import DataConfig
 from muster.data.blended_dataset import BlendedDataset
 from muster.data.dataset import Dataset, SampleStream
-from muster.data.tokenizer import Tokenizer
+from muster.data.invalid_rows import InvalidRow
+from muster.data.tokenizer import Tokenizer, bos_before
+from muster.data.tokenizer_files import stop_ids
 from muster.model.dtypes import DTYPES
 from muster.model.generation import generate
 from muster.parallel.axis import TensorAxis
@@ -59,6 +61,12 @@ class GenerationRequest(Frozen):
     max_new_tokens: int
     """Largest number of new tokens for each prompt; a text ends with its document."""
     sampling: SamplingParams = SamplingParams()
+    stop: tuple[str, ...] = ()
+    """Texts before the first of which a new text ends, too."""
+    chat: bool = False
+    """Take each prompt for a user's message, which the model answers in the form of its chat template."""
+    system: str | None = None
+    """System message before the user's, in a chat."""
 
 
 def find_trained_model(path: Path) -> TrainedModel:
@@ -100,14 +108,14 @@ def _find_converted_model(path: Path) -> TrainedModel:
     if context is None:
         raise ConfigError(f"{path} doesn't say how long the model's context is: expected max_positions in its model")
     places = (directory.folder, directory.folder / AUXILIARY_FOLDER)
-    tokenizer = next((str(place) for place in places if (place / "tokenizer.json").exists()), None)
+    files = [place / name for place in places for name in ("tokenizer.json", "tokenizer.model")]
+    tokenizer = next((str(file) for file in files if file.exists()), None)
     if tokenizer is None and "data" not in run:
         raise ConfigError(
             f"{path} has no tokenizer: expected tokenizer.json in it (convert's --tokenizer puts it there)"
         )
-    data = DataConfig.model_validate(
-        {"source": "none", **run.get("data", {}), **({"tokenizer": tokenizer} if tokenizer else {})}
-    )
+    own = {"tokenizer": tokenizer, "chat_template": None} if tokenizer else {}  # the template lies beside the tokenizer
+    data = DataConfig.model_validate({"source": "none", **run.get("data", {}), **own})
     return TrainedModel(
         checkpoint=directory.folder.resolve(),
         step=directory.step or 0,
@@ -135,25 +143,74 @@ def sample_prompt(dataset: SampleStream, tokenizer: Tokenizer, context: int) -> 
     prompt = text[:_PROMPT_LENGTH]
     if len(prompt) < len(text) and (words := prompt.rpartition(" ")[0].strip()):
         prompt = words
-    while len(tokenizer.encode(prompt)) > context:
+    while len(encode_prompt(prompt, tokenizer)) > context:
         prompt = prompt[:-1]
     return prompt if prompt.strip() else "\n"
 
 
+def encode_prompt(prompt: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of a text that begins a document, as training saw it."""
+    ids = tokenizer.encode(prompt)
+    return [*bos_before(ids, tokenizer), *ids.tolist()]
+
+
+def encode_dialogue(messages: list[dict[str, str]], tokenizer: Tokenizer) -> list[int]:
+    """Return the ids after which the assistant answers. Raises ConfigError where the chat template refuses."""
+    try:
+        return tokenizer.encode(tokenizer.chat_template.prompt(messages)).tolist()
+    except InvalidRow as problem:
+        raise ConfigError(f"these messages can't be answered: {problem}") from None
+
+
 def generate_texts(request: GenerationRequest, device: torch.device, axis: TensorAxis | None = None) -> list[str]:
     """Return the continuation of each prompt. With an axis all of its ranks call it, and all get the same."""
-    source, precision = request.trained_model, request.plan.precision
-    model, layouts = build_inference_decoder(source.model, precision, device, axis)
-    pieces = [LocalShard(f"model/{name}", layouts[name], parameter) for name, parameter in model.named_parameters()]
-    load_initial_weights(source.checkpoint, source.model, pieces)
-    tokenizer = run_tokenizer(source.data)
-    ids = generate(
-        model,
-        [tokenizer.encode(prompt).tolist() for prompt in request.prompts],
-        request.max_new_tokens,
-        request.sampling,
-        source.context_length,
-        eos_token=tokenizer.eos_id,
-        gather_vocab=None if axis is None else partial(all_gather_logits, axis, source.model.vocab_size),
+    generator = TextGenerator(request, device, axis)
+    if not request.chat:
+        return generator.texts([encode_prompt(prompt, generator.tokenizer) for prompt in request.prompts])
+    return generator.texts(
+        [encode_dialogue(first_messages(prompt, request.system), generator.tokenizer) for prompt in request.prompts]
     )
-    return [tokenizer.decode(new) for new in ids]
+
+
+def first_messages(prompt: str, system: str | None) -> list[dict[str, str]]:
+    """Return the messages that begin a dialogue."""
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [*before, {"role": "user", "content": prompt}]
+
+
+class TextGenerator:
+    """A model in memory that generates texts as a request says."""
+
+    def __init__(self, request: GenerationRequest, device: torch.device, axis: TensorAxis | None = None) -> None:
+        source = request.trained_model
+        self.request = request
+        self.tokenizer = run_tokenizer(source.data)
+        self.model, layouts = build_inference_decoder(source.model, request.plan.precision, device, axis)
+        parameters = self.model.named_parameters()
+        pieces = [LocalShard(f"model/{name}", layouts[name], parameter) for name, parameter in parameters]
+        load_initial_weights(source.checkpoint, source.model, pieces)
+        self._gather = None if axis is None else partial(all_gather_logits, axis, source.model.vocab_size)
+
+    def texts(self, prompts: list[list[int]]) -> list[str]:
+        """Return the continuation of each prompt, given as ids."""
+        stop = self.request.stop
+
+        def is_complete(ids: Sequence[int]) -> bool:
+            return any(text in self.tokenizer.decode(ids) for text in stop)
+
+        found = generate(
+            self.model,
+            prompts,
+            self.request.max_new_tokens,
+            self.request.sampling,
+            self.request.trained_model.context_length,
+            stop_ids=stop_ids(self.tokenizer),
+            is_complete=is_complete if stop else None,
+            gather_vocab=self._gather,
+        )
+        return [_cut_before(self.tokenizer.decode(new), stop) for new in found]
+
+
+def _cut_before(text: str, stop: Sequence[str]) -> str:
+    """Return the text before the first of the stop texts."""
+    return text[: min((at for one in stop if (at := text.find(one)) >= 0), default=len(text))]

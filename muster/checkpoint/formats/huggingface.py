@@ -10,24 +10,15 @@ import torch
 
 from muster.checkpoint.formats.safetensors import SafetensorsFiles, write_header
 from muster.checkpoint.tensors import TensorMeta, TensorSource, byte_view, split_into_boxes
+from muster.data.tokenizer import TOKENIZER_FILES
+from muster.data.tokenizer_files import GENERATION_CONFIG_FILE
 from muster.spec.errors import ConfigError, MusterError
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = WEIGHTS_FILE + ".index.json"
 
-AUXILIARY_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+AUXILIARY_FILES = (GENERATION_CONFIG_FILE, *TOKENIZER_FILES)
 """Files of a complete directory other than configuration and weights, as far as its tokenizer has them."""
 
 

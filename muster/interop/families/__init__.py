@@ -4,9 +4,11 @@ from muster.interop.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, KI
 from muster.interop.families.family import ModelFamily
 from muster.interop.families.gpt2 import GPT2
 from muster.interop.families.gpt_oss import GPT_OSS
-from muster.interop.families.llama import LLAMA, MINISTRAL, MISTRAL, PHI3, QWEN2, QWEN3, SEED_OSS
+from muster.interop.families.llama import LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3, SEED_OSS
 from muster.interop.families.mixtral import MIXTRAL
+from muster.interop.families.phi3 import PHI3
 from muster.interop.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from muster.interop.families.smollm3 import SMOLLM3
 
 FAMILIES: dict[str, ModelFamily] = {
     "llama": LLAMA,
@@ -25,5 +27,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "deepseek_v2": DEEPSEEK_V2,
     "kimi_k2": KIMI_K2,
     "dots1": DOTS1,
+    "smollm3": SMOLLM3,
 }
-"""Families by the `model_type` of a config.json. A ModelSpec is written as the first family that has all of it."""
+"""Families by the `model_type` of a config.json. A ModelSpec is written as the family that it came from, or the
+first that has all of it."""

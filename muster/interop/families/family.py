@@ -30,8 +30,6 @@ class ModelFamily:
     """The weight map, for the families that can be written."""
     keys: Mapping[str, str] = field(default_factory=lambda: SHARED_KEYS)
     """Key of a config.json behind a field of a ModelSpec, where it has another name; error messages name it."""
-    fused: bool = False
-    """Weights are stored joined in fewer tensors, for which there is no map."""
 
 
 SLIDING_ATTENTION = "sliding_attention"

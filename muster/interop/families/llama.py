@@ -1,4 +1,4 @@
-"""Llama 2 to 3.2, Mistral, Ministral, Qwen2, Qwen2.5, Qwen3, Seed-OSS and Phi-3: nearly the same keys and tensors.
+"""Llama 2 to 3.2, Mistral, Ministral, Qwen2, Qwen2.5, Qwen3 and Seed-OSS: nearly the same keys and tensors.
 
 The rotary pairs of these weights are in the order that `muster.model.kernels.apply_rotary` expects.
 """
@@ -145,4 +145,3 @@ QWEN2 = ModelFamily("Qwen2ForCausalLM", read_qwen2, write_qwen, weight_links)
 QWEN3 = ModelFamily("Qwen3ForCausalLM", read_qwen3, write_qwen, weight_links)
 SEED_OSS = ModelFamily("SeedOssForCausalLM", read_seed_oss)
 MINISTRAL = ModelFamily("MinistralForCausalLM", read_ministral)
-PHI3 = ModelFamily("Phi3ForCausalLM", read_mistral, fused=True)

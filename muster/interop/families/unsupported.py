@@ -52,7 +52,6 @@ NEAREST_FAMILY = {
     "qwen3_5_moe_text": ("qwen3_moe", _DELTA),
     "qwen3_5_text": ("qwen3", _DELTA),
     "qwen3_next": ("qwen3_moe", _DELTA),
-    "smollm3": ("llama", _SOME),
     "zamba2": ("llama", _MAMBA),
 }
 """The nearest supported family and the features beyond it, by `model_type`."""
