@@ -92,10 +92,10 @@ def test_what_train_refuses_is_not_written(asked, tmp_path, monkeypatch, capsys)
 
 def test_only_plans_that_train_takes_are_found_unless_more_is_asked_for() -> None:
     assert not any(map(unsupported_features, plan("tiny", "4xh100", seq_len=4096, global_batch=2).plans))
-    cp = plan("tiny", "4xh100", seq_len=4096, global_batch=2, fix="tp1-pp1", anticipate=True)
+    cp = plan("tiny", "4xh100", seq_len=4096, global_batch=2, require="tp1-pp1", anticipate=True)
     assert all(map(unsupported_features, cp.plans))
     with pytest.raises(InfeasibleError, match="--anticipate shows such plans"):
-        plan("tiny", "4xh100", seq_len=4096, global_batch=2, fix="tp1-pp1")
+        plan("tiny", "4xh100", seq_len=4096, global_batch=2, require="tp1-pp1")
 
 
 def test_parts_that_are_not_searched_can_be_asked_for_too() -> None:
