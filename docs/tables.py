@@ -1,4 +1,5 @@
-"""Tables of keys that pages take from the code: each stands between `<!-- keys TYPE … -->` and `<!-- end -->`.
+"""Tables that pages take from the code: each stands between `<!-- keys TYPE … -->`, or `<!-- devices -->`, and
+`<!-- end -->`.
 
 TYPE is a dotted name such as `muster.config.run_config.TrainConfig`; a second word is a prefix of each key. The meaning
 of a key is the docstring below it. `python docs/tables.py` writes the pages anew.
@@ -14,15 +15,45 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from muster.catalog import names
+from muster.config.cluster_files import load_device
 from muster.spec.config_errors import ConfigSchema, describe_schema
 
 FOLDER = Path(__file__).parent
+_DEVICES = re.compile(r"(<!-- devices -->\n).*?(<!-- end -->)", re.DOTALL)
 _TABLE = re.compile(r"(<!-- keys (\S+)(.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def filled(page: str) -> str:
     """Return the text of a page with up-to-date tables."""
+    page = _DEVICES.sub(lambda found: f"{found[1]}\n{devices_table()}\n{found[2]}", page)
     return _TABLE.sub(lambda found: f"{found[1]}\n{table(found[2], *found[3].split())}\n{found[4]}", page)
+
+
+def devices_table() -> str:
+    """Return a row for each device of the catalogue: rates, memory, links, power and price."""
+    head = ("device", "bf16 peak", "sustained", "memory", "bandwidth", "in its node", "between nodes", "W", "$/h")
+    rows = [head, ("---",) * len(head)]
+    for name in names("devices"):
+        device = load_device(name)
+        peak = device.peak_flops_per_s.get("bf16")
+        if peak is None or device.memory_bytes is None or device.memory_bandwidth_bytes_per_s is None:
+            continue
+        shape, price = device.node, device.price
+        rows.append(
+            (
+                f"`{name}`",
+                f"{peak / 1e12:,.0f} TFLOP/s",
+                f"{device.matmul_efficiency['bf16']:.0%}",
+                f"{device.memory_bytes / 2**30:.0f} GiB",
+                f"{device.memory_bandwidth_bytes_per_s / 1e9:,.0f} GB/s",
+                f"{shape.devices} × {shape.intra.name}" if shape else "",
+                f"{shape.nics.count} × {shape.nics.link.name}" if shape and shape.nics else "",
+                f"{device.watts:g}" if device.watts else "",
+                f"{price.usd_per_hour:g} ({price.date})" if price else "",
+            )
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
 
 def table(name: str, prefix: str = "") -> str:
