@@ -2,7 +2,7 @@
 
 import pytest
 
-from muster.config.cluster_files import load_cluster, load_device
+from muster.config.cluster_files import load_cluster, load_device, load_link
 from muster.cost.time.collectives import all_gather_s, all_reduce_s, all_to_all_s, make_comm_group
 from muster.cost.time.kernels import matmul_s
 from muster.cost.time.plan_times import place_plan, plan_times
@@ -12,6 +12,7 @@ from muster.planner.space import PIPELINE_INNER_AXES
 from muster.schedule.action import KINDS
 from muster.schedule.build import build_program
 from muster.spec.cluster import NetworkTier
+from muster.spec.device import Nics
 from muster.spec.errors import InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.mesh_axes import MESH_AXES
@@ -311,3 +312,12 @@ def test_what_is_kept_in_fp8_is_widened_again():
     wide = sum(matmul_s(device, 4096, heads * n, k, "bf16") for n, k in ((192, 1024), (256, 512)))
     assert compact["B", 0] - usual["B", 0] == pytest.approx(spec.num_layers * wide, rel=0.05)
     assert compact["F", 0] == usual["F", 0]
+
+
+@pytest.mark.parametrize(("size", "measured_s"), [(2**25, 457.4e-6), (2**27, 1061.1e-6), (2**30, 5516.7e-6)])
+def test_all_gathers_across_nodes_take_what_was_measured(size, measured_s):
+    """Tensor-parallel ranks on two nodes over GCP's network (nccl-tests of A3 Mega)."""
+    cluster = load_cluster("16xh100")
+    nics = Nics(link=load_link("tcpxo"), count=8)
+    cluster = cluster.model_copy(update={"groups": (cluster.groups[0].model_copy(update={"nics": nics}),)})
+    assert all_gather_s(make_comm_group(cluster, range(16)), size) == pytest.approx(measured_s, rel=0.1)
