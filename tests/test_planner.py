@@ -344,6 +344,28 @@ def test_a_new_schedule_is_searched_and_bounded_by_its_registry_line(monkeypatch
     assert found.best[0].plan.schedule == "toy" or "schedule toy" in named
 
 
+def test_schedules_that_are_tried_late_are_taken_where_they_are_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once all but 1F1B are tried late: the search alone ends with that, and the best of the others for its shape is
+    the answer."""
+    for name, entry in SCHEDULES.items():
+        if name != "1f1b" and not entry.searched:
+            assert entry.planner.searchable, name
+            monkeypatch.setitem(SCHEDULES, name, replace(entry, planner=replace(entry.planner, tried_late=True)))
+    model = SMALL.model_copy(update={"num_layers": 8})
+    request = PlanRequest(model, load_cluster("2xh100"), WORK, fixed={"cp": 1, "pp": 2, "micro_batch_size": 1})
+    first = search(request, 1).best[0]
+    assert first.plan.schedule == "1f1b"
+    evaluator, values = PlanEvaluator(request), {}
+    (shape,) = mesh_shapes(request)
+    for choice in schedule_choices(request, shape, tried_late=True):
+        for draft in draft_plans(request, choice):
+            if (plan := evaluator.complete_draft(draft, choice)) is not None:
+                values[plan] = evaluator.evaluate(plan).value
+    assert {plan.schedule for plan in values} | {"1f1b"} == {name for name, e in SCHEDULES.items() if not e.searched}
+    best = find_best_plans(request, 1).result.best[0]
+    assert best.value == min(values.values()) < first.value
+
+
 def test_a_bound_that_is_too_high_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     real = LowerBounds.of_plan
     monkeypatch.setattr(LowerBounds, "of_plan", lambda self, plan: real(self, plan) * (1.5 if plan.pp > 1 else 1))

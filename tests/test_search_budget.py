@@ -16,6 +16,7 @@ from test_planner import instance
 from muster.config.cluster_files import load_cluster
 from muster.config.named_model import load_model
 from muster.planner import lockstep
+from muster.planner.heterogeneous import FIRST_WORK, _doubling_parts
 from muster.planner.lockstep import run_in_lockstep
 from muster.planner.request import PlanRequest
 from muster.planner.search import NUM_PARTS, search
@@ -94,6 +95,18 @@ def test_a_larger_budget_finds_all_that_a_smaller_one_does() -> None:
         assert more.counts["simulated"] >= less.counts["simulated"]
         assert [one.value for one in more.best] <= [one.value for one in less.best]
         assert more.gap <= less.gap
+
+
+def test_on_unequal_clusters_a_larger_budget_searches_as_the_smaller_ones_before() -> None:
+    def parts(work: float) -> list[float]:
+        return [part.work for part in _doubling_parts(SearchBudget(work))]
+
+    for times in (1, 2, 4):
+        less, more = (parts(count * 1.07 * FIRST_WORK) for count in (times, 2 * times))
+        assert sum(more) <= 2 * times * 1.07 * FIRST_WORK
+        assert less == more[: len(less)]
+    assert parts(8 * FIRST_WORK) == [FIRST_WORK, FIRST_WORK, 2 * FIRST_WORK, 4 * FIRST_WORK]
+    assert parts(inf) == [inf]
 
 
 def test_several_processes_answer_as_one_does(monkeypatch: pytest.MonkeyPatch) -> None:

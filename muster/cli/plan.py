@@ -5,6 +5,7 @@ import json
 import sys
 from math import inf
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from muster.api.defaults import SEARCH_EFFORT
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 
 def run(arguments: list[str]) -> int:
     """Search and print. Returns the exit code."""
+    begin_s = perf_counter()
     args = _parse(arguments)
+    args.begin_s = begin_s
     try:
         return _run(args)
     except KeyboardInterrupt:
@@ -238,10 +241,10 @@ def _request(args: argparse.Namespace) -> "PlanRequest":
 
 
 def _budget(args: argparse.Namespace) -> "SearchBudget":
-    """Return the budget of all searches of the command; its clock starts here."""
+    """Return the budget of all searches of the command, whose clock started with it."""
     from muster.planner.search_budget import SearchBudget
 
-    return SearchBudget.start(args.effort, args.time_limit)
+    return SearchBudget.start(args.effort, args.time_limit, args.begin_s)
 
 
 def _seconds(text: str) -> float:

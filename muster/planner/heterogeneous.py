@@ -1,6 +1,6 @@
 """The best plan for a cluster whose nodes or links differ, beside what the naive layout would have cost."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from operator import attrgetter, itemgetter
@@ -8,6 +8,7 @@ from time import perf_counter
 
 from muster.planner.custom_schedules import find_custom_schedules
 from muster.planner.evaluated_plan import EvaluatedPlan
+from muster.planner.late_schedules import try_late_schedules
 from muster.planner.memory.trim_offload import trim_offload
 from muster.planner.node_order import anneal, block_orders, is_heterogeneous, reorder_nodes
 from muster.planner.plan_evaluator import PlanEvaluator
@@ -17,6 +18,13 @@ from muster.planner.search_budget import SearchBudget, simulation_work
 from muster.planner.search_result import SearchResult, total_counts
 from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.plan import Plan
+
+LATE_SHARE = 0.1
+"""Share of the budget for schedules that are tried late."""
+
+FIRST_WORK = 6400.0
+"""Work of the first search over node orders, that of `muster plan` by default; each after it has as much as all
+before."""
 
 NAIVE_SHARE = 0.2
 """Share of the searches over node orders for the one with nodes as listed."""
@@ -75,8 +83,33 @@ def find_best_plans(request: PlanRequest, top: int, budget: SearchBudget | None 
     """Return the `top` best plans and, where nodes differ, the node order that is best for the first of them."""
     budget = budget or SearchBudget()
     if not is_heterogeneous(request.cluster):
-        return PlanSearch(trim_offload(search(request, top, budget, exact=1)))
-    return _HeterogeneousSearch(request, top, budget).run()
+        result = search(request, top, budget.share(1 - LATE_SHARE), exact=1)
+        return PlanSearch(trim_offload(try_late_schedules(result, top, budget.share(LATE_SHARE))))
+    found: PlanSearch | None = None
+    for part in _doubling_parts(budget):
+        other = _HeterogeneousSearch(request, top, part).run()
+        found = other if found is None else _better(found, other)
+    assert found is not None
+    return found
+
+
+def _doubling_parts(budget: SearchBudget) -> Iterator[SearchBudget]:
+    """Yield budgets of `FIRST_WORK` units, of as many again, of twice that and so on, each as much as all before.
+
+    Which orders of nodes are tried, and how far each, depends on the work that there is. So a larger budget searches as
+    the smaller ones do before it goes on, and finds all that they find.
+    """
+    parts = [budget.work]
+    if FIRST_WORK <= budget.work < inf:
+        parts = [FIRST_WORK]
+        while 2 * sum(parts) <= budget.work:
+            parts.append(sum(parts))
+    for number, work in enumerate(parts):
+        if number and budget.is_late:
+            return
+        is_last = number == len(parts) - 1
+        end_s = budget.end_of_share(1.0 if is_last else work / sum(parts[number:]))
+        yield SearchBudget(work, end_s, budget, budget.processes)
 
 
 class _HeterogeneousSearch:
@@ -141,6 +174,8 @@ class _HeterogeneousSearch:
         seeding = self.orders_budget.share(SEED_SHARE)
         ranked: list[tuple[float, NodeOrderCandidate]] = []
         for number, order in enumerate(orders):
+            if ranked and self.budget.is_late:
+                break
             candidate = NodeOrderCandidate(self.request, order)
             seeds = [evaluated.plan for evaluated in likely]
             is_fresh = number < MAX_FRESH_SEED_ORDERS or not seeds

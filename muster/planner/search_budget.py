@@ -66,10 +66,10 @@ class SearchBudget:
         self.spent = 0.0
 
     @classmethod
-    def start(cls, effort: float = 1.0, limit_s: float | None = None) -> "SearchBudget":
-        """Return a budget of `effort` times the default work, and of `limit_s` seconds from now where given, for all
-        cores of this process."""
-        end_s = inf if limit_s is None else perf_counter() + limit_s
+    def start(cls, effort: float = 1.0, limit_s: float | None = None, begin_s: float | None = None) -> "SearchBudget":
+        """Return a budget of `effort` times the default work, and of `limit_s` seconds from `begin_s` (default: now)
+        where given, for all cores of this process."""
+        end_s = inf if limit_s is None else (perf_counter() if begin_s is None else begin_s) + limit_s
         return cls(effort * DEFAULT_WORK, end_s, processes=usable_processes())
 
     def spend(self, work: float) -> None:
@@ -95,14 +95,15 @@ class SearchBudget:
 
     def share(self, part: float) -> "SearchBudget":
         """Return a budget of a part of the work and of the time that are left, whose work counts for this one too."""
-        return SearchBudget(part * self.left, self._end_of(part), self, self.processes)
+        return SearchBudget(part * self.left, self.end_of_share(part), self, self.processes)
 
     def renew(self, effort: float = 1.0, time_part: float = 1.0) -> "SearchBudget":
         """Return a budget of `effort` times this one's work, as if nothing had been spent, for another search that is
         as thorough; it takes a part of the time that is left."""
-        return SearchBudget(effort * self.work, self._end_of(time_part), processes=self.processes)
+        return SearchBudget(effort * self.work, self.end_of_share(time_part), processes=self.processes)
 
-    def _end_of(self, part: float) -> float:
+    def end_of_share(self, part: float) -> float:
+        """Return the end of a part of the time that is left."""
         if self.end_s == inf:
             return inf
         now_s = perf_counter()

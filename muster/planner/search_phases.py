@@ -69,6 +69,8 @@ def likely_plans(frontier: Frontier) -> Iterator[tuple[float, Plan]]:
     groups: defaultdict[tuple[int, int, str], list[tuple[float, int, Plan, list[ScheduleChoice]]]] = defaultdict(list)
     numbers = count()
     for shape in frontier.shapes():
+        if groups and frontier.budget.is_late:
+            break
         if shape.cp > 1 or shape.ep > 1:
             continue
         choices = schedule_choices(request, shape)

@@ -155,11 +155,14 @@ def _ep_degrees(request: PlanRequest, ranks: int) -> list[int]:
 # Plans of a shape
 
 
-def schedule_choices(request: PlanRequest, shape: MeshShape) -> Iterator[ScheduleChoice]:
-    """Yield the choices of a shape: searched schedules, with layers evenly on stages or balanced."""
+def schedule_choices(request: PlanRequest, shape: MeshShape, tried_late: bool = False) -> Iterator[ScheduleChoice]:
+    """Yield the choices of a shape: searched schedules, or those that are `tried_late`, with layers evenly on stages or
+    balanced."""
     count = request.workload.global_batch_size // shape.data // shape.micro_batch_size
     is_long = count * shape.pp > MAX_BLOCK_MICRO_BATCHES
     for schedule, vpp in schedule_options(request, shape.pp):
+        if is_tried_late(request, schedule) != tried_late:
+            continue
         if is_long and SCHEDULES[schedule].planner.slow_to_build and request.fixed.get("schedule") != schedule:
             continue
         if request.admits("schedule", schedule) and request.admits("vpp", vpp):
@@ -291,20 +294,27 @@ def schedule_options(request: PlanRequest, pp: int) -> list[tuple[str, int]]:
     if pp == 1:
         return [(DEFAULT_SCHEDULE, 1)]
     counts = [count for count in CHUNK_COUNTS if pp * count <= num_layers]
-    hides_slow_links = is_heterogeneous(request.cluster)
     single: list[tuple[str, int]] = []
     free: list[tuple[str, int]] = []
     several: list[tuple[str, int]] = []
     for name, entry in SCHEDULES.items():
-        if not entry.planner.searchable or (entry.planner.for_slow_links and not hides_slow_links):
+        if not entry.planner.searchable:
             continue
         if entry.chunks is None:
             free += [(name, count) for count in counts if entry.supports_chunks(count)]
         elif entry.chunks == 1:
             single.append((name, 1))
-        elif entry.chunks in counts:
+        elif pp * entry.chunks // entry.default_replicas <= num_layers:
             several.append((name, entry.chunks))
     return single + free + several
+
+
+def is_tried_late(request: PlanRequest, schedule: str) -> bool:
+    """Return True if a schedule is only tried for the shapes of the best plans."""
+    traits = SCHEDULES[schedule].planner
+    if request.fixed.get("schedule") == schedule:
+        return False
+    return traits.tried_late or (traits.for_slow_links and not is_heterogeneous(request.cluster))
 
 
 def data_shardings(request: PlanRequest, shape: MeshShape) -> list[DataSharding]:

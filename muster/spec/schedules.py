@@ -23,8 +23,10 @@ class PlannerTraits:
 
     searchable: bool = False
     """True if the planner tries the schedule."""
+    tried_late: bool = False
+    """True if it is seldom the best: it is only tried for the shapes of the best plans, after the search for them."""
     for_slow_links: bool = False
-    """True if it is only tried where nodes or links differ: it hides slow transfers, at the price of memory."""
+    """True if it is tried late unless nodes or links differ: it hides slow transfers, at the price of memory."""
     slow_to_build: bool = False
     """True if it is put together pass by pass, which takes seconds for thousands of micro-batches."""
     low_bubble: bool = False
@@ -46,6 +48,12 @@ class PlannerTraits:
 
 NO_TRAITS = PlannerTraits()
 """Traits of a schedule that the planner doesn't try."""
+
+LATE = PlannerTraits(searchable=True, tried_late=True)
+"""Traits of a schedule that is tried late, and bounded by what holds for any order of passes."""
+
+LATE_AND_SLOW = PlannerTraits(searchable=True, tried_late=True, slow_to_build=True)
+"""The same for one that is slow to build."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # each stands once in SCHEDULES; told apart by identity, hashing is fast
@@ -97,7 +105,9 @@ DEFAULT_SCHEDULE = "1f1b"
 """Schedule of a plan that names none; with one pipeline rank it is plain gradient accumulation."""
 
 SCHEDULES: dict[str, ScheduleEntry] = {
-    "gpipe": ScheduleEntry("gpipe:gpipe", "all forwards, then all backwards; bubble (p−1)(tF+tB), memory m", 1),
+    "gpipe": ScheduleEntry(
+        "gpipe:gpipe", "all forwards, then all backwards; bubble (p−1)(tF+tB), memory m", 1, planner=LATE
+    ),
     "1f1b": ScheduleEntry(
         "one_f_one_b:one_f_one_b",
         "one forward, one backward in turn; bubble (p−1)(tF+tB), memory p",
@@ -114,18 +124,26 @@ SCHEDULES: dict[str, ScheduleEntry] = {
     "gis": ScheduleEntry(
         "gis:gis",
         "interleaved with a shorter warm-up; bubble (p−1)(tF+tB)/v, memory p where p divides m, less if limited",
+        planner=LATE,
     ),
     "breadth-first": ScheduleEntry(
-        "breadth_first:breadth_first", "GPipe over v stages per rank, few gathers; bubble (p−1)(tF+tB)/v, memory m"
+        "breadth_first:breadth_first",
+        "GPipe over v stages per rank, few gathers; bubble (p−1)(tF+tB)/v, memory m",
+        planner=LATE,
     ),
     "2bp-gpipe": ScheduleEntry(
-        "two_bp:two_bp_gpipe", "GPipe with W deferred to the end; bubble (p−1)(tF+tI), memory m", 1, split_backward=True
+        "two_bp:two_bp_gpipe",
+        "GPipe with W deferred to the end; bubble (p−1)(tF+tI), memory m",
+        1,
+        split_backward=True,
+        planner=LATE,
     ),
     "2bp-1f1b": ScheduleEntry(
         "two_bp:two_bp_1f1b",
         "1F1B with W deferred; bubble (p−1)(tF+tI), filled (p−1)(tF+tI−tW), memory m",
         1,
         split_backward=True,
+        planner=LATE,
     ),
     "zb-h1": ScheduleEntry(
         "zero_bubble:zb_h1",
@@ -184,6 +202,7 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         2,
         v_shaped=True,
         split_backward=True,
+        planner=LATE_AND_SLOW,
     ),
     "v-zb": ScheduleEntry(
         "v_blocks:v_zb",
@@ -191,11 +210,13 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         2,
         v_shaped=True,
         split_backward=True,
+        planner=LATE_AND_SLOW,
     ),
     "hanayo": ScheduleEntry(
         "hanayo:hanayo",
         "v/2 waves, nothing to send where they turn; bubble about 4(p−1)tF/v and memory p at m = p, else up to 2p−1",
         v_shaped=True,
+        planner=LATE_AND_SLOW,
     ),
     "bitpipe": ScheduleEntry(
         "bitpipe:bitpipe",
@@ -203,6 +224,7 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         4,
         replicas=2,
         v_shaped=True,
+        planner=LATE,
     ),
     "dualpipe": ScheduleEntry(
         "dualpipe:dualpipe",
@@ -210,6 +232,7 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         2,
         replicas=2,
         split_backward=True,
+        planner=LATE,
     ),
     "dualpipe-v": ScheduleEntry(
         "dualpipe:dualpipe_v",
@@ -217,11 +240,13 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         2,
         v_shaped=True,
         split_backward=True,
+        planner=LATE,
     ),
     "zeropp": ScheduleEntry(
         "zeropp:zeropp",
         "breadth-first in units with split backwards; bubble (p−1)(tF+tI)/v, memory 2p where p divides m",
         split_backward=True,
+        planner=LATE_AND_SLOW,
     ),
     "auto": ScheduleEntry(
         "registry:auto_schedule",
