@@ -94,8 +94,16 @@ def _planner_choice(job: "RecipeJob") -> "Plan | None":
     from muster.planner.heterogeneous import find_best_plans
     from muster.planner.request import PlanRequest
     from muster.planner.search_budget import SearchBudget
+    from muster.spec.framework_traits import FrameworkTraits
 
-    request = PlanRequest(job.model, job.cluster, job.workload, precision=job.plan.precision, fixed=job.fixed_fields)
+    request = PlanRequest(
+        job.model,
+        job.cluster,
+        job.workload,
+        precision=job.plan.precision,
+        fixed=job.fixed_fields,
+        framework=FrameworkTraits(),  # fused and overlapped as the recipes' programs are, in Muster's storage
+    )
     best = find_best_plans(request, 1, SearchBudget.start(SEARCH_EFFORT)).result.best
     return best[0].plan if best else None
 

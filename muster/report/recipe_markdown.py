@@ -13,8 +13,8 @@ _INTRODUCTION = """\
 for legality, its memory and step time are predicted for the framework that it ran on, and the planner is asked for the
 same model, devices and batch. *claims* is the predicted gain in throughput of the planner's plan over the recipe, both
 in the recipe's framework; where the recipe had no choice of recompute, the planner has none either. The planner
-optimizes for Muster, which keeps more of a model in float32, so its plan may be slower than the recipe in the recipe's
-framework.
+plans for a program with fused kernels and overlap in Muster's storage, which keeps more of a model in float32, so its
+plan may be slower than the recipe in the recipe's framework.
 """
 
 
