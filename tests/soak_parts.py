@@ -12,6 +12,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "hangs": ("test_hang.py", "test_doctor.py"),
     "nodes": ("test_nodes.py",),
     "docs": ("test_docs.py", "test_site.py"),
+    "walk": ("test_docs.py::test_the_walk_through_planning_prints_what_it_shows",),
 }
 """Name of each part, in the order in which `make soak` runs them, to the files or the tests (`file.py::test`) in it."""
 

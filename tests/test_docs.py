@@ -34,7 +34,15 @@ from tests.forks import interpreter_words, words_of
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+WALK = ROOT / "docs/planning.md"
+"""Page whose searches take minutes: a soak test runs it."""
+
+
+def each_page(paths: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("page", paths, ids=lambda page: page.relative_to(ROOT).as_posix())
+
+
+pages, quick_pages = each_page(PAGES), each_page([page for page in PAGES if page != WALK])
 
 SHELL_TOOLS = ("cat", "ls", "sed")
 """Commands that are run beside muster."""
@@ -195,16 +203,21 @@ CHECKS = {
 # Tests
 
 
-@pages
+@quick_pages
 def test_the_commands_of_a_page_print_what_it_shows(page: Path, tmp_path: Path) -> None:
     """The newcomer's page runs as a person runs it, the others without an interpreter for each process."""
     check_page(page.read_text(), tmp_path, interpreter_words() if page.name == "first-run.md" else None)
 
 
 @pytest.mark.soak
-@pages
+@quick_pages
 def test_the_commands_of_a_page_print_what_it_shows_as_a_person_runs_them(page: Path, tmp_path: Path) -> None:
     check_page(page.read_text(), tmp_path, interpreter_words())
+
+
+@pytest.mark.soak
+def test_the_walk_through_planning_prints_what_it_shows(tmp_path: Path) -> None:
+    check_page(WALK.read_text(), tmp_path)
 
 
 @pytest.mark.parametrize(
