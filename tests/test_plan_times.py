@@ -15,6 +15,7 @@ from muster.spec.cluster import NetworkTier
 from muster.spec.device import Nics
 from muster.spec.errors import InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.frameworks import MEGATRON
 from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.model import ModelSpec
 from muster.spec.model_components import LinearAttentionSpec, MlaSpec, MoeSpec
@@ -45,7 +46,7 @@ def test_every_instruction_of_a_program_is_timed(name):
 
 
 def test_a_pass_takes_what_its_products_take_and_more():
-    times = plan_times(LLAMA, Plan(compile=True), WORKLOAD, load_cluster("1xh100"))
+    times = plan_times(LLAMA, Plan(), WORKLOAD, load_cluster("1xh100"), MEGATRON)
     numbers = LLAMA.num_parameters - LLAMA.vocab_size * LLAMA.hidden_size
     ideal_s = 2 * numbers * 4096 / 989.4e12
     assert 1.2 < times.seconds["F", 0] / ideal_s < 2.0
