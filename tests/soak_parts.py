@@ -2,7 +2,7 @@
 
 PARTS: dict[str, tuple[str, ...]] = {
     "schedules": ("test_auto.py", "test_executed_schedules.py"),
-    "claims": ("test_schedules.py", "test_plan_homes.py"),
+    "claims": ("test_schedules.py", "test_plan_homes.py"),  # 80 s of one core
     "planner": ("test_planner.py", "test_recipes.py", "test_validate.py", "test_comm_volume.py"),
     "memory": ("test_memory_forecast.py", "test_conversion_memory.py"),
     "parity": ("test_parity.py", "test_post_validation.py", "test_extend.py"),
