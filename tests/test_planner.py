@@ -590,14 +590,18 @@ def test_what_can_not_be_is_said_in_a_sentence(arguments, code, said, capsys, tm
     assert message.startswith("muster: ")
 
 
-def test_a_search_ends_with_its_time_before_all_orders_have_a_bound() -> None:
+def test_a_search_ends_with_its_time_before_all_orders_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     model, cluster = load_model("llama3-8b"), load_cluster("32xh100")
     request = PlanRequest(model, cluster, Workload(seq_len=4096, global_batch_size=256))
     every = set(mesh_shapes(request))
     assert set(_evenly_spread(list(every))) == every
-    found = search(request, 2, SearchBudget(end_s=0.0))
+    seconds = iter(range(10**6))
+    monkeypatch.setattr("muster.planner.search_budget.perf_counter", lambda: float(next(seconds)))
+    found = search(request, 2, SearchBudget(end_s=8.0))
     assert 0 < found.counts["shapes"] < len(every)
     assert not found.proven
+    shapes = search(request, 2, SearchBudget(end_s=0.0)).counts["shapes"]
+    assert shapes == 0, "a search whose time is over before it begins looks at nothing"
     nothing = search(replace(request, memory_limit_bytes=2**20), 2, SearchBudget(0.0))
     assert nothing.best == []
     assert nothing.counts["shapes"] == len(every)

@@ -75,7 +75,7 @@ def search(
     wishes = _Wishes(top, exact or top, ceiling, tuple(seeds), tuple(known))
     has_second = bool(evaluator.memory_budget.head_room) and ceiling == inf
     first = _search(evaluator, wishes, budget, HEAD_ROOM_SHARE if has_second else 1.0)
-    if first.best or not has_second:
+    if first.best or not has_second or budget.is_late:
         return first
     second = _search(evaluator.without_head_room(), wishes, budget, 1.0)
     return replace(
@@ -129,6 +129,8 @@ class _PartReport:
 def _search(evaluator: PlanEvaluator, wishes: _Wishes, budget: SearchBudget, patience: float) -> SearchResult:
     """Search within one memory budget; without any plan only as long as a `patience` of the budget lasts."""
     begin_s = perf_counter()
+    if budget.is_late:
+        return SearchResult(evaluator, [], 0.0, None)
     until_first = budget.share(patience)
     frontiers = [
         Frontier(

@@ -192,6 +192,8 @@ def _simulate_likeliest(
     evaluator = frontier.evaluator
     likeliest: dict[Hashable, tuple[float, ScheduleChoice]] = {}
     for bound, choice in rows:
+        if likeliest and frontier.budget.is_late:
+            break
         group = group_by(choice.shape)
         bound = max(bound, evaluator.bounds.unsharded(choice))
         likeliest[group] = min(likeliest.get(group, (inf, choice)), (bound, choice), key=itemgetter(0))
