@@ -30,11 +30,8 @@ MAX_MEMORY_STEPS = 8
 SEARCH_SHARE = 0.7
 """Share of a point's budget for its fastest plan; the rest is for a simpler one about as fast."""
 
-FAIR_SHARES = 2.0
-"""Equal parts of what is left of the budget that a number of devices may take."""
-
-POINT_SHARE = 0.4
-"""Share of what is left of that for each point."""
+POINT_SHARE = 0.5
+"""Share of what is left of the budget of a number of devices for each point."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,7 @@ class ParetoFront:
 
 
 def pareto_front(request: PlanRequest, budget: SearchBudget) -> ParetoFront:
-    """Return the front of a request, found within a budget.
+    """Return the front of a request; each number of devices has the work of the whole budget.
 
     Raises InfeasibleError, with the limit that binds, where nothing fits.
     """
@@ -99,7 +96,7 @@ def pareto_front(request: PlanRequest, budget: SearchBudget) -> ParetoFront:
     points: list[ParetoPoint] = []
     refusal: InfeasibleError | None = None
     for number, cluster in enumerate(clusters):
-        own = budget.share(min(1.0, FAIR_SHARES / (len(clusters) - number)))
+        own = budget.renew(time_part=1 / (len(clusters) - number))
         for search, simplest, limit in _trade_memory(replace(request, cluster=cluster, objective="time"), own):
             looked_at += search.result.counts["simulated"]
             if simplest is None:
