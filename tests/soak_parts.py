@@ -5,7 +5,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "claims": ("test_schedules.py", "test_plan_homes.py"),  # 80 s of one core
     "planner": ("test_planner.py", "test_recipes.py", "test_validate.py", "test_comm_volume.py"),
     "simplest": ("test_plan_claims.py::test_the_simplest_plan_is_what_looking_at_everything_finds_in_200_instances",),
-    "claims": ("test_plan_claims.py",),
+    "answers": ("test_plan_claims.py",),
     "memory": ("test_memory_forecast.py", "test_conversion_memory.py"),
     "parity": ("test_parity.py", "test_post_validation.py", "test_extend.py"),
     "data": ("test_packing.py", "test_eval.py", "test_tracking.py", "test_fine_tuning.py"),
