@@ -17,6 +17,7 @@ from muster.cli.main import VERBS, main
 from muster.cli.parser import split_overrides
 from muster.schedule.program import parse_program
 from muster.spec.errors import ConfigError, MusterError
+from muster.train.preflight import TrainOptions
 
 PACKAGE = Path(muster.__file__).parent
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
@@ -205,10 +206,6 @@ def test_a_verb_gets_its_configuration_and_options(monkeypatch, tmp_path):
 
     class Runtime:
         @staticmethod
-        def TrainOptions(*options):
-            return options
-
-        @staticmethod
         def train(resolved, options):
             seen.append((resolved.config.seed, resolved.config.parallel.pp, options))
             return 75
@@ -221,10 +218,10 @@ def test_a_verb_gets_its_configuration_and_options(monkeypatch, tmp_path):
     assert main(["train", "--preset", "demo", str(file)]) == 75
     assert main(["train", "--preset", "tiny", "--no-resume"]) == 75
     assert seen == [
-        (9, 2, (Path("runs/mine"), 2, False, False, None)),
-        (0, 1, (Path("here"), None, True, False, None)),
-        (0, 1, (Path("runs/mine"), None, False, False, None)),
-        (0, 1, (Path("runs/tiny"), None, True, False, None)),
+        (9, 2, TrainOptions(Path("runs/mine"), nproc=2)),
+        (0, 1, TrainOptions(Path("here"), fresh=True)),
+        (0, 1, TrainOptions(Path("runs/mine"))),
+        (0, 1, TrainOptions(Path("runs/tiny"), fresh=True)),
     ]
 
 

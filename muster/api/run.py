@@ -76,12 +76,14 @@ class Run:
         nproc: int | None = None,
         fresh: bool = False,
         allow_changes: bool = False,
+        ignore_memory: bool = False,
     ) -> "RunResult":
         """Train as `muster train` does, on processes that this one starts, or resume the run in the directory.
 
-        `directory` is by default `runs/` and the run's name; `nproc` as many processes as the plan needs. A script that
-        calls it and registers plugin components must do so under `if __name__ == "__main__":`, since the processes
-        import it, too. Raises ConfigError and InfeasibleError for a run that can't be started, MusterError with the
+        `directory` is by default `runs/` and the run's name; `nproc` as many processes as the plan needs. With
+        `ignore_memory` the plan's memory forecast may exceed that of this machine. A script that calls it and registers
+        plugin components must do so under `if __name__ == "__main__":`, since the processes import it, too.
+        Raises ConfigError and InfeasibleError for a run that can't be started, MusterError with the
         first cause if a process fails. Must be called in the main thread.
         """
         from muster.api.training import train
@@ -89,7 +91,7 @@ class Run:
         if directory is not None:
             require_text("directory", directory, "a path")
         place = Path("runs") / self.name if directory is None else Path(directory)
-        return train(self.resolved, place, require_positive_int("nproc", nproc), fresh, allow_changes)
+        return train(self.resolved, place, require_positive_int("nproc", nproc), fresh, allow_changes, ignore_memory)
 
     def to_yaml(self) -> str:
         """Return a complete run file, each value with its origin; for `parallel: auto` the values given so far."""

@@ -49,7 +49,14 @@ class RunResult:
         return self.directory / "report.html"
 
 
-def train(resolved: ResolvedConfig, directory: Path, nproc: int | None, fresh: bool, allow_changes: bool) -> RunResult:
+def train(
+    resolved: ResolvedConfig,
+    directory: Path,
+    nproc: int | None,
+    fresh: bool,
+    allow_changes: bool,
+    ignore_memory: bool = False,
+) -> RunResult:
     """Train a run; see `Run.train`."""
     if is_loading_plugin():
         raise ConfigError(
@@ -62,7 +69,9 @@ def train(resolved: ResolvedConfig, directory: Path, nproc: int | None, fresh: b
     start = import_torch_module()
     former = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        code = start.train(resolved, start.TrainOptions(directory, nproc, fresh, allow_changes))
+        code = start.train(
+            resolved, start.TrainOptions(directory, nproc, fresh, allow_changes, ignore_memory=ignore_memory)
+        )
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)

@@ -1,6 +1,8 @@
 """`muster train`: a run from preset, run file and command line."""
 
 import argparse
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +13,7 @@ from muster.spec.errors import ConfigError
 
 if TYPE_CHECKING:
     from muster.config.load_config import ResolvedConfig
-    from muster.launch.nodes.rendezvous_config import RendezvousConfig
+    from muster.train.preflight import TrainOptions
 
 
 def run(arguments: list[str]) -> int:
@@ -22,11 +24,13 @@ def run(arguments: list[str]) -> int:
 
     resolved = load_run_config(args.preset, args.file, overrides)
     run_dir = args.run or Path("runs") / (args.file.stem if args.file else args.preset)
+    from muster.train.preflight import TrainOptions
+
+    options = TrainOptions(run_dir, args.nproc, args.fresh, args.allow_changes, nodes, args.ignore_memory)
     if args.dry_run:
-        _show(resolved, args.nproc, run_dir, nodes)
+        _show(resolved, options)
         return 0
-    train = import_torch_module()
-    return train.train(resolved, train.TrainOptions(run_dir, args.nproc, args.fresh, args.allow_changes, nodes))
+    return import_torch_module().train(resolved, options)
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
@@ -62,7 +66,16 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
         action="store_true",
         help="resume with a changed configuration or changed data, and list the changes",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print configuration, plan and program; write nothing")
+    parser.add_argument(
+        "--ignore-memory",
+        action="store_true",
+        help="train even if the plan's memory forecast exceeds that of this machine",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check the request as a run does, print configuration, plan and program; write nothing",
+    )
     rest, overrides = split_overrides(arguments)
     args = parser.parse(rest, run_file_keys)
     if args.file is None and args.preset is None:
@@ -72,24 +85,18 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
     return args, [(key, text) for key, text in flags if text is not None] + overrides
 
 
-def _show(resolved: "ResolvedConfig", nproc: int | None, run_dir: Path, nodes: "RendezvousConfig | None") -> None:
-    """Print configuration, plan, program and run directory."""
+def _show(resolved: "ResolvedConfig", options: "TrainOptions") -> None:
+    """Check the request, and print configuration, plan, program and run directory."""
     from muster.config.load_config import config_yaml
-    from muster.planner.auto import choose_plan
     from muster.schedule.build import build_program
     from muster.schedule.check import check
-    from muster.schedule.resolve import resolve_schedule as resolved_plan
     from muster.spec.plan_name import format_plan_name
+    from muster.train.preflight import dry_run
 
-    if nodes is None:
-        chosen = choose_plan(resolved, nproc)
-    else:
-        from muster.train.config_consistency import ranks_per_node
-
-        chosen = choose_plan(
-            resolved, ranks_per_node(resolved, nproc, nodes.num_nodes) * nodes.num_nodes, nodes.num_nodes
-        )
-    plan = resolved_plan(chosen.plan, resolved.config.model, resolved.config.workload)
+    notes = StringIO()
+    with redirect_stdout(notes):
+        chosen, passed = dry_run(resolved, options)
+    resolved, plan = passed.resolved, passed.plan
     program = build_program(plan, resolved.config.model, resolved.config.workload)
     peaks = ", ".join(map(str, check(program).peak_activations))
     lanes: dict[str, int] = {}
@@ -108,4 +115,5 @@ def _show(resolved: "ResolvedConfig", nproc: int | None, run_dir: Path, nodes: "
     print(f"         can be run; peak activations by pipeline rank, in micro-batches: {peaks}")
     for line in (*chosen.lines, *filter(None, [chosen.step_line])):
         print(line)
-    print(f"run      {run_dir} (dry run: nothing is written)")
+    print(notes.getvalue(), end="")
+    print(f"run      {options.run_dir} (dry run: nothing is written)")

@@ -38,6 +38,8 @@ MIN_SHARD_BYTES = 16 << 20
 """Smallest amount of source that becomes a shard of its own."""
 MAX_SHARDS = 1024
 """Approximate limit of the number of shards."""
+TRIAL_BYTES = 1 << 20
+"""Largest amount of source that a trial reads."""
 Progress = Callable[[int], None]
 """Callback that receives the bytes of the source done so far."""
 
@@ -75,12 +77,33 @@ def open_or_prepare(options: PrepareOptions, cache_dir: Path, progress: Progress
 
     A source that is a store itself is opened as it is. Raises as `prepare` and `TokenStore.open` do.
     """
-    if is_store(Path(options.source)):
-        return TokenStore.open(Path(options.source), options.tokenizer)
-    directory = cache_dir / f"{Path(options.source).resolve().name[:40]}-{options.content_key[:16]}"
+    directory = store_path(options, cache_dir)
     if directory.exists():
         return TokenStore.open(directory, options.tokenizer)
     return prepare(options, directory, progress)
+
+
+def store_path(options: PrepareOptions, cache_dir: Path) -> Path:
+    """Return the place of the store of a source, existing or not: the source itself where it is a store, else a
+    directory under `cache_dir`."""
+    if is_store(Path(options.source)):
+        return Path(options.source)
+    return cache_dir / f"{Path(options.source).resolve().name[:40]}-{options.content_key[:16]}"
+
+
+def prepare_trial(options: PrepareOptions, folder: Path) -> TokenStore | None:
+    """Prepare the first megabyte of a source under `folder`, to see if it can be read; returns the store if that was
+    all of it. Raises as `prepare` does. Functions of plugins are not called, nor are large tables read."""
+    files = source_files(options.source)
+    formats = {file.file_format for file in files}
+    limit = min(TRIAL_BYTES, options.max_bytes or TRIAL_BYTES)
+    total = sum(file.size_bytes for file in files)
+    if "plugin" in formats or (formats - {"text", "jsonl", "json"} and total > limit and options.max_bytes is None):
+        return None
+    is_whole = total <= limit or options.max_bytes == limit
+    trial = options if is_whole or formats - {"text", "jsonl", "json"} else replace(options, max_bytes=limit)
+    store = open_or_prepare(replace(trial, workers=1), folder)
+    return store if is_whole else None
 
 
 def prepare(options: PrepareOptions, directory: Path, progress: Progress | None = None) -> TokenStore:
@@ -99,10 +122,7 @@ def prepare(options: PrepareOptions, directory: Path, progress: Progress | None 
                 _build(plan, key, folder, directory, progress or (lambda _: None))
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
-        raise MusterError(
-            f"the token store {directory} can't be written: {error.strerror}; free space there or set data.cache to"
-            " another directory"
-        ) from error
+        raise cannot_write_store(directory, error) from error
     except BaseException:
         _remove_if_empty(folder)
         raise
@@ -110,6 +130,14 @@ def prepare(options: PrepareOptions, directory: Path, progress: Progress | None 
     if store.header.key not in (None, key):
         raise ConfigError(f"{directory} already holds a store of other data; delete it or choose another directory")
     return store
+
+
+def cannot_write_store(directory: Path, error: OSError) -> MusterError:
+    """Return the error of a store that can't be written."""
+    return MusterError(
+        f"the token store {directory} can't be written: {error.strerror}; free space there or set data.cache to another"
+        " directory"
+    )
 
 
 @dataclass

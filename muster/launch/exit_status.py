@@ -43,9 +43,18 @@ def rank_exit_from_json(row: dict[str, Any], clock_offset_s: float = 0.0) -> Ran
 
 
 def collect_rank_exit(
-    run_dir: Path, rank: int, code: int, killed: bool, last_alive: float, stop_requested: bool
+    run_dir: Path,
+    rank: int,
+    code: int,
+    killed: bool,
+    last_alive: float,
+    stop_requested: bool,
+    ran_out_of_memory: bool | None = False,
 ) -> RankExit:
-    """Return the end of a rank on this machine, which was last known to run at the time `last_alive`."""
+    """Return the end of a rank on this machine, which was last known to run at the time `last_alive`.
+
+    `ran_out_of_memory`: the kernel has killed a process meanwhile because memory ran out; None: nobody knows.
+    """
     reported = read_rank_error(run_dir, rank)
     failed_alone = code not in (0, EXIT_STOPPED) and not killed and not (code == -signal.SIGTERM and stop_requested)
     observed = None
@@ -53,6 +62,8 @@ def collect_rank_exit(
         if code < 0:
             name = next((known.name for known in signal.Signals if known == -code), signal.strsignal(-code))
             sentence = f"was killed by signal {-code} ({name})"
+            if code == -signal.SIGKILL and ran_out_of_memory is not False:
+                sentence += ": the kernel ran out of memory" if ran_out_of_memory else "; out of memory?"
         else:
             log = f"; {log_path(run_dir, rank)} may say more" if rank else ""
             sentence = f"ended with exit code {code} and no reason{log}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from muster.launch.exit_status import ExitStatus, RankExit, collect_rank_exit, determine_exit_status
 from muster.launch.hang_diagnosis import RankFault, RankSnapshot, diagnose, format_snapshots
 from muster.launch.heartbeat import HEARTBEAT_FD_VARIABLE
+from muster.launch.oom_kills import oom_kill_count
 from muster.launch.rank_errors import EXIT_STOPPED, hang_path, log_path
 from muster.launch.rank_monitor import SNAPSHOT_INTERVAL_S, RankMonitor, is_hung
 from muster.spec.errors import MusterError
@@ -56,6 +57,7 @@ class RankSupervisor:
         self.kill_requested = False
         self.hang_fault: RankFault | None = None
         self._next_snapshot = 0.0
+        self._earlier_oom_kills = oom_kill_count()
         self._stop_sent = False
         self._grace_s = grace_s
         self._deadline: float | None = None
@@ -158,9 +160,17 @@ class RankSupervisor:
 
     def rank_exits(self) -> list[RankExit]:
         """Return how the ranks here ended."""
+        kills = oom_kill_count()
+        out_of_memory = None if kills is None else kills != self._earlier_oom_kills
         return [
             collect_rank_exit(
-                self.run_dir, rank.rank, _exit_code(rank), rank.killed, rank.last_alive, self.stop_requested
+                self.run_dir,
+                rank.rank,
+                _exit_code(rank),
+                rank.killed,
+                rank.last_alive,
+                self.stop_requested,
+                out_of_memory,
             )
             for rank in self.ranks
         ]

@@ -49,6 +49,7 @@ class ChosenPlan:
     """Empty where the plan was given. They have no step time: a run predicts it anew from its own timed passes."""
     step_line: str | None = None
     """Step time by the times that the plan was chosen by, for those who start no run."""
+    num_nodes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def _choose(resolved: ResolvedConfig, world_size: int | None, nodes: int) -> Cho
         _require_parts_run(config)
         num_processes = world_size or required_world_size(config.parallel)
         require_runnable(config.parallel, config.model, config.workload, num_processes)
-        return ChosenPlan(config.parallel)
+        return ChosenPlan(config.parallel, num_nodes=nodes)
     require_supported_model(config.model)
     _require_parts_run(config)
     evaluated, machine = _search_process_counts(resolved, world_size, nodes)
@@ -97,7 +98,7 @@ def _choose(resolved: ResolvedConfig, world_size: int | None, nodes: int) -> Cho
         " the resulting step time"
     )
     plan = _with_requested_schedule(evaluated.plan, config.parallel)
-    return ChosenPlan(plan, tuple(_lines(evaluated, machine)), step_line)
+    return ChosenPlan(plan, tuple(_lines(evaluated, machine)), step_line, nodes)
 
 
 def _require_packing_runs(config: RunConfig) -> None:

@@ -1,6 +1,7 @@
 """The data of a run, free of torch: the launcher builds it, every rank opens it."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from muster.config.run_config import DataConfig, RunConfig
@@ -8,7 +9,14 @@ from muster.data.blend import BlendWeights
 from muster.data.blended_dataset import BlendedDataset
 from muster.data.chat import read_template
 from muster.data.dataset import Dataset, SampleStream
-from muster.data.prepare import PrepareOptions, Progress, open_or_prepare
+from muster.data.prepare import (
+    PrepareOptions,
+    Progress,
+    cannot_write_store,
+    open_or_prepare,
+    prepare_trial,
+    store_path,
+)
 from muster.data.sample_order import random_key
 from muster.data.store import TokenStore
 from muster.data.tokenizer import Tokenizer, load_tokenizer
@@ -16,22 +24,63 @@ from muster.report.token_stores import skipped_rows_text
 from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
 from muster.spec.units import pluralize
+from muster.train.run_directory import require_writable
 
 
 def open_dataset(config: RunConfig, run_dir: Path) -> SampleStream:
     """Open the run's data; token stores that don't exist yet are built."""
+    tokenizer = _checked_tokenizer(config)
+    cache = token_store_folder(config.data, run_dir)
+    stores = {source: open_token_store(config.data, source, tokenizer, cache) for source in _sources(config.data)}
+    return _dataset(config, stores)
+
+
+def trial_dataset(config: RunConfig, run_dir: Path, folder: Path) -> SampleStream | None:
+    """Open the run's data without building it: of sources that have no token store yet the beginning is prepared in
+    `folder`. Returns None where that is not all of a source. Raises as `open_dataset` does."""
+    tokenizer = _checked_tokenizer(config)
+    cache = token_store_folder(config.data, run_dir)
+    stores: dict[str, TokenStore] = {}
+    is_whole = True
+    for source in _sources(config.data):
+        options = _prepare_options(config.data, source, tokenizer)
+        if (place := store_path(options, cache)).exists():
+            stores[source] = TokenStore.open(place, tokenizer)
+            continue
+        try:
+            require_writable(cache)
+        except OSError as error:
+            raise cannot_write_store(place, error) from error
+        store = prepare_trial(options, folder)
+        if store is None:
+            is_whole = False
+        else:
+            stores[source] = store
+    return _dataset(config, stores) if is_whole else None
+
+
+def _checked_tokenizer(config: RunConfig) -> Tokenizer:
+    """Return the run's tokenizer, whose ids the model has."""
     tokenizer = run_tokenizer(config.data)
     require_vocab_size(config.model, tokenizer, config.data)
-    cache = token_store_folder(config.data, run_dir)
+    return tokenizer
 
-    def open_one(source: str, seed: int) -> Dataset:
-        store = open_token_store(config.data, source, tokenizer, cache)
-        return Dataset(store, config.train.seq_len, seed, config.data.validation_split, config.data.packing)
+
+def _sources(data: DataConfig) -> list[str]:
+    return [data.source] if data.source is not None else [part.source for part in data.blend]
+
+
+def _dataset(config: RunConfig, stores: Mapping[str, TokenStore]) -> SampleStream:
+    """Return the samples of the run's token stores, which are given by source."""
+
+    def samples_of(source: str, seed: int) -> Dataset:
+        data = config.data
+        return Dataset(stores[source], config.train.seq_len, seed, data.validation_split, data.packing)
 
     if config.data.source is not None:
-        return open_one(config.data.source, config.seed)
+        return samples_of(config.data.source, config.seed)
     sources = {
-        part.name: open_one(part.source, random_key(config.seed, "source", part.name)) for part in config.data.blend
+        part.name: samples_of(part.source, random_key(config.seed, "source", part.name)) for part in config.data.blend
     }
     return BlendedDataset(sources, mix_stages(config), config.seed)
 
@@ -111,6 +160,9 @@ def open_token_store(
     data: DataConfig, source: str, tokenizer: Tokenizer, cache: Path, progress: Progress | None = None
 ) -> TokenStore:
     """Open the token store of one source; it is built under `cache` if it doesn't exist."""
+    return open_or_prepare(_prepare_options(data, source, tokenizer), cache, progress)
+
+
+def _prepare_options(data: DataConfig, source: str, tokenizer: Tokenizer) -> PrepareOptions:
     workers = len(os.sched_getaffinity(0))
-    what = PrepareOptions(source, tokenizer, data.max_bytes, data.text_key, data.on_invalid_row, workers)
-    return open_or_prepare(what, cache, progress)
+    return PrepareOptions(source, tokenizer, data.max_bytes, data.text_key, data.on_invalid_row, workers)

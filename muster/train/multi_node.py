@@ -16,7 +16,8 @@ from muster.launch.shared_filesystem import require_marker, write_marker
 from muster.planner.auto import choose_plan
 from muster.train.config_consistency import ranks_per_node, training_facts
 from muster.train.data import open_dataset
-from muster.train.prepare import PREPARE_TIMEOUT, WORKER, TrainOptions, prepare, require_device
+from muster.train.preflight import TrainOptions, require_device
+from muster.train.prepare import PREPARE_TIMEOUT, WORKER, prepare
 from muster.train.run_directory import locked_run_dir
 
 _DATA_TIMEOUT = timedelta(hours=2)

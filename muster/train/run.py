@@ -6,12 +6,11 @@ import sys
 from importlib.util import find_spec
 
 from muster.config.load_config import ResolvedConfig
-from muster.launch.nodes.rendezvous_config import RendezvousConfig
 from muster.launch.output_streams import ignore_output_errors
 from muster.launch.rank_errors import EXIT_STOPPED
 from muster.planner.auto import choose_plan
-from muster.spec.errors import ConfigError
-from muster.train.prepare import WORKER, TrainOptions, prepare
+from muster.train.preflight import TrainOptions, check_launcher_environment
+from muster.train.prepare import WORKER, prepare
 from muster.train.run_directory import locked_run_dir
 
 if find_spec("torch") is None:
@@ -49,34 +48,3 @@ def _train(resolved: ResolvedConfig, options: TrainOptions) -> int:
 
         command = rank_command(WORKER, options.run_dir, world_size)
         return launch(command, world_size, options.run_dir, hang_timeout_s=train_config.hang_timeout_s).report()
-
-
-def check_launcher_environment(nodes: RendezvousConfig | None = None) -> None:
-    """Raise ConfigError where srun, mpirun or the like has started more copies of this command than --nodes says.
-
-    Each copy would train a world of its own, or wait for ranks that nobody starts.
-    """
-    for variable, launcher in _PROCESS_COUNT_VARIABLES.items():
-        text = os.environ.get(variable, "1")
-        count = int(text) if text.isdecimal() else 1
-        expected = nodes.num_nodes if nodes else 1
-        if count > 1 and nodes is None:
-            raise ConfigError(
-                f"{launcher} started {count} copies of this command ({variable}), and each would train a world of its"
-                f" own: one copy on each node is made one job by --nodes {count} --node-rank R --rendezvous HOST"
-            )
-        if count not in (1, expected):
-            raise ConfigError(
-                f"{launcher} started {count} copies of this command ({variable}), but --nodes is {expected}: start one"
-                " on each node, whose launcher starts the node's ranks (srun --ntasks-per-node=1)"
-            )
-
-
-_PROCESS_COUNT_VARIABLES = {
-    "SLURM_STEP_NUM_TASKS": "srun",
-    "OMPI_COMM_WORLD_SIZE": "mpirun",
-    "PMI_SIZE": "the process manager",
-    "SKYPILOT_NUM_NODES": "SkyPilot",
-    "WORLD_SIZE": "a launcher",
-}
-"""Environment variables with the number of processes that other launchers than torchrun have started."""

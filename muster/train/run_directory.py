@@ -1,16 +1,22 @@
 """The run directory for the launcher: locked for one job, cleared of earlier results, its errors explained."""
 
+import errno
 import fcntl
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from muster.checkpoint.in_memory.directory import IDENTITY_FILE
 from muster.checkpoint.remote_lock import hold_remote_lock
 from muster.launch.rank_errors import error_path
 from muster.spec.errors import MusterError
 from muster.train.tracking import TENSORBOARD, WANDB
+
+_LOCK = ".lock"
+"""File of the run directory that a job locks."""
 
 
 @contextmanager
@@ -21,14 +27,41 @@ def locked_run_dir(run_dir: Path, remote_checkpoint_dir: str | None = None) -> I
     """
     with explain_write_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / ".lock").open("w")
+        lock = (run_dir / _LOCK).open("w")
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise MusterError(f"another job is running in {run_dir}: wait for it or choose another --run") from None
+        _lock(lock, run_dir)
         with hold_remote_lock(remote_checkpoint_dir, run_dir):
             yield
+
+
+def require_unlocked(run_dir: Path) -> None:
+    """Check that a job could lock the run directory now and write to it, and change nothing. Raises MusterError."""
+    with explain_write_errors(run_dir):
+        require_writable(run_dir)
+        lock = run_dir / _LOCK
+        if lock.exists():
+            with lock.open("a") as file:
+                _lock(file, run_dir)
+
+
+def require_writable(directory: Path) -> None:
+    """Raise OSError where a directory, which may not exist yet, can't be made or written to."""
+    place = directory.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        kind = errno.EEXIST if place == directory.absolute() else errno.ENOTDIR
+        raise OSError(kind, os.strerror(kind), str(directory))
+    if not os.access(place, os.W_OK | os.X_OK):
+        kind = errno.EROFS if os.statvfs(place).f_flag & os.ST_RDONLY else errno.EACCES
+        raise OSError(kind, os.strerror(kind), str(directory))
+
+
+def _lock(file: IO[str], run_dir: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise MusterError(f"another job is running in {run_dir}: wait for it or choose another --run") from None
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from muster.launch.shared_filesystem import require_shared_run_dir
 from muster.launch.torchrun import open_torchrun_store, start_watchdog, write_exit_status
 from muster.planner.auto import choose_plan
 from muster.spec.errors import ConfigError, MusterError
-from muster.train.prepare import PREPARE_TIMEOUT, TrainOptions, prepare
+from muster.train.preflight import TrainOptions
+from muster.train.prepare import PREPARE_TIMEOUT, prepare
 from muster.train.run_directory import locked_run_dir
 from muster.train.worker import run_rank
 

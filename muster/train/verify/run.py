@@ -17,7 +17,8 @@ from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.plan import Plan, Precision
 from muster.spec.plan_name import format_plan_name
 from muster.train.data import open_dataset
-from muster.train.prepare import require_device
+from muster.train.memory_preflight import require_memory
+from muster.train.preflight import require_device
 from muster.train.verify.compare import compare
 from muster.train.verify.padded import PaddedDataset
 from muster.train.verify.reference import Reference
@@ -59,6 +60,7 @@ def verify(
                 f" give one of {', '.join(TOLERANCES)} with --precision"
             )
         require_device(plan)
+        require_memory(config, plan)
     config = comparison_config(config, steps, run_dir)
     dataset = PaddedDataset(open_dataset(config, run_dir))
     references: dict[tuple[Precision, int], Reference] = {}

@@ -1,0 +1,231 @@
+"""Checks of a request before a run writes anything: the same ones for `muster train` and for its `--dry-run`."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from muster.checkpoint.checkpoint_dir import TOKENIZER_FOLDER, find_latest, step_of
+from muster.checkpoint.manifest import read_manifest
+from muster.checkpoint.remote import RemoteCheckpoints
+from muster.config.load_config import ResolvedConfig, derived_value_lines, with_steps_from_epochs
+from muster.config.run_config import RunConfig
+from muster.config.yaml_writer import write_atomically, yaml_text
+from muster.data.dataset import SampleStream
+from muster.launch.nodes.rendezvous_config import RendezvousConfig
+from muster.planner.auto import ChosenPlan, choose_plan
+from muster.spec.errors import ConfigError, InfeasibleError
+from muster.spec.plan import Plan
+from muster.train.config_consistency import ranks_per_node
+from muster.train.data import (
+    describe_data,
+    describe_epochs,
+    describe_missing_validation,
+    open_dataset,
+    trial_dataset,
+)
+from muster.train.memory_preflight import require_memory
+from muster.train.resume_check import check_config_unchanged, check_data_unchanged
+from muster.train.resume_point import ResumePoint, find_resume_point
+from muster.train.run_directory import explain_write_errors, require_unlocked
+from muster.train.run_tokenizer import with_settled_bos
+from muster.train.schedule_refinement import with_resolved_schedule
+from muster.train.tracking import require_trackers
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Command-line options of `muster train` that are not part of the configuration."""
+
+    run_dir: Path
+    nproc: int | None = None
+    """Processes on this machine; None: as many as the plan has ranks."""
+    fresh: bool = False
+    """Start from step 0, whatever the run directory holds."""
+    allow_changes: bool = False
+    """Resume even if the configuration or the data differ from those at the run's beginning."""
+    nodes: RendezvousConfig | None = None
+    """Rendezvous of several launchers; None: a single node."""
+    ignore_memory: bool = False
+    """Run the plan even if its forecast exceeds the memory of this machine."""
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """A request that has passed all checks."""
+
+    resolved: ResolvedConfig
+    """The configuration, with the steps that its epochs make."""
+    plan: Plan
+    """The plan, with the order of a searched schedule."""
+    remote: RemoteCheckpoints | None
+    resume_point: ResumePoint | None
+    """Step to resume after, as far as this machine knows; None at the beginning."""
+    is_finished: bool
+    """True when all steps of the run are done; the checks that follow from them are left out."""
+    initial_model: Path | None
+    """Folder with the configuration files of the model that the run began with, if it has any."""
+    dataset: SampleStream | None
+    """The run's data; None where a trial has read only the beginning of it."""
+
+
+def dry_run(resolved: ResolvedConfig, options: TrainOptions) -> tuple[ChosenPlan, Preflight]:
+    """Check everything that a run checks before it starts ranks, and write nothing. Raises as a run does."""
+    check_launcher_environment(options.nodes)
+    if options.nodes is None:
+        chosen = choose_plan(resolved, options.nproc)
+    else:
+        count = options.nodes.num_nodes
+        chosen = choose_plan(resolved, ranks_per_node(resolved, options.nproc, count) * count, count)
+    require_unlocked(options.run_dir)
+    return chosen, preflight(resolved, chosen, options, is_trial=True)
+
+
+def preflight(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOptions, is_trial: bool = False) -> Preflight:
+    """Check a request, cheap checks first, and print what the run begins with; the data is built where it is missing.
+
+    A trial writes nothing: of data that isn't built it reads the beginning. Raises MusterError.
+    """
+    plan = chosen.plan
+    require_device(plan)
+    require_trackers(resolved.config.tracking)
+    resolved = with_settled_bos(resolved)
+    run_dir = options.run_dir
+    dataset = None
+    if resolved.config.train.epochs is not None:
+        dataset = _open_data(resolved.config, run_dir, is_trial)
+        if dataset is not None:
+            resolved = with_steps_from_epochs(resolved, dataset.num_train_samples)
+    config = resolved.config
+    remote_dir = config.train.remote_checkpoint_dir
+    remote = None if remote_dir is None else RemoteCheckpoints(remote_dir)
+    if remote is not None and not options.fresh and not is_trial:
+        _download_newer_checkpoint(remote, run_dir)
+    # A trial of epochs over data that isn't built doesn't know how many steps they are, nor so if they are all done.
+    resumes = not options.fresh and (config.train.steps is not None or find_latest(run_dir / "checkpoints") is None)
+    resume_point = find_resume_point(run_dir, config.train) if resumes and config.train.steps is not None else None
+    initial_model = run_dir / TOKENIZER_FOLDER if resume_point is not None else None
+    if resume_point is not None:
+        check_config_unchanged(run_dir, config, resume_point.step, options.allow_changes)
+        if resume_point.step == config.train.num_steps and (run_dir / "report.html").exists():
+            print(f"{run_dir} is finished: all of its {resume_point.step} steps are done (--fresh starts anew)")
+            print(f"report: {run_dir / 'report.html'}")
+            return Preflight(resolved, plan, remote, resume_point, True, None, None)
+    elif config.train.init_from is not None and (options.fresh or resumes):
+        initial_model = _check_initial_weights(config.train.init_from, config)
+    plan = with_resolved_schedule(plan, config, run_dir if resume_point is not None else None)
+    if not options.ignore_memory:
+        require_memory(config, plan, chosen.num_nodes)
+    if dataset is None:
+        dataset = _open_data(config, run_dir, is_trial)
+    if dataset is None:
+        print("data: not built yet; its beginning is sound")
+    else:
+        for line in describe_data(config, dataset):
+            print(f"data: {line}")
+        if config.train.epochs is not None:
+            print(describe_epochs(config, dataset))
+        for line in describe_missing_validation(config, dataset):
+            print(line)
+    if not is_trial:
+        for line in (*derived_value_lines(resolved), *chosen.lines):
+            print(line)
+    for line in _plugin_notes(config):
+        print(line)
+    if resume_point is not None:
+        if dataset is not None:
+            check_data_unchanged(run_dir, dataset, resume_point.counters, options.allow_changes)
+        # With in-memory checkpoints only the ranks know from which step they can resume: they report it.
+        if not config.train.in_memory_checkpoint_every:
+            print(f"resuming {run_dir} after step {resume_point.step}")
+    return Preflight(resolved, plan, remote, resume_point, False, initial_model, dataset)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Single checks
+
+
+def check_launcher_environment(nodes: RendezvousConfig | None = None) -> None:
+    """Raise ConfigError where srun, mpirun or the like has started more copies of this command than --nodes says.
+
+    Each copy would train a world of its own, or wait for ranks that nobody starts.
+    """
+    for variable, launcher in _PROCESS_COUNT_VARIABLES.items():
+        text = os.environ.get(variable, "1")
+        count = int(text) if text.isdecimal() else 1
+        expected = nodes.num_nodes if nodes else 1
+        if count > 1 and nodes is None:
+            raise ConfigError(
+                f"{launcher} started {count} copies of this command ({variable}), and each would train a world of its"
+                f" own: one copy on each node is made one job by --nodes {count} --node-rank R --rendezvous HOST"
+            )
+        if count not in (1, expected):
+            raise ConfigError(
+                f"{launcher} started {count} copies of this command ({variable}), but --nodes is {expected}: start one"
+                " on each node, whose launcher starts the node's ranks (srun --ntasks-per-node=1)"
+            )
+
+
+_PROCESS_COUNT_VARIABLES = {
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "the process manager",
+    "SKYPILOT_NUM_NODES": "SkyPilot",
+    "WORLD_SIZE": "a launcher",
+}
+"""Environment variables with the number of processes that other launchers than torchrun have started."""
+
+
+def require_device(plan: Plan) -> None:
+    """Raise InfeasibleError when this machine has no device for the plan's precision."""
+    if plan.precision != "fp16":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise InfeasibleError("fp16 needs a GPU, and there is none here: bf16 is as fast, and has the range of fp32")
+
+
+def _plugin_notes(config: RunConfig) -> Iterator[str]:
+    """Yield notes on plugin parts that the prediction leaves out."""
+    if config.train.loss is not None:
+        yield f"loss: {config.train.loss} of a plugin; its memory is not in the forecast"
+    if config.train.training_step is not None:
+        name = config.train.training_step
+        yield f"step: {name} of a plugin; only one forward and backward of each micro-batch is predicted"
+
+
+def _check_initial_weights(place: str, config: RunConfig) -> Path | None:
+    """Check that the initial weights fit the model, and print where they come from.
+
+    Returns the folder with the files of a Hugging Face directory that came with them, if there is one.
+    """
+    from muster.checkpoint.initial_weights import check_initial_weights  # imports torch
+    from muster.checkpoint.model_directory import auxiliary_folder
+
+    directory = check_initial_weights(Path(place), config.model)
+    step = "" if directory.step is None else f" of step {directory.step}"
+    print(f"weights: from {directory.folder}{step}")
+    return auxiliary_folder(directory)
+
+
+def _download_newer_checkpoint(remote: RemoteCheckpoints, run_dir: Path) -> None:
+    """Download the last remote checkpoint when it is newer than those of the run directory."""
+    latest = find_latest(run_dir / "checkpoints")
+    steps = remote.steps()
+    if not steps or (latest is not None and step_of(latest) >= steps[-1]):
+        return
+    with explain_write_errors(run_dir):
+        folder = remote.download(steps[-1], run_dir / "checkpoints")
+        if not (run_dir / "config.yaml").exists():
+            write_atomically(run_dir / "config.yaml", yaml_text(read_manifest(folder).run))
+    print(f"fetched the checkpoint of step {steps[-1]} from {remote.url}")
+
+
+def _open_data(config: RunConfig, run_dir: Path, is_trial: bool) -> SampleStream | None:
+    """Open the run's data. A trial returns None where only the beginning of a source was read."""
+    if not is_trial:
+        return open_dataset(config, run_dir)
+    with TemporaryDirectory(prefix="muster-dry-run-") as place:
+        return trial_dataset(config, run_dir, Path(place))
