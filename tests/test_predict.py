@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from muster.api.verbs import predict as predict_input
 from muster.cli.main import main
 from muster.config.cluster_files import load_cluster
 from muster.config.named_model import load_model
@@ -196,6 +197,19 @@ def test_no_torch_and_little_else_is_imported():
     command = [sys.executable, "-c", code, *ASK, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=True)
     assert not [name for name in ("torch", "rich", "scipy", "ortools") if f"'{name}'" in done.stderr]
+
+
+def test_a_run_file_brings_its_optimizer(tmp_path):
+    """AdamW stores two numbers for each parameter, Lion one; so its update moves fewer bytes, too."""
+    found = {}
+    for name in ("adamw", "lion"):
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(f"parallel: dp4-z1\noptim: {{name: {name}}}\n")
+        found[name] = predict_input("llama3-8b", "4xh100", file)
+    adamw, lion = (found[name].forecast.fullest.terms.optimizer for name in ("adamw", "lion"))
+    assert adamw == 2 * lion
+    assert found["lion"].parts.optimizer_s < found["adamw"].parts.optimizer_s
+    assert found["adamw"].step_time_s == predict_input("llama3-8b", "4xh100", "dp4-z1").step_time_s
 
 
 def test_times_are_made_once_for_many_predictions():

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from muster.api.defaults import MICRO_BATCHES_PER_PIPELINE_RANK, SEQ_LEN
-from muster.config.load_config import load_any_plan
+from muster.config.load_config import load_any_plan, load_optimizer
 from muster.config.local_machine import cluster_by_name
 from muster.config.named_model import HF_PREFIX, load_model
+from muster.config.optim_config import OptimConfig
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
@@ -41,8 +42,16 @@ def resolve_plan_input(value: str | Path | Plan) -> Plan:
     if isinstance(value, Plan):
         return value
     require_text("plan", value, "a plan's name such as dp2-pp2, a file or a Plan")
-    text = str(value)
-    return load_any_plan(Path(text)) if "/" in text or text.endswith((".yaml", ".yml")) else parse_plan_name(text)
+    return load_any_plan(Path(value)) if _is_file(value) else parse_plan_name(str(value))
+
+
+def resolve_optimizer_input(plan: str | Path | Plan) -> OptimConfig | None:
+    """Return the optimizer of a run file that is given as a plan; None for other plans. Raises ConfigError."""
+    return None if isinstance(plan, Plan) or not _is_file(plan) else load_optimizer(Path(plan))
+
+
+def _is_file(plan: str | Path) -> bool:
+    return "/" in str(plan) or str(plan).endswith((".yaml", ".yml"))
 
 
 def require_text(name: str, value: Any, expected: str) -> None:

@@ -13,6 +13,7 @@ from muster.api.inputs import (
     require_text,
     resolve_cluster,
     resolve_model,
+    resolve_optimizer_input,
     resolve_plan_input,
 )
 from muster.planner.answer import PlanAnswer, answer_request
@@ -206,4 +207,11 @@ def predict(
         spread = spread.model_copy(update={"compile": compile})
     workload = default_workload(spread, default_seq_len(seq_len, spec), global_batch)
     devices = resolve_cluster(cluster)
-    return predict_plan(spec, spread, workload, devices, framework=_resolve_framework(framework, devices))
+    return predict_plan(
+        spec,
+        spread,
+        workload,
+        devices,
+        framework=_resolve_framework(framework, devices),
+        optim=resolve_optimizer_input(plan),
+    )

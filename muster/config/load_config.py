@@ -17,6 +17,7 @@ from muster.config.config_layers import (
 )
 from muster.config.merge import AUTO_FIELDS, MergedConfig, coerce_value, run_schema, unique_plugins
 from muster.config.migrations import migrate
+from muster.config.optim_config import OptimConfig
 from muster.config.run_config import RunConfig
 from muster.config.run_length import steps_from_epochs, steps_from_tokens
 from muster.config.run_paths import with_absolute_paths
@@ -160,6 +161,23 @@ def load_any_plan(path: Path) -> Plan:
     origins = {key.removeprefix("parallel."): origin for key, origin in merged.origins.items()}
     values = {key.removeprefix("parallel."): value for key, value in merged.values.items() if key[:9] == "parallel."}
     return _plan_of(values, ConfigSchema(Plan), origins)
+
+
+def load_optimizer(path: Path) -> OptimConfig | None:
+    """Load the optimizer of a run file; None for a file that says nothing of it, such as a plan.yaml. Raises
+    ConfigError."""
+    layer = read_file_layer(path)
+    if not any(key.partition(".")[0] in ("optim", "extends") for key in layer.values):
+        return None
+    merged = MergedConfig()
+    for below in _chain(layer, [str(path.resolve())]):
+        merged.add(below)
+    origins = {key.removeprefix("optim."): origin for key, origin in merged.origins.items()}
+    values = {key.removeprefix("optim."): value for key, value in merged.values.items() if key[:6] == "optim."}
+    try:
+        return OptimConfig.model_validate({"lr": 1.0} | unflatten(values))  # a file may lack the learning rate
+    except ValidationError as error:
+        raise config_error(error, ConfigSchema(OptimConfig), origins) from None
 
 
 def _plan_in(layer: ConfigLayer) -> Plan:

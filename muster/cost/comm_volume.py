@@ -31,7 +31,7 @@ from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 
-_STEP_REPORT_BYTES = 6 * 8
+STEP_REPORT_BYTES = 6 * 8
 """Bytes that GRAD_NORM all-reduces in float64: the squares of the gradients, the loss, the z-loss, the request to stop,
 and two flags: a save is in progress, a save has failed."""
 
@@ -56,7 +56,7 @@ def step_comm_bytes(
     if any(plan.offloaded_layers(stage, spec.num_layers) for stage in stages_on(plan, at.pp)):
         sent["host"] = _host_bytes(spec, plan, workload, at)
     if plan.world_size > 1:
-        sent["world"]["all_reduce"] = _STEP_REPORT_BYTES
+        sent["world"]["all_reduce"] = STEP_REPORT_BYTES
     sent["optimizer"] = Counter(send=whole_matrix_bytes(spec, plan, rank, optim))
     return {axis: dict(+kinds) for axis, kinds in sent.items() if +kinds}
 

@@ -14,6 +14,7 @@ from math import prod
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import mean_update_bytes
 from muster.cost.activations import offloaded_activation_bytes
+from muster.cost.comm_volume import STEP_REPORT_BYTES
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.cost.time.op_times import OpTimes, P2PTime
 from muster.cost.time.rate_interpolation import RateInterpolator
@@ -24,8 +25,6 @@ from muster.spec.machine_rates import MachineRates
 from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Plan
 from muster.spec.workload import Workload
-
-_STEP_REPORT_BYTES = 32
 
 
 def profiled_times(
@@ -331,7 +330,7 @@ def _per_step_times(
     if optim is not None:
         shapes = dict(parameter_shapes(model))
         updated = round(total * mean_update_bytes(optim, shapes, 4, 2) / mean_update_bytes(None, shapes, 4, 2))
-    all_reduce_s = rates.collective("all_reduce", plan.world_size, _STEP_REPORT_BYTES)
+    all_reduce_s = rates.collective("all_reduce", plan.world_size, STEP_REPORT_BYTES)
     contention = rates.contention(level)
     return {
         Kind.GRAD_NORM: contention * (all_reduce_s + rates.kernel("gradient norm", total) + overhead(Kind.GRAD_NORM)),
