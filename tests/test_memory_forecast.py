@@ -35,6 +35,7 @@ from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.spec.schedules import SCHEDULES
 from muster.spec.workload import Workload
 from muster.train.memory_check import FAKE_KERNELS, measure_fake_rank, measure_real_ranks
+from tests.random_plans import random_case
 
 TOLERANCE = 0.03
 SHORT_LLAMA = ModelSpec(
@@ -48,13 +49,18 @@ def assert_forecast_is_accounting(
 ) -> None:
     plan = parse_plan_name(name)
     batch = plan.mesh(0).dp_size * plan.micro_batch_size * micro_batches
-    workload = Workload(seq_len=seq_len, global_batch_size=batch)
+    assert_ranks_are_forecast(spec, plan, Workload(seq_len=seq_len, global_batch_size=batch), only_ends)
+
+
+def assert_ranks_are_forecast(spec: ModelSpec, plan: Plan, workload: Workload, only_ends: bool = False) -> None:
     found = forecast_memory(
         spec, plan, workload, FAKE_CPU, build_program(plan, spec, workload), kernel_workspace=FAKE_KERNELS
     )
-    for rank in found.ranks if not only_ends else {found.ranks[0], found.ranks[-1]}:
+    for rank in found.ranks if not only_ends else dict.fromkeys((found.ranks[0], found.ranks[-1])):
         real = measure_fake_rank(spec, plan, workload, rank.rank)
-        assert rank.terms.total == pytest.approx(real.peak_bytes, rel=TOLERANCE), f"{name}, {rank.peak_instruction}"
+        assert rank.terms.total == pytest.approx(real.peak_bytes, rel=TOLERANCE), (
+            f"{format_plan_name(plan)}, {rank.peak_instruction}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -63,6 +69,18 @@ def assert_forecast_is_accounting(
 )
 def test_forecast_is_what_pytorch_counts(name, seq_len, micro_batches):
     assert_forecast_is_accounting(SHORT_LLAMA, name, seq_len, micro_batches)
+
+
+@pytest.mark.parametrize("seed", [20, 28])
+def test_forecast_holds_with_large_vocabularies(seed):
+    """Two of the random plans: the largest tensors are embedding, head, their gradients and the logits."""
+    assert_ranks_are_forecast(*random_case(seed), only_ends=True)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(30))
+def test_forecast_of_random_plans_is_what_pytorch_counts(seed):
+    assert_ranks_are_forecast(*random_case(seed))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -97,6 +115,7 @@ def test_live_micro_batches_are_those_of_the_checker(schedule):
         ("dp16-tp4", 4096, 2),
         ("dp16-pp4", 4096, 8),
         ("dp16-pp4-z1-rfull", 8192, 8),
+        ("dp2-pp16-z1-rfull", 512, 32),
         ("dp8-tp4-sp-pp2-relem", 8192, 4),
         ("dp32-pp2-z2", 2048, 4),
         ("dp8-pp4v2-sinterleaved-z1", 2048, 8),

@@ -210,6 +210,7 @@ def _make_instruction_memory(kind: Kind, memory: StageMemory) -> InstructionMemo
         Kind.I: deferred - saved,
         Kind.W: -deferred,
         Kind.T: -logits,
+        Kind.REDUCE_GRAD: -memory.freed_by_reduction,
     }
     return InstructionMemory(
         before=before.get(kind, 0),
@@ -301,6 +302,8 @@ def _terms_at(
         terms += memory.offloaded.scaled(done[Kind.RELOAD, index] - done[Kind.OFFLOAD, index])
         terms += memory.vocab_parallel.scaled(in_vocab_passes) + MemoryTerms(
             gathered_parameters=memory.gathered_params if is_gathered else 0,
-            gradients=memory.gradients if has_gradients else 0,
+            gradients=memory.gradients - memory.freed_by_reduction * done[Kind.REDUCE_GRAD, index]
+            if has_gradients
+            else 0,
         )
     return peak.name, terms

@@ -17,7 +17,7 @@ from muster.cost.activations import (
     vocab_parallel_bytes,
 )
 from muster.cost.memory.native_storage import NativeStorage
-from muster.cost.memory.param_shards import ParamShard
+from muster.cost.memory.param_shards import NO_PARAMS, ParamShard
 from muster.cost.memory.stage_memory import PeakCandidate, StageMemory
 from muster.cost.memory.terms import MemoryTerms
 from muster.layout.tensor_layout import chunk_bounds, has_vocab_shard
@@ -87,6 +87,7 @@ def native_stage_memory(
             Kind.REDUCE_GRAD: (moments.reduce(),),
             Kind.ALL_REDUCE_REPLICAS: (PeakCandidate("copies swapped", MemoryTerms(communication=2 * own.parameters)),),
         },
+        freed_by_reduction=own.gradients - own.param_shards.total.shard_numel * own.master_size,
     )
 
 
@@ -149,13 +150,14 @@ class _StagePeaks:
         """
         sizes = self.sizes
         num_logits = sizes.tokens * sizes.local_model.vocab_size
+        converted = self.compute_size != self.master_size  # else a softmax reads the logits as they are
         if sizes.mesh.tp > 1:
-            return MemoryTerms(logits=num_logits * (self.compute_size + 2 * self.master_size) - self.saved.logits)
-        at_once = (
-            max(1, self.kernel_workspace.loss_chunk_logits // sizes.local_model.vocab_size)
-            * sizes.local_model.vocab_size
-        )
-        copies = 2 * num_logits if at_once >= num_logits else 3 * at_once  # one of the chunk before lives on
+            copies = (1 + converted) * self.master_size
+            return MemoryTerms(logits=num_logits * (self.compute_size + copies) - self.saved.logits)
+        rows = max(1, self.kernel_workspace.loss_chunk_logits // sizes.local_model.vocab_size)
+        first, second = min(sizes.tokens, rows), min(max(sizes.tokens - rows, 0), rows)
+        # The converted logits of a chunk, their softmax, and beside a later chunk the softmax of the one before.
+        copies = max((1 + converted) * first, first + (1 + converted) * second) * sizes.local_model.vocab_size
         return MemoryTerms(logits=num_logits * self.compute_size, workspace=copies * self.master_size)
 
     def backward(self, weights: bool) -> list[PeakCandidate]:
@@ -172,10 +174,13 @@ class _StagePeaks:
             )
             moments.append(PeakCandidate("head", extra))
         head = 0 if self.stage.is_unsharded else head
-        for index in sorted({0, 1, len(self.layers) - 1} & set(range(len(self.layers)))):
-            moments += self._layer_backward(index, MemoryTerms(logits=-self.saved.logits, workspace=head), weights)
+        # The gradient of the stage's output has come, so the output's send has completed.
+        sent = sizes.hidden_bytes if self.plan.sends_activations(self.stage.index) else 0
+        base = MemoryTerms(activations=-sent, logits=-self.saved.logits, workspace=head)
+        for index in self._indices_of_interest():
+            moments += self._layer_backward(index, base, weights)
         if weights:
-            moments.append(self._root_reduction())
+            moments += [self._embedding_gradient(), self._tied_exchange(), self._root_reduction()]
         else:
             words = (
                 self.param_shards.vocab.unsharded_numel * size // (1 + self.stage.has_head)
@@ -186,29 +191,48 @@ class _StagePeaks:
             moments.append(PeakCandidate("inputs", left))
         return moments
 
+    def _indices_of_interest(self) -> list[int]:
+        """Return the layers, counted from the end, whose backward may need most: those of the last bucket, the first of
+        the bucket before, and those of the first bucket."""
+        count, size = len(self.layers), self.plan.bucket_layers
+        first, last = min(size, count), (count - 1) % size + 1 if count else 0
+        return sorted({*range(min(last + 1, count)), *range(count - first, count)})
+
     def _layer_backward(self, index: int, base: MemoryTerms, weights: bool) -> list[PeakCandidate]:
         """Return the moments of the backward of the `index`-th layer from the end.
 
-        They are in its MLP, at its end, and when its gradients are copied to the buffer of their reduction. `base`:
-        change by the stage's head, which comes before.
+        They are in its MLP, at its end, and for the first layer of a bucket, when the bucket's gradients are copied to
+        the buffer of their reduction. `base`: change by the stage's head, which comes before.
         """
-        layer, held = self.layers[-1 - index], self.param_shards.layers[-1 - index]
-        done = sum(map(self.stage.layer_activation_bytes, self.layers[len(self.layers) - index :]))
-        made = sum(map(self.stage.gradients_of, self.param_shards.layers[len(self.layers) - index :]))
-        reducing = pending_reduction_numel(self.param_shards.layers, index, self.plan.bucket_layers) * self.master_size
-        reducing *= weights and self.stage.reduces_in_passes
+        position, shards = len(self.layers) - 1 - index, self.param_shards.layers
+        layer, held = self.layers[position], shards[position]
+        begin = position - position % self.plan.bucket_layers
+        end = min(begin + self.plan.bucket_layers, len(shards))
+        done = sum(map(self.stage.layer_activation_bytes, self.layers[position + 1 :]))
+        made = sum(map(self.stage.gradients_of, shards[end:]))
+        waiting = sum(one.unsharded_numel for one in shards[position + 1 : end])
+        pending = sum(one.unsharded_numel for one in shards[end : end + self.plan.bucket_layers])
+        reducing = pending * self.master_size * (weights and self.stage.reduces_in_passes)
         summing, first = (made, 0) if weights and self.holds_replica_sums else (0, made)
+        if not self.stage.reduces_in_passes:
+            first += sum(map(self.stage.gradients_of, shards[position + 1 : end]))
+            waiting = 0
+        waiting *= weights * self.compute_size
         base += MemoryTerms(communication=summing, activations=-done)
-        gathered = self._bucket_bytes(1) if layer == self.layers[0] else self._prefetched_bucket_bytes()
-        inside = MemoryTerms(gathered_parameters=gathered, communication=reducing)
+        gathered = self._bucket_bytes(1) if begin == 0 else self._prefetched_bucket_bytes()
+        inside = MemoryTerms(gathered_parameters=gathered, communication=reducing, workspace=waiting)
         work = MemoryTerms(workspace=self._backward_workspace(layer, weights))
         moments = [PeakCandidate(_layer_position(index), base + inside + work, first)]
-        if weights:
-            base += MemoryTerms(activations=-self.stage.layer_activation_bytes(layer))
-            gradients = 0 if self.stage.is_unsharded else held.unsharded_numel * self.compute_size
-            complete = MemoryTerms(workspace=self._norm_workspace + gradients)
-            moments.append(PeakCandidate("end of a layer", base + inside + complete, first))
-            buffers, gradients = self._reduction_bytes(held)
+        if not weights:
+            return moments
+        base += MemoryTerms(activations=-self.stage.layer_activation_bytes(layer))
+        adds_in_place = not self.stage.reduces_in_passes and self.compute_size == self.master_size
+        gradients = (held.last_param_numel if adds_in_place else held.unsharded_numel) * self.compute_size
+        complete = MemoryTerms(workspace=self._norm_workspace + gradients * (not self.stage.is_unsharded))
+        first_own = self.stage.gradients_of(held) if adds_in_place and not self.stage.is_unsharded else 0
+        moments.append(PeakCandidate("end of a layer", base + inside + complete, first + first_own))
+        if position == begin:
+            buffers, gradients = self._reduction_bytes(sum(shards[begin:end], start=NO_PARAMS))
             reduced = MemoryTerms(
                 gathered_parameters=self._bucket_bytes(1),
                 communication=buffers,
@@ -255,19 +279,46 @@ class _StagePeaks:
         """Return (buffers, gradients) at the time when complete gradients are reduced.
 
         They are copied into one buffer and then freed, except the last, which a loop variable in torch's
-        `foreach_reduce` keeps alive; the result has another buffer. A single rank divides by 1 meanwhile, which takes a
-        third buffer.
+        `foreach_reduce` keeps alive; the result has another buffer. Where a single rank holds them, there is no such
+        loop, and it divides by 1 meanwhile, which takes a third buffer.
         """
         gradients = 0 if self.stage.is_unsharded else held.unsharded_numel * self.compute_size
         if not self.stage.reduces_in_passes:
             return 0, gradients
         source, result = (
             held.unsharded_numel * self.master_size,
-            held.shard_numel * self.master_size * (1 + self.stage.is_single_rank),
+            held.shard_numel * self.master_size * (1 + self.stage.is_single_shard),
         )
         source += source * (self.kernel_workspace.stages_collectives and not self.stage.is_single_rank)
-        dropped = gradients if self.stage.is_single_rank else gradients - held.last_param_numel * self.compute_size
+        dropped = gradients if self.stage.is_single_shard else gradients - held.last_param_numel * self.compute_size
         return source + max(0, result - dropped), gradients
+
+    def _embedding_gradient(self) -> PeakCandidate:
+        """Return the moment when the embedding's gradient is computed. That of a tied head waits for it, and autograd
+        makes a third tensor of both."""
+        stage = self.stage
+        embedding = self.param_shards.vocab.unsharded_numel * stage.has_embedding
+        if stage.has_head:
+            embedding = 3 * embedding if stage.spec.tied_embeddings else embedding // 2
+        layers = sum(map(stage.gradients_of, self.param_shards.layers))
+        extra = MemoryTerms(
+            activations=-self.saved.activations,
+            logits=-self.saved.logits,
+            communication=layers * self.holds_replica_sums,
+            workspace=embedding * self.compute_size + self.sizes.hidden_bytes,
+        )
+        return PeakCandidate("embedding", extra, 0 if self.holds_replica_sums else layers)
+
+    def _tied_exchange(self) -> PeakCandidate:
+        """Return the moment after a step's last backward when the gradients of a tied embedding's copies are exchanged.
+
+        Sharded gradients are small beside the buffers of their reduction.
+        """
+        stage = self.stage
+        is_one_of_two = stage.spec.tied_embeddings and stage.has_embedding != stage.has_head
+        copies = 2 * stage.gradients_of(self.param_shards.vocab) * (is_one_of_two and stage.is_unsharded)
+        extra = MemoryTerms(activations=-self.saved.activations, logits=-self.saved.logits, communication=copies)
+        return PeakCandidate("tied gradients", extra, stage.gradients)
 
     def _root_reduction(self) -> PeakCandidate:
         """Return the moment of the last reduction, of embedding and head; under z3 these are not gathered any more."""
@@ -336,23 +387,27 @@ class _StagePeaks:
         return PeakCandidate("gathering", MemoryTerms(gathered_parameters=buffers))
 
     def reduce(self) -> PeakCandidate:
-        """Return the moment of reductions, which run one group after another."""
-        buffers = self._largest_unit_numel() * self.master_size * (1 + self.kernel_workspace.stages_collectives)
-        return PeakCandidate("reducing", MemoryTerms(communication=buffers))
+        """Return the fullest moment of the reductions under z1, which run one group after another: embedding and head,
+        then the layers' buckets.
+
+        Complete gradients of a group are copied into a buffer and then freed, except the last, which a loop variable in
+        torch's `foreach_reduce` keeps alive; the result is the sharded gradient, which stays (see `_reduction_bytes`).
+        """
+        is_single = self.stage.is_single_shard
+        largest, change = 0, 0
+        for held in (self.param_shards.root, *self.param_shards.buckets(self.plan.bucket_layers)):
+            source = held.unsharded_numel * (1 + self.kernel_workspace.stages_collectives)
+            dropped = held.unsharded_numel if is_single else held.unsharded_numel - held.last_param_numel
+            result = max(0, held.shard_numel * (1 + is_single) - dropped)
+            largest = max(largest, change + source + result)
+            change -= held.unsharded_numel - held.shard_numel
+        return PeakCandidate("reducing", MemoryTerms(communication=largest * self.master_size))
 
     def _largest_unit_numel(self) -> int:
-        """Return the elements of the largest group that is gathered or reduced at once."""
-        return max(
-            [self.param_shards.root.unsharded_numel, *(held.unsharded_numel for held in self.param_shards.layers)]
-        )
+        """Return the elements of the largest group that is gathered at once."""
+        units = self.param_shards.root, *self.param_shards.buckets(self.plan.bucket_layers)
+        return max(held.unsharded_numel for held in units)
 
 
 def _layer_position(index: int) -> str:
     return ("last layer", "layer before the last")[index] if index < 2 else "first layer"
-
-
-def pending_reduction_numel(layers: tuple[ParamShard, ...], index: int, bucket: int) -> int:
-    """Return the elements of the bucket of layers that was reduced just before, and whose buffer lives on."""
-    if index == 0:
-        return 0
-    return sum(held.unsharded_numel for held in layers[-min(bucket, len(layers)) :]) if bucket == 1 else 0

@@ -47,6 +47,8 @@ class NativeStorage:
         self.layers = list(plan.layers(stage, spec.num_layers))
         mesh = plan.mesh(stage)
         self.is_single_rank = mesh.grad_sum_size == 1
+        self.is_single_shard = mesh.state_shards == 1
+        """True if no other rank holds a part of the same parameters: reductions over the shards are copies."""
         self.is_unsharded = self.is_single_rank and self.compute_size == self.master_size
         """True if nothing is sharded: gradients are accumulated where they are computed."""
         self.zero = "z2" if self.is_single_rank else plan.strategy(self.layers[0] if self.layers else 0).zero

@@ -6,7 +6,7 @@ torchtitan.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, prod
 
@@ -52,11 +52,20 @@ class StageParamShards:
     """Embedding and head."""
     other: ParamShard
     """Last norm, position embeddings, and heads that predict further tokens."""
+    last_root_numel: int
+    """Unsharded elements of the last parameter outside layers, in the order of the module."""
 
-    @property
+    @cached_property
     def root(self) -> ParamShard:
         """Parameters outside layers."""
-        return self.other + self.vocab
+        return replace(self.other + self.vocab, last_param_numel=self.last_root_numel)
+
+    def buckets(self, num_layers: int) -> tuple[ParamShard, ...]:
+        """Return the parameters of each bucket of so many layers, in model order; the last one may have fewer."""
+        if num_layers == 1:
+            return self.layers
+        starts = range(0, len(self.layers), num_layers)
+        return tuple(sum(self.layers[start : start + num_layers], start=NO_PARAMS) for start in starts)
 
     @cached_property
     def total(self) -> ParamShard:
@@ -83,7 +92,11 @@ def stage_param_shards(spec: ModelSpec, plan: Plan, stage: int) -> StageParamSha
             part = each if spec.tied_embeddings else each + each
     else:
         part = _sum_shards(spec, mesh, ((name, shape) for name, shape in outside if name in VOCAB_PARAMETERS))
-    return StageParamShards(_layer_shards(spec, mesh, layers), part, ends)
+    if plan.vocab_parallel:
+        final = part.last_param_numel or ends.last_param_numel
+    else:
+        final = _param_shard(spec, mesh, *outside[-1]).unsharded_numel if outside else 0
+    return StageParamShards(_layer_shards(spec, mesh, layers), part, ends, final)
 
 
 def _layer_shards(spec: ModelSpec, mesh: Mesh, layers: range) -> tuple[ParamShard, ...]:

@@ -44,3 +44,5 @@ class StageMemory:
     """Saved tensors of each micro-batch, held from S to T under a vocabulary-parallel head."""
     peak_candidates: Mapping[str, tuple[PeakCandidate, ...]]
     """Kind of instruction → candidates; `gather F` and `gather B`: more candidates if the pass gathers parameters."""
+    freed_by_reduction: int = 0
+    """Part of `gradients` that REDUCE_GRAD frees, since each rank keeps its shard only."""

@@ -1,0 +1,62 @@
+"""Random models with large vocabularies, and plans for them."""
+
+from random import Random
+
+from muster.spec.errors import InfeasibleError
+from muster.spec.model import ModelSpec
+from muster.spec.nearest_plans import require_runnable
+from muster.spec.plan import LayerStrategy, Plan
+from muster.spec.workload import Workload
+
+VOCABULARIES = (32_000, 50_257, 100_352, 128_256, 151_936, 256_000)
+
+
+def random_case(seed: int) -> tuple[ModelSpec, Plan, Workload]:
+    """A model of at most 8 layers, a plan that can run it, and a few micro-batches a pipeline rank."""
+    draw = Random(seed)
+    while True:
+        model, plan = _random_model(draw), _random_plan(draw)
+        model = model.model_copy(update={"num_layers": plan.num_stages * draw.choice((1, 2))})
+        count = plan.pp * draw.choice((1, 2))
+        batch = plan.mesh(0).dp_size * plan.micro_batch_size * count
+        workload = Workload(seq_len=draw.choice((128, 512, 1024, 2048)), global_batch_size=batch)
+        try:
+            require_runnable(plan, model, workload, plan.world_size)
+        except InfeasibleError:
+            continue
+        return model, plan, workload
+
+
+def _random_model(draw: Random) -> ModelSpec:
+    heads = draw.choice((4, 8, 16))
+    hidden = heads * draw.choice((32, 64))
+    learned = draw.random() < 0.25
+    return ModelSpec(
+        vocab_size=draw.choice(VOCABULARIES),
+        hidden_size=hidden,
+        num_layers=1,
+        num_heads=heads,
+        num_kv_heads=heads if learned else draw.choice((heads, 2)),
+        intermediate_size=draw.choice((2, 3, 4)) * hidden,
+        tied_embeddings=draw.random() < 0.5,
+        **({"norm": "layer", "position": "learned", "max_positions": 2048} if learned else {}),
+    )
+
+
+def _random_plan(draw: Random) -> Plan:
+    pp, tp = draw.choice((1, 2, 4)), draw.choice((1, 1, 2))
+    strategy = LayerStrategy(
+        zero=draw.choice(("z1", "z1", "z2", "z3")),
+        recompute=draw.choice(("none", "elementwise")),
+        sp=tp > 1 and draw.random() < 0.5,
+    )
+    return Plan(
+        dp_shard=draw.choice((1, 2, 4)),
+        dp_replicate=draw.choice((1, 1, 1, 2)),
+        tp=tp,
+        pp=pp,
+        micro_batch_size=draw.choice((1, 2)),
+        precision=draw.choice(("bf16", "bf16", "fp32")),
+        bucket_layers=draw.choice((1, 1, 2, 3)),
+        default_strategy=strategy,
+    )
