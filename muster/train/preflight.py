@@ -79,6 +79,8 @@ def dry_run(resolved: ResolvedConfig, options: TrainOptions) -> tuple[ChosenPlan
         count = options.nodes.num_nodes
         chosen = choose_plan(resolved, ranks_per_node(resolved, options.nproc, count) * count, count)
     require_unlocked(options.run_dir)
+    if (url := resolved.config.train.remote_checkpoint_dir) is not None:
+        RemoteCheckpoints(url)  # whose lock a run takes next
     return chosen, preflight(resolved, chosen, options, is_trial=True)
 
 
