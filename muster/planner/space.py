@@ -292,7 +292,8 @@ def schedule_options(request: PlanRequest, pp: int) -> list[tuple[str, int]]:
         entry = SCHEDULES[required]
         return [(required, count) for count in counts if entry.supports_chunks(count) and pp * count <= num_layers]
     if pp == 1:
-        return [(DEFAULT_SCHEDULE, 1)]
+        fits_one_rank = required in SCHEDULES and SCHEDULES[required].supports_chunks(1)
+        return [(required if fits_one_rank else DEFAULT_SCHEDULE, 1)]
     counts = [count for count in CHUNK_COUNTS if pp * count <= num_layers]
     single: list[tuple[str, int]] = []
     free: list[tuple[str, int]] = []
