@@ -22,9 +22,7 @@ def load_model(path: str | Path, *, precision: Precision = "fp32") -> "Decoder":
     model, MusterError where it is damaged.
     """
     place = _existing(path)
-    import_torch_module("muster.checkpoint.initial_weights")
-    import torch
-
+    torch = import_torch_module("torch")
     from muster.checkpoint.initial_weights import load_initial_weights
     from muster.checkpoint.local_shard import LocalShard
     from muster.checkpoint.model_directory import model_weights, open_directory

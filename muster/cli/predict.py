@@ -32,7 +32,7 @@ def run(arguments: list[str]) -> int:
 
         write_page(args.html, prediction_page(prediction, f"{args.model} on {args.cluster}", training))
     if args.json:
-        from muster.report.prediction import prediction_json
+        from muster.report.training import prediction_json
 
         print(json.dumps(prediction_json(prediction, training), indent=2))
     else:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from muster.cost.uncertainty import COVERAGE
 from muster.planner.training_cost import TrainingCost, energy_kwh
@@ -12,7 +11,7 @@ from muster.report.html import Html, element
 from muster.report.page import description_list, page, section
 from muster.report.terminal import plan_rows
 from muster.report.timeline_rows import evenly_spaced
-from muster.report.training import format_kwh, price_json, price_note, training_json, training_lines
+from muster.report.training import format_kwh, price_note, training_lines
 from muster.simulate.predict import Prediction, RankMemory
 from muster.spec.plan_name import format_plan_name
 
@@ -23,17 +22,6 @@ _BAR = 24
 
 TableRow = tuple[str, ...]
 """Texts of a table row."""
-
-
-def prediction_json(prediction: Prediction, training: TrainingCost | None) -> dict[str, Any]:
-    """Return the prediction as plain data, with prices and the cost of a whole training."""
-    whole = None if training is None else training_json(training)
-    return {
-        **prediction.to_json(),
-        "kwh_per_1b_tokens": energy_kwh(prediction, 1e9 / prediction.tokens_per_s),
-        "prices": price_json(prediction.cluster),
-        "training": whole,
-    }
 
 
 def prediction_lines(prediction: Prediction, training: TrainingCost | None = None) -> list[str]:

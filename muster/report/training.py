@@ -1,9 +1,10 @@
-"""Cost of a whole training, part by part, for people and as JSON."""
+"""Cost of a whole training, part by part, for people, and as JSON beside the prediction that it is made from."""
 
 from typing import Any
 
-from muster.planner.training_cost import PUE, TrainingCost
+from muster.planner.training_cost import PUE, TrainingCost, energy_kwh
 from muster.report.formatting import format_bytes, format_count, format_fraction, format_seconds
+from muster.simulate.predict import Prediction
 from muster.spec.cluster import ClusterSpec
 
 _PARTS = (
@@ -15,7 +16,7 @@ _PARTS = (
     ("restarts", "restarts_h"),
 )
 """Name of each part of the time, and its field."""
-_INTERVAL = "Young and Daly's interval, or what storage allows"
+_INTERVAL = "Young and Daly, or what storage allows"
 
 
 def training_lines(cost: TrainingCost, cluster: ClusterSpec) -> list[str]:
@@ -28,7 +29,9 @@ def training_lines(cost: TrainingCost, cluster: ClusterSpec) -> list[str]:
     interval = format_seconds(cost.checkpoint_interval_s)
     lines.append(f"failures  {format_count(cost.failures)} expected, one in {_mtbf(cost.mtbf_h)}")
     lines.append(f"saves     {format_bytes(cost.checkpoint_bytes)} every {interval} ({_INTERVAL})")
-    lines.append(f"cost      {format_usd(cost.usd)}{price_note(cluster)}, {format_kwh(cost.kwh)}")
+    lines.append(f"cost      {format_usd(cost.usd)}{price_note(cluster)}")
+    co2 = "" if cost.co2_kg is None else f", {format_count(cost.co2_kg)} kg of CO₂"
+    lines.append(f"energy    {format_kwh(cost.kwh)}{co2}")
     return lines
 
 
@@ -48,7 +51,7 @@ def format_usd(usd: float | None) -> str:
 
 def format_kwh(kwh: float | None) -> str:
     """Format energy with what it contains."""
-    return "N/A" if kwh is None else f"{format_count(kwh)} kWh (power limits of the devices × {PUE:g} for the building)"
+    return "N/A" if kwh is None else f"{format_count(kwh)} kWh (power limits × {PUE:g} for the building)"
 
 
 def price_note(cluster: ClusterSpec) -> str:
@@ -79,4 +82,15 @@ def training_json(cost: TrainingCost) -> dict[str, Any]:
         "usd": cost.usd,
         "kwh": cost.kwh,
         "co2_kg": cost.co2_kg,
+    }
+
+
+def prediction_json(prediction: Prediction, training: TrainingCost | None) -> dict[str, Any]:
+    """Return the prediction as plain data, with prices and the cost of a whole training."""
+    whole = None if training is None else training_json(training)
+    return {
+        **prediction.to_json(),
+        "kwh_per_1b_tokens": energy_kwh(prediction, 1e9 / prediction.tokens_per_s),
+        "prices": price_json(prediction.cluster),
+        "training": whole,
     }
