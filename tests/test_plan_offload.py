@@ -124,7 +124,7 @@ def test_offload_is_chosen_where_it_takes_less_than_recompute() -> None:
     assert offloads(found.plan)
     assert found.value < other.value
     reasons = find_reasons(FirstPlan(found, PlanEvaluator(request), 0.0), [], SearchBudget())
-    said = next(reason.sentence for reason in reasons if reason.comparison.name == "without offload")
+    said = next(reason.sentence for reason in reasons if reason.comparison.name == "the same plan without offload")
     assert "slower" in said or "doesn't fit" in said
 
 

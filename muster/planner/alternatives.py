@@ -24,7 +24,15 @@ from muster.spec.plan import Plan
 SAME_SPEED_TOLERANCE = 0.005
 """Relative difference of step times below which plans count as equally fast."""
 
-NOT_FINISHED = "not finished (raise --effort)"
+NOT_FINISHED = "not finished (more --effort or --time-limit)"
+
+LESS_AND_MORE = {
+    "time": ("faster", "slower"),
+    "cost": ("cheaper", "more expensive"),
+    "energy": ("less energy", "more energy"),
+    "memory": ("less memory", "more memory"),
+}
+"""Words for a smaller and a larger value of each objective."""
 
 FAIR_SHARES = 2.0
 """Equal parts of the budget that one of several alternatives may take."""
@@ -141,17 +149,18 @@ def compare_alternative(against: FirstPlan, alternative: Alternative) -> Compari
         return Comparison(name, best, slower, None, words + note)
     least = alternative.least_value if fuller else max(alternative.least_value, min(against.least_value, most))
     interval = least / first.value - 1, most / first.value - 1
-    return Comparison(name, best, None, interval, f"{_interval(*interval)}, {NOT_FINISHED}{note}")
+    words = _interval(*interval, *LESS_AND_MORE[alternative.result.evaluator.request.objective])
+    return Comparison(name, best, None, interval, f"{words}, {NOT_FINISHED}{note}")
 
 
-def _interval(low: float, high: float) -> str:
+def _interval(low: float, high: float, less: str, more: str) -> str:
     """Return an interval of relative differences: `3.1 % to 4.0 % slower`, `2.0 % faster to 1.0 % slower`."""
     if low <= -1:
-        return f"up to {high:.1%} slower, or faster"
+        return f"up to {high:.1%} {more}, or {less}"
     if (low < 0) == (high < 0):
         near, far = sorted((abs(low), abs(high)))
-        return f"{near:.1%} to {far:.1%} {'faster' if low < 0 else 'slower'}"
-    return f"{-low:.1%} faster to {high:.1%} slower"
+        return f"{near:.1%} to {far:.1%} {less if low < 0 else more}"
+    return f"{-low:.1%} {less} to {high:.1%} {more}"
 
 
 def describe_difference(first: EvaluatedPlan, other: EvaluatedPlan, objective: str) -> str:

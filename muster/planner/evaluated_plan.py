@@ -7,7 +7,7 @@ from typing import NamedTuple
 from muster.simulate.predict import Prediction
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
-from muster.spec.supported import unsupported_features
+from muster.spec.supported import unsupported_features, unsupported_parts
 
 
 class SortKey(NamedTuple):
@@ -37,8 +37,9 @@ class EvaluatedPlan:
 
     @cached_property
     def unsupported(self) -> list[str]:
-        """Features of the plan that can't be run yet."""
-        return unsupported_features(self.plan)
+        """Parts of the model and features of the plan that can't be run yet."""
+        parts = [f"{part} can't be run yet" for part in unsupported_parts(self.prediction.model)]
+        return parts + unsupported_features(self.plan)
 
     @property
     def peak_bytes(self) -> int:

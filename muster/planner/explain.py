@@ -136,7 +136,7 @@ def _suggest_anticipated(request: PlanRequest) -> str:
     if not request.runnable:
         return ""
     found = search(replace(request, runnable=False), 1, SearchBudget.start(ANTICIPATION_EFFORT)).best
-    if not found:
+    if not found or not found[0].unsupported:
         return ""
     return f"; {found[0].name} is predicted to fit, but can't be run yet: --anticipate shows such plans"
 

@@ -104,10 +104,10 @@ def _nearest_degrees(degree: int) -> list[int]:
 def _without_savings(first: EvaluatedPlan, evaluator: PlanEvaluator) -> Iterator[Reason]:
     """Yield the first plan without its recompute, and without its offload, where these aren't required."""
     plan, fixed = first.plan, evaluator.request.fixed
-    if "recompute" not in fixed and any(strategy.recompute != "none" for strategy in plan.strategies):
-        yield _changed_reason("without recompute", with_all_layers(plan, recompute="none"), first, evaluator)
-    if "offload" not in fixed and any(strategy.offload != "none" for strategy in plan.strategies):
-        yield _changed_reason("without offload", with_all_layers(plan, offload="none"), first, evaluator)
+    for field in ("recompute", "offload"):
+        if field not in fixed and any(getattr(strategy, field) != "none" for strategy in plan.strategies):
+            changed = with_all_layers(plan, **{field: "none"})
+            yield _changed_reason(f"the same plan without {field}", changed, first, evaluator)
 
 
 def _changed_reason(words: str, plan: Plan, first: EvaluatedPlan, evaluator: PlanEvaluator) -> Reason:

@@ -225,7 +225,7 @@ def what_if_lines(cases: Sequence[WhatIfCase]) -> list[str]:
 def _plan_or_why_not(case: WhatIfCase) -> str:
     if case.best is None:
         return case.reason
-    unproven = f" (another plan may take {case.gap:.1%} less: raise --effort)" if case.gap else ""
+    unproven = f" (another plan may take {case.gap:.1%} less: more --effort or --time-limit)" if case.gap else ""
     return case.best.name + unnamed_settings(case.best.plan) + unproven
 
 

@@ -122,7 +122,7 @@ def _search_text(answer: PlanAnswer) -> str:
     if result.gave_up_head_room_early:
         return text + f"stopped early: another plan may leave {MEMORY_HEADROOM:.0%} of the memory free"
     if result.gap >= 1:  # nothing is known of what memory the others need
-        return text + "stopped early: another plan may be better (raise --effort)"
+        return text + "stopped early: another plan may be better (more --effort or --time-limit)"
     return text + f"stopped early: another plan may be better by up to {result.gap:.1%}"
 
 
