@@ -161,7 +161,7 @@ def _grown_cluster(cluster: ClusterSpec, factor: int) -> ClusterSpec:
         wanted = each * nodes * factor
         if node is not None and nodes == 1 and each < node.devices:
             each = min(node.devices, wanted)
-        changed = {"devices_per_node": each, "num_nodes": max(1, wanted // each)}
+        changed: dict[str, object] = {"devices_per_node": each, "num_nodes": max(1, wanted // each)}
         if group.nics is None and node is not None:
             changed["nics"] = node.nics
         groups.append(group.model_copy(update=changed))

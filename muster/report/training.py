@@ -56,7 +56,7 @@ def format_kwh(kwh: float | None) -> str:
 
 def price_note(cluster: ClusterSpec) -> str:
     """Return the dates of the devices' prices in brackets; empty where a price is unknown."""
-    prices = {group.device.price for group in cluster.groups}
+    prices = [group.device.price for group in cluster.groups]
     dates = sorted({price.date for price in prices if price is not None})
     return "" if None in prices else f" (price of {', '.join(dates)})"
 

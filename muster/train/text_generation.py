@@ -30,7 +30,7 @@ from muster.plugins.loader import require_unchanged_plugins
 from muster.spec.base import Frozen
 from muster.spec.errors import ConfigError, MusterError
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Plan, Precision
+from muster.spec.plan import PRECISIONS, Plan, Precision
 from muster.spec.text_generation import SamplingParams
 from muster.train.data import run_tokenizer
 
@@ -132,7 +132,10 @@ def _stored_precision(weights: TensorSource) -> Precision:
     for meta in weights.metas.values():
         numel[meta.dtype] += meta.numel
     dtype = numel.most_common(1)[0][0]
-    return next((precision for precision, known in DTYPES.items() if known == dtype), "fp32")
+    for precision in PRECISIONS:  # fp8 has no dtype of its own: its weights are stored in another
+        if DTYPES.get(precision) == dtype:
+            return precision
+    return "fp32"
 
 
 def sample_prompt(dataset: SampleStream, tokenizer: Tokenizer, context: int) -> str:
