@@ -1,6 +1,7 @@
 """Text: cached or not, alone or in a batch, on one process or two, it is the same; and what can't be made."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -179,7 +180,7 @@ def test_converted_weights_write_what_the_run_writes(
 def test_a_directory_of_another_program_is_run_as_it_is_stored(dtype: str, tmp_path: Path) -> None:
     from tests.hf_models import random_model
 
-    random_model("llama").to(getattr(torch, dtype)).save_pretrained(tmp_path)
+    deepcopy(random_model("llama")).to(getattr(torch, dtype)).save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     assert find_trained_model(tmp_path).plan.precision == {"float32": "fp32", "bfloat16": "bf16"}[dtype]
 
