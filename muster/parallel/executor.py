@@ -1,20 +1,19 @@
 """Executor of a Program on one rank, which also records what the rank did when."""
 
 from collections.abc import Callable, Mapping
-from time import perf_counter
 
 import torch.distributed as dist
 from torch import Tensor
 
 from muster.launch.heartbeat import PAGE_BYTES, Heartbeat
 from muster.parallel.axis import PendingTensor
+from muster.parallel.device_clock import HostClock, StepClock, StepRecord, TimedInstruction
 from muster.parallel.p2p import P2PRoute, PendingReceive
 from muster.parallel.stage import Stage
 from muster.parallel.vocab_parallel import VocabShard
 from muster.schedule.action import KINDS, LANES, RECEIVES, Action, Kind, Lane, matching_transfer
 from muster.schedule.program import Instruction, Program, Wait
 from muster.schedule.send_completion import completed_sends
-from muster.simulate.timeline import Event
 
 Handler = Callable[[Action], None]
 
@@ -27,8 +26,8 @@ class Executor:
     communicate (and, within a pass, the stage itself).
 
     `handlers` execute the kinds that no single stage can: gradient norm, optimizer step, tied embeddings, replicas.
-    `routes` lead from a stage on this pipeline rank to a neighbouring stage on another one. `clock` gives the seconds
-    of events. `heartbeat` is told of each instruction as it starts.
+    `routes` lead from a stage on this pipeline rank to a neighbouring stage on another one. `clock` takes
+    the moments at which instructions start and end. `heartbeat` is told of each instruction as it starts.
     """
 
     def __init__(
@@ -39,13 +38,13 @@ class Executor:
         stages: Mapping[int, Stage],
         routes: Mapping[tuple[int, int], P2PRoute],
         handlers: Mapping[Kind, Handler],
-        clock: Callable[[], float] = perf_counter,
+        clock: StepClock | None = None,
         vocab: VocabShard | None = None,
         heartbeat: Heartbeat | None = None,
     ) -> None:
         self._report_start = (heartbeat or Heartbeat(bytearray(PAGE_BYTES))).begin
         self.program = program
-        self._clock = clock
+        self._clock = clock or HostClock()
         self._vocab_parallel = vocab is not None
         self.lanes: dict[Lane, tuple[Instruction, ...]] = {lane: program.ranks[pp_rank].get(lane, ()) for lane in LANES}
         self.pp_rank = pp_rank
@@ -78,8 +77,8 @@ class Executor:
         for kind, handler in handlers.items():
             self._handlers[kind] = lambda instruction, handler=handler: handler(instruction.action)
 
-    def run(self) -> list[Event]:
-        """Run one step and return this rank's events, in seconds of the machine's monotonic clock."""
+    def run(self) -> StepRecord:
+        """Run one step and return the record of this rank's instructions."""
         self._cursor: dict[Lane, int] = dict.fromkeys(LANES, 0)
         self._pending: dict[Wait, PendingReceive | PendingTensor] = {}
         """Communication that has started and overlaps with compute."""
@@ -90,7 +89,7 @@ class Executor:
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._output_gradients: dict[tuple[int, int], Tensor] = {}
         self._input_gradients: dict[tuple[int, int], Tensor] = {}
-        self._events: list[Event] = []
+        self._timed: list[TimedInstruction] = []
         for _ in self.lanes["compute"]:
             self._start_ready()
             self._start_next("compute")
@@ -102,7 +101,7 @@ class Executor:
         assert not self._pending_copies, "no pass waits for a copy, which the checker should have refused"
         for index in list(self._pending_sends):
             self._release_send(index)
-        return self._events
+        return self._clock.take_record(self.world_rank, self._timed)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Order
@@ -121,11 +120,13 @@ class Executor:
         for wait in instruction.waits:
             self._wait_for(wait)
         self._cursor[lane] = index + 1
-        start_s = self._clock()
+        start = self._clock.mark()
         self._report_start(instruction.action)
         self._handlers[instruction.action.kind](instruction)
+        if instruction.action.kind == Kind.GRAD_NORM:  # whose result the host has read
+            self._clock.mark_idle()
         if instruction.action.kind not in RECEIVES and not KINDS[instruction.action.kind].overlapped:
-            self._events.append(Event(self.world_rank, lane, instruction.action, start_s, self._clock()))
+            self._timed.append((lane, instruction.action, start, self._clock.mark()))
 
     def _is_complete(self, wait: Wait) -> bool:
         has_started = self._cursor[wait.lane] > wait.index
@@ -140,7 +141,7 @@ class Executor:
             self._pending_copies.pop(wait)()
 
     def _complete(self, wait: Wait) -> None:
-        start_s = self._clock()
+        start = self._clock.mark()
         action = self.lanes[wait.lane][wait.index].action
         self._report_start(action, True)
         result = self._pending.pop(wait).wait()
@@ -150,7 +151,7 @@ class Executor:
             for index in self._sends_completed_by.get(wait.index, ()):
                 self._release_send(index)
         # Overlapped communication costs nothing: its event is the time for which the rank stalled.
-        self._events.append(Event(self.world_rank, wait.lane, action, start_s, self._clock()))
+        self._timed.append((wait.lane, action, start, self._clock.mark()))
 
     # ------------------------------------------------------------------------------------------------------------------
     # Passes

@@ -11,6 +11,7 @@ import torch
 
 from muster.cost.time.op_times import OpTimes
 from muster.model.saved_tensors import count_saved_bytes
+from muster.parallel.device_clock import synchronize
 from muster.parallel.fsdp import gradient_bytes
 from muster.parallel.p2p import P2PRoute
 from muster.parallel.stage import DecoderStage
@@ -137,8 +138,7 @@ class _InstructionTimer:
         return {key: max(share_s, _mean_of_later_half(self._cpu_s[key])) for key, share_s in shares_s.items()}
 
     def _synchronize(self) -> None:
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)
+        synchronize(self._world.device)
 
 
 def _mean_of_later_half(values: list[float]) -> float:
@@ -226,6 +226,7 @@ def _measure_p2p(stages: Mapping[int, DecoderStage], world: World, routes: Mappi
             work.wait()
 
     times = []
+    synchronize(world.device)
     for _ in range(6):
         start_s = perf_counter()
         if is_first:
@@ -233,6 +234,7 @@ def _measure_p2p(stages: Mapping[int, DecoderStage], world: World, routes: Mappi
         route.receive(buffer).wait()
         if not is_first:
             send()
+        synchronize(world.device)  # work under way on a device is over before its wait returns only on a CPU
         times.append((perf_counter() - start_s) / 2)
     return median(times[1:])
 

@@ -108,7 +108,7 @@ def data_wait_text(metrics: Sequence[dict]) -> str:
 
 def _measured_timeline(trainer: Trainer) -> Timeline:
     """Return all ranks' events of the step that took rank 0 the median time, from the first start on any rank."""
-    rounds = dict(trainer.step_events)
+    rounds = trainer.step_events()
     spans = {step: max(e.end_s for e in events) - min(e.start_s for e in events) for step, events in rounds.items()}
     steps = sorted(spans, key=spans.__getitem__)
     chosen = trainer.world.broadcast_object(steps[len(steps) // 2] if steps else 0)

@@ -79,12 +79,12 @@ class PostValidation:
         start_s = perf_counter()
         self.trainer.load_batch()
         data_s = perf_counter() - start_s
-        events = self.executor.run()
+        record = self.executor.run()
         if self._rejected is not None:
             self._redo_step(self._rejected)
         else:
             assert self._pending is not None
-            self.trainer.count_finished_step(events)
+            self.trainer.count_finished_step(record)
             self._pending.time_s = perf_counter() - start_s
             self._pending.data_s = data_s
         yield from self._pop_finished()

@@ -12,6 +12,7 @@ from muster.data.dataset import SampleStream
 from muster.layout.mesh import dp_index_of, rank_at
 from muster.layout.tensor_layout import stages_on
 from muster.optim.lr import lr_at_step
+from muster.parallel.device_clock import StepRecord, step_clock
 from muster.parallel.executor import Executor
 from muster.parallel.op_profile import StageProfile, profile_stages
 from muster.parallel.p2p import stage_routes, tied_embedding_routes, variable_length_routes
@@ -83,7 +84,9 @@ class Trainer:
         self.step_count = 0
         """Completed steps, skipped ones included."""
         self.samples_consumed = 0
-        self.step_events: deque[tuple[int, list[Event]]] = deque(maxlen=KEPT_STEPS)
+        self._step_events: deque[tuple[int, list[Event]]] = deque(maxlen=KEPT_STEPS)
+        self._unread_steps: deque[tuple[int, StepRecord]] = deque()
+        """Steps whose events a device may not have reached yet."""
 
     def _read_plan(self) -> None:
         self.program = self._program_of(self.plan)
@@ -123,6 +126,7 @@ class Trainer:
             self.stages,
             self._routes,
             self.handlers | dict(handlers or {}),
+            clock=step_clock(world.device),
             vocab=next((stage.vocab for stage in self.stages.values() if stage.vocab), None),
             heartbeat=world.heartbeat if has_heartbeat else None,
         )
@@ -135,10 +139,10 @@ class Trainer:
         start_s = perf_counter()
         state = self.load_batch()
         data_s = perf_counter() - start_s
-        events = self._executor.run()
+        record = self._executor.run()
         if self._custom_step is not None:
             self._custom_step.run(self._executor.run)
-        self.count_finished_step(events)
+        self.count_finished_step(record)
         return self.result(state, perf_counter() - start_s, data_s)
 
     def load_batch(self) -> StepState:
@@ -156,11 +160,23 @@ class Trainer:
         )
         return self.updater.state
 
-    def count_finished_step(self, events: list[Event]) -> None:
-        """Advance to the next batch after a step with these events."""
+    def count_finished_step(self, record: StepRecord) -> None:
+        """Advance to the next batch after a step with these instructions."""
         self.step_count += 1
         self.samples_consumed += self.config.train.global_batch_size
-        self.step_events.append((self.step_count, events))
+        self._unread_steps.append((self.step_count, record))
+        while self._unread_steps and self._unread_steps[0][1].is_complete():  # on a GPU, up to the step before
+            self._read_first_record()
+
+    def _read_first_record(self) -> None:
+        step, record = self._unread_steps.popleft()
+        self._step_events.append((step, record.events()))
+
+    def step_events(self) -> dict[int, list[Event]]:
+        """Return the events of the last steps by step, in seconds of this machine's monotonic clock."""
+        while self._unread_steps:
+            self._read_first_record()
+        return dict(self._step_events)
 
     def result(self, state: StepState, time_s: float, data_s: float) -> StepResult:
         """Return the result of the step that was decided on last."""
