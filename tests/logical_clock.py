@@ -152,10 +152,14 @@ def run_case(rank: int, case: dict[str, Any]) -> dict[str, Any]:
     stages = {index: LogicalStage(index, clock, live) for index, place in enumerate(program.placement) if place == rank}
     handlers: dict[str, Callable[[Action], None]] = {"GRAD_NORM": lambda _: dist.barrier()}
     handlers |= dict.fromkeys(("ALL_REDUCE_REPLICAS", "STEP"), lambda _: None)
-    executor = LogicalExecutor(program, rank, rank, stages, direct_routes(program.placement), handlers, HostClock(clock))
+    executor = LogicalExecutor(
+        program, rank, rank, stages, direct_routes(program.placement), handlers, HostClock(clock)
+    )
     executor.clock = clock
     executed = [
-        [str(event.action), event.start_s, event.end_s] for event in executor.run().events() if event.action.kind in PASSES
+        [str(event.action), event.start_s, event.end_s]
+        for event in executor.run().events()
+        if event.action.kind in PASSES
     ]
     known = {(k, s): seconds(k, s) for k in PASSES for s in range(program.num_stages)}
     known |= dict.fromkeys((("OFFLOAD", -1), ("RELOAD", -1)), COPY_S)

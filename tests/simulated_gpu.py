@@ -23,7 +23,7 @@ class SimulatedGpu:
         self.syncs += 1
         self.host_s = max(self.host_s, self.device_s)
 
-    def Event(self, enable_timing: bool = False) -> "SimulatedEvent":  # noqa: N802 -- the name in torch.cuda
+    def Event(self, enable_timing: bool = False) -> "SimulatedEvent":
         assert enable_timing
         return SimulatedEvent(self)
 

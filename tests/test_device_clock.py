@@ -83,9 +83,7 @@ def test_a_transfer_between_devices_is_timed_to_its_end(gpu: SimulatedGpu, monke
         receive=lambda buffer: SimpleNamespace(wait=lambda: gpu.launch(hop_s)),
     )
     plan = Plan(pp=2)
-    world: Any = SimpleNamespace(
-        plan=plan, at=SimpleNamespace(pp=0), device=torch.device("cuda"), barrier=lambda: None
-    )
+    world: Any = SimpleNamespace(plan=plan, at=SimpleNamespace(pp=0), device=torch.device("cuda"), barrier=lambda: None)
     stages: Any = {0: SimpleNamespace(receive_buffer=lambda _: torch.ones(1))}
     routes: Any = {(0, 1): route}
     monkeypatch.setattr(op_profile, "perf_counter", gpu.now_s)

@@ -17,6 +17,7 @@ from muster.layout.mesh import MeshCoordinates, coordinates_of, rank_at, ranks_o
 from muster.parallel.axis import PipelineAxis, TensorAxis
 from muster.spec.mesh_axes import STAGE_AXES
 from muster.spec.plan import LayerStrategy, Plan
+from muster.spec.units import pluralize
 
 T = TypeVar("T")
 
@@ -131,10 +132,10 @@ def open_world(
     A rank that leaves early can abort slower ones, so a normal exit ends with a barrier. An exception skips it, because
     the others may never come.
     """
-    device = device or pick_device(rank, size)
     where = open_heartbeat()
     where.update("join")
     prefixed = dist.PrefixStore(f"generation-{generation}", store)
+    device = device or pick_device(rank, size, prefixed)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=prefixed,
@@ -183,14 +184,38 @@ def _pipeline_axis(plan: Plan, at: MeshCoordinates) -> PipelineAxis:
     return own
 
 
-def pick_device(rank: int, size: int) -> torch.device:
+def pick_device(rank: int, size: int, store: dist.Store | None = None) -> torch.device:
     """Return this rank's GPU if the machine has one for each of its ranks, else the CPU, which all of them share.
 
-    torchrun sets the number of ranks on a machine; without it all of them run on this one.
+    torchrun sets the number of ranks on a machine; without it all of them run on this one. Where a workload manager
+    lets each process see a GPU of its own, as Slurm does with --gpus-per-task=1, each takes the one that it sees; the
+    ranks find that out over the `store`. Rank 0 says where GPUs are left unused.
     """
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        return device
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if visible >= local_size:
+        return _use_gpu(local_rank)
+    if visible == 1 and store is not None and _sees_own_gpu(store, rank, size):
+        return _use_gpu(0)
+    if visible and rank == 0:
+        gpus, ranks = pluralize(visible, "GPU"), pluralize(local_size, "rank")
+        print(
+            f"training on the CPU: this machine has {gpus} for {ranks}, and each rank needs one of its own;"
+            f" --nproc {visible} uses {'it' if visible == 1 else 'them'}",
+            flush=True,
+        )
     return torch.device("cpu")
+
+
+def _use_gpu(index: int) -> torch.device:
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _sees_own_gpu(store: dist.Store, rank: int, size: int) -> bool:
+    """Return True if no two ranks see the same GPU; all ranks must call it."""
+    keys = [f"gpu of rank {other}" for other in range(size)]
+    store.set(keys[rank], str(torch.cuda.get_device_properties(0).uuid))
+    store.wait(keys, COLLECTIVE_TIMEOUT)
+    return len({store.get(key) for key in keys}) == size

@@ -20,7 +20,9 @@ from muster.launch.launcher import launch, rank_command
 from muster.launch.nodes.launcher_group import LauncherGroup
 from muster.launch.rank_errors import log_path
 from muster.launch.rank_process import exit_process, rank_main
-from muster.parallel.world import open_world
+from muster.parallel.device_clock import synchronize
+from muster.parallel.world import World, open_world
+from muster.spec.errors import MusterError
 from muster.spec.plan import Plan
 
 MESSAGE_BYTES, ROUNDS = 1 << 24, 5
@@ -31,20 +33,31 @@ def all_reduce_on_rank(folder: Path, store: dist.Store, rank: int, world_size: i
     """All-reduce with the other ranks a few times; rank 0 writes the bandwidth to a file."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with open_world(store, rank, world_size, Plan(pp=world_size)) as world:
-        values = torch.ones(MESSAGE_BYTES // 4, device=world.device)
-        times = []
-        for _ in range(ROUNDS + 1):
-            world.barrier()
-            begin = time.perf_counter()
-            world.all_reduce(values)
-            values[:1].cpu()
-            times.append(time.perf_counter() - begin)
-        if values[0].item() != float(world_size) ** (ROUNDS + 1):
-            raise RuntimeError("the ranks' sum is wrong")
+        times = time_all_reduces(world)
         if rank == 0:
             found = {"bytes_per_s": MESSAGE_BYTES / median(times[1:]), "device": world.device.type}
             (folder / _FOUND).write_text(json.dumps(found))
     return 0
+
+
+def time_all_reduces(world: World) -> list[float]:
+    """Return the seconds of each all-reduce of `MESSAGE_BYTES`. Raises MusterError where a sum is wrong."""
+    values = torch.empty(MESSAGE_BYTES // 4, device=world.device)
+    times = []
+    for _ in range(ROUNDS + 1):
+        values.fill_(1.0)  # anew: sums of sums outgrow the integers that float32 can hold
+        world.barrier()
+        synchronize(world.device)
+        begin = time.perf_counter()
+        world.all_reduce(values)
+        synchronize(world.device)
+        times.append(time.perf_counter() - begin)
+        if (found := values[[0, -1]].tolist()) != [world.size, world.size]:
+            raise MusterError(
+                f"an all-reduce of ones over {world.size} ranks gave {found[0]:g} and {found[1]:g}: expected"
+                f" {world.size}; check the network, and the versions of its drivers and libraries"
+            )
+    return times
 
 
 def check_across_nodes(team: LauncherGroup, num_ranks: int, limit_s: float) -> tuple[ExitStatus, dict[str, Any]]:

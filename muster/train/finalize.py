@@ -3,6 +3,7 @@ report."""
 
 import json
 import platform
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,9 +11,12 @@ from statistics import median
 from time import time
 from typing import Any
 
-import torch
 from rich.console import Console
 
+from muster.config.local_machine import detect_machine
+from muster.config.run_config import RunConfig
+from muster.cost.memory.device_overhead import device_overhead
+from muster.cost.memory.forecast import forecast_memory
 from muster.cost.memory.rank_memory import rank_memory
 from muster.parallel.op_profile import StageProfile
 from muster.report.console import table_console
@@ -21,19 +25,22 @@ from muster.report.page import write_report
 from muster.report.report_data import PredictedVsMeasured, ReportData, RunInfo
 from muster.report.run_files import read_metrics
 from muster.report.terminal import comparison_table, plan_lines
+from muster.schedule.build import build_program
 from muster.simulate.breakdown import breakdown
 from muster.simulate.timeline import Event, Timeline, timeline_to_json
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 from muster.spec.text_generation import SamplingParams
 from muster.train.data import run_tokenizer
+from muster.train.device_metrics import DeviceMemory, DeviceMetrics
 from muster.train.metrics import null_non_finite, write_text
 from muster.train.text_generation import GenerationRequest, find_trained_model, generate_texts, sample_prompt
 from muster.train.trainer import Trainer
 from muster.train.validation_loss import ALL_DATA, validation_losses, validation_metrics, validation_text
 from muster.version import __version__
 
-MFU_NOTE = "MFU: N/A, because the peak arithmetic rate of this device is not in the catalogue"
+MAX_SAMPLED_PARAMETERS = 1_000_000_000
+"""Most parameters of a model that a run ends with a sample of."""
 
 
 def print_plan(trainer: Trainer, predicted: Timeline) -> None:
@@ -42,11 +49,16 @@ def print_plan(trainer: Trainer, predicted: Timeline) -> None:
     print(plan_lines(plan, config.model, config.workload, plan.num_micro_batches(config.workload)))
     step, idle = format_seconds(predicted.makespan_s), breakdown(predicted).bubble_fraction
     print(f"predicted step: {step}, {idle:.0%} of it idle, from passes timed on this machine")
-    print(MFU_NOTE)
 
 
 def finalize(
-    trainer: Trainer, run_dir: Path, predicted: Timeline, profile: StageProfile, started_at: float, first_step: int
+    trainer: Trainer,
+    run_dir: Path,
+    predicted: Timeline,
+    profile: StageProfile,
+    devices: DeviceMetrics,
+    started_at: float,
+    first_step: int,
 ) -> dict[str, float]:
     """Evaluate, compare prediction with measurement, and write a text sample and the report.
 
@@ -57,10 +69,12 @@ def finalize(
     losses = validation_losses(trainer, config.eval.batches)
     measured = _measured_timeline(trainer)
     memory = world.all_gather_object(_memory_terms(trainer, profile))
+    used = [found for found in world.all_gather_object(devices.memory()) if found is not None]
     if world.rank != 0:
         return losses
     metrics = read_metrics(run_dir / "metrics.jsonl")
     rows = _comparison(predicted, measured, [row for row in metrics if row["step"] >= first_step], memory)
+    rows += _device_memory_rows(trainer, used)
     timelines = {"version": 1, "predicted": timeline_to_json(predicted), "measured": timeline_to_json(measured)}
     write_text(run_dir / "timeline.json", json.dumps(timelines))
     write_text(run_dir / "result.json", json.dumps(_result(losses, rows)))
@@ -68,10 +82,11 @@ def finalize(
     notes = [data_wait_text(metrics)] if metrics else []
     if ALL_DATA in losses:
         notes.append(validation_text(losses))
+    notes += _sample_notes(config, run_dir)
     data = ReportData(
         title=run_dir.name,
         plan_name=format_plan_name(trainer.plan),
-        facts=_run_facts(trainer, metrics, started_at),
+        facts=_run_facts(trainer, devices, metrics, started_at),
         metrics=metrics,
         predicted=predicted,
         measured=measured,
@@ -79,7 +94,7 @@ def finalize(
         validation_loss=losses.get(ALL_DATA),
         sample_prompt=prompt,
         sample_text=sample,
-        notes=[MFU_NOTE, *notes],
+        notes=[devices.note, *notes],
     )
     write_report(run_dir / "report.html", data)
     table_console().print(comparison_table(rows))
@@ -164,35 +179,79 @@ def _comparison(
     return rows
 
 
+def _device_memory_rows(trainer: Trainer, used: Sequence[DeviceMemory]) -> list[PredictedVsMeasured]:
+    """Compare the forecast of the fullest rank with the most that any device held; nothing where devices don't count.
+
+    The context and the communicators lie outside of what PyTorch's allocator counts.
+    """
+    if not used:
+        return []
+    config, plan = trainer.config, trainer.plan
+    cluster = detect_machine(trainer.world.size)
+    program = build_program(plan, config.model, config.workload)
+    fullest = forecast_memory(config.model, plan, config.workload, cluster, program, optim=config.optim).fullest
+    communicators = device_overhead(cluster.device, plan, fullest.pp_rank, 0).communication
+    reserved = fullest.terms.total - fullest.terms.context - communicators
+    return [
+        PredictedVsMeasured(
+            "memory: allocated",
+            reserved - fullest.terms.fragmentation,
+            max(one.allocated_bytes for one in used),
+            "bytes",
+        ),
+        PredictedVsMeasured("memory: reserved", reserved, max(one.reserved_bytes for one in used), "bytes"),
+    ]
+
+
 def _generate_sample(trainer: Trainer, run_dir: Path) -> tuple[str, str]:
     """Return a prompt, and the continuation by the trained model, read from the last checkpoint as one whole model."""
-    config = trainer.config
-    if not config.train.sample_tokens:
+    config, device = trainer.config, trainer.world.device
+    if not _is_sampled(config):
         return "", ""
     prompt = sample_prompt(trainer.dataset, run_tokenizer(config.data), config.train.seq_len)
     request = GenerationRequest(
         trained_model=find_trained_model(run_dir),
-        plan=Plan(precision="fp32"),
+        plan=Plan(precision="fp32" if device.type == "cpu" else trainer.plan.precision),
         prompts=(prompt,),
         max_new_tokens=config.train.sample_tokens,
         sampling=SamplingParams(seed=config.seed),
     )
-    return prompt, generate_texts(request, torch.device("cpu"))[0]
+    return prompt, generate_texts(request, device)[0]
 
 
-def _run_facts(trainer: Trainer, metrics: Sequence[dict], started_at: float) -> RunInfo:
+def _is_sampled(config: RunConfig) -> bool:
+    """Return True if the run ends with a sample: a large model would keep all ranks waiting, and not fit on one."""
+    return config.train.sample_tokens > 0 and config.model.num_parameters <= MAX_SAMPLED_PARAMETERS
+
+
+def _sample_notes(config: RunConfig, run_dir: Path) -> list[str]:
+    """Tell how to get a sample where one was wanted, and the model is too large for it."""
+    if config.train.sample_tokens == 0 or _is_sampled(config):
+        return []
+    return [f"sample: none, because the model is large; 'muster generate {run_dir}' writes one on devices of its own"]
+
+
+def _run_facts(trainer: Trainer, devices: DeviceMetrics, metrics: Sequence[dict], started_at: float) -> RunInfo:
     config = trainer.config
     return RunInfo(
         num_parameters=config.model.num_parameters,
         num_ranks=trainer.world.size,
         num_epochs=trainer.batch_loader.num_epochs(trainer.samples_consumed),
         num_tokens=metrics[-1]["train/tokens"] if metrics else None,
-        device=f"{trainer.world.device.type} ({platform.machine()})",
+        device=_device_text(trainer, devices),
         seed=config.seed,
         started=_format_time(started_at),
         finished=_format_time(time()),
         muster_version=__version__,
     )
+
+
+def _device_text(trainer: Trainer, devices: DeviceMetrics) -> str:
+    """Name the devices: `cpu (x86_64)`, or a GPU's name and, where there are several kinds, each with its number."""
+    if trainer.world.device.type == "cpu":
+        return f"cpu ({platform.machine()})"
+    counts = Counter(devices.devices)
+    return ", ".join(f"{count} × {name}" if len(counts) > 1 else name for name, count in counts.items())
 
 
 def _format_time(seconds: float) -> str:

@@ -28,6 +28,7 @@ from muster.train.checkpoint_manager import CHECKPOINTS_FOLDER, CheckpointManage
 from muster.train.config_consistency import require_same_config
 from muster.train.console import TrainingDisplay
 from muster.train.data import open_dataset
+from muster.train.device_metrics import DeviceMetrics
 from muster.train.finalize import finalize, print_plan
 from muster.train.in_memory_checkpoint import LOAD_TIMEOUT, load_in_memory_checkpoint, open_in_memory_checkpoint
 from muster.train.metrics import MetricsLog, metrics_row, write_text
@@ -61,6 +62,7 @@ class TrainingLoop:
         self.is_main = world.rank == 0
         self.stop_requested = False
         self.trainer = Trainer(config, plan, world, dataset, self._hooks())
+        self.device_metrics = DeviceMetrics(config.model, plan, config.train.seq_len, world)
         self.post_validation: PostValidation | None = None
         self.metrics = MetricsLog(run_dir / "metrics.jsonl")
         self.stream = StreamHash()
@@ -103,12 +105,16 @@ class TrainingLoop:
         first_step = self.trainer.step_count + 1
         if self.is_main:
             print_plan(self.trainer, predicted)
+            print(self.device_metrics.note)
+        self.device_metrics.start_measuring()
         with closing(Trackers(self.config, self.run_dir, first_step - 1, self.is_main)) as self.trackers:
             code = self._train()
             self.metrics.flush()
             self.world.heartbeat.update("finish")
             if code == 0:
-                losses = finalize(self.trainer, self.run_dir, predicted, profile, started_at, first_step)
+                losses = finalize(
+                    self.trainer, self.run_dir, predicted, profile, self.device_metrics, started_at, first_step
+                )
                 self.trackers.log({"step": self.trainer.step_count} | validation_metrics(losses))
                 self.world.wait_for_rank_0()
         self.checkpoint_manager.close()
@@ -186,7 +192,8 @@ class TrainingLoop:
             display.print_line(f"step {result.step}: {validation_text(losses)}")
         logged = result.step % train.log_every == 0 or result.step == train.num_steps
         if self.is_main and (logged or result.skip_reason or losses):
-            row = metrics_row(result, self.tokens_seen, self._epoch_after(result.step), None)
+            measured = self.device_metrics.mfu(result), self.device_metrics.memory()
+            row = metrics_row(result, self.tokens_seen, self._epoch_after(result.step), *measured)
             row |= validation_metrics(losses)
             if problem := self.metrics.append(row):
                 display.print_line(problem)

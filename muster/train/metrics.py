@@ -9,11 +9,17 @@ from typing import Any
 
 from muster.report.run_files import read_metrics
 from muster.spec.errors import MusterError
+from muster.train.device_metrics import DeviceMemory
 from muster.train.step_result import StepResult
 
 
-def metrics_row(result: StepResult, tokens_seen: int, epoch: float, mfu: float | None) -> dict[str, Any]:
-    """Return one line of metrics.jsonl. Times are seconds; a number that is not finite becomes null."""
+def metrics_row(
+    result: StepResult, tokens_seen: int, epoch: float, mfu: float | None, memory: DeviceMemory | None
+) -> dict[str, Any]:
+    """Return one line of metrics.jsonl. Times are seconds; a number that is not finite becomes null.
+
+    `memory`: rank 0's, where its device counts it.
+    """
     row = {
         "step": result.step,
         "train/loss": result.loss,
@@ -27,6 +33,9 @@ def metrics_row(result: StepResult, tokens_seen: int, epoch: float, mfu: float |
         "time/step": result.time_s,
         "time/data": result.data_s,
     }
+    if memory is not None:
+        row["memory/allocated_bytes"] = memory.allocated_bytes
+        row["memory/reserved_bytes"] = memory.reserved_bytes
     if result.z_loss:
         row["train/z_loss"] = result.z_loss
     if result.skip_reason:
