@@ -16,6 +16,7 @@ from muster.launch.network import address_family, format_endpoint
 from muster.launch.nodes.launcher_group import LauncherGroup
 from muster.launch.nodes.node_supervisor import NodeSupervisor
 from muster.launch.nodes.rendezvous_config import rank_environment
+from muster.launch.open_files import require_open_files
 from muster.launch.rank_errors import error_path, hang_path, log_path
 from muster.launch.supervisor import POLL_INTERVAL_S, RankSupervisor
 from muster.spec.errors import MusterError
@@ -48,6 +49,7 @@ def launch(
     Must run in the main thread. Raises MusterError when the run directory can't be written or a rank can't be started.
     """
     if group is None:
+        require_open_files(num_ranks)
         _remove_previous_outcome(run_dir)
         store = open_store()
         address = format_endpoint(store.host, store.port)
@@ -56,6 +58,7 @@ def launch(
         environment = {}
     else:
         if group.is_coordinator:
+            require_open_files(num_ranks * group.num_nodes)
             _remove_previous_outcome(run_dir)
             store = open_store(address=group.address)
             address = format_endpoint(store.host, store.port)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from muster.launch.heartbeat import create_page
 from muster.launch.network import address_family, local_interface, resolve
+from muster.launch.open_files import require_open_files
 from muster.launch.rank_errors import EXIT_STOPPED, read_rank_error, write_exit_file
 from muster.launch.watchdog import WatchdogConfig, attempt_id
 from muster.spec.errors import MusterError
@@ -21,6 +22,8 @@ def open_torchrun_store(rank: int) -> dist.Store:
     env = os.environ
     address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
     is_master = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if is_master:
+        require_open_files(int(env["WORLD_SIZE"]))
     try:
         root = dist.TCPStore(address, port, is_master=is_master, wait_for_workers=False)
     except dist.DistError as error:
