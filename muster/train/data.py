@@ -48,7 +48,7 @@ def trial_dataset(config: RunConfig, run_dir: Path, folder: Path) -> SampleStrea
             stores[source] = TokenStore.open(place, tokenizer)
             continue
         try:
-            require_writable(cache)
+            require_writable(place)  # the store's own folder: a run names its error
         except OSError as error:
             raise cannot_write_store(place, error) from error
         store = prepare_trial(options, folder)
