@@ -54,6 +54,10 @@ SOUND = [
     {"plan": "dp2-z1", "frozen": True},
     {"plan": "tp2-sp", "frozen": True},
     {"plan": "pp2-szbh1", "frozen": True},
+    {"plan": "dp2-z3-mb2", "freeze": ("embed.*", "layers.[01].*", "*.mlp.up.*"), "precision": "bf16"},
+    {"plan": "pp2-szbh1", "freeze": ("embed.*", "layers.[01].*", "*norm.*"), "tied": True},
+    {"plan": "pp2-vocab", "freeze": ("embed.*", "layers.[01].*"), "optim": "muon"},
+    {"plan": "tp2-sp-rfull", "freeze": ("embed.*", "layers.0.*", "*.o.*")},
 ]
 SOWN = [
     {"plan": "dp2-z2", "bug": "padding_in_the_loss", "found": ("loss", "loss")},
@@ -75,7 +79,10 @@ SOWN = [
 
 def config_of(case: dict[str, Any], folder: Path) -> RunConfig:
     kind = {key: case[key] for key in ("tied", "optim", "z_loss", "family") if key in case}
-    return comparison_config(small_run(**kind), 3, folder / "run")
+    config = small_run(**kind)
+    if "freeze" in case:
+        config = config.model_copy(update={"optim": config.optim.model_copy(update={"freeze": case["freeze"]})})
+    return comparison_config(config, 3, folder / "run")
 
 
 @pytest.fixture(scope="module")

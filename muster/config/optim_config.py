@@ -55,10 +55,20 @@ class OptimConfig(Frozen):
     clip_norm: NonNegative = 1.0
     """The gradients' global norm is cut down to this; 0: never."""
 
+    freeze: tuple[str, ...] = ()
+    """Patterns of names of parameters that are left as they are (`embed.*`, `layers.[0-3].*`, `*.attn.*`): they have
+    neither gradients nor optimizer state. One text holds several, with commas between them."""
+
     @field_validator("name")
     @classmethod
     def _check_name(cls, name: str) -> str:
         return name if name in OPTIMIZERS else require_component("optimizer", name, tuple(OPTIMIZERS))
+
+    @field_validator("freeze", mode="before")
+    @classmethod
+    def _split_patterns(cls, patterns: object) -> object:
+        """Read one text as a list, which a command line can then give: `embed.*,layers.[0-3].*`."""
+        return tuple(filter(None, patterns.split(","))) if isinstance(patterns, str) else patterns
 
     @model_validator(mode="before")
     @classmethod

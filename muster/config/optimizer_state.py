@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from muster.config.freezing import is_frozen
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizers import ADAMW_UPDATE, OPTIMIZERS, StateDtype, StateTensor, UpdateRule
 from muster.layout.tensor_layout import TensorLayout
@@ -48,7 +49,12 @@ def update_rule(optim: OptimConfig | None, name: str, shape: tuple[int, ...]) ->
 
 
 def optimizer_state(optim: OptimConfig | None, name: str, shape: tuple[int, ...]) -> tuple[StateTensor, ...]:
-    """Return the state tensors that the run's optimizer stores for a parameter of this name and global shape."""
+    """Return the state tensors that the run's optimizer stores for a parameter of this name and global shape.
+
+    A frozen parameter has none.
+    """
+    if is_frozen(optim, name):
+        return ()
     tensors = update_rule(optim, name, shape).state
     return tuple(one for one in tensors if one.required_key is None or getattr(optim, one.required_key))
 
@@ -96,7 +102,9 @@ def mean_update_bytes(
     bf16 passes moves 30.
     """
     sizes = {
-        name: update_rule(optim, name, shape).bytes_per_element(
+        name: 0
+        if is_frozen(optim, name)
+        else update_rule(optim, name, shape).bytes_per_element(
             optimizer_state(optim, name, shape), master_bytes, compute_bytes
         )
         for name, shape in shapes.items()
@@ -116,14 +124,18 @@ def update_flops(optim: OptimConfig | None, shapes: Mapping[str, tuple[int, ...]
     """
     total = 0.0
     for name, shape in shapes.items():
-        matrix_flops = update_rule(optim, name, shape).matrix_flops
+        matrix_flops = None if is_frozen(optim, name) else update_rule(optim, name, shape).matrix_flops
         total += 0.0 if matrix_flops is None else matrix_flops(shape)
     return total
 
 
 def whole_matrix_shapes(optim: OptimConfig | None, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Return the parameters, by name and global shape, that the optimizer can only update as whole matrices."""
-    return {name: shape for name, shape in shapes.items() if update_rule(optim, name, shape).matrix_flops is not None}
+    return {
+        name: shape
+        for name, shape in shapes.items()
+        if not is_frozen(optim, name) and update_rule(optim, name, shape).matrix_flops is not None
+    }
 
 
 def whole_matrix_precision(optim: OptimConfig | None) -> StateDtype | None:

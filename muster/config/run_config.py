@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
+from muster.config.freezing import check_patterns
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizers import OPTIMIZERS
 from muster.plugins.loader import PluginFile
@@ -235,6 +236,8 @@ class RunConfig(Frozen):
             )
         if self.model.architecture is not None:
             require_component("model", self.model.architecture)
+        if self.optim.freeze:
+            check_patterns(self.optim, self.model)
         if self.data.packing == "none" and self.train.tokens is not None:
             raise ValueError(
                 "train.tokens can't be turned into steps with data.packing none, whose samples have unequal lengths;"

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from math import prod
 
+from muster.config.freezing import is_frozen
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import whole_matrix_precision, whole_matrix_shapes
 from muster.cost.activations import offloaded_activation_bytes
@@ -49,10 +50,10 @@ def step_comm_bytes(
     at = coordinates_of(plan, rank)
     sent: dict[str, Counter[str]] = {axis: Counter() for axis in ("tp", "dp_shard", "dp_replicate", "pp", "world")}
     for stage in stages_on(plan, at.pp):
-        sent["tp"] += tensor_axis_bytes(spec, plan, workload, stage, at)
-        sent["dp_shard"] += shard_axis_bytes(spec, plan, workload, stage, at)
-        sent["dp_replicate"] += replicate_axis_bytes(spec, plan, workload, stage, at)
-        sent["pp"] += pipeline_bytes(spec, plan, workload, stage, at)
+        sent["tp"] += tensor_axis_bytes(spec, plan, workload, stage, at, optim)
+        sent["dp_shard"] += shard_axis_bytes(spec, plan, workload, stage, at, optim)
+        sent["dp_replicate"] += replicate_axis_bytes(spec, plan, workload, stage, at, optim)
+        sent["pp"] += pipeline_bytes(spec, plan, workload, stage, at, optim)
     if any(plan.offloaded_layers(stage, spec.num_layers) for stage in stages_on(plan, at.pp)):
         sent["host"] = _host_bytes(spec, plan, workload, at)
     if plan.world_size > 1:
@@ -65,7 +66,9 @@ def step_comm_bytes(
 # Tensor parallelism
 
 
-def tensor_axis_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates) -> Counter[str]:
+def tensor_axis_bytes(
+    spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates, optim: OptimConfig | None = None
+) -> Counter[str]:
     """Return the bytes that one stage passes to tensor-parallel collectives, by kind.
 
     Per layer and micro-batch the hidden state enters two tensor-parallel regions and exits two, at column-parallel and
@@ -104,7 +107,9 @@ def tensor_axis_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: in
         sent["all_reduce"] += count * 3 * positions * master_bytes(plan.precision)
     layouts = {layout.name: layout for layout in stage_layouts(spec, plan, stage, at)}
     copies = tp_partial_grad_copies(spec, layouts, tp, strategy.sp)
-    copied_numel = sum(layouts[name].numel * (tp // num_copies) for name, num_copies in copies.items())
+    copied_numel = sum(
+        layouts[name].numel * (tp // num_copies) for name, num_copies in copies.items() if not is_frozen(optim, name)
+    )
     sent["all_reduce"] += copied_numel * master_bytes(plan.precision)
     return sent
 
@@ -113,7 +118,9 @@ def tensor_axis_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: in
 # Sharded data parallelism
 
 
-def shard_axis_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates) -> Counter[str]:
+def shard_axis_bytes(
+    spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates, optim: OptimConfig | None = None
+) -> Counter[str]:
     """Return the bytes that one stage passes to collectives of dp_shard (arXiv:1910.02054 §5, §7; arXiv:2304.11277
     §3.2).
 
@@ -132,25 +139,33 @@ def shard_axis_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int
 
     return Counter(
         all_gather=_padded_numel(spec, plan, stage, at, gathers) * compute_bytes(plan.precision),
-        reduce_scatter=_reduced_numel(spec, plan, workload, stage, at) * ranks * master_bytes(plan.precision),
+        reduce_scatter=_reduced_numel(spec, plan, workload, stage, at, optim) * ranks * master_bytes(plan.precision),
     )
 
 
 def replicate_axis_bytes(
-    spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates
+    spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates, optim: OptimConfig | None = None
 ) -> Counter[str]:
     """Return the bytes that one stage all-reduces over dp_replicate: its padded gradient shards, at every reduction."""
     if plan.mesh(stage).dp_replicate == 1:
         return Counter()
-    return Counter(all_reduce=_reduced_numel(spec, plan, workload, stage, at) * master_bytes(plan.precision))
+    return Counter(all_reduce=_reduced_numel(spec, plan, workload, stage, at, optim) * master_bytes(plan.precision))
 
 
-def _reduced_numel(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates) -> int:
-    if _zero(spec, plan, stage) == "z1":
-        return _padded_numel(spec, plan, stage, at, lambda _: 1)
-    times = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
-    twice = plan.vocab_parallel and spec.tied_embeddings  # after T, and after EW
-    return _padded_numel(spec, plan, stage, at, lambda name: 2 * times if twice and name in VOCAB_PARAMETERS else times)
+def _reduced_numel(
+    spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates, optim: OptimConfig | None
+) -> int:
+    """Return the elements of the gradients that a rank reduces in a step; frozen parameters have none."""
+    is_once = _zero(spec, plan, stage) == "z1"
+    times = 1 if is_once else plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
+    twice = not is_once and plan.vocab_parallel and spec.tied_embeddings  # after T, and after EW
+
+    def reductions(name: str) -> int:
+        if is_frozen(optim, name):
+            return 0
+        return 2 * times if twice and name in VOCAB_PARAMETERS else times
+
+    return _padded_numel(spec, plan, stage, at, reductions)
 
 
 def _zero(spec: ModelSpec, plan: Plan, stage: int) -> str:
@@ -173,7 +188,9 @@ def _padded_numel(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates, 
 # Pipeline
 
 
-def pipeline_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates) -> Counter[str]:
+def pipeline_bytes(
+    spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates, optim: OptimConfig | None = None
+) -> Counter[str]:
     """Return the bytes that one stage sends to other pipeline ranks: hidden states forward, their gradients backward,
     the gradient of a tied embedding, and with two pipeline replicas all gradients."""
     sent, rank = Counter[str](), rank_at(plan, at)
@@ -186,7 +203,8 @@ def pipeline_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, 
         if not is_end(stage):
             positions = _sent_numel(rank, stage_transfers(spec, plan, workload.seq_len, stage, other))
             sent[kind] = positions * hidden
-    if (other := plan.tied_embedding_peer(stage)) is not None and spec.tied_embeddings and not plan.vocab_parallel:
+    is_summed = spec.tied_embeddings and not plan.vocab_parallel and not is_frozen(optim, "embed.weight")
+    if (other := plan.tied_embedding_peer(stage)) is not None and is_summed:
         sent[Kind.ALL_REDUCE_TIED] = _sent_numel(rank, tied_grad_transfers(spec, plan, stage, other)) * master_bytes(
             plan.precision
         )
@@ -202,7 +220,8 @@ def pipeline_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, 
         sent[Kind.HIDDEN_BCAST] = vectors if plan.pp_rank(plan.stages_per_replica - 1) == at.pp else 0
         sent[Kind.EMB_GRAD_BCAST] = vectors if plan.pp_rank(0) == at.pp else 0
     if plan.pipeline_replicas > 1:
-        held = sum(layout.numel for layout in stage_layouts(spec, plan, stage, at))
+        layouts = stage_layouts(spec, plan, stage, at)
+        held = sum(layout.numel for layout in layouts if not is_frozen(optim, layout.name))
         sent[Kind.ALL_REDUCE_REPLICAS] = held * master_bytes(plan.precision)
     return sent
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from muster.config.freezing import is_frozen, is_frozen_up_to
+from muster.config.optim_config import OptimConfig
 from muster.layout.tensor_layout import (
     TensorLayout,
     chunk_bounds,
@@ -95,13 +97,21 @@ class DecoderStage:
     """A contiguous run of the decoder's layers on this rank, sharded over its data-parallel ranks.
 
     It is built on the meta device and filled with the values that (seed, name, global index) give, so that every plan
-    starts from the same bits. With `split_backward` a backward may be two passes, I and W.
+    starts from the same bits. With `split_backward` a backward may be two passes, I and W. Parameters that `optim`
+    freezes have no gradients.
     """
 
     offload_type = ActivationOffload
 
     def __init__(
-        self, spec: ModelSpec, world: World, index: int, seq_len: int, seed: int, split_backward: bool = False
+        self,
+        spec: ModelSpec,
+        world: World,
+        index: int,
+        seq_len: int,
+        seed: int,
+        split_backward: bool = False,
+        optim: OptimConfig | None = None,
     ) -> None:
         plan = world.plan
         self.index = index
@@ -118,6 +128,10 @@ class DecoderStage:
             if has_vocab_shard(plan, index):
                 start, rows = chunk_bounds(spec.vocab_size, plan.pp, world.at.pp)
                 add_vocab_shard(self.module, rows, spec.hidden_size, spec.tied_embeddings)
+        for name, parameter in self.module.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and not is_frozen(optim, name))
+        self._needs_input_gradient = not is_frozen_up_to(optim, spec, self.layers.start)
+        """False where nothing before this stage is trained: the stage before is sent zeros, which it ignores."""
         self.module.to(master_dtype(plan.precision))
         self.tp_axis = world.tensor_axis(strategy)
         self._vocab_start = 0
@@ -154,9 +168,9 @@ class DecoderStage:
             ends = plan.pp_rank(0), plan.pp_rank(plan.stages_per_replica - 1)
             finish = partial(finish_backward, self.module)
             self.vocab = VocabShard(self.module, world.pipeline_axis(), ends, start, self.receive_buffer, finish)
-        self._saved: dict[int, tuple[Tensor | None, Tensor | GradientEdge]] = {}
+        self._saved: dict[int, tuple[Tensor | None, Tensor | GradientEdge | None]] = {}
         """Input of each micro-batch and the start of its backward: the loss, or the output's edge in the autograd
-        graph, which doesn't keep the output alive."""
+        graph, which doesn't keep the output alive; None where all that made it is frozen."""
 
     def _materialize(self) -> None:
         materialize(self.module, self.world.device)
@@ -178,7 +192,7 @@ class DecoderStage:
         assert self.inputs is not None
         if self.reads_tokens:
             x = self.inputs.tokens_M[micro_batch]
-        elif torch.is_grad_enabled():
+        elif torch.is_grad_enabled() and self._needs_input_gradient:
             assert x is not None
             x.requires_grad_(True)
         if self.tp_axis is not None:
@@ -193,7 +207,7 @@ class DecoderStage:
                 self._losses += torch.stack((losses.cross_entropy, losses.z_loss))
             y = losses.total * (self.inputs.loss_scale / self.inputs.num_valid)
         if torch.is_grad_enabled():
-            start = y if self.computes_loss else get_gradient_edge(y)
+            start = (y if self.computes_loss else get_gradient_edge(y)) if y.requires_grad else None
             self._saved[micro_batch] = (None if self.reads_tokens else x, start)
             self._offload.end_forward(micro_batch, y)
         return y
@@ -211,7 +225,11 @@ class DecoderStage:
         """Add to the parameters' gradients and return that of the input (B, S, D); None on the first stage."""
         x, start = self._saved.pop(micro_batch)
         self._offload.discard(micro_batch)
+        if start is None:
+            return None if x is None else torch.zeros_like(x)
         torch.autograd.backward(start, gradient)
+        if x is not None and x.grad is None and not self._needs_input_gradient:
+            return torch.zeros_like(x)
         return None if x is None else x.grad
 
     def backward_input(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:

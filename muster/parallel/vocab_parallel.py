@@ -103,9 +103,11 @@ class VocabShard:
         p_NV = self._stats.pop(micro_batch).p_NV
         combined = self._combined.pop(micro_batch)
         softmax_factor_N = combined.softmax_factor_RN[self.axis.index]
+        weight = self._weight("head")
+        if not weight.requires_grad:
+            return
         labels_N = self._flat_labels_N(micro_batch)
         grad_VD = head_gradient(p_NV, h_ND, labels_N, self.vocab_start, softmax_factor_N, combined.label_weight_N)
-        weight = self._weight("head")
         weight.grad = grad_VD if weight.grad is None else weight.grad.add_(grad_VD)
         self._finish_backward()
 
@@ -113,6 +115,8 @@ class VocabShard:
     def _embedding_backward(self, micro_batch: int) -> None:
         weight = self._weight("embed")
         grad_ND = self._gradients_ND.pop(micro_batch)
+        if not weight.requires_grad:
+            return
         row_N, is_local_N = local_rows(self._flat_tokens_N(micro_batch), self.vocab_start, len(weight))
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)

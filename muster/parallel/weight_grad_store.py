@@ -42,9 +42,11 @@ class WeightGradStore:
     def compute_or_defer(
         self, weight_OI: Tensor, bias_O: Tensor | None, x_NI: Tensor, grad_NO: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of the weight and of the bias; None for a deferred one, and for a missing bias."""
-        if self._open is None:
-            return grad_NO.t() @ x_NI, None if bias_O is None else grad_NO.sum(0)
+        """Return the gradients of the weight and of the bias; None for a deferred one, a frozen one, and for a
+        missing bias."""
+        trains_weight, trains_bias = weight_OI.requires_grad, bias_O is not None and bias_O.requires_grad
+        if self._open is None or not (trains_weight or trains_bias):
+            return grad_NO.t() @ x_NI if trains_weight else None, grad_NO.sum(0) if trains_bias else None
         self._open.append(_DeferredGrad(weight_OI, bias_O, x_NI, grad_NO))
         return None, None
 

@@ -21,6 +21,9 @@ OTHER_NAMES: dict[str, str] = {
     "eval_strategy": "eval.every",
     "evaluation_strategy": "eval.every",
     "fp16": _PRECISION,
+    "freeze": "optim.freeze (patterns of parameter names)",
+    "freeze_layers": "optim.freeze (patterns of parameter names)",
+    "frozen_parameters": "optim.freeze (patterns of parameter names)",
     "gradient_checkpointing": _RECOMPUTE,
     "gradient_clipping": "optim.clip_norm",
     "learning_rate": "optim.lr",
@@ -65,6 +68,7 @@ WITHOUT_KEY: dict[str, str] = {
     "lora_alpha": _LORA,
     "lora_rank": _LORA,
     "output_dir": "muster train --run names the directory",
+    "unfrozen_parameters": "optim.freeze names those that are frozen",
     "resume_from_checkpoint": "the same command resumes a run by itself: leave it out",
 }
 """Key → what stands in its place."""

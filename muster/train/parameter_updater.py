@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from muster.checkpoint.local_shard import LocalShard
+from muster.config.freezing import is_frozen
 from muster.config.run_config import RunConfig
 from muster.layout.tensor_layout import TensorLayout
 from muster.optim.build import build_optimizer
@@ -35,7 +36,7 @@ class ParameterUpdater:
         self.stages = stages
         self.hooks = hooks
         self.parameters: dict[str, Tensor] = {}
-        """Local parts of the parameters that the optimizer updates, by name; a tied weight is here once."""
+        """Local parts of the parameters, by name; a tied weight is here once."""
         self.layouts: dict[str, TensorLayout] = {}
         for stage in stages.values():
             for name, layout in stage.layouts.items():
@@ -51,7 +52,9 @@ class ParameterUpdater:
         """Make the optimizer, the skipped steps and the loss scale as new, for parameters that have been reset."""
         self.state = no_step()
         """The step under way."""
-        self.optimizer = build_optimizer(self.config.optim, self.parameters, self.layouts, self.world)
+        optim = self.config.optim
+        trained = {name: local for name, local in self.parameters.items() if not is_frozen(optim, name)}
+        self.optimizer = build_optimizer(optim, trained, self.layouts, self.world)
         self.step_skipper = StepSkipper(self.config.train)
         self.loss_scale = LossScale() if self._scales_loss else None
 
@@ -79,6 +82,8 @@ class ParameterUpdater:
             stage.attach_local_gradients()
         if self._sums_tied_copies:
             for copy, original in self._tied_copies:
+                if is_frozen(self.config.optim, "embed.weight"):
+                    continue
                 assert copy.grad is not None
                 assert original.grad is not None
                 original.grad += copy.grad

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from muster.checkpoint.checkpoint_dir import TOKENIZER_FOLDER, find_latest, step_of
 from muster.checkpoint.manifest import read_manifest
 from muster.checkpoint.remote import RemoteCheckpoints
+from muster.config.freezing import frozen_numel
 from muster.config.load_config import ResolvedConfig, derived_value_lines, with_steps_from_epochs
 from muster.config.run_config import RunConfig
 from muster.config.yaml_writer import write_atomically, yaml_text
@@ -133,7 +134,7 @@ def preflight(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOption
     if not is_trial:
         for line in (*derived_value_lines(resolved), *chosen.lines):
             print(line)
-    for line in _plugin_notes(config):
+    for line in _notes(config):
         print(line)
     if resume_point is not None:
         if dataset is not None:
@@ -189,8 +190,11 @@ def require_device(plan: Plan) -> None:
         raise InfeasibleError("fp16 needs a GPU, and there is none here: bf16 is as fast, and has the range of fp32")
 
 
-def _plugin_notes(config: RunConfig) -> Iterator[str]:
-    """Yield notes on plugin parts that the prediction leaves out."""
+def _notes(config: RunConfig) -> Iterator[str]:
+    """Yield notes on frozen parameters, and on plugin parts that the prediction leaves out."""
+    if config.optim.freeze:
+        count = frozen_numel(config.optim, config.model)
+        yield f"frozen: {count:,} of {config.model.num_parameters:,} parameters stay as they are"
     if config.train.loss is not None:
         yield f"loss: {config.train.loss} of a plugin; its memory is not in the forecast"
     if config.train.training_step is not None:

@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import Any
 
 from muster.checkpoint.local_shard import LocalShard
+from muster.config.freezing import is_frozen
 from muster.config.run_config import RunConfig
 from muster.data.dataset import SampleStream
 from muster.layout.mesh import dp_index_of, rank_at
@@ -60,7 +61,9 @@ class Trainer:
         self._read_plan()
         split_backward = has_split_backward(self.program) or plan.split_backward
         self.stages = {
-            index: self.stage_type(config.model, world, index, workload.seq_len, config.seed, split_backward)
+            index: self.stage_type(
+                config.model, world, index, workload.seq_len, config.seed, split_backward, config.optim
+            )
             for index in stages_on(plan, world.at.pp)
         }
         self.updater = self.updater_type(config, plan, world, self.stages, hooks or StepHooks())
@@ -217,6 +220,8 @@ class Trainer:
         stage = self.stages[action.stage]
         stage.attach_local_gradients()
         gradient = stage.parameters["embed.weight"].grad
+        if gradient is None and is_frozen(self.config.optim, "embed.weight"):
+            return
         assert gradient is not None
         gradient += self._tied_routes[action.stage].exchange(gradient)
 

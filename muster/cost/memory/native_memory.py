@@ -87,7 +87,7 @@ def native_stage_memory(
             Kind.REDUCE_GRAD: (moments.reduce(),),
             Kind.ALL_REDUCE_REPLICAS: (PeakCandidate("copies swapped", MemoryTerms(communication=2 * own.parameters)),),
         },
-        freed_by_reduction=own.gradients - own.param_shards.total.shard_numel * own.master_size,
+        freed_by_reduction=own.gradients - own.trained_shard_numel * own.master_size,
     )
 
 

@@ -6,6 +6,7 @@ buffer by buffer; `muster memory-check` compares it with PyTorch's accounting of
 
 from dataclasses import dataclass
 
+from muster.config.freezing import is_frozen_up_to
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import mean_state_bytes
 from muster.cost.activations import (
@@ -40,10 +41,11 @@ class NativeStorage:
         self.compute_size, self.master_size = compute_bytes(plan.precision), master_bytes(plan.precision)
         self.state_per_param = ADAMW_STATE_PER_PARAM
         if optim is not None:
-            state_bytes = mean_state_bytes(optim, dict(parameter_shapes(spec)), self.master_size)
+            state_bytes = mean_state_bytes(_without_freezing(optim), dict(parameter_shapes(spec)), self.master_size)
             self.state_per_param = state_bytes / self.master_size
+        self._optim = optim
         self.sizes: PassSizes = pass_sizes(spec, plan, workload, stage)
-        self.param_shards: StageParamShards = stage_param_shards(spec, plan, stage)
+        self.param_shards: StageParamShards = stage_param_shards(spec, plan, stage, optim)
         self.layers = list(plan.layers(stage, spec.num_layers))
         mesh = plan.mesh(stage)
         self.is_single_rank = mesh.grad_sum_size == 1
@@ -76,7 +78,12 @@ class NativeStorage:
     def optimizer(self) -> int:
         """Bytes of the optimizer's state; 0 if it is offloaded to host memory (arXiv:2101.06840)."""
         offloaded = self.plan.default_strategy.offload in ("optimizer", "all")
-        return 0 if offloaded else int(self.parameters * self.state_per_param)
+        return 0 if offloaded else int(self.trained_shard_numel * self.master_size * self.state_per_param)
+
+    @property
+    def trained_shard_numel(self) -> int:
+        """Elements of the rank's shards of parameters that aren't frozen."""
+        return self.param_shards.total.shard_numel - self.param_shards.total.frozen_shard_numel
 
     @property
     def gradients(self) -> int:
@@ -85,14 +92,16 @@ class NativeStorage:
 
     def gradients_of(self, held: ParamShard) -> int:
         """Return the bytes of accumulated gradients of some parameters: whole under z1, else sharded."""
-        return (held.unsharded_numel if self.zero == "z1" else held.shard_numel) * self.master_size
+        unsharded = held.unsharded_numel - held.frozen_unsharded_numel
+        return (unsharded if self.zero == "z1" else held.shard_numel - held.frozen_shard_numel) * self.master_size
 
     def state_bytes(self, held: ParamShard) -> int:
         """Return the bytes held for some parameters during a backward.
 
         Parameters, optimizer state, gradients, and gathered parameters if these are kept between passes.
         """
-        sharded = held.shard_numel * self.master_size * (1 + (self.optimizer > 0) * self.state_per_param)
+        state = (held.shard_numel - held.frozen_shard_numel) * (self.optimizer > 0) * self.state_per_param
+        sharded = (held.shard_numel + state) * self.master_size
         gathered = 0 if self.is_unsharded or self.zero == "z3" else held.unsharded_numel * self.compute_size
         return int(sharded) + self.gradients_of(held) + gathered
 
@@ -100,7 +109,13 @@ class NativeStorage:
     # Saved per micro-batch
 
     def layer_activation_bytes(self, layer: int, recompute: Recompute | None = None) -> int:
-        """Return the bytes that a layer saves from F to B, with the plan's recompute unless another is given."""
+        """Return the bytes that a layer saves from F to B, with the plan's recompute unless another is given.
+
+        A layer saves nothing if all up to it is frozen. Any other is taken to save all, though a frozen matrix of it
+        wouldn't need its input.
+        """
+        if is_frozen_up_to(self._optim, self.spec, layer + 1):
+            return 0
         strategy = self.plan.strategy(layer)
         return layer_activation_bytes(self.sizes, layer, recompute or strategy.recompute, strategy.attention)
 
@@ -137,6 +152,11 @@ class NativeStorage:
         width = (2 * own.num_heads + 2 * own.num_kv_heads) * own.head_dim
         linear = 4 * sizes.full_hidden_bytes + sizes.tokens * width * self.compute_size
         return linear + (2 + own.gated) * mlp_inner_bytes(sizes, layer)
+
+
+def _without_freezing(optim: OptimConfig) -> OptimConfig:
+    """Return the optimizer as if it updated all parameters, for the state of each element that it does update."""
+    return optim.model_copy(update={"freeze": ()}) if optim.freeze else optim
 
 
 def native_saved_per_micro_batch(spec: ModelSpec, plan: Plan, workload: Workload, stage: int) -> MemoryTerms:

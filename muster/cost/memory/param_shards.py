@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, prod
 
+from muster.config.freezing import is_frozen
+from muster.config.optim_config import OptimConfig
 from muster.layout.tensor_layout import VOCAB_PARAMETERS, chunk_bounds, has_vocab_shard
 from muster.spec.model import ModelSpec, layer_parameter_shapes, stage_parameter_shapes
 from muster.spec.plan import Mesh, Plan
@@ -30,12 +32,18 @@ class ParamShard:
     """Elements after sharded data parallelism, padded as `fully_shard` does."""
     last_param_numel: int = 0
     """Part of `unsharded_numel` that belongs to the last parameter."""
+    frozen_unsharded_numel: int = 0
+    """Part of `unsharded_numel` that has no gradients."""
+    frozen_shard_numel: int = 0
+    """Part of `shard_numel` that has none."""
 
     def __add__(self, other: "ParamShard") -> "ParamShard":
         return ParamShard(
             self.unsharded_numel + other.unsharded_numel,
             self.shard_numel + other.shard_numel,
             other.last_param_numel or self.last_param_numel,
+            self.frozen_unsharded_numel + other.frozen_unsharded_numel,
+            self.frozen_shard_numel + other.frozen_shard_numel,
         )
 
 
@@ -73,34 +81,37 @@ class StageParamShards:
             (held.last_param_numel for held in reversed(self.layers) if held.last_param_numel),
             self.root.last_param_numel,
         )
-        unsharded_numel = sum(held.unsharded_numel for held in self.layers)
-        shard_numel = sum(held.shard_numel for held in self.layers)
-        return ParamShard(self.root.unsharded_numel + unsharded_numel, self.root.shard_numel + shard_numel, last)
+        return replace(sum(self.layers, start=self.root), last_param_numel=last)
 
 
-def stage_param_shards(spec: ModelSpec, plan: Plan, stage: int) -> StageParamShards:
+def stage_param_shards(spec: ModelSpec, plan: Plan, stage: int, optim: OptimConfig | None = None) -> StageParamShards:
     """Return the parameters that the first rank of a stage holds."""
     layers, mesh = plan.layers(stage, spec.num_layers), plan.mesh(stage)
     first, last = plan.is_first(stage), plan.is_last(stage)
     outside = list(stage_parameter_shapes(spec, range(0), first, last))
-    ends = _sum_shards(spec, mesh, ((name, shape) for name, shape in outside if name not in VOCAB_PARAMETERS))
+    ends = _sum_shards(spec, mesh, ((name, shape) for name, shape in outside if name not in VOCAB_PARAMETERS), optim)
     if plan.vocab_parallel:
         part = NO_PARAMS
         if has_vocab_shard(plan, stage):
             rows = chunk_bounds(spec.vocab_size, plan.pp, plan.pp_rank(stage))[1]
-            each = _param_shard(spec, mesh, "embed.weight", (rows, spec.hidden_size))
-            part = each if spec.tied_embeddings else each + each
+            shape = (rows, spec.hidden_size)
+            part = _param_shard(spec, mesh, "embed.weight", shape, optim)
+            part = part if spec.tied_embeddings else part + _param_shard(spec, mesh, "head.weight", shape, optim)
     else:
-        part = _sum_shards(spec, mesh, ((name, shape) for name, shape in outside if name in VOCAB_PARAMETERS))
+        part = _sum_shards(spec, mesh, ((name, shape) for name, shape in outside if name in VOCAB_PARAMETERS), optim)
     if plan.vocab_parallel:
         final = part.last_param_numel or ends.last_param_numel
     else:
         final = _param_shard(spec, mesh, *outside[-1]).unsharded_numel if outside else 0
-    return StageParamShards(_layer_shards(spec, mesh, layers), part, ends, final)
+    return StageParamShards(_layer_shards(spec, mesh, layers, optim), part, ends, final)
 
 
-def _layer_shards(spec: ModelSpec, mesh: Mesh, layers: range) -> tuple[ParamShard, ...]:
-    """Return the parameters of each layer; layers of one type hold the same."""
+def _layer_shards(
+    spec: ModelSpec, mesh: Mesh, layers: range, optim: OptimConfig | None = None
+) -> tuple[ParamShard, ...]:
+    """Return the parameters of each layer; layers of one type hold the same, but for which of them are frozen."""
+    if optim is not None and optim.freeze:
+        return tuple(_sum_shards(spec, mesh, layer_parameter_shapes(spec, layer), optim) for layer in layers)
     if layers and spec.moe is None and spec.linear_attention is None:
         return (_sum_shards(spec, mesh, layer_parameter_shapes(spec, layers.start)),) * len(layers)
     held: dict[tuple[bool, bool], ParamShard] = {}
@@ -115,12 +126,22 @@ def layer_type(spec: ModelSpec, layer: int) -> tuple[bool, bool]:
     return spec.has_experts(layer), spec.has_linear_attention(layer)
 
 
-def _sum_shards(spec: ModelSpec, mesh: Mesh, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> ParamShard:
-    return sum((_param_shard(spec, mesh, name, shape) for name, shape in shapes), start=NO_PARAMS)
+def _sum_shards(
+    spec: ModelSpec, mesh: Mesh, shapes: Iterable[tuple[str, tuple[int, ...]]], optim: OptimConfig | None = None
+) -> ParamShard:
+    return sum((_param_shard(spec, mesh, name, shape, optim) for name, shape in shapes), start=NO_PARAMS)
 
 
-def _param_shard(spec: ModelSpec, mesh: Mesh, name: str, shape: tuple[int, ...]) -> ParamShard:
-    """Return the elements of one parameter.
+def _param_shard(
+    spec: ModelSpec, mesh: Mesh, name: str, shape: tuple[int, ...], optim: OptimConfig | None = None
+) -> ParamShard:
+    """Return the elements of one parameter, and which of them are frozen."""
+    whole, shard = _param_numels(spec, mesh, name, shape)
+    return ParamShard(whole, shard, whole, *((whole, shard) if is_frozen(optim, name) else (0, 0)))
+
+
+def _param_numels(spec: ModelSpec, mesh: Mesh, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the elements of one parameter as the passes use them, and after sharded data parallelism.
 
     Experts are distributed over ep, each cut by etp, and sharded over the remaining ranks; all else is cut by tp and
     sharded over dp_shard and cp (torchtitan's `dp_shard_cp`, Megatron-LM's distributed optimizer).
@@ -129,11 +150,11 @@ def _param_shard(spec: ModelSpec, mesh: Mesh, name: str, shape: tuple[int, ...])
         is_whole = name.endswith("down.bias")  # added to the sum over the ranks of etp
         numel = prod(shape) // (mesh.ep * (1 if is_whole else mesh.etp))
         ranks = mesh.expert_ranks // (mesh.ep * mesh.etp)
-        return ParamShard(numel, ceil(numel / ranks), numel)
+        return numel, ceil(numel / ranks)
     size = list(shape)
     _shard_by_tp(spec, name, size, mesh.tp)
     rows, *others = size
-    return ParamShard(prod(size), ceil(rows / mesh.state_shards) * prod(others), prod(size))
+    return prod(size), ceil(rows / mesh.state_shards) * prod(others)
 
 
 def _shard_by_tp(spec: ModelSpec, name: str, size: list[int], tp: int) -> None:

@@ -7,6 +7,7 @@ has it.
 
 from collections.abc import Mapping
 
+from muster.config.freezing import is_frozen, is_frozen_up_to
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import optimizer_state_bytes
 from muster.cost.activations import (
@@ -73,9 +74,9 @@ def stage_terms(
     _reject_unknown(plan, stage, spec.num_layers)
     return MemoryTerms(
         parameters=stage_parameter_bytes(spec, plan, stage, at),
-        gradients=gradient_bytes(spec, plan, stage, at),
+        gradients=gradient_bytes(spec, plan, stage, at, optim),
         optimizer=optimizer_bytes(spec, plan, stage, at, optim),
-        activations=live_micro_batches * activation_bytes(spec, plan, workload, stage, at.tp),
+        activations=live_micro_batches * activation_bytes(spec, plan, workload, stage, at.tp, optim),
     )
 
 
@@ -120,15 +121,18 @@ def optimizer_bytes(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates
     return optimizer_state_bytes(optim, layouts, master_bytes(plan.precision))
 
 
-def gradient_bytes(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) -> int:
+def gradient_bytes(
+    spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates, optim: OptimConfig | None = None
+) -> int:
     """Return the bytes of gradients summed over micro-batches, in the master weights' dtype.
 
-    They are whole under z1, else the rank's shards.
+    They are whole under z1, else the rank's shards; frozen parameters have none.
     """
     whole = _param_numels(spec, plan, stage, at)
     count = sum(
         whole[layout.name] if _zero_level(plan, layout.name) == "z1" else layout.numel
         for layout in stage_layouts(spec, plan, stage, at)
+        if not is_frozen(optim, layout.name)
     )
     return count * master_bytes(plan.precision)
 
@@ -137,8 +141,17 @@ def gradient_bytes(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates)
 # Activations of one micro-batch
 
 
-def activation_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, tp_index: int = 0) -> int:
+def activation_bytes(
+    spec: ModelSpec,
+    plan: Plan,
+    workload: Workload,
+    stage: int,
+    tp_index: int = 0,
+    optim: OptimConfig | None = None,
+) -> int:
     """Return the bytes that autograd saves of one micro-batch of a stage, without parameters.
+
+    Layers save nothing if all up to them is frozen.
 
     `tp_index` is the tensor-parallel rank: tensor parallelism cuts heads, inner width and vocabulary. Norms work on the
     hidden state, which is whole on each rank, or cut along the sequence under sequence parallelism.
@@ -147,6 +160,8 @@ def activation_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int
     precision = plan.precision
     total = 0
     for layer in plan.layers(stage, spec.num_layers):
+        if is_frozen_up_to(optim, spec, layer + 1):
+            continue
         strategy = plan.strategy(layer)
         total += layer_activation_bytes(sizes, layer, strategy.recompute, strategy.attention)
     norm = norm_saved_bytes(spec, sizes.hidden_tokens, precision) if plan.is_last(stage) else 0

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
+from muster.config.freezing import is_frozen
 from muster.config.run_config import RunConfig
 from muster.data.dataset import IGNORE_INDEX, SampleStream
 from muster.layout.tensor_layout import Box, TensorLayout
@@ -81,12 +82,16 @@ class Reference:
         spec = self.config.model
         model = Decoder(spec, range(spec.num_layers), first=True, last=True)
         init_stage(model, spec, self.config.seed)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and not is_frozen(self.config.optim, name))
         return model.to(device, master_dtype(self.precision))
 
     def _new_optimizer(self, model: Decoder) -> Optimizer:
         shapes = dict(parameter_shapes(self.config.model))
         layouts = {n: TensorLayout(n, shape, (Box((0,) * len(shape), shape),)) for n, shape in shapes.items()}
-        return build_optimizer(self.config.optim, dict(model.named_parameters()), layouts)
+        optim = self.config.optim
+        trained = {name: one for name, one in model.named_parameters() if not is_frozen(optim, name)}
+        return build_optimizer(optim, trained, layouts)
 
     def _gradients_of(self, model: Decoder, step: int, sketches: Sketches) -> float:
         """Accumulate the gradients of one step. Returns its loss."""

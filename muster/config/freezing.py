@@ -1,0 +1,61 @@
+"""Frozen parameters: those whose names match a pattern of `optim.freeze`, which no step changes."""
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from math import prod
+
+from muster.config.optim_config import OptimConfig
+from muster.spec.model import ModelSpec, parameter_shapes, stage_parameter_shapes
+
+
+def is_frozen(optim: OptimConfig | None, name: str) -> bool:
+    """Return True for a parameter that the run leaves as it is."""
+    return optim is not None and _matches(optim.freeze, name)
+
+
+@lru_cache(maxsize=1 << 16)
+def _matches(patterns: tuple[str, ...], name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def is_frozen_up_to(optim: OptimConfig | None, spec: ModelSpec, num_layers: int) -> bool:
+    """Return True where the embedding and the first `num_layers` layers are frozen: no gradient is needed in them."""
+    if optim is None or not optim.freeze:
+        return False
+    return num_layers <= _frozen_prefix(optim.freeze, spec)
+
+
+@lru_cache(maxsize=256)
+def _frozen_prefix(patterns: tuple[str, ...], spec: ModelSpec) -> int:
+    """Return how many first layers are frozen along with the embedding; −1 where the embedding is trained."""
+
+    def all_frozen(names: Iterable[tuple[str, tuple[int, ...]]]) -> bool:
+        return all(_matches(patterns, name) for name, _ in names)
+
+    if not all_frozen(stage_parameter_shapes(spec, range(0), first=True, last=False)):
+        return -1
+    count = 0
+    while count < spec.num_layers and all_frozen(
+        stage_parameter_shapes(spec, range(count, count + 1), first=False, last=False)
+    ):
+        count += 1
+    return count
+
+
+def frozen_numel(optim: OptimConfig, spec: ModelSpec) -> int:
+    """Return the number of the model's elements that are frozen."""
+    return sum(prod(shape) for name, shape in parameter_shapes(spec) if is_frozen(optim, name))
+
+
+def check_patterns(optim: OptimConfig, spec: ModelSpec) -> None:
+    """Raise ValueError where a pattern matches no parameter, or where nothing is left to train."""
+    names = [name for name, _ in parameter_shapes(spec)]
+    for pattern in optim.freeze:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"optim.freeze: no parameter is called {pattern!r}; expected names or patterns such as 'embed.*' or"
+                f" 'layers.[0-3].*' (this model has {', '.join(dict.fromkeys((*names[:3], names[-1])))}, …)"
+            )
+    if names and all(is_frozen(optim, name) for name in names):
+        raise ValueError("optim.freeze: all parameters are frozen, expected at least one that is trained")

@@ -1,0 +1,67 @@
+"""Frozen parameters: `optim.freeze` in the configuration, in optimizer state, traffic and memory."""
+
+from unittest.mock import patch
+
+import pytest
+
+from muster.cli.main import main
+from muster.config.freezing import check_patterns, is_frozen
+from muster.config.optim_config import OptimConfig
+from muster.config.optimizer_state import optimizer_state
+from muster.cost.comm_volume import step_comm_bytes
+from muster.cost.memory.forecast import forecast_memory
+from muster.schedule.build import build_program
+from muster.spec.cluster import single_node_cluster
+from muster.spec.device import DeviceSpec
+from muster.spec.model import ModelSpec
+from muster.spec.plan_name import parse_plan_name
+from muster.spec.workload import Workload
+from muster.train import memory_check
+
+SPEC = ModelSpec(vocab_size=512, hidden_size=64, num_layers=4, num_heads=4, intermediate_size=176)
+WORKLOAD = Workload(seq_len=64, global_batch_size=4)
+
+
+def frozen(*patterns: str) -> OptimConfig:
+    return OptimConfig(lr=1e-3, freeze=patterns)
+
+
+def test_patterns_name_parameters() -> None:
+    optim = frozen("embed.*", "layers.[01].*", "*norm.*")
+    names = ("embed.weight", "layers.1.attn.q.weight", "layers.3.mlp_norm.weight", "layers.2.attn.q.weight")
+    assert [is_frozen(optim, name) for name in names] == [True, True, True, False]
+    assert optimizer_state(optim, names[0], (512, 64)) == ()
+    assert len(optimizer_state(optim, names[3], (64, 64))) == 2
+
+
+def test_a_pattern_that_matches_nothing_and_a_model_without_anything_to_train_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(ValueError, match=r"no parameter is called 'model\.layers\.0\.\*'"):
+        check_patterns(frozen("model.layers.0.*"), SPEC)
+    assert main(["train", "--preset", "tiny", "--optim.freeze", "*", "--dry-run"]) == 2
+    assert "all parameters are frozen, expected at least one that is trained" in capsys.readouterr().err
+
+
+def test_frozen_gradients_are_not_reduced() -> None:
+    plan = parse_plan_name("dp2-z1-fp32")
+    whole, half = (step_comm_bytes(SPEC, plan, WORKLOAD, 0, optim) for optim in (None, frozen("layers.[0-3].mlp.*")))
+    numel = 4 * 3 * 64 * 176
+    assert whole["dp_shard"]["reduce_scatter"] - half["dp_shard"]["reduce_scatter"] == 4 * numel
+    assert whole["dp_shard"]["all_gather"] == half["dp_shard"]["all_gather"]
+
+
+@pytest.mark.parametrize(
+    ("name", "patterns"),
+    [("dp2-z1-fp32", ("embed.*", "layers.[0-2].*")), ("pp2-mb2-fp32", ("embed.*", "layers.[0-2].*"))],
+)
+def test_the_forecast_knows_what_is_frozen(name: str, patterns: tuple[str, ...]) -> None:
+    """State, gradients and the activations of layers that nothing trained lies below, against PyTorch's tracker."""
+    plan, optim, make = parse_plan_name(name), frozen(*patterns), memory_check._run_config
+    cluster = single_node_cluster(DeviceSpec(name="cpu", kind="cpu"), plan.world_size)
+    program = build_program(plan, SPEC, WORKLOAD)
+    kernels = memory_check.FAKE_KERNELS
+    forecast = forecast_memory(SPEC, plan, WORKLOAD, cluster, program, kernel_workspace=kernels, optim=optim)
+    with patch.object(memory_check, "_run_config", lambda *of: make(*of).model_copy(update={"optim": optim})):
+        found = memory_check.measure_fake_rank(SPEC, plan, WORKLOAD, plan.world_size - 1)
+    assert forecast.ranks[-1].terms.total == pytest.approx(found.peak_bytes, rel=0.03)
