@@ -42,6 +42,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "smollm3-windows": SIZES
     | {"model_type": "smollm3", "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 6}
     | {"pad_token_id": None, "tie_word_embeddings": True},
+    "olmo2": SIZES | {"model_type": "olmo2", "pad_token_id": None, "eos_token_id": None},
     "gpt2": {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
     "mixtral": SIZES | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": SIZES

@@ -68,6 +68,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "window_layers": (1, 3),
         "rope_scaling": RopeScaling(kind="llama3", factor=4.0, original_positions=8),
     },
+    "olmo2": {"norm_placement": "post", "qk_norm": True, "qk_norm_width": "projection"},
 }
 
 

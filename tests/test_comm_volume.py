@@ -37,6 +37,7 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
         ("tp2-rfull", False, {"family": "gpt2"}),
         ("dp2", False, {"family": "gpt2"}),
         ("tp2", False, {"family": "qwen3"}),
+        ("tp2-sp-rfull", False, {"family": "olmo2"}),
     ],
     4: [
         ("tp4", False),
@@ -59,6 +60,7 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
         ("dp2-pp2-z2-vocab", True),
         ("dp2-pp2-z2-vocab", True, {"family": "gpt2"}),
         ("tp4-sp", False, {"family": "qwen3"}),
+        ("tp4", False, {"family": "olmo2"}),
         ("pp2-sp-mb2-z1", True, unequal((1, {"dp_shard": 2}), (3, {"tp": 2}))),
         ("pp2-z2-mb2", True, unequal((3, {"tp": 2}), (1, {"dp_replicate": 2}))),
     ],

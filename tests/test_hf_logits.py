@@ -63,7 +63,7 @@ def test_their_weights_give_their_logits(name):
         assert difference(cache.read(tokens[:, 21:]), expected[:, -1]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-biased", "mistral", "qwen3-yarn", "phi3", "smollm3"])
+@pytest.mark.parametrize("name", ["gpt2", "llama-biased", "mistral", "qwen3-yarn", "phi3", "smollm3", "olmo2"])
 def test_their_weights_give_their_gradients(name):
     spec, theirs = spec_from_hf_config(CONFIGS[name]), copy.deepcopy(random_model(name))
     ours, tokens = imported(spec, theirs.state_dict(), CONFIGS[name]["model_type"]), tokens_for(spec)

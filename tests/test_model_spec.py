@@ -29,12 +29,16 @@ def test_each_field_adds_its_numbers():
         "out_bias": (True, layers * hidden),
         "mlp_bias": (True, layers * (2 * inner + hidden)),
         "qk_norm": (True, layers * 2 * head),
+        "norm_placement": ("both", layers * 2 * hidden),
         "attention_sinks": (True, layers * 4),
         "gated": (False, -layers * hidden * inner),
         "tied_embeddings": (True, -61 * hidden),
     }
     for field, (value, count) in added.items():
         assert changed(**{field: value}).num_parameters == SMALL.num_parameters + count, field
+    assert changed(norm_placement="post").num_parameters == SMALL.num_parameters
+    wide = changed(qk_norm=True, qk_norm_width="projection")
+    assert wide.num_parameters == SMALL.num_parameters + layers * (q + kv)
     learned = changed(position="learned", max_positions=50)
     assert learned.num_parameters == SMALL.num_parameters + 50 * hidden
 
@@ -80,6 +84,7 @@ def test_windows_are_for_the_layers_that_are_named():
     [
         ({"model.position": "learned"}, "learned positions need max_positions"),
         ({"model.window_layers": "[0]"}, "there is none"),
+        ({"model.qk_norm_width": "projection"}, "the model has no qk_norm"),
         ({"model.moe.num_experts": "4", "model.moe.top_k": "5", "model.moe.expert_size": "8"}, "top_k 5 is more"),
         ({"model.moe.num_expert": "4"}, "did you mean 'num_experts'"),
         ({"model.rope_scaling.kind": "yarn", "model.rope_scaling.factor": "4"}, "needs original_positions"),

@@ -83,10 +83,10 @@ def _local_model(spec: ModelSpec, tp: int, index: int) -> ModelSpec:
 def layer_activation_bytes(sizes: PassSizes, layer: int, recompute: Recompute, attention_kernel: str = "flash") -> int:
     """Return the bytes that a layer saves from its forward to its backward.
 
-    `full`: its input alone. `elementwise`: all but the outputs of the two norms and of the gated activation
-    (`muster.model.recompute`). `core_attention` (arXiv:2205.05198 §5): all but the attention scores, or with flash
-    attention its log-sum-exp. `every_second_matmul` (torchtitan's selective activation checkpointing by operation): the
-    input, the output of every second matmul, the output of attention.
+    `full`: its input alone. `elementwise`: all but the outputs of the norms before attention and MLP and of the gated
+    activation (`muster.model.recompute`). `core_attention` (arXiv:2205.05198 §5): all but the attention scores, or with
+    flash attention its log-sum-exp. `every_second_matmul` (torchtitan's selective activation checkpointing by
+    operation): the input, the output of every second matmul, the output of attention.
     """
     own, tokens, precision = sizes.local_model, sizes.tokens, sizes.precision
     if recompute == "full":
@@ -96,12 +96,13 @@ def layer_activation_bytes(sizes: PassSizes, layer: int, recompute: Recompute, a
     if recompute == "every_second_matmul":
         return sizes.hidden_bytes + _every_second_matmul_bytes(sizes, layer)
     scores = attention_score_bytes(sizes) if attention_kernel != "flash" else 0
-    norms = 2 * norm_saved_bytes(own, sizes.hidden_tokens, precision)
-    total = norms + attention_activation_bytes(sizes, layer) + mlp_activation_bytes(sizes, layer)
+    total = (
+        layer_norm_saved_bytes(sizes) + attention_activation_bytes(sizes, layer) + mlp_activation_bytes(sizes, layer)
+    )
     if recompute == "core_attention":
         return total - tokens * own.num_heads * master_bytes(precision)
     if recompute == "elementwise":
-        total -= 2 * sizes.hidden_bytes + mlp_inner_bytes(sizes, layer)
+        total -= 2 * own.has_pre_norms * sizes.hidden_bytes + mlp_inner_bytes(sizes, layer)
     return total + scores
 
 
@@ -194,6 +195,18 @@ def _every_second_matmul_bytes(sizes: PassSizes, layer: int) -> int:
     return tokens * attention + mlp_inner_bytes(sizes, layer) + sizes.hidden_bytes
 
 
+def layer_norm_saved_bytes(sizes: PassSizes) -> int:
+    """Return the bytes that a layer's norms save, and those of the inputs of attention and MLP.
+
+    A norm of a sublayer's output saves its input; where there is none before, the sublayer's own input is saved by its
+    first linear layers.
+    """
+    own, size = sizes.local_model, sizes.hidden_bytes
+    statistics = norm_saved_bytes(own, sizes.hidden_tokens, sizes.precision) - 2 * size
+    inputs = size + size * own.has_pre_norms
+    return 2 * (inputs + size * own.has_post_norms + statistics * (own.has_pre_norms + own.has_post_norms))
+
+
 def norm_saved_bytes(spec: ModelSpec, tokens: int, precision: Precision) -> int:
     """Return the bytes that a norm saves: its input, one statistic per token (two for LayerNorm), and its output, which
     is the input of the next linear layers."""
@@ -203,7 +216,7 @@ def norm_saved_bytes(spec: ModelSpec, tokens: int, precision: Precision) -> int:
 
 def softmax_attention_saved_bytes(spec: ModelSpec, tokens: int, precision: Precision) -> int:
     """Return the bytes that softmax attention saves: q and k after rotary embedding, v, the output, and flash
-    attention's log-sum-exp per head (arXiv:2205.14135); with QK norms also their inputs and a statistic per head.
+    attention's log-sum-exp per head (arXiv:2205.14135); with QK norms also their inputs and a statistic per norm.
 
     The output is also the input of the output projection, and counts once.
     """
@@ -211,7 +224,7 @@ def softmax_attention_saved_bytes(spec: ModelSpec, tokens: int, precision: Preci
     statistics = spec.num_heads
     if spec.qk_norm:
         width += (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-        statistics += spec.num_heads + spec.num_kv_heads
+        statistics += 2 if spec.qk_norm_width == "projection" else spec.num_heads + spec.num_kv_heads
     return tokens * (width * compute_bytes(precision) + statistics * master_bytes(precision))
 
 

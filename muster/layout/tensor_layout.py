@@ -84,10 +84,9 @@ def tp_shard(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, index:
     Sharded are rows of q, k, v, gate, up, head and embedding with their biases, and columns of o and down; norms, the
     biases of o and down and learned positions are replicated. Query and key/value heads stay whole; with more ranks
     than key/value heads, neighbours hold the same one. Vocabulary entries and inner widths that `tp` doesn't divide
-    give the last ranks fewer.
+    give the last ranks fewer. Norms over all heads together are sharded as the rows of q and k.
     """
-    module, _, leaf = name.rpartition(".")
-    kind = module.rpartition(".")[2]
+    kind, leaf = _kind_and_leaf(spec, name)
     whole = Box((0,) * len(shape), shape)
     if tp == 1:
         return whole, 1, 0
@@ -105,6 +104,15 @@ def tp_shard(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, index:
 def _tensor_dim(kind: str, shape: tuple[int, ...]) -> int:
     """Return the dimension along which tensor parallelism shards a parameter."""
     return 1 if kind in ("o", "down") and len(shape) == 2 else 0
+
+
+def _kind_and_leaf(spec: ModelSpec, name: str) -> tuple[str, str]:
+    """Return the last two parts of a parameter's name; a norm over all heads of q or k is of the kind of these."""
+    module, _, leaf = name.rpartition(".")
+    kind = module.rpartition(".")[2]
+    if kind in ("q_norm", "k_norm") and spec.qk_norm_width == "projection":
+        kind = kind[0]
+    return kind, leaf
 
 
 def _is_whole(kind: str, leaf: str) -> bool:
@@ -168,8 +176,7 @@ def tp_partial_grad_copies(spec: ModelSpec, names: Iterable[str], tp: int, sp: b
     kv_copies = tp // spec.num_kv_heads
     found = {}
     for name in names:
-        module, _, leaf = name.rpartition(".")
-        kind = module.rpartition(".")[2]
+        kind, leaf = _kind_and_leaf(spec, name)
         if kind in ("q_norm", "k_norm"):
             found[name] = tp
         elif kind in ("k", "v") and kv_copies > 1:

@@ -91,17 +91,28 @@ def make_norm(spec: ModelSpec) -> Norm:
     return (LayerNorm if spec.norm == "layer" else RmsNorm)(spec.hidden_size, spec.norm_eps)
 
 
+def make_norms(spec: ModelSpec) -> tuple[Norm | None, Norm | None]:
+    """Build the norms of a sublayer's input and of its output, where the model has them."""
+    return make_norm(spec) if spec.has_pre_norms else None, make_norm(spec) if spec.has_post_norms else None
+
+
+def normalize_projections(q: Tensor, k: Tensor, q_norm: RmsNorm, k_norm: RmsNorm) -> tuple[Tensor, Tensor]:
+    """Apply norms over all heads to queries and keys (B, S, heads · d); tensor parallelism replaces this function."""
+    return q_norm(q), k_norm(k)
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention; the numbers of heads follow from the widths of the weights.
 
-    Four functions are attributes so that they can be replaced: `project_in` and `project_out`, through which the hidden
-    state enters and leaves, by tensor parallelism; `core_attention`, where queries meet keys and values, by a key/value
-    cache; and `recomputable`, where a linear layer reads a tensor that is cheap to make again, by elementwise
-    recompute.
+    Five functions are attributes so that they can be replaced: `project_in` and `project_out`, through which the hidden
+    state enters and leaves, and `normalize_projections`, by tensor parallelism; `core_attention`, where queries meet
+    keys and values, by a key/value cache; and `recomputable`, where a linear layer reads a tensor that is cheap to make
+    again, by elementwise recompute.
     """
 
     project_in = staticmethod(project_in)
     project_out = staticmethod(project_out)
+    normalize_projections = staticmethod(normalize_projections)
     core_attention = staticmethod(core_attention)
     recomputable = staticmethod(recomputable)
 
@@ -115,14 +126,16 @@ class Attention(nn.Module):
         self.q = nn.Linear(spec.hidden_size, q_width, bias=spec.qkv_bias)
         self.k = nn.Linear(spec.hidden_size, kv_width, bias=spec.qkv_bias)
         self.v = nn.Linear(spec.hidden_size, kv_width, bias=spec.qkv_bias)
-        self.q_norm = RmsNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
-        self.k_norm = RmsNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.norms_projections = spec.qk_norm and spec.qk_norm_width == "projection"
+        q_norm_width, k_norm_width = (q_width, kv_width) if self.norms_projections else (spec.head_dim, spec.head_dim)
+        self.q_norm = RmsNorm(q_norm_width, spec.norm_eps) if spec.qk_norm else None
+        self.k_norm = RmsNorm(k_norm_width, spec.norm_eps) if spec.qk_norm else None
         self.o = nn.Linear(q_width, spec.hidden_size, bias=spec.out_bias)
 
     def forward(
         self,
         x_BSD: Tensor,
-        norm: nn.Module,
+        norm: nn.Module | None,
         cos: Tensor | None,
         sin: Tensor | None,
         mask: Tensor | None = None,
@@ -133,9 +146,11 @@ class Attention(nn.Module):
         `cos` and `sin` (S or B, S; 1, head_dim) are None without rotary positions, `mask` (S, S) is None without a
         window, `documents` is None if each sequence is one document.
         """
-        qkv = self.recomputable(norm, (x_BSD,), self.project_in, self.q, self.k, self.v)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in qkv)
-        if self.q_norm is not None and self.k_norm is not None:
+        q, k, v = _project_normed(self, norm, x_BSD, self.q, self.k, self.v)
+        if self.norms_projections and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.normalize_projections(q, k, self.q_norm, self.k_norm)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
+        if not self.norms_projections and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.has_rotary and cos is not None and sin is not None:
             q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
@@ -162,21 +177,35 @@ class Mlp(nn.Module):
         self.down = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
         self._activate = partial(gated_activation if spec.gated else activate, kind=spec.activation)
 
-    def forward(self, x_BSD: Tensor, norm: nn.Module) -> Tensor:
+    def forward(self, x_BSD: Tensor, norm: nn.Module | None) -> Tensor:
         linears = (self.up,) if self.gate is None else (self.gate, self.up)
-        inner = self.recomputable(norm, (x_BSD,), self.project_in, *linears)
+        inner = _project_normed(self, norm, x_BSD, *linears)
         return self.recomputable(self._activate, inner, self.project_out, self.down)
 
 
+def _project_normed(
+    part: "Attention | Mlp", norm: nn.Module | None, x_BSD: Tensor, *linears: nn.Linear
+) -> tuple[Tensor, ...]:
+    """Apply a sublayer's first linear layers to the hidden state, or to its norm where there is one."""
+    if norm is None:
+        return part.project_in(x_BSD, *linears)
+    return part.recomputable(norm, (x_BSD,), part.project_in, *linears)
+
+
 class Layer(nn.Module):
-    """One decoder layer: attention and MLP, each added to the residual stream."""
+    """One decoder layer: attention and MLP, each added to the residual stream.
+
+    `attn_norm` and `mlp_norm` are of their inputs, `attn_post_norm` and `mlp_post_norm` of their outputs.
+    """
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        self.attn_norm = make_norm(spec)
+        self.attn_norm, post_norm = make_norms(spec)
         self.attn = Attention(spec, spec.attention_window(layer), has_rotary=layer not in spec.nope_layers)
-        self.mlp_norm = make_norm(spec)
+        self.attn_post_norm = post_norm
+        self.mlp_norm, post_norm = make_norms(spec)
         self.mlp = Mlp(spec)
+        self.mlp_post_norm = post_norm
 
     def forward(
         self,
@@ -186,9 +215,12 @@ class Layer(nn.Module):
         mask: Tensor | None,
         documents: Documents | None = None,
     ) -> Tensor:
-        # Added in place: autograd doesn't save a linear layer's output, and fresh memory costs time on a CPU.
-        x_BSD = self.attn(x_BSD, self.attn_norm, cos, sin, mask, documents).add_(x_BSD)
-        return self.mlp(x_BSD, self.mlp_norm).add_(x_BSD)
+        # Added in place: autograd saves the output neither of a linear layer nor of a norm, and fresh memory costs time
+        # on a CPU.
+        y_BSD = self.attn(x_BSD, self.attn_norm, cos, sin, mask, documents)
+        x_BSD = (y_BSD if self.attn_post_norm is None else self.attn_post_norm(y_BSD)).add_(x_BSD)
+        y_BSD = self.mlp(x_BSD, self.mlp_norm)
+        return (y_BSD if self.mlp_post_norm is None else self.mlp_post_norm(y_BSD)).add_(x_BSD)
 
 
 class Decoder(nn.Module):

@@ -12,7 +12,7 @@ from muster.spec.errors import MusterError
 def compile_blocks(module: Decoder, device: torch.device) -> None:
     """Compile each block at its first pass.
 
-    The linear layers that tensor parallelism and split backwards put into a block stay uncompiled, between compiled
+    The functions that tensor parallelism and split backwards put into a block stay uncompiled, between compiled
     pieces: a compiler can do nothing with their collectives and deferred gradients.
 
     Raises MusterError if the machine has no C++ compiler, which compilation for a CPU needs.
@@ -28,7 +28,7 @@ def compile_blocks(module: Decoder, device: torch.device) -> None:
     opaque = {}
     for block in module.blocks():
         for part in block.modules():
-            for seam in {*PROJECT_IN, *PROJECT_OUT} & vars(part).keys():
+            for seam in {*PROJECT_IN, *PROJECT_OUT, "normalize_projections"} & vars(part).keys():
                 # All blocks share one wrapper: with wrappers of their own each block would be compiled again.
                 linear = getattr(part, seam)
                 setattr(part, seam, opaque.setdefault(linear, torch.compiler.disable(linear)))

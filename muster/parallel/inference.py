@@ -9,7 +9,11 @@ from muster.model.decoder import Decoder
 from muster.model.dtypes import DTYPES
 from muster.parallel.axis import TensorAxis
 from muster.parallel.stage import shard_weights
-from muster.parallel.tensor_parallel import apply_parallel_linears, apply_vocab_parallel_embedding
+from muster.parallel.tensor_parallel import (
+    apply_parallel_linears,
+    apply_projection_norms,
+    apply_vocab_parallel_embedding,
+)
 from muster.parallel.weight_grad_store import WeightGradStore
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan, Precision
@@ -26,6 +30,7 @@ def build_inference_decoder(
     if axis is not None:
         apply_vocab_parallel_embedding(module, axis, shard_weights(module, spec, axis), seq_len=0)
         module.position_state.seq_len = None  # without sequence parallelism hidden states have all positions
+        apply_projection_norms(module, spec, axis)
         apply_parallel_linears(module, axis, WeightGradStore())
     module.to_empty(device=device)
     plan = Plan(tp=1 if axis is None else axis.size)

@@ -43,6 +43,7 @@ from muster.parallel.stage_inputs import StageInputs
 from muster.parallel.tensor_parallel import (
     all_reduce_replicated_grads,
     apply_parallel_linears,
+    apply_projection_norms,
     apply_vocab_parallel_embedding,
 )
 from muster.parallel.vocab_parallel import VocabShard, add_vocab_shard
@@ -138,6 +139,7 @@ class DecoderStage:
         if self.tp_axis is not None:
             self._vocab_start = shard_weights(self.module, spec, self.tp_axis)
             apply_vocab_parallel_embedding(self.module, self.tp_axis, self._vocab_start, seq_len)
+            apply_projection_norms(self.module, spec, self.tp_axis)
         self._weight_grads = WeightGradStore()
         self._zero: ZeroLevel = strategy.zero
         if self.tp_axis is not None or split_backward:

@@ -17,13 +17,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from muster.model.decoder import Decoder
+from muster.model.decoder import Attention, Decoder, RmsNorm
 from muster.model.kernels import accumulation_dtype
 from muster.model.loss import LossSums, softmax_gradient_
 from muster.model.plugin_layer import PROJECT_IN, PROJECT_OUT
 from muster.parallel.axis import PendingTensor, TensorAxis
 from muster.parallel.vocab_loss import exp_and_sums, local_rows, whole_vocab_loss
 from muster.parallel.weight_grad_store import WeightGradStore
+from muster.spec.model import ModelSpec
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Entry and exit of the hidden state
@@ -195,6 +196,66 @@ def vocab_parallel_embedding(axis: TensorAxis, vocab_start: int, tokens_BS: Tens
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Norms over all heads, of which each rank has some
+
+
+class _ProjectionNorms(torch.autograd.Function):
+    """RMSNorms of queries and keys over the heads of all ranks; saves both, the weights, and a statistic per position.
+
+    `kv_copies` ranks hold the same key heads: each adds its share to their mean square, and has its share of their
+    gradient, the sum over the copies being the whole.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        axis: TensorAxis,
+        widths: tuple[int, int],
+        kv_copies: int,
+        eps: float,
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.axis, ctx.widths, ctx.shares = axis, widths, (1, kv_copies)
+        wide = [x.to(accumulation_dtype(x.dtype)) for x in (q, k)]
+        sums_2BS = torch.stack([torch.linalg.vector_norm(x, dim=-1).square_() for x in wide])
+        sums_2BS[1] /= kv_copies
+        sums_2BS = axis.all_reduce(sums_2BS).wait()
+        scales = [
+            (total / width).add_(eps).rsqrt_().unsqueeze(-1) for total, width in zip(sums_2BS, widths, strict=True)
+        ]
+        ctx.save_for_backward(q, k, q_weight, k_weight, *scales)
+        normed = [
+            (x * r).mul_(weight).to(q.dtype) for x, r, weight in zip(wide, scales, (q_weight, k_weight), strict=True)
+        ]
+        return normed[0], normed[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, q_weight, k_weight, *scales = ctx.saved_tensors
+        parts = list(zip(grads, (q, k), (q_weight, k_weight), scales, strict=True))
+        # As in `muster.model.kernels`: dL/dx = r·g·w − x·r³·mean(g·w·x), where the mean is over all ranks' elements.
+        products_2BS = torch.stack([((g.to(r.dtype) * x.to(r.dtype)) @ w.to(r.dtype)) for g, x, w, r in parts])
+        products_2BS = ctx.axis.all_reduce(products_2BS).wait()
+        grad_inputs, grad_weights = [], []
+        for (g, x, w, r), product_BS, width, share in zip(parts, products_2BS, ctx.widths, ctx.shares, strict=True):
+            g_wide, x_wide = g.to(r.dtype), x.to(r.dtype)
+            grad_weights.append((g_wide * x_wide).mul_(r).flatten(0, -2).sum(0).to(w.dtype))
+            norm_term = product_BS.unsqueeze(-1) * r.pow(3).div_(-width * share)
+            grad_inputs.append((g_wide * w).mul_(r).addcmul_(x_wide, norm_term).to(x.dtype))
+        return None, None, None, None, *grad_inputs, *grad_weights
+
+
+def normalize_sharded_projections(
+    axis: TensorAxis, widths: tuple[int, int], kv_copies: int, q: Tensor, k: Tensor, q_norm: RmsNorm, k_norm: RmsNorm
+) -> tuple[Tensor, Tensor]:
+    """Apply norms over all heads to a rank's queries and keys; `widths` are those of all heads together."""
+    return _ProjectionNorms.apply(axis, widths, kv_copies, q_norm.eps, q, k, q_norm.weight, k_norm.weight)  # type: ignore[return-value]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # The loss, without gathering the logits
 
 
@@ -247,6 +308,15 @@ def apply_parallel_linears(module: Decoder, axis: TensorAxis | None, weight_grad
             if hasattr(part, name):
                 setattr(part, name, linear)
     module.project_logits = partial(vocab_parallel_logits, axis, weight_grads)  # type: ignore[assignment]
+
+
+def apply_projection_norms(module: Decoder, spec: ModelSpec, axis: TensorAxis) -> None:
+    """Let a decoder's norms over all heads sum over the ranks of an axis, each of which has some of the heads."""
+    widths = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    normalize = partial(normalize_sharded_projections, axis, widths, max(1, axis.size // spec.num_kv_heads))
+    for part in module.modules():
+        if isinstance(part, Attention):
+            part.normalize_projections = normalize  # type: ignore[method-assign]
 
 
 def apply_vocab_parallel_embedding(module: Decoder, axis: TensorAxis, vocab_start: int, seq_len: int) -> None:

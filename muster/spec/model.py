@@ -8,7 +8,14 @@ from typing import Literal
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from muster.spec.base import Frozen
-from muster.spec.model_components import Activation, LinearAttentionSpec, MlaSpec, MoeSpec, RopeScaling
+from muster.spec.model_components import (
+    Activation,
+    LinearAttentionSpec,
+    MlaSpec,
+    MoeSpec,
+    NormPlacement,
+    RopeScaling,
+)
 from muster.spec.plugin_model import plugin_model
 
 NamedShapes = Iterator[tuple[str, tuple[int, ...]]]
@@ -42,6 +49,9 @@ class ModelSpec(Frozen):
     """Kind of norm: RMSNorm, or LayerNorm with a bias."""
     norm_eps: PositiveFloat = 1e-5
     """Term added to the mean square under the root."""
+    norm_placement: NormPlacement = "pre"
+    """Norms of attention and of the MLP: of the input (pre), of the output before it is added to the residual (post,
+    OLMo 2; arXiv:2501.00656 §3.2), or both."""
     position: Literal["rope", "learned", "none"] = "rope"
     """Kind of positions. learned: a vector for each of `max_positions` positions, added to the token's embedding."""
     max_positions: PositiveInt | None = None
@@ -63,7 +73,9 @@ class ModelSpec(Frozen):
     mlp_bias: bool = False
     """Biases on the MLP's projections."""
     qk_norm: bool = False
-    """RMSNorm over each head's queries and keys, before rotary positions (Qwen3)."""
+    """RMSNorm of queries and keys, before rotary positions (Qwen3)."""
+    qk_norm_width: Literal["head", "projection"] = "head"
+    """Elements that such a norm is over: those of each head, or of all heads together (OLMo 2)."""
     attention_sinks: bool = False
     """Trained logit per head that takes part in the softmax and contributes no value (gpt-oss)."""
     sliding_window: PositiveInt | None = None
@@ -111,7 +123,19 @@ class ModelSpec(Frozen):
             raise ValueError(f"nope_layers lists the layers without rotary positions, but position is {self.position}")
         if self.window_layers is not None and self.sliding_window is None:
             raise ValueError("window_layers lists the layers with a sliding_window, but there is none")
+        if self.qk_norm_width != "head" and not self.qk_norm:
+            raise ValueError(f"qk_norm_width is {self.qk_norm_width}, but the model has no qk_norm")
         return self
+
+    @property
+    def has_pre_norms(self) -> bool:
+        """True if attention and MLP begin with a norm."""
+        return self.norm_placement != "post"
+
+    @property
+    def has_post_norms(self) -> bool:
+        """True if attention and MLP end with a norm."""
+        return self.norm_placement != "pre"
 
     def attention_window(self, layer: int) -> int | None:
         """Return the positions that each position of this layer attends to; None: all before it."""
@@ -192,18 +216,24 @@ def _layer(spec: ModelSpec, layer: int, prefix: str) -> NamedShapes:
     if (plugin := plugin_model(spec)) is not None:
         yield from ((prefix + name, shape) for name, shape in plugin.parameter_shapes(spec))
         return
-    yield from _norm(spec, prefix + "attn_norm")
+    if spec.has_pre_norms:
+        yield from _norm(spec, prefix + "attn_norm")
     if spec.has_linear_attention(layer):
         yield from _linear_attention(spec, prefix + "attn.")
     elif spec.mla is not None:
         yield from _latent_attention(spec, spec.mla, prefix + "attn.")
     else:
         yield from _attention(spec, prefix + "attn.")
-    yield from _norm(spec, prefix + "mlp_norm")
+    if spec.has_post_norms:
+        yield from _norm(spec, prefix + "attn_post_norm")
+    if spec.has_pre_norms:
+        yield from _norm(spec, prefix + "mlp_norm")
     if spec.has_experts(layer):
         yield from _experts(spec, prefix + "mlp.")
     else:
         yield from _mlp(spec, prefix + "mlp.", spec.intermediate_size)
+    if spec.has_post_norms:
+        yield from _norm(spec, prefix + "mlp_post_norm")
 
 
 def _mtp(spec: ModelSpec, index: int) -> NamedShapes:
@@ -235,8 +265,9 @@ def _attention(spec: ModelSpec, prefix: str) -> NamedShapes:
     for name, width in (("q", q_width), ("k", kv_width), ("v", kv_width)):
         yield from _linear(prefix + name, spec.qkv_bias, width, spec.hidden_size)
     if spec.qk_norm:
-        yield prefix + "q_norm.weight", (spec.head_dim,)
-        yield prefix + "k_norm.weight", (spec.head_dim,)
+        per_head = spec.qk_norm_width == "head"
+        yield prefix + "q_norm.weight", (spec.head_dim if per_head else q_width,)
+        yield prefix + "k_norm.weight", (spec.head_dim if per_head else kv_width,)
     if spec.attention_sinks:
         yield prefix + "sinks", (spec.num_heads,)
     yield from _linear(prefix + "o", spec.out_bias, spec.hidden_size, q_width)

@@ -9,6 +9,7 @@ from muster.spec.base import Frozen
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 """`gelu_tanh` is GPT-2's approximation of GELU (arXiv:1606.08415 §2)."""
+NormPlacement = Literal["pre", "post", "both"]
 
 
 class RopeScaling(Frozen):

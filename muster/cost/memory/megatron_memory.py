@@ -96,7 +96,7 @@ class _MegatronStage:
             return sizes.hidden_bytes
         if recompute == "elementwise" and self.framework.fp8_activations:
             return fp8_layer_activation_bytes(sizes, layer)
-        total = 2 * self._norm_bytes() + attention_activation_bytes(sizes, layer) + mlp_activation_bytes(sizes, layer)
+        total = self._layer_norm_bytes() + attention_activation_bytes(sizes, layer) + mlp_activation_bytes(sizes, layer)
         if not self.framework.fused_elementwise:
             total += self._unfused_bytes(layer)
         if self.framework.dropout:
@@ -107,8 +107,15 @@ class _MegatronStage:
             if recompute != "core_attention":
                 total += self._saved_score_bytes()
         if recompute == "elementwise":
-            total -= 2 * sizes.hidden_bytes + mlp_inner_bytes(sizes, layer)
+            total -= 2 * self.spec.has_pre_norms * sizes.hidden_bytes + mlp_inner_bytes(sizes, layer)
         return total
+
+    def _layer_norm_bytes(self) -> int:
+        """Return the bytes that a layer's norms save, and those of the inputs of attention and MLP."""
+        norms = 2 * (self.spec.has_pre_norms + self.spec.has_post_norms)
+        added = 2 * self.spec.has_post_norms * self.sizes.hidden_bytes  # a post-norm's output isn't saved
+        inputs = 0 if self.spec.has_pre_norms else 2 * self.sizes.hidden_bytes
+        return norms * self._norm_bytes() - added + inputs
 
     def _unfused_bytes(self, layer: int) -> int:
         """Return the bytes that unfused operations save in addition.

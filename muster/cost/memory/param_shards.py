@@ -161,6 +161,8 @@ def _shard_by_tp(spec: ModelSpec, name: str, size: list[int], tp: int) -> None:
     """Change `size` to that on the first of `tp` ranks, as `muster.layout.tensor_layout.tp_shard` does."""
     kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     is_bias = name.endswith(".bias")
+    if kind in ("q_norm", "k_norm") and spec.qk_norm_width == "projection":
+        kind = kind[0]
     if tp == 1 or (kind in _ROW_PARALLEL and is_bias) or ".shared_gate" in name or "join" in name:
         return
     if kind in _ROW_PARALLEL:

@@ -1,6 +1,6 @@
 """Time of attention: its matmuls, its scores, and the ring of context-parallel ranks that overlaps with them."""
 
-from muster.cost.time.collectives import p2p_s
+from muster.cost.time.collectives import all_reduce_s, p2p_s
 from muster.cost.time.kernels import flash_attention_s, matmul_s, stream_s, sustained_flops_per_s
 from muster.cost.time.sublayer import LayerContext, SublayerCost, add_tp_entry, add_tp_exit, norm_bytes
 from muster.spec.device import AttentionKernel, DeviceSpec
@@ -34,6 +34,10 @@ def add_self_attention(at: LayerContext, part: SublayerCost, window: int | None)
     if model.qk_norm:
         forward, backward = norm_bytes(at, "rms")
         part.add_elementwise(at, forward * rotated, backward * rotated, 2)
+        if model.qk_norm_width == "projection" and tp > 1:
+            # Mean squares of queries and keys over all heads, in float32.
+            for spent in (part.forward, part.input_grads):
+                spent.add_exposed("tp", all_reduce_s(at.tp, 8 * tokens))
     if not at.framework.fused_elementwise:
         laid = 2 * tokens * (q_width + kv_width)
         part.add_elementwise(at, HEAD_TRANSPOSE_BYTES[0] * laid, HEAD_TRANSPOSE_BYTES[1] * laid, 4)

@@ -117,7 +117,8 @@ def _recompute_cost(at: LayerContext, attention: SublayerCost, mlp: SublayerCost
     match at.strategy.recompute:
         case "full":
             whole = attention.forward + mlp.forward
-            return whole + mlp.last_matmul * -1 if at.framework.early_stop_recompute else whole
+            stops_early = at.framework.early_stop_recompute and not at.model.has_post_norms
+            return whole + mlp.last_matmul * -1 if stops_early else whole
         case "core_attention":
             return attention.attention_core
         case "elementwise":

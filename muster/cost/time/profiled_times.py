@@ -217,6 +217,10 @@ class _StagePasses:
             sum_s = collective("all_reduce", tp, whole)
             forward["tp"] += 2 * sum_s
             backward["tp"] += 2 * sum_s
+        if self.model.qk_norm and self.model.qk_norm_width == "projection":
+            sum_s = collective("all_reduce", tp, 2 * self.tokens * master_bytes(self.plan.precision))
+            forward["tp"] += sum_s
+            backward["tp"] += sum_s
         if again:
             backward["tp"] += forward["tp"]
 

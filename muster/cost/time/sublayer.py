@@ -188,14 +188,20 @@ def _overlapping_matmul_s(at: LayerContext) -> float:
 
 
 def add_norm_and_residual(at: LayerContext, part: SublayerCost) -> None:
-    """Add the norm before a sublayer (a read and a write) and the residual sum after it (two reads and a write).
+    """Add a sublayer's norms (each a read and a write) and the residual sum after it (two reads and a write).
 
-    The backward moves three times an element for each. Dropout stores a byte per element.
+    Norms of the output aren't recomputed. The backward moves three times an element for each. Dropout stores a byte per
+    element.
     """
     numbers = at.norm_tokens * at.model.hidden_size
     forward, backward = norm_bytes(at, at.model.norm)
     kept = numbers * (1 if at.framework.fused_elementwise else 6) if at.framework.dropout else 0.0
-    part.add_elementwise(at, forward * numbers, backward * numbers, 1 if forward < EAGER_NORM_BYTES[0] else 8)
+    kernels = 1 if forward < EAGER_NORM_BYTES[0] else 8
+    if at.model.has_pre_norms:
+        part.add_elementwise(at, forward * numbers, backward * numbers, kernels)
+    if at.model.has_post_norms:
+        part.forward.add(stream_s(at.device, forward * numbers, kernels), kernels)
+        part.input_grads.add(stream_s(at.device, backward * numbers, kernels), kernels)
     part.add_elementwise(at, 3 * numbers * at.element_bytes + kept, 3 * numbers * at.element_bytes + kept)
 
 

@@ -6,6 +6,7 @@ from muster.interop.families.gpt2 import GPT2
 from muster.interop.families.gpt_oss import GPT_OSS
 from muster.interop.families.llama import LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3, SEED_OSS
 from muster.interop.families.mixtral import MIXTRAL
+from muster.interop.families.olmo2 import OLMO2
 from muster.interop.families.phi3 import PHI3
 from muster.interop.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from muster.interop.families.smollm3 import SMOLLM3
@@ -28,6 +29,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "kimi_k2": KIMI_K2,
     "dots1": DOTS1,
     "smollm3": SMOLLM3,
+    "olmo2": OLMO2,
 }
 """Families by the `model_type` of a config.json. A ModelSpec is written as the family that it came from, or the
 first that has all of it."""

@@ -3,7 +3,8 @@
 The rotary pairs of these weights are in the order that `muster.model.kernels.apply_rotary` expects.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from muster.interop.families.family import (
@@ -128,12 +129,14 @@ def weight_links(spec: ModelSpec) -> Iterator[WeightLink]:
         yield link_whole(name, hf_parameter_name(name), shape)
 
 
-def hf_parameter_name(name: str) -> str:
-    """Return `model.layers.3.self_attn.q_proj.weight` for `layers.3.attn.q.weight`."""
+def hf_parameter_name(name: str, others: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return `model.layers.3.self_attn.q_proj.weight` for `layers.3.attn.q.weight`; `others` are names of modules that
+    differ from Llama's."""
     module, _, leaf = name.rpartition(".")
     if module in TOP_LEVEL_NAMES:
         return f"{TOP_LEVEL_NAMES[module]}.{leaf}"
-    return "model." + ".".join([*(LAYER_NAMES.get(part, part) for part in module.split(".")), leaf])
+    names = {**LAYER_NAMES, **others}
+    return "model." + ".".join([*(names.get(part, part) for part in module.split(".")), leaf])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
