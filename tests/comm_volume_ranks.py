@@ -32,8 +32,7 @@ class Count(TorchDispatchMode):
 
     def __init__(self, world: World) -> None:
         super().__init__()
-        sizes = zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True)
-        self.axes = {world.mesh[axis].get_group().group_name: axis for axis, size in sizes if size > 1}
+        self.axes = {group.group_name: axis for axis, group in world.groups.by_axis.items()}
         self.sent: dict[str, Counter[str]] = defaultdict(Counter)
         self.calls: Counter[str] = Counter()
         self.instruction = ""

@@ -9,7 +9,7 @@ import torch
 from muster.parallel import op_profile
 from muster.parallel.device_clock import DeviceClock, HostClock
 from muster.parallel.executor import Executor
-from muster.schedule.action import Action, Kind
+from muster.schedule.action import Action, Kind, Lane
 from muster.schedule.program import Instruction, Program
 from muster.spec.plan import Plan
 from tests.simulated_gpu import SimulatedGpu
@@ -44,7 +44,7 @@ def step_executor(gpu: SimulatedGpu, clock: Any) -> Executor:
         gpu.synchronize()
 
     actions = [Action(Kind.F, 0, 0), Action(Kind.B, 0, 0), Action(Kind.GRAD_NORM), Action(Kind.STEP)]
-    lanes = {"compute": tuple(Instruction(action) for action in actions)}
+    lanes: dict[Lane, tuple[Instruction, ...]] = {"compute": tuple(Instruction(action) for action in actions)}
     program = Program("1f1b", (0,), 1, (lanes,))
     handlers = {Kind.GRAD_NORM: read_norm, Kind.STEP: lambda _: gpu.launch(UPDATE_S)}
     return Executor(program, 0, 0, {0: SlowStage(gpu)}, {}, handlers, clock)  # type: ignore[dict-item]

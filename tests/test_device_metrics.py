@@ -1,5 +1,6 @@
 """Figures of the devices that a run trains on, with a GPU that exists in name only."""
 
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +10,17 @@ import torch
 import torch.distributed as dist
 
 from muster.config.named_model import load_model
+from muster.cost.time.plan_times import host_copy_s
 from muster.parallel import world as world_module
 from muster.parallel.world import pick_device
 from muster.probe.all_reduce_check import time_all_reduces
+from muster.probe.collectives import BYTES
+from muster.probe.host_link import time_host_copies
+from muster.probe.kernels import SIZES
+from muster.probe.profile import cluster_from_rates
 from muster.report.report_data import PredictedVsMeasured
 from muster.spec.errors import MusterError
+from muster.spec.machine_rates import KernelRates, MachineRates
 from muster.spec.plan_name import parse_plan_name
 from muster.train import finalize
 from muster.train.device_metrics import DeviceMemory, DeviceMetrics
@@ -58,6 +65,7 @@ def test_memory_of_a_device_is_in_the_metrics_and_beside_its_forecast(monkeypatc
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 4 * gib)
     world = gpu_world("NVIDIA H100 80GB HBM3", 1, monkeypatch)
     memory = DeviceMetrics(load_model("tiny"), parse_plan_name("dp1-bf16"), 64, world).memory()
+    assert memory is not None
     assert memory == DeviceMemory(3 * gib, 4 * gib)
     row = metrics_row(step_result(64, 1.0), 64, 0.0, 0.5, memory)
     assert (row["perf/mfu"], row["memory/allocated_bytes"], row["memory/reserved_bytes"]) == (0.5, 3 * gib, 4 * gib)
@@ -134,3 +142,27 @@ def test_a_wrong_sum_is_found() -> None:
     world: Any = SimpleNamespace(device=CPU, size=4, barrier=lambda: None, all_reduce=lambda x: x.mul_(3))
     with pytest.raises(MusterError, match="over 4 ranks gave 3 and 3: expected 4"):
         time_all_reduces(world)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a profile measures
+
+
+def test_a_profile_of_a_gpu_reaches_what_fills_it() -> None:
+    """An H100 does 1e12 FLOPs in a millisecond, and its L2 cache holds 50 MB."""
+    sizes = SIZES["cuda"]
+    flops = [2 * t * k * n for t, k, n in product(sizes.tokens, sizes.widths, sizes.widths)]
+    assert max(one for one in flops if one <= sizes.max_flops) > 5e12
+    assert 2 * max(sizes.elements) > 4 * 126e6, "bytes in bf16"
+    assert 2 * sizes.pool_elements > 126e6
+    assert max(BYTES["cuda"]) >= 1 << 28
+    assert (max(sizes.head_widths), max(sizes.positions), sizes.heads) >= (128, 8192, 32)
+
+
+def test_the_measured_host_link_is_what_offload_is_costed_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="GPU", total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    kernels = KernelRates(matmuls={"forward": ((1, 1, 1, 1.0),)}, curves={"copy": ((1024, 1e-6),)})
+    rates = MachineRates(ranks=1, cores=0, kernels={"bf16": kernels}, collectives={}, host_bytes_per_s=40e9)
+    assert host_copy_s(cluster_from_rates(rates).device, 40e9) == pytest.approx(1.0)
+    assert time_host_copies(CPU) is None

@@ -33,11 +33,11 @@ def apply_fsdp(module: Decoder, world: World, zero: ZeroLevel, plan: Plan) -> bo
     computes in less than fp32 is "sharded" over itself, which gives it fp32 master weights; it casts them once per
     step.
     """
-    mesh, compute_dtype = world.fsdp_mesh(), DTYPES[plan.precision]
+    mesh, compute_dtype = world.groups.data_mesh(), DTYPES[plan.precision]
     if mesh is None and compute_dtype == master_dtype(plan.precision):
         return False
     if mesh is None:
-        mesh, zero = world.mesh["dp_shard"], "z2"
+        mesh, zero = world.groups.single_rank_mesh(), "z2"
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master_dtype(plan.precision))
     blocks: list[nn.Module] = [*module.blocks()]
     size = plan.bucket_layers

@@ -10,12 +10,11 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from muster.launch.heartbeat import Heartbeat, open_heartbeat
-from muster.layout.mesh import MeshCoordinates, coordinates_of, rank_at, ranks_of_pp_rank
+from muster.layout.mesh import MeshCoordinates, coordinates_of
 from muster.parallel.axis import PipelineAxis, TensorAxis
-from muster.spec.mesh_axes import STAGE_AXES
+from muster.parallel.process_groups import ProcessGroups
 from muster.spec.plan import LayerStrategy, Plan
 from muster.spec.units import pluralize
 
@@ -38,20 +37,9 @@ class World:
     at: MeshCoordinates
     device: torch.device
     store: dist.Store
-    mesh: DeviceMesh
-    """Ranks that hold the same stages as this one, by the axes within a stage."""
-    pipeline: PipelineAxis | None = None
-    """Ranks that share the vocabulary with this one under vocabulary parallelism over pipeline ranks."""
+    groups: ProcessGroups
     heartbeat: Heartbeat = field(default_factory=open_heartbeat)
     """Page on which this rank tells the launcher the instruction that it is working on."""
-
-    def fsdp_mesh(self) -> DeviceMesh | None:
-        """Return the mesh of ranks that hold the same stage and different data, as fully_shard takes it; None for a
-        single rank."""
-        mesh = self.plan.mesh(self.at.pp)
-        if mesh.dp_replicate > 1:
-            return self.mesh["dp_replicate", "dp_shard"]
-        return self.mesh["dp_shard"] if mesh.dp_shard > 1 else None
 
     def tensor_axis(self, strategy: LayerStrategy) -> TensorAxis | None:
         """Return the tensor-parallel ranks of this one's layers; None where a rank has whole layers."""
@@ -59,12 +47,12 @@ class World:
         if size == 1:
             return None
         chunked = strategy.tp_overlap == "async_tp"
-        return TensorAxis(self.mesh["tp"].get_group(), size, self.at.tp, strategy.sp, chunked)
+        return TensorAxis(self.groups.by_axis["tp"], size, self.at.tp, strategy.sp, chunked)
 
     def pipeline_axis(self) -> PipelineAxis:
         """Return the pipeline ranks that share the vocabulary with this one; only under `vocab_parallel`."""
-        assert self.pipeline is not None, "the plan's vocabulary is not spread"
-        return self.pipeline
+        assert self.groups.pipeline is not None, "the plan's vocabulary is not spread"
+        return self.groups.pipeline
 
     def wait_for_rank_0(self) -> None:
         """Wait until rank 0 has finished the work that it does alone; every rank must call it."""
@@ -144,9 +132,7 @@ def open_world(
         timeout=COLLECTIVE_TIMEOUT,
     )
     at = coordinates_of(plan, rank)
-    meshes = [_stage_mesh(plan, pp_rank, device) for pp_rank in range(plan.pp)]  # all ranks make all groups, in order
-    pipe = _pipeline_axis(plan, at) if plan.vocab_parallel else None
-    world = World(generation, rank, size, plan, at, device, prefixed, meshes[at.pp], pipe, where)
+    world = World(generation, rank, size, plan, at, device, prefixed, ProcessGroups(plan, at, device), where)
     try:
         yield world
         world.barrier()
@@ -158,30 +144,7 @@ def fake_world(plan: Plan, rank: int, store: dist.Store) -> World:
     """Build the World of one `rank` of a plan whose other ranks don't exist: the process group, already initialised, is
     PyTorch's fake one."""
     at, device = coordinates_of(plan, rank), torch.device("cpu")
-    pipe = _pipeline_axis(plan, at) if plan.vocab_parallel else None
-    return World(0, rank, plan.world_size, plan, at, device, store, _stage_mesh(plan, at.pp, device), pipe)
-
-
-def _stage_mesh(plan: Plan, pp_rank: int, device: torch.device) -> DeviceMesh:
-    """Build the mesh of one pipeline rank; every rank of the world must call it."""
-    ranks, mesh = [rank for rank, _ in ranks_of_pp_rank(plan, pp_rank)], plan.mesh(pp_rank)
-    sizes = [getattr(mesh, axis) for axis in STAGE_AXES]
-    return DeviceMesh(device.type, torch.tensor(ranks).view(sizes), mesh_dim_names=STAGE_AXES)
-
-
-def _pipeline_axis(plan: Plan, at: MeshCoordinates) -> PipelineAxis:
-    """Build the group of ranks with one member on each pipeline rank that this one belongs to; every rank of the world
-    must call it."""
-    own: PipelineAxis | None = None
-    for ranks in zip(
-        *([rank for rank, _ in ranks_of_pp_rank(plan, pp_rank)] for pp_rank in range(plan.pp)), strict=True
-    ):
-        group = dist.new_group(list(ranks))
-        if rank_at(plan, at) in ranks:
-            assert isinstance(group, dist.ProcessGroup)
-            own = PipelineAxis(group, ranks, at.pp)
-    assert own is not None
-    return own
+    return World(0, rank, plan.world_size, plan, at, device, store, ProcessGroups(plan, at, device))
 
 
 def pick_device(rank: int, size: int, store: dist.Store | None = None) -> torch.device:

@@ -8,17 +8,20 @@ import torch
 import torch.distributed as dist
 
 from muster.parallel.axis import all_gather_into_tensor, reduce_scatter_tensor
+from muster.parallel.device_clock import synchronize
 from muster.parallel.world import World
 
-BYTES = tuple(4**power for power in range(4, 13))
+BYTES = {"cpu": tuple(4**power for power in range(4, 13)), "cuda": tuple(4**power for power in range(4, 15))}
+"""Sizes by device type."""
 QUICK_BYTES = (256, 65_536, 1_048_576)
-MAX_BYTES = 1 << 24
+MAX_GATHERED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 31}
+"""Largest result of an all-gather that is timed, by device type."""
 REPEATS = 12
 
 CollectiveTimes = dict[str, list[tuple[int, int, float]]]
 
 
-def time_collectives(world: World, ranks_per_core: float, sizes: Sequence[int] = BYTES) -> CollectiveTimes:
+def time_collectives(world: World, ranks_per_core: float, sizes: Sequence[int]) -> CollectiveTimes:
     """Return collective → (ranks, bytes, seconds) on this rank, over groups of 2, 4, … neighbours and over all ranks.
 
     All ranks must call it together. Where `ranks_per_core` ranks share each core, a time is the larger of the rank's
@@ -42,7 +45,7 @@ def _calls(group: dist.ProcessGroup, size: int, count: int, world: World) -> Ite
     """Yield the collectives by name; `count` is the size in bytes of the tensor that a call is given."""
     x = torch.ones(count // 4, device=world.device)
     yield "all_reduce", lambda: dist.all_reduce(x, group=group)
-    if count * size <= 4 * MAX_BYTES:
+    if count * size <= MAX_GATHERED_BYTES[world.device.type]:
         gathered = x.new_empty(size * len(x))
         yield "all_gather", lambda: all_gather_into_tensor(gathered, x, group=group)
     part = x.new_empty(max(1, len(x) // size))
@@ -66,12 +69,10 @@ def _time(call: Callable[[], object], world: World, ranks_per_core: float) -> fl
     cpu_s: list[float] = []
     for _ in range(REPEATS):
         world.barrier()
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
+        synchronize(world.device)
         start_s, start_cpu_s = perf_counter(), process_time()
         call()
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
+        synchronize(world.device)
         wall_s.append(perf_counter() - start_s)
         cpu_s.append(process_time() - start_cpu_s)
     # The faster quarter's end: disturbances are rare and always make a call slower.

@@ -1,4 +1,4 @@
-"""Checks of `muster doctor`: versions, memory, disk, leftover checkpoints, clocks, ports, file limits, ranks.
+"""Checks of `muster doctor`: versions, memory, disk, leftover checkpoints, clocks, ports, file limits, GPUs, ranks.
 
 Each check runs within a time limit. This module needs no torch; a check that needs PyTorch reports that it is missing.
 """
@@ -18,9 +18,10 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
 
 from muster.checkpoint.in_memory.directory import find_orphaned
+from muster.probe.check_result import CheckResult, note, ok, problem
+from muster.probe.doctor_gpus import check_gpus
 
 GIB, MIB = 1 << 30, 1 << 20
 MIN_FREE_BYTES = GIB
@@ -30,17 +31,6 @@ MIN_OPEN_FILES = 1024
 _DISK_BYTES = 32 * MIB
 IN_MEMORY_CHECKPOINT_DIR = Path("/dev/shm")
 """Default directory of in-memory checkpoints."""
-
-Level = Literal["ok", "note", "problem"]
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """Result of one check: a sentence, which for a problem also says what to do."""
-
-    check: str
-    level: Level
-    sentence: str
 
 
 @dataclass(frozen=True)
@@ -92,27 +82,15 @@ _TOO_SLOW = {
 # Checks
 
 
-def _ok(check: str, sentence: str) -> CheckResult:
-    return CheckResult(check, "ok", sentence)
-
-
-def _note(check: str, sentence: str) -> CheckResult:
-    return CheckResult(check, "note", sentence)
-
-
-def _problem(check: str, sentence: str) -> CheckResult:
-    return CheckResult(check, "problem", sentence)
-
-
 def _versions(request: DoctorRequest) -> Iterator[CheckResult]:
     python = platform.python_version()
     try:
         torch = version("torch")
     except PackageNotFoundError:
-        yield _note("versions", f"Python {python}, {platform.system()} {platform.release()}")
-        yield _problem("versions", "PyTorch is not installed: pip install 'muster-llm[train]'")
+        yield note("versions", f"Python {python}, {platform.system()} {platform.release()}")
+        yield problem("versions", "PyTorch is not installed: pip install 'muster-llm[train]'")
         return
-    yield _ok("versions", f"Python {python}, PyTorch {torch}, {platform.system()} {platform.release()}")
+    yield ok("versions", f"Python {python}, PyTorch {torch}, {platform.system()} {platform.release()}")
 
 
 def _memory(request: DoctorRequest) -> Iterator[CheckResult]:
@@ -124,9 +102,9 @@ def _memory(request: DoctorRequest) -> Iterator[CheckResult]:
         free = min(free, limit)
     sentence = f"{free / GIB:.1f} of {total / GIB:.1f} GiB of memory are free"
     if free < MIN_FREE_BYTES:
-        yield _problem("memory", f"{sentence}: end other programs, or use a machine with more memory")
+        yield problem("memory", f"{sentence}: end other programs, or use a machine with more memory")
     else:
-        yield _ok("memory", sentence)
+        yield ok("memory", sentence)
 
 
 def _cgroup_memory_limit() -> int | None:
@@ -142,7 +120,7 @@ def _disk(request: DoctorRequest) -> Iterator[CheckResult]:
     folder = _existing_parent(request.run_dir)
     free = shutil.disk_usage(folder).free
     if free < MIN_FREE_BYTES + _DISK_BYTES:
-        yield _problem(
+        yield problem(
             "disk",
             f"only {free / GIB:.1f} GiB are free in {folder}: free some disk space, or choose another directory"
             " with --run",
@@ -156,9 +134,9 @@ def _disk(request: DoctorRequest) -> Iterator[CheckResult]:
             os.fsync(file.fileno())
             rate = _DISK_BYTES / (time.perf_counter() - begin)
     except OSError as error:
-        yield _problem("disk", f"can't write to {folder} ({error.strerror}): choose another directory with --run")
+        yield problem("disk", f"can't write to {folder} ({error.strerror}): choose another directory with --run")
         return
-    yield _ok("disk", f"{free / GIB:.0f} GiB are free in {folder}, written at {rate / MIB:.0f} MiB/s")
+    yield ok("disk", f"{free / GIB:.0f} GiB are free in {folder}, written at {rate / MIB:.0f} MiB/s")
 
 
 def _existing_parent(folder: Path) -> Path:
@@ -174,9 +152,9 @@ def _copies(request: DoctorRequest) -> Iterator[CheckResult]:
     for orphan in found:
         size = f"{orphan.nbytes / GIB:.1f} GiB in {orphan.path} are in-memory checkpoints of {orphan.run_dir}"
         advice = "no run can resume from them: delete them" if orphan.is_stale else "start it again to resume from them"
-        yield _note("copies", f"{size}, which is not running: {advice}")
+        yield note("copies", f"{size}, which is not running: {advice}")
     if not found:
-        yield _ok("copies", f"no killed run has left in-memory checkpoints in {IN_MEMORY_CHECKPOINT_DIR}")
+        yield ok("copies", f"no killed run has left in-memory checkpoints in {IN_MEMORY_CHECKPOINT_DIR}")
 
 
 def _clocks(request: DoctorRequest) -> Iterator[CheckResult]:
@@ -190,12 +168,12 @@ def _clocks(request: DoctorRequest) -> Iterator[CheckResult]:
             # On a slow machine or disk seconds may pass in between: any file time between the two is right.
             offset_s = file_time - min(max(file_time, before), after)
     except OSError as error:
-        yield _note("clocks", f"can't compare this clock with that of the disk of {folder} ({error.strerror})")
+        yield note("clocks", f"can't compare this clock with that of the disk of {folder} ({error.strerror})")
         return
     if abs(offset_s) > CLOCK_TOLERANCE_S:
-        yield _problem("clocks", f"the clock of the disk of {folder} differs by {offset_s:+.1f} s: start NTP on both")
+        yield problem("clocks", f"the clock of the disk of {folder} differs by {offset_s:+.1f} s: start NTP on both")
     else:
-        yield _ok("clocks", f"this clock and that of the disk of {folder} agree within {CLOCK_TOLERANCE_S:g} s")
+        yield ok("clocks", f"this clock and that of the disk of {folder} agree within {CLOCK_TOLERANCE_S:g} s")
 
 
 def _ports(request: DoctorRequest) -> Iterator[CheckResult]:
@@ -203,7 +181,7 @@ def _ports(request: DoctorRequest) -> Iterator[CheckResult]:
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     known = [interface_name for _, interface_name in socket.if_nameindex()]
     if interface and interface not in known:
-        yield _problem(
+        yield problem(
             "ports",
             f"GLOO_SOCKET_IFNAME is {interface}, but this machine's interfaces are {', '.join(known)}: set it to one of"
             " them, or unset it",
@@ -212,42 +190,42 @@ def _ports(request: DoctorRequest) -> Iterator[CheckResult]:
     try:
         address = socket.gethostbyname(name)
     except OSError:
-        yield _problem("ports", f"this host's name, {name}, has no address: add it to /etc/hosts")
+        yield problem("ports", f"this host's name, {name}, has no address: add it to /etc/hosts")
         return
     for host in dict.fromkeys(("127.0.0.1", address)):
         try:
             with socket.create_server((host, 0)) as server:
                 socket.create_connection(server.getsockname(), timeout=5).close()
         except OSError as error:
-            yield _problem(
+            yield problem(
                 "ports",
                 f"this machine can't connect to itself at {host} ({error.strerror or error}): check its firewall and"
                 f" the entry of {name} in /etc/hosts",
             )
             return
-    yield _ok("ports", f"connections to 127.0.0.1 and to {name} ({address}) work")
+    yield ok("ports", f"connections to 127.0.0.1 and to {name} ({address}) work")
 
 
 def _files(request: DoctorRequest) -> Iterator[CheckResult]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < MIN_OPEN_FILES:
-        yield _problem(
+        yield problem(
             "files", f"a process may open only {soft} files: raise the limit with `ulimit -n {MIN_OPEN_FILES}`"
         )
     else:
-        yield _ok("files", f"a process may open {soft:,} files")
+        yield ok("files", f"a process may open {soft:,} files")
 
 
 def _ranks(request: DoctorRequest) -> Iterator[CheckResult]:
     try:
         version("torch")
     except PackageNotFoundError:
-        yield _note("ranks", "ranks can't be started without PyTorch")
+        yield note("ranks", "ranks can't be started without PyTorch")
         return
     n = request.ranks
     cores = len(os.sched_getaffinity(0))
     if n == 1:
-        yield _note("ranks", "with --ranks 1 there is nothing to connect, so no rank was started")
+        yield note("ranks", "with --ranks 1 there is nothing to connect, so no rank was started")
         return
     command = [sys.executable, "-m", "muster.probe.all_reduce_check", str(n)]
     process = subprocess.Popen(
@@ -259,18 +237,18 @@ def _ranks(request: DoctorRequest) -> Iterator[CheckResult]:
         process.kill()  # which ends its ranks as well
         process.communicate()
         sentence = f"{n} ranks didn't connect within {request.limit_s:g} s: try fewer with --ranks, or an idle machine"
-        yield _problem("ranks", sentence)
+        yield problem("ranks", sentence)
         return
     if process.returncode:
         last = (err.strip().splitlines() or ["no reason given"])[-1].removeprefix("error: ")
-        yield _problem("ranks", f"{n} ranks could not connect ({last}): 'muster doctor --ranks 1' skips this check")
+        yield problem("ranks", f"{n} ranks could not connect ({last}): 'muster doctor --ranks 1' skips this check")
         return
     found = json.loads(out.splitlines()[-1])
-    yield _ok("ranks", f"{n} ranks connected and all-reduced in {found['seconds']:.1f} s on {found['device']}")
+    yield ok("ranks", f"{n} ranks connected and all-reduced in {found['seconds']:.1f} s on {found['device']}")
     if n > cores and found["device"] == "cpu":
-        yield _note("ranks", f"{n} ranks share {cores} cores here: they will slow each other down")
+        yield note("ranks", f"{n} ranks share {cores} cores here: they will slow each other down")
     rate = found["bytes_per_s"] / GIB
-    yield _ok("bandwidth", f"an all-reduce of 16 MiB over {n} ranks runs at {rate:.2f} GiB/s")
+    yield ok("bandwidth", f"an all-reduce of 16 MiB over {n} ranks runs at {rate:.2f} GiB/s")
 
 
 CHECKS: dict[str, Check] = {
@@ -281,5 +259,6 @@ CHECKS: dict[str, Check] = {
     "clocks": _clocks,
     "ports": _ports,
     "files": _files,
+    "gpus": lambda request: check_gpus(request.limit_s),
     "ranks": _ranks,
 }

@@ -1,7 +1,7 @@
 """Measurement of the kernels that a decoder's passes consist of, by shape."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
@@ -28,14 +28,47 @@ class KernelSizes:
     positions: tuple[int, ...] = (32, 128, 256, 512, 1024)
     head_widths: tuple[int, ...] = (16, 32, 64, 128)
     elements: tuple[int, ...] = tuple(4**power for power in range(5, 12))
+    """Elements of streaming kernels, the largest beyond any cache."""
+    heads: int = 4
+    """Heads of an attention; enough of them to keep the device busy."""
+    norm_width: int = 256
+    vocab_size: int = 1024
+    max_flops: float = 6e8
+    """Largest matmul that is timed; larger ones run at the same rate."""
+    pool_elements: int = 1 << 22
+    """Elements of the data sets that are used in turn: more than the nearest cache holds."""
 
 
-QUICK = KernelSizes((32, 256), (16, 256), (64, 256), (16, 64), (1024, 65_536, 1_048_576))
-MAX_FLOPS = {"cpu": 6e8, "cuda": 1e13}
-"""Largest matmul that is timed, in FLOPs, by device type; larger ones run at the same rate."""
-_POOL_ELEMENTS = 1 << 22
+SIZES = {
+    "cpu": KernelSizes(),
+    "cuda": KernelSizes(
+        widths=(128, 512, 1024, 2048, 4096, 8192, 16_384),
+        tokens=(64, 256, 1024, 4096, 16_384),
+        positions=(128, 512, 1024, 2048, 4096, 8192, 16_384),
+        head_widths=(64, 128),
+        elements=tuple(4**power for power in range(5, 15)),
+        heads=32,
+        norm_width=4096,
+        vocab_size=32_768,
+        max_flops=1e13,
+        pool_elements=1 << 26,
+    ),
+}
+"""Sizes by device type: those of a GPU reach what fills it, the heads of real models, and beyond its L2 cache of up to
+126 MB."""
+QUICK = {
+    "cpu": KernelSizes((32, 256), (16, 256), (64, 256), (16, 64), (1024, 65_536, 1_048_576)),
+    "cuda": replace(
+        SIZES["cuda"],
+        widths=(1024, 4096),
+        tokens=(1024, 8192),
+        positions=(1024, 4096),
+        head_widths=(128,),
+        elements=(16_384, 1_048_576, 4**14),
+    ),
+}
 _MAX_COPIES = 16
-_NORM_WIDTH, _HEAD, _VOCABULARY, _ROWS = 256, 64, 1024, 256
+_HEAD, _ROWS = 64, 256
 
 Progress = Callable[[str], None]
 
@@ -82,7 +115,7 @@ class _KernelBenchmark:
         for tokens in self.sizes.tokens:
             self.progress(f"matmuls of {tokens} tokens")
             for inner, outer in product(self.sizes.widths, self.sizes.widths):
-                if 2 * tokens * inner * outer <= MAX_FLOPS[self.device.type]:
+                if 2 * tokens * inner * outer <= self.sizes.max_flops:
                     times_s = self._linear(tokens, inner, outer)
                     for kind, time_s in zip(found, times_s, strict=True):
                         found[kind].append((tokens, inner, outer, time_s))
@@ -101,8 +134,9 @@ class _KernelBenchmark:
         input_s = self.clock.time(inputs)
         return forward_s, input_s, max(0.2 * input_s, backward_s - self.engine_s - input_s)
 
-    def _attention(self, positions: int, width: int, heads: int = 4) -> tuple[float, float]:
+    def _attention(self, positions: int, width: int) -> tuple[float, float]:
         """Return the seconds of attention's forward and backward for one head of one sequence."""
+        heads = self.sizes.heads
         calls = []
         for _ in range(self._copies(4 * positions * width * heads)):
             q, k, v = (self._random(1, positions, heads, width, grad=True) for _ in range(3))
@@ -118,9 +152,12 @@ class _KernelBenchmark:
     def _elementwise(self) -> Iterator[tuple[str, Callable[[int], tuple[Callable[[], object], ...]]]]:
         """Yield name → (elements → forward and backward) of kernels between matmuls."""
 
+        norm_width, vocab_size = self.sizes.norm_width, self.sizes.vocab_size
+
         def norm(elements: int) -> tuple[Callable[[], object], ...]:
-            x = self._random(elements // _NORM_WIDTH, _NORM_WIDTH, grad=True)
-            weight = self._random(_NORM_WIDTH, grad=True)
+            width = min(norm_width, elements)
+            x = self._random(elements // width, width, grad=True)
+            weight = self._random(width, grad=True)
             return _passes(lambda: rms_norm(x, weight, 1e-5), torch.ones_like(x), x)
 
         def gated_unit(elements: int) -> tuple[Callable[[], object], ...]:
@@ -134,15 +171,16 @@ class _KernelBenchmark:
             return _passes(lambda: apply_rotary(x, cos, sin), torch.ones_like(x), x)
 
         def loss(elements: int) -> tuple[Callable[[], object], ...]:
-            logits = self._random(1, max(1, elements // _VOCABULARY), _VOCABULARY, grad=True)
+            logits = self._random(1, max(1, elements // vocab_size), vocab_size, grad=True)
             labels = torch.zeros(logits.shape[:2], dtype=torch.int64, device=self.device)
             return _passes(lambda: cross_entropy_sum(logits, labels), None, logits)
 
         def embedding(elements: int) -> tuple[Callable[[], object], ...]:
-            table = self._random(elements // _NORM_WIDTH, _NORM_WIDTH, grad=True)
+            width = min(norm_width, elements)
+            table = self._random(elements // width, width, grad=True)
             table.grad = torch.zeros_like(table)
             tokens = torch.randint(len(table), (_ROWS,), device=self.device)
-            return _passes(lambda: F.embedding(tokens, table), self._random(_ROWS, _NORM_WIDTH))
+            return _passes(lambda: F.embedding(tokens, table), self._random(_ROWS, width))
 
         return iter(
             {"norm": norm, "gated": gated_unit, "rotary": rotated, "loss": loss, "embedding": embedding}.items()
@@ -182,8 +220,8 @@ class _KernelBenchmark:
         return torch.randn(shape, dtype=self.dtype, device=self.device).requires_grad_(grad)
 
     def _copies(self, elements: int) -> int:
-        """Return the number of data sets used in turn: together they exceed a core's own cache."""
-        return min(_MAX_COPIES, max(2, _POOL_ELEMENTS // elements))
+        """Return the number of data sets used in turn: together they exceed the nearest cache."""
+        return min(_MAX_COPIES, max(2, self.sizes.pool_elements // elements))
 
 
 def _attend(q_BSHd: Tensor, k_BSHd: Tensor, v_BSHd: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from muster.config.yaml_writer import write_atomically, yaml_text
+from muster.cost.time.plan_times import HOST_LINK_EFFICIENCY
 from muster.launch.launcher import launch, rank_command
 from muster.probe.profile_worker import QUICK_FILE, RATES_FILE
 from muster.spec.cluster import ClusterSpec, NodeGroup
@@ -98,6 +99,8 @@ def _device(machine: MachineRates) -> DeviceSpec:
     }
     if machine.cores:
         return DeviceSpec(name=_cpu_name(), kind="cpu", shared_cores=machine.cores, **found)
+    if machine.host_bytes_per_s is not None:
+        found["host_bandwidth_bytes_per_s"] = machine.host_bytes_per_s / HOST_LINK_EFFICIENCY
     properties = torch.cuda.get_device_properties(0)
     return DeviceSpec(name=properties.name, kind="gpu", memory_bytes=properties.total_memory, **found)
 
@@ -122,6 +125,8 @@ def summary(cluster: ClusterSpec) -> str:
     for precision, peak in device.peak_flops_per_s.items():
         lines.append(f"{precision:12} {peak / 1e9:,.0f} GFLOP/s in the fastest matmul")
     lines.append(f"memory       {(device.memory_bandwidth_bytes_per_s or 0) / 1e9:,.1f} GB/s copied, read and written")
+    if device.rates.host_bytes_per_s is not None:
+        lines.append(f"host link    {device.rates.host_bytes_per_s / 1e9:,.1f} GB/s to pinned memory and back")
     for name, points in device.rates.collectives.items():
         ranks, count, time_s = max(points, key=lambda point: point[:2])
         lines.append(f"{name:12} {count / time_s / 1e9:,.2f} GB/s over {ranks} ranks with {count >> 20} MiB each")

@@ -14,7 +14,8 @@ from muster.launch.rank_process import exit_process, rank_main
 from muster.parallel.world import open_world
 from muster.probe.collectives import BYTES, QUICK_BYTES, CollectiveTimes, ranks_per_core_of, time_collectives
 from muster.probe.contention import contention_factors, contention_runs, time_steps
-from muster.probe.kernels import QUICK, KernelSizes, time_kernels
+from muster.probe.host_link import time_host_copies
+from muster.probe.kernels import QUICK, SIZES, time_kernels
 from muster.probe.runtime_overhead import profile_run, runtime_overheads, tiny_runs
 from muster.probe.timer import KernelTimer
 from muster.spec.machine_rates import KernelRates, MachineRates
@@ -41,7 +42,7 @@ def profile_rank(folder: Path, store: dist.Store, rank: int, world_size: int) ->
         clock = KernelTimer(world.device, shared=0 < cores < world_size)
         kernels: dict[Precision, list[KernelRates]] = {}
         for precision in PRECISIONS[world.device.type][: 1 if quick else None]:
-            sizes = QUICK if quick else KernelSizes()
+            sizes = (QUICK if quick else SIZES)[world.device.type]
             local = time_kernels(
                 clock, precision, sizes, lambda progress, precision=precision: report(f"{precision}: {progress}")
             )
@@ -50,13 +51,16 @@ def profile_rank(folder: Path, store: dist.Store, rank: int, world_size: int) ->
         collectives: list[CollectiveTimes] = []
         if world_size > 1:
             collectives = world.all_gather_object(
-                time_collectives(world, ranks_per_core_of(world), QUICK_BYTES if quick else BYTES)
+                time_collectives(world, ranks_per_core_of(world), QUICK_BYTES if quick else BYTES[world.device.type])
             )
+        report("copies to host memory and back")
+        host_links = world.all_gather_object(time_host_copies(world.device))
     machine = MachineRates(
         ranks=world_size,
         cores=cores,
         kernels={precision: _mean_kernels(found) for precision, found in kernels.items()},
         collectives={name: tuple(points) for name, points in _mean_collectives(collectives).items()},
+        host_bytes_per_s=min((rate for rate in host_links if rate is not None), default=None),
     )
     runs = []
     for generation, config in enumerate(islice(tiny_runs(world_size), QUICK_RUNS if quick else None), start=1):

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from muster.parallel.device_clock import synchronize
+
 MIN_TIMED_S = 4e-3
 """Least time for which a call is repeated, unless MAX_ROUNDS comes first."""
 MAX_ROUNDS = 12
@@ -21,8 +23,7 @@ class KernelTimer:
     shared: bool
 
     def now_s(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return process_time() if self.shared else perf_counter()
 
     def time(self, calls: Sequence[Callable[[], Any]]) -> float:

@@ -41,6 +41,9 @@ class MachineRates(Frozen):
     collectives: dict[str, tuple[tuple[PositiveInt, PositiveInt, PositiveFloat], ...]]
     """all_reduce, all_gather, reduce_scatter and send → (ranks, bytes, seconds), by ranks and bytes: bytes as passed to
     the call (for all_gather, one rank's part)."""
+    host_bytes_per_s: PositiveFloat | None = None
+    """Rate of copies between a device and pinned host memory while all devices copy, the slower way; None where the
+    devices are the host's cores."""
     overheads: dict[str, NonNegativeFloat] = {}
     """Seconds of work beside kernels and collectives: see `muster.cost.time.profiled_times`."""
     contention: dict[str, PositiveFloat] = {}

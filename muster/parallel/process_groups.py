@@ -1,0 +1,77 @@
+"""Process groups of one rank: those that it belongs to, along axes with more than one rank.
+
+Only the members of a group make it together (`use_local_synchronization`). A world of thousands of ranks has hundreds
+of groups, and a barrier of the whole world for each of them would take minutes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from muster.layout.mesh import MeshCoordinates, rank_at
+from muster.parallel.axis import PipelineAxis
+from muster.spec.mesh_axes import STAGE_AXES
+from muster.spec.plan import Plan
+
+_REPLICATE, _SHARD = "dp_replicate", "dp_shard"
+
+
+class ProcessGroups:
+    """The groups of the rank at `at`; every rank makes them after joining the world, in the same order of axes."""
+
+    def __init__(self, plan: Plan, at: MeshCoordinates, device: torch.device) -> None:
+        self._plan, self._at, self._device = plan, at, device
+        mesh = plan.mesh(at.pp)
+        self.by_axis = {
+            axis: _new_group(ranks_along(plan, at, (axis,))) for axis in STAGE_AXES if getattr(mesh, axis) > 1
+        }
+        """This rank's group by the axis within a stage along which it lies."""
+        self.pipeline = self._pipeline_axis() if plan.vocab_parallel else None
+        """Ranks that share the vocabulary with this one under vocabulary parallelism over pipeline ranks."""
+        self._alone: dist.ProcessGroup | None = None
+
+    def data_mesh(self) -> DeviceMesh | None:
+        """Return the mesh of ranks that hold the same stage and different data, as fully_shard takes it; None for a
+        single rank."""
+        if _REPLICATE in self.by_axis:
+            size = self._plan.mesh(self._at.pp)
+            ranks = ranks_along(self._plan, self._at, (_REPLICATE, _SHARD))
+            return DeviceMesh.from_group(
+                [self.by_axis[_REPLICATE], self.by_axis.get(_SHARD) or self._group_of_itself()],
+                self._device.type,
+                torch.tensor(ranks, dtype=torch.int).view(size.dp_replicate, size.dp_shard),
+                mesh_dim_names=(_REPLICATE, _SHARD),
+            )
+        return self._shard_mesh(self.by_axis[_SHARD]) if _SHARD in self.by_axis else None
+
+    def single_rank_mesh(self) -> DeviceMesh:
+        """Return a mesh of this rank alone."""
+        return self._shard_mesh(self._group_of_itself())
+
+    def _shard_mesh(self, group: dist.ProcessGroup) -> DeviceMesh:
+        return DeviceMesh.from_group(group, self._device.type, mesh_dim_names=(_SHARD,))
+
+    def _group_of_itself(self) -> dist.ProcessGroup:
+        self._alone = self._alone or _new_group([rank_at(self._plan, self._at)])
+        return self._alone
+
+    def _pipeline_axis(self) -> PipelineAxis:
+        """Make the group of ranks with one member on each pipeline rank that this one belongs to."""
+        ranks = tuple(rank_at(self._plan, replace(self._at, pp=pp_rank)) for pp_rank in range(self._plan.pp))
+        return PipelineAxis(_new_group(ranks), ranks, self._at.pp)
+
+
+def ranks_along(plan: Plan, at: MeshCoordinates, axes: Sequence[str]) -> list[int]:
+    """Return the world ranks that differ from the one at `at` along `axes` only, the last axis changing fastest."""
+    sizes = (range(getattr(plan.mesh(at.pp), axis)) for axis in axes)
+    return [rank_at(plan, replace(at, **dict(zip(axes, index, strict=True)))) for index in product(*sizes)]
+
+
+def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
