@@ -1,6 +1,7 @@
 """Directory of a run's checkpoints: names, the latest one, atomic creation and removal, retention.
 
 checkpoints/latest              name of the newest checkpoint
+checkpoints/best                link to the checkpoint with the lowest validation loss (train.keep_best)
 checkpoints/step-00000020/      a complete checkpoint: it was renamed once all of it was on disk
 checkpoints/step-00000040.tmp/  being written, or left by a killed run
 """
@@ -18,6 +19,7 @@ from muster.config.yaml_writer import fsync_directory, write_durably
 from muster.spec.errors import ConfigError, MusterError
 
 LATEST = "latest"
+BEST = "best"
 TOKENIZER_FOLDER = "tokenizer"
 """Folder in a run directory with the run's tokenizer, and the configuration files of the model that it began with."""
 _NAME = re.compile(r"step-\d{8,}")
@@ -26,6 +28,39 @@ _NAME = re.compile(r"step-\d{8,}")
 def checkpoint_path(root: Path, step: int) -> Path:
     """Return the path of the checkpoint of `step`."""
     return root / f"step-{step:08}"
+
+
+def named_checkpoint(path: Path) -> Path:
+    """Return the checkpoint that `RUN@best` or `RUN@STEP` names; any other path as it is.
+
+    Raises ConfigError where the run has no such checkpoint.
+    """
+    run, at, name = str(path).rpartition("@")
+    if not at or path.exists() or not (name == BEST or name.isdecimal()):
+        return path
+    root = Path(run) / "checkpoints"
+    found = (root / BEST).resolve() if name == BEST else checkpoint_path(root, int(name))
+    if found.is_dir():
+        return found
+    steps = ", ".join(str(step_of(folder)) for folder in list_checkpoints(root))
+    if not steps:
+        raise ConfigError(f"there is no checkpoint {path}: {run} has none")
+    why = "; train.keep_best keeps the best one" if name == BEST else ""
+    raise ConfigError(f"there is no checkpoint {path}: {run} has those of steps {steps}{why}")
+
+
+def link_best(root: Path, step: int) -> bool:
+    """Let `best` lead to the checkpoint of `step`, if that is complete; returns whether it is."""
+    folder = checkpoint_path(root, step)
+    if not folder.is_dir():
+        return False
+    if (root / BEST).is_symlink() and os.readlink(root / BEST) == folder.name:
+        return True
+    beside = root / f"{BEST}.tmp"
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(folder.name)
+    beside.replace(root / BEST)
+    return True
 
 
 def step_of(folder: Path) -> int:
@@ -111,9 +146,11 @@ class RetentionPolicy(NamedTuple):
     """Interval of steps whose checkpoints are kept for good, and don't count as `last`; 0: none."""
     regular_every: int = 0
     """Interval of regular checkpoints. Others are ephemeral, kept until the next is complete; 0: all are regular."""
+    best_step: int | None = None
+    """Step with the lowest validation loss, whose checkpoint is kept."""
 
     def is_permanent(self, step: int) -> bool:
-        return bool(self.permanent_every) and step % self.permanent_every == 0
+        return step == self.best_step or (bool(self.permanent_every) and step % self.permanent_every == 0)
 
     def is_ephemeral(self, step: int) -> bool:
         return bool(self.regular_every) and step % self.regular_every != 0
@@ -136,13 +173,18 @@ def prune(root: Path, retention: RetentionPolicy, newest: Path) -> list[Path]:
 
 
 def prunable(root: Path, retention: RetentionPolicy, newest: Path) -> list[Path]:
-    """Return the checkpoints that `retention` doesn't keep, damaged ones first; never `newest`.
+    """Return the checkpoints that `retention` doesn't keep, damaged ones first; never `newest` or the linked best.
 
     If all others are ephemeral, the newest of them is kept too, so that there is one to fall back to.
     """
     if not retention.last:
         return []
-    others = [path for path in list_checkpoints(root) if path != newest and not retention.is_permanent(step_of(path))]
+    best = (root / BEST).resolve().name
+    others = [
+        path
+        for path in list_checkpoints(root)
+        if path != newest and path.name != best and not retention.is_permanent(step_of(path))
+    ]
     regular = [path for path in others if not retention.is_ephemeral(step_of(path))]
     candidates = sorted(regular or others[-1:], key=lambda path: find_damage(path) is None)
     kept = candidates[len(candidates) - min(retention.last - 1, len(candidates)) :]

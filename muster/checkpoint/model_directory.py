@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from muster.checkpoint.checkpoint_dir import TOKENIZER_FOLDER, find_latest, list_checkpoints
+from muster.checkpoint.checkpoint_dir import TOKENIZER_FOLDER, find_latest, list_checkpoints, named_checkpoint
 from muster.checkpoint.formats.dcp import METADATA, DcpTensors
 from muster.checkpoint.formats.huggingface import CONFIG_FILE, open_weights
 from muster.checkpoint.formats.megatron import (
@@ -69,6 +69,7 @@ def open_directory(path: Path, model: ModelSpec | None = None) -> ModelDirectory
 
     Raises ConfigError if its format is unknown, MusterError if it is damaged.
     """
+    path = named_checkpoint(path)
     if not path.is_dir():
         raise ConfigError(f"there is no directory {path}: {EXPECTED_FORMATS}")
     if (path / MANIFEST).exists():

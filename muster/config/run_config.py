@@ -132,6 +132,13 @@ class TrainConfig(Frozen):
     """Number of latest checkpoints to keep."""
     keep_every: NonNegativeInt = 0
     """Interval of steps whose checkpoints are kept permanently, beside the latest ones; 0: none."""
+    keep_best: bool = False
+    """Save the checkpoint with the lowest validation loss (of every `eval.every` steps), and keep it as
+    `checkpoints/best`."""
+    early_stopping_patience: NonNegativeInt = 0
+    """Validations in a row without improvement, after which the run ends; 0: never."""
+    early_stopping_min_delta: NonNegative = 0.0
+    """Smallest decrease of the validation loss that is an improvement."""
     ephemeral_every: NonNegativeInt = 0
     """Steps between checkpoints that are deleted when the next one of any kind is complete; 0: none."""
     remote_checkpoint_dir: str | None = None
@@ -243,12 +250,30 @@ class RunConfig(Frozen):
                 "train.tokens can't be turned into steps with data.packing none, whose samples have unequal lengths;"
                 " give train.steps or train.epochs"
             )
+        self._check_validation()
         firsts = self.weight_change_samples
         if firsts != sorted(set(firsts)):
             raise ValueError(
                 f"data.weight_schedule: entries must begin one after the other, but they begin at samples {firsts}"
             )
         return self
+
+    def _check_validation(self) -> None:
+        """Raise ValueError where validation losses decide something, and there are none."""
+        used = ["train.keep_best"] * self.train.keep_best
+        used += ["train.early_stopping_patience"] * (self.train.early_stopping_patience > 0)
+        missing = {
+            "eval.every": not self.eval.every,
+            "eval.batches": not self.eval.batches,
+            "data.validation_split": not self.data.validation_split,
+        }
+        if used and any(missing.values()):
+            key = next(key for key, is_missing in missing.items() if is_missing)
+            raise ValueError(f"{used[0]} goes by the validation loss, but {key} is 0: give {key}")
+        if self.train.early_stopping_min_delta and not self.train.early_stopping_patience:
+            raise ValueError(
+                "train.early_stopping_min_delta is for train.early_stopping_patience, which is 0: give both"
+            )
 
     @property
     def plugin_components(self) -> list[tuple[ComponentKind, str]]:

@@ -1,13 +1,14 @@
 """When a run saves its checkpoints, and what follows a failure. All ranks decide alike, from the sums of each step."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from time import sleep
 from typing import Any, TypeVar
 
 from muster.checkpoint.async_saver import AsyncSaver, SaveRequest
-from muster.checkpoint.checkpoint_dir import RetentionPolicy, find_latest, step_of
+from muster.checkpoint.checkpoint_dir import RetentionPolicy, find_latest, link_best, step_of
 from muster.checkpoint.in_memory.checkpointer import InMemoryCheckpointer
 from muster.config.run_config import TrainConfig
 from muster.parallel.world import COLLECTIVE_TIMEOUT, World
@@ -59,6 +60,17 @@ class CheckpointManager:
         self._retry_step = 0
         self._num_exchanges = 0
 
+    def keep_best(self, step: int) -> None:
+        """Save and keep the checkpoint of a step, which is the one with the lowest validation loss."""
+        self._retention = self._retention._replace(best_step=step)
+        self._link_best()
+
+    def _link_best(self) -> None:
+        """Let `checkpoints/best` lead to the best checkpoint once that is complete."""
+        if self._world.rank == 0 and (step := self._retention.best_step) is not None:
+            with suppress(OSError):  # the run directory's disk fails: saves report that
+                link_best(self._run_dir / CHECKPOINTS_FOLDER, step)
+
     def status(self) -> tuple[bool, bool]:
         """Return whether this rank is still saving, and whether rank 0 knows of a failure since the step before."""
         is_saving = self._saver.is_saving  # read first: a save that has ended by now reports its failure in this step
@@ -72,7 +84,13 @@ class CheckpointManager:
     def prepare(self) -> None:
         """Allocate staging memory before the first save."""
         train = self._train
-        every = train.save_every or train.ephemeral_every or train.keep_every or train.in_memory_checkpoint_every
+        every = (
+            train.save_every
+            or train.ephemeral_every
+            or train.keep_every
+            or train.keep_best
+            or train.in_memory_checkpoint_every
+        )
         if train.async_save and every:
             self._saver.preallocate(self._trainer.local_shards())
 
@@ -90,6 +108,7 @@ class CheckpointManager:
         elif self._is_saving and not result.is_saving:
             self._num_failures = 0
             self._retry_step = 0
+            self._link_best()
         self._is_saving = self._is_saving and result.is_saving
         self._disk_save_due |= self._is_disk_save_due(result.step)
         self._memory_save_due |= self._is_memory_save_due(result.step)
@@ -100,11 +119,13 @@ class CheckpointManager:
             ):  # a checkpoint to be kept for good is that of this step, so the last save is waited for
                 self._world.heartbeat.update("save")
                 self._saver.wait()
+                self._link_best()
                 self._failure = self._saver.pop_error() or self._failure
             self._last_targets = self._disk_save_due, self._memory_save_due
             self._start_save(CHECKPOINTS_FOLDER, info(), self._train.async_save, *self._last_targets)
             if not self._train.async_save:
                 self._saver.wait()
+                self._link_best()
             self._disk_save_due = False
             self._memory_save_due = False
             self._is_saving = True
@@ -158,6 +179,7 @@ class CheckpointManager:
             problem = next((text for text in errors if text), "")
             on_disk = on_disk or all(all_on_disk)
             if not problem:
+                self._link_best()
                 return None
             if not all(all_done):  # another attempt would wait for this one
                 break

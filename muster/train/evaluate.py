@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from muster.checkpoint.checkpoint_dir import named_checkpoint
 from muster.checkpoint.initial_weights import load_initial_weights
 from muster.checkpoint.load import load
 from muster.checkpoint.local_shard import LocalShard
@@ -65,7 +66,7 @@ def evaluate(options: EvalOptions) -> dict[str, dict[str, float]]:
 
     Raises ConfigError where there is no model or no data, or they don't fit each other.
     """
-    place, device = options.model_path, pick_device(0, 1)
+    place, device = named_checkpoint(options.model_path), pick_device(0, 1)
     if not place.is_dir():
         raise ConfigError(f"there is no directory {place}: expected a run, a checkpoint or a Hugging Face directory")
     if (place / "config.yaml").exists() or (place / MANIFEST).exists():
@@ -89,7 +90,7 @@ def _evaluate_run(options: EvalOptions, device: torch.device) -> dict[str, dict[
                 f"--{key.replace('_', '-')} {getattr(options, key)} is for the data of --source, which is missing: a"
                 " run's validation samples are tokens already"
             )
-    source = find_trained_model(options.model_path)
+    source = find_trained_model(named_checkpoint(options.model_path))
     run_dir = source.checkpoint.parent.parent
     config = load_run_config(None, run_dir / "config.yaml", []).config
     seq_len = options.seq_len or config.train.seq_len

@@ -36,7 +36,7 @@ from muster.train.device_metrics import DeviceMemory, DeviceMetrics
 from muster.train.metrics import null_non_finite, write_text
 from muster.train.text_generation import GenerationRequest, find_trained_model, generate_texts, sample_prompt
 from muster.train.trainer import Trainer
-from muster.train.validation_loss import ALL_DATA, validation_losses, validation_metrics, validation_text
+from muster.train.validation_loss import ALL_DATA, validation_metrics, validation_text
 from muster.version import __version__
 
 MAX_SAMPLED_PARAMETERS = 1_000_000_000
@@ -59,19 +59,19 @@ def finalize(
     devices: DeviceMetrics,
     started_at: float,
     first_step: int,
-) -> dict[str, float]:
-    """Evaluate, compare prediction with measurement, and write a text sample and the report.
+    losses: Mapping[str, float],
+    further_notes: Sequence[str] = (),
+) -> None:
+    """Compare prediction with measurement, and write a text sample and the report; all ranks call it.
 
-    All ranks call it, and all get the validation losses by source. Only the steps from `first_step` on ran under this
-    plan.
+    Only the steps from `first_step` on ran under this plan. `losses` are the validation losses by source.
     """
     config, world = trainer.config, trainer.world
-    losses = validation_losses(trainer, config.eval.batches)
     measured = _measured_timeline(trainer)
     memory = world.all_gather_object(_memory_terms(trainer, profile))
     used = [found for found in world.all_gather_object(devices.memory()) if found is not None]
     if world.rank != 0:
-        return losses
+        return
     metrics = read_metrics(run_dir / "metrics.jsonl")
     rows = _comparison(predicted, measured, [row for row in metrics if row["step"] >= first_step], memory)
     rows += _device_memory_rows(trainer, used)
@@ -82,6 +82,7 @@ def finalize(
     notes = [data_wait_text(metrics)] if metrics else []
     if ALL_DATA in losses:
         notes.append(validation_text(losses))
+    notes += further_notes
     notes += _sample_notes(config, run_dir)
     data = ReportData(
         title=run_dir.name,
@@ -105,7 +106,6 @@ def finalize(
         console.print("sample:", style="bold")
         console.print(prompt + sample, markup=False)
     console.print(f"report: {run_dir / 'report.html'}", soft_wrap=True)
-    return losses
 
 
 def _result(losses: Mapping[str, float], rows: Sequence[PredictedVsMeasured]) -> dict[str, Any]:

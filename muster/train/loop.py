@@ -24,6 +24,7 @@ from muster.schedule.build import build_program
 from muster.simulate.simulator import simulate
 from muster.spec.errors import ConfigError, MusterError
 from muster.spec.plan import Plan
+from muster.train.best_checkpoint import ValidationTracker
 from muster.train.checkpoint_manager import CHECKPOINTS_FOLDER, CheckpointManager
 from muster.train.config_consistency import require_same_config
 from muster.train.console import TrainingDisplay
@@ -38,7 +39,7 @@ from muster.train.step_result import StepResult
 from muster.train.step_state import StepHooks
 from muster.train.tracking import Trackers
 from muster.train.trainer import Trainer
-from muster.train.validation_loss import validation_losses, validation_metrics, validation_text
+from muster.train.validation_loss import ALL_DATA, validation_losses, validation_metrics, validation_text
 
 
 def train_rank(config: RunConfig, plan: Plan, run_dir: Path, store: dist.Store, rank: int, world_size: int) -> int:
@@ -66,6 +67,9 @@ class TrainingLoop:
         self.post_validation: PostValidation | None = None
         self.metrics = MetricsLog(run_dir / "metrics.jsonl")
         self.stream = StreamHash()
+        self.validation = ValidationTracker(config.train)
+        self._last_losses: tuple[int, dict[str, float]] = (-1, {})
+        """Step and result of the last validation."""
         self.tokens_seen = 0
         """Tokens trained on since the first step, without padding, those of skipped steps included."""
         self._tokens_skipped = 0
@@ -112,8 +116,17 @@ class TrainingLoop:
             self.metrics.flush()
             self.world.heartbeat.update("finish")
             if code == 0:
-                losses = finalize(
-                    self.trainer, self.run_dir, predicted, profile, self.device_metrics, started_at, first_step
+                losses = self._final_losses()
+                finalize(
+                    self.trainer,
+                    self.run_dir,
+                    predicted,
+                    profile,
+                    self.device_metrics,
+                    started_at,
+                    first_step,
+                    losses,
+                    self.validation.describe(self.trainer.step_count == self.config.train.num_steps),
                 )
                 self.trackers.log({"step": self.trainer.step_count} | validation_metrics(losses))
                 self.world.wait_for_rank_0()
@@ -124,7 +137,7 @@ class TrainingLoop:
         trainer = self.trainer
         train = self.config.train
         with TrainingDisplay(train.num_steps, trainer.step_count, visible=self.is_main) as display:
-            while trainer.step_count < train.num_steps:
+            while trainer.step_count < train.num_steps and not self.validation.should_stop:
                 stopping = False
                 if self.is_main and train.max_minutes and time() - self.started_at >= 60 * train.max_minutes:
                     self.stop_requested = True
@@ -133,12 +146,14 @@ class TrainingLoop:
                     if result.skip_reason and result.consecutive_skips >= train.max_consecutive_skips:
                         self._stop_after_skips(result, result.skip_reason)
                     stopping = stopping or result.stop_requested
-                    if result.step < train.num_steps and not stopping:
+                    if result.step < train.num_steps and not stopping and not self.validation.should_stop:
                         is_settled = self._is_settled_after(result.step)
                         problem = self.checkpoint_manager.after_step(result, is_settled, self._checkpoint_info)
                         if problem and self.is_main:
                             display.print_line(problem)
-                at_end = trainer.step_count == train.num_steps
+                at_end = trainer.step_count == train.num_steps or self.validation.should_stop
+                if trainer.step_count == train.num_steps and self.validation.is_used:
+                    self._track_validation(trainer.step_count, self._final_losses())
                 if (
                     (at_end or stopping)
                     and (problem := self.checkpoint_manager.save_and_wait(self._checkpoint_info()))
@@ -188,17 +203,36 @@ class TrainingLoop:
         losses = (
             validation_losses(self.trainer, self.config.eval.batches) if self._is_validation_step(result.step) else {}
         )
+        self._track_validation(result.step, losses)
         if losses and self.is_main:
-            display.print_line(f"step {result.step}: {validation_text(losses)}")
+            more = self.validation.describe_last(result.step)
+            display.print_line(f"step {result.step}: {validation_text(losses)}{more}")
         logged = result.step % train.log_every == 0 or result.step == train.num_steps
         if self.is_main and (logged or result.skip_reason or losses):
             measured = self.device_metrics.mfu(result), self.device_metrics.memory()
             row = metrics_row(result, self.tokens_seen, self._epoch_after(result.step), *measured)
-            row |= validation_metrics(losses)
+            row |= validation_metrics(losses) | (self.validation.metrics() if losses else {})
             if problem := self.metrics.append(row):
                 display.print_line(problem)
             self.trackers.log(row)
             display.step(row)
+
+    def _track_validation(self, step: int, losses: dict[str, float]) -> None:
+        """Let the validation after a step decide which checkpoint is kept, and whether training stops."""
+        if (loss := losses.get(ALL_DATA)) is None:
+            return
+        self._last_losses = step, losses
+        self.validation.update(step, loss)
+        if self.config.train.keep_best:
+            self.checkpoint_manager.keep_best(self.validation.best_step)
+
+    def _final_losses(self) -> dict[str, float]:
+        """Return the validation losses after the last step, which are computed once; all ranks call it."""
+        step, losses = self._last_losses
+        if step != self.trainer.step_count:
+            losses = validation_losses(self.trainer, self.config.eval.batches)
+            self._last_losses = self.trainer.step_count, losses
+        return losses
 
     def _epoch_after(self, step: int) -> float:
         """Return the number of passes over the training samples after a step."""
@@ -233,6 +267,8 @@ class TrainingLoop:
             "tokens_seen": self.tokens_seen,
             "data": self.trainer.dataset.fingerprint,
         }
+        if self.validation.is_used:
+            counters["validation"] = self.validation.state()
         return {
             "plan": self.plan.model_dump(mode="json"),
             "model": self.config.model.model_dump(mode="json"),
@@ -248,6 +284,10 @@ class TrainingLoop:
             # Checkpoints of early versions don't have this counter.
             default = manifest.step * self.config.workload.tokens_per_step
             self.tokens_seen = manifest.counters.get("tokens_seen", default)
+            if (state := manifest.counters.get("validation")) is not None and self.validation.is_used:
+                self.validation.load(state)
+                if self.config.train.keep_best and self.validation.best_loss is not None:
+                    self.checkpoint_manager.keep_best(self.validation.best_step)
         elif (place := self.config.train.init_from) is not None:
             load_initial_weights(Path(place), self.config.model, self.trainer.local_shards())
             self.trainer.restore(0, {"samples_consumed": 0})

@@ -18,6 +18,7 @@ from muster.launch.nodes.rendezvous_config import RendezvousConfig
 from muster.planner.auto import ChosenPlan, choose_plan
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.plan import Plan
+from muster.train.best_checkpoint import stops_early
 from muster.train.config_consistency import ranks_per_node
 from muster.train.data import (
     describe_data,
@@ -111,8 +112,11 @@ def preflight(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOption
     initial_model = run_dir / TOKENIZER_FOLDER if resume_point is not None else None
     if resume_point is not None:
         check_config_unchanged(run_dir, config, resume_point.step, options.allow_changes)
-        if resume_point.step == config.train.num_steps and (run_dir / "report.html").exists():
-            print(f"{run_dir} is finished: all of its {resume_point.step} steps are done (--fresh starts anew)")
+        is_early = stops_early(resume_point.counters.get("validation", {}), config.train)
+        if (is_early or resume_point.step == config.train.num_steps) and (run_dir / "report.html").exists():
+            steps = f"all of its {resume_point.step} steps are done"
+            steps = f"it stopped early, after step {resume_point.step}" if is_early else steps
+            print(f"{run_dir} is finished: {steps} (--fresh starts anew)")
             print(f"report: {run_dir / 'report.html'}")
             return Preflight(resolved, plan, remote, resume_point, True, None, None)
     elif config.train.init_from is not None and (options.fresh or resumes):
@@ -130,6 +134,8 @@ def preflight(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOption
         if config.train.epochs is not None:
             print(describe_epochs(config, dataset))
         for line in describe_missing_validation(config, dataset):
+            if config.train.keep_best or config.train.early_stopping_patience:
+                raise ConfigError(f"train.keep_best and early stopping go by the validation loss: {line}")
             print(line)
     if not is_trial:
         for line in (*derived_value_lines(resolved), *chosen.lines):

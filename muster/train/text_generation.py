@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from muster.checkpoint.checkpoint_dir import find_latest
+from muster.checkpoint.checkpoint_dir import find_latest, named_checkpoint
 from muster.checkpoint.initial_weights import load_initial_weights
 from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.manifest import MANIFEST, read_manifest
@@ -74,6 +74,7 @@ def find_trained_model(path: Path) -> TrainedModel:
 
     Raises ConfigError where there is none, MusterError where it is damaged.
     """
+    path = named_checkpoint(path)
     is_checkpoint = (path / MANIFEST).exists()
     run_dir = path.resolve().parent.parent if is_checkpoint else path
     if not (run_dir / "config.yaml").exists():
