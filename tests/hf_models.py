@@ -43,6 +43,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"model_type": "smollm3", "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 6}
     | {"pad_token_id": None, "tie_word_embeddings": True},
     "olmo2": SIZES | {"model_type": "olmo2", "pad_token_id": None, "eos_token_id": None},
+    "gpt_neox": SIZES
+    | {"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 5e3, "hidden_act": "gelu", "eos_token_id": None},
+    "gpt_neox-sequential": SIZES
+    | {"model_type": "gpt_neox", "use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_new"}
+    | {"tie_word_embeddings": True, "eos_token_id": None},
     "gpt2": {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
     "mixtral": SIZES | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": SIZES

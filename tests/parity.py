@@ -68,6 +68,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "window_layers": (1, 3),
         "rope_scaling": RopeScaling(kind="llama3", factor=4.0, original_positions=8),
     },
+    "gpt_neox": {
+        "norm": "layer",
+        "parallel_residual": True,
+        "rotary_dim": 6,
+        "activation": "gelu",
+        "gated": False,
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+    },
     "olmo2": {"norm_placement": "post", "qk_norm": True, "qk_norm_width": "projection"},
 }
 

@@ -24,6 +24,7 @@ def decoder_of(spec: ModelSpec) -> Decoder:
 @torch.no_grad()
 def imported(spec: ModelSpec, hf: dict[str, Tensor], model_type: str | None = None) -> Decoder:
     model = decoder_of(spec)
+    hf |= {"embed_out.weight": hf["lm_head.weight"]} if "lm_head.weight" in hf else {}  # as GPT-NeoX stores its head
     for link in weight_map(spec, model_type):
         part = hf[link.hf_name][link.hf_box.slices]
         part = part.t() if link.transposed else part
@@ -39,7 +40,7 @@ def exported(spec: ModelSpec, model: nn.Module, model_type: str | None = None) -
         part = model.get_parameter(link.name)[link.box.slices]
         part = part.t() if link.transposed else part
         tensors[link.hf_name][link.hf_box.slices] = part.reshape(link.hf_box.size)
-    return tensors
+    return {name.replace("embed_out", "lm_head"): tensor for name, tensor in tensors.items()}
 
 
 def tokens_for(spec: ModelSpec, seq: int = 33) -> Tensor:
@@ -63,7 +64,9 @@ def test_their_weights_give_their_logits(name):
         assert difference(cache.read(tokens[:, 21:]), expected[:, -1]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-biased", "mistral", "qwen3-yarn", "phi3", "smollm3", "olmo2"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama-biased", "mistral", "qwen3-yarn", "phi3", "smollm3", "olmo2", "gpt_neox"]
+)
 def test_their_weights_give_their_gradients(name):
     spec, theirs = spec_from_hf_config(CONFIGS[name]), copy.deepcopy(random_model(name))
     ours, tokens = imported(spec, theirs.state_dict(), CONFIGS[name]["model_type"]), tokens_for(spec)
@@ -71,6 +74,7 @@ def test_their_weights_give_their_gradients(name):
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
     hf = {key: parameter.grad for key, parameter in theirs.named_parameters()}
+    hf |= {"embed_out.weight": hf["lm_head.weight"]} if "lm_head.weight" in hf else {}
     size = max(float(grad.abs().max()) for grad in hf.values())
     for link in weight_map(spec, CONFIGS[name]["model_type"]):
         expected = hf[link.hf_name][link.hf_box.slices]

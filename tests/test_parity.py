@@ -84,6 +84,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "tp2-sp", "family": "qwen3", "profile": True},
         {"plan": "pp2-szbh1", "family": "qwen3"},
         {"plan": "dp2-rfull", "family": "qwen3"},
+        {"plan": "tp2-relem", "family": "gpt_neox", "profile": True},
+        {"plan": "pp2-szbh1", "family": "gpt_neox", "profile": True},
         {"plan": "tp2-sp-relem", "family": "olmo2", "profile": True},
         {"plan": "dp2-relem", "family": "olmo2"},
         {"plan": "pp2-szbh1", "family": "olmo2", "packing": "none"},

@@ -199,12 +199,13 @@ def layer_norm_saved_bytes(sizes: PassSizes) -> int:
     """Return the bytes that a layer's norms save, and those of the inputs of attention and MLP.
 
     A norm of a sublayer's output saves its input; where there is none before, the sublayer's own input is saved by its
-    first linear layers.
+    first linear layers. Attention and MLP in parallel have one input.
     """
     own, size = sizes.local_model, sizes.hidden_bytes
     statistics = norm_saved_bytes(own, sizes.hidden_tokens, sizes.precision) - 2 * size
-    inputs = size + size * own.has_pre_norms
-    return 2 * (inputs + size * own.has_post_norms + statistics * (own.has_pre_norms + own.has_post_norms))
+    inputs = (1 if own.parallel_residual else 2) * size
+    norms = own.has_pre_norms + own.has_post_norms
+    return inputs + 2 * norms * (size + statistics)
 
 
 def norm_saved_bytes(spec: ModelSpec, tokens: int, precision: Precision) -> int:

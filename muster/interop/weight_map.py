@@ -22,6 +22,10 @@ def weight_map(spec: ModelSpec, preferred: str | None = None) -> list[WeightLink
     return list(family.weight_links(spec))
 
 
+_ATTENTION, _MASKS = ("attn", "attention"), ("bias", "masked_bias")
+"""Modules with buffers of the mask, in GPT-2 and GPT-NeoX, and the names of these buffers."""
+
+
 def hf_shapes(links: list[WeightLink]) -> dict[str, tuple[int, ...]]:
     """Return the shape of each Hugging Face tensor, in the order in which they are first linked."""
     shapes: dict[str, tuple[int, ...]] = {}
@@ -34,8 +38,8 @@ def hf_shapes(links: list[WeightLink]) -> dict[str, tuple[int, ...]]:
 def is_derived_tensor(spec: ModelSpec, hf_name: str) -> bool:
     """Return True for a tensor of a directory that follows from others: a tied head, a buffer with the mask or the
     angles, a copy of embedding or head in a multi-token-prediction layer."""
-    if spec.tied_embeddings and hf_name == "lm_head.weight":
+    if spec.tied_embeddings and hf_name in ("lm_head.weight", "embed_out.weight"):
         return True
-    if hf_name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")):
+    if hf_name.endswith((".rotary_emb.inv_freq", *(f".{name}.{leaf}" for name in _ATTENTION for leaf in _MASKS))):
         return True
     return bool(spec.mtp_layers) and hf_name.endswith((".embed_tokens.weight", ".shared_head.head.weight"))

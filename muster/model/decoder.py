@@ -1,4 +1,4 @@
-"""The decoder family as plain single-device code: the dense layers of `ModelSpec`, from GPT-2 to Qwen3.
+"""The decoder family as plain single-device code: the dense layers of `ModelSpec`, from GPT-2 to Gemma 3.
 
 Suffixes of tensors: B sequences, S positions, D hidden width, H query heads, K key/value heads, V vocabulary, d head
 width.
@@ -143,7 +143,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Return the attention's output (B, S, D), to be added to the residual.
 
-        `cos` and `sin` (S or B, S; 1, head_dim) are None without rotary positions, `mask` (S, S) is None without a
+        `cos` and `sin` (S or B, S; 1, rotary_dim) are None without rotary positions, `mask` (S, S) is None without a
         window, `documents` is None if each sequence is one document.
         """
         q, k, v = _project_normed(self, norm, x_BSD, self.q, self.k, self.v)
@@ -193,7 +193,7 @@ def _project_normed(
 
 
 class Layer(nn.Module):
-    """One decoder layer: attention and MLP, each added to the residual stream.
+    """One decoder layer: attention and MLP, added to the residual stream one after the other, or together.
 
     `attn_norm` and `mlp_norm` are of their inputs, `attn_post_norm` and `mlp_post_norm` of their outputs.
     """
@@ -206,6 +206,7 @@ class Layer(nn.Module):
         self.mlp_norm, post_norm = make_norms(spec)
         self.mlp = Mlp(spec)
         self.mlp_post_norm = post_norm
+        self.parallel_residual = spec.parallel_residual
 
     def forward(
         self,
@@ -218,6 +219,8 @@ class Layer(nn.Module):
         # Added in place: autograd saves the output neither of a linear layer nor of a norm, and fresh memory costs time
         # on a CPU.
         y_BSD = self.attn(x_BSD, self.attn_norm, cos, sin, mask, documents)
+        if self.parallel_residual:
+            return self.mlp(x_BSD, self.mlp_norm).add_(y_BSD).add_(x_BSD)
         x_BSD = (y_BSD if self.attn_post_norm is None else self.attn_post_norm(y_BSD)).add_(x_BSD)
         y_BSD = self.mlp(x_BSD, self.mlp_norm)
         return (y_BSD if self.mlp_post_norm is None else self.mlp_post_norm(y_BSD)).add_(x_BSD)

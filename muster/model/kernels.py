@@ -123,15 +123,21 @@ class _ApplyRotary(torch.autograd.Function):
 
 
 def _rotate_pairs(x_BSHD: Tensor, cos_S1D: Tensor, sin_S1D: Tensor, sign: float) -> Tensor:
-    half = x_BSHD.shape[-1] // 2
-    y_BSHD = x_BSHD * cos_S1D
-    y_BSHD[..., :half].addcmul_(x_BSHD[..., half:], sin_S1D[..., half:], value=-sign)
-    y_BSHD[..., half:].addcmul_(x_BSHD[..., :half], sin_S1D[..., :half], value=sign)
+    width = cos_S1D.shape[-1]
+    if width == x_BSHD.shape[-1]:
+        y_BSHD = x_BSHD * cos_S1D
+    else:
+        y_BSHD = x_BSHD.clone(memory_format=torch.contiguous_format)
+        y_BSHD[..., :width] *= cos_S1D
+    half = width // 2
+    y_BSHD[..., :half].addcmul_(x_BSHD[..., half:width], sin_S1D[..., half:], value=-sign)
+    y_BSHD[..., half:width].addcmul_(x_BSHD[..., :half], sin_S1D[..., :half], value=sign)
     return y_BSHD
 
 
 def apply_rotary(x_BSHD: Tensor, cos_S1D: Tensor, sin_S1D: Tensor) -> Tensor:
-    """Rotate element i of each head's first half with element i of its second half by the angle of the tables.
+    """Rotate element i of each head's first half with element i of its second half by the angle of the tables; of heads
+    that are wider than the tables, the first elements.
 
     This pairing is that of Hugging Face's Llama weights; Meta's own weights pair neighbours.
     """

@@ -95,8 +95,8 @@ class PositionState:
         self._masks: dict[int, Tensor] = {}
 
     def rotary_cos_sin(self, x_BSD: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Return cos and sin of all S positions in the dtype and on the device of `x_BSD`, each (S, 1, head_dim), or
-        (B, S, 1, head_dim) for sequences of several documents; None for a model without rotary positions."""
+        """Return cos and sin of all S positions in the dtype and on the device of `x_BSD`, each (S, 1, rotary_dim),
+        or (B, S, 1, rotary_dim) for sequences of several documents; None for a model without rotary positions."""
         if self._spec.position != "rope":
             return None, None
         end, kind = self.offset + self._length(x_BSD), (x_BSD.dtype, x_BSD.device)
@@ -104,7 +104,9 @@ class PositionState:
         if tables is None or len(tables[0]) < end or (tables[0].dtype, tables[0].device) != kind:
             size = end if self.offset == 0 else 2 * end  # else generation would need a new table for each token
             spec = self._spec
-            self._cos_sin = tables = rotary_tables(size, spec.head_dim, spec.rope_theta, *kind, spec.rope_scaling)
+            self._cos_sin = tables = rotary_tables(
+                size, spec.rotary_dim or spec.head_dim, spec.rope_theta, *kind, spec.rope_scaling
+            )
         if self.documents is not None:
             return tables[0][self.documents.positions_BS], tables[1][self.documents.positions_BS]
         return tables[0][self.offset : end], tables[1][self.offset : end]

@@ -58,10 +58,16 @@ class ModelSpec(Frozen):
     """Positions of the longest sequence; required by learned positions, informative for others."""
     nope_layers: tuple[NonNegativeInt, ...] = ()
     """Layers without rotary positions, counted from 0 (SmolLM3, Llama 4; arXiv:2501.18795)."""
+    rotary_dim: PositiveInt | None = None
+    """Elements of each head that rotary positions turn, its first ones; None: all (GPT-NeoX, arXiv:2204.06745
+    §2.1.1)."""
     rope_theta: PositiveFloat = 10_000.0
     """Base of the rotary wavelengths."""
     rope_scaling: RopeScaling | None = None
     """Rotary scaling for longer sequences."""
+    parallel_residual: bool = False
+    """Attention and MLP both read the layer's input, and are added to it together (GPT-NeoX, arXiv:2204.06745
+    §2.1.2)."""
     activation: Activation = "silu"
     """Activation function of the MLP."""
     gated: bool = True
@@ -115,6 +121,14 @@ class ModelSpec(Frozen):
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd, but rotary positions rotate pairs of elements")
+        if self.rotary_dim is not None and (self.rotary_dim % 2 or self.rotary_dim > self.head_dim):
+            raise ValueError(f"rotary_dim {self.rotary_dim} must be even, and at most head_dim {self.head_dim}")
+        if self.rotary_dim is not None and (self.position != "rope" or self.mla is not None):
+            raise ValueError(
+                "rotary_dim is a part of an ordinary head with rotary positions, but position or mla is another"
+            )
+        if self.parallel_residual and self.norm_placement != "pre":
+            raise ValueError(f"parallel_residual needs norm_placement pre, got {self.norm_placement}")
         if self.position == "learned" and self.max_positions is None:
             raise ValueError("learned positions need max_positions, the length of the longest sequence")
         if self.rope_scaling is not None and self.position != "rope":

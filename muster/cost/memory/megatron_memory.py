@@ -115,7 +115,8 @@ class _MegatronStage:
         norms = 2 * (self.spec.has_pre_norms + self.spec.has_post_norms)
         added = 2 * self.spec.has_post_norms * self.sizes.hidden_bytes  # a post-norm's output isn't saved
         inputs = 0 if self.spec.has_pre_norms else 2 * self.sizes.hidden_bytes
-        return norms * self._norm_bytes() - added + inputs
+        shared = self.spec.parallel_residual * self.sizes.hidden_bytes
+        return norms * self._norm_bytes() - added + inputs - shared
 
     def _unfused_bytes(self, layer: int) -> int:
         """Return the bytes that unfused operations save in addition.

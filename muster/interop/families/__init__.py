@@ -3,6 +3,7 @@
 from muster.interop.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, KIMI_K2
 from muster.interop.families.family import ModelFamily
 from muster.interop.families.gpt2 import GPT2
+from muster.interop.families.gpt_neox import GPT_NEOX
 from muster.interop.families.gpt_oss import GPT_OSS
 from muster.interop.families.llama import LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3, SEED_OSS
 from muster.interop.families.mixtral import MIXTRAL
@@ -30,6 +31,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "dots1": DOTS1,
     "smollm3": SMOLLM3,
     "olmo2": OLMO2,
+    "gpt_neox": GPT_NEOX,
 }
 """Families by the `model_type` of a config.json. A ModelSpec is written as the family that it came from, or the
 first that has all of it."""

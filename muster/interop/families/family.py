@@ -12,7 +12,7 @@ Config = Mapping[str, Any]
 """A config.json."""
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "relu": "relu"}
-_ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh"}
+_ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
 
 

@@ -1,6 +1,6 @@
 """Families that a ModelSpec can't express: the nearest supported one, and the features that it lacks."""
 
-_BOTH = "attention and MLP in parallel"
+_ONE = "one norm for attention and MLP in parallel"
 _BEHIND = "norms after attention and MLP instead of before them (post-norm)"
 _DELTA = "gated delta-net layers, a gate on the output of attention, and partial rotary embeddings"
 _GEMMA = "norms that multiply by 1 + weight and embeddings scaled by √hidden_size"
@@ -14,12 +14,12 @@ _WIDE = "QK norms over all heads together"
 NEAREST_FAMILY = {
     "apertus": ("llama", "an activation with trained parameters"),
     "bamba": ("llama", _MAMBA),
-    "cohere": ("llama", _BOTH),
-    "cohere2": ("llama", _BOTH),
+    "cohere": ("gpt_neox", _ONE),
+    "cohere2": ("gpt_neox", _ONE),
     "deepseek_v32": ("deepseek_v3", _SPARSE),
     "deepseek_v4": ("deepseek_v3", _SPARSE),
     "exaone4": ("qwen3", _BEHIND),
-    "falcon": ("llama", _BOTH),
+    "falcon": ("gpt_neox", _ONE),
     "falcon_h1": ("llama", _MAMBA),
     "gemma": ("llama", _GEMMA),
     "gemma2": ("llama", f"{_GEMMA}, and norms after attention and MLP too"),
@@ -28,8 +28,7 @@ NEAREST_FAMILY = {
     "glm4": ("llama", f"{_PART}, and norms after attention and MLP too"),
     "glm4_moe": ("dots1", _PART),
     "glm_moe_dsa": ("deepseek_v3", _SPARSE),
-    "gpt_neox": ("gpt2", _BOTH),
-    "gptj": ("gpt2", _BOTH),
+    "gptj": ("gpt_neox", _ONE),
     "granite": ("llama", _GRANITE),
     "granitemoe": ("mixtral", _GRANITE),
     "granitemoehybrid": ("mixtral", f"{_MAMBA} and {_GRANITE}"),
@@ -47,7 +46,7 @@ NEAREST_FAMILY = {
     "olmo": ("llama", "norms without weights"),
     "olmo3": ("olmo2", "layers with a sliding window, of which some have other rotary positions"),
     "olmoe": ("qwen3_moe", _WIDE),
-    "phi": ("gpt2", _BOTH),
+    "phi": ("gpt_neox", _ONE),
     "qwen3_5_moe_text": ("qwen3_moe", _DELTA),
     "qwen3_5_text": ("qwen3", _DELTA),
     "qwen3_next": ("qwen3_moe", _DELTA),
