@@ -23,6 +23,7 @@ from muster.parallel.stage import DecoderStage
 from muster.train import worker
 from muster.train.step_state import StepState
 from muster.train.trainer import Trainer
+from tests import nccl_like
 
 
 def main() -> int:
@@ -31,8 +32,9 @@ def main() -> int:
     del sys.argv[1:4]
     under_torchrun = sys.argv[1] == "train"
     rank = int(os.environ["RANK"] if under_torchrun else sys.argv[sys.argv.index("--rank") + 1])
+    stream = nccl_like.install(step) if "NCCL_LIKE" in os.environ else None
     if rank == faulty:
-        seed_fault(fault, step)
+        seed_fault(fault, step, stream)
     if under_torchrun:
         return cli.main(sys.argv[1:])
     return rank_main(far_away if fault == "network" else worker.run_rank)
@@ -66,7 +68,7 @@ def pass_on(listeners: "queue.Queue[socket.socket]", port: int) -> None:
             threading.Thread(target=pump, args=ends, daemon=True).start()
 
 
-def seed_fault(fault: str, step: int) -> None:
+def seed_fault(fault: str, step: int, stream: nccl_like.Stream | None) -> None:
     """Makes this process misbehave in the step after `step`."""
     made = [0]
     feed_step, batch, forward = Trainer.load_batch, Dataset.rows, DecoderStage.forward
@@ -88,6 +90,9 @@ def seed_fault(fault: str, step: int) -> None:
     def compute_forever(self: DecoderStage, *args: Any) -> Any:
         while made[0] == step and fault == "compute":
             torch.ones(8).sum()
+        if made[0] == step and fault == "kernel":
+            assert stream is not None
+            nccl_like.hang(stream)
         return forward(self, *args)
 
     if fault == "plan":

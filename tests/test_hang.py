@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -18,7 +19,7 @@ from muster.launch.hang_diagnosis import _WAITS_IN, RankSnapshot, diagnose, is_w
 from muster.launch.heartbeat import PAGE_BYTES, Heartbeat, HeartbeatPage, RankStatus
 from muster.launch.launcher import launch
 from muster.launch.rank_errors import run_guarded
-from muster.launch.rank_monitor import RankMonitor, is_hung
+from muster.launch.rank_monitor import RankMonitor, is_hung, snapshot_from_json, snapshot_to_json
 from muster.launch.watchdog import Watchdog, WatchdogConfig, attempt_id
 from muster.schedule.action import Action, Kind
 from muster.spec.errors import MusterError
@@ -130,6 +131,77 @@ def test_the_rank_that_the_others_wait_for_is_named(sightings: list[RankSnapshot
     assert (finding.rank, finding.host, finding.sentence) == (rank, f"host-{rank}", words)
 
 
+def on_gpu(rank: int, device_action: Action, step: int = 6) -> RankSnapshot:
+    """A rank whose host has launched a whole step and waits for its norm."""
+    found = seen(rank, "run", Action(Kind.GRAD_NORM), waiting=True, stacks=IN_UPDATE, step=step)
+    assert found.status is not None
+    return replace(found, status=replace(found.status, device_action=device_action))
+
+
+IN_UPDATE = STACKS.format("/muster/train/parameter_updater.py", "_read_sums")
+BACKWARD = """Thread 0x00007f01 (most recent call first):
+  File "/muster/parallel/tensor_parallel.py", line 40 in backward
+  File "/lib/python3.11/site-packages/torch/autograd/function.py", line 307 in apply
+
+""" + STACKS.format("/lib/python3.11/site-packages/torch/autograd/graph.py", "_engine_run_backward")
+
+
+@pytest.mark.parametrize(
+    ("sightings", "rank", "words"),
+    [
+        (
+            [on_gpu(0, Action(Kind.RECV_B, 0, 1)), seen(1, "data", stacks=IN_READ)],
+            1,
+            "never sent its part of the receive of a gradient of stage 0, micro-batch 1 of step 7, where rank 0 waits;"
+            " it is loading data for step 7 (in read, store.py:12), for 5 s",
+        ),
+        (
+            [on_gpu(0, Action(Kind.RECV_B, 0, 1)), on_gpu(1, Action(Kind.F, 1, 1))],
+            1,
+            "never sent its part of the receive of a gradient of stage 0, micro-batch 1 of step 7, where rank 0 waits;"
+            " it waits for its GPU in the forward of stage 1, micro-batch 1 of step 7, for 5 s",
+        ),
+        (
+            [on_gpu(0, Action(Kind.UNSHARD, 0)), on_gpu(1, Action(Kind.UNSHARD, 0), step=5)],
+            1,
+            "waits in the all-gather of the parameters of stage 0 of step 6, and all others wait, too: rank 0 waits in"
+            " the all-gather of the parameters of stage 0 of step 7; a message that one of them sent has not arrived",
+        ),
+        (
+            [on_gpu(0, Action(Kind.RECV_B, 0, 1)), seen(1, "run", Action(Kind.B, 1, 1), stacks=BACKWARD)],
+            1,
+            "never sent its part of the receive of a gradient of stage 0, micro-batch 1 of step 7, where rank 0 waits;"
+            " it computes the backward of stage 1, micro-batch 1 of step 7 (in backward, tensor_parallel.py:40),"
+            " for 5 s",
+        ),
+    ],
+)
+def test_hosts_that_run_ahead_of_their_gpus_are_told_apart(
+    sightings: list[RankSnapshot], rank: int, words: str
+) -> None:
+    finding = diagnose(sightings)
+    assert (finding.rank, finding.sentence) == (rank, words)
+    assert [snapshot_from_json(json.loads(json.dumps(snapshot_to_json(one)))) for one in sightings] == sightings
+
+
+def test_a_page_tells_where_its_device_is() -> None:
+    memory, page = bytearray(PAGE_BYTES), HeartbeatPage()
+    heartbeat = Heartbeat(memory)
+    heartbeat.begin(Action(Kind.GRAD_NORM))
+    heartbeat.write_device_action(Action(Kind.RECV_B, 2, 3))
+    heartbeat.wait()
+    os.pwrite(page.fd, memory, 0)
+    status = page.read()
+    assert status == RankStatus(1, 0, "run", Action(Kind.GRAD_NORM), True, Action(Kind.RECV_B, 2, 3))
+    assert status is not None
+    assert status.position == Action(Kind.RECV_B, 2, 3)
+    heartbeat.begin(Action(Kind.STEP))
+    heartbeat.write_device_action(None)
+    os.pwrite(page.fd, memory, 0)
+    assert page.read() == RankStatus(2, 0, "run", Action(Kind.STEP), False)
+    page.close()
+
+
 def test_the_files_where_a_rank_waits_are_there() -> None:
     files = [path.as_posix() for path in (ROOT / "muster").rglob("*.py")]
     waiting = sorted(file.partition("/muster/")[2] for file in files if _WAITS_IN.search(file))
@@ -228,13 +300,26 @@ FAULTS = {
 }
 
 
-def check(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+UNDER_NCCL = {
+    "data": ("pp2-mb12", 1, r"never (sent|received) its part of .* rank 0 waits; it is loading data"),
+    "compute": ("pp2-mb12", 1, r"never (sent|received) .* rank 0 waits; it computes the forward of stage 1"),
+    "kernel": ("pp2-mb12", 1, r"never (sent|received) .* rank 0 waits; it waits for its GPU in the forward of"),
+    "stopped": ("pp2-mb12", 0, r".* where rank 1 waits; it is stopped \(process \d+, as by SIGSTOP"),
+    "dead": ("pp2-mb12", 1, r"was killed by signal 9 \(SIGKILL\)"),
+    "network": FAULTS["network"],
+}
+"""The same where the host runs ahead of its device, and a kernel that never ends."""
+
+
+def check(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch, under_nccl: bool = False) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    plan, rank, words = FAULTS[fault]
+    if under_nccl:
+        monkeypatch.setenv("NCCL_LIKE", "1")
+    plan, rank, words = (UNDER_NCCL if under_nccl else FAULTS)[fault]
     code, end, seconds = faulty_run(folder, plan, fault, rank)
     assert (code, end["code"], end["rank"], end["host"]) == (1, 1, rank, HOST), end
     assert re.search(rf"^rank {rank} on {HOST}:? {words}", end["reason"]), end["reason"]
-    hung = fault in ("data", "compute", "stopped", "network")
+    hung = fault in ("data", "compute", "kernel", "stopped", "network")
     assert (folder / "run/logs/hang.txt").exists() == hung
     print(f"{fault}: named within {seconds:.1f} s of the start, of which the hang's limit was 3 s")
 
@@ -250,7 +335,16 @@ def test_every_fault_is_named(fault: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.soak
-def test_a_lost_network_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", [fault for fault in UNDER_NCCL if fault != "network"])
+def test_every_fault_is_named_where_the_host_runs_ahead(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(tmp_path, fault, monkeypatch, under_nccl=True)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("under_nccl", [False, True])
+def test_a_lost_network_is_named(under_nccl: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank has a network namespace of its own, and the link of one goes down: no packet says so to the other."""
     name = f"muster-{os.getpid()}"
     spaces = [f"{name}-{rank}" for rank in range(2)]
@@ -269,7 +363,7 @@ def test_a_lost_network_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             made &= ip("-n", space, "link", "set", "lo", "up")
         assert made
         monkeypatch.setenv("TEST_NAMESPACES", name)
-        check(tmp_path, "network", monkeypatch)
+        check(tmp_path, "network", monkeypatch, under_nccl)
     finally:
         for space in spaces:
             ip("netns", "del", space)

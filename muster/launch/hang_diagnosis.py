@@ -25,6 +25,10 @@ _KIND_DESCRIPTIONS = {
     Kind.GRAD_NORM_ASYNC: "the all-reduce of the gradient norm",
     Kind.STEP: "the optimizer step",
 }
+_MISSED = dict.fromkeys((Kind.RECV_F, Kind.RECV_B), "never sent its part of") | dict.fromkeys(
+    (Kind.SEND_F, Kind.SEND_B), "never received its part of"
+)
+"""Words for the part in a transfer that the rank missed which the others wait for."""
 _WAITS_IN = re.compile(
     r"/torch/distributed/|/muster/(parallel/(axis|p2p|executor|fsdp|world)|optim/peer_exchange|train/post_validation)\.py$"
 )
@@ -33,6 +37,8 @@ _LIBRARY_FILE = re.compile(r"^<|/lib/python[\d.]+/(?!site-packages/muster/)")
 """Files of libraries, which don't tell what a rank does."""
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "barrier")
 """Collectives within a pass, by a part of the function names on the stack; a message shows them with - for _."""
+_BACKWARD_CALL = "_engine_run_backward"
+"""Function of PyTorch in which the main thread waits for a backward."""
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
@@ -69,12 +75,14 @@ def diagnose(snapshots: Sequence[RankSnapshot]) -> RankFault:
     """Find the cause of a hang from snapshots of all ranks, none of which makes progress.
 
     The culprit is a rank whose process is stopped; else one that does something on its own (computes, reads data), as
-    the others wait for it; else, when all wait, one that has lost its network connection or is furthest behind. Among
-    several it is the one without progress for longest.
+    the others wait for it; else one whose GPU computes while those of others wait for a message; else, when all wait,
+    one that has lost its network connection or is furthest behind. Among several it is the one without progress for
+    longest.
     """
     stopped = [snapshot for snapshot in snapshots if snapshot.state in "Tt"]
     independent = [snapshot for snapshot in snapshots if not is_waiting(snapshot)]
-    culprit = max(stopped or independent, key=lambda snapshot: snapshot.stalled_s, default=None)
+    suspects = stopped or independent or _with_busy_gpus(snapshots)
+    culprit = max(suspects, key=lambda snapshot: snapshot.stalled_s, default=None)
     if culprit is None:
         return _diagnose_all_waiting(snapshots)
     activity = describe_activity(culprit)
@@ -87,16 +95,25 @@ def diagnose(snapshots: Sequence[RankSnapshot]) -> RankFault:
     return RankFault(culprit.rank, culprit.host, sentence)
 
 
+def _with_busy_gpus(snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
+    """Return the ranks whose GPU computes, where those of others wait for a message; none where all do the same."""
+    actions = [(one, one.status.device_action) for one in snapshots if one.status is not None]
+    busy = [snapshot for snapshot, action in actions if action is not None and _is_compute(action)]
+    return busy if len(busy) < len(snapshots) else []
+
+
 def is_waiting(snapshot: RankSnapshot) -> bool:
     """Return whether a rank waits for another, by its stack or, without one, by the instruction that it is in."""
     if snapshot.state in "Tt":
         return False
-    if frames := main_thread_frames(snapshot.stacks):
+    if snapshot.status is not None and snapshot.status.phase == "run" and snapshot.status.waiting:
+        return True  # by its own word: a wait for a GPU looks like any other call on the stack
+    if frames := working_frames(snapshot.stacks):
         return _WAITS_IN.search(frames[0][0]) is not None
     if snapshot.status is None or snapshot.status.phase != "run":
         return False
     kind = KINDS.get(snapshot.status.action.kind)
-    return snapshot.status.waiting or (kind is not None and kind.lane == "collective")
+    return kind is not None and kind.lane == "collective"
 
 
 def describe_activity(snapshot: RankSnapshot) -> str:
@@ -106,11 +123,13 @@ def describe_activity(snapshot: RankSnapshot) -> str:
         return "has not begun"
     if status.phase == "run" and status.action.kind:
         verb = "waits in" if is_waiting(snapshot) else "computes" if _is_compute(status.action) else "is in"
+        if is_waiting(snapshot) and status.device_action is not None and _is_compute(status.device_action):
+            verb = "waits for its GPU in"
         activity = f"{verb} {_describe_instruction(snapshot, status)}"
     else:
         step = f" for step {status.step + 1}" if status.phase == "data" else ""
         activity = PHASES.get(status.phase, "is training") + step
-    frames = [frame for frame in main_thread_frames(snapshot.stacks) if not _LIBRARY_FILE.search(frame[0])]
+    frames = [frame for frame in working_frames(snapshot.stacks) if not _LIBRARY_FILE.search(frame[0])]
     if frames and not is_waiting(snapshot):
         file, line, function = frames[0]
         activity += f" (in {function}, {file.rpartition('/')[2]}:{line})"
@@ -131,15 +150,31 @@ def describe_action(action: Action) -> str:
 
 def main_thread_frames(stacks: str) -> list[tuple[str, int, str]]:
     """Parse faulthandler's text; returns the main thread's frames, innermost first, as (file, line, function)."""
+    begun = _threads(stacks)
+    main = [frames for frames in begun if any(function == "<module>" for _, _, function in frames)]
+    return (main or begun or [[]])[-1]
+
+
+def _threads(stacks: str) -> list[list[tuple[str, int, str]]]:
     threads: list[list[tuple[str, int, str]]] = []
     for line in stacks.splitlines():
         if line.startswith(("Thread 0x", "Current thread 0x", "Stack (")):
             threads.append([])
         elif threads and (frame := _FRAME.match(line)):
             threads[-1].append((frame[1], int(frame[2]), frame[3]))
-    begun = [frames for frames in threads if frames]
-    main = [frames for frames in begun if any(function == "<module>" for _, _, function in frames)]
-    return (main or begun or [[]])[-1]
+    return [frames for frames in threads if frames]
+
+
+def working_frames(stacks: str) -> list[tuple[str, int, str]]:
+    """Return the frames of the thread that does the rank's work: the main one, or the one that runs its backward.
+
+    The autograd engine runs the backward of a GPU's operations in a thread of its own, for which the main one waits.
+    """
+    main = main_thread_frames(stacks)
+    if not main or main[0][2] != _BACKWARD_CALL:
+        return main
+    others = [frames for frames in _threads(stacks) if frames != main]
+    return next((frames for frames in others if any("/muster/" in file for file, _, _ in frames)), main)
 
 
 def format_snapshots(snapshots: Sequence[RankSnapshot]) -> str:
@@ -160,10 +195,10 @@ def _is_compute(action: Action) -> bool:
 
 def _describe_instruction(snapshot: RankSnapshot, status: RankStatus) -> str:
     """Describe the instruction that a rank is in, and the collective that it waits in within a pass."""
-    instruction = f"{describe_action(status.action)} of step {status.step + 1}"
+    instruction = f"{describe_action(status.position)} of step {status.step + 1}"
     if not is_waiting(snapshot) or not _is_compute(status.action) or status.waiting:
         return instruction
-    functions = " ".join(function for _, _, function in main_thread_frames(snapshot.stacks))
+    functions = " ".join(function for _, _, function in working_frames(snapshot.stacks))
     if "unshard" in functions:
         collective = "all_gather"
     else:
@@ -178,10 +213,10 @@ def _describe_missed_call(culprit: RankSnapshot, waiting: Sequence[RankSnapshot]
         return "stalls"
     # A rank that waits in a collective of all ranks says most; after that, the rank in the earliest step.
     global_kinds = (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC)
-    first, status = min(in_steps, key=lambda item: (item[1].action.kind not in global_kinds, item[1].step))
-    ranks = [snapshot.rank for snapshot, other in in_steps if other.action == status.action]
+    first, status = min(in_steps, key=lambda item: (item[1].position.kind not in global_kinds, item[1].step))
+    ranks = [snapshot.rank for snapshot, other in in_steps if other.position == status.position]
     who = f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} wait"
-    missed = "never sent its part of" if status.action.kind in (Kind.RECV_F, Kind.RECV_B) else "never entered"
+    missed = _MISSED.get(status.position.kind, "never entered")
     return f"{missed} {_describe_instruction(first, status)}, where {who}"
 
 

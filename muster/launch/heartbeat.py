@@ -10,6 +10,9 @@ import mmap
 import os
 import signal
 import struct
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -24,7 +27,12 @@ STACKS_SIGNAL = signal.SIGUSR1
 """Signal at which a rank writes its stacks there, even while it waits in C++."""
 _HEADER = struct.Struct("<QqiiB12sH")
 """Number of updates, step, stage, micro-batch, waiting, phase, and length of the instruction's kind, which follows."""
-_MAX_KIND_BYTES = PAGE_BYTES - _HEADER.size
+_WAITING_OFFSET = struct.calcsize("<Qqii")
+_DEVICE_OFFSET = PAGE_BYTES // 2
+_DEVICE_HEADER = struct.Struct("<BiiH")
+"""At `_DEVICE_OFFSET`: 1 if there is a device action, its stage, micro-batch, and length of its kind, which follows."""
+_DEVICE_INTERVAL_S = 1.0
+_MAX_KIND_BYTES = _DEVICE_OFFSET - _HEADER.size
 _NO_ACTION = Action(cast(Kind, ""))
 
 
@@ -42,6 +50,14 @@ class RankStatus:
     """Instruction that the rank has begun, in the phase `run`."""
     waiting: bool
     """True while the rank waits for the result of `action`, in which another rank takes part."""
+    device_action: Action | None = None
+    """Instruction that the rank's GPU is in, which the rank itself has launched and left; None on a CPU, and for a GPU
+    that has nothing to do."""
+
+    @property
+    def position(self) -> Action:
+        """The instruction that the rank has got to: its GPU's where that is behind."""
+        return self.device_action or self.action
 
 
 PHASES = {
@@ -66,6 +82,8 @@ class Heartbeat:
     def __init__(self, memory: mmap.mmap | bytearray) -> None:
         self._memory = memory
         self._num_updates = 0
+        self._device_action: Callable[[], Action | None] = lambda: None
+        self._follower: threading.Thread | None = None
         self.step = 0
 
     def update(self, phase: str, action: Action = _NO_ACTION, waiting: bool = False) -> None:
@@ -86,6 +104,31 @@ class Heartbeat:
             len(kind),
         )
         self._memory[_HEADER.size : _HEADER.size + len(kind)] = kind
+
+    def wait(self) -> None:
+        """Write that the result of the last instruction is awaited."""
+        self._memory[_WAITING_OFFSET] = 1
+
+    def follow_device(self, device_action: Callable[[], Action | None]) -> None:
+        """Write from now on, every second, the instruction that the device is in, as `device_action` returns it."""
+        self._device_action = device_action
+        if self._follower is None:
+            self._follower = threading.Thread(target=self._follow, daemon=True, name="device position")
+            self._follower.start()
+
+    def _follow(self) -> None:
+        while True:
+            self.write_device_action(self._device_action())
+            time.sleep(_DEVICE_INTERVAL_S)
+
+    def write_device_action(self, action: Action | None) -> None:
+        """Write the instruction that the device is in."""
+        known = action or _NO_ACTION
+        kind = known.kind.encode()
+        end = _DEVICE_OFFSET + _DEVICE_HEADER.size
+        self._memory[end : end + len(kind)] = kind
+        numbers = known.stage, known.micro_batch, len(kind)
+        _DEVICE_HEADER.pack_into(self._memory, _DEVICE_OFFSET, action is not None, *numbers)
 
     def begin(self, action: Action, waiting: bool = False) -> None:
         """Write that an instruction begins or, with `waiting`, that its result is awaited."""
@@ -137,7 +180,14 @@ class HeartbeatPage:
             return None
         kind = self._memory[_HEADER.size : _HEADER.size + length].decode(errors="replace")
         phase_name = phase.rstrip(b"\0").decode()
-        return RankStatus(num_updates, step, phase_name, Action(cast(Kind, kind), stage, micro_batch), bool(waiting))
+        action = Action(cast(Kind, kind), stage, micro_batch)
+        return RankStatus(num_updates, step, phase_name, action, bool(waiting), self._read_device_action())
+
+    def _read_device_action(self) -> Action | None:
+        is_known, stage, micro_batch, length = _DEVICE_HEADER.unpack_from(self._memory, _DEVICE_OFFSET)
+        begin = _DEVICE_OFFSET + _DEVICE_HEADER.size
+        kind = self._memory[begin : begin + length].decode(errors="replace")
+        return Action(cast(Kind, kind), stage, micro_batch) if is_known else None
 
     def request_stacks(self, pid: int) -> None:
         """Make the rank write its Python stacks. Raises ProcessLookupError when it has ended."""

@@ -68,7 +68,11 @@ def snapshot_to_json(snapshot: RankSnapshot) -> dict[str, Any]:
 
 def snapshot_from_json(row: dict[str, Any]) -> RankSnapshot:
     """Read a snapshot that another launcher has taken."""
-    status = row["status"] and RankStatus(**{**row["status"], "action": Action(*row["status"]["action"])})
+    status = row["status"]
+    if status is not None:
+        device = status["device_action"]
+        actions = {"action": Action(*status["action"]), "device_action": None if device is None else Action(*device)}
+        status = RankStatus(**{**status, **actions})
     return RankSnapshot(**{**row, "status": status})
 
 

@@ -35,6 +35,10 @@ class StepClock(Protocol):
         """Return the record of a step with these instructions, and begin the next."""
         ...
 
+    def device_action(self, instructions: Sequence[TimedInstruction]) -> Action | None:
+        """Return the instruction that the device is in, of those that were launched; None where it has run them all."""
+        ...
+
 
 class StepRecord(Protocol):
     """Instructions of one step, whose times may not be known yet."""
@@ -62,6 +66,9 @@ class HostClock:
 
     def take_record(self, rank: int, instructions: Sequence[TimedInstruction]) -> "HostRecord":
         return HostRecord([Event(rank, *instruction) for instruction in instructions])
+
+    def device_action(self, instructions: Sequence[TimedInstruction]) -> None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,9 @@ class DeviceClock:
     def take_record(self, rank: int, instructions: Sequence[TimedInstruction]) -> "DeviceRecord":
         idle, self._idle = self._idle, None
         return DeviceRecord(rank, list(instructions), *(idle or (self.now_s(), self.mark())))
+
+    def device_action(self, instructions: Sequence[TimedInstruction]) -> Action | None:
+        return next((action for _, action, _, end in tuple(instructions) if not end.query()), None)
 
 
 @dataclass

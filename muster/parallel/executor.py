@@ -42,7 +42,8 @@ class Executor:
         vocab: VocabShard | None = None,
         heartbeat: Heartbeat | None = None,
     ) -> None:
-        self._report_start = (heartbeat or Heartbeat(bytearray(PAGE_BYTES))).begin
+        self._heartbeat = heartbeat or Heartbeat(bytearray(PAGE_BYTES))
+        self._report_start = self._heartbeat.begin
         self.program = program
         self._clock = clock or HostClock()
         self._vocab_parallel = vocab is not None
@@ -89,7 +90,10 @@ class Executor:
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._output_gradients: dict[tuple[int, int], Tensor] = {}
         self._input_gradients: dict[tuple[int, int], Tensor] = {}
-        self._timed: list[TimedInstruction] = []
+        timed: list[TimedInstruction] = []
+        self._timed = timed
+        if not isinstance(self._clock, HostClock):
+            self._heartbeat.follow_device(lambda: self._clock.device_action(timed))
         for _ in self.lanes["compute"]:
             self._start_ready()
             self._start_next("compute")

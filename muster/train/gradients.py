@@ -9,14 +9,17 @@ from muster.parallel.p2p import P2PRoute
 from muster.parallel.stage import DecoderStage
 
 
-def sum_of_squares(stage: DecoderStage) -> float:
-    """Return the sum of squares of this rank's gradients, each divided by the number of ranks that hold the same."""
+def sum_of_squares(stage: DecoderStage) -> Tensor:
+    """Return the sum of squares of this rank's gradients, each divided by the number of ranks that hold the same.
+
+    A float64 scalar on the gradients' device, which the host doesn't wait for.
+    """
     by_copies: dict[int, list[Tensor]] = {}
     for name, local in stage.parameters.items():
         if local.grad is not None and local.grad.numel():
             by_copies.setdefault(stage.layouts[name].num_copies, []).append(local.grad)
-    norms = {copies: float(torch.nn.utils.get_total_norm(grads)) for copies, grads in by_copies.items()}
-    return sum(norm * norm / copies for copies, norm in norms.items())
+    norms = {copies: torch.nn.utils.get_total_norm(grads).double() for copies, grads in by_copies.items()}
+    return sum((norm * norm / copies for copies, norm in norms.items()), start=torch.zeros((), dtype=torch.float64))
 
 
 def add_replica_gradients(stage: DecoderStage, other_rank: int) -> None:

@@ -70,7 +70,7 @@ class ParameterUpdater:
         if decides:
             self.decide_step(self.state, sums)
         else:
-            _read_sums(self.state, sums)
+            self._read_sums(self.state, sums)
 
     def local_statistics(self) -> Tensor:
         """This rank's part of the statistics, from its complete gradients, which are unscaled on the way: float64 [6].
@@ -99,10 +99,21 @@ class ParameterUpdater:
 
     def decide_step(self, state: StepState, sums: Tensor) -> None:
         """Complete the state of a step from the sums over all ranks, and decide whether it is skipped."""
-        _read_sums(state, sums)
+        self._read_sums(state, sums)
         state.skip_reason = self.step_skipper.check(state.loss, state.grad_norm)
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed=not math.isfinite(state.grad_norm))
+
+    def _read_sums(self, state: StepState, sums: Tensor) -> None:
+        """Read the sums over all ranks: the one moment of a step at which the host waits for its device."""
+        self.world.heartbeat.wait()
+        squares, loss_sum, z_loss_sum, stop, saving, save_failed = sums.tolist()
+        state.loss = loss_sum / state.num_valid
+        state.z_loss = z_loss_sum / state.num_valid
+        state.grad_norm = math.sqrt(squares) if squares >= 0 else math.nan
+        state.stop_requested |= stop > 0
+        state.is_saving |= saving > 0
+        state.save_failed |= save_failed > 0
 
     def exceeds_clip_norm(self, state: StepState) -> bool:
         """Return whether the gradients of a step are clipped."""
@@ -168,13 +179,3 @@ class ParameterUpdater:
         if self.loss_scale is not None and "loss_scale" in counters:
             self.loss_scale.load(counters["loss_scale"])
         self.optimizer.step_count = step - self.step_skipper.total
-
-
-def _read_sums(state: StepState, sums: Tensor) -> None:
-    squares, loss_sum, z_loss_sum, stop, saving, save_failed = sums.tolist()
-    state.loss = loss_sum / state.num_valid
-    state.z_loss = z_loss_sum / state.num_valid
-    state.grad_norm = math.sqrt(squares) if squares >= 0 else math.nan
-    state.stop_requested |= stop > 0
-    state.is_saving |= saving > 0
-    state.save_failed |= save_failed > 0
