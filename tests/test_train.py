@@ -129,7 +129,7 @@ def test_again_it_is_finished(whole: Path) -> None:
 
 
 def test_a_run_survives_whatever_ends_its_processes(whole: Path) -> None:
-    """Killed with two ranks, then a rank of four killed, stopped with two, ended with one: the same run."""
+    """Killed with two ranks, then a rank of four killed, ended with one: the same run."""
     run, draw = whole.with_name("survivor"), random.Random(1)
     command = [*TINY, "--run", run, "--train.save_every", "3"]
     last = draw.randint(4, 6)
@@ -143,7 +143,6 @@ def test_a_run_survives_whatever_ends_its_processes(whole: Path) -> None:
     assert ranks_of(run) == 2
     kill_a_rank(run, [*command, "--nproc", "4"], at_step=draw.randint(7, 10), victim=draw.randrange(4))
     assert ranks_of(run) == 4
-    stop(run, [*command, "--nproc", "2"], at_step=draw.randint(11, 14), victim=1)
     ended = train(*command, "--parallel", whole / "plan.yaml")
     assert (ended.code, ended.err) == (0, "")
     assert plan_of(run) == plan_of(whole)
@@ -179,6 +178,16 @@ def stop(run: Path, command: list, at_step: int, victim: int) -> None:
     latest = find_latest(run / "checkpoints")
     assert latest is not None
     assert read_manifest(latest).step == last < 20
+
+
+@pytest.mark.soak
+def test_one_rank_that_is_asked_to_stop_stops_all(whole: Path) -> None:
+    run = whole.with_name("stopped")
+    command = [*TINY, "--run", run, "--train.save_every", "3"]
+    stop(run, [*command, "--nproc", "2"], at_step=5, victim=1)
+    ended = train(*command)
+    assert (ended.code, ended.err) == (0, "")
+    assert_same_training(run, whole)
 
 
 def test_torchrun_stops_and_goes_on(whole: Path) -> None:
