@@ -127,7 +127,8 @@ def test_what_there_was_no_time_to_look_at_is_said(capsys) -> None:
 
 
 def test_the_table_of_what_if(capsys) -> None:
-    ask = [*TINY[:4], "16xa100", *TINY[5:], "--require", "cp1-tp1-mb1", "--what-if", "nodes=x2", "--what-if", "network=/2"]
+    ask = [*TINY[:4], "16xa100", *TINY[5:], "--require", "cp1-tp1-mb1"]
+    ask += ["--what-if", "nodes=x2", "--what-if", "network=/2"]
     assert main(ask) == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines()[:5])) <= 80
