@@ -48,6 +48,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_neox-sequential": SIZES
     | {"model_type": "gpt_neox", "use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_new"}
     | {"tie_word_embeddings": True, "eos_token_id": None},
+    "gemma2": SIZES
+    | {"model_type": "gemma2", "head_dim": 12, "query_pre_attn_scalar": 24, "sliding_window": 7, "eos_token_id": None}
+    | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5, "pad_token_id": None, "bos_token_id": None},
     "gpt2": {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
     "mixtral": SIZES | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": SIZES

@@ -68,6 +68,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "window_layers": (1, 3),
         "rope_scaling": RopeScaling(kind="llama3", factor=4.0, original_positions=8),
     },
+    "gemma2": {
+        "head_dim": 12,
+        "norm_unit_offset": True,
+        "norm_placement": "both",
+        "scale_embeddings": True,
+        "query_pre_attn_scalar": 24,
+        "attention_softcap": 0.5,
+        "logit_softcap": 1.5,
+        "activation": "gelu_tanh",
+        "sliding_window": 5,
+        "window_layers": (0, 2),
+    },
     "gpt_neox": {
         "norm": "layer",
         "parallel_residual": True,

@@ -120,6 +120,10 @@ def test_a_dense_family_is_one_file_and_one_line_of_the_registry(monkeypatch, tm
         ({"model_type": "gpt_oss", "num_local_experts": 0, "num_experts_per_tok": 3}, "num_local_experts: expected a"),
         ({"model_type": "ministral", "sliding_window": 8, "layer_types": ["chunked"] * 3}, "got a layer of chunked"),
         ({"model_type": "ministral", "sliding_window": 8, "layer_types": []} | {"num_hidden_layers": "3"}, "whole"),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "only causal attention is supported"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 0}, "attn_logit_softcapping: expected a number"),
+        ({"model_type": "gpt_neox", "rotary_pct": 2}, "rotary_pct: expected a share of a head"),
+        ({"model_type": "gpt_neox", "rotary_pct": 0.4}, "must be even"),
         ({"model_type": "glm4_moe"}, "partial rotary embeddings; nearest is 'dots1'"),
         ({"model_type": "mistral3", "text_config": {"model_type": "mistral"}}, "of model_type 'mistral', as a conf"),
         (

@@ -71,6 +71,14 @@ def test_forecast_is_what_pytorch_counts(name, seq_len, micro_batches):
     assert_forecast_is_accounting(SHORT_LLAMA, name, seq_len, micro_batches)
 
 
+def test_forecast_of_gemma_2_is_what_pytorch_counts():
+    """Soft caps in attention and loss, norms with an offset around each part, a tied head of 256,000 words; layers so
+    large that the first one's reduction still counts when the embedding's gradient is made."""
+    spec = load_model("gemma-2-9b").model_copy(update={"num_layers": 2})
+    for name, seq_len in (("dp8", 1024), ("tp8-sp-rfull", 8192), ("tp4-fp32", 2048)):
+        assert_forecast_is_accounting(spec, name, seq_len, 1)
+
+
 @pytest.mark.parametrize("seed", [20, 28])
 def test_forecast_holds_with_large_vocabularies(seed):
     """Two of the random plans: the largest tensors are embedding, head, their gradients and the logits."""

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from muster.model.decoder import Decoder
+from muster.model import soft_capped_attention as soft_capped
+from muster.model.decoder import Decoder, core_attention
 from muster.model.init import draw, init_stage, initial_value
-from muster.model.kernels import activate, apply_rotary, gated_activation, rms_norm
+from muster.model.kernels import activate, apply_rotary, gated_activation, rms_norm, soft_cap
 from muster.model.loss import cross_entropy_sum, loss_sums
 from muster.model.positions import rotary_tables
 from muster.model.saved_tensors import count_saved_bytes
@@ -165,6 +166,7 @@ def test_hand_written_derivatives(rows, pairs, seed):
     x, weight = numbers(2, rows, 2 * pairs), numbers(2 * pairs)
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (2 * pairs,), weight, 1e-5))
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-5), (x, weight))
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-5, offset=1.0), (x, weight))
     for kind in get_args(Activation):
         assert torch.autograd.gradcheck(
             lambda x, up, kind=kind: gated_activation(x, up, kind), (x, numbers(2, rows, 2 * pairs))
@@ -253,6 +255,42 @@ def test_z_loss_is_the_squared_log_of_the_sum_of_exponentials(vocab):
     (gradient,) = torch.autograd.grad(expected / 7, logits)
     (found,) = torch.autograd.grad(ours.total / 7, logits)
     torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_soft_capped_attention_is_the_formula_in_any_pieces(window, monkeypatch):
+    """Pieces of two rows; six query heads share two key/value heads."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((2, 6, 11, 4), (2, 2, 11, 4), (2, 2, 11, 4))
+    q, k, v = (3 * torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
+    for x in (q, k, v):
+        x.requires_grad_()
+    scores = 0.3 * q @ k.repeat_interleave(3, 1).mT
+    behind = torch.arange(11).unsqueeze(1) - torch.arange(11)
+    hidden = (behind < 0) | (behind >= (window or 11))
+    p = (1.5 * torch.tanh(scores / 1.5)).masked_fill(hidden, -torch.inf).softmax(-1)
+    expected = p @ v.repeat_interleave(3, 1)
+    wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))
+    monkeypatch.setattr(soft_capped, "chunk_elements", lambda *_: 2 * 2 * 6 * 11)
+    ours = core_attention(q, k, v, None, window, 0.3, 1.5)
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    found = torch.autograd.grad(ours.square().sum(), (q, k, v))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    whole = soft_capped.soft_capped_scores_attention(q, k, v, ~hidden.expand(2, 1, 11, 11), 0.3, 1.5)
+    torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_loss_that_caps_is_one_of_capped_logits():
+    logits = torch.randn(2, 130, 3000, dtype=torch.float64).mul_(4).requires_grad_()
+    labels = torch.randint(3000, (2, 130))
+    labels[0, 40:90] = -100
+    expected = loss_sums(soft_cap(logits, 2.0), labels, 0.2)
+    ours = loss_sums(logits, labels, 0.2, softcap=2.0)
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=0)
+    (gradient,) = torch.autograd.grad(expected.total / 7, logits)
+    (found,) = torch.autograd.grad(ours.total / 7, logits)
+    torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-12)
 
 
 def test_loss_is_fp32_and_saves_one_tensor():

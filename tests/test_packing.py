@@ -134,6 +134,8 @@ SPECS = {
                          intermediate_size=24, position="learned", max_positions=64, norm="layer"),
     "window": ModelSpec(vocab_size=257, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=24,
                         sliding_window=5),
+    "softcap": ModelSpec(vocab_size=257, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2,
+                         intermediate_size=24, sliding_window=5, window_layers=(0,), attention_softcap=0.5),
 }  # fmt: skip
 
 

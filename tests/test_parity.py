@@ -87,6 +87,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "tp2-relem", "family": "gpt_neox", "profile": True},
         {"plan": "pp2-szbh1", "family": "gpt_neox", "profile": True},
         {"plan": "tp2-sp-relem", "family": "olmo2", "profile": True},
+        {"plan": "tp2-sp", "family": "gemma2", "tied": True, "profile": True, "z_loss": 0.1},
+        {"plan": "dp2-relem", "family": "gemma2", "profile": True},
+        {"plan": "pp2-vocab", "family": "gemma2", "tied": True, "z_loss": 0.1, "packing": "none"},
         {"plan": "dp2-relem", "family": "olmo2"},
         {"plan": "pp2-szbh1", "family": "olmo2", "packing": "none"},
         {"plan": "pp2-mb2-rfull", "family": "qwen3", "packing": "none"},
@@ -177,7 +180,14 @@ COMPILED = [
 ]
 COMPILED_FAMILIES = [
     {"plan": plan, "family": family, "tied": tied, "changes": {"compile": True}}
-    for family, plan, tied in (("gpt2", "tp2-sp", True), ("qwen3", "dp2", False), ("gpt2", "pp2-sgpipe-oact", False))
+    for family, plan, tied in (
+        ("gpt2", "tp2-sp", True),
+        ("qwen3", "dp2", False),
+        ("gpt2", "pp2-sgpipe-oact", False),
+        ("gemma2", "dp2", True),
+        ("olmo2", "tp2", False),
+        ("gpt_neox", "dp2", False),
+    )
 ]
 SPREAD_OVER_8 = [
     {"plan": "pp8-vocab", "layers": 8, "tied": True},

@@ -15,7 +15,7 @@ from muster.spec.cluster import NetworkTier
 from muster.spec.device import Nics
 from muster.spec.errors import InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
-from muster.spec.frameworks import MEGATRON
+from muster.spec.frameworks import MEGATRON, MUSTER
 from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.model import ModelSpec
 from muster.spec.model_components import LinearAttentionSpec, MlaSpec, MoeSpec
@@ -80,6 +80,17 @@ def test_latent_linear_and_expert_layers_are_costed():
         assert ("ep" in times.exposed_s["F", 0]) == ("moe" in part)
     assert len(set(seconds.values())) == 5
     assert seconds["sliding_window"] < seconds[""]
+
+
+def test_soft_caps_outside_of_the_kernels_cost_time():
+    cluster = load_cluster("1xh100")
+    capped = LLAMA.model_copy(update={"attention_softcap": 50.0, "logit_softcap": 30.0})
+    plain, muster, fused = (
+        plan_times(model, Plan(), WORKLOAD, cluster, framework).seconds
+        for model, framework in ((LLAMA, MUSTER), (capped, MUSTER), (capped, FrameworkTraits()))
+    )
+    assert plain["F", 0] < muster["F", 0] > fused["F", 0]
+    assert plain["B", 0] < muster["B", 0]
 
 
 def test_scores_in_memory_cost_more_than_flash_attention():

@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from muster.model.documents import Documents, per_document_attention
-from muster.model.kernels import activate, apply_rotary, gated_activation, rms_norm
+from muster.model.dtypes import DTYPES
+from muster.model.kernels import activate, apply_rotary, gated_activation, rms_norm, soft_cap
 from muster.model.plugin_layer import make_plugin_layer
 from muster.model.positions import PositionState
+from muster.model.soft_capped_attention import soft_capped_attention
 from muster.spec.model import ModelSpec
 from muster.spec.plugin_model import plugin_model
 
@@ -38,15 +40,24 @@ def recomputable(
 
 
 def core_attention(
-    q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask_SS: Tensor | None, window: int | None
+    q_BHSd: Tensor,
+    k_BKSd: Tensor,
+    v_BKSd: Tensor,
+    mask_SS: Tensor | None,
+    window: int | None,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return causal attention, (B, H, S, d): each position sees itself and those before it, as far as `window` reaches.
 
-    The mask says the same; it is None where the window reaches everywhere.
+    The mask says the same; it is None where the window reaches everywhere. Scores are multiplied by `scale` (None:
+    1 / √d).
     """
+    if softcap is not None:
+        return soft_capped_attention(q_BHSd, k_BKSd, v_BKSd, window, scale or q_BHSd.shape[-1] ** -0.5, softcap)
     is_grouped = q_BHSd.shape[1] != k_BKSd.shape[1]
     return F.scaled_dot_product_attention(
-        q_BHSd, k_BKSd, v_BKSd, attn_mask=mask_SS, is_causal=mask_SS is None, enable_gqa=is_grouped
+        q_BHSd, k_BKSd, v_BKSd, attn_mask=mask_SS, is_causal=mask_SS is None, scale=scale, enable_gqa=is_grouped
     )
 
 
@@ -59,15 +70,16 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
 
 class RmsNorm(nn.Module):
-    """Root-mean-square norm with a weight (D)."""
+    """Root-mean-square norm with a weight (D), to which `offset` is added."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.full((width,), 1.0 - offset))
         self.eps = eps
+        self.offset = offset
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        return rms_norm(x_BSD, self.weight, self.eps)
+        return rms_norm(x_BSD, self.weight, self.eps, self.offset)
 
 
 class LayerNorm(nn.Module):
@@ -88,7 +100,9 @@ Norm = RmsNorm | LayerNorm
 
 def make_norm(spec: ModelSpec) -> Norm:
     """Build a norm of the hidden state, of the model's kind."""
-    return (LayerNorm if spec.norm == "layer" else RmsNorm)(spec.hidden_size, spec.norm_eps)
+    if spec.norm == "layer":
+        return LayerNorm(spec.hidden_size, spec.norm_eps)
+    return RmsNorm(spec.hidden_size, spec.norm_eps, float(spec.norm_unit_offset))
 
 
 def make_norms(spec: ModelSpec) -> tuple[Norm | None, Norm | None]:
@@ -121,6 +135,8 @@ class Attention(nn.Module):
         self.head_dim = spec.head_dim
         self.window = window
         self.has_rotary = has_rotary
+        self.scale = None if spec.query_pre_attn_scalar is None else spec.query_pre_attn_scalar**-0.5
+        self.softcap = spec.attention_softcap
         q_width = spec.num_heads * spec.head_dim
         kv_width = spec.num_kv_heads * spec.head_dim
         self.q = nn.Linear(spec.hidden_size, q_width, bias=spec.qkv_bias)
@@ -128,8 +144,9 @@ class Attention(nn.Module):
         self.v = nn.Linear(spec.hidden_size, kv_width, bias=spec.qkv_bias)
         self.norms_projections = spec.qk_norm and spec.qk_norm_width == "projection"
         q_norm_width, k_norm_width = (q_width, kv_width) if self.norms_projections else (spec.head_dim, spec.head_dim)
-        self.q_norm = RmsNorm(q_norm_width, spec.norm_eps) if spec.qk_norm else None
-        self.k_norm = RmsNorm(k_norm_width, spec.norm_eps) if spec.qk_norm else None
+        offset = float(spec.norm_unit_offset)
+        self.q_norm = RmsNorm(q_norm_width, spec.norm_eps, offset) if spec.qk_norm else None
+        self.k_norm = RmsNorm(k_norm_width, spec.norm_eps, offset) if spec.qk_norm else None
         self.o = nn.Linear(q_width, spec.hidden_size, bias=spec.out_bias)
 
     def forward(
@@ -156,10 +173,11 @@ class Attention(nn.Module):
             q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         # The attention kernels take strided heads: a copy into (B, H, S) order would gain nothing.
         qkv_BHSd = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        attend = partial(self.core_attention, scale=self.scale, softcap=self.softcap)
         if documents is None:
-            out_BHSd = self.core_attention(*qkv_BHSd, mask, self.window)
+            out_BHSd = attend(*qkv_BHSd, mask, self.window)
         else:
-            out_BHSd = per_document_attention(self.core_attention, documents, qkv_BHSd, mask, self.window)
+            out_BHSd = per_document_attention(attend, documents, qkv_BHSd, mask, self.window)
         return self.project_out(out_BHSd.transpose(1, 2).flatten(2), self.o)
 
 
@@ -226,6 +244,11 @@ class Layer(nn.Module):
         return (y_BSD if self.mlp_post_norm is None else self.mlp_post_norm(y_BSD)).add_(x_BSD)
 
 
+def _rounded(value: float) -> dict[torch.dtype, float]:
+    """Return a value as each dtype has it."""
+    return {dtype: float(torch.tensor(value, dtype=dtype, device="cpu")) for dtype in DTYPES.values()}
+
+
 class Decoder(nn.Module):
     """The given layers of a model, with the embedding if `first` and the output head if `last`.
 
@@ -256,6 +279,10 @@ class Decoder(nn.Module):
         self.has_plugin_layers = plugin is not None
         """True if the layers are a plugin's, of which nothing is known but the arguments and the result of
         `Layer.forward`."""
+        self._embedding_scale = _rounded(spec.hidden_size**0.5) if first and spec.scale_embeddings else None
+        self.logit_softcap = spec.logit_softcap
+        self.caps_logits = True
+        """False: `forward` returns logits without their soft cap, for a loss that caps them itself."""
         self.norm = make_norm(spec) if last else None
         self.head = None
         if not has_vocab:
@@ -274,10 +301,13 @@ class Decoder(nn.Module):
     def next_logits(self, tokens_BS: Tensor) -> Tensor:
         """Return the logits (B, V) after the last token; for a whole model."""
         assert self.norm is not None, "only a last stage has logits"
-        return self._logits(self.norm(self._through_layers(tokens_BS)[:, -1:])).squeeze(1)
+        logits_BV = self._logits(self.norm(self._through_layers(tokens_BS)[:, -1:])).squeeze(1)
+        return logits_BV if self.caps_logits or self.logit_softcap is None else soft_cap(logits_BV, self.logit_softcap)
 
     def _through_layers(self, x: Tensor) -> Tensor:
         x_BSD = self.embed_tokens(x, self.embed.weight) if self.first and self.embed is not None else x
+        if self._embedding_scale is not None:
+            x_BSD = x_BSD * self._embedding_scale[x_BSD.dtype]
         if self.positions is not None:
             x_BSD = x_BSD + self.position_state.learned_rows(self.positions.weight, x_BSD)
         cos, sin = self.position_state.rotary_cos_sin(x_BSD)
@@ -291,7 +321,8 @@ class Decoder(nn.Module):
             return x_BSD
         head = self.head or self.embed
         assert head is not None, "a last stage has a head or an embedding"
-        return self.project_logits(x_BSD, head.weight)
+        logits = self.project_logits(x_BSD, head.weight)
+        return soft_cap(logits, self.logit_softcap) if self.logit_softcap and self.caps_logits else logits
 
     def resident_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that autograd may save at no cost, since they stay anyway: parameters, and constants of all

@@ -27,13 +27,14 @@ def draw(name: str, shape: tuple[int, ...], seed: int, std: float, dtype: torch.
 def initial_value(
     spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return the whole initial tensor of one parameter: ones for norms, zeros for biases, else normal.
+    """Return the whole initial tensor of one parameter: ones for norms (zeros with `norm_unit_offset`), zeros for
+    biases, else normal.
 
     With `scaled_residual`, weights that write to the residual stream are scaled by 1 / sqrt(2 · layers), since that
     many terms add up there (GPT-2, section 2.3).
     """
     if name.endswith("norm.weight"):
-        return torch.ones(shape, dtype=dtype, device="cpu")
+        return torch.full(shape, 0.0 if spec.norm_unit_offset else 1.0, dtype=dtype, device="cpu")
     if name.endswith(".bias"):
         return torch.zeros(shape, dtype=dtype, device="cpu")
     residual = spec.scaled_residual and name.endswith(("attn.o.weight", "mlp.down.weight"))

@@ -23,35 +23,37 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """y = x · r · w with r = 1 / sqrt(mean(x²) + eps). Saves x, w and r."""
+    """y = x · r · (w + offset) with r = 1 / sqrt(mean(x²) + eps). Saves x, w and r."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        ctx.offset = offset
         x_wide = x.to(accumulation_dtype(x.dtype))
         r = torch.linalg.vector_norm(x_wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, r)
-        return (x_wide * r).mul_(weight).to(x.dtype)
+        return (x_wide * r).mul_(weight.to(r.dtype) + offset if offset else weight).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, r = ctx.saved_tensors
         width = x.shape[-1]
-        x_wide, w, g = x.to(r.dtype), weight.to(r.dtype), grads[0].to(r.dtype)
+        x_wide, w, g = x.to(r.dtype), weight.to(r.dtype) + ctx.offset, grads[0].to(r.dtype)
         gx_ND = (g * x_wide).reshape(-1, width)
         grad_weight = torch.mv(gx_ND.t(), r.reshape(-1))
         # dL/dx = r·g·w − x·r³·mean(g·w·x)
         norm_term = torch.mv(gx_ND, w).view(r.shape) * r.pow(3).div_(-width)
         grad_x = (g * w).mul_(r).addcmul_(x_wide, norm_term)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale x to root mean square 1 over the last dimension, times `weight` (arXiv:1910.07467).
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Scale x to root mean square 1 over the last dimension, times `weight + offset` (arXiv:1910.07467).
 
-    PyTorch has no CPU kernel for it and composes one that takes two to four times as long.
+    PyTorch has no CPU kernel for it and composes one that takes two to four times as long; and none that adds an offset
+    in more digits than the weight has.
     """
-    if x.device.type == "cpu":
-        return _RmsNorm.apply(x, weight, eps)  # type: ignore[return-value]
+    if x.device.type == "cpu" or offset:
+        return _RmsNorm.apply(x, weight, eps, offset)  # type: ignore[return-value]
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
@@ -98,6 +100,41 @@ class _GatedActivation(torch.autograd.Function):
 def gated_activation(gate: Tensor, up: Tensor, kind: Activation = "silu") -> Tensor:
     """Return activation(gate) · up (arXiv:2002.05202)."""
     return _GatedActivation.apply(gate, up, kind)  # type: ignore[return-value]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Soft caps
+
+
+class _SoftCap(torch.autograd.Function):
+    """Saves its result, from which the derivative follows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cap: float) -> Tensor:
+        y = soft_cap_(x.clone(), cap)
+        ctx.cap = cap
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors
+        return soft_cap_slope_(y.clone(), ctx.cap).mul_(grads[0]), None
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """Return cap · tanh(x / cap), which lies between −cap and cap (arXiv:2408.00118 §2)."""
+    return _SoftCap.apply(x, cap)  # type: ignore[return-value]
+
+
+def soft_cap_(x: Tensor, cap: float) -> Tensor:
+    """Replace x by cap · tanh(x / cap)."""
+    return x.div_(cap).tanh_().mul_(cap)
+
+
+def soft_cap_slope_(y: Tensor, cap: float) -> Tensor:
+    """Replace y = cap · tanh(x / cap) by its derivative after x, 1 − (y / cap)²."""
+    return y.div_(cap).square_().neg_().add_(1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

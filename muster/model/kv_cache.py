@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from muster.model.decoder import Attention, Decoder
+from muster.model.soft_capped_attention import soft_capped_scores_attention
 
 LayerCache = dict[str, Tensor]
 
@@ -81,6 +82,8 @@ class KvCache:
         v_BKSd: Tensor,
         _: Tensor | None,
         window: int | None,
+        scale: float | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Return attention of the new positions to all so far, as far as the window reaches; `layer_cache` is one
         layer's."""
@@ -91,8 +94,14 @@ class KvCache:
                 layer_cache[name] = new.new_empty(*new.shape[:2], self.capacity, new.shape[3])
             layer_cache[name][:, :, self.length : end] = new
             whole.append(layer_cache[name][:, :, :end])
+        visible = self._visible[window]
+        if softcap is not None:
+            keys, values = whole
+            return soft_capped_scores_attention(
+                q_BHSd, keys, values, visible, scale or q_BHSd.shape[-1] ** -0.5, softcap
+            )
         grouped = q_BHSd.shape[1] != k_BKSd.shape[1]
-        return F.scaled_dot_product_attention(q_BHSd, *whole, attn_mask=self._visible[window], enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q_BHSd, *whole, attn_mask=visible, scale=scale, enable_gqa=grouped)
 
 
 class UncachedReader:

@@ -1,35 +1,19 @@
 """Training loss as a sum over labels, so that shards of a batch add up to the same value however it is sharded."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from muster.cost.memory.native_memory import CPU_LOSS_CHUNK_LOGITS, GPU_LOSS_CHUNK_LOGITS
-from muster.model.kernels import accumulation_dtype
+from muster.model.chunk_sizes import chunk_elements
+from muster.model.kernels import accumulation_dtype, soft_cap_, soft_cap_slope_
 from muster.plugins.loader import error_location
 from muster.spec.errors import ConfigError, MusterError
 
 IGNORE_INDEX = -100
 """Label of a position that does not count."""
-
-_CHUNK_ELEMENTS = {"cpu": CPU_LOSS_CHUNK_LOGITS}
-_DEFAULT_CHUNK_ELEMENTS = GPU_LOSS_CHUNK_LOGITS
-"""Logits that are processed at once: as many as stay in a CPU core's cache, and elsewhere enough to fill a device."""
-
-
-@contextmanager
-def large_chunks() -> Iterator[None]:
-    """Compute losses in this context in chunks as large as on a GPU, on any device."""
-    saved = _CHUNK_ELEMENTS.copy()
-    _CHUNK_ELEMENTS.clear()
-    try:
-        yield
-    finally:
-        _CHUNK_ELEMENTS.update(saved)
 
 
 class LossSums(NamedTuple):
@@ -85,7 +69,9 @@ class _LossSums(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, z_loss_coefficient: float) -> LossSums:
+    def forward(
+        ctx: Any, logits_NV: Tensor, labels_N: Tensor, z_loss_coefficient: float, softcap: float | None
+    ) -> LossSums:
         dtype = accumulation_dtype(logits_NV.dtype)
         device = logits_NV.device
         valid_N = (labels_N != IGNORE_INDEX).to(dtype)
@@ -93,35 +79,46 @@ class _LossSums(torch.autograd.Function):
         grad_NV = torch.empty_like(logits_NV) if ctx.needs_input_grad[0] else None
         loss = torch.zeros((), dtype=dtype, device=device)
         z_loss = torch.zeros((), dtype=dtype, device=device)
-        rows = max(1, _CHUNK_ELEMENTS.get(device.type, _DEFAULT_CHUNK_ELEMENTS) // logits_NV.shape[1])
+        rows = max(1, chunk_elements("loss", device.type) // logits_NV.shape[1])
         for start in range(0, len(logits_NV), rows):
             chunk = slice(start, start + rows)
             target_R, valid_R = target_N[chunk], valid_N[chunk]
-            log_p_RV = torch.log_softmax(logits_NV[chunk], dim=-1, dtype=dtype)
+            x_RV = logits_NV[chunk]
+            if softcap is not None:
+                x_RV = soft_cap_(x_RV.to(dtype, copy=True), softcap)
+            log_p_RV = torch.log_softmax(x_RV, dim=-1, dtype=dtype)
             nll_R = -log_p_RV.gather(1, target_R.unsqueeze(1)).squeeze(1)
             log_z_R = None
             if z_loss_coefficient:
-                log_z_R = logits_NV[chunk].gather(1, target_R.unsqueeze(1)).squeeze(1) + nll_R
+                log_z_R = x_RV.gather(1, target_R.unsqueeze(1)).squeeze(1) + nll_R
             chunk_loss, chunk_z_loss = masked_sums(nll_R, log_z_R, valid_R, z_loss_coefficient)
             loss += chunk_loss
             z_loss += chunk_z_loss
             if grad_NV is not None:
                 factor_R = None if log_z_R is None else z_loss_factor(log_z_R, z_loss_coefficient)
                 softmax_gradient_(log_p_RV.exp_(), factor_R, target_R, torch.ones_like(valid_R))
+                if softcap is not None:
+                    log_p_RV *= soft_cap_slope_(x_RV, softcap)
                 torch.mul(log_p_RV, valid_R.unsqueeze(1), out=grad_NV[chunk])
         ctx.save_for_backward(grad_NV)
         ctx.mark_non_differentiable(loss, z_loss)
         return LossSums(loss + z_loss, loss, z_loss)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (grad_NV,) = ctx.saved_tensors
-        return grad_NV.mul_(grads[0]), None, None
+        return grad_NV.mul_(grads[0]), None, None, None
 
 
-def loss_sums(logits_BSV: Tensor, labels_BS: Tensor, z_loss_coefficient: float = 0.0) -> LossSums:
-    """Return cross-entropy and z-loss of logits (B, S, V), each summed over the labels (B, S) other than −100."""
-    return LossSums(*_LossSums.apply(logits_BSV.flatten(0, 1), labels_BS.flatten(), z_loss_coefficient))  # type: ignore[misc]
+def loss_sums(
+    logits_BSV: Tensor, labels_BS: Tensor, z_loss_coefficient: float = 0.0, softcap: float | None = None
+) -> LossSums:
+    """Return cross-entropy and z-loss of logits (B, S, V), each summed over the labels (B, S) other than −100.
+
+    Logits are soft-capped here, chunk by chunk: capped before, they would have to be saved for their derivative.
+    """
+    sums = _LossSums.apply(logits_BSV.flatten(0, 1), labels_BS.flatten(), z_loss_coefficient, softcap)
+    return LossSums(*sums)  # type: ignore[misc]
 
 
 def cross_entropy_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from muster.layout.tensor_layout import (
 from muster.model.decoder import Decoder
 from muster.model.dtypes import DTYPES
 from muster.model.init import initial_value
+from muster.model.kernels import soft_cap
 from muster.model.loss import LossSums, loss_sums, plugin_loss_sums
 from muster.model.recompute import apply_recompute
 from muster.parallel import tensor_parallel
@@ -133,6 +134,7 @@ class DecoderStage:
             parameter.requires_grad_(parameter.requires_grad and not is_frozen(optim, name))
         self._needs_input_gradient = not is_frozen_up_to(optim, spec, self.layers.start)
         """False where nothing before this stage is trained: the stage before is sent zeros, which it ignores."""
+        self.module.caps_logits = False
         self.module.to(master_dtype(plan.precision))
         self.tp_axis = world.tensor_axis(strategy)
         self._vocab_start = 0
@@ -215,12 +217,14 @@ class DecoderStage:
         return y
 
     def _losses_of(self, logits_BSV: Tensor, labels_BS: Tensor, inputs: StageInputs) -> LossSums:
+        softcap = self.spec.logit_softcap
         if inputs.plugin_loss is not None and torch.is_grad_enabled():
+            logits_BSV = logits_BSV if softcap is None else soft_cap(logits_BSV, softcap)
             return plugin_loss_sums(inputs.plugin_loss, logits_BSV, labels_BS)
         if self.tp_axis is None:
-            return loss_sums(logits_BSV, labels_BS, inputs.z_loss_coefficient)
+            return loss_sums(logits_BSV, labels_BS, inputs.z_loss_coefficient, softcap)
         return tensor_parallel.vocab_parallel_loss(
-            self.tp_axis, self._vocab_start, logits_BSV, labels_BS, inputs.z_loss_coefficient
+            self.tp_axis, self._vocab_start, logits_BSV, labels_BS, inputs.z_loss_coefficient, softcap
         )
 
     def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from muster.model.decoder import Attention, Decoder, RmsNorm
-from muster.model.kernels import accumulation_dtype
+from muster.model.kernels import accumulation_dtype, soft_cap_, soft_cap_slope_
 from muster.model.loss import LossSums, softmax_gradient_
 from muster.model.plugin_layer import PROJECT_IN, PROJECT_OUT
 from muster.parallel.axis import PendingTensor, TensorAxis
@@ -265,8 +265,17 @@ class _VocabParallelLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, axis: TensorAxis, vocab_start: int, logits_NV: Tensor, labels_N: Tensor, z_loss_coefficient: float
+        ctx: Any,
+        axis: TensorAxis,
+        vocab_start: int,
+        logits_NV: Tensor,
+        labels_N: Tensor,
+        z_loss_coefficient: float,
+        softcap: float | None,
     ) -> LossSums:
+        dtype = logits_NV.dtype
+        if softcap is not None:
+            logits_NV = soft_cap_(logits_NV.to(accumulation_dtype(dtype), copy=True), softcap)
         row_N, is_local_N = local_rows(labels_N, vocab_start, logits_NV.shape[1])
         max_N = logits_NV.amax(1).to(accumulation_dtype(logits_NV.dtype))
         max_N = axis.all_reduce(max_N, dist.ReduceOp.MAX).wait()
@@ -274,23 +283,31 @@ class _VocabParallelLoss(torch.autograd.Function):
         sum_N, label_N = axis.all_reduce(torch.stack((sum_N, label_N))).wait()
         whole = whole_vocab_loss(max_N, sum_N, label_N, labels_N, z_loss_coefficient, shift_N=max_N)
         grad_NV = softmax_gradient_(exp_NV, whole.factor_N, row_N, is_local_N.to(exp_NV.dtype))
-        ctx.save_for_backward(grad_NV.mul_(whole.valid_N.unsqueeze(1)).to(logits_NV.dtype))
+        if softcap is not None:
+            grad_NV *= soft_cap_slope_(logits_NV, softcap)
+        del logits_NV  # a capped copy is as large as the gradient
+        ctx.save_for_backward(grad_NV.mul_(whole.valid_N.unsqueeze(1)).to(dtype))
         ctx.mark_non_differentiable(whole.losses.cross_entropy, whole.losses.z_loss)
         return whole.losses
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor, None, None, None]:
         (grad_NV,) = ctx.saved_tensors
-        return None, None, grad_NV.mul_(grads[0]), None, None
+        return None, None, grad_NV.mul_(grads[0]), None, None, None
 
 
 def vocab_parallel_loss(
-    axis: TensorAxis, vocab_start: int, logits_BSV: Tensor, labels_BS: Tensor, z_loss_coefficient: float = 0.0
+    axis: TensorAxis,
+    vocab_start: int,
+    logits_BSV: Tensor,
+    labels_BS: Tensor,
+    z_loss_coefficient: float = 0.0,
+    softcap: float | None = None,
 ) -> LossSums:
     """Return the sums of `muster.model.loss.loss_sums` where each rank has the logits of the vocabulary entries from
     `vocab_start` on."""
     logits_NV = logits_BSV.flatten(0, 1)
-    losses = _VocabParallelLoss.apply(axis, vocab_start, logits_NV, labels_BS.flatten(), z_loss_coefficient)
+    losses = _VocabParallelLoss.apply(axis, vocab_start, logits_NV, labels_BS.flatten(), z_loss_coefficient, softcap)
     return LossSums(*losses)  # type: ignore[misc]
 
 

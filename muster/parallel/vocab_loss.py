@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from muster.model.kernels import accumulation_dtype
+from muster.model.kernels import accumulation_dtype, soft_cap_, soft_cap_slope_
 from muster.model.loss import IGNORE_INDEX, LossSums, masked_sums, softmax_gradient_, z_loss_factor
 
 
@@ -89,7 +89,7 @@ class LogitStats(NamedTuple):
     """Results of one rank's logits, before other ranks' are known."""
 
     p_NV: Tensor
-    """Softmax over the rank's own vocabulary entries."""
+    """Softmax over the rank's own vocabulary entries; with soft caps and gradients, times the derivative of the cap."""
     stats_3N: Tensor
     """The largest logit, the sum of exp(logit − largest), and the label's logit where that is the rank's (else 0)."""
     partial_grads_2ND: Tensor | None
@@ -98,16 +98,26 @@ class LogitStats(NamedTuple):
 
 
 def local_logit_stats(
-    h_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, vocab_start: int, with_gradients: bool = True
+    h_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    vocab_start: int,
+    with_gradients: bool = True,
+    softcap: float | None = None,
 ) -> LogitStats:
     """Compute a rank's logits from the hidden state and its rows of the head, and everything that they give alone."""
     x_NV = F.linear(h_ND, weight_VD).to(accumulation_dtype(h_ND.dtype))
+    if softcap is not None:
+        soft_cap_(x_NV, softcap)
     max_N = x_NV.amax(1)
     p_NV, sum_N, label_N = exp_and_sums(x_NV, max_N, *local_rows(labels_N, vocab_start, len(weight_VD)))
     p_NV /= sum_N.unsqueeze(1)
     partial_grads_2ND = None
     if with_gradients:
         label_rows_ND = embed_local_rows(labels_N, weight_VD, vocab_start)
+        if softcap is not None:
+            p_NV *= soft_cap_slope_(x_NV, softcap)
+            label_rows_ND *= soft_cap_slope_(label_N.clone(), softcap).unsqueeze(1).to(label_rows_ND.dtype)
         partial_grads_2ND = torch.stack((p_NV.to(h_ND.dtype) @ weight_VD, label_rows_ND))
     return LogitStats(p_NV, torch.stack((max_N, sum_N, label_N)), partial_grads_2ND)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from muster.model.decoder import Decoder
+from muster.model.kernels import soft_cap_slope_
 from muster.parallel.axis import PendingTensor, PipelineAxis, all_gather_into_tensor
 from muster.parallel.stage_inputs import StageInputs
 from muster.parallel.vocab_loss import (
@@ -95,19 +96,23 @@ class VocabShard:
                 self._flat_labels_N(micro_batch),
                 self.vocab_start,
                 with_gradients,
+                self.module.logit_softcap,
             )
 
     @torch.no_grad()
     def _head_backward(self, micro_batch: int) -> None:
         h_ND = self._hidden_ND.pop(micro_batch)
-        p_NV = self._stats.pop(micro_batch).p_NV
+        stats = self._stats.pop(micro_batch)
         combined = self._combined.pop(micro_batch)
         softmax_factor_N = combined.softmax_factor_RN[self.axis.index]
         weight = self._weight("head")
         if not weight.requires_grad:
             return
         labels_N = self._flat_labels_N(micro_batch)
-        grad_VD = head_gradient(p_NV, h_ND, labels_N, self.vocab_start, softmax_factor_N, combined.label_weight_N)
+        label_weight_N = combined.label_weight_N
+        if self.module.logit_softcap is not None:
+            label_weight_N = label_weight_N * soft_cap_slope_(stats.stats_3N[2], self.module.logit_softcap)
+        grad_VD = head_gradient(stats.p_NV, h_ND, labels_N, self.vocab_start, softmax_factor_N, label_weight_N)
         weight.grad = grad_VD if weight.grad is None else weight.grad.add_(grad_VD)
         self._finish_backward()
 

@@ -24,6 +24,9 @@ class FrameworkTraits(Frozen):
     """Storage of a rank's part of the model."""
     attention: AttentionKernel | None = None
     """Attention kernel; None: the fastest that the device has a rate for."""
+    fused_soft_cap: bool = True
+    """The attention kernel caps scores itself, in models that cap them; otherwise pieces of the scores are in memory,
+    and each operation on them is a pass."""
     fused_elementwise: bool | None = True
     """Activations, rotary positions and norms take one pass over memory each, as with torch.compile or hand-written
     kernels; otherwise each of their operations is a pass. None: as the plan's `compile` says."""

@@ -16,6 +16,7 @@ from muster.spec.suggest import did_you_mean
 MUSTER = FrameworkTraits(
     name="muster",
     attention="flash2",
+    fused_soft_cap=False,
     fused_elementwise=None,
     fused_norms=True,
     norm_casts=False,

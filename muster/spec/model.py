@@ -49,6 +49,8 @@ class ModelSpec(Frozen):
     """Kind of norm: RMSNorm, or LayerNorm with a bias."""
     norm_eps: PositiveFloat = 1e-5
     """Term added to the mean square under the root."""
+    norm_unit_offset: bool = False
+    """RMSNorms multiply by 1 + weight, and their weights begin at 0 (Gemma)."""
     norm_placement: NormPlacement = "pre"
     """Norms of attention and of the MLP: of the input (pre), of the output before it is added to the residual (post,
     OLMo 2; arXiv:2501.00656 §3.2), or both."""
@@ -82,12 +84,20 @@ class ModelSpec(Frozen):
     """RMSNorm of queries and keys, before rotary positions (Qwen3)."""
     qk_norm_width: Literal["head", "projection"] = "head"
     """Elements that such a norm is over: those of each head, or of all heads together (OLMo 2)."""
+    query_pre_attn_scalar: PositiveFloat | None = None
+    """Attention scores are divided by its root; None: by that of head_dim (Gemma 2)."""
+    attention_softcap: PositiveFloat | None = None
+    """Bound c of attention scores x: c · tanh(x / c) (Gemma 2; arXiv:2408.00118 §2)."""
+    logit_softcap: PositiveFloat | None = None
+    """Bound of the output head's logits, of the same form."""
     attention_sinks: bool = False
     """Trained logit per head that takes part in the softmax and contributes no value (gpt-oss)."""
     sliding_window: PositiveInt | None = None
     """Positions that a position attends to, itself the last of them; None: all before it."""
     window_layers: tuple[NonNegativeInt, ...] | None = None
     """Layers with that window, counted from 0; None: all."""
+    scale_embeddings: bool = False
+    """Embeddings are multiplied by √hidden_size (Gemma; arXiv:1706.03762 §3.4)."""
     tied_embeddings: bool = False
     """Head and embedding share one weight."""
     moe: MoeSpec | None = None
@@ -126,6 +136,10 @@ class ModelSpec(Frozen):
         if self.rotary_dim is not None and (self.position != "rope" or self.mla is not None):
             raise ValueError(
                 "rotary_dim is a part of an ordinary head with rotary positions, but position or mla is another"
+            )
+        if self.norm_unit_offset and (self.norm != "rms" or self.qk_norm_width != "head"):
+            raise ValueError(
+                "norm_unit_offset is for RMSNorms of hidden states and heads: norm rms, qk_norm_width head"
             )
         if self.parallel_residual and self.norm_placement != "pre":
             raise ValueError(f"parallel_residual needs norm_placement pre, got {self.norm_placement}")

@@ -29,7 +29,7 @@ from muster.cost.memory.native_memory import GPU_LOSS_CHUNK_LOGITS, KernelWorksp
 from muster.data.dataset import Batch, SampleStream
 from muster.launch.launcher import launch, rank_command
 from muster.launch.rank_process import exit_process, rank_main
-from muster.model.loss import large_chunks
+from muster.model.chunk_sizes import large_chunks
 from muster.parallel.offload import ActivationOffload, HostBufferPool, OffloadedStorages
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World, fake_world, open_world

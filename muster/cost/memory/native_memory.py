@@ -37,6 +37,8 @@ class KernelWorkspace:
     """True if norms make no float32 copies of their input."""
     loss_chunk_logits: int
     """Logits that the loss processes at once (`muster.model.loss`)."""
+    attention_chunk_scores: int = 1 << 25
+    """Scores that soft-capped attention processes at once (`muster.model.soft_capped_attention`)."""
     stages_collectives: bool = False
     """True if collectives copy their data to one more buffer, as gloo does."""
 
@@ -44,7 +46,12 @@ class KernelWorkspace:
 GPU_LOSS_CHUNK_LOGITS = 1 << 26
 CPU_LOSS_CHUNK_LOGITS = 1 << 17
 KERNEL_WORKSPACES = {
-    "cpu": KernelWorkspace(fused_norm=False, loss_chunk_logits=CPU_LOSS_CHUNK_LOGITS, stages_collectives=True)
+    "cpu": KernelWorkspace(
+        fused_norm=False,
+        loss_chunk_logits=CPU_LOSS_CHUNK_LOGITS,
+        attention_chunk_scores=1 << 20,
+        stages_collectives=True,
+    )
 }
 DEFAULT_KERNEL_WORKSPACE = KernelWorkspace(fused_norm=True, loss_chunk_logits=GPU_LOSS_CHUNK_LOGITS)
 
@@ -141,7 +148,22 @@ class _StagePeaks:
             how, (2 + sizes.local_model.gated) * product
         )
         moved = sizes.hidden_bytes if sizes.mesh.tp > 1 else 0
-        return made + sizes.full_hidden_bytes + moved
+        attention = self._attention_workspace(backward=False) - mlp_activation_bytes(sizes, layer)
+        return max(made + sizes.full_hidden_bytes + moved, attention)
+
+    def _attention_workspace(self, backward: bool) -> int:
+        """Return the temporary bytes of soft-capped attention: of a piece of the scores, the capped ones and their
+        copies in the compute dtype; in the backward also their softmax and its gradient, and the gradients of keys and
+        values in the master dtype."""
+        own, sizes = self.sizes.local_model, self.sizes
+        if own.attention_softcap is None:
+            return 0
+        scores = min(self.kernel_workspace.attention_chunk_scores, sizes.tokens * own.num_heads * sizes.seq_len)
+        converted = self.compute_size * (self.compute_size != self.master_size)
+        if not backward:
+            return scores * (self.master_size + converted)
+        width = own.num_heads * self.compute_size + 2 * own.num_kv_heads * (self.master_size + converted)
+        return scores * (3 * self.master_size + converted) + sizes.tokens * own.head_dim * width
 
     def _loss_workspace(self) -> MemoryTerms:
         """Return the bytes of the loss: logits in addition to their gradient, which is saved, and float32 copies.
@@ -150,7 +172,8 @@ class _StagePeaks:
         """
         sizes = self.sizes
         num_logits = sizes.tokens * sizes.local_model.vocab_size
-        converted = self.compute_size != self.master_size  # else a softmax reads the logits as they are
+        # A softmax reads the logits as they are, unless they are of another dtype or have to be capped.
+        converted = self.compute_size != self.master_size or self.stage.spec.logit_softcap is not None
         if sizes.mesh.tp > 1:
             copies = (1 + converted) * self.master_size
             return MemoryTerms(logits=num_logits * (self.compute_size + copies) - self.saved.logits)
@@ -262,7 +285,8 @@ class _StagePeaks:
             sizes.local_model.intermediate_size * sizes.local_model.hidden_size * self.compute_size if weights else 0
         )
         mlp = again + inner + matrix + sizes.hidden_bytes
-        return max(mlp, self._norm_workspace - mlp_activation_bytes(sizes, layer))
+        before = max(self._norm_workspace, self._attention_workspace(backward=True))
+        return max(mlp, before - mlp_activation_bytes(sizes, layer))
 
     @property
     def _norm_workspace(self) -> int:
@@ -270,7 +294,7 @@ class _StagePeaks:
         sizes = self.sizes
         copies = (
             0
-            if self.kernel_workspace.fused_norm
+            if self.kernel_workspace.fused_norm and not sizes.local_model.norm_unit_offset
             else 4 * sizes.hidden_tokens * sizes.local_model.hidden_size * self.master_size
         )
         return copies + 2 * sizes.hidden_bytes
@@ -301,10 +325,13 @@ class _StagePeaks:
         if stage.has_head:
             embedding = 3 * embedding if stage.spec.tied_embeddings else embedding // 2
         layers = sum(map(stage.gradients_of, self.param_shards.layers))
+        # The buffer of the last reduction, of the first layers' bucket, lives until the next one.
+        first = sum(self.param_shards.layers[: self.plan.bucket_layers], start=NO_PARAMS)
+        reducing = first.unsharded_numel * self.master_size * (stage.has_embedding and stage.reduces_in_passes)
         extra = MemoryTerms(
             activations=-self.saved.activations,
             logits=-self.saved.logits,
-            communication=layers * self.holds_replica_sums,
+            communication=layers * self.holds_replica_sums + reducing,
             workspace=embedding * self.compute_size + self.sizes.hidden_bytes,
         )
         return PeakCandidate("embedding", extra, 0 if self.holds_replica_sums else layers)

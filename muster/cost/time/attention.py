@@ -13,6 +13,10 @@ negation, a concatenation and a sum."""
 HEAD_TRANSPOSE_BYTES = (4, 4)
 """Bytes (forward, backward) per element of queries, keys, values and outputs that are transposed so that each head is
 contiguous."""
+SOFT_CAP_BYTES = (76, 136)
+"""Bytes (forward, backward) per visible score of attention that caps scores outside of a fused kernel
+(`muster.model.soft_capped_attention`): scale, tanh, mask and softmax in float32, and in the backward once more, with
+the gradients of softmax and cap."""
 _FLASH_KERNELS: tuple[AttentionKernel, ...] = ("flash3", "flash2", "flash1")
 
 
@@ -121,9 +125,12 @@ def _add_scores(
     """Add the scores and their matmuls, and the ring of keys and values of context parallelism that overlaps with them
     (arXiv:2310.01889 §3)."""
     kernel, device, seq_len = choose_attention_kernel(at.device, at.framework, at.strategy), at.device, at.seq_len
-    if kernel in _FLASH_KERNELS:
-        span = min(window or seq_len, seq_len)
-        seen = (span * (seq_len - span) + span * span / 2) / seq_len
+    span = min(window or seq_len, seq_len)
+    seen = (span * (seq_len - span) + span * span / 2) / seq_len
+    if at.model.attention_softcap is not None and not at.framework.fused_soft_cap:
+        forward_s, backward_s = _soft_capped_scores_s(at, heads, qk_dim, seen)
+        kernels = 12.0
+    elif kernel in _FLASH_KERNELS:
         dim = (qk_dim + v_dim) / 2
         forward_s = flash_attention_s(device, kernel, at.tokens, seen, heads, dim, at.high_precision)
         backward_s = flash_attention_s(device, kernel, at.tokens, seen, heads, dim, at.high_precision, backward=True)
@@ -142,6 +149,15 @@ def _add_scores(
         block = 2 * at.tokens * kv_width * at.element_bytes
         part.forward.add_overlapped("cp", hops * p2p_s(at.cp, block), parts * forward_s)
         part.input_grads.add_overlapped("cp", hops * p2p_s(at.cp, 2 * block), parts * backward_s)
+
+
+def _soft_capped_scores_s(at: LayerContext, heads: float, head_dim: float, seen: float) -> tuple[float, float]:
+    """Return the seconds (forward, backward) of attention whose capped scores are in memory piece by piece: two batched
+    matmuls forward and five backward over the `seen` keys of each position, and passes over the scores."""
+    device, batch = at.device, at.sequences * heads
+    product_s = matmul_s(device, at.seq_len, seen, head_dim, at.high_precision, batch)
+    forward, backward = (stream_s(device, moved * at.tokens * heads * seen, 12) for moved in SOFT_CAP_BYTES)
+    return 2 * product_s + forward, 5 * product_s + backward
 
 
 def _unfused_scores_s(at: LayerContext, heads: float, head_dim: float, kernel: AttentionKernel) -> tuple[float, float]:

@@ -15,6 +15,9 @@ from muster.cost.time.sublayer import (
 )
 from muster.spec.plugin_model import plugin_model
 
+CAPPED_LOGIT_BYTES = 68
+"""Bytes per logit of a soft cap and its derivative: a float32 copy, three operations each, and their product with the
+gradient."""
 PERMUTE_RATE = 0.5
 """Share of the streaming rate at which rows are gathered into another order (B200, github:MooreThreads/SimuMax
 configs/system/b200_bf16_ceperm.json)."""
@@ -155,6 +158,8 @@ def head_passes(at: LayerContext, vocab_rows: float) -> LayerPasses:
     forward, backward = (30, 14) if composed else (at.element_bytes, 2 * at.element_bytes)
     part.forward.add(stream_s(at.device, forward * scored), 8 if composed else 2)
     part.input_grads.add(stream_s(at.device, backward * scored), 4 if composed else 1)
+    if at.model.logit_softcap is not None:  # the cap and its derivative, in the pass that computes the gradient
+        part.forward.add(stream_s(at.device, CAPPED_LOGIT_BYTES * scored, 8), 8)
     return LayerPasses(part.forward, part.input_grads, part.weight_grads, PassCost())
 
 

@@ -16,6 +16,7 @@ from muster.config.optimizer_state import mean_update_bytes
 from muster.cost.activations import offloaded_activation_bytes
 from muster.cost.comm_volume import STEP_REPORT_BYTES
 from muster.cost.precision_bytes import compute_bytes, master_bytes
+from muster.cost.time.attention import SOFT_CAP_BYTES
 from muster.cost.time.op_times import OpTimes, P2PTime
 from muster.cost.time.rate_interpolation import RateInterpolator
 from muster.layout.tensor_layout import chunk_bounds, stage_shards, stages_on
@@ -189,6 +190,10 @@ class _StagePasses:
             time_s = cheap_s + 2 * rates.kernel("add", self.hidden_elements)
             time_s += sum(rates.kernel(f"rotary {direction}", self.tokens * count * d) for count in turned)
             time_s += self.rows * heads * rates.attention(direction, self.seq_len, d)
+            if self.model.attention_softcap is not None:
+                # Passes over the visible scores, by the rate of a sum, which moves three elements for each.
+                moved = SOFT_CAP_BYTES[direction == "backward"] / (3 * master_bytes(self.plan.precision))
+                time_s += moved * rates.kernel("add", self.tokens * heads * self.seq_len // 2)
             if direction == "forward":
                 cost.forward_s += time_s
                 again_s = cheap_s if recompute == "elementwise" else cost.forward_s if recompute == "full" else 0.0

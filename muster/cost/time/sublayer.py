@@ -209,11 +209,11 @@ def norm_bytes(at: LayerContext, norm: str) -> tuple[int, int]:
     """Return the bytes that a norm moves per element, forward and backward.
 
     Forward reads and writes; backward reads the input and the gradient, writes, and reads both once more for the
-    weight's gradient. LayerNorm has a fused kernel in every program, RMSNorm not.
+    weight's gradient. LayerNorm has a fused kernel in every program, RMSNorm not, and one with an offset in none.
     """
     software = at.framework
     if norm == "rms" and not software.fused_elementwise:
-        if not software.fused_norms:
+        if not software.fused_norms or at.model.norm_unit_offset:
             return EAGER_NORM_BYTES
         if software.norm_casts:
             return CAST_NORM_BYTES

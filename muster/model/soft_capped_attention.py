@@ -1,0 +1,114 @@
+"""Causal attention with soft-capped scores (Gemma 2, arXiv:2408.00118 §2), which PyTorch's fused kernels don't have.
+
+Some rows of the scores are in memory at a time, as in flash attention (arXiv:2205.14135, arXiv:2307.08691): the forward
+saves queries, keys, values, the output and the log-sum-exp of each row, and the backward computes the scores again.
+
+Suffixes of tensors: B sequences, S positions, H query heads, K key/value heads, G query heads for each of these, R rows
+(query positions) of a piece, T its keys, d head width.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muster.model.chunk_sizes import chunk_elements
+from muster.model.kernels import accumulation_dtype, soft_cap_, soft_cap_slope_
+
+
+class _SoftCappedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, window: int | None, scale: float, softcap: float
+    ) -> Tensor:
+        batch, heads, length, width = q_BHSd.shape
+        out_BSHd = q_BHSd.new_empty(batch, length, heads, width)
+        lse_BHS = q_BHSd.new_empty(batch, heads, length, dtype=accumulation_dtype(q_BHSd.dtype))
+        for rows, keys in _pieces(q_BHSd, window):
+            p_BKGRT = _scores(q_BHSd, k_BKSd, rows, keys, window, scale, softcap)
+            max_BKGR1 = p_BKGRT.amax(-1, keepdim=True)
+            sum_BKGR1 = p_BKGRT.sub_(max_BKGR1).exp_().sum(-1, keepdim=True)
+            lse_BHS[:, :, rows] = sum_BKGR1.log().add_(max_BKGR1).squeeze(-1).flatten(1, 2)
+            p_BKGRT = p_BKGRT.div_(sum_BKGR1).to(v_BKSd.dtype)
+            out_BSHd[:, rows] = _matmul(p_BKGRT, v_BKSd[:, :, keys]).flatten(1, 2).transpose(1, 2)
+        ctx.window, ctx.scale, ctx.softcap = window, scale, softcap
+        ctx.save_for_backward(q_BHSd, k_BKSd, v_BKSd, out_BSHd, lse_BHS)
+        return out_BSHd.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q_BHSd, k_BKSd, v_BKSd, out_BSHd, lse_BHS = ctx.saved_tensors
+        grad_BHSd = grads[0]
+        groups = q_BHSd.shape[1] // k_BKSd.shape[1]
+        grad_q_BHSd = torch.empty_like(q_BHSd)
+        grad_k_BKSd, grad_v_BKSd = (torch.zeros_like(x, dtype=lse_BHS.dtype) for x in (k_BKSd, v_BKSd))
+        for rows, keys in _pieces(q_BHSd, ctx.window):
+            y_BKGRT = _scores(q_BHSd, k_BKSd, rows, keys, ctx.window, ctx.scale, ctx.softcap)
+            grad_BKGRd, out_BKGRd, q_BKGRd = (
+                x[:, :, rows].unflatten(1, (-1, groups)) for x in (grad_BHSd, out_BSHd.transpose(1, 2), q_BHSd)
+            )
+            p_BKGRT = (y_BKGRT - lse_BHS[:, :, rows].unflatten(1, (-1, groups)).unsqueeze(-1)).exp_()
+            grad_v_BKSd[:, :, keys] += _matmul_transposed(p_BKGRT.to(v_BKSd.dtype), grad_BKGRd)
+            # d p / d y of a softmax: p · (dL/dp − Σ dL/dp · p), where that sum is grad · out (arXiv:2205.14135 §B.4).
+            product_BKGR1 = (grad_BKGRd.to(lse_BHS.dtype) * out_BKGRd).sum(-1, keepdim=True)
+            ds_BKGRT = _matmul(grad_BKGRd, v_BKSd[:, :, keys].mT).to(lse_BHS.dtype).sub_(product_BKGR1).mul_(p_BKGRT)
+            del p_BKGRT
+            # Hidden scores are −∞ instead of capped; their p, and with it the gradient, is 0 whatever the slope.
+            slope_BKGRT = soft_cap_slope_(y_BKGRT.clamp_(min=-ctx.softcap), ctx.softcap)
+            ds_BKGRT = ds_BKGRT.mul_(slope_BKGRT).mul_(ctx.scale).to(q_BHSd.dtype)
+            grad_q_BHSd[:, :, rows] = _matmul(ds_BKGRT, k_BKSd[:, :, keys]).flatten(1, 2)
+            grad_k_BKSd[:, :, keys] += _matmul_transposed(ds_BKGRT, q_BKGRd)
+        return grad_q_BHSd, grad_k_BKSd.to(k_BKSd.dtype), grad_v_BKSd.to(v_BKSd.dtype), None, None, None
+
+
+def soft_capped_attention(
+    q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, window: int | None, scale: float, softcap: float
+) -> Tensor:
+    """Return causal attention (B, H, S, d) as far as `window` reaches, whose scores are multiplied by `scale` and then
+    soft-capped."""
+    return _SoftCappedAttention.apply(q_BHSd, k_BKSd, v_BKSd, window, scale, softcap)  # type: ignore[return-value]
+
+
+def soft_capped_scores_attention(
+    q_BHSd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, visible: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    """Return attention to the keys that the mask shows (None: all), with all scores in memory; for generation."""
+    q_BKGSd = q_BHSd.unflatten(1, (k_BKTd.shape[1], -1))
+    y_BKGST = _matmul(q_BKGSd, k_BKTd.mT).to(accumulation_dtype(q_BHSd.dtype))
+    y_BKGST = soft_cap_(y_BKGST.mul_(scale), softcap)
+    if visible is not None:
+        y_BKGST.masked_fill_(~visible.unsqueeze(1), -torch.inf)
+    return _matmul(y_BKGST.softmax(-1).to(v_BKTd.dtype), v_BKTd).flatten(1, 2)
+
+
+def _pieces(q_BHSd: Tensor, window: int | None) -> Iterator[tuple[slice, slice]]:
+    """Yield the rows of each piece, and the keys that at least one of them sees."""
+    batch, heads, length, _ = q_BHSd.shape
+    rows = max(1, chunk_elements("attention", q_BHSd.device.type) // (batch * heads * length))
+    for start in range(0, length, rows):
+        end = min(start + rows, length)
+        yield slice(start, end), slice(0 if window is None else max(0, start - window + 1), end)
+
+
+def _scores(
+    q_BHSd: Tensor, k_BKSd: Tensor, rows: slice, keys: slice, window: int | None, scale: float, softcap: float
+) -> Tensor:
+    """Return the capped scores of a piece (B, K, G, R, T), −∞ where a row doesn't see a key."""
+    q_BKGRd = q_BHSd[:, :, rows].unflatten(1, (k_BKSd.shape[1], -1))
+    y_BKGRT = _matmul(q_BKGRd, k_BKSd[:, :, keys].mT).to(accumulation_dtype(q_BHSd.dtype))
+    y_BKGRT = soft_cap_(y_BKGRT.mul_(scale), softcap)
+    behind_RT = torch.arange(rows.start, rows.stop, device=q_BHSd.device).unsqueeze(1)
+    behind_RT = behind_RT - torch.arange(keys.start, keys.stop, device=q_BHSd.device)
+    hidden_RT = behind_RT < 0 if window is None else (behind_RT < 0) | (behind_RT >= window)
+    return y_BKGRT.masked_fill_(hidden_RT, -torch.inf)
+
+
+def _matmul(x_BKGRn: Tensor, y_BKnm: Tensor) -> Tensor:
+    """Multiply the rows of all query heads of a group by the one matrix of their key/value head."""
+    return (x_BKGRn.flatten(2, 3) @ y_BKnm).unflatten(2, x_BKGRn.shape[2:4])
+
+
+def _matmul_transposed(x_BKGRT: Tensor, y_BKGRd: Tensor) -> Tensor:
+    """Return Σ over groups and rows of x · y: (B, K, T, d)."""
+    return x_BKGRT.flatten(2, 3).mT @ y_BKGRd.flatten(2, 3)
