@@ -9,7 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from muster.config.named_model import load_model
 from muster.cost.flops import forward_flops_per_token, train_flops_per_token
-from muster.cost.memory.native_memory import DEFAULT_KERNEL_WORKSPACE, native_stage_memory
+from muster.cost.memory.kernel_workspace import DEFAULT_KERNEL_WORKSPACE
+from muster.cost.memory.native_memory import native_stage_memory
 from muster.cost.memory.rank_memory import activation_bytes, rank_memory, stage_terms
 from muster.cost.memory.terms import MemoryTerms
 from muster.layout.mesh import MeshCoordinates

@@ -65,7 +65,7 @@ def assert_ranks_are_forecast(spec: ModelSpec, plan: Plan, workload: Workload, o
 
 @pytest.mark.parametrize(
     ("name", "seq_len", "micro_batches"),
-    [("dp4-tp2-sp-pp2-relem", 2048, 3), ("dp2x4-rfull", 1024, 2), ("pp4-oact-sgpipe", 512, 6)],
+    [("dp4-tp2-sp-pp2-relem", 2048, 3), ("dp2x4-rfull", 1024, 2), ("pp4-oact-sgpipe", 512, 6), ("pp2v2-szbv", 256, 2)],
 )
 def test_forecast_is_what_pytorch_counts(name, seq_len, micro_batches):
     assert_forecast_is_accounting(SHORT_LLAMA, name, seq_len, micro_batches)

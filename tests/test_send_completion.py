@@ -5,6 +5,7 @@ import pytest
 from muster.schedule.action import matching_transfer
 from muster.schedule.dry_run import dry_run
 from muster.schedule.lower import LoweringOptions, lower
+from muster.schedule.message_liveness import program_message_counts, schedule_message_counts
 from muster.schedule.program import Instruction, Program
 from muster.schedule.registry import make_schedule
 from muster.schedule.schedule_spec import ScheduleSpec
@@ -47,3 +48,24 @@ def test_a_long_round_holds_few_messages() -> None:
             held += 1 if item.action.kind[0] == "S" else -len(completed.get(place, ()))
             most = max(most, held)
         assert most <= 5
+
+
+@pytest.mark.parametrize("name", [name for name, entry in SCHEDULES.items() if not entry.searched])
+def test_a_schedule_holds_the_messages_of_its_program(name: str) -> None:
+    entry = SCHEDULES[name]
+    spec = ScheduleSpec(4, 8, entry.default_chunks, replicas=entry.default_replicas)
+    schedule = make_schedule(name, spec)
+    of_program = program_message_counts(lower(schedule, LoweringOptions()))
+    for found, expected in zip(schedule_message_counts(schedule), of_program, strict=True):
+        passes = len(next(iter(found.values())))  # a Program computes the optimizer step, too
+        assert {stage: held.tolist() for stage, held in found.items()} == {
+            stage: held[:passes].tolist() for stage, held in expected.items()
+        }
+
+
+def test_messages_of_a_second_rank_of_two() -> None:
+    """Its input of micro-batch 1 is under way during B0; no later message proves that its gradients were read."""
+    schedule = make_schedule("1f1b", ScheduleSpec(2, 2))
+    assert [str(action) for action in schedule.ranks[1]] == ["1F0", "1B0", "1F1", "1B1"]
+    (held,) = schedule_message_counts(schedule)[1].values()
+    assert held.tolist() == [0, 1, 1, 1, 2]

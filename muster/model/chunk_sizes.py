@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from muster.cost.memory.native_memory import DEFAULT_KERNEL_WORKSPACE, KERNEL_WORKSPACES, KernelWorkspace
+from muster.cost.memory.kernel_workspace import DEFAULT_KERNEL_WORKSPACE, KERNEL_WORKSPACES, KernelWorkspace
 
 _WORKSPACES = dict(KERNEL_WORKSPACES)
 

@@ -134,11 +134,13 @@ def no_gradient_sync(module: nn.Module, zero: ZeroLevel) -> Iterator[None]:
 def finish_backward(module: nn.Module) -> None:
     """Process gradients that no backward made, as the end of a backward would: z2 and z3 reduce them.
 
-    PyTorch has no public call for this outside a backward; its own pipelining makes these same calls.
+    Blocks come first, from the last to the first, so that their gradients are freed before embedding and head, often
+    the largest group, are reduced. PyTorch has no public call for this outside a backward; its own pipelining makes
+    these same calls.
     """
     if isinstance(module, FSDPModule):
         root = _state(module)
-        for state in root._state_ctx.all_states:
+        for state in reversed(root._state_ctx.all_states):
             for group in _groups(state):
                 for parameter in group.fsdp_params:  # gradients from I have the master weights' dtype, those from W not
                     parameter.accumulate_unsharded_grad_if_needed()

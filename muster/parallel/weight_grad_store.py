@@ -51,8 +51,13 @@ class WeightGradStore:
         return None, None
 
     def flush(self, micro_batch: int) -> None:
-        """Compute the deferred gradients of a micro-batch and add them to the `.grad` of unfrozen parameters."""
-        for weight_OI, bias_O, x_NI, grad_NO in self._deferred.pop(micro_batch):
+        """Compute the deferred gradients of a micro-batch and add them to the `.grad` of unfrozen parameters.
+
+        Operands are freed as soon as they have been used.
+        """
+        deferred = self._deferred.pop(micro_batch)[::-1]
+        while deferred:
+            weight_OI, bias_O, x_NI, grad_NO = deferred.pop()
             if weight_OI.requires_grad:
                 if weight_OI.grad is None:
                     weight_OI.grad = grad_NO.t() @ x_NI

@@ -4,7 +4,8 @@ from dataclasses import replace
 from itertools import islice
 from math import prod
 
-from muster.cost.memory.native_memory import DEFAULT_KERNEL_WORKSPACE, native_stage_memory
+from muster.cost.memory.kernel_workspace import DEFAULT_KERNEL_WORKSPACE
+from muster.cost.memory.native_memory import native_stage_memory
 from muster.planner.request import PlanRequest, refix_request
 from muster.planner.search import search
 from muster.planner.search_budget import SearchBudget

@@ -40,7 +40,7 @@ def lanes_with_transfers(
     `ends_s`: when each pass nominally ends, if more than passes takes time. Raises ProgramError if no rank could follow
     the schedule's order.
     """
-    transfers = _transfers(schedule, ends_s)
+    transfers = schedule_transfers(schedule, ends_s)
     longest = max(map(len, schedule.ranks))
     after_compute = _waits("compute", longest)
     after_p2p = _waits("p2p", 4 * longest)
@@ -53,7 +53,7 @@ def _waits(lane: Lane, count: int) -> list[tuple[Wait, ...]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Transfers:
+class Transfers:
     """Transfers between ranks as columns, in the one order common to all ranks."""
 
     backward: Column
@@ -67,8 +67,15 @@ class _Transfers:
     """Index, in the source's order, of the pass that makes the message; `consumer`: in the target's, of its reader."""
     consumer: Column
 
+    def waits(self, mine: Column, is_sent: NDArray[np.bool_]) -> Column:
+        """Return the pass that each transfer of one rank waits for, or -1; `mine`: indices of these transfers."""
+        begins = np.where(is_sent, self.producer[mine], self.consumer[mine] - 1 - PREFETCH)
+        earliest = np.minimum.accumulate(begins[::-1])[::-1]
+        return np.where(is_sent, begins, np.maximum(earliest, -1))
 
-def _transfers(schedule: Schedule, ends_s: Sequence[Sequence[float]] | None) -> _Transfers:
+
+def schedule_transfers(schedule: Schedule, ends_s: Sequence[Sequence[float]] | None = None) -> Transfers:
+    """Return the transfers of a schedule in their global order; `ends_s` as in `lanes_with_transfers`."""
     if ends_s is None:
         unit_s = [NOMINAL_S] * schedule.depth
         ends_s = time_passes(schedule, PassTimes(unit_s, unit_s, unit_s)).end_s
@@ -88,22 +95,20 @@ def _transfers(schedule: Schedule, ends_s: Sequence[Sequence[float]] | None) -> 
     ready_s = np.fromiter(chain.from_iterable(ends_s), np.float64)
     moved = moved[np.lexsort((micro_batch[moved], stage[moved], kind[moved], ready_s[moved]))]
     back, to, unit = backward[moved], reader_stage[moved], micro_batch[moved]
-    return _Transfers(back, stage[moved], to, unit, rank[moved], target[moved], position[moved], place[back, to, unit])
+    return Transfers(back, stage[moved], to, unit, rank[moved], target[moved], position[moved], place[back, to, unit])
 
 
 def _lanes(
     order: Sequence[Action],
     rank: int,
-    all_transfers: _Transfers,
+    all_transfers: Transfers,
     after_compute: Sequence[tuple[Wait, ...]],
     after_p2p: Sequence[tuple[Wait, ...]],
 ) -> tuple[list[Instruction], list[Instruction]]:
     t = all_transfers
     mine = np.flatnonzero((t.source == rank) | (t.target == rank))
     sends = t.source[mine] == rank
-    begins = np.where(sends, t.producer[mine], t.consumer[mine] - 1 - PREFETCH)
-    earliest = np.minimum.accumulate(begins[::-1])[::-1]
-    waits = np.where(sends, begins, np.maximum(earliest, -1))
+    waits = t.waits(mine, sends)
     names = (_TRANSFERS[code] for code in (2 * t.backward[mine] + ~sends).tolist())
     stages = np.where(sends, t.stage[mine], t.target_stage[mine]).tolist()
     units = t.micro_batch[mine].tolist()

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from muster.config.optim_config import OptimConfig
 from muster.config.run_config import DataConfig, RunConfig, TrainConfig
-from muster.cost.memory.native_memory import GPU_LOSS_CHUNK_LOGITS, KernelWorkspace
+from muster.cost.memory.kernel_workspace import GPU_LOSS_CHUNK_LOGITS, KernelWorkspace
 from muster.data.dataset import Batch, SampleStream
 from muster.launch.launcher import launch, rank_command
 from muster.launch.rank_process import exit_process, rank_main

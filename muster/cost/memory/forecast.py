@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from muster.config.optim_config import OptimConfig
 from muster.cost.memory.device_overhead import device_overhead
+from muster.cost.memory.kernel_workspace import DEFAULT_KERNEL_WORKSPACE, KERNEL_WORKSPACES, KernelWorkspace
 from muster.cost.memory.liveness import (
     AllocationOrder,
     InstructionMemoryCache,
@@ -18,12 +19,7 @@ from muster.cost.memory.liveness import (
     peak_terms,
 )
 from muster.cost.memory.megatron_memory import megatron_stage_memory
-from muster.cost.memory.native_memory import (
-    DEFAULT_KERNEL_WORKSPACE,
-    KERNEL_WORKSPACES,
-    KernelWorkspace,
-    native_stage_memory,
-)
+from muster.cost.memory.native_memory import native_stage_memory
 from muster.cost.memory.param_shards import layer_type
 from muster.cost.memory.stage_memory import StageMemory
 from muster.cost.memory.terms import MemoryTerms

@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 from muster.cost.memory.stage_memory import PeakCandidate, StageMemory
 from muster.cost.memory.terms import MemoryTerms
-from muster.schedule.action import BACKWARDS, Action, Kind, Lane
+from muster.schedule.action import Action, Kind, Lane
+from muster.schedule.message_liveness import program_message_counts, schedule_message_counts
 from muster.schedule.offload import order_with_copies
 from muster.schedule.program import Instruction, Program
 from muster.schedule.schedule import Schedule
@@ -39,7 +40,10 @@ IndexArray = NDArray[np.intp]
 """Positions of instructions in an order."""
 
 _COPY_PEAKS = (PeakCandidate("copying", MemoryTerms()),)
-_PASSES = frozenset((Kind.F, Kind.B, Kind.I, Kind.W, Kind.S, Kind.T, Kind.OFFLOAD, Kind.RELOAD))
+_COMPUTE = frozenset((Kind.F, Kind.B, Kind.I, Kind.W, Kind.S, Kind.T))
+_PASSES = _COMPUTE | {Kind.OFFLOAD, Kind.RELOAD}
+_GRADIENT_COLLECTIVES = frozenset((Kind.REDUCE_GRAD, Kind.ALL_REDUCE_REPLICAS, Kind.ALL_REDUCE_TIED))
+_WEIGHT_BACKWARDS = frozenset((Kind.B, Kind.W))
 _NEEDS_PARAMS = frozenset((Kind.F, Kind.B, Kind.I, Kind.W, Kind.UNSHARD))
 """Instructions that use the unsharded parameters of their stage."""
 
@@ -50,14 +54,20 @@ class AllocationOrder:
     A RELOAD allocates at the earliest begin of its copy; an OFFLOAD frees at the pass that waits for its copy.
     """
 
-    def __init__(self, actions: Sequence[Action]) -> None:
+    def __init__(self, actions: Sequence[Action], messages: Mapping[int, IndexArray] | None = None) -> None:
+        """Index the instructions; `messages`: stage → buffers during each pass (`schedule_message_counts`)."""
         self.actions = actions
         pairs = list(map(itemgetter(0, 1), actions))
         self.keys: tuple[InstructionKey, ...] = tuple(dict.fromkeys(pairs))
         codes = {key: code for code, key in enumerate(self.keys)}
         self.codes: IndexArray = np.fromiter(map(codes.__getitem__, pairs), np.intp, len(pairs))
         """Index into `keys` of each action."""
+        is_pass = np.array([kind in _COMPUTE for kind, _ in self.keys], np.intp)[self.codes]
+        passes_before = np.cumsum(is_pass) - is_pass
+        self.messages: dict[int, IndexArray] = {stage: held[passes_before] for stage, held in (messages or {}).items()}
+        """Stage → number of buffers of sends and receives held during each action."""
         self._gathers: dict[tuple[int, bool], tuple[IndexArray, IndexArray]] = {}
+        self._pending: dict[tuple[int, bool], tuple[IndexArray, IndexArray]] = {}
 
     def positions(self, stage: int, kinds: frozenset[str]) -> IndexArray:
         """Return the positions of a stage's instructions of some kinds."""
@@ -66,13 +76,35 @@ class AllocationOrder:
 
     @cached_property
     def first_backwards(self) -> dict[int, int]:
-        """Stage → position of its first backward."""
+        """Stage → position of its first backward for weights."""
         found = {}
         for stage in {stage for _, stage in self.keys}:
-            positions = self.positions(stage, frozenset(BACKWARDS))
+            positions = self.positions(stage, _WEIGHT_BACKWARDS)
             if len(positions):
                 found[stage] = int(positions[0])
         return found
+
+    def pending_positions(self, stage: int, accumulates: bool) -> tuple[IndexArray, IndexArray]:
+        """Return the positions of the I that make pending gradients of a stage, and of the first instructions that run
+        without them: the next W, or the instruction after the next B.
+
+        `accumulates`: gradients stay unreduced until the step, so that only those before its first W or B are pending.
+        """
+        key = stage, accumulates
+        if (Kind.I, stage) not in self.keys:
+            return np.empty(0, np.intp), np.empty(0, np.intp)
+        if key not in self._pending:
+            used = self.positions(stage, _WEIGHT_BACKWARDS | {Kind.I})
+            kinds = [self.keys[code][0] for code in self.codes[used].tolist()]
+            pairs = list(zip([Kind.W, *kinds], kinds, used.tolist(), strict=False))
+            made = [place for before, kind, place in pairs if kind == Kind.I and before != Kind.I]
+            taken = [place + (kind == Kind.B) for before, kind, place in pairs if kind != Kind.I and before == Kind.I]
+            if accumulates:
+                made = made[:1] if not taken or made[0] < self.first_backwards[stage] else []
+                taken = taken[: len(made)]
+            taken = [place for place in taken if place < len(self.codes)]
+            self._pending[key] = np.array(made, np.intp), np.array(taken, np.intp)
+        return self._pending[key]
 
     def gather_positions(self, stage: int, reshards: bool) -> tuple[IndexArray, IndexArray]:
         """Return the positions that gather a stage's parameters, and those at whose end they are resharded: the end of
@@ -133,22 +165,39 @@ class AllocationOrder:
 
 def allocation_orders(program: Program) -> tuple[AllocationOrder, ...]:
     """Return the allocation order of each pipeline rank of a Program."""
-    return tuple(AllocationOrder(_allocating_actions(lanes)) for lanes in program.ranks)
+    orders = []
+    for lanes, messages in zip(program.ranks, program_message_counts(program), strict=True):
+        kept = [place for place, item in enumerate(lanes.get("compute", ())) if item.action.kind in _PASSES]
+        places = np.array([*kept, -1], np.intp)
+        orders.append(
+            AllocationOrder(_allocating_actions(lanes), {stage: held[places] for stage, held in messages.items()})
+        )
+    return tuple(orders)
 
 
 def schedule_allocation_order(
-    schedule: Schedule, rank: int, gathers: bool, reduces: bool, offloads: Collection[int] = ()
+    schedule: Schedule,
+    rank: int,
+    gathers: bool,
+    reduces: bool,
+    offloads: Collection[int] = (),
+    messages: Sequence[Mapping[int, IndexArray]] | None = None,
 ) -> AllocationOrder:
     """Return the allocation order of a rank of a schedule, the same as of its Program, without lowering it.
 
     For plans without vocabulary-parallel layers and pipeline replicas. `gathers`, `reduces`: the Program has UNSHARD,
-    REDUCE_GRAD. `offloads`: stages whose activations are offloaded where there is time for the copies.
+    REDUCE_GRAD. `offloads`: stages whose activations are offloaded where there is time for the copies. `messages`: the
+    schedule's `schedule_message_counts`, if they have been computed already.
     """
     stages = [stage for stage, holder in enumerate(schedule.placement) if holder == rank]
     before = [Action(Kind.UNSHARD, stage) for stage in stages if gathers]
     after = [Action(Kind.REDUCE_GRAD, stage) for stage in stages if reduces]
+    ends = 0, schedule.depth - 1
+    if schedule.placement[0] != schedule.placement[-1]:
+        after += [Action(Kind.ALL_REDUCE_TIED, stage) for stage in stages if stage in ends]
     passes = schedule.ranks[rank]
-    return AllocationOrder([*before, *(order_with_copies(passes, offloads) if offloads else passes), *after])
+    actions = [*before, *(order_with_copies(passes, offloads) if offloads else passes), *after]
+    return AllocationOrder(actions, (messages or schedule_message_counts(schedule))[rank])
 
 
 def _allocating_actions(lanes: Mapping[Lane, Sequence[Instruction]]) -> list[Action]:
@@ -158,7 +207,7 @@ def _allocating_actions(lanes: Mapping[Lane, Sequence[Instruction]]) -> list[Act
     return [
         *(action for action in collectives if action[0] == Kind.UNSHARD),
         *(action for action in compute if action[0] in _PASSES),
-        *(action for action in collectives if action[0] in (Kind.REDUCE_GRAD, Kind.ALL_REDUCE_REPLICAS)),
+        *(action for action in collectives if action[0] in _GRADIENT_COLLECTIVES),
     ]
 
 
@@ -181,6 +230,8 @@ class InstructionMemory:
     """Same in the stage's first backward of a step, less the gradients that remain after it; 0 for other kinds."""
     gather_peak: int
     """Largest temporary bytes if it gathers parameters."""
+    pending_peak: int
+    """Largest temporary bytes if it makes pending gradients."""
 
 
 InstructionMemoryCache = dict[tuple[Kind, StageMemory], InstructionMemory]
@@ -201,7 +252,7 @@ def _make_instruction_memory(kind: Kind, memory: StageMemory) -> InstructionMemo
     deferred = memory.deferred.total
     logits = memory.vocab_parallel.total
     first = 0
-    if kind in BACKWARDS:
+    if kind in _WEIGHT_BACKWARDS:
         first = max((one.extra.total + one.first_gradients for one in candidates), default=0) - memory.gradients
     before = {Kind.F: saved, Kind.S: logits, Kind.RELOAD: offloaded}
     after = {
@@ -219,6 +270,7 @@ def _make_instruction_memory(kind: Kind, memory: StageMemory) -> InstructionMemo
         peak=max((candidate.extra.total for candidate in candidates), default=0),
         first_backward_peak=first,
         gather_peak=max((candidate.extra.total for candidate in _gather_candidates(kind, memory)), default=0),
+        pending_peak=max((one.extra.total for one in memory.peak_candidates.get("pending", ())), default=0),
     )
 
 
@@ -246,13 +298,22 @@ def find_peak(
         peak[position] = by_key[order.codes[position]].first_backward_peak
         before[position] += _memory_of_stage(stages, stage).gradients
     gather_peak = np.array([memory.gather_peak for memory in by_key], np.int64)
+    pending_peak = np.array([memory.pending_peak for memory in by_key], np.int64)
     for stage, memory in stages.items():
         if memory.gathered_params:
             gathered, resharded = order.gather_positions(stage, not memory.keeps_gathered)
             before[gathered] += memory.gathered_params
             peak[gathered] = np.maximum(peak[gathered], gather_peak[order.codes[gathered]])
             after[resharded] -= memory.gathered_params
+        if memory.pending_gradients:
+            made, taken = order.pending_positions(stage, memory.accumulates_gradients)
+            after[made] += memory.pending_gradients
+            before[taken] -= memory.pending_gradients
+            peak[made] = np.maximum(peak[made], pending_peak[order.codes[made]])
     held = np.cumsum(before + after) - after + peak
+    for stage, memory in stages.items():
+        if memory.message_bytes and stage in order.messages:
+            held += order.messages[stage] * memory.message_bytes
     position = int(np.argmax(held))
     return position, resident + int(held[position])
 
@@ -286,6 +347,12 @@ def _terms_at(
         gathered, _ = order.gather_positions(stage, not own.keeps_gathered)
         if position in gathered:
             candidates += _gather_candidates(kind, own)
+    if (
+        own.pending_gradients
+        and stage in stages
+        and position in order.pending_positions(stage, own.accumulates_gradients)[0]
+    ):
+        candidates += own.peak_candidates.get("pending", ())
     done[kind, stage] += kind in (Kind.F, Kind.S, Kind.RELOAD)
     in_vocab_passes = sum(done[Kind.S, index] - done[Kind.T, index] for index in stages)
     peak = max(candidates, key=lambda one: one.extra.total + (one.first_gradients if is_first else 0))
@@ -296,11 +363,15 @@ def _terms_at(
         gathered, resharded = order.gather_positions(index, not memory.keeps_gathered)
         is_gathered = np.count_nonzero(gathered <= position) > np.count_nonzero(resharded < position)
         has_gradients = order.first_backwards.get(index, position) < position
+        made, taken = order.pending_positions(index, memory.accumulates_gradients)
+        is_pending = np.count_nonzero(made < position) > np.count_nonzero(taken <= position)
         terms += (
             memory.resident + memory.saved.scaled(done[Kind.F, index] - backwards) + memory.deferred.scaled(deferred)
         )
         terms += memory.offloaded.scaled(done[Kind.RELOAD, index] - done[Kind.OFFLOAD, index])
         terms += memory.vocab_parallel.scaled(in_vocab_passes) + MemoryTerms(
+            workspace=memory.pending_gradients if is_pending else 0,
+            communication=int(order.messages[index][position]) * memory.message_bytes if index in order.messages else 0,
             gathered_parameters=memory.gathered_params if is_gathered else 0,
             gradients=memory.gradients - memory.freed_by_reduction * done[Kind.REDUCE_GRAD, index]
             if has_gradients

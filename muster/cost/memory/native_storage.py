@@ -137,8 +137,6 @@ class NativeStorage:
                 )
             else:
                 total -= sizes.hidden_bytes
-        elif self.plan.sends_activations(self.index):
-            total += sizes.hidden_bytes  # the output, until its send has completed: at the latest with its gradient
         return MemoryTerms(activations=total, logits=logits)
 
     def deferred(self) -> MemoryTerms:

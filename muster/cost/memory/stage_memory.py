@@ -43,6 +43,13 @@ class StageMemory:
     vocab_parallel: MemoryTerms
     """Saved tensors of each micro-batch, held from S to T under a vocabulary-parallel head."""
     peak_candidates: Mapping[str, tuple[PeakCandidate, ...]]
-    """Kind of instruction → candidates; `gather F` and `gather B`: more candidates if the pass gathers parameters."""
+    """Kind of instruction → candidates; `gather F` and `gather B`: more candidates if the pass gathers parameters,
+    `pending`: if it makes pending gradients."""
     freed_by_reduction: int = 0
     """Part of `gradients` that REDUCE_GRAD frees, since each rank keeps its shard only."""
+    pending_gradients: int = 0
+    """Gradients that I computes, of embedding and norms: held until the next W, or B, reduces or accumulates them."""
+    accumulates_gradients: bool = False
+    """True if backwards accumulate gradients unreduced until the end of the step."""
+    message_bytes: int = 0
+    """Bytes of a buffer that is sent or received (`AllocationOrder.messages` has their number)."""

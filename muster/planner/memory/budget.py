@@ -10,7 +10,11 @@ from math import inf
 from muster.cost.activations import offloaded_activation_bytes
 from muster.cost.memory.device_overhead import FRAGMENTATION_SHARE, device_overhead
 from muster.cost.memory.forecast import MEMORY_HEADROOM, StageMemoryCache, host_shares_bytes, peak_bytes_by_pp_rank
-from muster.cost.memory.liveness import AllocationOrder, allocation_orders, schedule_allocation_order
+from muster.cost.memory.liveness import (
+    AllocationOrder,
+    allocation_orders,
+    schedule_allocation_order,
+)
 from muster.cost.memory.native_storage import MemoryLowerBound, memory_lower_bound
 from muster.cost.time.plan_times import host_copy_s
 from muster.planner.bounds.pass_times import PassTimes
@@ -20,6 +24,7 @@ from muster.planner.plan_costs import PlanCosts
 from muster.planner.request import PlanRequest
 from muster.planner.space import DataSharding, MeshShape, ScheduleChoice, make_plan, recompute_modes
 from muster.schedule.build import nothing_to_offload_error, schedule_for_plan
+from muster.schedule.message_liveness import Column, schedule_message_counts
 from muster.schedule.offload import CopyOverlaps, count_copy_overlaps
 from muster.schedule.schedule import Schedule
 from muster.spec.errors import InfeasibleError
@@ -59,6 +64,7 @@ class MemoryBudget:
         self._schedules: dict[tuple, Schedule] = {}
         self._orders: dict[tuple, tuple[AllocationOrder, ...]] = {}
         self._rank_orders: dict[tuple, AllocationOrder] = {}
+        self._messages: dict[tuple, list[dict[int, Column]]] = {}
         self._overlapped_passes: dict[tuple, tuple[CopyOverlaps, ...]] = {}
         self._min_stages: dict[tuple, tuple[MemoryLowerBound, int]] = {}
 
@@ -391,11 +397,15 @@ class MemoryBudget:
         if (*key, *ends, offloads) not in self._orders:
             schedule = self._schedule(plan)
             orders: list[AllocationOrder] = []
+            if key not in self._messages:
+                self._messages[key] = schedule_message_counts(schedule)
             for rank in range(plan.pp):
                 offloading = offloads.intersection(_stages_of(schedule, rank))
                 rank_key = (*key, *ends, rank, offloading)
                 if rank_key not in self._rank_orders:
-                    self._rank_orders[rank_key] = schedule_allocation_order(schedule, rank, *ends, offloading)
+                    self._rank_orders[rank_key] = schedule_allocation_order(
+                        schedule, rank, *ends, offloading, self._messages[key]
+                    )
                 orders.append(self._rank_orders[rank_key])
             self._orders[*key, *ends, offloads] = tuple(orders)
         return self._orders[*key, *ends, offloads]

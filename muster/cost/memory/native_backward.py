@@ -1,0 +1,325 @@
+"""Peaks of a stage's backwards and reductions in native storage.
+
+In a backward the candidates are, from the last layer to the first: the gated unit's backward, when recomputed tensors
+and gradients of activations coexist; the layer's end, when its parameters' gradients are complete; and their reduction,
+when they are copied into the buffer of the reduce-scatter. Only the layers of the last and the first bucket, and the
+one before the last bucket, need be looked at: between them each further layer frees as much as the one before. I keeps
+the operands of its weights' gradients, from which W computes them all before it reduces them, group by group.
+"""
+
+from muster.cost.activations import mlp_activation_bytes, mlp_inner_bytes
+from muster.cost.memory.kernel_workspace import KernelWorkspace
+from muster.cost.memory.native_storage import NativeStorage
+from muster.cost.memory.param_shards import NO_PARAMS, ParamShard
+from muster.cost.memory.stage_memory import PeakCandidate
+from muster.cost.memory.terms import MemoryTerms
+
+
+class BackwardPeaks:
+    """Moments of one stage's backwards and reductions; all quantities in bytes."""
+
+    def __init__(self, stage: NativeStorage, kernels: KernelWorkspace) -> None:
+        self.stage, self.kernel_workspace, self.plan, self.sizes = stage, kernels, stage.plan, stage.sizes
+        self.param_shards, self.layers, self.compute_size, self.master_size = (
+            stage.param_shards,
+            stage.layers,
+            stage.compute_size,
+            stage.master_size,
+        )
+        self.saved = stage.saved_per_micro_batch()
+        self.holds_replica_sums = stage.reduces_in_passes and stage.plan.mesh(stage.index).dp_replicate > 1
+        """True if sums over replicas live until a backward ends; in a step's first backward they are the gradients."""
+
+    def _bucket_bytes(self, count: int) -> int:
+        """Return the bytes of `count` buckets of layers, gathered within a pass."""
+        if not self.stage.gathers_in_passes:
+            return 0
+        largest = sorted((held.unsharded_numel for held in self.param_shards.layers), reverse=True)
+        return sum(largest[: count * self.plan.bucket_layers]) * self.compute_size
+
+    def _prefetched_bucket_bytes(self) -> int:
+        """Return the bytes of a layer's bucket and of those that are prefetched meanwhile."""
+        current = self._bucket_bytes(1)
+        with_prefetched = self._bucket_bytes(1 + self.plan.prefetch_buckets)
+        return with_prefetched + (with_prefetched - current) * self.kernel_workspace.stages_collectives
+
+    def _root_bytes(self) -> int:
+        """Return the bytes of embedding and head, gathered."""
+        return self.param_shards.root.unsharded_numel * self.compute_size if self.stage.gathers_in_passes else 0
+
+    def _largest_unit_numel(self) -> int:
+        """Return the elements of the largest group that is gathered at once."""
+        units = self.param_shards.root, *self.param_shards.buckets(self.plan.bucket_layers)
+        return max(held.unsharded_numel for held in units)
+
+    @property
+    def _head_bytes(self) -> int:
+        """Bytes of the head's weights in the compute dtype; 0 on a stage without a head."""
+        if not self.stage.has_head:
+            return 0
+        both = self.stage.has_embedding and not self.stage.spec.tied_embeddings
+        return self.param_shards.vocab.unsharded_numel * self.compute_size // (1 + both)
+
+    @property
+    def pending_gradients(self) -> int:
+        """Bytes of gradients that I computes: of all parameters outside layers but the head, in the master dtype."""
+        root = self.param_shards.root
+        trained = root.unsharded_numel - root.frozen_unsharded_numel
+        return max(0, trained - self._head_bytes // self.compute_size) * self.master_size
+
+    def backward(self) -> list[PeakCandidate]:
+        """Return the moments of B."""
+        head = 0 if self.stage.is_unsharded else self._head_bytes
+        base = MemoryTerms(logits=-self.saved.logits, workspace=head)
+        moments = [self._head_backward(self._head_bytes)] if self.stage.has_head else []
+        for index in self._indices_of_interest():
+            moments += self._layer_backward(index, base, weights=True)
+        return [*moments, self._embedding_gradient(), self._root_reduction()]
+
+    def backward_input(self) -> list[PeakCandidate]:
+        """Return the moments of I."""
+        deferred = self.stage.deferred()
+        base = MemoryTerms(logits=deferred.logits - self.saved.logits)
+        moments = [self._head_backward(0)] if self.stage.has_head else []
+        for index in self._indices_of_interest():
+            done = sum(map(self.stage.deferred_layer_bytes, self.layers[len(self.layers) - index :]))
+            moments += self._layer_backward(index, base + MemoryTerms(activations=done), weights=False)
+        embedding = self.pending_gradients // self.master_size * self.compute_size * self.stage.has_embedding
+        left = deferred + self.saved.scaled(-1) + MemoryTerms(workspace=self.sizes.hidden_bytes + embedding)
+        return [*moments, PeakCandidate("inputs", left)]
+
+    def pending(self) -> list[PeakCandidate]:
+        """Return the moment in I when its gradients are converted to the master dtype, if none are pending."""
+        inputs = self.backward_input()[-1]
+        converted = MemoryTerms(workspace=self.pending_gradients * (self.compute_size != self.master_size))
+        return [PeakCandidate(inputs.name, inputs.extra + converted)]
+
+    def _head_backward(self, gradient_bytes: int) -> PeakCandidate:
+        """Return the moment when the head's gradients have been computed; `gradient_bytes`: those of its weight."""
+        extra = MemoryTerms(
+            gathered_parameters=self._bucket_bytes(1),
+            workspace=gradient_bytes + (1 + self._gathered_hidden_states) * self.sizes.full_hidden_bytes,
+        )
+        return PeakCandidate("head", extra)
+
+    def _indices_of_interest(self) -> list[int]:
+        """Return the layers, counted from the end, whose backward may need most: those of the last bucket, the first of
+        the bucket before, and those of the first bucket."""
+        count, size = len(self.layers), self.plan.bucket_layers
+        first, last = min(size, count), (count - 1) % size + 1 if count else 0
+        return sorted({*range(min(last + 1, count)), *range(count - first, count)})
+
+    def _layer_backward(self, index: int, base: MemoryTerms, weights: bool) -> list[PeakCandidate]:
+        """Return the moments of the backward of the `index`-th layer from the end.
+
+        They are in its MLP, at its end, and for the first layer of a bucket, when the bucket's gradients are copied to
+        the buffer of their reduction. `base`: change by the stage's head, which comes before.
+        """
+        position, shards = len(self.layers) - 1 - index, self.param_shards.layers
+        layer, held = self.layers[position], shards[position]
+        begin = position - position % self.plan.bucket_layers
+        end = min(begin + self.plan.bucket_layers, len(shards))
+        done = sum(map(self.stage.layer_activation_bytes, self.layers[position + 1 :]))
+        made = sum(map(self.stage.gradients_of, shards[end:]))
+        waiting = sum(one.unsharded_numel for one in shards[position + 1 : end])
+        pending = sum(one.unsharded_numel for one in shards[end : end + self.plan.bucket_layers])
+        reducing = pending * self.master_size * (weights and self.stage.reduces_in_passes)
+        summing, first = (made, 0) if weights and self.holds_replica_sums else (0, made)
+        if not self.stage.reduces_in_passes:
+            first += sum(map(self.stage.gradients_of, shards[position + 1 : end]))
+            waiting = 0
+        waiting *= weights * self.compute_size
+        base += MemoryTerms(communication=summing, activations=-done)
+        gathered = self._bucket_bytes(1) if begin == 0 else self._prefetched_bucket_bytes()
+        inside = MemoryTerms(gathered_parameters=gathered, communication=reducing, workspace=waiting)
+        # The gradient of the stage's output lies in the buffer of its receive.
+        received = self.sizes.hidden_bytes * (index == 0 and self.plan.sends_activations(self.stage.index))
+        work = MemoryTerms(workspace=self._backward_workspace(layer, weights) - received)
+        moments = [PeakCandidate(_layer_position(index), base + inside + work, first)]
+        if not weights:
+            return moments
+        base += MemoryTerms(activations=-self.stage.layer_activation_bytes(layer))
+        gradients = (held.last_param_numel if self._adds_in_place else held.unsharded_numel) * self.compute_size
+        complete = MemoryTerms(workspace=self._norm_workspace + gradients * (not self.stage.is_unsharded))
+        first_own = self.stage.gradients_of(held) if self._adds_in_place and not self.stage.is_unsharded else 0
+        moments.append(PeakCandidate("end of a layer", base + inside + complete, first + first_own))
+        if position == begin:
+            buffers, gradients = self._reduction_bytes(sum(shards[begin:end], start=NO_PARAMS))
+            reduced = MemoryTerms(
+                gathered_parameters=self._bucket_bytes(1),
+                communication=buffers,
+                workspace=gradients + self.sizes.hidden_bytes,
+            )
+            moments.append(PeakCandidate("gradients of a layer", base + reduced, first))
+        return moments
+
+    @property
+    def _gathered_hidden_states(self) -> int:
+        """Number of whole hidden states that sequence parallelism gathers within a backward."""
+        return 1 if self.sizes.hidden_tokens < self.sizes.tokens else 0
+
+    def _backward_workspace(self, layer: int, weights: bool) -> int:
+        """Return the temporary bytes in the backward of a layer's gated unit.
+
+        Gradients of the output, of the product, of gate and up, one more of the same size, the gradient of the last
+        matrix; and recomputed tensors.
+        """
+        sizes, how = self.sizes, self.plan.strategy(layer).recompute
+        product = mlp_inner_bytes(sizes, layer)
+        again = {"none": 0, "core_attention": 0, "elementwise": product}.get(how, -1)
+        if again < 0:
+            again = self.stage.layer_activation_bytes(layer, "none") - self.stage.layer_activation_bytes(layer)
+        inner = 3 * product if sizes.local_model.gated else 2 * product
+        matrix = sizes.local_model.intermediate_size * sizes.local_model.hidden_size * self.compute_size
+        matrix *= weights and not self._adds_in_place
+        mlp = again + inner + matrix + sizes.hidden_bytes
+        before = max(self._norm_workspace, self._attention_workspace(backward=True))
+        return max(mlp, before - mlp_activation_bytes(sizes, layer))
+
+    def _attention_workspace(self, backward: bool) -> int:
+        """Return the temporary bytes of soft-capped attention: of a piece of the scores, the capped ones and their
+        copies in the compute dtype; in the backward also their softmax and its gradient, and the gradients of keys and
+        values in the master dtype."""
+        own, sizes = self.sizes.local_model, self.sizes
+        if own.attention_softcap is None:
+            return 0
+        scores = min(self.kernel_workspace.attention_chunk_scores, sizes.tokens * own.num_heads * sizes.seq_len)
+        converted = self.compute_size * (self.compute_size != self.master_size)
+        if not backward:
+            return scores * (self.master_size + converted)
+        width = own.num_heads * self.compute_size + 2 * own.num_kv_heads * (self.master_size + converted)
+        return scores * (3 * self.master_size + converted) + sizes.tokens * own.head_dim * width
+
+    @property
+    def _norm_workspace(self) -> int:
+        """Temporary bytes of a norm's backward: gradients of its output and input, and float32 copies if not fused."""
+        sizes = self.sizes
+        copies = (
+            0
+            if self.kernel_workspace.fused_norm and not sizes.local_model.norm_unit_offset
+            else 4 * sizes.hidden_tokens * sizes.local_model.hidden_size * self.master_size
+        )
+        return copies + 2 * sizes.hidden_bytes
+
+    @property
+    def _adds_in_place(self) -> bool:
+        """True if a layer's gradients are added where they are accumulated as soon as they are computed."""
+        return not self.stage.reduces_in_passes and self.compute_size == self.master_size
+
+    def _reduction_bytes(self, held: ParamShard, gradient_size: int | None = None) -> tuple[int, int]:
+        """Return (buffers, gradients) at the time when complete gradients are reduced.
+
+        They are copied into one buffer and then freed, except the last, which a loop variable in torch's
+        `foreach_reduce` keeps alive; the result has another buffer. Where a single rank holds them, there is no such
+        loop, and it divides by 1 meanwhile, which takes a third buffer. `gradient_size`: bytes of an element of the
+        gradients, those of the compute dtype if not given.
+        """
+        size = gradient_size or self.compute_size
+        gradients = 0 if self.stage.is_unsharded else held.unsharded_numel * size
+        if not self.stage.reduces_in_passes:
+            return 0, gradients
+        source, result = (
+            held.unsharded_numel * self.master_size,
+            held.shard_numel * self.master_size * (1 + self.stage.is_single_shard),
+        )
+        source += source * (self.kernel_workspace.stages_collectives and not self.stage.is_single_rank)
+        dropped = gradients if self.stage.is_single_shard else gradients - held.last_param_numel * size
+        return source + max(0, result - dropped), gradients
+
+    def _embedding_gradient(self) -> PeakCandidate:
+        """Return the moment when the embedding's gradient is computed. That of a tied head waits for it, and autograd
+        makes a third tensor of both."""
+        stage = self.stage
+        embedding = self.param_shards.vocab.unsharded_numel * stage.has_embedding
+        if stage.has_head:
+            embedding = 3 * embedding if stage.spec.tied_embeddings else embedding // 2
+        layers = sum(map(stage.gradients_of, self.param_shards.layers))
+        # The buffer of the last reduction, of the first layers' bucket, lives until the next one.
+        first = sum(self.param_shards.layers[: self.plan.bucket_layers], start=NO_PARAMS)
+        reducing = first.unsharded_numel * self.master_size * (stage.has_embedding and stage.reduces_in_passes)
+        extra = MemoryTerms(
+            activations=-self.saved.activations,
+            logits=-self.saved.logits,
+            communication=layers * self.holds_replica_sums + reducing,
+            workspace=embedding * self.compute_size + self.sizes.hidden_bytes,
+        )
+        return PeakCandidate("embedding", extra, 0 if self.holds_replica_sums else layers)
+
+    def tied_exchange(self) -> PeakCandidate:
+        """Return the moment when the gradients of a tied embedding's copies on two ranks are exchanged.
+
+        The stage's gathered parameters are dropped before.
+        """
+        copies = 2 * self.param_shards.vocab.shard_numel * self.master_size
+        gathered = 0 if self.stage.is_unsharded or self.stage.zero == "z3" else self.param_shards.total.unsharded_numel
+        extra = MemoryTerms(gathered_parameters=-gathered * self.compute_size, communication=copies)
+        return PeakCandidate("tied gradients", extra)
+
+    def _root_reduction(self) -> PeakCandidate:
+        """Return the moment of the last reduction, of embedding and head; under z3 these are not gathered any more."""
+        root = self.param_shards.root
+        layers = sum(map(self.stage.gradients_of, self.param_shards.layers))
+        communication, gradients = self._reduction_bytes(root)
+        extra = MemoryTerms(
+            gathered_parameters=-self._root_bytes(),
+            activations=-self.saved.activations,
+            logits=-self.saved.logits,
+            communication=communication + layers * self.holds_replica_sums,
+            workspace=gradients + self.sizes.hidden_bytes,
+        )
+        return PeakCandidate("embedding and head", extra, 0 if self.holds_replica_sums else layers)
+
+    def weights(self) -> list[PeakCandidate]:
+        """Return the moments of W: the head's gradient beside all operands; the gradients of all matrices; then, where
+        they are reduced, the reductions from the last bucket of layers to embedding and head."""
+        deferred = self.stage.deferred().scaled(-1)
+        if self.stage.is_unsharded:
+            return [PeakCandidate("weights", MemoryTerms(), self.stage.gradients)]
+        layers, head = self.param_shards.layers, self._head_bytes
+        made = sum(held.unsharded_numel for held in layers) * self.compute_size
+        # In a step's first W the gradients that I made are pending, later on they are part of accumulated gradients.
+        first, pending = self.pending_gradients, MemoryTerms(workspace=self.pending_gradients)
+        if self.stage.reduces_in_passes:
+            first = 0
+        else:
+            pending = MemoryTerms()
+        moments = [
+            PeakCandidate("head", MemoryTerms(workspace=head) + pending, first),
+            PeakCandidate("weights", deferred + MemoryTerms(workspace=made + head) + pending, first),
+        ]
+        if not self.stage.reduces_in_passes:  # converted or added one by one
+            last = max((held.unsharded_numel for held in layers), default=0) * self.compute_size
+            rest = deferred + MemoryTerms(workspace=max(head, last))
+            return [*moments, PeakCandidate("accumulating", rest, self.stage.gradients)]
+        summed = 0
+        buckets = self.param_shards.buckets(self.plan.bucket_layers)
+        for held in (*reversed(buckets), self.param_shards.root):
+            is_root = held is self.param_shards.root
+            buffers, gradients = self._reduction_bytes(held, self.master_size)
+            made -= 0 if is_root else held.unsharded_numel * self.compute_size
+            others = made + (0 if is_root else head + self.pending_gradients)
+            extra = MemoryTerms(communication=buffers + summed * self.holds_replica_sums, workspace=others + gradients)
+            moments.append(PeakCandidate("reducing", deferred + extra, 0 if self.holds_replica_sums else summed))
+            summed += self.stage.gradients_of(held)
+        return moments
+
+    def reduce(self) -> PeakCandidate:
+        """Return the fullest moment of the reductions under z1, which run one group after another: the layers' buckets
+        from the last to the first, then embedding and head.
+
+        Complete gradients of a group are copied into a buffer and then freed, except the last, which a loop variable in
+        torch's `foreach_reduce` keeps alive; the result is the sharded gradient, which stays (see `_reduction_bytes`).
+        """
+        is_single = self.stage.is_single_shard
+        largest, change = 0, 0
+        for held in (*reversed(self.param_shards.buckets(self.plan.bucket_layers)), self.param_shards.root):
+            source = held.unsharded_numel * (1 + self.kernel_workspace.stages_collectives)
+            dropped = held.unsharded_numel if is_single else held.unsharded_numel - held.last_param_numel
+            result = max(0, held.shard_numel * (1 + is_single) - dropped)
+            largest = max(largest, change + source + result)
+            change -= held.unsharded_numel - held.shard_numel
+        return PeakCandidate("reducing", MemoryTerms(communication=largest * self.master_size))
+
+
+def _layer_position(index: int) -> str:
+    return ("last layer", "layer before the last")[index] if index < 2 else "first layer"
