@@ -9,15 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from muster.cost.memory.forecast import MEMORY_HEADROOM
-from muster.planner.evaluated_plan import EvaluatedPlan
+from muster.planner.evaluated_plan import EvaluatedPlan, FoundPlan
 from muster.planner.memory.trim_offload import trim_offload
+from muster.planner.notable_plans import fitting_notable
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.search import search
 from muster.planner.search_budget import SearchBudget
 from muster.planner.search_result import SearchResult
 from muster.planner.simple_first import find_simplest
 from muster.planner.simplicity import mechanisms
-from muster.planner.space import is_admitted, used_axes
+from muster.planner.space import is_admitted
 from muster.simulate.predict import Prediction
 from muster.spec.plan import Plan
 
@@ -84,9 +85,13 @@ class Alternative:
 
 
 def find_alternatives(
-    names: Sequence[str], evaluators: Sequence[PlanEvaluator], known: Sequence[EvaluatedPlan], budget: SearchBudget
+    names: Sequence[str],
+    evaluators: Sequence[PlanEvaluator],
+    known: Sequence[EvaluatedPlan],
+    budget: SearchBudget,
+    notable: Sequence[FoundPlan] = (),
 ) -> list[Alternative]:
-    """Search for the best plan of each evaluator's request. `known`: plans to begin with.
+    """Search for the best plan of each evaluator's request. `known` and `notable`: plans to begin with.
 
     Each may take `FAIR_SHARES` times its equal part of what is left, since most need less.
     """
@@ -94,27 +99,33 @@ def find_alternatives(
     for name, evaluator in zip(names, evaluators, strict=True):
         met = [one for one in known if _meets(evaluator, one.plan)]
         part = budget.share(min(1.0, FAIR_SHARES / (len(names) - len(found))))
-        found.append(find_alternative(name, evaluator, part, met))
+        seen = fitting_notable(evaluator, notable)
+        found.append(find_alternative(name, evaluator, part, met, seen))
     return found
 
 
 def _meets(evaluator: PlanEvaluator, plan: Plan) -> bool:
     """Return True if a plan is one that the evaluator's request asks for, and fits."""
     request = evaluator.request
-    is_wanted = request.axes in (None, used_axes(plan)) and is_admitted(request, plan)
-    return is_wanted and evaluator.memory_budget.fits(plan)
+    return is_admitted(request, plan) and evaluator.memory_budget.fits(plan)
 
 
 def find_alternative(
-    name: str, evaluator: PlanEvaluator, budget: SearchBudget, known: Sequence[EvaluatedPlan] = ()
+    name: str,
+    evaluator: PlanEvaluator,
+    budget: SearchBudget,
+    known: Sequence[EvaluatedPlan] = (),
+    notable: Sequence[FoundPlan] = (),
 ) -> Alternative:
-    """Search for the best plan of an evaluator's request. `known`: simulated plans that it asks for."""
+    """Search for the best plan of an evaluator's request. `known` and `notable`: simulated plans that it asks for."""
     own = budget.share(SEARCH_SHARE)
-    result = trim_offload(search(evaluator.request, NUM_KNOWN, own, evaluator, exact=1, known=known))
+    begin = {one.plan: one for one in (*notable, *known)}.values()
+    found = search(evaluator.request, NUM_KNOWN, own, evaluator, exact=1, known=list(begin), climbs=True)
+    result = trim_offload(found)
     if not result.best:
         return Alternative(name, result, None, result.proven)
-    found = find_simplest(result.best[0], result.best, result.evaluator, budget.share(1.0))
-    return Alternative(name, result, found.evaluated, result.proven and found.proven)
+    simple = find_simplest(result.best[0], result.best, result.evaluator, budget.share(1.0))
+    return Alternative(name, result, simple.evaluated, result.proven and simple.proven)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -27,14 +27,17 @@ from muster.planner.training_cost import TrainingCost, training_cost
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import InfeasibleError
 
-SEARCH_SHARE = 0.6
-"""Share of the budget for the search for the best plan."""
+SEARCH_TIME_SHARE = 0.6
+"""Share of the time, where it is limited, for the search for the best plan, which has all of the work."""
 
-PART_SHARE = 0.5
-"""Share of what is left after it for each part of the cluster that may be faster alone."""
+PART_EFFORT = 0.5
+"""Work for each part of the cluster that may be faster alone, as a part of that of the search."""
+
+EXPLANATION_EFFORT = 1.0
+"""Work for simpler plans, other families and reasons, as a part of that of the search."""
 
 SIMPLE_SHARE = 0.4
-"""Share of what is left then for simpler plans about as good."""
+"""Share of it for simpler plans about as good."""
 
 FAMILY_SHARE = 0.6
 """Share of what is left then for the best plan of every family; reasons have the rest."""
@@ -86,7 +89,9 @@ class PlanAnswer:
         """The best plan for each requirement that the first doesn't meet, against it."""
         if self.known_reasons is not None:
             return self.known_reasons
-        return find_reasons(self.against, [*self.result.best, self.fastest], self.budget.share(1.0))
+        return find_reasons(
+            self.against, [*self.result.best, self.fastest], self.budget.share(1.0), self.result.notable
+        )
 
     @property
     def request(self) -> PlanRequest:
@@ -110,11 +115,11 @@ def answer_request(request: PlanRequest, top: int, budget: SearchBudget, explain
 
     Raises InfeasibleError, with the limit that binds, if there is no plan.
     """
-    search = find_best_plans(request, max(top, 2), budget.share(SEARCH_SHARE))
+    search = find_best_plans(request, max(top, 2), budget.share(1.0, SEARCH_TIME_SHARE))
     if not search.result.best:
         raise InfeasibleError(explain_no_plan(search.result))
     search, whole = _search_parts(request, search, budget)
-    return _Answer(search, whole, top, budget).build(explained)
+    return _Answer(search, whole, top, budget.renew(EXPLANATION_EFFORT)).build(explained)
 
 
 def _search_parts(
@@ -128,7 +133,7 @@ def _search_parts(
         part_request = replace(request, cluster=cluster)
         if least_step_s(part_request) >= best.result.best[0].prediction.step_time_s:
             continue
-        found = find_best_plans(part_request, 2, budget.share(PART_SHARE))
+        found = find_best_plans(part_request, 2, budget.renew(PART_EFFORT, PART_EFFORT))
         keeps_room = found.result.leaves_head_room >= best.result.leaves_head_room
         if found.result.best and keeps_room and _is_clearly_better(found.result.best[0], best.result.best[0]):
             best = found
@@ -196,12 +201,14 @@ class _Answer:
 
     def _search_families(self) -> None:
         known = list(self.known.values())
-        self.families = search_families(self.evaluator, known, self.budget.share(FAMILY_SHARE))
+        notable = self.search.result.notable
+        self.families = search_families(self.evaluator, known, self.budget.share(FAMILY_SHARE), notable)
         self._learn_alternatives(family.alternative for family in self.families)
 
     def _find_reasons(self) -> None:
         known = list(self.known.values())
-        self.reasons = find_reasons(self._first_plan(), known, self.budget.share(1.0))
+        notable = self.search.result.notable
+        self.reasons = find_reasons(self._first_plan(), known, self.budget.share(1.0), notable)
         self._learn(
             reason.comparison.best
             for reason in self.reasons

@@ -45,3 +45,14 @@ class EvaluatedPlan:
     def peak_bytes(self) -> int:
         """Memory of the fullest rank."""
         return max(rank.total for rank in self.prediction.memory)
+
+
+class FoundPlan(NamedTuple):
+    """A plan that was simulated, without its prediction."""
+
+    sort_key: SortKey
+    plan: Plan
+
+    @property
+    def value(self) -> float:
+        return self.sort_key.value

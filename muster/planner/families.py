@@ -14,7 +14,7 @@ from muster.planner.alternatives import (
     compare_alternative,
     find_alternatives,
 )
-from muster.planner.evaluated_plan import EvaluatedPlan
+from muster.planner.evaluated_plan import EvaluatedPlan, FoundPlan
 from muster.planner.explain import describe_nearest_miss, explain_illegal, explain_offload
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
@@ -49,11 +49,16 @@ def all_families(request: PlanRequest) -> Iterator[tuple[str, ...]]:
         yield from combinations(axes, size)
 
 
-def search_families(evaluator: PlanEvaluator, known: Sequence[EvaluatedPlan], budget: SearchBudget) -> list[PlanFamily]:
-    """Return all families with their best plans. `known`: plans to begin with."""
+def search_families(
+    evaluator: PlanEvaluator,
+    known: Sequence[EvaluatedPlan],
+    budget: SearchBudget,
+    notable: Sequence[FoundPlan] = (),
+) -> list[PlanFamily]:
+    """Return all families with their best plans. `known` and `notable`: plans to begin with."""
     subsets = list(all_families(evaluator.request))
     evaluators = [evaluator.narrowed(replace(evaluator.request, axes=frozenset(axes))) for axes in subsets]
-    found = find_alternatives(list(map(family_name, subsets)), evaluators, known, budget)
+    found = find_alternatives(list(map(family_name, subsets)), evaluators, known, budget, notable)
     return [PlanFamily(axes, alternative) for axes, alternative in zip(subsets, found, strict=True)]
 
 

@@ -17,15 +17,15 @@ from functools import partial
 from itertools import count
 from math import gcd, inf
 from operator import attrgetter, itemgetter
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-from muster.planner.evaluated_plan import EvaluatedPlan, SortKey
+from muster.planner.evaluated_plan import EvaluatedPlan, FoundPlan
 from muster.planner.memory.budget import PendingFit
+from muster.planner.notable_plans import Trait, plan_traits
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.search_budget import (
     CHOICE_WORK,
     PLAN_WORK,
-    SHAPE_WORK,
     SearchBudget,
     fit_work,
     simulation_work,
@@ -68,17 +68,6 @@ class OverMemoryPlan:
     plan: Plan
 
 
-class FoundPlan(NamedTuple):
-    """A simulated plan, of this part of the space or of another."""
-
-    sort_key: SortKey
-    plan: Plan
-
-    @property
-    def value(self) -> float:
-        return self.sort_key.value
-
-
 T = TypeVar("T")
 Node = ScheduleChoice | ExpandedChoice | Plan | OverMemoryPlan | FittingPlan
 Entry = tuple[float, int, Node]
@@ -112,6 +101,8 @@ class Frontier:
         """Best plans of all parts, as far as they are known here."""
         self.evaluated: dict[Plan, EvaluatedPlan] = {}
         """Best plans that were simulated here."""
+        self.notable: dict[Trait, FoundPlan] = {}
+        """Best plan that was simulated here of those with each trait."""
         self.heap: list[Entry] = []
         self.numbers = count()
         self.counts: Counter[str] = Counter()
@@ -134,7 +125,7 @@ class Frontier:
         found: list[tuple[int, float, ScheduleChoice]] = []
         while self.unexpanded and not (found and self.budget.is_late):
             index, shape = self.unexpanded.pop()
-            self.budget.spend(SHAPE_WORK)
+            self.budget.spend(self.evaluator.shape_work)
             self.counts["shapes"] += 1
             found += ((index, bound, choice) for bound, choice in self._bounded_choices(shape))
         for _, bound, choice in sorted(found, key=itemgetter(0)):
@@ -264,10 +255,13 @@ class Frontier:
         self.budget.spend(simulation_work(plan, self.request.workload))
         evaluated = self.evaluator.evaluate(plan)
         self.evaluated[plan] = evaluated
-        self.keep([FoundPlan(evaluated.sort_key, plan)])
+        found = FoundPlan(evaluated.sort_key, plan)
+        self.keep([found])
+        for trait in plan_traits(plan):
+            self.notable[trait] = min(self.notable.get(trait, found), found, key=attrgetter("sort_key"))
         return evaluated.value
 
-    def keep(self, found: Iterable["FoundPlan"]) -> None:
+    def keep(self, found: Iterable[FoundPlan]) -> None:
         """Add simulated plans, of this part or others, to the best so far."""
         known = {one.plan: one for one in (*self.best, *found)}
         self.simulated.update(known)

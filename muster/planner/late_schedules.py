@@ -7,7 +7,8 @@ shapes would look at several times as many plans. A search tries the others for 
 from collections import Counter
 from dataclasses import replace
 
-from muster.planner.frontier import FoundPlan, Frontier
+from muster.planner.evaluated_plan import FoundPlan
+from muster.planner.frontier import Frontier
 from muster.planner.search_budget import SearchBudget
 from muster.planner.search_phases import best_first
 from muster.planner.search_result import SearchResult

@@ -8,6 +8,7 @@ from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.memory.budget import MemoryBudget
 from muster.planner.plan_costs import PlanCosts, whole_model_s
 from muster.planner.request import PlanRequest
+from muster.planner.search_budget import KNOWN_SHAPE_WORK, SHAPE_WORK
 from muster.planner.space import ScheduleChoice
 from muster.planner.uneven_batch import BatchSplitter
 from muster.simulate.predict import predict
@@ -26,6 +27,8 @@ class PlanEvaluator:
         self.batch_splitter = BatchSplitter(request, whole_model_s)
         self._value_per_second = _value_per_second(request)
         self.bounds = LowerBounds(request, self.costs, self.memory_budget, self.batch_splitter, self._value_per_second)
+        self.shape_work = SHAPE_WORK
+        """Work of looking at a mesh shape."""
         self._balanced_stages: dict[Plan, tuple[StageSpec, ...] | None] = {}
 
     def without_head_room(self) -> "PlanEvaluator":
@@ -40,6 +43,7 @@ class PlanEvaluator:
         """Return an evaluator for a request that differs only in what it wants: axes, simplicity, degrees, sizes, ZeRO
         level or schedule. It shares this one's caches, which hold for any of these, unlike for recompute."""
         narrow = copy(self)
+        narrow.shape_work = KNOWN_SHAPE_WORK
         narrow.request = request
         narrow.memory_budget = copy(self.memory_budget)
         narrow.memory_budget.request = request

@@ -15,7 +15,7 @@ from muster.planner.alternatives import (
     describe_difference,
     find_alternatives,
 )
-from muster.planner.evaluated_plan import EvaluatedPlan
+from muster.planner.evaluated_plan import EvaluatedPlan, FoundPlan
 from muster.planner.neighbours import with_all_layers
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest, require_more
@@ -51,10 +51,12 @@ class Reason:
         return f"{self.comparison.name}: {self.comparison.sentence}{shown}"
 
 
-def find_reasons(first: FirstPlan, known: Sequence[EvaluatedPlan], budget: SearchBudget) -> list[Reason]:
+def find_reasons(
+    first: FirstPlan, known: Sequence[EvaluatedPlan], budget: SearchBudget, notable: Sequence[FoundPlan] = ()
+) -> list[Reason]:
     """Return the best plan for each requirement that the first plan doesn't meet, for those that have legal plans.
 
-    `known`: plans to begin with.
+    `known` and `notable`: plans to begin with.
     """
     request = first.evaluator.request
     parts = list(_other_parts(first.evaluated.plan, request))
@@ -64,9 +66,10 @@ def find_reasons(first: FirstPlan, known: Sequence[EvaluatedPlan], budget: Searc
         is_alike = "recompute" not in wanted.fixed
         evaluators.append(first.evaluator.narrowed(wanted) if is_alike else PlanEvaluator(wanted))
     names = [words for words, _ in parts]
+    alternatives = find_alternatives(names, evaluators, known, budget, notable)
     found = [
         Reason(part, compare_alternative(first, alternative), alternative)
-        for (_, part), alternative in zip(parts, find_alternatives(names, evaluators, known, budget), strict=True)
+        for (_, part), alternative in zip(parts, alternatives, strict=True)
         if alternative.best is not None or not alternative.proven or alternative.result.nearest_miss is not None
     ]
     return [*found, *_without_savings(first.evaluated, first.evaluator)]
@@ -86,7 +89,7 @@ def _other_parts(plan: Plan, request: PlanRequest) -> Iterator[tuple[str, str]]:
     if "zero" not in fixed and plan.dp_shard > 1:
         data = f"dp{plan.dp_replicate}x{plan.dp_shard}" if plan.dp_replicate > 1 else f"dp{plan.dp_shard}"
         levels = (level for level in ("z1", "z2", "z3") if level != plan.default_strategy.zero)
-        yield from ((f"sharding level {level}", f"{data}-{level}") for level in levels)
+        yield from ((f"sharding level {level} ({data}-{level})", f"{data}-{level}") for level in levels)
     if "recompute" not in fixed and (plan.overrides or plan.default_strategy.recompute != "full"):
         yield "recompute of all layers", "rfull"
     if "schedule" not in fixed and plan.pp > 1:

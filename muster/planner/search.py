@@ -12,10 +12,11 @@ from math import inf
 from operator import attrgetter
 from time import perf_counter
 
-from muster.planner.evaluated_plan import EvaluatedPlan
-from muster.planner.frontier import FoundPlan, Frontier
+from muster.planner.evaluated_plan import EvaluatedPlan, FoundPlan
+from muster.planner.frontier import Frontier
 from muster.planner.lockstep import run_in_lockstep
 from muster.planner.node_order import is_heterogeneous
+from muster.planner.notable_plans import Trait
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
 from muster.planner.search_budget import SearchBudget
@@ -46,6 +47,9 @@ FIRST_LOCAL_ROUND = 4
 LOCAL_SEARCH_SHARE = 0.4
 """Share of local search in the work of a round."""
 
+CLIMBING_SHARE = 0.5
+"""The same where the best plan's neighbours are looked at from the first round on."""
+
 HEAD_ROOM_SHARE = 0.6
 """Share of the budget in which some plan must be found that leaves head-room: the rest goes to a search without it."""
 
@@ -58,11 +62,13 @@ def search(
     ceiling: float = inf,
     seeds: Sequence[Plan] = (),
     exact: int | None = None,
-    known: Sequence[EvaluatedPlan] = (),
+    known: Sequence[EvaluatedPlan | FoundPlan] = (),
+    climbs: bool = False,
 ) -> SearchResult:
     """Return the `top` best plans of a request. `seeds` are simulated first; values above `ceiling` may be left out.
 
     `known` plans of the request are among them without being simulated again: they fit the evaluator's memory budget.
+    With `climbs` the neighbours of the best plan are looked at from the first round on: for small budgets.
 
     A plan is only left out when its bound is above simulated values, or when it doesn't fit in memory. So the first
     `exact` plans (default: all) are those that simulating every plan would give; the others are the best of those that
@@ -72,7 +78,7 @@ def search(
     """
     budget = budget or SearchBudget()
     evaluator = evaluator or PlanEvaluator(request)
-    wishes = _Wishes(top, exact or top, ceiling, tuple(seeds), tuple(known))
+    wishes = _Wishes(top, exact or top, ceiling, tuple(seeds), tuple(known), climbs)
     has_second = bool(evaluator.memory_budget.head_room) and ceiling == inf
     first = _search(evaluator, wishes, budget, HEAD_ROOM_SHARE if has_second else 1.0)
     if first.best or not has_second or budget.is_late:
@@ -94,7 +100,8 @@ class _Wishes:
     exact: int
     ceiling: float
     seeds: tuple[Plan, ...]
-    known: tuple[EvaluatedPlan, ...] = ()
+    known: tuple[EvaluatedPlan | FoundPlan, ...] = ()
+    climbs: bool = False
 
     def is_pruned(self, bound: float, best: Sequence[FoundPlan]) -> bool:
         """Return True if no plan with this bound is wanted beside the best so far."""
@@ -124,6 +131,7 @@ class _PartReport:
     open_bound: float
     nearest_miss: tuple[float, Plan | None]
     counts: Counter[str]
+    notable: dict[Trait, FoundPlan]
 
 
 def _search(evaluator: PlanEvaluator, wishes: _Wishes, budget: SearchBudget, patience: float) -> SearchResult:
@@ -141,7 +149,7 @@ def _search(evaluator: PlanEvaluator, wishes: _Wishes, budget: SearchBudget, pat
     for frontier in frontiers:
         frontier.keep([FoundPlan(one.sort_key, one.plan) for one in wishes.known])
     with gc_paused():
-        group = run_in_lockstep([_search_part(frontier, wishes.seeds) for frontier in frontiers], budget.processes)
+        group = run_in_lockstep([_search_part(frontier, wishes) for frontier in frontiers], budget.processes)
         try:
             order = _Round(SEED_WORK, min(SEED_WORK, budget.left / NUM_PARTS), False, ())
             reports = group.step([order] * NUM_PARTS)
@@ -153,14 +161,14 @@ def _search(evaluator: PlanEvaluator, wishes: _Wishes, budget: SearchBudget, pat
                 if not any(active) or (number and (budget if best else until_first).is_spent):
                     break
                 allowed = min(work, budget.left / sum(active))
-                order = _Round(work, allowed, number >= FIRST_LOCAL_ROUND, best)
+                order = _Round(work, allowed, wishes.climbs or number >= FIRST_LOCAL_ROUND, best)
                 idle = replace(order, allowed=-1.0)
                 reports = group.step([order if is_active else idle for is_active in active])
                 best = _spend_and_merge(until_first, wishes, reports)
                 number, work = number + 1, work * ROUND_GROWTH
         finally:
             group.close()
-        known = {one.plan: one for one in wishes.known}
+        known = {one.plan: one for one in wishes.known if isinstance(one, EvaluatedPlan)}
         known |= {plan: one for frontier in frontiers for plan, one in frontier.evaluated.items()}
         evaluated = [known.get(one.plan) or evaluator.evaluate(one.plan) for one in best]
     return SearchResult(
@@ -170,7 +178,16 @@ def _search(evaluator: PlanEvaluator, wishes: _Wishes, budget: SearchBudget, pat
         min((report.nearest_miss for report in reports), key=lambda miss: miss[0])[1],
         sum((report.counts for report in reports), Counter[str]()),
         perf_counter() - begin_s,
+        _merged_notable(reports),
     )
+
+
+def _merged_notable(reports: Sequence[_PartReport]) -> tuple[FoundPlan, ...]:
+    """Return the best plans of each trait over all parts."""
+    traits: dict[Trait, FoundPlan] = {}
+    for trait, one in (pair for report in reports for pair in report.notable.items()):
+        traits[trait] = min(traits.get(trait, one), one, key=attrgetter("sort_key"))
+    return tuple(sorted({one.plan: one for one in traits.values()}.values(), key=attrgetter("sort_key")))
 
 
 def _spend_and_merge(budget: SearchBudget, wishes: _Wishes, reports: Sequence[_PartReport]) -> tuple[FoundPlan, ...]:
@@ -180,14 +197,15 @@ def _spend_and_merge(budget: SearchBudget, wishes: _Wishes, reports: Sequence[_P
     return tuple(sorted(found.values(), key=attrgetter("sort_key"))[: wishes.top])
 
 
-def _search_part(frontier: Frontier, seeds: Sequence[Plan]) -> Generator[_PartReport, _Round, None]:
+def _search_part(frontier: Frontier, wishes: _Wishes) -> Generator[_PartReport, _Round, None]:
     """Work on one part of the space, round by round: seeds and bounds of all choices, probes, then best-first search
     and local search."""
     order = yield _report(frontier)
+    seeds = wishes.seeds
     add_likely = not seeds and is_heterogeneous(frontier.request.cluster)
     seed(frontier, seeds if frontier.part[0] == 0 else (), add_likely, order.allowed)
     frontier.expand()
-    local = local_search(frontier)
+    local = local_search(frontier, looks_around=not wishes.climbs)
     is_first = True
     while True:
         order = yield _report(frontier)
@@ -199,7 +217,11 @@ def _search_part(frontier: Frontier, seeds: Sequence[Plan]) -> Generator[_PartRe
             probe(frontier, PROBE_WORK)
         is_first = False
         local_work = order.work * LOCAL_SEARCH_SHARE if order.has_local_search else 0.0
-        best_first(frontier, min(order.allowed, order.work - local_work))
+        if wishes.climbs:
+            local_work = order.allowed * CLIMBING_SHARE
+            best_first(frontier, order.allowed - local_work)
+        else:
+            best_first(frontier, min(order.allowed, order.work - local_work))
         if local_work and not frontier.is_settled and frontier.best:
             while not frontier.is_past(order.allowed) and next(local):
                 pass
@@ -208,7 +230,12 @@ def _search_part(frontier: Frontier, seeds: Sequence[Plan]) -> Generator[_PartRe
 
 def _report(frontier: Frontier) -> _PartReport:
     return _PartReport(
-        frontier.budget.spent, tuple(frontier.best), frontier.open_bound, frontier.nearest_miss, frontier.counts
+        frontier.budget.spent,
+        tuple(frontier.best),
+        frontier.open_bound,
+        frontier.nearest_miss,
+        frontier.counts,
+        frontier.notable,
     )
 
 

@@ -17,6 +17,9 @@ DEFAULT_WORK = 8000.0
 SHAPE_WORK = 0.5
 """A mesh shape, with the bounds of its schedule choices."""
 
+KNOWN_SHAPE_WORK = 0.15
+"""The same for a narrower request, whose bounds are known from the wider one."""
+
 CHOICE_WORK = 0.5
 """A schedule choice whose stages are timed."""
 
@@ -93,9 +96,11 @@ class SearchBudget:
         """True if the time is over."""
         return self.end_s < inf and perf_counter() >= self.end_s
 
-    def share(self, part: float) -> "SearchBudget":
-        """Return a budget of a part of the work and of the time that are left, whose work counts for this one too."""
-        return SearchBudget(part * self.left, self.end_of_share(part), self, self.processes)
+    def share(self, part: float, time_part: float | None = None) -> "SearchBudget":
+        """Return a budget of a part of the work and of the time that are left, whose work counts for this one too.
+        `time_part`: part of the time, where that is another."""
+        end_s = self.end_of_share(part if time_part is None else time_part)
+        return SearchBudget(part * self.left, end_s, self, self.processes)
 
     def renew(self, effort: float = 1.0, time_part: float = 1.0) -> "SearchBudget":
         """Return a budget of `effort` times this one's work, as if nothing had been spent, for another search that is

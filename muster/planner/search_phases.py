@@ -238,22 +238,24 @@ LOCAL_SEARCH_SIMULATED = 5
 """Plans of these groups that local search simulates."""
 
 
-def local_search(frontier: Frontier) -> Iterator[bool]:
-    """Simulate the likeliest plans of all shapes, then the neighbours of the best plans, the best of them first.
+def local_search(frontier: Frontier, looks_around: bool = True) -> Iterator[bool]:
+    """Simulate, where it `looks_around`, the likeliest plans of all shapes, then the neighbours of the best plans, the
+    best of them first.
 
     In a search without work for its proof this finds good plans sooner than their bounds do. It yields True after each
     piece of work, and False as long as the best plans have no neighbours that weren't tried. All parts start from the
     same best plans, and share their neighbours.
     """
-    _simulate_likeliest(
-        frontier,
-        _plain_choices(frontier),
-        lambda shape: (shape.tp, shape.pp, shape.cp, shape.micro_batch_size),
-        MAX_LOCAL_SEARCH_SHAPES // frontier.part[1],
-        LOCAL_SEARCH_SIMULATED,
-        inf,
-    )
-    yield True
+    if looks_around:
+        _simulate_likeliest(
+            frontier,
+            _plain_choices(frontier),
+            lambda shape: (shape.tp, shape.pp, shape.cp, shape.micro_batch_size),
+            MAX_LOCAL_SEARCH_SHAPES // frontier.part[1],
+            LOCAL_SEARCH_SIMULATED,
+            inf,
+        )
+        yield True
     workload = frontier.request.workload
     tried: set[Plan] = set()
     while True:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from muster.planner.evaluated_plan import EvaluatedPlan
+from muster.planner.evaluated_plan import EvaluatedPlan, FoundPlan
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.spec.plan import Plan
 
@@ -34,6 +34,8 @@ class SearchResult:
     counts: Counter[str] = field(default_factory=Counter)
     """Nodes that the search looked at, for each of `COUNTERS`."""
     seconds: float = 0.0
+    notable: tuple[FoundPlan, ...] = ()
+    """Best plans of each trait (`notable_plans`) that were simulated."""
     gave_up_head_room_early: bool = False
     """True if head-room was given up before all plans that might leave it were looked at."""
 

@@ -44,6 +44,8 @@ def find_simplest(
     known_one = simplest(known, best.value, tolerance) or best
     below = min(_no_more_than(known_one), simplicity(best.plan))
     while below.num_mechanisms or below.differs_by_layer:
+        if budget.is_spent:
+            return SimplestPlan(known_one if chosen is best else chosen, False)
         found = _best_below(below, ceiling, evaluator, known, budget.share(STEP_SHARE))
         least = min([ceiling, *(one.value for one in found.best)])
         proven = proven and found.open_bound > least * (1 - ROUNDING_TOLERANCE)

@@ -362,7 +362,9 @@ def axis_orders(request: PlanRequest, shape: MeshShape) -> list[tuple[str, ...]]
 
 
 def is_admitted(request: PlanRequest, plan: Plan) -> bool:
-    """Return True if a legal plan has all required values, and can be run where that is required."""
+    """Return True if a legal plan has all required values and axes, and can be run where that is required."""
+    if request.axes not in (None, used_axes(plan)):
+        return False
     strategy = plan.default_strategy
     for name, value in request.fixed.items():
         if (getattr(strategy, name) if name in LayerStrategy.model_fields else getattr(plan, name)) != value:
