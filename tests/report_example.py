@@ -74,7 +74,7 @@ def report(steps: int = 200, pp: int = 2, micro_batches: int = 8, copies: int = 
         validation_loss=1.62,
         sample_prompt="def ",
         sample_text="f(self, x):\n    return self.y[x]\n",
-        notes=("MFU: N/A, because the peak of this CPU is not in the catalogue.",),
+        notes=("MFU: n/a, because the peak of this CPU is not in the catalogue.",),
     )
     return replace(data, **changes)
 

@@ -234,7 +234,7 @@ def test_a_wrong_request_is_one_sentence(run: Path, tmp_path: Path, capsys: pyte
         ((tmp_path / "empty", target, "--to", "hf"), "a directory of an unknown format: expected a run"),
         ((run, tmp_path / "empty", "--to", "hf"), "exists already"),
         ((run, target), "--to"),
-        ((run, target, "--to", "gguf"), "invalid choice: 'gguf'"),
+        ((run, target, "--to", "gguf"), "--to gguf: expected one of "),
         ((run, target, "--to", "hf", "--max-shard-size", "5 apples"), "--max-shard-size: expected a size such as 70GB"),
         ((run, target, "--to", "hf", "--tokenizer", tmp_path / "empty"), "no tokenizer files"),
         ((run, target, "--to", "hf", "--model", "lama"), "there is no model 'lama'"),

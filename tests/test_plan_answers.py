@@ -85,7 +85,7 @@ def test_what_train_refuses_is_not_written(asked, tmp_path, monkeypatch, capsys)
     assert main([*CP2, "--anticipate", *asked]) == 3
     said = capsys.readouterr()
     assert "nothing is written: plan dp2-cp2-" in said.err
-    assert "without --anticipate the best plan that can run is" in said.err
+    assert "without --anticipate, the best plan that can run is written" in said.err
     assert "dp2-cp2-" in said.out
     assert not list(tmp_path.iterdir())
 

@@ -9,8 +9,10 @@ from muster.catalog import names
 from muster.cli.main import main
 from muster.config import local_machine as here
 from muster.config.load_config import load_run_config
+from muster.config.local_machine import detect_machine
 from muster.config.yaml_writer import yaml_text
-from muster.planner.auto import choose_plan, resolve_plan
+from muster.planner.answer import answer_request
+from muster.planner.auto import SEARCH_EFFORT, choose_plan, request_of_config, resolve_plan
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
 from muster.planner.search import search
@@ -83,6 +85,14 @@ def test_what_the_run_file_says_of_the_plan_stays(key, value):
         )
         assert got == asked or (value == "auto" and plan.pp == 1)
         assert plan.world_size == count
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_auto_takes_what_muster_plan_takes(count):
+    resolved = tiny()
+    request = request_of_config(resolved, detect_machine(count, 1))
+    answer = answer_request(request, 1, SearchBudget.start(SEARCH_EFFORT), explained=False)
+    assert resolve_plan(resolved, count) == answer.first.plan
 
 
 def test_what_binds_is_said(monkeypatch, capsys):

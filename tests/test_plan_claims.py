@@ -20,6 +20,7 @@ from muster.planner.simple_first import find_simplest
 from muster.planner.simplicity import PREDICTION_ERROR, Simplicity, mechanisms, simplest, simplicity
 from muster.planner.space import draft_plans, mesh_shapes, schedule_choices, used_axes
 from muster.planner.what_if import what_if
+from muster.report.plan_answer import print_answer
 from muster.spec.cluster import ClusterSpec, NetworkTier
 from muster.spec.device import LinkSpec
 from muster.spec.plan import LayerOverride, LayerStrategy, Plan, StageSpec
@@ -130,6 +131,32 @@ def test_a_search_that_stops_early_takes_what_its_alternatives_find() -> None:
     assert not answer.result.proven
     assert any(reason.comparison.interval for reason in answer.reasons)
     assert_nothing_is_better(answer)
+
+
+def test_families_are_at_their_best_in_a_search_that_stops_early() -> None:
+    request = _request("llama2-7b", "8xrtx4090", 4096, 32)
+    answer = answer_request(request, 5, SearchBudget.start(0.1))
+    alone = answer.families[0].alternative
+    assert alone.name == "data alone"
+    assert alone.best is not None
+    whole = search(replace(request, axes=frozenset()), 1).best[0]
+    assert alone.best.value <= whole.value * (1 + request.tolerance)
+
+
+def test_explanations_keep_to_their_work() -> None:
+    budget = SearchBudget.start(0.1)
+    answer = answer_request(_request("mixtral-8x7b", "16xh100", 4096, 16), 3, budget)
+    assert answer.budget.spent <= 3 * budget.work
+
+
+def test_the_cost_of_a_requirement_is_told(capsys) -> None:
+    answer = answer_request(_request("tiny", "4xh100", 256, 16, fix="tp4"), 1, SearchBudget.start())
+    free = answer_request(_request("tiny", "4xh100", 256, 16), 1, SearchBudget.start(), explained=False).first
+    assert answer.unrequired is not None
+    assert answer.unrequired.plan == free.plan
+    print_answer(answer, explain=False)
+    slower = answer.first.prediction.step_time_s / free.prediction.step_time_s - 1
+    assert f"required  tp4: {slower:.1%} slower than what is found without it" in capsys.readouterr().out
 
 
 @pytest.mark.soak

@@ -579,6 +579,13 @@ def test_the_table_fits_80_columns(capsys) -> None:
         (["--require", "cp2"], 3, "can't be run yet; there are plans without cp2"),
         (["--precision", "fp8", "--cluster", "4xh100"], 3, "fp8 (it needs torchao's scaled matmuls"),
         (["--require", "sauto"], 2, "--parallel.schedule auto"),
+        (["--require", "z4"], 2, "did you mean 'z3'?"),
+        (["--objective", "speed"], 2, "expected one of time, cost, energy, memory; did you mean 'time'?"),
+        (["--launch", "slrum"], 2, "did you mean 'slurm'?"),
+        (["--tokens", "1B", "--batch-ramp", "7,8,1M"], 2, "did you mean 8,8,1000000?"),
+        (["--memory-limit", "500G"], 2, "GiB; give no more, or leave it out"),
+        (["--what-if", "network=/2,network=/4"], 2, "network is changed twice"),
+        (["--model", "gpt2", "--seq-len", "8192"], 2, "gpt2 has vectors for 1,024 positions"),
         (["--cluster", "11xcpu"], 3, "there are plans for 11 sequences a step (--global-batch 11)"),
     ],
 )

@@ -68,8 +68,19 @@ def require_positive_int(name: str, number: Any) -> int | None:
 
 
 def default_seq_len(seq_len: int | None, model: ModelSpec) -> int:
-    """Return the given sequence length, or the default for the model."""
-    return require_positive_int("seq_len", seq_len) or min(SEQ_LEN, model.max_positions or SEQ_LEN)
+    """Return the given sequence length, or the default for the model.
+
+    Raises ConfigError where it is beyond the positions that the model has vectors for; warns where it is beyond those
+    that the model was made for.
+    """
+    given, most = require_positive_int("seq_len", seq_len), model.max_positions
+    if given is None or most is None or given <= most:
+        return given or min(SEQ_LEN, most or SEQ_LEN)
+    if model.position == "learned":
+        raise ConfigError(f"seq_len {given:,}: {model.name} has vectors for {most:,} positions: give {most} or less")
+    sentence = f"seq_len {given:,} is beyond the {most:,} positions that {model.name} was made for (max_positions)"
+    warnings.warn(sentence, UnitWarning, stacklevel=3)
+    return given
 
 
 def default_workload(plan: Plan, seq_len: int, global_batch: int | None) -> Workload:

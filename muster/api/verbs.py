@@ -151,6 +151,7 @@ def plan_request(
         framework=_resolve_framework(framework, devices),
         compile=compile,
     )
+    check_batch_ramp(request.conditions, request.workload.global_batch_size)
     return replace(request, tolerance=0.0) if fastest else request
 
 
@@ -172,6 +173,22 @@ def training_conditions(
         if min(ramp.start, ramp.increment, ramp.samples) < 1:
             raise ConfigError(f"--batch-ramp {batch_ramp}: expected whole sequences, at least 1 each")
     return TrainingConditions(DEVICE_MTBF_HOURS if mtbf_hours is None else mtbf_hours, ramp)
+
+
+def check_batch_ramp(conditions: TrainingConditions, global_batch: int) -> None:
+    """Raise ConfigError for a ramp of the batch that doesn't end at the batch of a step."""
+    ramp = conditions.batch_ramp
+    if ramp is None:
+        return
+    given = f"--batch-ramp {ramp.start},{ramp.increment},{ramp.samples}"
+    if ramp.start > global_batch:
+        raise ConfigError(f"{given}: it starts above the batch of a step, {global_batch:,} sequences")
+    if rest := (global_batch - ramp.start) % ramp.increment:
+        start = ramp.start + rest if ramp.start + rest <= global_batch else ramp.start + rest - ramp.increment
+        raise ConfigError(
+            f"{given}: steps of {ramp.increment} from {ramp.start} don't reach the batch of {global_batch:,} sequences;"
+            f" did you mean {start},{ramp.increment},{ramp.samples}?"
+        )
 
 
 def _resolve_framework(framework: str | FrameworkTraits, cluster: ClusterSpec) -> FrameworkTraits:

@@ -14,6 +14,18 @@ Override = tuple[str, Any]
 """Dotted key with its text or value."""
 
 
+OTHER_WORDS = {
+    "speed": "time",
+    "throughput": "time",
+    "price": "cost",
+    "dollars": "cost",
+    "power": "energy",
+    "k8s": "kubernetes",
+    "sbatch": "slurm",
+}
+"""Words for a flag's choices that spelling doesn't suggest."""
+
+
 class _HelpFormatter(argparse.HelpFormatter):
     """Help that never breaks a flag such as `--time-limit` at its hyphen."""
 
@@ -47,6 +59,16 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError with argparse's message."""
         raise ConfigError(f"{message} ('{self.prog} --help' explains)")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Raise ConfigError for a value that isn't one of an argument's choices, with the closest of them."""
+        if action.choices is None or value in action.choices:
+            return
+        choices = list(map(str, action.choices))
+        meant = OTHER_WORDS.get(str(value))
+        hint = f"; did you mean '{meant}'?" if meant in choices else did_you_mean(str(value), choices)
+        place = "/".join(action.option_strings) or action.metavar or action.dest
+        self.error(f"{place} {value}: expected one of {', '.join(choices)}{hint}")
 
     def parse(self, arguments: Iterable[str], keys: Callable[[], list[str]] = list) -> argparse.Namespace:
         """Parse arguments, all of which must be known; `keys` returns dotted keys for suggestions."""

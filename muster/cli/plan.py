@@ -76,7 +76,9 @@ def _refusal(args: argparse.Namespace, answer: "PlanAnswer") -> InfeasibleError 
     try:
         require_runnable(plan, request.model, request.workload, request.cluster.num_devices)
     except InfeasibleError as error:
-        return InfeasibleError(f"nothing is written: {error}; without --anticipate the best plan that can run is")
+        return InfeasibleError(
+            f"nothing is written: {error}; without --anticipate, the best plan that can run is written"
+        )
     return None
 
 

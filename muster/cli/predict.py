@@ -75,11 +75,12 @@ def _predict(args: argparse.Namespace) -> "Prediction":
 
 def _training_cost(args: argparse.Namespace, prediction: "Prediction") -> "TrainingCost | None":
     """Return the cost of the whole training where its tokens are given."""
-    from muster.api.verbs import training_conditions
+    from muster.api.verbs import check_batch_ramp, training_conditions
     from muster.planner.training_cost import training_cost
     from muster.spec.units import parse_count
 
     conditions = training_conditions(args.tokens, args.mtbf, args.batch_ramp)
+    check_batch_ramp(conditions, prediction.workload.global_batch_size)
     return training_cost(prediction, parse_count(args.tokens, "--tokens"), conditions) if args.tokens else None
 
 

@@ -19,6 +19,7 @@ from muster.planner.search_result import SearchResult
 from muster.planner.simple_first import find_simplest
 from muster.planner.simplicity import mechanisms
 from muster.planner.space import is_admitted
+from muster.report.formatting import format_seconds
 from muster.simulate.predict import Prediction
 from muster.spec.plan import Plan
 
@@ -160,8 +161,10 @@ def compare_alternative(against: FirstPlan, alternative: Alternative) -> Compari
         return Comparison(name, best, slower, None, words + note)
     least = alternative.least_value if fuller else max(alternative.least_value, min(against.least_value, most))
     interval = least / first.value - 1, most / first.value - 1
-    words = _interval(*interval, *LESS_AND_MORE[alternative.result.evaluator.request.objective])
-    return Comparison(name, best, None, interval, f"{words}, {NOT_FINISHED}{note}")
+    less_and_more = LESS_AND_MORE[alternative.result.evaluator.request.objective]
+    so_far = describe_relation(best.value / first.value - 1, *less_and_more)
+    words = f"{_interval(*interval, *less_and_more)}, {NOT_FINISHED}; the one found is {so_far}"
+    return Comparison(name, best, None, interval, words + note)
 
 
 def _interval(low: float, high: float, less: str, more: str) -> str:
@@ -172,6 +175,11 @@ def _interval(low: float, high: float, less: str, more: str) -> str:
         near, far = sorted((abs(low), abs(high)))
         return f"{near:.1%} to {far:.1%} {less if low < 0 else more}"
     return f"{-low:.1%} {less} to {high:.1%} {more}"
+
+
+def describe_relation(more: float, less_word: str, more_word: str) -> str:
+    """Return a relative difference of values in words: `3.1% slower`, or `as good`."""
+    return "as good" if abs(more) < 0.0005 else f"{abs(more):.1%} {more_word if more > 0 else less_word}"
 
 
 def describe_difference(first: EvaluatedPlan, other: EvaluatedPlan, objective: str) -> str:
@@ -186,7 +194,7 @@ def describe_difference(first: EvaluatedPlan, other: EvaluatedPlan, objective: s
         words = "as fast"
     else:
         name, more_s = largest_difference(mine, its, slower > 0)
-        words = f"{_speed(slower)}, {abs(more_s):.3g} s {'more' if slower > 0 else 'less'} {name}"
+        words = f"{_speed(slower)}, {format_seconds(abs(more_s))} {'more' if slower > 0 else 'less'} {name}"
     return words + (_what_it_takes(first, other) if more < 0 else "")
 
 

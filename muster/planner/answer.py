@@ -17,7 +17,7 @@ from muster.planner.explain import explain_no_plan
 from muster.planner.families import PlanFamily, search_families
 from muster.planner.heterogeneous import PlanSearch, find_best_plans
 from muster.planner.reasons import Reason, find_reasons
-from muster.planner.request import PlanRequest
+from muster.planner.request import PlanRequest, refix_request
 from muster.planner.search_budget import SearchBudget
 from muster.planner.search_result import ROUNDING_TOLERANCE, SearchResult
 from muster.planner.simple_first import find_simplest
@@ -26,6 +26,9 @@ from muster.planner.space import is_admitted, used_axes
 from muster.planner.training_cost import TrainingCost, training_cost
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import InfeasibleError
+
+UNREQUIRED_TIME_SHARE = 0.3
+"""Share of the time, where it is limited, for the answer without what is required."""
 
 SEARCH_TIME_SHARE = 0.6
 """Share of the time, where it is limited, for the search for the best plan, which has all of the work."""
@@ -52,6 +55,8 @@ class WholeCluster:
 
     cluster: ClusterSpec
     best: EvaluatedPlan
+    gap: float
+    """Largest relative improvement of it that is still possible."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,8 @@ class PlanAnswer:
     """The cluster that was asked about, where the plans are for a part of it."""
     budget: SearchBudget
     """Budget of the answer, less what was spent on it."""
+    unrequired: EvaluatedPlan | None
+    """Answer without the required parts of a plan; None where nothing is required, or nothing fits without them."""
     training_costs: list[TrainingCost] | None = field(init=False)
     """Cost of the whole training under each plan; None where the request has no number of tokens."""
 
@@ -115,11 +122,21 @@ def answer_request(request: PlanRequest, top: int, budget: SearchBudget, explain
 
     Raises InfeasibleError, with the limit that binds, if there is no plan.
     """
+    unrequired = _without_requirement(request, budget) if explained and request.fixed_text else None
     search = find_best_plans(request, max(top, 2), budget.share(1.0, SEARCH_TIME_SHARE))
     if not search.result.best:
         raise InfeasibleError(explain_no_plan(search.result))
     search, whole = _search_parts(request, search, budget)
-    return _Answer(search, whole, top, budget.renew(EXPLANATION_EFFORT)).build(explained)
+    return _Answer(search, whole, top, budget.renew(EXPLANATION_EFFORT)).build(explained, unrequired)
+
+
+def _without_requirement(request: PlanRequest, budget: SearchBudget) -> EvaluatedPlan | None:
+    """Return the first plan of the same question with nothing required."""
+    own = budget.renew(time_part=UNREQUIRED_TIME_SHARE)
+    try:
+        return answer_request(refix_request(request, ""), 1, own, explained=False).first
+    except InfeasibleError:
+        return None
 
 
 def _search_parts(
@@ -137,7 +154,7 @@ def _search_parts(
         keeps_room = found.result.leaves_head_room >= best.result.leaves_head_room
         if found.result.best and keeps_room and _is_clearly_better(found.result.best[0], best.result.best[0]):
             best = found
-    return best, None if best is search else WholeCluster(request.cluster, whole)
+    return best, None if best is search else WholeCluster(request.cluster, whole, search.result.gap)
 
 
 def _is_clearly_better(one: EvaluatedPlan, other: EvaluatedPlan) -> bool:
@@ -160,7 +177,7 @@ class _Answer:
         self.reasons: list[Reason] | None = None
         self.known = {one.plan: one for one in search.result.best}
 
-    def build(self, explained: bool) -> PlanAnswer:
+    def build(self, explained: bool, unrequired: EvaluatedPlan | None) -> PlanAnswer:
         """Return the answer, with other families and reasons where it is to be `explained`."""
         self._simplify()
         if explained:
@@ -178,6 +195,7 @@ class _Answer:
             self.reasons if explained else [],
             self.whole,
             self.budget,
+            unrequired,
         )
 
     def _improve(self) -> None:

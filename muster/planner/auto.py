@@ -23,6 +23,8 @@ from muster.planner.request import PlanRequest
 from muster.planner.search import search
 from muster.planner.search_budget import SearchBudget
 from muster.planner.search_result import SearchResult
+from muster.planner.simple_first import find_simplest
+from muster.planner.simplicity import PREDICTION_ERROR
 from muster.plugins.registry import get_component
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import ConfigError, InfeasibleError
@@ -38,6 +40,9 @@ from muster.spec.units import pluralize
 SEARCH_EFFORT = 4.0
 """Effort of the search, for models and numbers of processes far beyond one machine; small ones take tenths of a
 second."""
+
+SIMPLE_EFFORT = 0.4
+"""Work for the simplest plan about as good as the best, as a part of that of the search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +124,7 @@ def _require_packing_runs(config: RunConfig) -> None:
 def _search_process_counts(
     resolved: ResolvedConfig, world_size: int | None, nodes: int
 ) -> tuple[EvaluatedPlan, _Machine]:
-    """Return the best plan over the numbers of processes, and the machine that it is for.
+    """Return the simplest plan about as good as the best over the numbers of processes, and the machine that it is for.
 
     A plan that leaves head-room goes before a faster one.
     """
@@ -132,11 +137,13 @@ def _search_process_counts(
     for count in _process_counts(world_size, measured is not None):
         machine = _machine(count, nodes, measured)
         request = request_of_config(resolved, machine.cluster)
-        found = trim_offload(search(request, 1, SearchBudget.start(SEARCH_EFFORT)))
+        budget = SearchBudget.start(SEARCH_EFFORT)
+        found = trim_offload(search(request, 1, budget))
         if not found.best:
             refusal = refusal or _explain_refusal(request, found)
         elif (rank := (not found.leaves_head_room, found.best[0].prediction.step_time_s)) < best_rank:
-            best = found.best[0], machine
+            simplest = find_simplest(found.best[0], found.best, found.evaluator, budget.renew(SIMPLE_EFFORT))
+            best = simplest.evaluated, machine
             best_rank = rank
         if best is not None and measured is None:
             break
@@ -254,7 +261,7 @@ def _lines(evaluated: EvaluatedPlan, machine: _Machine) -> Iterator[str]:
     size = f"{peak / 2**30:,.3g} GiB" if peak >= 2**30 else f"{peak / 2**20:,.3g} MiB"
     plan = evaluated.plan
     yield (
-        f"plan: {format_plan_name(plan)} for {pluralize(plan.world_size, 'process')}, the fastest that can be run,"
-        f" {size} on the fullest rank"
+        f"plan: {format_plan_name(plan)} for {pluralize(plan.world_size, 'process')}, the simplest within"
+        f" {PREDICTION_ERROR:.0%} of the fastest that can be run, {size} on the fullest rank"
     )
     yield f"      chosen for {machine.source}"

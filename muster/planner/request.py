@@ -10,6 +10,7 @@ from muster.config.step_law import STEP_LAW_SOURCE, non_embedding_parameters, st
 from muster.cost.time.cost_cache import CostCache
 from muster.planner.simplicity import PREDICTION_ERROR, Simplicity, simplicity
 from muster.planner.training_cost import TrainingConditions
+from muster.report.formatting import format_bytes
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
@@ -119,6 +120,7 @@ def build_request(
     """
     if cluster.num_devices > MAX_DEVICES:
         raise ConfigError(f"--cluster {cluster.name}: expected at most {MAX_DEVICES:,} devices")
+    _require_memory(cluster, memory_limit_bytes)
     batch, derived = _resolve_batch(model, seq_len, global_batch, tokens, cluster.num_devices)
     if runnable and (parts := unsupported_parts(model)):
         raise InfeasibleError(
@@ -149,6 +151,18 @@ def build_request(
         conditions=conditions or TrainingConditions(),
         derived_lines=(*derived, *_substituted_peaks(cluster, kind)),
     )
+
+
+def _require_memory(cluster: ClusterSpec, limit_bytes: int | None) -> None:
+    """Raise ConfigError for a memory limit above what any device has."""
+    sizes = [group.device.memory_bytes for group in cluster.groups]
+    known = [size for size in sizes if size is not None]
+    if limit_bytes is not None and len(known) == len(sizes) and limit_bytes > max(known):
+        largest = max(cluster.groups, key=lambda group: group.device.memory_bytes or 0).device
+        raise ConfigError(
+            f"--memory-limit {format_bytes(limit_bytes)}: {largest.name} has {format_bytes(max(known))}; give no more,"
+            " or leave it out"
+        )
 
 
 def _substituted_peaks(cluster: ClusterSpec, precision: Precision) -> list[str]:

@@ -214,7 +214,7 @@ def _search_part(frontier: Frontier, wishes: _Wishes) -> Generator[_PartReport, 
         if order.allowed < 0:
             continue
         if is_first and not frontier.best:
-            probe(frontier, PROBE_WORK)
+            probe(frontier, min(PROBE_WORK, 2 * order.allowed) if wishes.climbs else PROBE_WORK)
         is_first = False
         local_work = order.work * LOCAL_SEARCH_SHARE if order.has_local_search else 0.0
         if wishes.climbs:

@@ -106,6 +106,11 @@ def _step_of_plan(base: EvaluatedPlan | None, request: PlanRequest) -> float | N
 
 def apply_changes(cluster: ClusterSpec, text: str) -> ClusterSpec:
     """Return the cluster with the changes in `text` made from left to right. Raises ConfigError."""
+    names = [part.partition("=")[0].strip() for part in text.split(",")]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(
+            f"--what-if {text}: {twice[0]} is changed twice; give each change a --what-if of its own to compare them"
+        )
     for part in text.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or name not in _CHANGES:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from muster.cost.memory.forecast import MEMORY_HEADROOM
-from muster.planner.alternatives import describe_difference
+from muster.planner.alternatives import LESS_AND_MORE, describe_difference, describe_relation
 from muster.planner.answer import PlanAnswer
 from muster.planner.families import OFFLOAD_EFFORT, explain_family
 from muster.planner.heterogeneous import PlanSearch
@@ -30,6 +30,8 @@ def print_answer(answer: PlanAnswer, explain: bool) -> None:
     for line in request.derived_lines:
         print(f"          {line}")
     print(f"framework {request.framework.label(request.base.compile)}")
+    for line in _required_lines(answer):
+        print(line)
     print(f"searched  {_search_text(answer)}")
     for line in _node_order_lines(answer.search):
         print(line)
@@ -47,7 +49,8 @@ def print_answer(answer: PlanAnswer, explain: bool) -> None:
         print("\n* " + "; ".join(sorted({line for one in result.best for line in one.unsupported})))
     for line in _fastest_lines(answer):
         print(line)
-    print("\nWhy the first, and the best plan with each other choice (--require):")
+    if answer.reasons:
+        print("\nWhy the first, and the best plan with each other choice (--require):")
     for reason in answer.reasons:
         print(f"  {reason.sentence}")
     if explain:
@@ -56,15 +59,34 @@ def print_answer(answer: PlanAnswer, explain: bool) -> None:
             print(f"  {name}: {sentence}")
 
 
+def _required_lines(answer: PlanAnswer) -> list[str]:
+    """Return what is required of all plans, and what the first loses by it."""
+    request, without = answer.request, answer.unrequired
+    if not request.fixed_text:
+        return []
+    required = f"required  {request.fixed_text}"
+    if without is None:
+        return [required]
+    more = answer.first.value / without.value - 1
+    if more <= 0:
+        return [f"{required}: no better plan was found without it"]
+    words = describe_relation(more, *LESS_AND_MORE[request.objective])
+    return [
+        f"{required}: {words} than what is found without it,",
+        f"          {without.name}, {format_seconds(without.prediction.step_time_s)} a step",
+    ]
+
+
 def _part_lines(answer: PlanAnswer) -> list[str]:
     """Return that a part of the cluster is faster alone, with the best plan for all of it."""
     whole = answer.whole
     if whole is None:
         return []
     step_s = answer.first.prediction.step_time_s
+    at_best = f", {1 - whole.gap:.0%} of that at best" if whole.gap > 0 else ""
     return [
         f"          faster alone: {format_seconds(step_s)} a step; all {whole.cluster.num_devices:,} devices take"
-        f" {format_seconds(whole.best.prediction.step_time_s)}",
+        f" {format_seconds(whole.best.prediction.step_time_s)}{at_best}",
         f"          with {whole.best.name}",
     ]
 
@@ -128,13 +150,24 @@ def _search_text(answer: PlanAnswer) -> str:
 
 def _proof_text(answer: PlanAnswer) -> str:
     """Return what is proven of the first plan."""
+    within = ""
+    if answer.result.leaves_head_room and any(_is_fuller_and_better(one, answer) for one in answer.reasons):
+        within = f" that leaves {MEMORY_HEADROOM:.0%} of the memory free"
     if answer.fastest.value >= answer.first.value * (1 - ROUNDING_TOLERANCE):
-        return "no other plan can be better than the first"
+        return f"no other plan{within} can be better than the first"
     ahead = 1 - answer.fastest.value / answer.first.value
-    text = f"no plan can be better than the first by more than {ahead:.1%}"
+    text = f"no plan{within} can be better than the first by more than {ahead:.1%}"
     if not answer.simplicity_proven:
         return text
     return text + f",\n          and none within {answer.request.tolerance:.0%} of the best is simpler"
+
+
+def _is_fuller_and_better(reason: Reason, answer: PlanAnswer) -> bool:
+    """Return True if a reason names a better plan, which leaves less memory free than the first."""
+    best, found = reason.comparison.best, reason.alternative
+    if best is None or found is None or found.result.leaves_head_room:
+        return False
+    return best.value < answer.first.value
 
 
 def answer_json(answer: PlanAnswer, explain: bool) -> dict[str, Any]:
@@ -158,6 +191,7 @@ def answer_json(answer: PlanAnswer, explain: bool) -> dict[str, Any]:
         "fastest": plan_json(0, answer.fastest, None) if answer.fastest.plan != answer.first.plan else None,
         "why": [_reason_json(one) for one in answer.reasons],
         "whole_cluster": _whole_json(answer),
+        "unrequired": _unrequired_json(answer),
         "node_order": answer.search.node_order,
         "naive_step_time_s": answer.search.naive_step_s,
         "search": {
@@ -194,6 +228,18 @@ def _reason_json(reason: Reason) -> dict[str, Any]:
         "step_time_s": best.prediction.step_time_s if best else None,
         "sentence": reason.sentence,
         "fields": best.plan.model_dump(mode="json") if best else None,
+    }
+
+
+def _unrequired_json(answer: PlanAnswer) -> dict[str, Any] | None:
+    """Return the answer without what is required, and the relative increase of the objective's value by that."""
+    without = answer.unrequired
+    if without is None:
+        return None
+    return {
+        "plan": without.name,
+        "step_time_s": without.prediction.step_time_s,
+        "more": answer.first.value / without.value - 1,
     }
 
 

@@ -57,14 +57,14 @@ def _range_text(prediction: Prediction) -> str:
     """Return the interval of the step time, and the measurements that say so."""
     found = prediction.interval
     if found is None:
-        return "N/A (no measurement of such a device; 'muster profile' measures this machine)"
+        return "n/a (no measurement of such a device; 'muster profile' measures this machine)"
     ends = (format_seconds(factor * prediction.step_time_s) for factor in (found.low, found.high))
     return f"{' to '.join(ends)} in {10 * COVERAGE:.0f} of 10 cases: {found.source}"
 
 
 def _mfu_text(prediction: Prediction) -> str:
     if prediction.mfu is None:
-        return f"N/A ({prediction.cluster.device.why_unknown})"
+        return f"n/a ({prediction.cluster.device.why_unknown})"
     causal = prediction.mfu_causal
     without_mask = "" if causal is None else f", {format_fraction(causal)} with causal"
     return f"{format_fraction(prediction.mfu)} with full attention{without_mask}"
@@ -73,12 +73,12 @@ def _mfu_text(prediction: Prediction) -> str:
 def _fits(prediction: Prediction) -> str:
     """Return if the plan fits, and what the fullest rank holds."""
     if not prediction.memory:
-        return "N/A (this plan's memory can't be predicted yet)"
+        return "n/a (this plan's memory can't be predicted yet)"
     limits = {rank.rank: prediction.cluster.group_of(rank.rank).device.memory_bytes for rank in prediction.memory}
     fullest = max(prediction.memory, key=lambda rank: rank.total / (limits[rank.rank] or 1))
     limit = limits[fullest.rank]
     if limit is None:
-        return f"N/A (the device's memory is unknown); the fullest rank, {fullest.rank}, holds {_size(fullest)}"
+        return f"n/a (the device's memory is unknown); the fullest rank, {fullest.rank}, holds {_size(fullest)}"
     answer = "yes" if prediction.fits else "NO"
     hosts = (rank for rank in prediction.forecast.ranks if rank.exceeds_host_memory)
     too_much = max(hosts, key=lambda rank: rank.host_bytes, default=None)
@@ -111,7 +111,7 @@ def _memory_fixes(prediction: Prediction) -> Iterator[tuple[str, str]]:
 def _cost(prediction: Prediction) -> str:
     """Return dollars and energy per 10⁹ tokens."""
     per_step = 1e9 / prediction.workload.tokens_per_step
-    usd = "N/A" if prediction.usd_per_step is None else f"${prediction.usd_per_step * per_step:,.2f}"
+    usd = "n/a" if prediction.usd_per_step is None else f"${prediction.usd_per_step * per_step:,.2f}"
     kwh = energy_kwh(prediction, prediction.step_time_s * per_step)
     return f"{usd}{price_note(prediction.cluster)} and {format_kwh(kwh)} for 10⁹ tokens"
 
@@ -186,7 +186,7 @@ def prediction_page(prediction: Prediction, title: str, training: TrainingCost |
 
 def _short_figures(prediction: Prediction) -> dict[str, str | None]:
     """Return the figures that stand large above the page."""
-    fits = {True: "yes", False: "no", None: "N/A"}[prediction.fits]
+    fits = {True: "yes", False: "no", None: "n/a"}[prediction.fits]
     return {
         "step": format_seconds(prediction.step_time_s),
         "bubble": format_fraction(prediction.bubble_fraction),

@@ -46,12 +46,12 @@ def _mtbf(hours: float) -> str:
 
 def format_usd(usd: float | None) -> str:
     """Format dollars as `$1.25M`."""
-    return "N/A" if usd is None else f"${format_count(usd)}"
+    return "n/a" if usd is None else f"${format_count(usd)}"
 
 
 def format_kwh(kwh: float | None) -> str:
     """Format energy with what it contains."""
-    return "N/A" if kwh is None else f"{format_count(kwh)} kWh (power limits × {PUE:g} for the building)"
+    return "n/a" if kwh is None else f"{format_count(kwh)} kWh (power limits × {PUE:g} for the building)"
 
 
 def price_note(cluster: ClusterSpec) -> str:

@@ -1,8 +1,8 @@
 """The cluster: groups of nodes, which may differ, and the networks between them."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from muster.spec.base import Frozen
 from muster.spec.device import DeviceSpec, LinkSpec, Nics
@@ -45,7 +45,7 @@ class NetworkTier(Frozen):
     """Name shown to people."""
     nodes: PositiveInt
     """Neighbouring nodes joined below this tier: traffic that leaves such a block goes over it."""
-    bandwidth_share: PositiveFloat = 1.0
+    bandwidth_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the nodes' own bandwidth that the tier carries: 0.5 where it is oversubscribed 2:1."""
     latency_s: PositiveFloat = 1e-6
     """Latency added to each message over the tier."""

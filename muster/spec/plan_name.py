@@ -134,7 +134,11 @@ def settings_beyond_name(plan: Plan) -> list[str]:
     if shown := _differing_fields(default, LayerStrategy(), ("attention", "tp_overlap")):
         settings.append(shown)
     known = {name: getattr(plan, name) for name in ("compile", "bucket_layers", "prefetch_buckets")}
-    settings += [f"{name} {value}" for name, value in known.items() if value != getattr(_DEFAULTS, name)]
+    settings += [
+        name if value is True else f"{name} {value}"
+        for name, value in known.items()
+        if value != getattr(_DEFAULTS, name)
+    ]
     if any(stage.ranks or stage.mesh for stage in plan.stages):
         settings.append("stages with individual ranks or degrees")
     return [*settings, *(["a pinned schedule"] if plan.pinned_schedule else [])]
@@ -255,4 +259,8 @@ def _suggestion(token: str) -> str:
     ]
     fixed += ["s" + word for word in _schedule_names()]
     numbered = [word + (number[0] if number else "N") for word in ("dp", *_NAMED_AXES, "mb")]
-    return did_you_mean(token.lower(), fixed) or did_you_mean(token.lower(), numbered)
+    if not number:
+        return did_you_mean(token.lower(), fixed) or did_you_mean(token.lower(), numbered)
+    level = [f"z{max(1, min(3, int(number[0])))}"] if re.fullmatch(r"(z|zero)-?\d+", token.lower(), re.ASCII) else []
+    close = f"; did you mean '{level[0]}'?" if level else ""
+    return close or did_you_mean(token.lower(), fixed) or did_you_mean(token.lower(), numbered)

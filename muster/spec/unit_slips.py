@@ -1,4 +1,4 @@
-"""Likely slips of units in a cluster's description: values that are legal but mean something absurd."""
+"""Likely slips in a cluster's description: values that are legal but mean something absurd, or nothing."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from muster.spec.device import DeviceSpec, LinkSpec
 
 
 class UnitWarning(UserWarning):
-    """Value of a cluster that is likely a slip of units."""
+    """Value of a question that is likely a slip, of units or others."""
 
 
 _LEAST_BYTES_PER_S = 1e6
@@ -32,6 +32,11 @@ def unit_slips(cluster: ClusterSpec) -> list[str]:
             found += _link_slips(group.nics.link, f"{place}.nics.link", is_card=True)
         found += _small_bytes(group.host_memory_bytes, f"{place}.host_memory_bytes", 1e9)
     for index, tier in enumerate(cluster.tiers):
+        if tier.nodes >= cluster.num_nodes:
+            found.append(
+                f"tiers.{index}.nodes {tier.nodes} are all of the cluster's {cluster.num_nodes}: nothing crosses tier"
+                f" '{tier.name}'"
+            )
         if tier.latency_s > _LONGEST_LATENCY_S["wan"]:
             found.append(_latency(tier.latency_s, f"tiers.{index}.latency_s"))
         if tier.link is not None:
@@ -86,7 +91,7 @@ def _sustained_slips(device: DeviceSpec, place: str) -> Iterator[str]:
         if share > 1:
             yield (
                 f"{place}.matmul_efficiency.{precision} {share:g} means {share:g} times the peak; a share is at most 1:"
-                f" if it counts per cents, it is {share / 100:g}"
+                f" if it is in percent, the share is {share / 100:g}"
             )
     for precision, points in device.matmul_rates.items():
         peak = device.peak_flops_per_s.get(precision)

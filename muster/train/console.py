@@ -46,7 +46,7 @@ class TrainingDisplay:
     def step(self, row: dict[str, Any]) -> None:
         """Show one row of metrics."""
         number, speed = row["step"], row["perf/tokens_per_s"]
-        mfu = f"{row['perf/mfu']:.1%}" if row["perf/mfu"] is not None else "N/A"
+        mfu = f"{row['perf/mfu']:.1%}" if row["perf/mfu"] is not None else "n/a"
         loss, norm = (f"{row[key]:.4f}" if row[key] is not None else "nan" for key in ("train/loss", "train/grad_norm"))
         if self._progress:
             text = f"loss {loss}  {format_count(speed)} tok/s  mfu {mfu}"
