@@ -41,7 +41,7 @@ def test_a_search_that_ends_before_it_finds_a_plan_does_not_say_that_there_is_no
     closest = make_plan(asked, MeshShape(1, 8, 1, 1, 1, 1), (1, 1, "z3"))
     stopped = SearchResult(evaluator, [], 1.0, closest)
     assert not stopped.proven
-    assert "not all were looked at" in explain_no_plan(stopped)
+    assert "not all were looked at" in explain_no_plan(stopped, SearchBudget())
 
 
 CP2 = [

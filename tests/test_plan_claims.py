@@ -1,6 +1,7 @@
 """Claims of `muster plan`: simple plans first, percentages that other commands repeat, nothing better shown."""
 
 from dataclasses import replace
+from math import inf
 from random import Random
 
 import pytest
@@ -224,3 +225,42 @@ def test_what_a_changed_cluster_finds_is_taken_where_it_is_better() -> None:
     assert slower.same_plan_step_s is not None
     assert base.best.prediction.step_time_s <= slower.best.prediction.step_time_s * (1 + PREDICTION_ERROR)
     assert slower.best.prediction.step_time_s <= slower.same_plan_step_s * (1 + PREDICTION_ERROR)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Time limits
+
+
+class LogicalClock:
+    """A clock that goes on by the work that is counted: a unit takes two milliseconds."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Take the place of the real clock."""
+        spend = SearchBudget.spend
+
+        def spent(budget: SearchBudget, work: float) -> None:
+            if budget.work == inf:  # that of a part of a search; the others add up what parts spent
+                self.now_s += 2e-3 * work
+            spend(budget, work)
+
+        monkeypatch.setattr(SearchBudget, "spend", spent)
+        monkeypatch.setattr(SearchBudget, "seconds_per_unit", 2e-3)
+        monkeypatch.setattr("muster.planner.search_budget.perf_counter", self)
+        monkeypatch.setattr("muster.planner.frontier.perf_counter", self)
+
+
+@pytest.mark.parametrize("require", ["", "tp2"])
+def test_an_answer_keeps_to_its_time_by_the_work_that_it_counts(require: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = LogicalClock()
+    clock.watch(monkeypatch)
+    limit_s = 2.0
+    request = _request("llama3-8b", "8xh100", 8192, 512, fix=require)
+    answer = answer_request(request, 3, SearchBudget.start(limit_s=limit_s))
+    assert answer.reasons
+    assert clock.now_s - 100 <= 1.1 * limit_s

@@ -137,18 +137,18 @@ def test_of_plans_that_take_as_long_the_one_that_copies_least_is_answered(part) 
     evaluator = PlanEvaluator(request)
     found = search(request, 1, evaluator=evaluator)
     plan, value = found.best[0].plan, found.best[0].value
-    (lean,) = trim_offload(found).best
+    (lean,) = trim_offload(found, SearchBudget()).best
     assert copied(wide, lean.plan) < copied(wide, plan)
     assert lean.value == pytest.approx(value, rel=1e-9)
     assert evaluator.memory_budget.fits(lean.plan)
-    assert trim_offload(replace(found, best=[lean])).best == [lean]
+    assert trim_offload(replace(found, best=[lean]), SearchBudget()).best == [lean]
     for other in choices(with_policy(plan, LayerPolicy("none"))):
         if copied(wide, other) < copied(wide, lean.plan) and evaluator.memory_budget.fits(other):
             assert evaluator.evaluate(other).value > value * (1 + 1e-9), other
     for same in (replace(request, objective="memory"), replace(request, fixed={**request.fixed, "offload": "none"})):
         own = PlanEvaluator(same)
         before = search(same, 1, evaluator=own)
-        assert trim_offload(before).best == before.best
+        assert trim_offload(before, SearchBudget()).best == before.best
 
 
 def copied(model: ModelSpec, plan: Plan) -> int:

@@ -42,9 +42,6 @@ FAIR_SHARES = 2.0
 SEARCH_SHARE = 0.7
 """Share of an alternative's budget for its best plan; the rest is for a simpler one about as good."""
 
-NUM_KNOWN = 3
-"""Plans that a search for an alternative keeps, to begin that for a simpler one with."""
-
 
 @dataclass(frozen=True, slots=True)
 class FirstPlan:
@@ -92,23 +89,24 @@ def find_alternatives(
     budget: SearchBudget,
     notable: Sequence[FoundPlan] = (),
 ) -> list[Alternative]:
-    """Search for the best plan of each evaluator's request. `known` and `notable`: plans to begin with.
+    """Search for the best plan of each evaluator's request. `known` and `notable`: plans to begin with, which fit in
+    the memory of the first evaluator.
 
     Each may take `FAIR_SHARES` times its equal part of what is left, since most need less.
     """
     found: list[Alternative] = []
     for name, evaluator in zip(names, evaluators, strict=True):
-        met = [one for one in known if _meets(evaluator, one.plan)]
+        weighs = evaluator.memory_budget.head_room > evaluators[0].memory_budget.head_room
+        met = [one for one in known if _meets(evaluator, one.plan, weighs)]
         part = budget.share(min(1.0, FAIR_SHARES / (len(names) - len(found))))
-        seen = fitting_notable(evaluator, notable)
+        seen = fitting_notable(evaluator, notable, weighs)
         found.append(find_alternative(name, evaluator, part, met, seen))
     return found
 
 
-def _meets(evaluator: PlanEvaluator, plan: Plan) -> bool:
-    """Return True if a plan is one that the evaluator's request asks for, and fits."""
-    request = evaluator.request
-    return is_admitted(request, plan) and evaluator.memory_budget.fits(plan)
+def _meets(evaluator: PlanEvaluator, plan: Plan, weighs: bool) -> bool:
+    """Return True if a plan is one that the evaluator's request asks for and, where it `weighs` memory, fits."""
+    return is_admitted(evaluator.request, plan) and (not weighs or evaluator.memory_budget.fits(plan))
 
 
 def find_alternative(
@@ -121,11 +119,11 @@ def find_alternative(
     """Search for the best plan of an evaluator's request. `known` and `notable`: simulated plans that it asks for."""
     own = budget.share(SEARCH_SHARE)
     begin = {one.plan: one for one in (*notable, *known)}.values()
-    found = search(evaluator.request, NUM_KNOWN, own, evaluator, exact=1, known=list(begin), climbs=True)
-    result = trim_offload(found)
+    found = search(evaluator.request, 1, own, evaluator, known=list(begin), climbs=True)
+    result = trim_offload(found, budget)
     if not result.best:
         return Alternative(name, result, None, result.proven)
-    simple = find_simplest(result.best[0], result.best, result.evaluator, budget.share(1.0))
+    simple = find_simplest(result.best[0], result.notable, result.evaluator, budget.share(1.0))
     return Alternative(name, result, simple.evaluated, result.proven and simple.proven)
 
 

@@ -123,9 +123,9 @@ def answer_request(request: PlanRequest, top: int, budget: SearchBudget, explain
     Raises InfeasibleError, with the limit that binds, if there is no plan.
     """
     unrequired = _without_requirement(request, budget) if explained and request.fixed_text else None
-    search = find_best_plans(request, max(top, 2), budget.share(1.0, SEARCH_TIME_SHARE))
+    search = find_best_plans(request, 2, budget.share(1.0, SEARCH_TIME_SHARE))
     if not search.result.best:
-        raise InfeasibleError(explain_no_plan(search.result))
+        raise InfeasibleError(explain_no_plan(search.result, budget))
     search, whole = _search_parts(request, search, budget)
     return _Answer(search, whole, top, budget.renew(EXPLANATION_EFFORT)).build(explained, unrequired)
 
@@ -213,7 +213,7 @@ class _Answer:
 
     def _simplify(self) -> None:
         """Take the simplest plan that is about as good as the fastest."""
-        known = list(self.known.values())
+        known = [*self.known.values(), *self.search.result.notable]
         self.simplest = find_simplest(self.fastest, known, self.evaluator, self.budget.share(SIMPLE_SHARE))
         self._learn([self.simplest.evaluated])
 

@@ -138,7 +138,7 @@ def _search_process_counts(
         machine = _machine(count, nodes, measured)
         request = request_of_config(resolved, machine.cluster)
         budget = SearchBudget.start(SEARCH_EFFORT)
-        found = trim_offload(search(request, 1, budget))
+        found = trim_offload(search(request, 1, budget), budget)
         if not found.best:
             refusal = refusal or _explain_refusal(request, found)
         elif (rank := (not found.leaves_head_room, found.best[0].prediction.step_time_s)) < best_rank:
@@ -241,7 +241,7 @@ def _explain_refusal(request: PlanRequest, result: SearchResult) -> InfeasibleEr
             require_runnable(plan, request.model, request.workload, request.cluster.num_devices)
         except InfeasibleError as error:
             return error
-    return InfeasibleError(explain_no_plan(result))
+    return InfeasibleError(explain_no_plan(result, SearchBudget.start()))
 
 
 def _data_parallel(request: PlanRequest) -> Plan:

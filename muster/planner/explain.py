@@ -122,21 +122,21 @@ def _explain_fixed_illegal(request: PlanRequest) -> str:
     return f"{required} is not among the plans that are searched ('muster predict' takes any plan)"
 
 
-def explain_no_plan(result: SearchResult) -> str:
-    """Return why a search found nothing: the limit that binds, what would relax it, and a plan that can't run yet but
-    would fit."""
-    return _explain_limit(result) + _suggest_anticipated(result.evaluator.request)
+def explain_no_plan(result: SearchResult, budget: SearchBudget) -> str:
+    """Return why a search with a budget found nothing: the limit that binds, what would relax it, and a plan that can't
+    run yet but would fit."""
+    return _explain_limit(result) + _suggest_anticipated(result.evaluator.request, budget)
 
 
 ANTICIPATION_EFFORT = 0.1
-"""Work of the search for a plan that can't run yet, where none that can fits."""
+"""Work of the search for a plan that can't run yet, where none that can fits, as a part of the question's."""
 
 
-def _suggest_anticipated(request: PlanRequest) -> str:
+def _suggest_anticipated(request: PlanRequest, budget: SearchBudget) -> str:
     """Return a plan that is predicted to fit but can't be run yet, with the flag that shows it; empty without one."""
     if not request.runnable:
         return ""
-    found = search(replace(request, runnable=False), 1, SearchBudget.start(ANTICIPATION_EFFORT)).best
+    found = search(replace(request, runnable=False), 1, budget.renew(ANTICIPATION_EFFORT)).best
     if not found or not found[0].unsupported:
         return ""
     return f"; {found[0].name} is predicted to fit, but can't be run yet: --anticipate shows such plans"

@@ -17,6 +17,7 @@ from functools import partial
 from itertools import count
 from math import gcd, inf
 from operator import attrgetter, itemgetter
+from time import perf_counter
 from typing import TypeVar
 
 from muster.planner.evaluated_plan import EvaluatedPlan, FoundPlan
@@ -171,8 +172,11 @@ class Frontier:
             self._fit_or_defer(node, bound)
         elif isinstance(node, OverMemoryPlan):
             self._queue_or_simulate(node.plan, bound, self.fit(node.plan))
-        else:
+        elif self.has_time_for(node.plan):
             self.simulate(node.plan)
+        else:
+            heapq.heappush(self.heap, (bound, next(self.numbers), node))
+            self.budget.end_s = 0.0
 
     def _expand_choice(self, choice: ScheduleChoice, bound: float) -> None:
         shardings = data_shardings(self.request, choice.shape)
@@ -223,10 +227,14 @@ class Frontier:
             else:
                 self.push("fit", fit_bound, FittingPlan(fit))
 
+    def has_time_for(self, plan: Plan) -> bool:
+        """Return True if there is no plan yet, or time to simulate this one."""
+        return not self.best or self.budget.has_time_for(simulation_work(plan, self.request.workload))
+
     def _is_promising(self, plan: Plan, bound: float) -> bool:
         """Return True if a plan with this bound is expected to be better than the best so far."""
         expected = bound * max(PROMISING_FACTOR, self.bound_ratios.get(plan.schedule, 0.0))
-        return bound > 0 and bool(self.best) and expected < self.best[0].value
+        return bound > 0 and bool(self.best) and expected < self.best[0].value and self.has_time_for(plan)
 
     def fit(self, plan: Plan) -> list[Plan]:
         """Return the plan where it fits, else the plans with recompute or offload that do."""
@@ -252,8 +260,11 @@ class Frontier:
     def _simulate_new(self, plan: Plan) -> float:
         self.simulated.add(plan)
         self.counts["simulated"] += 1
-        self.budget.spend(simulation_work(plan, self.request.workload))
+        work = simulation_work(plan, self.request.workload)
+        self.budget.spend(work)
+        begin_s = perf_counter()
         evaluated = self.evaluator.evaluate(plan)
+        SearchBudget.note_pace(work, perf_counter() - begin_s)
         self.evaluated[plan] = evaluated
         found = FoundPlan(evaluated.sort_key, plan)
         self.keep([found])

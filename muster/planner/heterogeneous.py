@@ -84,7 +84,7 @@ def find_best_plans(request: PlanRequest, top: int, budget: SearchBudget | None 
     budget = budget or SearchBudget()
     if not is_heterogeneous(request.cluster):
         result = search(request, top, budget.share(1 - LATE_SHARE), exact=1)
-        return PlanSearch(trim_offload(try_late_schedules(result, top, budget.share(LATE_SHARE))))
+        return PlanSearch(trim_offload(try_late_schedules(result, top, budget.share(LATE_SHARE)), budget))
     found: PlanSearch | None = None
     for part in _doubling_parts(budget):
         other = _HeterogeneousSearch(request, top, part).run()
@@ -148,7 +148,7 @@ class _HeterogeneousSearch:
         orders = [candidate.node_order for candidate in (first, *others)]
         best = self._add_custom_schedules(best, list(zip(evaluators, orders, strict=True)), likely)
         counts = total_counts(best.result, self.results)
-        result = replace(trim_offload(best.result), counts=counts, seconds=self._elapsed_s())
+        result = replace(trim_offload(best.result, self.budget), counts=counts, seconds=self._elapsed_s())
         naive_step_s = naive.result.best[0].prediction.step_time_s if naive.result.best else None
         return replace(best, result=result, naive_step_s=naive_step_s)
 

@@ -30,10 +30,10 @@ def plan_traits(plan: Plan) -> Iterator[Trait]:
         yield "recompute", "full"
 
 
-def fitting_notable(evaluator: PlanEvaluator, notable: Sequence[FoundPlan]) -> list[FoundPlan]:
-    """Return the best of notable plans that the evaluator's request asks for, where it fits."""
+def fitting_notable(evaluator: PlanEvaluator, notable: Sequence[FoundPlan], weighs: bool) -> list[FoundPlan]:
+    """Return the best of notable plans that the evaluator's request asks for and, where it `weighs` memory, fits."""
     wanted = (one for one in sorted(notable, key=attrgetter("sort_key")) if is_admitted(evaluator.request, one.plan))
     for _, one in zip(range(MAX_WEIGHED), wanted, strict=False):
-        if evaluator.memory_budget.fits(one.plan):
+        if not weighs or evaluator.memory_budget.fits(one.plan):
             return [one]
     return []

@@ -100,7 +100,7 @@ def pareto_front(request: PlanRequest, budget: SearchBudget) -> ParetoFront:
         for search, simplest, limit in _trade_memory(replace(request, cluster=cluster, objective="time"), own):
             looked_at += search.result.counts["simulated"]
             if simplest is None:
-                refusal = refusal or InfeasibleError(explain_no_plan(search.result))
+                refusal = refusal or InfeasibleError(explain_no_plan(search.result, own))
             else:
                 bound = min(search.result.open_bound, search.result.best[0].value)
                 gap = 0.0 if search.result.proven else max(0.0, 1 - bound / simplest.evaluated.value)

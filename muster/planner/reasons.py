@@ -19,7 +19,7 @@ from muster.planner.evaluated_plan import EvaluatedPlan, FoundPlan
 from muster.planner.neighbours import with_all_layers
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest, require_more
-from muster.planner.search_budget import SearchBudget
+from muster.planner.search_budget import SearchBudget, simulation_work
 from muster.spec.errors import InfeasibleError
 from muster.spec.mesh_axes import SUPPORTED_AXES
 from muster.spec.mesh_cuts import divisors
@@ -72,7 +72,8 @@ def find_reasons(
         for (_, part), alternative in zip(parts, alternatives, strict=True)
         if alternative.best is not None or not alternative.proven or alternative.result.nearest_miss is not None
     ]
-    return [*found, *_without_savings(first.evaluated, first.evaluator)]
+    work = simulation_work(first.evaluated.plan, request.workload)
+    return [*found, *(_without_savings(first.evaluated, first.evaluator) if budget.has_time_for(2 * work) else ())]
 
 
 def _other_parts(plan: Plan, request: PlanRequest) -> Iterator[tuple[str, str]]:

@@ -19,7 +19,7 @@ from muster.planner.node_order import is_heterogeneous
 from muster.planner.notable_plans import Trait
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
-from muster.planner.search_budget import SearchBudget
+from muster.planner.search_budget import SearchBudget, simulation_work
 from muster.planner.search_phases import best_first, local_search, probe, seed
 from muster.planner.search_result import ROUNDING_TOLERANCE, SearchResult, total_counts
 from muster.planner.space import draft_plans, mesh_shapes, schedule_choices
@@ -137,8 +137,11 @@ class _PartReport:
 def _search(evaluator: PlanEvaluator, wishes: _Wishes, budget: SearchBudget, patience: float) -> SearchResult:
     """Search within one memory budget; without any plan only as long as a `patience` of the budget lasts."""
     begin_s = perf_counter()
-    if budget.is_late:
-        return SearchResult(evaluator, [], 0.0, None)
+    workload = evaluator.request.workload
+    unready = (simulation_work(one.plan, workload) for one in wishes.known if not isinstance(one, EvaluatedPlan))
+    if not budget.has_time_for(max(unready, default=0.0)):
+        ready = sorted((one for one in wishes.known if isinstance(one, EvaluatedPlan)), key=attrgetter("sort_key"))
+        return SearchResult(evaluator, ready[: wishes.top], 0.0, None)
     until_first = budget.share(patience)
     frontiers = [
         Frontier(
@@ -170,6 +173,12 @@ def _search(evaluator: PlanEvaluator, wishes: _Wishes, budget: SearchBudget, pat
             group.close()
         known = {one.plan: one for one in wishes.known if isinstance(one, EvaluatedPlan)}
         known |= {plan: one for frontier in frontiers for plan, one in frontier.evaluated.items()}
+        if budget.is_late:
+            best = tuple(one for number, one in enumerate(best) if not number or one.plan in known)
+        given = {one.plan for one in wishes.known}
+        budget.spend(
+            sum(simulation_work(one.plan, evaluator.request.workload) for one in best if one.plan not in given)
+        )
         evaluated = [known.get(one.plan) or evaluator.evaluate(one.plan) for one in best]
     return SearchResult(
         evaluator,

@@ -6,6 +6,7 @@ same plan on a busy machine as on a quiet one, and with one process as with seve
 
 from math import inf
 from time import perf_counter
+from typing import ClassVar
 
 from muster.planner.lockstep import usable_processes
 from muster.spec.plan import Plan
@@ -13,6 +14,16 @@ from muster.spec.workload import Workload
 
 DEFAULT_WORK = 8000.0
 """Units of work of a search with effort 1. A unit is about a millisecond of one core on a quiet machine."""
+
+SECONDS_PER_UNIT = 2e-3
+"""Seconds that a unit is taken to last until that was seen: those of a machine with some other load."""
+
+PACED_WORK = 20.0
+"""Least work of a simulation by which the pace of this process is judged."""
+
+LIMIT_SHARE = 0.9
+"""Share of a time limit after which no search goes on: the rest is for the last simulation, the start of the program
+and its output."""
 
 SHAPE_WORK = 0.5
 """A mesh shape, with the bounds of its schedule choices."""
@@ -57,6 +68,9 @@ def fit_work(plan: Plan, workload: Workload, by_layer: bool = False) -> float:
 class SearchBudget:
     """Work and time that are left; parts of it may be given to searches that one question takes."""
 
+    seconds_per_unit: ClassVar[float] = SECONDS_PER_UNIT
+    """Seconds of a unit of work in this process, for judging if there is time for more."""
+
     def __init__(
         self, work: float = inf, end_s: float = inf, whole: "SearchBudget | None" = None, processes: int = 1
     ) -> None:
@@ -72,7 +86,7 @@ class SearchBudget:
     def start(cls, effort: float = 1.0, limit_s: float | None = None, begin_s: float | None = None) -> "SearchBudget":
         """Return a budget of `effort` times the default work, and of `limit_s` seconds from `begin_s` (default: now)
         where given, for all cores of this process."""
-        end_s = inf if limit_s is None else (perf_counter() if begin_s is None else begin_s) + limit_s
+        end_s = inf if limit_s is None else (perf_counter() if begin_s is None else begin_s) + LIMIT_SHARE * limit_s
         return cls(effort * DEFAULT_WORK, end_s, processes=usable_processes())
 
     def spend(self, work: float) -> None:
@@ -95,6 +109,16 @@ class SearchBudget:
     def is_late(self) -> bool:
         """True if the time is over."""
         return self.end_s < inf and perf_counter() >= self.end_s
+
+    def has_time_for(self, work: float) -> bool:
+        """Return True if so many units of work likely end before the time is over."""
+        return self.end_s == inf or perf_counter() + work * SearchBudget.seconds_per_unit < self.end_s
+
+    @staticmethod
+    def note_pace(work: float, seconds: float) -> None:
+        """Note what a simulation took: the slowest of this process says if there is time for another."""
+        if work >= PACED_WORK:
+            SearchBudget.seconds_per_unit = max(SearchBudget.seconds_per_unit, seconds / work)
 
     def share(self, part: float, time_part: float | None = None) -> "SearchBudget":
         """Return a budget of a part of the work and of the time that are left, whose work counts for this one too.

@@ -212,7 +212,7 @@ def _simulate_likeliest(
         for fitting in next(filter(None, (frontier.fit(plan) for _, _, plan in group_drafts)), ()):
             ready.append((evaluator.bounds.of_plan(fitting), next(frontier.numbers), fitting))
     for bound, _, plan in sorted(ready)[:num_simulated]:
-        if not frontier.is_pruned(bound):
+        if not frontier.is_pruned(bound) and frontier.has_time_for(plan):
             frontier.simulate(plan)
 
 
@@ -267,7 +267,7 @@ def local_search(frontier: Frontier, looks_around: bool = True) -> Iterator[bool
         first = frontier.best[0].plan
         for plan in neighbour_plans(centre, frontier.evaluator, frontier.part):
             frontier.budget.spend(fit_work(plan, workload, by_layer=True))
-            if frontier.evaluator.bounds.of_plan(plan) < frontier.best[0].value:
+            if frontier.evaluator.bounds.of_plan(plan) < frontier.best[0].value and frontier.has_time_for(plan):
                 frontier.simulate(plan)
             yield True
             if frontier.best[0].plan != first:

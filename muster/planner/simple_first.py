@@ -9,7 +9,7 @@ nearly all bounds are above the ceiling, so that these searches take less time t
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from muster.planner.evaluated_plan import EvaluatedPlan
+from muster.planner.evaluated_plan import EvaluatedPlan, FoundPlan
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.search import search
 from muster.planner.search_budget import SearchBudget
@@ -30,7 +30,10 @@ class SimplestPlan:
 
 
 def find_simplest(
-    best: EvaluatedPlan, known: Sequence[EvaluatedPlan], evaluator: PlanEvaluator, budget: SearchBudget
+    best: EvaluatedPlan,
+    known: Sequence[EvaluatedPlan | FoundPlan],
+    evaluator: PlanEvaluator,
+    budget: SearchBudget,
 ) -> SimplestPlan:
     """Return the simplest plan whose value is within the prediction's error of the best plan's.
 
@@ -41,11 +44,11 @@ def find_simplest(
         return SimplestPlan(best, True)
     ceiling = best.value * (1 + tolerance)
     chosen, proven = best, True
-    known_one = simplest(known, best.value, tolerance) or best
+    known_one: EvaluatedPlan | FoundPlan = simplest([best, *known], best.value, tolerance) or best
     below = min(_no_more_than(known_one), simplicity(best.plan))
     while below.num_mechanisms or below.differs_by_layer:
         if budget.is_spent:
-            return SimplestPlan(known_one if chosen is best else chosen, False)
+            return SimplestPlan(_evaluated(known_one, evaluator) if chosen is best else chosen, False)
         found = _best_below(below, ceiling, evaluator, known, budget.share(STEP_SHARE))
         least = min([ceiling, *(one.value for one in found.best)])
         proven = proven and found.open_bound > least * (1 - ROUNDING_TOLERANCE)
@@ -56,7 +59,11 @@ def find_simplest(
     return SimplestPlan(chosen, proven)
 
 
-def _no_more_than(evaluated: EvaluatedPlan) -> Simplicity:
+def _evaluated(one: EvaluatedPlan | FoundPlan, evaluator: PlanEvaluator) -> EvaluatedPlan:
+    return one if isinstance(one, EvaluatedPlan) else evaluator.evaluate(one.plan)
+
+
+def _no_more_than(evaluated: EvaluatedPlan | FoundPlan) -> Simplicity:
     """Return the limit that admits plans as simple as this one, and simpler ones."""
     own = simplicity(evaluated.plan)
     return own._replace(num_mechanisms=own.num_mechanisms + 1)
@@ -66,7 +73,7 @@ def _best_below(
     below: Simplicity,
     ceiling: float,
     evaluator: PlanEvaluator,
-    known: Sequence[EvaluatedPlan],
+    known: Sequence[EvaluatedPlan | FoundPlan],
     budget: SearchBudget,
 ) -> SearchResult:
     """Search the plans that are simpler than `below` for the best, with values up to `ceiling`."""

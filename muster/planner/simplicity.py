@@ -7,9 +7,9 @@ that use the fewest mechanisms, then by value. The order is that of `Simplicity`
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from muster.planner.evaluated_plan import EvaluatedPlan
+from muster.planner.evaluated_plan import EvaluatedPlan, FoundPlan
 from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.plan import Plan
 from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
@@ -23,6 +23,9 @@ _AXES = {
     "cp": "context parallelism",
     "ep": "expert parallelism",
 }
+
+
+Ranked = TypeVar("Ranked", bound=EvaluatedPlan | FoundPlan)
 
 
 class Simplicity(NamedTuple):
@@ -75,9 +78,7 @@ def least_simplicity(num_axes: int, schedule: str, num_others: int) -> Simplicit
     return Simplicity(False, num_axes + len(_schedule_mechanisms(schedule)) + num_others)
 
 
-def simplest(
-    plans: Iterable[EvaluatedPlan], best_value: float, tolerance: float = PREDICTION_ERROR
-) -> EvaluatedPlan | None:
+def simplest(plans: Iterable[Ranked], best_value: float, tolerance: float = PREDICTION_ERROR) -> Ranked | None:
     """Return the simplest of the plans within `tolerance` of `best_value`; of equally simple ones the best.
 
     None where no plan is within it.
