@@ -1,7 +1,7 @@
 """Claims of `muster plan`: simple plans first, percentages that other commands repeat, nothing better shown."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from math import inf
 from random import Random
 
 import pytest
@@ -13,10 +13,11 @@ from muster.config.named_model import load_model
 from muster.planner.answer import answer_request
 from muster.planner.cluster_parts import cluster_parts, least_step_s
 from muster.planner.evaluated_plan import EvaluatedPlan
+from muster.planner.memory.budget import MemoryBudget
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest, build_request
 from muster.planner.search import search
-from muster.planner.search_budget import SearchBudget
+from muster.planner.search_budget import SearchBudget, fit_work, simulation_work
 from muster.planner.simple_first import find_simplest
 from muster.planner.simplicity import PREDICTION_ERROR, Simplicity, mechanisms, simplest, simplicity
 from muster.planner.space import draft_plans, mesh_shapes, schedule_choices, used_axes
@@ -231,36 +232,35 @@ def test_what_a_changed_cluster_finds_is_taken_where_it_is_better() -> None:
 # Time limits
 
 
+SECONDS_PER_UNIT = 2e-3
+
+
 class LogicalClock:
-    """A clock that goes on by the work that is counted: a unit takes two milliseconds."""
+    """A clock that goes on by the work of each simulation and each weighed plan."""
 
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
         """Take the place of the real clock."""
-        spend = SearchBudget.spend
+        self.now_s = 100.0
+        self.workload = workload
+        for owner, name, work in ((PlanEvaluator, "evaluate", simulation_work), (MemoryBudget, "start_fit", fit_work)):
+            monkeypatch.setattr(owner, name, self._timed(getattr(owner, name), work))
+        monkeypatch.setattr(SearchBudget, "seconds_per_unit", SECONDS_PER_UNIT)
+        for module in ("search_budget", "frontier"):
+            monkeypatch.setattr(f"muster.planner.{module}.perf_counter", lambda: self.now_s)
 
-        def spent(budget: SearchBudget, work: float) -> None:
-            if budget.work == inf:  # that of a part of a search; the others add up what parts spent
-                self.now_s += 2e-3 * work
-            spend(budget, work)
+    def _timed(self, method: Callable, work: Callable) -> Callable:
+        def timed(owner: object, plan: Plan) -> object:
+            self.now_s += SECONDS_PER_UNIT * work(plan, self.workload)
+            return method(owner, plan)
 
-        monkeypatch.setattr(SearchBudget, "spend", spent)
-        monkeypatch.setattr(SearchBudget, "seconds_per_unit", 2e-3)
-        monkeypatch.setattr("muster.planner.search_budget.perf_counter", self)
-        monkeypatch.setattr("muster.planner.frontier.perf_counter", self)
+        return timed
 
 
 @pytest.mark.parametrize("require", ["", "tp2"])
-def test_an_answer_keeps_to_its_time_by_the_work_that_it_counts(require: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = LogicalClock()
-    clock.watch(monkeypatch)
-    limit_s = 2.0
-    request = _request("llama3-8b", "8xh100", 8192, 512, fix=require)
+def test_an_answer_keeps_to_its_time_by_the_work_that_it_does(require: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = _request("llama2-7b", "8xrtx4090", 4096, 512, fix=require)
+    clock = LogicalClock(request.workload, monkeypatch)
+    limit_s = 3.0
     answer = answer_request(request, 3, SearchBudget.start(limit_s=limit_s))
     assert answer.reasons
     assert clock.now_s - 100 <= 1.1 * limit_s

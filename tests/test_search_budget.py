@@ -20,7 +20,7 @@ from muster.planner.heterogeneous import FIRST_WORK, _doubling_parts
 from muster.planner.lockstep import run_in_lockstep
 from muster.planner.request import PlanRequest
 from muster.planner.search import NUM_PARTS, search
-from muster.planner.search_budget import DEFAULT_WORK, SearchBudget
+from muster.planner.search_budget import DEFAULT_WORK, LIMIT_SHARE, SearchBudget
 from muster.planner.search_result import SearchResult
 from muster.spec.workload import Workload
 
@@ -71,7 +71,9 @@ def test_parts_of_a_limit_end_before_it(monkeypatch: pytest.MonkeyPatch) -> None
     now_s = 5.0
     monkeypatch.setattr("muster.planner.search_budget.perf_counter", lambda: now_s)
     whole = SearchBudget.start(limit_s=10.0)
-    assert (whole.share(0.3).end_s, whole.renew(time_part=0.5).end_s) == (8.0, 10.0)
+    assert whole.end_s == 5.0 + LIMIT_SHARE * 10.0
+    ends = (whole.share(0.3).end_s - 5.0, whole.renew(time_part=0.5).end_s - 5.0)
+    assert ends == pytest.approx((3.0 * LIMIT_SHARE, 5.0 * LIMIT_SHARE))
     assert not whole.is_spent
     now_s = 15.0
     assert whole.is_spent

@@ -132,6 +132,8 @@ class _PartReport:
     nearest_miss: tuple[float, Plan | None]
     counts: Counter[str]
     notable: dict[Trait, FoundPlan]
+    is_late: bool
+    """True if the time is over, or no longer enough for this part's next simulation."""
 
 
 def _search(evaluator: PlanEvaluator, wishes: _Wishes, budget: SearchBudget, patience: float) -> SearchResult:
@@ -161,6 +163,8 @@ def _search(evaluator: PlanEvaluator, wishes: _Wishes, budget: SearchBudget, pat
             while True:
                 open_bounds = [report.open_bound for report in reports]
                 active = [bound < inf and not wishes.is_pruned(bound, best) for bound in open_bounds]
+                if number:
+                    active = [wanted and not report.is_late for wanted, report in zip(active, reports, strict=True)]
                 if not any(active) or (number and (budget if best else until_first).is_spent):
                     break
                 allowed = min(work, budget.left / sum(active))
@@ -245,6 +249,7 @@ def _report(frontier: Frontier) -> _PartReport:
         frontier.nearest_miss,
         frontier.counts,
         frontier.notable,
+        frontier.budget.is_late,
     )
 
 
