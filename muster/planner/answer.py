@@ -27,11 +27,11 @@ from muster.planner.training_cost import TrainingCost, training_cost
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import InfeasibleError
 
-UNREQUIRED_TIME_SHARE = 0.3
-"""Share of the time, where it is limited, for the answer without what is required."""
-
 SEARCH_TIME_SHARE = 0.6
 """Share of the time, where it is limited, for the search for the best plan, which has all of the work."""
+
+UNREQUIRED_TIME_SHARE = 0.3
+"""Share of the time that is left then, where it is limited, for the answer without what is required."""
 
 PART_EFFORT = 0.5
 """Work for each part of the cluster that may be faster alone, as a part of that of the search."""
@@ -122,11 +122,11 @@ def answer_request(request: PlanRequest, top: int, budget: SearchBudget, explain
 
     Raises InfeasibleError, with the limit that binds, if there is no plan.
     """
-    unrequired = _without_requirement(request, budget) if explained and request.fixed_text else None
     search = find_best_plans(request, 2, budget.share(1.0, SEARCH_TIME_SHARE))
     if not search.result.best:
         raise InfeasibleError(explain_no_plan(search.result, budget))
     search, whole = _search_parts(request, search, budget)
+    unrequired = _without_requirement(request, budget) if explained and request.fixed_text else None
     return _Answer(search, whole, top, budget.renew(EXPLANATION_EFFORT)).build(explained, unrequired)
 
 
