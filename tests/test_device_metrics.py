@@ -54,7 +54,7 @@ def test_an_unknown_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = load_model("tiny"), parse_plan_name("dp1-bf16"), 64
     devices = DeviceMetrics(*asked, gpu_world("NVIDIA Z9000", 1, monkeypatch))
     assert devices.mfu(step_result(64, 1.0)) is None
-    assert devices.note == "MFU: N/A, because the peak arithmetic rate of NVIDIA Z9000 is not in the catalogue"
+    assert devices.note == "MFU: n/a, because the peak arithmetic rate of NVIDIA Z9000 is not in the catalogue"
     cpu: Any = SimpleNamespace(device=CPU, all_gather_object=lambda value: [value])
     assert "of this CPU is not" in DeviceMetrics(*asked, cpu).note
 

@@ -50,7 +50,7 @@ class DeviceMetrics:
         """A sentence on where MFU comes from, or why there is none."""
         if self._unknown:
             names = " and ".join(self._unknown)
-            return f"MFU: N/A, because the peak arithmetic rate of {names} is not in the catalogue"
+            return f"MFU: n/a, because the peak arithmetic rate of {names} is not in the catalogue"
         return f"MFU: share of {self._peak_flops_per_s / 1e12:,.0f} TFLOP/s, the devices' peak, with full attention"
 
     def start_measuring(self) -> None:
