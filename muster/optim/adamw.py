@@ -9,6 +9,8 @@ from muster.config.optim_config import OptimConfig
 from muster.config.optimizers import ADAMW_UPDATE
 from muster.optim.base import Optimizer, has_decay
 
+FUSED_DEVICES = ("cpu", "cuda")
+"""Types of devices for which PyTorch has a fused kernel."""
 STATE = tuple(tensor.name for tensor in ADAMW_UPDATE.state)
 
 
@@ -24,7 +26,7 @@ class AdamW(Optimizer):
             }
             for decays in (True, False)
         ]
-        fused = all(param.device.type in ("cpu", "cuda") for param in self.params.values())
+        fused = all(param.device.type in FUSED_DEVICES for param in self.params.values())
         betas = (config.beta1, config.beta2)
         self._torch = torch.optim.AdamW(groups, betas=betas, eps=config.eps, fused=fused, foreach=not fused)
         self._steps: list[Tensor] = []

@@ -90,7 +90,7 @@ def _count_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> 
     torch.set_num_threads(1)
     config = RunConfig.model_validate_json((folder / _REQUEST_FILE).read_text())
     with open_world(store, rank, world_size, config.parallel) as world:
-        trainer = _CountedTrainer(config, config.parallel, world, cast(SampleStream, None))
+        trainer = CountedTrainer(config, config.parallel, world, cast(SampleStream, None))
         found = _count(trainer)
     (folder / f"{rank}.json").write_text(json.dumps(asdict(found)))
     return 0
@@ -109,7 +109,7 @@ def _run_config(model: ModelSpec, plan: Plan, workload: Workload) -> RunConfig:
     )
 
 
-def _count(trainer: "_CountedTrainer") -> MeasuredMemory:
+def _count(trainer: "CountedTrainer") -> MeasuredMemory:
     tracker = _make_tracker()
     tracker.track_external(*trainer.tensors())
     with tracker:
@@ -151,7 +151,7 @@ class _FakeOffload(ActivationOffload):
 _HOST = torch.device("meta")
 
 
-class _FakeStage(DecoderStage):
+class FakeStage(DecoderStage):
     """Stage with fake memory, whose values therefore don't matter."""
 
     offload_type = _FakeOffload
@@ -164,7 +164,7 @@ class _FakeStage(DecoderStage):
         pass
 
 
-class _CountedTrainer(Trainer):
+class CountedTrainer(Trainer):
     """Trainer that runs a step over arbitrary tokens."""
 
     def tensors(self) -> list[Any]:
@@ -184,8 +184,8 @@ class _CountedTrainer(Trainer):
         self._executor.run()
 
 
-class _FakeTrainer(_CountedTrainer):
-    stage_type = _FakeStage
+class _FakeTrainer(CountedTrainer):
+    stage_type = FakeStage
 
     def _reduce_norm(self, action: Action) -> None:
         """Skip reading the values, which fake tensors don't have, and clip in any case."""

@@ -1,0 +1,207 @@
+"""A GPU in name only: tensors with a shape, a dtype and a GPU's device but no memory, and no other ranks.
+
+PyTorch's PrivateUse1 device, whose streams and events this module has, under FakeTensorMode, with PyTorch's fake
+process group. A dispatch mode sees every operator: what the host waits for, tensors on another device, the order of
+communication.
+"""
+
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "fakegpu"
+
+
+class Stream:
+    """A stream of the device; it has none."""
+
+    def __init__(self, *args: object, **options: object) -> None: ...
+    def wait_stream(self, other: "Stream") -> None: ...
+    def wait_event(self, event: object) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self, event: Any = None) -> Any:
+        return event or Event()
+
+
+class Event:
+    """An event of the device, which is over at once."""
+
+    def __init__(self, enable_timing: bool = False, **options: object) -> None: ...
+    def record(self, stream: Stream | None = None) -> None: ...
+    def wait(self, stream: Stream | None = None) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1.0
+
+
+class Module:
+    """What `torch.cuda` is for CUDA."""
+
+    Stream, Event = Stream, Event
+    _current = Stream()
+
+    @staticmethod
+    def current_stream(device: object = None) -> object:
+        return Module._current
+
+    default_stream = current_stream
+
+    @staticmethod
+    @contextmanager
+    def stream(stream: object) -> Iterator[None]:
+        yield
+
+    @staticmethod
+    @contextmanager
+    def device(index: object) -> Iterator[None]:
+        yield
+
+    @staticmethod
+    def current_device() -> int:
+        return 0
+
+    @staticmethod
+    def device_count() -> int:
+        return 8
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    is_initialized = is_available
+
+    @staticmethod
+    def set_device(index: object) -> None: ...
+
+    @staticmethod
+    def _is_in_bad_fork() -> bool:
+        return False
+
+    @staticmethod
+    def manual_seed_all(seed: int) -> None: ...
+
+    @staticmethod
+    def synchronize(device: object = None) -> None:
+        raise AssertionError("a step waits for the whole device")
+
+    @staticmethod
+    def get_device_capability(device: object = None) -> tuple[int, int]:
+        return 9, 0
+
+    @staticmethod
+    def get_amp_supported_dtype() -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+_setup_privateuseone_for_python_backend(NAME, backend_module=Module)
+dist.Backend.backend_capability["fake"] = [*dist.Backend.backend_capability.get("fake", []), NAME]
+DEVICE = torch.device(NAME, 0)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective or a transfer, as one rank starts it."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """World ranks of the group; sender and receiver of a transfer."""
+    numel: int
+
+    @property
+    def is_transfer(self) -> bool:
+        """True for a message from one rank to another."""
+        return self.name in ("send", "recv_")
+
+
+class Watch(TorchDispatchMode):
+    """Sees every operator of a step on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.syncs: list[str] = []
+        """Functions of Muster in which the host waited for a result, each as often in a row as it did."""
+        self.strays: list[str] = []
+        """Operators that mixed tensors of the device and of the host, and the functions that called them."""
+        self.calls: list[Call] = []
+
+    def begin_step(self) -> None:
+        """Forget what was seen."""
+        self.syncs, self.strays, self.calls = [], [], []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            self._see_communication(func.overloadpacket.__name__, args)
+            return func(*args, **kwargs)
+        name = str(func)
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        devices = {x.device.type for x in tensors if x.dim() > 0}  # a scalar of the host goes with the launch
+        if NAME in {x.device.type for x in tensors}:
+            if name == "aten._local_scalar_dense.default":
+                self._see_sync()
+                return 1.0
+            if name == "aten._to_copy.default" and str(kwargs.get("device")) == "cpu":
+                self._see_sync()
+        if len(devices) > 1 and name not in _COPIES:
+            self.strays.append(f"{name} in {_caller()}")
+        return func(*args, **kwargs)
+
+    def _see_sync(self) -> None:
+        """Note a wait; a list is read element by element, in one wait."""
+        caller = _caller()
+        if not self.syncs or self.syncs[-1] != caller:
+            self.syncs.append(caller)
+
+    def _see_communication(self, name: str, args: Any) -> None:
+        group = next(
+            dist.ProcessGroup.unbox(arg)  # type: ignore[attr-defined]
+            for arg in args
+            if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())
+        )
+        numel = sum(x.numel() for x in tree_leaves(args) if isinstance(x, torch.Tensor))
+        if name == "gather_":  # only its root has room for the results
+            numel = 0
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if name in ("send", "recv_"):
+            other = ranks[args[2]]
+            ranks = (self.rank, other) if name == "send" else (other, self.rank)
+        self.calls.append(Call(name, ranks, numel))
+
+
+_COPIES = {"aten.copy_.default", "aten._to_copy.default", "aten._foreach_copy_.default"}
+
+
+def order_problems(watches: Sequence[Watch]) -> list[str]:
+    """Return where ranks would not meet: NCCL matches the calls of a group, and the transfers of a pair, by their
+    order."""
+    problems = []
+    own = {watch.rank: watch.calls for watch in watches}
+    for ranks, is_transfer in dict.fromkeys((call.ranks, call.is_transfer) for calls in own.values() for call in calls):
+        by_rank = [
+            [call for call in own[rank] if (call.ranks, call.is_transfer) == (ranks, is_transfer)] for rank in ranks
+        ]
+        if is_transfer:
+            sent, received = ([call.numel for call in calls] for calls in by_rank)
+            if sent != received:
+                problems.append(f"rank {ranks[0]} sends {sent} to {ranks[1]}, which receives {received}")
+        elif any(calls != by_rank[0] for calls in by_rank):
+            problems.append(f"ranks {ranks} call {[[call.name for call in calls] for calls in by_rank]}")
+    return problems
+
+
+def _caller() -> str:
+    """Return the innermost function of Muster that is running, as `file:function`."""
+    frames = [frame for frame in traceback.extract_stack() if "/muster/" in frame.filename]
+    return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].name}" if frames else "?"
