@@ -51,6 +51,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma2": SIZES
     | {"model_type": "gemma2", "head_dim": 12, "query_pre_attn_scalar": 24, "sliding_window": 7, "eos_token_id": None}
     | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5, "pad_token_id": None, "bos_token_id": None},
+    "gemma3_text": SIZES
+    | {"model_type": "gemma3_text", "head_dim": 12, "query_pre_attn_scalar": 24, "sliding_window": 7}
+    | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "eos_token_id": None}
+    | {"rope_theta": 5e4, "rope_local_base_freq": 1e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    | {"pad_token_id": None, "bos_token_id": None},
     "gpt2": {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
     "mixtral": SIZES | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": SIZES

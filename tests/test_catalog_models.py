@@ -53,6 +53,7 @@ EXACT = {
     "gemma-2-2b": 2_614_341_888,
     "gemma-2-9b": 9_241_705_984,
     "gemma-2-27b": 27_227_128_320,
+    "gemma-3-1b": 999_885_952,
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_620_634_112,
     "qwen3-30b-a3b": 30_532_122_624,
@@ -75,6 +76,9 @@ ROUNDED = {
     "megatron-22b": 22,  # arXiv:2205.05198, table 3
     "megatron-175b": 175,
     "deepseek-v3": 671,  # arXiv:2412.19437, abstract: without its head for the token after
+    "gemma-3-4b": 3.9,  # arXiv:2503.19786, table 1
+    "gemma-3-12b": 11.8,
+    "gemma-3-27b": 27.0,
     "gpt-oss-20b": 20.91,  # arXiv:2508.10925, table 1
     "gpt-oss-120b": 116.83,
 }

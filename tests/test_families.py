@@ -120,6 +120,10 @@ def test_a_dense_family_is_one_file_and_one_line_of_the_registry(monkeypatch, tm
         ({"model_type": "gpt_oss", "num_local_experts": 0, "num_experts_per_tok": 3}, "num_local_experts: expected a"),
         ({"model_type": "ministral", "sliding_window": 8, "layer_types": ["chunked"] * 3}, "got a layer of chunked"),
         ({"model_type": "ministral", "sliding_window": 8, "layer_types": []} | {"num_hidden_layers": "3"}, "whole"),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
+            "rope_parameters.sliding_attention.rope_type is 'linear', expected default",
+        ),
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, "only causal attention is supported"),
         ({"model_type": "gemma2", "attn_logit_softcapping": 0}, "attn_logit_softcapping: expected a number"),
         ({"model_type": "gpt_neox", "rotary_pct": 2}, "rotary_pct: expected a share of a head"),

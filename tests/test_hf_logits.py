@@ -65,7 +65,8 @@ def test_their_weights_give_their_logits(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "llama-biased", "mistral", "qwen3-yarn", "phi3", "smollm3", "olmo2", "gpt_neox", "gemma2"]
+    "name",
+    ["gpt2", "llama-biased", "mistral", "qwen3-yarn", "phi3", "smollm3", "olmo2", "gpt_neox", "gemma2", "gemma3_text"],
 )
 def test_their_weights_give_their_gradients(name):
     spec, theirs = spec_from_hf_config(CONFIGS[name]), copy.deepcopy(random_model(name))

@@ -86,6 +86,7 @@ def test_windows_are_for_the_layers_that_are_named():
         ({"model.window_layers": "[0]"}, "there is none"),
         ({"model.rotary_dim": "7"}, "rotary_dim 7 must be even"),
         ({"model.parallel_residual": "true", "model.norm_placement": "both"}, "parallel_residual needs norm_placement"),
+        ({"model.window_rope_theta": "100"}, "there are none"),
         ({"model.norm_unit_offset": "true", "model.norm": "layer"}, "norm_unit_offset is for RMSNorms"),
         ({"model.qk_norm_width": "projection"}, "the model has no qk_norm"),
         ({"model.moe.num_experts": "4", "model.moe.top_k": "5", "model.moe.expert_size": "8"}, "top_k 5 is more"),

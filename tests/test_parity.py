@@ -89,6 +89,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "tp2-sp-relem", "family": "olmo2", "profile": True},
         {"plan": "tp2-sp", "family": "gemma2", "tied": True, "profile": True, "z_loss": 0.1},
         {"plan": "dp2-relem", "family": "gemma2", "profile": True},
+        {"plan": "tp2-sp-rfull", "family": "gemma3", "tied": True, "profile": True},
+        {"plan": "pp2-mb2-vocab", "family": "gemma3", "packing": "none"},
         {"plan": "pp2-vocab", "family": "gemma2", "tied": True, "z_loss": 0.1, "packing": "none"},
         {"plan": "dp2-relem", "family": "olmo2"},
         {"plan": "pp2-szbh1", "family": "olmo2", "packing": "none"},

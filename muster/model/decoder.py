@@ -310,10 +310,13 @@ class Decoder(nn.Module):
             x_BSD = x_BSD * self._embedding_scale[x_BSD.dtype]
         if self.positions is not None:
             x_BSD = x_BSD + self.position_state.learned_rows(self.positions.weight, x_BSD)
-        cos, sin = self.position_state.rotary_cos_sin(x_BSD)
+        angles: dict[bool, tuple[Tensor | None, Tensor | None]] = {}
         for layer in self.blocks():
             window = getattr(getattr(layer, "attn", None), "window", None)
-            x_BSD = layer(x_BSD, cos, sin, self.position_state.mask(window, x_BSD), self.position_state.documents)
+            kind = self.position_state.has_own_angles(window)
+            if kind not in angles:
+                angles[kind] = self.position_state.rotary_cos_sin(x_BSD, window)
+            x_BSD = layer(x_BSD, *angles[kind], self.position_state.mask(window, x_BSD), self.position_state.documents)
         return x_BSD
 
     def _logits(self, x_BSD: Tensor) -> Tensor:

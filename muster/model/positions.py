@@ -91,25 +91,35 @@ class PositionState:
         """Index of each sequence's position 0; None: 0 in all of them."""
         self.documents: Documents | None = None
         """Documents of the next pass's sequences; None: each is one document."""
-        self._cos_sin: tuple[Tensor, Tensor] | None = None
+        self._cos_sin: dict[bool, tuple[Tensor, Tensor]] = {}
         self._masks: dict[int, Tensor] = {}
 
-    def rotary_cos_sin(self, x_BSD: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Return cos and sin of all S positions in the dtype and on the device of `x_BSD`, each (S, 1, rotary_dim),
-        or (B, S, 1, rotary_dim) for sequences of several documents; None for a model without rotary positions."""
-        if self._spec.position != "rope":
+    def rotary_cos_sin(self, x_BSD: Tensor, window: int | None = None) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Return cos and sin of all S positions, in layers with this window, in the dtype and on the device of `x_BSD`.
+
+        Each is (S, 1, rotary_dim), or (B, S, 1, rotary_dim) for sequences of several documents; None for a model
+        without rotary positions.
+        """
+        spec = self._spec
+        if spec.position != "rope":
             return None, None
+        is_local = self.has_own_angles(window)
         end, kind = self.offset + self._length(x_BSD), (x_BSD.dtype, x_BSD.device)
-        tables = self._cos_sin
+        tables = self._cos_sin.get(is_local)
         if tables is None or len(tables[0]) < end or (tables[0].dtype, tables[0].device) != kind:
             size = end if self.offset == 0 else 2 * end  # else generation would need a new table for each token
-            spec = self._spec
-            self._cos_sin = tables = rotary_tables(
-                size, spec.rotary_dim or spec.head_dim, spec.rope_theta, *kind, spec.rope_scaling
-            )
+            theta, scaling = spec.rope_theta, spec.rope_scaling
+            if is_local and spec.window_rope_theta is not None:
+                theta, scaling = spec.window_rope_theta, None
+            tables = rotary_tables(size, spec.rotary_dim or spec.head_dim, theta, *kind, scaling)
+            self._cos_sin[is_local] = tables
         if self.documents is not None:
             return tables[0][self.documents.positions_BS], tables[1][self.documents.positions_BS]
         return tables[0][self.offset : end], tables[1][self.offset : end]
+
+    def has_own_angles(self, window: int | None) -> bool:
+        """Return True if layers with this window turn by other angles than layers without one."""
+        return window is not None and self._spec.window_rope_theta is not None
 
     def mask(self, window: int | None, x_BSD: Tensor) -> Tensor | None:
         """Return the `window_mask` of whole sequences; None if it would hide nothing."""

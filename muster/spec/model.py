@@ -65,6 +65,9 @@ class ModelSpec(Frozen):
     §2.1.1)."""
     rope_theta: PositiveFloat = 10_000.0
     """Base of the rotary wavelengths."""
+    window_rope_theta: PositiveFloat | None = None
+    """Base in layers with a `sliding_window`, which `rope_scaling` leaves alone; None: they are like the others
+    (Gemma 3; arXiv:2503.19786 §2)."""
     rope_scaling: RopeScaling | None = None
     """Rotary scaling for longer sequences."""
     parallel_residual: bool = False
@@ -151,6 +154,10 @@ class ModelSpec(Frozen):
             raise ValueError(f"nope_layers lists the layers without rotary positions, but position is {self.position}")
         if self.window_layers is not None and self.sliding_window is None:
             raise ValueError("window_layers lists the layers with a sliding_window, but there is none")
+        if self.window_rope_theta is not None and (self.sliding_window is None or self.position != "rope"):
+            raise ValueError(
+                "window_rope_theta is for layers with a sliding_window and rotary positions; there are none"
+            )
         if self.qk_norm_width != "head" and not self.qk_norm:
             raise ValueError(f"qk_norm_width is {self.qk_norm_width}, but the model has no qk_norm")
         return self

@@ -2,7 +2,7 @@
 
 from muster.interop.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, KIMI_K2
 from muster.interop.families.family import ModelFamily
-from muster.interop.families.gemma import GEMMA2
+from muster.interop.families.gemma import GEMMA2, GEMMA3
 from muster.interop.families.gpt2 import GPT2
 from muster.interop.families.gpt_neox import GPT_NEOX
 from muster.interop.families.gpt_oss import GPT_OSS
@@ -34,6 +34,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "olmo2": OLMO2,
     "gpt_neox": GPT_NEOX,
     "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3,
 }
 """Families by the `model_type` of a config.json. A ModelSpec is written as the family that it came from, or the
 first that has all of it."""

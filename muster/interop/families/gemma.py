@@ -1,6 +1,6 @@
-"""Gemma 2: Llama's keys and tensors, norms around attention and MLP, soft caps, and a window in every second layer."""
+"""Gemma 2 and 3: Llama's keys and tensors, norms around attention and MLP, windows, soft caps (2) or QK norms (3)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from muster.interop.families.family import (
@@ -47,6 +47,48 @@ def _read_gemma(config: Config, usual_layers: list[str]) -> dict[str, Any]:
     }
 
 
+def read_gemma3(config: Config) -> dict[str, Any]:
+    """Read a config.json. Every sixth layer has no window, and another base of the rotary wavelengths
+    (arXiv:2503.19786 §2)."""
+    config = {**_GEMMA3_DEFAULTS, **config}
+    pattern = require_count(config, "sliding_window_pattern")
+    usual = [
+        _layer_kind((layer + 1) % (pattern or 1) != 0) for layer in range(require_count(config, "num_hidden_layers"))
+    ]
+    rope, local_theta = _read_two_ropes(config)
+    fields = _read_gemma({**config, **rope}, usual) | {"qk_norm": True}
+    return fields | ({"window_rope_theta": local_theta} if "sliding_window" in fields else {})
+
+
+_GEMMA3_DEFAULTS = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}
+
+
+def _read_two_ropes(config: Config) -> tuple[dict[str, Any], Any]:
+    """Return the keys of the rotary wavelengths in layers without a window, and the base in those with one.
+
+    Before transformers 5 they are `rope_theta`, `rope_scaling` and `rope_local_base_freq`.
+    """
+    found = config.get("rope_parameters") or {}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"rope_parameters: expected a mapping, got {found!r}")
+    full, local = (found.get(kind) or {} for kind in ("full_attention", SLIDING_ATTENTION))
+    if local.get("rope_type", "default") != "default":
+        raise ConfigError(f"rope_parameters.{SLIDING_ATTENTION}.rope_type is {local['rope_type']!r}, expected default")
+    keys = {
+        "rope_parameters": None,
+        "rope_theta": full.get("rope_theta", config.get("rope_theta", 1_000_000.0)),
+        "rope_scaling": full or config.get("rope_scaling"),
+    }
+    return keys, local.get("rope_theta", config.get("rope_local_base_freq", 10_000.0))
+
+
 def _layer_kind(has_window: bool) -> str:
     return SLIDING_ATTENTION if has_window else "full_attention"
 
@@ -65,6 +107,10 @@ def write_gemma2(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+def write_gemma3(spec: ModelSpec) -> dict[str, Any]:
+    return write_gemma2(spec) | {"rope_local_base_freq": spec.window_rope_theta or spec.rope_theta}
+
+
 _NORMS = {
     "attn_post_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
@@ -79,3 +125,10 @@ def weight_links(spec: ModelSpec) -> Iterator[WeightLink]:
 
 
 GEMMA2 = ModelFamily("Gemma2ForCausalLM", read_gemma2, write_gemma2, weight_links, _KEYS)
+GEMMA3 = ModelFamily(
+    "Gemma3ForCausalLM",
+    read_gemma3,
+    write_gemma3,
+    weight_links,
+    _KEYS | {"window_rope_theta": "rope_local_base_freq"},
+)

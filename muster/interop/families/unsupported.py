@@ -3,7 +3,6 @@
 _ONE = "one norm for attention and MLP in parallel"
 _BEHIND = "norms after attention and MLP instead of before them (post-norm)"
 _DELTA = "gated delta-net layers, a gate on the output of attention, and partial rotary embeddings"
-_GEMMA = "norms that multiply by 1 + weight and embeddings scaled by √hidden_size"
 _GRANITE = "multipliers on embeddings, residual stream, scores and logits"
 _MAMBA = "state-space (Mamba) layers"
 _PART = "partial rotary embeddings"
@@ -22,7 +21,6 @@ NEAREST_FAMILY = {
     "falcon": ("gpt_neox", _ONE),
     "falcon_h1": ("llama", _MAMBA),
     "gemma": ("gemma2", "no norms after attention and MLP"),
-    "gemma3_text": ("qwen3", f"{_GEMMA}, and norms after attention and MLP too"),
     "glm": ("llama", _PART),
     "glm4": ("llama", f"{_PART}, and norms after attention and MLP too"),
     "glm4_moe": ("dots1", _PART),
