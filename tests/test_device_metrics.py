@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from muster.config.named_model import load_model
 from muster.cost.time.plan_times import host_copy_s
+from muster.cost.time.rate_interpolation import RateInterpolator
 from muster.parallel import world as world_module
 from muster.parallel.world import pick_device
 from muster.probe.all_reduce_check import time_all_reduces
@@ -19,7 +20,7 @@ from muster.probe.host_link import time_host_copies
 from muster.probe.kernels import SIZES
 from muster.probe.profile import cluster_from_rates
 from muster.report.report_data import PredictedVsMeasured
-from muster.spec.errors import MusterError
+from muster.spec.errors import ConfigError, MusterError
 from muster.spec.machine_rates import KernelRates, MachineRates
 from muster.spec.plan_name import parse_plan_name
 from muster.train import finalize
@@ -166,3 +167,9 @@ def test_the_measured_host_link_is_what_offload_is_costed_with(monkeypatch: pyte
     rates = MachineRates(ranks=1, cores=0, kernels={"bf16": kernels}, collectives={}, host_bytes_per_s=40e9)
     assert host_copy_s(cluster_from_rates(rates).device, 40e9) == pytest.approx(1.0)
     assert time_host_copies(CPU) is None
+
+
+def test_a_profile_by_one_rank_says_that_it_knows_no_collectives() -> None:
+    rates = MachineRates(ranks=1, cores=2, kernels={"fp32": KernelRates()}, collectives={})
+    with pytest.raises(ConfigError, match="no time of all_reduce, because 1 rank measured it: run 'muster profile'"):
+        RateInterpolator(rates, "fp32").collective("all_reduce", 2, 1024)

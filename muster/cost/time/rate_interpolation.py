@@ -44,10 +44,16 @@ class RateInterpolator:
     def collective(self, name: str, ranks: int, count: int) -> float:
         """Return the seconds of a collective of `count` bytes, as its call counts them.
 
-        Takes the measured number of ranks that is nearest, in proportion to the bytes that a ring sends.
+        Takes the measured number of ranks that is nearest, in proportion to the bytes that a ring sends. Raises
+        ConfigError for a machine that was measured by one rank alone.
         """
         if ranks < 2 or not count:
             return 0.0
+        if name not in self._ranks:
+            raise ConfigError(
+                f"this machine's profile has no time of {name}, because {self.machine.ranks} rank measured it: run"
+                " 'muster profile' again with --ranks 2 or more"
+            )
         near = min(self._ranks[name], key=lambda known: abs(log(known / ranks)))
         time_s = _on_curve(self._ranks[name][near], count)
         steps = ranks - 1 if name == "all_gather" else (ranks - 1) / ranks

@@ -1,0 +1,49 @@
+"""The benchmark for GPUs: its table, and that it goes on where it was cut off."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu
+
+
+def step(step_s: float, **more: object) -> dict:
+    return {
+        "measured": {"step_s": step_s, "reserved_bytes": 1 << 30},
+        "predicted": {},
+        "tokens_per_s": 1 / step_s,
+        **more,
+    }
+
+
+def test_the_table_sets_each_step_beside_the_plain_loop_and_its_predictions() -> None:
+    found = {
+        "doctor": [],
+        "step 1B, compiled": step(0.5, mfu=0.52)
+        | {"predicted": {"catalogue": {"step_s": 0.45, "memory_bytes": 2 << 30}}},
+        "step 1B, plain compiled": step(0.6),
+        "step 1B, eager": {"error": "Traceback\nRuntimeError: no kernel"},
+    }
+    rows = gpu.table(found).splitlines()
+    assert rows[2] == "| 1B, compiled | 500.0 ms | 2 | 52.0% | 450.0 ms (-10%) | – | 1.0 GiB | 2.0 GiB | 1.20 |"
+    assert rows[4].startswith("| 1B, eager | failed: RuntimeError: no kernel |")
+
+
+def test_a_part_that_has_a_result_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    runs: list[str] = []
+
+    def note(name: str) -> gpu.Part:
+        return gpu.Part(name, lambda out: runs.append(name) or {"name": name})
+
+    def fail(out: Path) -> None:
+        runs.append("two")
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(gpu, "parts", lambda out: [note("one"), gpu.Part("two", fail), note("three, four")])
+    found = gpu.run_parts(tmp_path, 60, again=False)
+    assert found == {"one": {"name": "one"}, "two": {"error": "out of memory"}, "three, four": {"name": "three, four"}}
+    assert gpu.run_parts(tmp_path, 60, again=False) == found
+    assert runs == ["one", "two", "three, four", "two"], "what failed is tried again"
+    (tmp_path / "one.json").unlink()
+    assert "one" not in gpu.run_parts(tmp_path, -1, again=False)
+    assert "the same command goes on here" in capsys.readouterr().out
