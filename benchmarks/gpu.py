@@ -1,7 +1,8 @@
 """Everything to know on a lent GPU, in one command: correctness, speed, memory, predictions, recovery.
 
 Each part runs in a process of its own and leaves its result in `--out`; the same command goes on where it was cut off,
-leaves out what is there, and tries again what failed. Without a GPU it runs at toy size on the CPU, which shows only that it works.
+leaves out what is there, and tries again what failed. Without a GPU it runs at toy size on the CPU, which shows only
+that it works.
 """
 
 import argparse
