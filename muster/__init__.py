@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 from muster.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from muster.api.data import check_data, inspect_data, prepare_data
+    from muster.api.data import check_data, inspect_data, prepare_data, train_tokenizer
     from muster.api.model_in_memory import load_model, to_transformers
     from muster.api.register import (
+        register_callback,
         register_dataset,
         register_loss,
         register_model,
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
     from muster.model.decoder import Layer as DecoderLayer
     from muster.schedule.schedule_spec import ScheduleSpec
     from muster.spec.errors import ConfigError, InfeasibleError, MusterError
+    from muster.train.callbacks import CallbackContext
     from muster.train.custom_step import StepContext
 
 __all__ = [
+    "CallbackContext",
     "ConfigError",
     "DecoderLayer",
     "InfeasibleError",
@@ -43,6 +46,7 @@ __all__ = [
     "plan",
     "predict",
     "prepare_data",
+    "register_callback",
     "register_dataset",
     "register_loss",
     "register_model",
@@ -50,14 +54,16 @@ __all__ = [
     "register_schedule",
     "register_step",
     "to_transformers",
+    "train_tokenizer",
     "verify",
 ]
 
 _MODULES = {"Run": "api.run", "load": "api.run", "plan": "api.verbs", "predict": "api.verbs"}
 _MODULES |= dict.fromkeys(("convert", "eval", "generate", "verify"), "api.trained_models")
-_MODULES |= dict.fromkeys(("check_data", "inspect_data", "prepare_data"), "api.data")
+_MODULES |= dict.fromkeys(("check_data", "inspect_data", "prepare_data", "train_tokenizer"), "api.data")
 _MODULES |= dict.fromkeys(("load_model", "to_transformers"), "api.model_in_memory")
 _MODULES |= {
+    "CallbackContext": "train.callbacks",
     "StepContext": "train.custom_step",
     "ScheduleSpec": "schedule.schedule_spec",
     "DecoderLayer": "model.decoder",

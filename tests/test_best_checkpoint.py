@@ -1,7 +1,9 @@
-"""The best checkpoint and early stopping."""
+"""The best checkpoint, early stopping, and callbacks."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -16,13 +18,17 @@ from muster.checkpoint.checkpoint_dir import (
 )
 from muster.cli.main import main
 from muster.config.run_config import TrainConfig
+from muster.plugins.registry import PluginComponent
 from muster.spec.errors import ConfigError
+from muster.train import callbacks
 from muster.train.best_checkpoint import ValidationTracker
 from tests import forks
 
 TEXT = "\n".join(f"dear friend {i}, the letter {i * i % 97} came on day {i % 31}" for i in range(400))
+CALLBACK = Path(__file__).resolve().parents[1] / "examples" / "my_callback.py"
 RUN = {
     "extends": "tiny",
+    "plugins": [str(CALLBACK)],
     "model": {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "num_kv_heads": 2, "num_layers": 2},
     "data": {"source": "letters.txt", "validation_split": 0.2},
     "parallel": "pp2-mb2",
@@ -35,6 +41,7 @@ RUN = {
         "keep_last": 1,
         "keep_best": True,
         "early_stopping_patience": 3,
+        "callbacks": ["notes"],
     },
     "eval": {"every": 1, "batches": 1},
     "optim": {"name": "sgd", "lr": 1.0, "warmup_steps": 2, "clip_norm": 0, "weight_decay": 0},  # diverges soon
@@ -107,5 +114,27 @@ def test_a_run_stops_early_on_all_ranks_and_keeps_its_best_checkpoint(tmp_path: 
     root = tmp_path / "run" / "checkpoints"
     assert (root / "best").resolve() == checkpoint_path(root, best)
     assert list_checkpoints(root) == [checkpoint_path(root, best), checkpoint_path(root, best + 3)]
+    notes = (tmp_path / "run" / "notes.txt").read_text().splitlines()
+    assert [line for line in notes if "loss" in line] == [
+        f"step {step}: validation loss {loss:.3f}" for step, loss in losses.items()
+    ]
+    assert f"step {best}: saved {checkpoint_path(root, best)}" in notes
+    assert notes[-1] == f"step {best + 3}: saved {checkpoint_path(root, best + 3)}"
     again = forks.run(*words)
     assert f"is finished: it stopped early, after step {best + 3}" in again.stdout
+
+
+def test_a_callback_that_fails_or_has_no_methods_is_told_with_its_place() -> None:
+    found = PluginComponent("callback", "mine", dict, Path(__file__))
+    with (
+        patch.object(callbacks, "find_component", lambda *_: found),
+        pytest.raises(ConfigError, match="some of the methods on_step, on_eval, on_save, got a dict"),
+    ):
+        callbacks.Callbacks(["mine"], 0, Path("run"), lambda: None)
+    failing = SimpleNamespace(on_step=lambda now: now.metrics["no such key"])
+    found = PluginComponent("callback", "mine", lambda: failing, Path(__file__))
+    with patch.object(callbacks, "find_component", lambda *_: found):
+        told = callbacks.Callbacks(["mine"], 0, Path("run"), lambda: None)
+    told.call("on_save", 1)
+    with pytest.raises(ConfigError, match=r"train\.callbacks mine: .*KeyError: 'no such key'"):
+        told.call("on_step", 1)

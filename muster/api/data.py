@@ -1,7 +1,7 @@
 """Python forms of `muster data`: each returns the facts that the verb prints with `--json`."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -54,6 +54,25 @@ def prepare_data(
         except OSError as error:
             raise MusterError(f"{megatron}.bin can't be written: {error.strerror}") from error
     return describe(store)
+
+
+def train_tokenizer(
+    sources: str | Path | Sequence[str | Path],
+    out: str | Path,
+    *,
+    vocab_size: int,
+    max_bytes: int | None = None,
+) -> dict[str, Any]:
+    """Train a byte-level BPE tokenizer on one or several sources and write it to the directory `out`; returns the facts
+    about it. The arguments are the flags of `muster data tokenizer`.
+
+    Raises ConfigError for sources that can't be read, MusterError where `out` can't be written.
+    """
+    from muster.data.train_tokenizer import train_tokenizer as train
+
+    require_text("out", out, "a directory")
+    several = [sources] if isinstance(sources, str | Path) else sources
+    return train([str(source) for source in several], Path(out), vocab_size, max_bytes)
 
 
 def inspect_data(

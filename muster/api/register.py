@@ -146,6 +146,15 @@ def register_step(name: str) -> Callable[[T], T]:
     return _decorator("step", name)
 
 
+def register_callback(name: str) -> Callable[[T], T]:
+    """Register a callback, for `train.callbacks`: a class, or a function without arguments that makes an object, with
+    some of the methods `on_step`, `on_eval` and `on_save`, which get a `muster.train.callbacks.CallbackContext`.
+
+    Raises ConfigError if the name is taken.
+    """
+    return _decorator("callback", name)
+
+
 def _decorator(kind: Any, name: str) -> Callable[[T], T]:
     require_component_name(kind, name)
 

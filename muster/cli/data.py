@@ -99,6 +99,15 @@ def _check(args: argparse.Namespace) -> SubcommandOutput:
     return facts, check_lines(facts), 2 if facts.get("bad") else 0
 
 
+def _tokenizer(args: argparse.Namespace) -> SubcommandOutput:
+    """Train a tokenizer."""
+    from muster.api.data import train_tokenizer
+
+    facts = train_tokenizer(args.sources, args.out, vocab_size=args.vocab_size, max_bytes=args.max_bytes)
+    size = f"{facts['ids']:,} ids from {facts['bytes']:,} bytes, {facts['bytes_per_token']:.2f} bytes a token"
+    return facts, [f"{facts['tokenizer']}: {size}"], 0
+
+
 def _reading_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `_add_reading_flags`."""
     return {key: getattr(args, key) for key in ("tokenizer", "eos_token", "add_bos", "chat_template", "text_key")}
@@ -154,6 +163,18 @@ def _parse_check(arguments: list[str]) -> argparse.Namespace:
     return parser.parse(arguments)
 
 
+def _parse_tokenizer(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser("data tokenizer", "Train a byte-level BPE tokenizer on texts.")
+    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="files, directories, or python-stdlib")
+    parser.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="directory to write")
+    parser.add_argument(
+        "--vocab-size", type=positive_int, required=True, metavar="N", help="largest number of ids, special tokens too"
+    )
+    parser.add_argument("--max-bytes", type=positive_int, metavar="N", help="read at most N bytes of each source")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser.parse(arguments)
+
+
 def _add_reading_flags(parser: Parser) -> None:
     """Add the flags that say how a source is read."""
     parser.add_argument("--tokenizer", metavar="T", help="bytes (default), a tokenizer.json, or a *.model")
@@ -184,11 +205,12 @@ def _true_or_false(text: str) -> bool:
 VERBS = {
     "prepare": ("make a token store from texts and tables", _parse_prepare, _prepare),
     "inspect": ("show the contents of a token store", _parse_inspect, _inspect),
+    "tokenizer": ("train a tokenizer on texts", _parse_tokenizer, _tokenizer),
     "check": ("read a whole store or source, and report its errors", _parse_check, _check),
 }
 """Subcommand → summary, parser of its arguments, action."""
 
 
 def _help() -> str:
-    verbs = "".join(f"  {verb:<8} {explanation}\n" for verb, (explanation, _, _) in VERBS.items())
+    verbs = "".join(f"  {verb:<10} {explanation}\n" for verb, (explanation, _, _) in VERBS.items())
     return f"usage: muster data VERB …\n\n{verbs}\n'muster data VERB --help' explains a verb.\n"

@@ -175,6 +175,14 @@ class TrainConfig(Frozen):
     training_step: str | None = None
     """Training step that a plugin registers; None: clip the gradients and step the optimizer."""
 
+    callbacks: tuple[str, ...] = ()
+    """Callbacks that plugins register, which are told of steps, validations and saves."""
+
+    @field_validator("callbacks")
+    @classmethod
+    def _check_callbacks(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(require_component("callback", name) for name in names)
+
     @field_validator("loss", "training_step")
     @classmethod
     def _check_parts(cls, name: str | None, info: ValidationInfo) -> str | None:
@@ -283,6 +291,7 @@ class RunConfig(Frozen):
             ("optimizer", None if self.optim.name in OPTIMIZERS else self.optim.name),
             ("loss", self.train.loss),
             ("step", self.train.training_step),
+            *(("callback", name) for name in self.train.callbacks),
         ]
         found: list[tuple[ComponentKind, str]] = [(kind, name) for kind, name in wanted if name is not None]
         datasets = component_names("dataset")

@@ -11,7 +11,7 @@ from muster.spec.errors import ConfigError
 from muster.spec.plugin_model import PLUGIN_MODELS, PluginModel
 from muster.spec.suggest import did_you_mean
 
-ComponentKind = Literal["model", "dataset", "optimizer", "schedule", "loss", "step"]
+ComponentKind = Literal["model", "dataset", "optimizer", "schedule", "loss", "step", "callback"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ OTHER_NAMES: dict[str, str] = {
     "load_best_model_at_end": "train.keep_best",
     "min_delta": "train.early_stopping_min_delta",
     "patience": "train.early_stopping_patience",
+    "callbacks": "train.callbacks (names that a plugin registers)",
     "dataset": "data.source",
     "dataset_name": "data.source",
     "dataset_path": "data.source",

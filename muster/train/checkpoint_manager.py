@@ -59,11 +59,26 @@ class CheckpointManager:
         self._num_failures = 0
         self._retry_step = 0
         self._num_exchanges = 0
+        self._step_under_way: int | None = None
+        """Step of the last checkpoint on disk that was started, until it is known to be complete."""
+        self._saved_steps: list[int] = []
 
     def keep_best(self, step: int) -> None:
         """Save and keep the checkpoint of a step, which is the one with the lowest validation loss."""
         self._retention = self._retention._replace(best_step=step)
         self._link_best()
+
+    def pop_saved_steps(self) -> list[int]:
+        """Return the steps whose checkpoints have become complete since the last call, the same on all ranks."""
+        found, self._saved_steps = self._saved_steps, []
+        return found
+
+    def _note_saved(self) -> None:
+        """Note that the last checkpoint that was started is complete."""
+        self._link_best()
+        if self._step_under_way is not None:
+            self._saved_steps.append(self._step_under_way)
+        self._step_under_way = None
 
     def _link_best(self) -> None:
         """Let `checkpoints/best` lead to the best checkpoint once that is complete."""
@@ -105,10 +120,11 @@ class CheckpointManager:
             self._retry_step = result.step + min(2 ** (self._num_failures - 1), MAX_RETRY_STEPS)
             sentence = f"{self._failure}; training continues, and the save is tried again after step {self._retry_step}"
             self._failure = None
+            self._step_under_way = None
         elif self._is_saving and not result.is_saving:
             self._num_failures = 0
             self._retry_step = 0
-            self._link_best()
+            self._note_saved()
         self._is_saving = self._is_saving and result.is_saving
         self._disk_save_due |= self._is_disk_save_due(result.step)
         self._memory_save_due |= self._is_memory_save_due(result.step)
@@ -119,8 +135,8 @@ class CheckpointManager:
             ):  # a checkpoint to be kept for good is that of this step, so the last save is waited for
                 self._world.heartbeat.update("save")
                 self._saver.wait()
-                self._link_best()
                 self._failure = self._saver.pop_error() or self._failure
+                self._note_saved()
             self._last_targets = self._disk_save_due, self._memory_save_due
             self._start_save(CHECKPOINTS_FOLDER, info(), self._train.async_save, *self._last_targets)
             if not self._train.async_save:
@@ -166,6 +182,8 @@ class CheckpointManager:
             raise MusterError(
                 f"a checkpoint is still being written after {timeout_s / 60:.0f} minutes; {self._describe_lost_steps()}"
             )
+        if self._saver.error is None:
+            self._note_saved()
         problem = ""
         on_disk = False
         for attempt in range(FINAL_ATTEMPTS):
@@ -179,7 +197,7 @@ class CheckpointManager:
             problem = next((text for text in errors if text), "")
             on_disk = on_disk or all(all_on_disk)
             if not problem:
-                self._link_best()
+                self._note_saved()
                 return None
             if not all(all_done):  # another attempt would wait for this one
                 break
@@ -203,6 +221,7 @@ class CheckpointManager:
         remote_dir = train.remote_checkpoint_dir if folder == CHECKPOINTS_FOLDER else None
         root = self._run_dir / folder if to_disk else None
         request = SaveRequest(root, step, info, self._retention, remote_dir, to_memory)
+        self._step_under_way = step if to_disk and folder == CHECKPOINTS_FOLDER else None
         self._saver.start(request, self._trainer.local_shards(), copy)
 
     def _describe_lost_steps(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from muster.checkpoint.checkpoint_dir import find_latest, step_of
+from muster.checkpoint.checkpoint_dir import checkpoint_path, find_latest, step_of
 from muster.checkpoint.initial_weights import load_initial_weights
 from muster.checkpoint.load import load
 from muster.checkpoint.manifest import Manifest
@@ -25,6 +25,7 @@ from muster.simulate.simulator import simulate
 from muster.spec.errors import ConfigError, MusterError
 from muster.spec.plan import Plan
 from muster.train.best_checkpoint import ValidationTracker
+from muster.train.callbacks import Callbacks
 from muster.train.checkpoint_manager import CHECKPOINTS_FOLDER, CheckpointManager
 from muster.train.config_consistency import require_same_config
 from muster.train.console import TrainingDisplay
@@ -68,6 +69,7 @@ class TrainingLoop:
         self.metrics = MetricsLog(run_dir / "metrics.jsonl")
         self.stream = StreamHash()
         self.validation = ValidationTracker(config.train)
+        self.callbacks = Callbacks(config.train.callbacks, world.rank, run_dir, self._on_stop)
         self._last_losses: tuple[int, dict[str, float]] = (-1, {})
         """Step and result of the last validation."""
         self.tokens_seen = 0
@@ -149,6 +151,7 @@ class TrainingLoop:
                     if result.step < train.num_steps and not stopping and not self.validation.should_stop:
                         is_settled = self._is_settled_after(result.step)
                         problem = self.checkpoint_manager.after_step(result, is_settled, self._checkpoint_info)
+                        self._report_saves()
                         if problem and self.is_main:
                             display.print_line(problem)
                 at_end = trainer.step_count == train.num_steps or self.validation.should_stop
@@ -160,6 +163,7 @@ class TrainingLoop:
                     and self.is_main
                 ):
                     display.print_line(problem)
+                self._report_saves()
                 if stopping and not at_end:
                     if self.is_main:
                         print(f"stopped after step {trainer.step_count} on request; the same command resumes here")
@@ -207,6 +211,11 @@ class TrainingLoop:
         if losses and self.is_main:
             more = self.validation.describe_last(result.step)
             display.print_line(f"step {result.step}: {validation_text(losses)}{more}")
+        if self.callbacks:
+            row = metrics_row(result, self.tokens_seen, self._epoch_after(result.step), None, None)
+            self.callbacks.call("on_step", result.step, row)
+            if losses:
+                self.callbacks.call("on_eval", result.step, validation_metrics(losses))
         logged = result.step % train.log_every == 0 or result.step == train.num_steps
         if self.is_main and (logged or result.skip_reason or losses):
             measured = self.device_metrics.mfu(result), self.device_metrics.memory()
@@ -216,6 +225,12 @@ class TrainingLoop:
                 display.print_line(problem)
             self.trackers.log(row)
             display.step(row)
+
+    def _report_saves(self) -> None:
+        """Tell callbacks of the checkpoints that are complete by now."""
+        for saved_step in self.checkpoint_manager.pop_saved_steps():
+            folder = checkpoint_path(self.run_dir / CHECKPOINTS_FOLDER, saved_step)
+            self.callbacks.call("on_save", saved_step, saved=folder)
 
     def _track_validation(self, step: int, losses: dict[str, float]) -> None:
         """Let the validation after a step decide which checkpoint is kept, and whether training stops."""

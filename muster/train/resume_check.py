@@ -36,6 +36,7 @@ CHANGEABLE_KEYS = (
     "tracking.wandb_project",
     "tracking.wandb_mode",
     "train.max_minutes",
+    "train.callbacks",
     "train.sample_tokens",
     "train.max_consecutive_skips",
     "train.spike_sigmas",
