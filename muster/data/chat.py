@@ -14,6 +14,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """Template for tokenizers without one: ChatML, as in OpenAI's and Qwen's models."""
+BEGIN_OF_MESSAGE = "<|im_start|>"
 ASSISTANT = "assistant"
 
 

@@ -33,6 +33,8 @@ def prepare(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOptions)
     with explain_write_errors(run_dir):
         remove_previous_results(run_dir, everything=options.fresh)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        write_run_files(keep_tokenizer(passed.resolved, run_dir, passed.initial_model), passed.plan, run_dir)
+        write_run_files(
+            keep_tokenizer(passed.resolved, run_dir, passed.initial_model, passed.dataset), passed.plan, run_dir
+        )
         record_in_memory_identity(run_dir, config, passed.dataset, resumes=passed.resume_point is not None)
     return True
