@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from muster.cost.memory.forecast import MEMORY_HEADROOM
 from muster.planner.evaluated_plan import EvaluatedPlan, FoundPlan
+from muster.planner.late_schedules import try_late_schedules
 from muster.planner.memory.trim_offload import trim_offload
 from muster.planner.notable_plans import fitting_notable
 from muster.planner.plan_evaluator import PlanEvaluator
@@ -40,7 +41,10 @@ FAIR_SHARES = 2.0
 """Equal parts of the budget that one of several alternatives may take."""
 
 SEARCH_SHARE = 0.7
-"""Share of an alternative's budget for its best plan; the rest is for a simpler one about as good."""
+"""Share of an alternative's budget for its best plan."""
+
+LATE_SHARE = 0.5
+"""Share of what is left then for schedules that are tried late; the rest is for a simpler plan about as good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +124,11 @@ def find_alternative(
     own = budget.share(SEARCH_SHARE)
     begin = {one.plan: one for one in (*notable, *known)}.values()
     found = search(evaluator.request, 1, own, evaluator, known=list(begin), climbs=True)
-    result = trim_offload(found, budget)
+    result = trim_offload(try_late_schedules(found, 1, budget.share(LATE_SHARE), leaves_open=True), budget)
     if not result.best:
         return Alternative(name, result, None, result.proven)
-    simple = find_simplest(result.best[0], result.notable, result.evaluator, budget.share(1.0))
+    seen = [*result.best, *result.notable]
+    simple = find_simplest(result.best[0], seen, result.evaluator, budget.share(1.0))
     return Alternative(name, result, simple.evaluated, result.proven and simple.proven)
 
 

@@ -19,7 +19,7 @@ from muster.planner.search_result import SearchResult, total_counts
 from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.plan import Plan
 
-LATE_SHARE = 0.1
+LATE_SHARE = 0.05
 """Share of the budget for schedules that are tried late."""
 
 FIRST_WORK = 6400.0

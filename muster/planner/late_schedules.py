@@ -16,8 +16,11 @@ from muster.planner.space import MeshShape, schedule_choices
 from muster.spec.plan import Plan
 
 
-def try_late_schedules(result: SearchResult, top: int, budget: SearchBudget) -> SearchResult:
-    """Return the result with better plans that have the best plans' shapes, and schedules that are tried late."""
+def try_late_schedules(result: SearchResult, top: int, budget: SearchBudget, leaves_open: bool = False) -> SearchResult:
+    """Return the result with better plans that have the best plans' shapes, and schedules that are tried late.
+
+    `leaves_open`: what the budget isn't enough for counts as open.
+    """
     evaluator = result.evaluator
     request = evaluator.request
     if not result.best or "schedule" in request.fixed or request.objective == "memory":
@@ -30,6 +33,8 @@ def try_late_schedules(result: SearchResult, top: int, budget: SearchBudget) -> 
     best_first(frontier, budget.work)
     known = {one.plan: one for one in result.best} | frontier.evaluated
     best = [known[found.plan] for found in frontier.best]
+    if leaves_open and not frontier.is_settled:
+        result = replace(result, open_bound=min(result.open_bound, frontier.open_bound))
     return replace(result, best=best, counts=result.counts + Counter(frontier.counts))
 
 

@@ -41,11 +41,12 @@ FIRST_ROUND_WORK = 100.0
 ROUND_GROWTH = 1.5
 """Work of a round over that of the one before."""
 
-FIRST_LOCAL_ROUND = 4
-"""First round with local search: many searches are settled before it."""
+FIRST_LOCAL_ROUND = 1
+"""First round with local search: small questions are settled before it."""
 
 LOCAL_SEARCH_SHARE = 0.4
-"""Share of local search in the work of a round."""
+"""Share of local search in the work of a round after one in which it found something better; half of the last share
+where it didn't."""
 
 CLIMBING_SHARE = 0.5
 """The same where the best plan's neighbours are looked at from the first round on."""
@@ -220,6 +221,7 @@ def _search_part(frontier: Frontier, wishes: _Wishes) -> Generator[_PartReport, 
     frontier.expand()
     local = local_search(frontier, looks_around=not wishes.climbs)
     is_first = True
+    local_share = LOCAL_SEARCH_SHARE
     while True:
         order = yield _report(frontier)
         frontier.budget = SearchBudget(end_s=frontier.budget.end_s)
@@ -229,15 +231,17 @@ def _search_part(frontier: Frontier, wishes: _Wishes) -> Generator[_PartReport, 
         if is_first and not frontier.best:
             probe(frontier, min(PROBE_WORK, 2 * order.allowed) if wishes.climbs else PROBE_WORK)
         is_first = False
-        local_work = order.work * LOCAL_SEARCH_SHARE if order.has_local_search else 0.0
+        local_work = order.work * local_share if order.has_local_search else 0.0
         if wishes.climbs:
             local_work = order.allowed * CLIMBING_SHARE
             best_first(frontier, order.allowed - local_work)
         else:
             best_first(frontier, min(order.allowed, order.work - local_work))
         if local_work and not frontier.is_settled and frontier.best:
+            first = frontier.best[0]
             while not frontier.is_past(order.allowed) and next(local):
                 pass
+            local_share = LOCAL_SEARCH_SHARE if frontier.best[0] != first else local_share / 2
         best_first(frontier, order.allowed)
 
 
