@@ -1,4 +1,4 @@
-"""Random models with large vocabularies, and plans for them."""
+"""Random models, most with large vocabularies, and plans of every kind of schedule for them."""
 
 from random import Random
 
@@ -6,13 +6,14 @@ from muster.spec.errors import InfeasibleError
 from muster.spec.model import ModelSpec
 from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan import LayerStrategy, Plan
+from muster.spec.schedules import SCHEDULES
 from muster.spec.workload import Workload
 
-VOCABULARIES = (32_000, 50_257, 100_352, 128_256, 151_936, 256_000)
+VOCABULARIES = (257, 32_000, 50_257, 128_256, 151_936, 256_000)
 
 
 def random_case(seed: int) -> tuple[ModelSpec, Plan, Workload]:
-    """A model of at most 8 layers, a plan that can run it, and a few micro-batches a pipeline rank."""
+    """A model of at most 16 layers, a plan that can run it, and a few micro-batches a pipeline rank."""
     draw = Random(seed)
     while True:
         model, plan = _random_model(draw), _random_plan(draw)
@@ -45,16 +46,21 @@ def _random_model(draw: Random) -> ModelSpec:
 
 def _random_plan(draw: Random) -> Plan:
     pp, tp = draw.choice((1, 2, 4)), draw.choice((1, 1, 2))
+    schedule = draw.choice(("1f1b", "1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")) if pp > 1 else "1f1b"
+    vocab_parallel = pp > 1 and draw.random() < 0.2
     strategy = LayerStrategy(
-        zero=draw.choice(("z1", "z1", "z2", "z3")),
-        recompute=draw.choice(("none", "elementwise")),
+        zero=draw.choice(("z1", "z1", "z2")) if vocab_parallel else draw.choice(("z1", "z1", "z2", "z3")),
+        recompute=draw.choice(("none", "elementwise", "full")),
         sp=tp > 1 and draw.random() < 0.5,
     )
     return Plan(
         dp_shard=draw.choice((1, 2, 4)),
         dp_replicate=draw.choice((1, 1, 1, 2)),
-        tp=tp,
+        tp=1 if vocab_parallel else tp,
         pp=pp,
+        vpp=SCHEDULES[schedule].default_chunks,
+        schedule=schedule,
+        vocab_parallel=vocab_parallel,
         micro_batch_size=draw.choice((1, 2)),
         precision=draw.choice(("bf16", "bf16", "fp32")),
         bucket_layers=draw.choice((1, 1, 2, 3)),

@@ -37,7 +37,7 @@ class _Messages:
 
 
 def schedule_message_counts(schedule: Schedule) -> list[dict[int, Column]]:
-    """Return, for each rank, stage → number of its message buffers during each pass, and after the last."""
+    """Return, for each rank, stage → number of its message buffers before and during each pass, and after the last."""
     transfers = schedule_transfers(schedule)
     lengths = [len(order) for order in schedule.ranks]
     return [_counts(_of_schedule(transfers, rank), length) for rank, length in enumerate(lengths)]
@@ -83,26 +83,29 @@ def _ends(t: Transfers, mine: Column) -> tuple[tuple[Column, Column], tuple[Colu
 
 
 def _counts(messages: _Messages, length: int) -> dict[int, Column]:
-    """Return stage → number of buffers during each of `length` compute instructions, and after the last."""
+    """Return stage → number of buffers before and during each of `length` compute instructions, and after the last.
+
+    Element 2i is the time before instruction i, when the instructions of other lanes begin; 2i + 1 the time during it.
+    """
     change: dict[int, Column] = {}
     received = ~messages.is_sent
     posted = np.maximum.accumulate(messages.wait) + 1 if len(messages.wait) else messages.wait
-    freed = messages.own + messages.is_gradient
-    _add(change, length, messages.stage[received], np.minimum(posted, messages.own)[received], freed[received])
+    freed = 2 * messages.own + 1 + messages.is_gradient
+    _add(change, length, messages.stage[received], 2 * np.minimum(posted, messages.own)[received], freed[received])
     for peer in np.unique(messages.peer[messages.is_sent]):
         own = np.flatnonzero(messages.is_sent & (messages.peer == peer))
         replies = np.flatnonzero(received & (messages.peer == peer))
         replies = replies[np.argsort(messages.others[replies], kind="stable")]
         proof = np.searchsorted(messages.others[replies], messages.others[own])
-        known = np.append(messages.own[replies], length + 1)[proof]
-        _add(change, length, messages.stage[own], messages.own[own] + 1, known)
+        known = np.append(2 * messages.own[replies] + 1, 2 * length + 1)[proof]
+        _add(change, length, messages.stage[own], 2 * messages.own[own] + 2, known)
     return {stage: np.cumsum(changes)[:-1] for stage, changes in change.items()}
 
 
 def _add(change: dict[int, Column], length: int, stages: Column, first: Column, freed: Column) -> None:
-    """Add buffers of `stages` that are held from the instructions `first` until just before the ones `freed`."""
+    """Add buffers of `stages` that are held from the times `first` until just before the times `freed`."""
     for stage in np.unique(stages).tolist():
         own = stages == stage
-        changes = change.setdefault(stage, np.zeros(length + 2, np.intp))
+        changes = change.setdefault(stage, np.zeros(2 * length + 2, np.intp))
         np.add.at(changes, first[own], 1)
         np.add.at(changes, freed[own], -1)

@@ -40,7 +40,7 @@ IndexArray = NDArray[np.intp]
 """Positions of instructions in an order."""
 
 _COPY_PEAKS = (PeakCandidate("copying", MemoryTerms()),)
-_COMPUTE = frozenset((Kind.F, Kind.B, Kind.I, Kind.W, Kind.S, Kind.T))
+_COMPUTE = frozenset((Kind.F, Kind.B, Kind.I, Kind.W, Kind.S, Kind.T, Kind.EMB_W))
 _PASSES = _COMPUTE | {Kind.OFFLOAD, Kind.RELOAD}
 _GRADIENT_COLLECTIVES = frozenset((Kind.REDUCE_GRAD, Kind.ALL_REDUCE_REPLICAS, Kind.ALL_REDUCE_TIED))
 _WEIGHT_BACKWARDS = frozenset((Kind.B, Kind.W))
@@ -55,7 +55,7 @@ class AllocationOrder:
     """
 
     def __init__(self, actions: Sequence[Action], messages: Mapping[int, IndexArray] | None = None) -> None:
-        """Index the instructions; `messages`: stage → buffers during each pass (`schedule_message_counts`)."""
+        """Index the instructions; `messages`: stage → buffers (`schedule_message_counts`)."""
         self.actions = actions
         pairs = list(map(itemgetter(0, 1), actions))
         self.keys: tuple[InstructionKey, ...] = tuple(dict.fromkeys(pairs))
@@ -63,8 +63,11 @@ class AllocationOrder:
         self.codes: IndexArray = np.fromiter(map(codes.__getitem__, pairs), np.intp, len(pairs))
         """Index into `keys` of each action."""
         is_pass = np.array([kind in _COMPUTE for kind, _ in self.keys], np.intp)[self.codes]
-        passes_before = np.cumsum(is_pass) - is_pass
-        self.messages: dict[int, IndexArray] = {stage: held[passes_before] for stage, held in (messages or {}).items()}
+        # A host copy is counted with the pass that comes after it.
+        times = 2 * (np.cumsum(is_pass) - is_pass) + 1
+        self.messages: dict[int, IndexArray] = {
+            stage: held[np.minimum(times, len(held) - 1)] for stage, held in (messages or {}).items()
+        }
         """Stage → number of buffers of sends and receives held during each action."""
         self._gathers: dict[tuple[int, bool], tuple[IndexArray, IndexArray]] = {}
         self._pending: dict[tuple[int, bool], tuple[IndexArray, IndexArray]] = {}
@@ -83,6 +86,12 @@ class AllocationOrder:
             if len(positions):
                 found[stage] = int(positions[0])
         return found
+
+    def first_position(self, kind: Kind) -> int:
+        """Return the position of the rank's first instruction of a kind, or the number of instructions."""
+        wanted = np.array([own == kind for own, _ in self.keys], bool)
+        found = np.flatnonzero(wanted[self.codes]) if wanted.any() else ()
+        return int(found[0]) if len(found) else len(self.codes)
 
     def pending_positions(self, stage: int, accumulates: bool) -> tuple[IndexArray, IndexArray]:
         """Return the positions of the I that make pending gradients of a stage, and of the first instructions that run
@@ -168,7 +177,7 @@ def allocation_orders(program: Program) -> tuple[AllocationOrder, ...]:
     orders = []
     for lanes, messages in zip(program.ranks, program_message_counts(program), strict=True):
         kept = [place for place, item in enumerate(lanes.get("compute", ())) if item.action.kind in _PASSES]
-        places = np.array([*kept, -1], np.intp)
+        places = np.array([*(time for place in kept for time in (2 * place, 2 * place + 1)), -1], np.intp)
         orders.append(
             AllocationOrder(_allocating_actions(lanes), {stage: held[places] for stage, held in messages.items()})
         )
@@ -305,6 +314,9 @@ def find_peak(
             before[gathered] += memory.gathered_params
             peak[gathered] = np.maximum(peak[gathered], gather_peak[order.codes[gathered]])
             after[resharded] -= memory.gathered_params
+        for kind, gradients in ((Kind.T, memory.head_gradients), (Kind.EMB_W, memory.embedding_gradients)):
+            if gradients and (position := order.first_position(kind)) < len(before):
+                before[position] += gradients
         if memory.pending_gradients:
             made, taken = order.pending_positions(stage, memory.accumulates_gradients)
             after[made] += memory.pending_gradients
@@ -363,6 +375,8 @@ def _terms_at(
         gathered, resharded = order.gather_positions(index, not memory.keeps_gathered)
         is_gathered = np.count_nonzero(gathered <= position) > np.count_nonzero(resharded < position)
         has_gradients = order.first_backwards.get(index, position) < position
+        of_head = memory.head_gradients * (order.first_position(Kind.T) <= position)
+        of_embedding = memory.embedding_gradients * (order.first_position(Kind.EMB_W) <= position)
         made, taken = order.pending_positions(index, memory.accumulates_gradients)
         is_pending = np.count_nonzero(made < position) > np.count_nonzero(taken <= position)
         terms += (
@@ -373,8 +387,9 @@ def _terms_at(
             workspace=memory.pending_gradients if is_pending else 0,
             communication=int(order.messages[index][position]) * memory.message_bytes if index in order.messages else 0,
             gathered_parameters=memory.gathered_params if is_gathered else 0,
-            gradients=memory.gradients - memory.freed_by_reduction * done[Kind.REDUCE_GRAD, index]
-            if has_gradients
-            else 0,
+            gradients=memory.gradients * has_gradients
+            + of_head
+            + of_embedding
+            - memory.freed_by_reduction * done[Kind.REDUCE_GRAD, index],
         )
     return peak.name, terms

@@ -38,8 +38,10 @@ class BackwardPeaks:
         return sum(largest[: count * self.plan.bucket_layers]) * self.compute_size
 
     def _prefetched_bucket_bytes(self) -> int:
-        """Return the bytes of a layer's bucket and of those that are prefetched meanwhile."""
+        """Return the bytes of a layer's bucket and of those that are prefetched meanwhile; a single shard is not."""
         current = self._bucket_bytes(1)
+        if self.stage.is_single_shard:
+            return current
         with_prefetched = self._bucket_bytes(1 + self.plan.prefetch_buckets)
         return with_prefetched + (with_prefetched - current) * self.kernel_workspace.stages_collectives
 
@@ -79,7 +81,7 @@ class BackwardPeaks:
     def backward_input(self) -> list[PeakCandidate]:
         """Return the moments of I."""
         deferred = self.stage.deferred()
-        base = MemoryTerms(logits=deferred.logits - self.saved.logits)
+        base = MemoryTerms(activations=-self.stage.last_norm_bytes, logits=deferred.logits - self.saved.logits)
         moments = [self._head_backward(0)] if self.stage.has_head else []
         for index in self._indices_of_interest():
             done = sum(map(self.stage.deferred_layer_bytes, self.layers[len(self.layers) - index :]))
@@ -137,7 +139,9 @@ class BackwardPeaks:
         work = MemoryTerms(workspace=self._backward_workspace(layer, weights) - received)
         moments = [PeakCandidate(_layer_position(index), base + inside + work, first)]
         if not weights:
-            return moments
+            kept = self.stage.deferred_layer_bytes(layer) - self.stage.layer_activation_bytes(layer)
+            norm = MemoryTerms(activations=kept, workspace=self._norm_workspace)
+            return [*moments, PeakCandidate("end of a layer", base + inside + norm, first)]
         base += MemoryTerms(activations=-self.stage.layer_activation_bytes(layer))
         gradients = (held.last_param_numel if self._adds_in_place else held.unsharded_numel) * self.compute_size
         complete = MemoryTerms(workspace=self._norm_workspace + gradients * (not self.stage.is_unsharded))
@@ -146,7 +150,7 @@ class BackwardPeaks:
         if position == begin:
             buffers, gradients = self._reduction_bytes(sum(shards[begin:end], start=NO_PARAMS))
             reduced = MemoryTerms(
-                gathered_parameters=self._bucket_bytes(1),
+                gathered_parameters=self._bucket_bytes(1) * (not self.stage.is_single_shard),
                 communication=buffers,
                 workspace=gradients + self.sizes.hidden_bytes,
             )
@@ -172,7 +176,8 @@ class BackwardPeaks:
         inner = 3 * product if sizes.local_model.gated else 2 * product
         matrix = sizes.local_model.intermediate_size * sizes.local_model.hidden_size * self.compute_size
         matrix *= weights and not self._adds_in_place
-        mlp = again + inner + matrix + sizes.hidden_bytes
+        kept = 0 if weights else product  # I keeps the input of the last matrix, which B frees
+        mlp = again + inner + matrix + kept + sizes.hidden_bytes
         before = max(self._norm_workspace, self._attention_workspace(backward=True))
         return max(mlp, before - mlp_activation_bytes(sizes, layer))
 

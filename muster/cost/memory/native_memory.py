@@ -37,11 +37,14 @@ def native_stage_memory(
     moments = _StagePeaks(own, kernel_workspace)
     gathered = own.param_shards.root if own.zero == "z3" else own.param_shards.total
     words = vocab_parallel_bytes(spec, plan, workload, plan.pp_rank(stage)) if has_vocab_shard(plan, stage) else 0
+    vocab_gradients = own.gradients_of(own.param_shards.vocab) if plan.vocab_parallel else 0
+    embedding_gradients = 0 if spec.tied_embeddings else vocab_gradients // 2
+    head_gradients = vocab_gradients - embedding_gradients
     return StageMemory(
         resident=MemoryTerms(parameters=own.parameters, optimizer=own.optimizer),
         gathered_params=0 if own.is_unsharded else gathered.unsharded_numel * own.compute_size,
         keeps_gathered=own.zero != "z3",
-        gradients=own.gradients,
+        gradients=own.gradients - head_gradients - embedding_gradients,
         saved=moments.saved,
         offloaded=MemoryTerms(activations=offloaded_activation_bytes(spec, plan, workload, stage)),
         deferred=own.deferred(),
@@ -63,6 +66,8 @@ def native_stage_memory(
         freed_by_reduction=own.gradients - own.trained_shard_numel * own.master_size,
         pending_gradients=moments.pending_gradients,
         accumulates_gradients=not own.reduces_in_passes,
+        head_gradients=head_gradients,
+        embedding_gradients=embedding_gradients,
         message_bytes=own.sizes.hidden_bytes,
     )
 
@@ -92,6 +97,8 @@ class _StagePeaks(BackwardPeaks):
             how, (2 + sizes.local_model.gated) * product
         )
         moved = sizes.hidden_bytes if sizes.mesh.tp > 1 else 0
+        if sizes.hidden_tokens < sizes.tokens and sizes.tokens > sizes.seq_len:
+            moved += sizes.full_hidden_bytes  # a reduce-scatter gathers each rank's part of several sequences
         attention = self._attention_workspace(backward=False) - mlp_activation_bytes(sizes, layer)
         return max(made + sizes.full_hidden_bytes + moved, attention)
 
@@ -116,17 +123,18 @@ class _StagePeaks(BackwardPeaks):
     def vocab_parallel_peaks(self) -> dict[str, tuple[PeakCandidate, ...]]:
         """Return the moments of vocabulary parallelism.
 
-        S: logits, and two float32 copies of them, one of which is saved. T: the softmax in the compute dtype, and the
-        head's gradient.
+        S: logits and the softmax, which is saved, in the master dtype, and the softmax in the compute dtype. T: the
+        last of these, and the head's gradient.
         """
         if not has_vocab_shard(self.plan, self.stage.index):
             return {}
         rows = chunk_bounds(self.stage.spec.vocab_size, self.plan.pp, self.plan.pp_rank(self.stage.index))[1]
         num_logits = rows * self.sizes.tokens
+        converted = num_logits * self.compute_size * (self.compute_size != self.master_size)
         head = rows * self.stage.spec.hidden_size * self.compute_size
         return {
-            Kind.S: (PeakCandidate("scores", MemoryTerms(logits=num_logits * (self.compute_size + self.master_size))),),
-            Kind.T: (PeakCandidate("head", MemoryTerms(logits=num_logits * self.compute_size, workspace=head)),),
+            Kind.S: (PeakCandidate("scores", MemoryTerms(logits=num_logits * self.master_size + converted)),),
+            Kind.T: (PeakCandidate("head", MemoryTerms(logits=converted, workspace=head)),),
         }
 
     def gather_before_forward(self) -> PeakCandidate:

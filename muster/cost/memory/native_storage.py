@@ -78,7 +78,17 @@ class NativeStorage:
     def optimizer(self) -> int:
         """Bytes of the optimizer's state; 0 if it is offloaded to host memory (arXiv:2101.06840)."""
         offloaded = self.plan.default_strategy.offload in ("optimizer", "all")
-        return 0 if offloaded else int(self.trained_shard_numel * self.master_size * self.state_per_param)
+        updated = self.trained_shard_numel
+        if self.spec.tied_embeddings and self.has_head and not self.has_embedding and self._first_stage_is_here:
+            vocab = self.param_shards.vocab  # the first stage's copy has the state
+            updated -= vocab.shard_numel - vocab.frozen_shard_numel
+        return 0 if offloaded else int(updated * self.master_size * self.state_per_param)
+
+    @property
+    def _first_stage_is_here(self) -> bool:
+        """True if the rank has the first stage of the same copy of the model, too."""
+        first = self.index - self.index % self.plan.stages_per_replica
+        return self.plan.pp_rank(first) == self.plan.pp_rank(self.index)
 
     @property
     def trained_shard_numel(self) -> int:
@@ -127,7 +137,7 @@ class NativeStorage:
         if self.has_embedding:
             total += sizes.tokens * (8 + (sizes.mesh.tp > 1))  # tokens, and with tp a mask of the rank's vocabulary
         if self.plan.is_last(self.index):
-            total += norm_saved_bytes(self.spec, sizes.hidden_tokens, self.plan.precision)
+            total += self.last_norm_bytes
             if self.has_head:
                 logits = loss_saved_bytes(sizes.local_model, sizes.tokens, self.plan.precision) * (
                     1 + self.spec.mtp_layers
@@ -135,14 +145,21 @@ class NativeStorage:
                 total += self.spec.mtp_layers * (
                     self.layer_activation_bytes(self.spec.num_layers - 1) + 4 * sizes.hidden_bytes
                 )
-            else:
-                total -= sizes.hidden_bytes
         return MemoryTerms(activations=total, logits=logits)
+
+    @property
+    def last_norm_bytes(self) -> int:
+        """Bytes that the last norm saves; its output only under a head of this stage. 0 on other stages."""
+        if not self.plan.is_last(self.index):
+            return 0
+        saved = norm_saved_bytes(self.spec, self.sizes.hidden_tokens, self.plan.precision)
+        return saved if self.has_head else saved - self.sizes.hidden_bytes
 
     def deferred(self) -> MemoryTerms:
         """Return the bytes that the stage saves from I to W: inputs and output gradients of all linear layers."""
         logits = self.saved_per_micro_batch().logits + (self.sizes.full_hidden_bytes if self.has_head else 0)
-        return MemoryTerms(activations=sum(map(self.deferred_layer_bytes, self.layers)), logits=logits)
+        gradient = self.sizes.hidden_bytes * (not self.plan.is_first(self.index))  # of the stage's input
+        return MemoryTerms(activations=sum(map(self.deferred_layer_bytes, self.layers)) + gradient, logits=logits)
 
     def deferred_layer_bytes(self, layer: int) -> int:
         """Return the bytes that one layer saves from I to W, whatever its recompute."""

@@ -53,3 +53,7 @@ class StageMemory:
     """True if backwards accumulate gradients unreduced until the end of the step."""
     message_bytes: int = 0
     """Bytes of a buffer that is sent or received (`AllocationOrder.messages` has their number)."""
+    head_gradients: int = 0
+    """Gradients of a vocabulary shard's head, or tied embedding, held from the first T on."""
+    embedding_gradients: int = 0
+    """Gradients of its embedding, held from the first EMB_W on."""
