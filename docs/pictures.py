@@ -8,7 +8,6 @@ from muster.config.cluster_files import load_cluster
 from muster.config.named_model import load_model
 from muster.layout.mesh import coordinates_of
 from muster.layout.tensor_layout import rank_layouts
-from muster.report.formatting import format_bytes, format_seconds
 from muster.report.html import Html, element, join
 from muster.report.palette import PAINTS, Paint
 from muster.report.scales import fit_scale
@@ -16,6 +15,7 @@ from muster.report.schedule_svg import schedule_svg
 from muster.report.standalone_svg import fill_attributes, standalone_svg, text_attributes
 from muster.schedule.compare import CompareRequest, make_with_best_chunks
 from muster.simulate.predict import Prediction, predict
+from muster.spec.formatting import format_bytes, format_seconds
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
 

@@ -17,7 +17,7 @@ from muster.config import local_machine
 from muster.launch import launcher
 from muster.launch.exit_status import ExitStatus, collect_rank_exit
 from muster.launch.oom_kills import oom_kill_count, read_oom_kills
-from muster.report.formatting import format_bytes
+from muster.spec.formatting import format_bytes
 from muster.train import memory_preflight
 from tests import forks
 

@@ -105,7 +105,7 @@ def _forecast(model: "ModelSpec", plan: "Plan", workload: "Workload", kernels: o
 
 
 def _print(found: list[RankComparison], plan: "Plan", args: argparse.Namespace) -> None:
-    from muster.report.formatting import format_bytes
+    from muster.spec.formatting import format_bytes
     from muster.spec.plan_name import format_plan_name
 
     if args.json:

@@ -20,8 +20,8 @@ from muster.planner.search_result import SearchResult
 from muster.planner.simple_first import find_simplest
 from muster.planner.simplicity import mechanisms
 from muster.planner.space import is_admitted
-from muster.report.formatting import format_seconds
 from muster.simulate.predict import Prediction
+from muster.spec.formatting import format_seconds
 from muster.spec.plan import Plan
 
 SAME_SPEED_TOLERANCE = 0.005

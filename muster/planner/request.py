@@ -10,9 +10,9 @@ from muster.config.step_law import STEP_LAW_SOURCE, non_embedding_parameters, st
 from muster.cost.time.cost_cache import CostCache
 from muster.planner.simplicity import PREDICTION_ERROR, Simplicity, simplicity
 from muster.planner.training_cost import TrainingConditions
-from muster.report.formatting import format_bytes
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import ConfigError, InfeasibleError
+from muster.spec.formatting import format_bytes
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import MUSTER
 from muster.spec.model import ModelSpec

@@ -17,11 +17,11 @@ from muster.report.accuracy_rows import (
     sweep_rows,
     worst_rows,
 )
-from muster.report.formatting import format_seconds
 from muster.report.html import Html, element, join
 from muster.report.page import description_list, page, section, write_page
 from muster.report.prediction import html_table
 from muster.report.scatter import SCRIPT, STYLE, Dot, draw_predicted_vs_measured, draw_strip_plot
+from muster.spec.formatting import format_seconds
 from muster.validate.comparison import RowResult
 from muster.validate.summary import Summary
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import NamedTuple
 
-from muster.report.formatting import NOT_AVAILABLE, format_seconds
+from muster.spec.formatting import NOT_AVAILABLE, format_seconds
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 from muster.validate.score import ErrorScores

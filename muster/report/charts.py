@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from muster.report.curves import MAX_BUCKETS, Point, downsample, finite_values, line_segments, non_finite_steps
-from muster.report.formatting import format_number
 from muster.report.html import Html, element, join
 from muster.report.palette import SERIES
 from muster.report.scales import Scale, fit_scale
+from muster.spec.formatting import format_number
 
 _VIEW_BOX = 10_000
 """Width and height of the inner SVG in its own units."""

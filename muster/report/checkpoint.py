@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from muster.report.formatting import format_bytes, format_count, format_number
+from muster.spec.formatting import format_bytes, format_count, format_number
 
 Facts = Mapping[str, Any]
 """JSON of a subcommand."""

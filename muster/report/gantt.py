@@ -9,13 +9,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from muster.report.formatting import format_fraction, format_seconds
 from muster.report.html import Html, element, join
 from muster.report.palette import PAINTS, Paint, paint_of
 from muster.report.scales import nice_ticks, time_labels
 from muster.report.timeline_rows import TimelineRows, median_pass_s, timeline_rows
 from muster.schedule.action import KINDS, Lane
 from muster.simulate.timeline import Event, Timeline
+from muster.spec.formatting import format_fraction, format_seconds
 
 _VIEW_BOX = 100_000
 """Width of a picture in its own units; times are rounded to that many parts of the axis."""

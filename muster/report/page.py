@@ -7,7 +7,12 @@ from statistics import median
 
 from muster.report.charts import Chart, Series, draw_chart, draw_legend
 from muster.report.curves import Point, finite_values, metric_points, smooth
-from muster.report.formatting import (
+from muster.report.gantt import draw_timelines
+from muster.report.html import Html, element, join
+from muster.report.report_data import PredictedVsMeasured, ReportData
+from muster.report.style import SCRIPT, style_sheet
+from muster.spec.errors import MusterError
+from muster.spec.formatting import (
     format_count,
     format_error,
     format_fraction,
@@ -16,11 +21,6 @@ from muster.report.formatting import (
     format_value,
     is_large_error,
 )
-from muster.report.gantt import draw_timelines
-from muster.report.html import Html, element, join
-from muster.report.report_data import PredictedVsMeasured, ReportData
-from muster.report.style import SCRIPT, style_sheet
-from muster.spec.errors import MusterError
 
 MIN_POINTS_TO_SMOOTH = 40
 """Points from which a curve is smoothed."""

@@ -7,7 +7,6 @@ from rich.table import Table
 
 from muster.planner.pareto import ParetoFront, ParetoPoint
 from muster.planner.what_if import WhatIfCase
-from muster.report.formatting import format_bytes, format_count, format_seconds
 from muster.report.html import Html, element
 from muster.report.page import description_list, page, section
 from muster.report.palette import SERIES
@@ -15,6 +14,7 @@ from muster.report.plans import unnamed_settings
 from muster.report.prediction import html_table
 from muster.report.scales import log_scale
 from muster.report.scatter import SCRIPT, STYLE, Dot, draw_xy_plot
+from muster.spec.formatting import format_bytes, format_count, format_seconds
 from muster.spec.units import pluralize
 
 _ROWS = 14

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
-from muster.report.formatting import NOT_AVAILABLE
+from muster.spec.formatting import NOT_AVAILABLE
 
 Phase = Literal["forward", "loss", "backward", "norm", "update", "later"]
 """Part of a step that differs first; `later`: after the first step."""

@@ -10,9 +10,9 @@ from muster.planner.heterogeneous import PlanSearch
 from muster.planner.reasons import Reason
 from muster.planner.search_result import COUNTERS, ROUNDING_TOLERANCE
 from muster.report.console import table_console
-from muster.report.formatting import format_count, format_seconds
 from muster.report.plans import footprint_table, plan_json, plan_names, plan_table, unnamed_settings
 from muster.report.training import price_json, training_lines
+from muster.spec.formatting import format_count, format_seconds
 from muster.spec.units import pluralize
 
 

@@ -7,9 +7,9 @@ from rich.table import Table
 
 from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.training_cost import TrainingCost
-from muster.report.formatting import format_bytes, format_count, format_fraction, format_seconds
 from muster.report.training import format_days, training_json
 from muster.simulate.predict import Prediction
+from muster.spec.formatting import format_bytes, format_count, format_fraction, format_seconds
 from muster.spec.plan import Plan
 from muster.spec.plan_name import settings_beyond_name
 

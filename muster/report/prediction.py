@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 
 from muster.cost.uncertainty import COVERAGE
 from muster.planner.training_cost import TrainingCost, energy_kwh
-from muster.report.formatting import format_bytes, format_count, format_fraction, format_seconds
 from muster.report.gantt import draw_timelines
 from muster.report.html import Html, element
 from muster.report.page import description_list, page, section
@@ -13,6 +12,7 @@ from muster.report.terminal import plan_rows
 from muster.report.timeline_rows import evenly_spaced
 from muster.report.training import format_kwh, price_note, training_lines
 from muster.simulate.predict import Prediction, RankMemory
+from muster.spec.formatting import format_bytes, format_count, format_fraction, format_seconds
 from muster.spec.plan_name import format_plan_name
 
 _SHOWN_RANKS = 8

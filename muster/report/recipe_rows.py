@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from muster.report.accuracy_rows import Cells, Section, format_percent, short_plan_name
-from muster.report.formatting import NOT_AVAILABLE, format_seconds
+from muster.spec.formatting import NOT_AVAILABLE, format_seconds
 from muster.validate.recipes import MAX_UNEXPLAINED_GAIN, SPEED_TOLERANCE, RecipeResult
 
 TITLE = "Published recipes"

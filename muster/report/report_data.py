@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from muster.report.formatting import Unit
 from muster.simulate.timeline import Timeline
+from muster.spec.formatting import Unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ from typing import Any
 
 from muster.report.charts import Chart, Series, draw_chart, draw_legend
 from muster.report.curves import smooth
-from muster.report.formatting import format_bytes, format_count, format_number, format_seconds
 from muster.report.html import Html, element, join
 from muster.report.page import MIN_POINTS_TO_SMOOTH, description_list, page, section
 from muster.report.prediction import TableRow, html_table
 from muster.report.run_comparison import RunComparison, RunFigures, loss_by_tokens
+from muster.spec.formatting import format_bytes, format_count, format_number, format_seconds
 from muster.spec.plan_name import format_plan_name
 
 _MAX_CHARACTERS = 60

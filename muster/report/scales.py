@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from muster.report.formatting import format_number
+from muster.spec.formatting import format_number
 
 MIN_LOG_RATIO = 100.0
 """Ratio of a positive quantity's extremes from which its axis is logarithmic, where the chart allows it."""

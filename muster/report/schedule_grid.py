@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
-from muster.report.formatting import format_fraction
 from muster.report.palette import PALE_TEXT, paint_of
 from muster.report.timeline_rows import evenly_spaced
 from muster.schedule.action import Kind
 from muster.schedule.schedule import Schedule
 from muster.schedule.timing import Timing
+from muster.spec.formatting import format_fraction
 
 MAX_LINES = 60
 """Most lines of a grid with names. A longer schedule gets one page of single letters: each is the pass in the middle

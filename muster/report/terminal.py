@@ -6,7 +6,12 @@ from rich.table import Table
 from rich.text import Text
 
 from muster.layout.tensor_layout import has_vocab_shard
-from muster.report.formatting import (
+from muster.report.palette import paint_of
+from muster.report.report_data import PredictedVsMeasured
+from muster.report.timeline_rows import TimelineRows, timeline_rows
+from muster.schedule.action import Kind
+from muster.simulate.timeline import Event, Timeline
+from muster.spec.formatting import (
     format_count,
     format_error,
     format_fraction,
@@ -14,11 +19,6 @@ from muster.report.formatting import (
     format_value,
     is_large_error,
 )
-from muster.report.palette import paint_of
-from muster.report.report_data import PredictedVsMeasured
-from muster.report.timeline_rows import TimelineRows, timeline_rows
-from muster.schedule.action import Kind
-from muster.simulate.timeline import Event, Timeline
 from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.model import ModelSpec
 from muster.spec.plan import LayerStrategy, Plan

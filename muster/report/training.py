@@ -3,9 +3,9 @@
 from typing import Any
 
 from muster.planner.training_cost import PUE, TrainingCost, energy_kwh
-from muster.report.formatting import format_bytes, format_count, format_fraction, format_seconds
 from muster.simulate.predict import Prediction
 from muster.spec.cluster import ClusterSpec
+from muster.spec.formatting import format_bytes, format_count, format_fraction, format_seconds
 
 _PARTS = (
     ("steps", "steps_h"),

@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from muster.report.formatting import format_count
 from muster.report.report_data import ReportData, RunInfo
 from muster.report.run_files import read_metrics, read_run_config, read_run_plan
+from muster.spec.formatting import format_count
 from muster.spec.plan_name import format_plan_name
 from muster.version import __version__
 

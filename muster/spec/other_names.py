@@ -14,7 +14,7 @@ OTHER_NAMES: dict[str, str] = {
     "batch_size": "train.global_batch_size",
     "bf16": _PRECISION,
     "block_size": _SEQ_LEN,
-    "early_stopping": "train.early_stopping_patience, with train.early_stopping_min_delta",
+    "early_stopping": "train.early_stopping_patience (with train.early_stopping_min_delta)",
     "early_stopping_threshold": "train.early_stopping_min_delta",
     "load_best_model_at_end": "train.keep_best",
     "min_delta": "train.early_stopping_min_delta",

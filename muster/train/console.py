@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from muster.report.formatting import format_count, format_seconds
+from muster.spec.formatting import format_count, format_seconds
 
 
 class TrainingDisplay:

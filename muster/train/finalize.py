@@ -20,7 +20,6 @@ from muster.cost.memory.forecast import forecast_memory
 from muster.cost.memory.rank_memory import rank_memory
 from muster.parallel.op_profile import StageProfile
 from muster.report.console import table_console
-from muster.report.formatting import format_seconds
 from muster.report.page import write_report
 from muster.report.report_data import PredictedVsMeasured, ReportData, RunInfo
 from muster.report.run_files import read_metrics
@@ -28,6 +27,7 @@ from muster.report.terminal import comparison_table, plan_lines
 from muster.schedule.build import build_program
 from muster.simulate.breakdown import breakdown
 from muster.simulate.timeline import Event, Timeline, timeline_to_json
+from muster.spec.formatting import format_seconds
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 from muster.spec.text_generation import SamplingParams

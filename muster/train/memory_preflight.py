@@ -4,10 +4,10 @@ from muster.config.local_machine import detect_machine, system_memory_bytes
 from muster.config.run_config import RunConfig
 from muster.cost.memory.forecast import MemoryForecast, forecast_memory
 from muster.cost.memory.memory_fixes import memory_fixes
-from muster.report.formatting import format_bytes
 from muster.schedule.build import build_program
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import InfeasibleError
+from muster.spec.formatting import format_bytes
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 from muster.spec.units import pluralize
