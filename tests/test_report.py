@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.report import formatting
 from muster.report.charts import Chart, Series, draw_chart
 from muster.report.curves import MAX_BUCKETS, Point, downsample, line_segments, metric_points, non_finite_steps, smooth
 from muster.report.html import Html, element
@@ -18,6 +17,7 @@ from muster.report.page import render_report, write_report
 from muster.report.report_data import PredictedVsMeasured, RunInfo
 from muster.report.scales import fit_scale, tick_labels, time_labels
 from muster.simulate.timeline import Timeline
+from muster.spec import formatting
 from muster.spec.errors import MusterError
 from tests.report_example import metrics, report
 
