@@ -25,7 +25,7 @@ _KIND_DESCRIPTIONS = {
     Kind.GRAD_NORM_ASYNC: "the all-reduce of the gradient norm",
     Kind.STEP: "the optimizer step",
 }
-_MISSED = dict.fromkeys((Kind.RECV_F, Kind.RECV_B), "never sent its part of") | dict.fromkeys(
+_MISSED: dict[Kind, str] = dict.fromkeys((Kind.RECV_F, Kind.RECV_B), "never sent its part of") | dict.fromkeys(
     (Kind.SEND_F, Kind.SEND_B), "never received its part of"
 )
 """Words for the part in a transfer that the rank missed which the others wait for."""

@@ -57,6 +57,7 @@ def program_message_counts(program: Program) -> list[dict[int, Column]]:
         rows = []
         for action, peer, waits in lanes.get("p2p", ()):
             other = matching_transfer(action)
+            assert peer is not None, "a transfer has a peer"
             is_sent = action.kind not in RECEIVES
             pair = (made[rank][action], read[peer][other]) if is_sent else (read[rank][action], made[peer][other])
             is_gradient = action.kind in (Kind.SEND_B, Kind.RECV_B)
