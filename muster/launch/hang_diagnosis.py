@@ -25,9 +25,12 @@ _KIND_DESCRIPTIONS = {
     Kind.GRAD_NORM_ASYNC: "the all-reduce of the gradient norm",
     Kind.STEP: "the optimizer step",
 }
-_MISSED: dict[Kind, str] = dict.fromkeys((Kind.RECV_F, Kind.RECV_B), "never sent its part of") | dict.fromkeys(
-    (Kind.SEND_F, Kind.SEND_B), "never received its part of"
-)
+_MISSED: dict[Kind, str] = {
+    Kind.RECV_F: "never sent its part of",
+    Kind.RECV_B: "never sent its part of",
+    Kind.SEND_F: "never received its part of",
+    Kind.SEND_B: "never received its part of",
+}
 """Words for the part in a transfer that the rank missed which the others wait for."""
 _WAITS_IN = re.compile(
     r"/torch/distributed/|/muster/(parallel/(axis|p2p|executor|fsdp|world)|optim/peer_exchange|train/post_validation)\.py$"
