@@ -126,7 +126,8 @@ def test_ranks_that_would_share_a_gpu_compute_on_the_cpu_and_say_so(gpus: Simple
     store.set("gpu of rank 1", "a")
     assert pick_device(0, 2, store) == CPU
     said = "this machine has 1 GPU for 2 ranks, and each rank needs one of its own; --nproc 1 uses it"
-    assert capsys.readouterr().out == f"training on the CPU: {said}\n"
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", f"ranks compute on the CPU: {said}\n"), "JSON on stdout stays whole"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

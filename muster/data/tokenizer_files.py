@@ -102,7 +102,8 @@ def settle_exported_tokenizer(folder: Path, tokenizer: Tokenizer, ids: Mapping[s
         write_object(folder / "tokenizer_config.json", settled)
     if JsonTokenizer(path, tokenizer.token_text(tokenizer.eos_id)).bos_id != tokenizer.bos_id:
         content = read_object(path)
-        bos = None if tokenizer.bos_id is None else (tokenizer.token_text(tokenizer.bos_id), tokenizer.bos_id)
+        text = None if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id)
+        bos = None if tokenizer.bos_id is None or text is None else (text, tokenizer.bos_id)
         content["post_processor"] = _post_processor(content.get("post_processor"), bos)
         write_object(path, content, indent=None)
 

@@ -42,6 +42,7 @@ class Executor:
         vocab: VocabShard | None = None,
         heartbeat: Heartbeat | None = None,
     ) -> None:
+        self._tells_launcher = heartbeat is not None
         self._heartbeat = heartbeat or Heartbeat(bytearray(PAGE_BYTES))
         self._report_start = self._heartbeat.begin
         self.program = program
@@ -90,9 +91,8 @@ class Executor:
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._output_gradients: dict[tuple[int, int], Tensor] = {}
         self._input_gradients: dict[tuple[int, int], Tensor] = {}
-        timed: list[TimedInstruction] = []
-        self._timed = timed
-        if not isinstance(self._clock, HostClock):
+        self._timed = timed = list[TimedInstruction]()
+        if self._tells_launcher and not isinstance(self._clock, HostClock):
             self._heartbeat.follow_device(lambda: self._clock.device_action(timed))
         for _ in self.lanes["compute"]:
             self._start_ready()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -163,8 +164,9 @@ def pick_device(rank: int, size: int, store: dist.Store | None = None) -> torch.
     if visible and rank == 0:
         gpus, ranks = pluralize(visible, "GPU"), pluralize(local_size, "rank")
         print(
-            f"training on the CPU: this machine has {gpus} for {ranks}, and each rank needs one of its own;"
+            f"ranks compute on the CPU: this machine has {gpus} for {ranks}, and each rank needs one of its own;"
             f" --nproc {visible} uses {'it' if visible == 1 else 'them'}",
+            file=sys.stderr,
             flush=True,
         )
     return torch.device("cpu")

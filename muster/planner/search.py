@@ -180,7 +180,7 @@ def _search(evaluator: PlanEvaluator, wishes: _Wishes, budget: SearchBudget, pat
         known |= {plan: one for frontier in frontiers for plan, one in frontier.evaluated.items()}
         if budget.is_late:
             best = tuple(one for number, one in enumerate(best) if not number or one.plan in known)
-        given = {one.plan for one in wishes.known}
+        given = [one.plan for one in wishes.known]
         budget.spend(
             sum(simulation_work(one.plan, evaluator.request.workload) for one in best if one.plan not in given)
         )

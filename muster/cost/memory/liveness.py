@@ -90,7 +90,7 @@ class AllocationOrder:
     def first_position(self, kind: Kind) -> int:
         """Return the position of the rank's first instruction of a kind, or the number of instructions."""
         wanted = np.array([own == kind for own, _ in self.keys], bool)
-        found = np.flatnonzero(wanted[self.codes]) if wanted.any() else ()
+        found = np.flatnonzero(wanted[self.codes]) if wanted.any() else np.empty(0, np.intp)
         return int(found[0]) if len(found) else len(self.codes)
 
     def pending_positions(self, stage: int, accumulates: bool) -> tuple[IndexArray, IndexArray]:
