@@ -7,10 +7,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from muster.cli.main import main
+from muster.data.dataset import Batch
+from muster.model.init import init_stage
+from muster.model.loss import cross_entropy_sum
+from muster.parallel.inference import build_inference_decoder
+from muster.spec.model import ModelSpec
+from muster.train import evaluate
 
 TEXTS = ["a rose is a rose", "is a rose", "a", "rose rose rose is a rose a rose"]
 WORDS = {"<end>": 0, "a": 1, "rose": 2, "is": 3, "no": 4}
@@ -176,3 +185,57 @@ metric_list: [{{metric: acc}}]
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     logits = model(torch.tensor([[1, 2, 3, 1]])).logits[0, -1]
     assert json.loads(out)["tasks"]["own_roses"]["acc"] == float(logits[2] > logits[4])
+
+
+# --- memory ---
+
+
+class AllocationWatch(TorchDispatchMode):
+    """Notes the largest result of an operator, in elements."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.largest = max(self.largest, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_the_logits_of_all_positions_are_never_in_memory(softcap):
+    spec = ModelSpec(
+        vocab_size=1000, hidden_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, intermediate_size=8,
+        logit_softcap=softcap)  # fmt: skip
+    model, _ = build_inference_decoder(spec, "fp32", torch.device("cpu"), None)
+    init_stage(model, spec, 0)
+    ids = np.random.default_rng(0).integers(0, 1000, (2, 2049))
+    batch = Batch(ids[:, :-1], ids[:, 1:].copy(), 2 * 2048)
+    with torch.no_grad():
+        expected = float(cross_entropy_sum(model(torch.from_numpy(ids[:, :-1])), torch.from_numpy(batch.labels_BS)))
+    with AllocationWatch() as watch:
+        found = evaluate._loss(model, 1000, iter([batch]), torch.device("cpu"))
+    assert watch.largest < 2 * 2048 * 1000 / 8
+    assert found["loss"] == pytest.approx(expected / 4096, rel=1e-6)
+
+
+def test_weights_are_held_in_the_precision_of_those_on_disk_or_in_that_asked_for(
+    directory, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    built, build = [], evaluate.build_inference_decoder
+
+    def note(*arguments: Any) -> Any:
+        module, layouts = build(*arguments)
+        built.append({parameter.dtype for parameter in module.parameters()})
+        return module, layouts
+
+    monkeypatch.setattr(evaluate, "build_inference_decoder", note)
+    flags = (directory, "--source", "rows.jsonl", "--seq-len", 8, "--json")
+    found = [
+        json.loads(muster(capsys, *flags, *more)[1])["sources"]["all"]["loss"] for more in ((), ("--precision", "bf16"))
+    ]
+    assert built == [{torch.float32}, {torch.bfloat16}]
+    assert found[1] == pytest.approx(found[0], rel=0.02)

@@ -15,6 +15,8 @@ from muster.spec.dotted_keys import flatten
 from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
+from muster.spec.suggest import did_you_mean
+from muster.spec.supported import SUPPORTED_PRECISIONS
 from muster.spec.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ def evaluate(
     on_invalid_row: Literal["stop", "skip"] | None = None,
     seq_len: int | None = None,
     samples: int = DEFAULT_SAMPLES,
+    precision: str | None = None,
 ) -> dict[str, dict[str, float]]:
     """Return loss, perplexity and number of tokens of a trained model by source, `all` among them; the arguments are
     the flags of `muster eval`.
@@ -38,8 +41,13 @@ def evaluate(
     require_text("place", place, "a run, a checkpoint or a Hugging Face directory")
     require_positive_int("seq_len", seq_len)
     require_positive_int("samples", samples)
+    if precision is not None and precision not in SUPPORTED_PRECISIONS:
+        raise ConfigError(
+            f"precision {precision!r}: expected one of {', '.join(SUPPORTED_PRECISIONS)}"
+            f"{did_you_mean(precision, SUPPORTED_PRECISIONS)}"
+        )
     verb = import_torch_module("muster.train.evaluate")
-    return verb.evaluate(verb.EvalOptions(Path(place), source, tokenizer, seq_len, samples, on_invalid_row))
+    return verb.evaluate(verb.EvalOptions(Path(place), source, tokenizer, seq_len, samples, on_invalid_row, precision))
 
 
 @dataclass(frozen=True)

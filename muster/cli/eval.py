@@ -11,6 +11,7 @@ from muster.api.torch_import import import_torch_module
 from muster.cli.data import keys_as_flags
 from muster.cli.parser import Parser, positive_int
 from muster.spec.errors import ConfigError
+from muster.spec.supported import SUPPORTED_PRECISIONS
 
 _FLAGS = {key: f"--{key.replace('_', '-')}" for key in ("source", "tokenizer", "on_invalid_row")}
 """Run-file keys below `data` → flags."""
@@ -31,6 +32,7 @@ def run(arguments: list[str]) -> int:
             on_invalid_row=args.on_invalid_row,
             seq_len=args.seq_len,
             samples=args.samples or DEFAULT_SAMPLES,
+            precision=args.precision,
         )
     except ConfigError as error:
         raise (ConfigError(keys_as_flags(str(error), _FLAGS)) if args.source else error) from None
@@ -45,7 +47,12 @@ def run(arguments: list[str]) -> int:
 def _run_tasks(args: argparse.Namespace) -> int:
     """Run tasks of lm-evaluation-harness."""
     if other := next(
-        (key for key in ("source", "tokenizer", "seq_len", "on_invalid_row") if getattr(args, key) is not None), None
+        (
+            key
+            for key in ("source", "tokenizer", "seq_len", "on_invalid_row", "precision")
+            if getattr(args, key) is not None
+        ),
+        None,
     ):
         raise ConfigError(f"--{other.replace('_', '-')} is not for --tasks, which bring their own data: leave it out")
     wanted = import_torch_module("muster.train.harness")
@@ -75,6 +82,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         type=positive_int,
         metavar="N",
         help=f"samples of each source (default: {DEFAULT_SAMPLES}) or task (default: all)",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=SUPPORTED_PRECISIONS,
+        help="precision of weights and passes (default: the run's, or that of the directory's weights)",
     )
     parser.add_argument(
         "--tasks", metavar="A,B", help="tasks of lm-evaluation-harness, run on a Hugging Face directory"

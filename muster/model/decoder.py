@@ -296,12 +296,17 @@ class Decoder(nn.Module):
         """Map tokens (B, S) int64 if first, else hidden (B, S, D), to logits (B, S, V) if last, else hidden (B, S,
         D)."""
         x_BSD = self._through_layers(x)
-        return x_BSD if self.norm is None else self._logits(self.norm(x_BSD))
+        return x_BSD if self.norm is None else self.logits(self.norm(x_BSD))
+
+    def final_hidden(self, tokens_BS: Tensor) -> Tensor:
+        """Return the hidden states (B, S, D) that the head reads; for a whole model."""
+        assert self.norm is not None, "only a last stage has a norm before the head"
+        return self.norm(self._through_layers(tokens_BS))
 
     def next_logits(self, tokens_BS: Tensor) -> Tensor:
         """Return the logits (B, V) after the last token; for a whole model."""
         assert self.norm is not None, "only a last stage has logits"
-        logits_BV = self._logits(self.norm(self._through_layers(tokens_BS)[:, -1:])).squeeze(1)
+        logits_BV = self.logits(self.norm(self._through_layers(tokens_BS)[:, -1:])).squeeze(1)
         return logits_BV if self.caps_logits or self.logit_softcap is None else soft_cap(logits_BV, self.logit_softcap)
 
     def _through_layers(self, x: Tensor) -> Tensor:
@@ -319,7 +324,8 @@ class Decoder(nn.Module):
             x_BSD = layer(x_BSD, *angles[kind], self.position_state.mask(window, x_BSD), self.position_state.documents)
         return x_BSD
 
-    def _logits(self, x_BSD: Tensor) -> Tensor:
+    def logits(self, x_BSD: Tensor) -> Tensor:
+        """Return the logits of hidden states after the last norm (…, D); without a vocabulary, the hidden states."""
         if not self.has_vocab:
             return x_BSD
         head = self.head or self.embed

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from muster.checkpoint.checkpoint_dir import named_checkpoint
 from muster.checkpoint.initial_weights import load_initial_weights
 from muster.checkpoint.load import load
 from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.manifest import MANIFEST
+from muster.checkpoint.model_directory import model_weights, open_directory
 from muster.config.load_config import load_run_config
 from muster.config.named_model import HF_PREFIX, load_model
 from muster.config.run_config import DataConfig
@@ -20,19 +22,23 @@ from muster.data.dataset import IGNORE_INDEX, Batch, Dataset, require_known_ids
 from muster.data.invalid_rows import InvalidRowPolicy
 from muster.data.tokenizer import Tokenizer
 from muster.layout.tensor_layout import TensorLayout
+from muster.model.chunk_sizes import chunk_elements
 from muster.model.decoder import Decoder
 from muster.model.documents import Documents
-from muster.model.loss import cross_entropy_sum
+from muster.model.loss import loss_sums
 from muster.parallel.inference import build_inference_decoder
 from muster.parallel.world import pick_device
 from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
+from muster.spec.plan import Precision
 from muster.train.data import open_dataset, open_token_store, require_vocab_size, run_tokenizer, token_store_folder
-from muster.train.text_generation import find_trained_model
+from muster.train.text_generation import find_trained_model, stored_precision
 from muster.train.validation_loss import perplexity
 
-BATCH_SIZE = 8
-"""Samples per forward."""
+BATCH_SIZE, BATCH_TOKENS = 8, 8192
+"""Most samples of a forward, and most tokens where it has more than one sample."""
+HEAD_ROWS = 256
+"""Fewest positions whose logits are made at once: enough that reading the head's weights isn't what takes the time."""
 MAX_SEQ_LEN = 2048
 
 
@@ -51,6 +57,8 @@ class EvalOptions:
     """Largest number of samples of each source."""
     on_invalid_row: InvalidRowPolicy | None = None
     """Treatment of invalid rows of `source`; None: as the run treats its own."""
+    precision: Precision | None = None
+    """Precision of weights and passes; None: the run's, or that of the directory's weights."""
 
     def data_config(self, own: DataConfig) -> DataConfig:
         """Return how `source` is read: as the model's own data, but for what these options say."""
@@ -72,7 +80,8 @@ def evaluate(options: EvalOptions) -> dict[str, dict[str, float]]:
     if (place / "config.yaml").exists() or (place / MANIFEST).exists():
         return _evaluate_run(options, device)
     spec = load_model(f"{HF_PREFIX}{place}")
-    model, layouts = build_inference_decoder(spec, "fp32", device, None)
+    precision = options.precision or stored_precision(model_weights(open_directory(place)))
+    model, layouts = build_inference_decoder(spec, precision, device, None)
     load_initial_weights(place, spec, _pieces(model, layouts))
     data = options.data_config(DataConfig(source=options.source or "", tokenizer=str(place)))
     if not options.source:
@@ -95,7 +104,7 @@ def _evaluate_run(options: EvalOptions, device: torch.device) -> dict[str, dict[
     config = load_run_config(None, run_dir / "config.yaml", []).config
     seq_len = options.seq_len or config.train.seq_len
     _require_positions(source.model, seq_len)
-    model, layouts = build_inference_decoder(source.model, "fp32", device, None)
+    model, layouts = build_inference_decoder(source.model, options.precision or source.plan.precision, device, None)
     load(source.checkpoint, _pieces(model, layouts), convert=True)
     if options.source is not None:
         data = options.data_config(config.data)
@@ -110,7 +119,8 @@ def _evaluate_run(options: EvalOptions, device: torch.device) -> dict[str, dict[
     for name, part in {"all": dataset, **dataset.sources}.items():
         count = min(options.samples, part.num_validation_samples)
         if count:
-            batches = (part.validation_batch(at, min(BATCH_SIZE, count - at)) for at in range(0, count, BATCH_SIZE))
+            size = _samples_per_forward(seq_len)
+            batches = (part.validation_batch(at, min(size, count - at)) for at in range(0, count, size))
             found[name] = _loss(model, source.model.vocab_size, batches, device)
     if not found:
         raise ConfigError(f"{run_dir} holds nothing out (data.validation_split 0): name other data with --source")
@@ -135,8 +145,12 @@ def _open_whole_dataset(
 
 
 def _train_batches(dataset: Dataset, samples: int) -> Iterator[Batch]:
-    count = min(samples, dataset.num_train_samples)
-    return (dataset.train_batch(at, min(BATCH_SIZE, count - at)) for at in range(0, count, BATCH_SIZE))
+    count, size = min(samples, dataset.num_train_samples), _samples_per_forward(dataset.seq_len)
+    return (dataset.train_batch(at, min(size, count - at)) for at in range(0, count, size))
+
+
+def _samples_per_forward(seq_len: int) -> int:
+    return max(1, min(BATCH_SIZE, BATCH_TOKENS // seq_len))
 
 
 def _pieces(model: Decoder, layouts: Mapping[str, TensorLayout]) -> list[LocalShard]:
@@ -145,6 +159,7 @@ def _pieces(model: Decoder, layouts: Mapping[str, TensorLayout]) -> list[LocalSh
 
 @torch.no_grad()
 def _loss(model: Decoder, vocab_size: int, batches: Iterator[Batch], device: torch.device) -> dict[str, float]:
+    model.caps_logits = False  # the loss caps them, in float32
     total, count = 0.0, 0
     for batch in batches:
         require_known_ids(batch, vocab_size)
@@ -156,7 +171,21 @@ def _loss(model: Decoder, vocab_size: int, batches: Iterator[Batch], device: tor
         model.position_state.documents = (
             None if positions is None else Documents.from_positions(torch.from_numpy(positions), device)
         )
-        total += float(cross_entropy_sum(model(tokens_BS), labels_BS))
+        total += _cross_entropy(model, vocab_size, tokens_BS, labels_BS)
         count += batch.num_valid_tokens
     loss = total / max(1, count)
     return {"loss": loss, "perplexity": perplexity(loss), "tokens": count}
+
+
+def _cross_entropy(model: Decoder, vocab_size: int, tokens_BS: Tensor, labels_BS: Tensor) -> float:
+    """Return the cross-entropy summed over labels, from the logits of some positions at a time.
+
+    The logits of a whole sample would be the largest tensor by far: 8k positions of 128k words are 4 GB in float32.
+    """
+    hidden_ND, labels_N = model.final_hidden(tokens_BS).flatten(0, 1), labels_BS.flatten()
+    rows = max(HEAD_ROWS, chunk_elements("loss", hidden_ND.device.type) // vocab_size)
+    sums = [
+        loss_sums(model.logits(hidden_RD).unsqueeze(0), labels_R.unsqueeze(0), softcap=model.logit_softcap).total
+        for hidden_RD, labels_R in zip(hidden_ND.split(rows), labels_N.split(rows), strict=True)
+    ]
+    return float(torch.stack(sums).double().sum())

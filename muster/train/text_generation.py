@@ -122,12 +122,12 @@ def _find_converted_model(path: Path) -> TrainedModel:
         step=directory.step or 0,
         model=directory.model,
         context_length=context,
-        plan=plan_from_tree(directory.plan or {"precision": _stored_precision(weights)}, "the checkpoint's plan"),
+        plan=plan_from_tree(directory.plan or {"precision": stored_precision(weights)}, "the checkpoint's plan"),
         data=data,
     )
 
 
-def _stored_precision(weights: TensorSource) -> Precision:
+def stored_precision(weights: TensorSource) -> Precision:
     """Return the precision that keeps the weights as they are stored: that of most of their elements."""
     numel: Counter[torch.dtype] = Counter()
     for meta in weights.metas.values():
