@@ -173,6 +173,20 @@ def short_documents() -> str:
 # The reference: one process, no Muster but the model
 
 
+References = dict[tuple[str, str, int], tuple[list[float], dict[str, Tensor]]]
+"""Results of plain PyTorch by configuration, precision and number of steps."""
+
+
+def share_references(rank: int, world_size: int, store: dist.Store, cache: str, needed: set[Any]) -> References:
+    """Return the results of `reference` for each key: each rank computes some of them, and all read all."""
+    keys = sorted(needed)
+    for index, key in enumerate(keys):
+        if index % world_size == rank:
+            torch.save(reference(key[0], cache, *key[1:], start_value), path := Path(cache) / f"{os.getpid()}-{index}")
+            store.set(f"reference/{index}", str(path))
+    return {key: torch.load(store.get(f"reference/{index}").decode()) for index, key in enumerate(keys)}
+
+
 @lru_cache
 def reference(
     config_json: str, cache: str, precision: str, steps: int, start: Callable[..., Tensor] = initial_value
@@ -270,10 +284,30 @@ class WatchedTrainer(Trainer):
 
 def run_cases(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]) -> list[dict[str, Any]]:
     """Each case of `payload["cases"]` in turn, in a world of its own; what was found, by case."""
+    cases, cache = payload["cases"], payload["cache"]
+    references = share_references(rank, world_size, store, cache, {reference_key(**case) for case in cases})
     return [
-        run_case(rank, world_size, store, index, payload["cache"], **case)
-        for index, case in enumerate(payload["cases"])
+        run_case(rank, world_size, store, index, cache, references[reference_key(**case)], **case)
+        for index, case in enumerate(cases)
     ]
+
+
+def reference_key(precision: str = "fp32", steps: int = 20, **case: Any) -> tuple[str, str, int]:
+    """Return what the results of a case's reference depend on."""
+    return config_of(**case).model_dump_json(), precision, steps
+
+
+def config_of(
+    tied: bool = False,
+    layers: int = 4,
+    optim: str = "adamw",
+    z_loss: float = 0.0,
+    family: str = "llama",
+    packing: Packing = "concatenate",
+    **_: Any,
+) -> RunConfig:
+    """Return the run of a case, whose other keys are about the plan."""
+    return small_run(tied, layers=layers, z_loss=z_loss, optim=optim, family=family, packing=packing)
 
 
 def run_case(
@@ -282,26 +316,21 @@ def run_case(
     store: dist.Store,
     generation: int,
     cache: str,
+    expected: tuple[list[float], dict[str, Tensor]],
     plan: str,
     precision: str = "fp32",
-    tied: bool = False,
-    layers: int = 4,
-    optim: str = "adamw",
     fault: str | None = None,
     steps: int = 20,
     profile: bool = False,
-    z_loss: float = 0.0,
-    family: str = "llama",
-    packing: Packing = "concatenate",
     changes: dict[str, Any] | None = None,
+    **kind: Any,
 ) -> dict[str, Any]:
     """Errors relative to the reference: of the losses, and of this rank's part of the first gradients and their norm.
 
     `changes` are fields of the plan that no name says. With `profile`, also what the rank held, beside the formulas.
     """
-    config = small_run(tied, layers=layers, z_loss=z_loss, optim=optim, family=family, packing=packing)
+    config, (losses, gradients) = config_of(**kind), expected
     base = Plan(precision=precision, micro_batch_size=1)  # type: ignore[arg-type]
-    losses, gradients = reference(config.model_dump_json(), cache, precision, steps, start_value)
     full_plan = Plan.model_validate(parse_plan_name(plan, base).model_dump() | (changes or {}))
     full_plan = resolve_schedule(full_plan, config.model, config.workload)
     require_runnable(full_plan, config.model, config.workload, world_size)

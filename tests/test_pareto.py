@@ -121,13 +121,13 @@ def test_a_slower_network_is_never_faster_and_a_failed_node_leaves_a_plan() -> N
 
 
 def test_what_there_was_no_time_to_look_at_is_said(capsys) -> None:
-    ask = ["plan", "--model", "llama3-70b", "--cluster", "64xh100", "--effort", "0.1", "--what-if", "nodes=x2"]
+    ask = ["plan", "--model", "llama3-70b", "--cluster", "64xh100", "--effort", "0.02", "--what-if", "nodes=x2"]
     assert main(ask) == 0
     assert "less: more --effort or --time-limit)" in capsys.readouterr().out
 
 
 def test_the_table_of_what_if(capsys) -> None:
-    ask = [*TINY[:4], "16xa100", *TINY[5:], "--require", "cp1-tp1-mb1"]
+    ask = [*TINY[:4], "16xa100", *TINY[5:], "--require", "cp1-tp1-mb1-z1"]
     ask += ["--what-if", "nodes=x2", "--what-if", "network=/2"]
     assert main(ask) == 0
     shown = capsys.readouterr().out

@@ -236,7 +236,7 @@ def test_what_offloading_plans_hold_is_known_without_a_program(name) -> None:
 
 
 def test_offload_that_is_asked_for_is_in_every_plan(capsys) -> None:
-    arguments = "plan --model tiny --cluster 4xh100 --seq-len 256 --global-batch 16 --require oact --json"
+    arguments = "plan --model tiny --cluster 2xh100 --seq-len 256 --global-batch 16 --require oact --json"
     assert main(arguments.split()) == 0
     plans = json.loads(capsys.readouterr().out)["plans"]
     assert plans

@@ -91,7 +91,7 @@ def test_the_clock_changes_no_answer(monkeypatch: pytest.MonkeyPatch, request_: 
 
 
 def test_a_larger_budget_finds_all_that_a_smaller_one_does() -> None:
-    found = [search(HARD, 3, SearchBudget(work), exact=1) for work in (300.0, 600.0, 1200.0, 2400.0)]
+    found = [search(HARD, 3, SearchBudget(work), exact=1) for work in (300.0, 600.0, 1200.0)]
     assert not found[0].proven, "a question that any budget answers shows nothing"
     for less, more in pairwise(found):
         assert more.counts["simulated"] >= less.counts["simulated"]

@@ -92,7 +92,7 @@ def test_reading_that_takes_longer_than_a_step_is_waited_for(one):
 def test_plan_and_predict_agree_on_energy_and_cost(capsys):
     asked = ["--model", "tiny", "--cluster", "4xa100-40", "--seq-len", "256", "--global-batch", "16"]
     asked += ["--tokens", "3B", "--mtbf", "2000", "--json"]
-    assert main(["plan", *asked, "--top", "1"]) == 0
+    assert main(["plan", *asked, "--top", "1", "--effort", "0.2"]) == 0
     plan = json.loads(capsys.readouterr().out)
     best = plan["plans"][0]
     assert main(["predict", *asked, "--plan", best["plan"]]) == 0

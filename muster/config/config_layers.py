@@ -9,7 +9,7 @@ import yaml
 
 from muster.catalog import names, read
 from muster.config.migrations import Format, migrate_values
-from muster.config.yaml_reader import read_yaml
+from muster.config.yaml_reader import YAML_LOADER, read_yaml
 from muster.plugins.registry import component_names
 from muster.spec.dotted_keys import flatten
 from muster.spec.errors import ConfigError
@@ -84,7 +84,7 @@ def _parse(text: str, name: str, folder: Path) -> ConfigLayer:
     tree = read_yaml(text, name)
     if not isinstance(tree, dict | None):
         raise ConfigError(f"{name}: expected 'key: value' lines, got {str(tree)[:40]!r}")
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    root = yaml.compose(text, Loader=YAML_LOADER)
     try:
         lines = dict(_lines(root)) if isinstance(root, yaml.MappingNode) else {}
         values = dict(flatten(tree or {}))

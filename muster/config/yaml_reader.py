@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from muster.spec.errors import ConfigError
 
 Checked = TypeVar("Checked", bound=BaseModel)
-_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
@@ -18,7 +18,7 @@ class _KeyGivenTwice(yaml.MarkedYAMLError):
     """A key that a mapping has twice; plain YAML would take the last."""
 
 
-class _UniqueKeyLoader(_Base):
+class _UniqueKeyLoader(YAML_LOADER):
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._checked: set[int] = set()

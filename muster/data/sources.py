@@ -146,12 +146,13 @@ def _json_format(path: Path) -> FileFormat | None:
 
 
 def _scan(root: Path, suffixes: dict[str, FileFormat], must_be_utf8: bool = True) -> list[SourceFile]:
+    endings = (*suffixes, *JSON_SUFFIXES) if suffixes is ROW_SUFFIXES else tuple(suffixes)
     found = []
     for folder, folders, names in os.walk(root, onerror=raise_unreadable):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _NOT_STDLIB]
         for name in names:
-            path = Path(folder, name)
-            if name.startswith(".") or not path.is_file():
+            # A directory may hold thousands of other files: only those whose names end right are looked at.
+            if name.startswith(".") or not name.endswith(endings) or not (path := Path(folder, name)).is_file():
                 continue
             suffix = _suffix(path)
             own = suffixes.get(suffix)

@@ -1,6 +1,7 @@
 """Plain sentences about wrong values in a file or on a command line."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -12,11 +13,16 @@ from muster.spec.suggest import did_you_mean
 Schema = dict[str, Any]
 
 
+@cache
+def _json_schema(type_: type[BaseModel]) -> Schema:
+    return type_.model_json_schema()
+
+
 class ConfigSchema:
     """Keys of a type and their possible values: a view of its JSON schema."""
 
     def __init__(self, type_: type[BaseModel]) -> None:
-        self.root: Schema = type_.model_json_schema()
+        self.root: Schema = _json_schema(type_)
 
     def schema_at(self, path: str) -> Schema | None:
         """Return the schema of the value under a dotted path; None where the path leads nowhere."""
