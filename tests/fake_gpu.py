@@ -183,6 +183,48 @@ class Watch(TorchDispatchMode):
 _COPIES = {"aten.copy_.default", "aten._to_copy.default", "aten._foreach_copy_.default"}
 
 
+@dataclass(frozen=True)
+class Operator:
+    """An operator as it ran."""
+
+    name: str
+    """Without namespace and overload: `mm`, `_allgather_base_`."""
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    """Shapes and dtypes of its results."""
+    operand_shapes: tuple[tuple[int, ...], ...]
+    moved_bytes: int
+    """Bytes of its operands, which it reads, and of its results, which it writes."""
+
+
+class OperatorLog(Watch):
+    """A watch that keeps all operators, in the order in which the host launched them."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.operators: list[Operator] = []
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self.operators = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace in ("aten", "c10d") and not func.is_view:
+            read = {key: value for key, value in (kwargs or {}).items() if key != "out"}
+            operands = [x for x in tree_leaves((args, read)) if isinstance(x, torch.Tensor)]
+            results = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+            size = sum(x.numel() * x.element_size() for x in operands + results)
+            shapes, operand_shapes = (tuple(tuple(x.shape) for x in tensors) for tensors in (results, operands))
+            name, dtypes = func.overloadpacket.__name__, tuple(x.dtype for x in results)
+            self.operators.append(Operator(name, shapes, dtypes, operand_shapes, size))
+        return result
+
+    def where(self, name: str) -> list[int]:
+        """Return the places of the operators with a name."""
+        return [at for at, one in enumerate(self.operators) if one.name == name]
+
+
 def order_problems(watches: Sequence[Watch]) -> list[str]:
     """Return where ranks would not meet: NCCL matches the calls of a group, and the transfers of a pair, by their
     order."""

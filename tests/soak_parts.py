@@ -9,7 +9,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "memory": ("test_memory_forecast.py", "test_conversion_memory.py"),
     "random-memory": ("test_memory_forecast.py::test_forecast_of_random_plans_is_what_pytorch_counts",),
     "parity": ("test_parity.py", "test_verify.py", "test_post_validation.py", "test_extend.py"),
-    "gpu": ("test_fake_gpu.py",),
+    "gpu": ("test_fake_gpu.py", "test_framework_traits.py"),
     "data": ("test_packing.py", "test_eval.py", "test_tracking.py", "test_fine_tuning.py"),
     "resume": ("test_resume.py",),
     "kills": ("test_async_saver.py", "test_train.py", "test_remote_checkpoints.py", "test_in_memory_checkpoints.py"),

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
@@ -27,6 +27,8 @@ from muster.train.parameter_updater import ParameterUpdater
 from tests.fake_gpu import DEVICE, Watch, order_problems
 from tests.parity import small_run
 from tests.test_parity import CASES
+
+SomeWatch = TypeVar("SomeWatch", bound=Watch)
 
 ONE_SYNC = ["parameter_updater.py:_read_sums"]
 
@@ -67,7 +69,7 @@ def gpu_world(plan: Plan, rank: int) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def watch_step(case: dict[str, Any], rank: int) -> Watch:
+def watch_step(case: dict[str, Any], rank: int, kind: type[SomeWatch] = Watch) -> SomeWatch:  # type: ignore[assignment]
     """Run two steps of a case of the parity tests in bf16, and return what was seen in the second."""
     given = {key: case[key] for key in ("tied", "layers", "z_loss", "optim", "family") if key in case}
     config = small_run(**given)
@@ -78,7 +80,7 @@ def watch_step(case: dict[str, Any], rank: int) -> Watch:
     base = Plan(precision=case.get("precision", "bf16"), micro_batch_size=1)
     plan = Plan.model_validate(parse_plan_name(case["plan"], base).model_dump() | case.get("changes", {}))
     plan = resolve_schedule(plan, config.model, config.workload)
-    watch = Watch(rank)
+    watch = kind(rank)
     with gpu_world(plan, rank) as world:
         trainer = GpuTrainer(config, plan, world, cast(SampleStream, None))
         with FAKE_MODE, watch:

@@ -37,6 +37,9 @@ class FrameworkTraits(Frozen):
     fused_loss: bool | None = True
     """The cross-entropy reads logits and writes their gradient, without float32 copies of them. None: as the plan's
     `compile` says."""
+    loss_keeps_gradient: bool = False
+    """An unfused loss makes the gradient of the logits in the forward, in place of the copies that it no longer needs,
+    and the backward only scales it; otherwise each pass makes its own."""
     early_stop_recompute: bool = True
     """Full recompute stops once the backward has all that it needs: a layer's last matmul isn't repeated, as with
     torch's non-reentrant checkpoint; otherwise the whole layer is."""

@@ -12,7 +12,8 @@ from muster.spec.suggest import did_you_mean
 # parallel/: z1 gathers before a stage's first pass and reduces after its last (fsdp.py, schedule/lower.py); gradients
 # of micro-batches are added by fully_shard, in float32; tensor-parallel sums of input gradients run beside the weights'
 # (tensor_parallel.py). model/: torch's fused RMSNorm and scaled_dot_product_attention, whose kernel for bf16 is
-# FlashAttention-2; operators one by one, or compiled block by block (compile.py), never the loss (loss.py).
+# FlashAttention-2; operators one by one, or compiled block by block (compile.py), never the loss, which
+# keeps its gradient (loss.py). A test counts each of these traits in a step (tests/test_framework_traits.py).
 MUSTER = FrameworkTraits(
     name="muster",
     attention="flash2",
@@ -21,6 +22,7 @@ MUSTER = FrameworkTraits(
     fused_norms=True,
     norm_casts=False,
     fused_loss=False,
+    loss_keeps_gradient=True,
     fused_grad_accumulation=False,
     overlap_grad_reduce=False,
     overlap_param_gather=False,

@@ -18,6 +18,10 @@ from muster.spec.plugin_model import plugin_model
 CAPPED_LOGIT_BYTES = 68
 """Bytes per logit of a soft cap and its derivative: a float32 copy, three operations each, and their product with the
 gradient."""
+LOGIT_BYTES = {False: (28, 4), True: (50, 4)}
+"""Bytes per logit, in bf16, of a loss that keeps its gradient, forward and backward: cast, log-softmax, exponential and
+product (`muster.model.loss`); with the vocabulary over tensor-parallel ranks, maximum, cast, difference, exponential,
+sum, two products and cast (`muster.parallel.tensor_parallel`)."""
 PERMUTE_RATE = 0.5
 """Share of the streaming rate at which rows are gathered into another order (B200, github:MooreThreads/SimuMax
 configs/system/b200_bf16_ceperm.json)."""
@@ -138,7 +142,7 @@ def head_passes(at: LayerContext, vocab_rows: float) -> LayerPasses:
 
     A fused loss reads the logits and writes their gradient; unfused, it makes float32 copies of both (Megatron-LM's
     `vocab_parallel_cross_entropy`: cast, maximum, difference, exponential, sum, quotient, and one pass backward with
-    the cast).
+    the cast), or does so once and scales the gradient that it kept (`LOGIT_BYTES`).
     """
     part, hidden = SublayerCost(), at.model.hidden_size
     numbers = at.norm_tokens * hidden * at.element_bytes
@@ -154,8 +158,13 @@ def head_passes(at: LayerContext, vocab_rows: float) -> LayerPasses:
         scored *= at.tp.size
         _add_logit_gather(at, part, scored)
     elif at.tp.size > 1:
-        part.forward.add_exposed("tp", 3 * all_reduce_s(at.tp, 4 * tokens))
-    forward, backward = (30, 14) if composed else (at.element_bytes, 2 * at.element_bytes)
+        joint = at.framework.loss_keeps_gradient  # the sum and the label's logit travel together
+        sums_s = all_reduce_s(at.tp, 8 * tokens) if joint else 2 * all_reduce_s(at.tp, 4 * tokens)
+        part.forward.add_exposed("tp", all_reduce_s(at.tp, 4 * tokens) + sums_s)
+    if composed:
+        forward, backward = LOGIT_BYTES[at.tp.size > 1] if at.framework.loss_keeps_gradient else (30, 14)
+    else:
+        forward, backward = at.element_bytes, 2 * at.element_bytes
     part.forward.add(stream_s(at.device, forward * scored), 8 if composed else 2)
     part.input_grads.add(stream_s(at.device, backward * scored), 4 if composed else 1)
     if at.model.logit_softcap is not None:  # the cap and its derivative, in the pass that computes the gradient

@@ -1,0 +1,246 @@
+"""Traits of Muster's own program, each counted in a step on a GPU in name only: what predictions say is what runs."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from muster.cost.time.layer import LOGIT_BYTES
+from muster.model import decoder
+from muster.parallel import compile as compiling
+from muster.parallel.axis import PendingTensor
+from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.frameworks import MUSTER
+from tests.fake_gpu import OperatorLog
+from tests.test_fake_gpu import fake_factories, watch_step
+
+__all__ = ["fake_factories"]
+
+LAYERS, MICRO_BATCHES, WORDS = 2, 2, 257
+GATHER, SCATTER, REDUCE = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
+DOWN = (32, 48)
+"""Shape of the weights that lead out of an MLP: no other tensor has it."""
+
+
+@cache
+def step(plan: str, rank: int = 0, **case: Any) -> OperatorLog:
+    """One step of two layers on two micro-batches a rank."""
+    batch = MICRO_BATCHES * (2 if "dp2" in plan else 1)
+    return watch_step({"plan": plan, "layers": LAYERS, "batch": batch, **case}, rank, OperatorLog)
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, plan: str, **case: Any) -> list[Any]:
+    """Return the keyword arguments of each call of a function in two steps."""
+    calls, original = [], getattr(owner, name)
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(options)
+        return original(*args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, counted)
+        step.__wrapped__(plan, **case)
+    return calls
+
+
+def before_last_matmul(log: OperatorLog, name: str) -> list[bool]:
+    """Return for each operator with a name if it came before the step's last matmul."""
+    return [at < log.where("mm")[-1] for at in log.where(name)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What each trait of Muster is, by its program. Nearly all are counted in the second step, whose operators are logged.
+
+
+def attention(patch: pytest.MonkeyPatch) -> str:
+    calls = count_calls(patch, F, "scaled_dot_product_attention", "dp1")
+    assert len(calls) == 2 * LAYERS * MICRO_BATCHES
+    assert all(call["attn_mask"] is None and call["is_causal"] for call in calls)
+    return "flash2"
+
+
+def fused_soft_cap(patch: pytest.MonkeyPatch) -> bool:
+    return bool(count_calls(patch, F, "scaled_dot_product_attention", "dp1", family="gemma2"))
+
+
+def fused_elementwise(patch: pytest.MonkeyPatch) -> bool | None:
+    """As the plan's compile says: each block is compiled then, and nothing else is."""
+    patch.setattr(compiling.torch, "compile", lambda function: function)
+    eager = count_calls(patch, compiling.torch, "compile", "dp1")
+    compiled = count_calls(patch, compiling.torch, "compile", "dp1", changes={"compile": True})
+    assert (len(eager), len(compiled)) == (0, LAYERS)
+    return None
+
+
+def fused_norms(patch: pytest.MonkeyPatch) -> bool:
+    return len(count_calls(patch, F, "rms_norm", "dp1")) == 2 * MICRO_BATCHES * (2 * LAYERS + 1)
+
+
+def norm_casts(patch: pytest.MonkeyPatch) -> bool:
+    dtypes: list[torch.dtype] = []
+    original = decoder.rms_norm
+    with patch.context() as patched:
+        patched.setattr(decoder, "rms_norm", lambda x, *rest: dtypes.append(x.dtype) or original(x, *rest))
+        step.__wrapped__("dp1")
+    return torch.float32 in dtypes
+
+
+def fused_loss(patch: pytest.MonkeyPatch) -> bool:
+    log = step("dp1")
+    wide = [one for one in log.operators if (16, WORDS) in one.shapes and torch.float32 in one.dtypes]
+    return not wide
+
+
+def loss_keeps_gradient(patch: pytest.MonkeyPatch) -> bool:
+    """The bytes that operators on all logits move are those that predictions count."""
+    not_all = ("mm", "_unsafe_view", "gather", "scatter_add_", "empty_like", "ones_like", "_log_softmax_backward_data")
+    for plan, words in (("dp1", WORDS), ("tp2", 129)):
+        log, logits = step(plan), (16, words)
+        passes = [
+            one
+            for one in log.operators
+            if logits in (*one.shapes, *one.operand_shapes) and one.name not in not_all and one.moved_bytes
+        ]
+        per_logit = sum(one.moved_bytes for one in passes) / (16 * words * MICRO_BATCHES)
+        assert per_logit == pytest.approx(sum(LOGIT_BYTES[plan != "dp1"]), rel=0.03), (plan, passes)
+        assert "_log_softmax_backward_data" not in {one.name for one in log.operators}
+    return True
+
+
+def early_stop_recompute(patch: pytest.MonkeyPatch) -> bool:
+    """A layer has 7 matmuls; 6 of them are repeated."""
+    repeated = len(step("dp1-rfull").where("mm")) - len(step("dp1").where("mm"))
+    return repeated == 6 * LAYERS * MICRO_BATCHES
+
+
+def gathered_logits(patch: pytest.MonkeyPatch) -> bool:
+    return bool(step("tp2").where(GATHER))
+
+
+def dropout(patch: pytest.MonkeyPatch) -> bool:
+    return any("dropout" in one.name or "bernoulli" in one.name for one in step("dp1").operators)
+
+
+def fused_grad_accumulation(patch: pytest.MonkeyPatch) -> bool:
+    """Whether the matmul itself writes the sum in float32; else it writes bf16, which a pass casts or adds."""
+    log = step("dp2-z1")
+    made = [one for at in log.where("mm") if DOWN in (one := log.operators[at]).shapes]
+    assert len(made) == LAYERS * MICRO_BATCHES
+    return any(torch.bfloat16 not in one.dtypes for one in made)
+
+
+def grad_bytes(patch: pytest.MonkeyPatch) -> int:
+    sizes = {
+        dtype.itemsize
+        for plan in ("dp2-z1", "dp2-z2", "dp2-z3")
+        for at in step(plan).where(SCATTER)
+        for dtype in step(plan).operators[at].dtypes
+    }
+    (size,) = sizes
+    return size
+
+
+def all_reduce_grads(patch: pytest.MonkeyPatch) -> bool:
+    """One all-reduce is the step's report of sums."""
+    return len(step("dp2-z1").where(REDUCE)) > 1 or not step("dp2-z1").where(SCATTER)
+
+
+def overlap_grad_reduce(patch: pytest.MonkeyPatch) -> bool:
+    return any(before_last_matmul(step("dp2-z1"), SCATTER))
+
+
+def overlap_param_gather(patch: pytest.MonkeyPatch) -> bool:
+    log = step("dp2-z1")
+    return log.where(GATHER)[-1] > log.where("mm")[0]
+
+
+def per_parameter_collectives(patch: pytest.MonkeyPatch) -> bool:
+    """The blocks, and the rest: gathered in each forward and backward, but for the rest, which stays between them."""
+    log = step("dp2-z3")
+    gathers, scatters = MICRO_BATCHES * (2 * LAYERS + 1), MICRO_BATCHES * (LAYERS + 1)
+    return (len(log.where(GATHER)), len(log.where(SCATTER))) != (gathers, scatters)
+
+
+def broadcast_updates(patch: pytest.MonkeyPatch) -> bool:
+    return any("broadcast" in one.name for plan in ("dp2-z1", "dp2-z3") for one in step(plan).operators)
+
+
+def overlap_p2p(patch: pytest.MonkeyPatch) -> bool:
+    """The second rank starts to receive the second micro-batch before it computes the first one."""
+    log = step("pp2-sgpipe", rank=1)
+    return log.where("recv_")[1] < log.where("mm")[0]
+
+
+def scatter_gather_p2p(patch: pytest.MonkeyPatch) -> bool:
+    log = step("tp2-pp2-sgpipe")
+    hidden = 1 * 16 * 32
+    assert log.where("send")
+    return any(call.numel != hidden for call in log.calls if call.name == "send")
+
+
+def joint_input_grad_reduce(patch: pytest.MonkeyPatch) -> bool:
+    """Two all-reduces a layer in the forward and two in the backward; one of the embedding, one before the head."""
+    hidden = [at for at in step("tp2").where(REDUCE) if step("tp2").operators[at].shapes == ((1, 16, 32),)]
+    return len(hidden) == MICRO_BATCHES * (4 * LAYERS + 2)
+
+
+def overlap_tp_grad_reduce(patch: pytest.MonkeyPatch) -> bool:
+    """Matmuls are launched between the start of an all-reduce and the wait for it, in the backward alone."""
+    log: list[str] = []
+    wait, mm = PendingTensor.wait, torch.mm
+
+    class Counting(OperatorLog):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = func.overloadpacket.__name__
+            if name in (REDUCE, "mm"):
+                log.append(name)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    with patch.context() as patched:
+        patched.setattr(PendingTensor, "wait", lambda self: log.append("wait") or wait(self))
+        watch_step({"plan": "tp2", "layers": LAYERS, "batch": MICRO_BATCHES}, 0, Counting)
+    assert mm is torch.mm
+    overlapped = sum(log[at : at + 2] == [REDUCE, "mm"] for at in range(len(log)))
+    return overlapped == 2 * MICRO_BATCHES * (2 * LAYERS + 1)
+
+
+def blocking_launches(patch: pytest.MonkeyPatch) -> bool:
+    return len(step("dp1").syncs) > 1
+
+
+NOT_RUN = {
+    "all of one kind": ("name", "storage"),
+    "context and expert parallelism": ("balanced_cp", "overlap_expert_comm", "dispatch_once_per_node"),
+    "fp8": ("fp8_activations",),
+    "what the plan decides (tp_overlap)": ("async_tp",),
+    "moments of another storage": ("moment_bytes",),
+    "graphs of kernels, which nothing in Muster makes": ("cuda_graphs",),
+}
+"""Traits that no step can show, by reason."""
+CHECKS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
+    check.__name__: check
+    for check in (
+        attention, fused_soft_cap, fused_elementwise, fused_norms, norm_casts, fused_loss, loss_keeps_gradient,
+        early_stop_recompute, gathered_logits, dropout, fused_grad_accumulation, grad_bytes, all_reduce_grads,
+        overlap_grad_reduce, overlap_param_gather, per_parameter_collectives, broadcast_updates, overlap_p2p,
+        scatter_gather_p2p, joint_input_grad_reduce, overlap_tp_grad_reduce, blocking_launches,
+    )
+}  # fmt: skip
+
+
+OWN_STEPS = ("attention", "fused_soft_cap", "norm_casts", "fused_elementwise", "grad_bytes", "early_stop_recompute")
+"""Traits whose check runs more steps than others need."""
+
+
+@pytest.mark.parametrize(
+    "trait", [pytest.param(name, marks=pytest.mark.soak if name in OWN_STEPS else ()) for name in CHECKS]
+)
+def test_a_trait_is_what_the_program_does(trait: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert getattr(MUSTER, trait) == CHECKS[trait](monkeypatch)
+
+
+def test_every_trait_is_counted_or_has_a_reason_why_not() -> None:
+    assert {*CHECKS, *(name for names in NOT_RUN.values() for name in names)} == set(FrameworkTraits.model_fields)
