@@ -12,11 +12,17 @@ from muster.spec.workload import Workload
 VOCABULARIES = (257, 32_000, 50_257, 128_256, 151_936, 256_000)
 
 
-def random_case(seed: int) -> tuple[ModelSpec, Plan, Workload]:
-    """A model of at most 16 layers, a plan that can run it, and a few micro-batches a pipeline rank."""
+def random_case(seed: int, wide: bool = False, schedules: tuple[str, ...] = ()) -> tuple[ModelSpec, Plan, Workload]:
+    """A model of at most 16 layers, a plan that can run it, and a few micro-batches a pipeline rank.
+
+    `wide`: with a hidden width of 4,096. `schedules`: the only ones wanted.
+    """
     draw = Random(seed)
     while True:
-        model, plan = _random_model(draw), _random_plan(draw)
+        model = _wide_model(draw) if wide else _random_model(draw)
+        plan = _random_plan(draw)
+        if schedules and plan.schedule not in schedules:
+            continue
         model = model.model_copy(update={"num_layers": plan.num_stages * draw.choice((1, 2))})
         count = plan.pp * draw.choice((1, 2))
         batch = plan.mesh(0).dp_size * plan.micro_batch_size * count
@@ -41,6 +47,19 @@ def _random_model(draw: Random) -> ModelSpec:
         intermediate_size=draw.choice((2, 3, 4)) * hidden,
         tied_embeddings=draw.random() < 0.5,
         **({"norm": "layer", "position": "learned", "max_positions": 2048} if learned else {}),
+    )
+
+
+def _wide_model(draw: Random) -> ModelSpec:
+    model = _random_model(draw)
+    return model.model_copy(
+        update={
+            "hidden_size": 4096,
+            "num_heads": 32,
+            "num_kv_heads": draw.choice((8, 32)) if model.norm != "layer" else 32,
+            "intermediate_size": draw.choice((8192, 11008, 14336)),
+            "vocab_size": draw.choice(VOCABULARIES[1:]),
+        }
     )
 
 

@@ -7,7 +7,10 @@ PARTS: dict[str, tuple[str, ...]] = {
     "simplest": ("test_plan_claims.py::test_the_simplest_plan_is_what_looking_at_everything_finds_in_200_instances",),
     "answers": ("test_plan_claims.py",),
     "memory": ("test_memory_forecast.py", "test_conversion_memory.py"),
-    "random-memory": ("test_memory_forecast.py::test_forecast_of_random_plans_is_what_pytorch_counts",),
+    "random-memory": (
+        "test_memory_forecast.py::test_forecast_of_random_plans_is_what_pytorch_counts",
+        "test_memory_forecast.py::test_forecast_of_random_split_backwards_of_wide_models_is_what_pytorch_counts",
+    ),
     "parity": ("test_parity.py", "test_verify.py", "test_post_validation.py", "test_extend.py"),
     "gpu": ("test_fake_gpu.py", "test_framework_traits.py"),
     "data": ("test_packing.py", "test_eval.py", "test_tracking.py", "test_fine_tuning.py"),

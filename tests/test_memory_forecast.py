@@ -65,7 +65,15 @@ def assert_ranks_are_forecast(spec: ModelSpec, plan: Plan, workload: Workload, o
 
 @pytest.mark.parametrize(
     ("name", "seq_len", "micro_batches"),
-    [("dp4-tp2-sp-pp2-relem", 2048, 3), ("dp2x4-rfull", 1024, 2), ("pp4-oact-sgpipe", 512, 6), ("pp2v2-szbv", 256, 2)],
+    [
+        ("dp4-tp2-sp-pp2-relem", 2048, 3),
+        ("dp2x4-rfull", 1024, 2),
+        ("pp4-oact-sgpipe", 512, 6),
+        ("pp2v2-szbv", 256, 2),
+        ("dp2-pp2-szbh1", 256, 2),  # z3 drops embedding and head after I
+        ("pp2-vocab", 256, 2),  # their gradients are reduced after T
+        ("dp2x1-pp2v2-z1-szbv-fp32", 256, 2),  # added in place, reduced beside the last passes
+    ],
 )
 def test_forecast_is_what_pytorch_counts(name, seq_len, micro_batches):
     assert_forecast_is_accounting(SHORT_LLAMA, name, seq_len, micro_batches)
@@ -89,6 +97,12 @@ def test_forecast_holds_with_large_vocabularies(seed):
 @pytest.mark.parametrize("seed", range(30))
 def test_forecast_of_random_plans_is_what_pytorch_counts(seed):
     assert_ranks_are_forecast(*random_case(seed))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(30))
+def test_forecast_of_random_split_backwards_of_wide_models_is_what_pytorch_counts(seed):
+    assert_ranks_are_forecast(*random_case(seed, wide=True, schedules=("zb-h1", "zb-v")))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

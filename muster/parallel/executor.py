@@ -145,6 +145,13 @@ class Executor:
             self._pending_copies.pop(wait)()
 
     def _complete(self, wait: Wait) -> None:
+        if wait.lane == "collective":
+            # Those started before it end before it: their tensors are freed, which nothing on this rank may wait for.
+            for earlier in [one for one in self._pending if one.lane == wait.lane and one.index < wait.index]:
+                self._complete_one(earlier)
+        self._complete_one(wait)
+
+    def _complete_one(self, wait: Wait) -> None:
         start = self._clock.mark()
         action = self.lanes[wait.lane][wait.index].action
         self._report_start(action, True)

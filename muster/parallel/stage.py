@@ -143,7 +143,8 @@ class DecoderStage:
             apply_vocab_parallel_embedding(self.module, self.tp_axis, self._vocab_start, seq_len)
             apply_projection_norms(self.module, spec, self.tp_axis)
         self._weight_grads = WeightGradStore()
-        self._zero: ZeroLevel = strategy.zero
+        # A rank that shares its parameters with no other reduces in its backwards: see `apply_fsdp`.
+        self._zero: ZeroLevel = strategy.zero if world.groups.data_mesh() is not None else "z2"
         if self.tp_axis is not None or split_backward:
             apply_parallel_linears(self.module, self.tp_axis, self._weight_grads)
         if plan.compile:

@@ -99,8 +99,12 @@ class VocabShard:
                 self.module.logit_softcap,
             )
 
-    @torch.no_grad()
     def _head_backward(self, micro_batch: int) -> None:
+        self._add_head_gradient(micro_batch)  # a call of its own, whose tensors are freed before the reduction
+        self._finish_backward()
+
+    @torch.no_grad()
+    def _add_head_gradient(self, micro_batch: int) -> None:
         h_ND = self._hidden_ND.pop(micro_batch)
         stats = self._stats.pop(micro_batch)
         combined = self._combined.pop(micro_batch)
@@ -114,7 +118,6 @@ class VocabShard:
             label_weight_N = label_weight_N * soft_cap_slope_(stats.stats_3N[2], self.module.logit_softcap)
         grad_VD = head_gradient(stats.p_NV, h_ND, labels_N, self.vocab_start, softmax_factor_N, label_weight_N)
         weight.grad = grad_VD if weight.grad is None else weight.grad.add_(grad_VD)
-        self._finish_backward()
 
     @torch.no_grad()
     def _embedding_backward(self, micro_batch: int) -> None:

@@ -44,12 +44,15 @@ _COMPUTE = frozenset((Kind.F, Kind.B, Kind.I, Kind.W, Kind.S, Kind.T, Kind.EMB_W
 _PASSES = _COMPUTE | {Kind.OFFLOAD, Kind.RELOAD}
 _GRADIENT_COLLECTIVES = frozenset((Kind.REDUCE_GRAD, Kind.ALL_REDUCE_REPLICAS, Kind.ALL_REDUCE_TIED))
 _WEIGHT_BACKWARDS = frozenset((Kind.B, Kind.W))
-_NEEDS_PARAMS = frozenset((Kind.F, Kind.B, Kind.I, Kind.W, Kind.UNSHARD))
+_NEEDS_PARAMS = frozenset((Kind.F, Kind.B, Kind.I, Kind.UNSHARD))
 """Instructions that use the unsharded parameters of their stage."""
+_RESHARDS = frozenset((Kind.B, Kind.I))
+"""Instructions at whose end z3 drops them."""
 
 
 class AllocationOrder:
-    """Instructions of one rank that allocate or free memory, in order: UNSHARD first, gradient reductions last.
+    """Instructions of one rank that allocate or free memory, in order: UNSHARD first, each gradient reduction once the
+    gradients are complete.
 
     A RELOAD allocates at the earliest begin of its copy; an OFFLOAD frees at the pass that waits for its copy.
     """
@@ -123,7 +126,7 @@ class AllocationOrder:
             used = self.positions(stage, _NEEDS_PARAMS)
             if reshards:
                 # An instruction gathers if the one before it that used the parameters resharded them.
-                resharded = self.positions(stage, frozenset((Kind.B, Kind.W)))
+                resharded = self.positions(stage, _RESHARDS)
                 gathers = np.isin(np.append(-1, used[:-1]), np.append(-1, resharded))[: len(used)]
                 self._gathers[key] = used[gathers], resharded
             else:
@@ -200,23 +203,42 @@ def schedule_allocation_order(
     """
     stages = [stage for stage, holder in enumerate(schedule.placement) if holder == rank]
     before = [Action(Kind.UNSHARD, stage) for stage in stages if gathers]
-    after = [Action(Kind.REDUCE_GRAD, stage) for stage in stages if reduces]
+    passes = schedule.ranks[rank]
+    reductions = {}
+    if reduces:
+        last = {action[1]: action for action in passes if action[0] in _WEIGHT_BACKWARDS}
+        reductions = {action: [Action(Kind.REDUCE_GRAD, stage)] for stage, action in last.items()}
     ends = 0, schedule.depth - 1
+    after = []
     if schedule.placement[0] != schedule.placement[-1]:
         after += [Action(Kind.ALL_REDUCE_TIED, stage) for stage in stages if stage in ends]
-    passes = schedule.ranks[rank]
-    actions = [*before, *(order_with_copies(passes, offloads) if offloads else passes), *after]
+    compute = order_with_copies(passes, offloads) if offloads else passes
+    actions = [*before, *_insert_after(compute, reductions), *after]
     return AllocationOrder(actions, (messages or schedule_message_counts(schedule))[rank])
 
 
+def _insert_after(order: Sequence[Action], inserted: Mapping[Action, Sequence[Action]]) -> Sequence[Action]:
+    """Return an order with further actions after some of its own."""
+    if not inserted:
+        return order
+    return [each for action in order for each in (action, *inserted.get(action, ()))]
+
+
 def _allocating_actions(lanes: Mapping[Lane, Sequence[Instruction]]) -> list[Action]:
-    collectives = [action for action, _, _ in lanes.get("collective", ())]
+    collectives = lanes.get("collective", ())
     copied = {action.stage for action, _, _ in lanes.get("host_copy", ())}
-    compute = order_with_copies([action for action, _, _ in lanes.get("compute", ())], copied)
+    passes = [action for action, _, _ in lanes.get("compute", ())]
+    reductions = defaultdict[Action, list[Action]](list)
+    begin = 0  # the lane is walked in order
+    for action, _, waits in collectives:
+        if action[0] in _GRADIENT_COLLECTIVES:
+            begin = max(begin, *(wait.index for wait in waits if wait.lane == "compute"), 0)
+            reductions[passes[begin]].append(action)
+    compute = _insert_after(order_with_copies(passes, copied), reductions)
+    kept = _PASSES | _GRADIENT_COLLECTIVES
     return [
-        *(action for action in collectives if action[0] == Kind.UNSHARD),
-        *(action for action in compute if action[0] in _PASSES),
-        *(action for action in collectives if action[0] in _GRADIENT_COLLECTIVES),
+        *(action for action, _, _ in collectives if action[0] == Kind.UNSHARD),
+        *(action for action in compute if action[0] in kept),
     ]
 
 
@@ -316,7 +338,7 @@ def find_peak(
             after[resharded] -= memory.gathered_params
         for kind, gradients in ((Kind.T, memory.head_gradients), (Kind.EMB_W, memory.embedding_gradients)):
             if gradients and (position := order.first_position(kind)) < len(before):
-                before[position] += gradients
+                (before if memory.accumulates_gradients else after)[position] += gradients
         if memory.pending_gradients:
             made, taken = order.pending_positions(stage, memory.accumulates_gradients)
             after[made] += memory.pending_gradients
@@ -375,8 +397,9 @@ def _terms_at(
         gathered, resharded = order.gather_positions(index, not memory.keeps_gathered)
         is_gathered = np.count_nonzero(gathered <= position) > np.count_nonzero(resharded < position)
         has_gradients = order.first_backwards.get(index, position) < position
-        of_head = memory.head_gradients * (order.first_position(Kind.T) <= position)
-        of_embedding = memory.embedding_gradients * (order.first_position(Kind.EMB_W) <= position)
+        made_at = position + memory.accumulates_gradients  # reduced ones are made as the pass ends
+        of_head = memory.head_gradients * (order.first_position(Kind.T) < made_at)
+        of_embedding = memory.embedding_gradients * (order.first_position(Kind.EMB_W) < made_at)
         made, taken = order.pending_positions(index, memory.accumulates_gradients)
         is_pending = np.count_nonzero(made < position) > np.count_nonzero(taken <= position)
         terms += (

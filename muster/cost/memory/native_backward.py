@@ -27,6 +27,8 @@ class BackwardPeaks:
             stage.master_size,
         )
         self.saved = stage.saved_per_micro_batch()
+        self.root = self.param_shards.other if stage.plan.vocab_parallel else self.param_shards.root
+        """Parameters outside layers whose gradients the stage's own backwards compute."""
         self.holds_replica_sums = stage.reduces_in_passes and stage.plan.mesh(stage.index).dp_replicate > 1
         """True if sums over replicas live until a backward ends; in a step's first backward they are the gradients."""
 
@@ -65,7 +67,7 @@ class BackwardPeaks:
     @property
     def pending_gradients(self) -> int:
         """Bytes of gradients that I computes: of all parameters outside layers but the head, in the master dtype."""
-        root = self.param_shards.root
+        root = self.root
         trained = root.unsharded_numel - root.frozen_unsharded_numel
         return max(0, trained - self._head_bytes // self.compute_size) * self.master_size
 
@@ -91,9 +93,15 @@ class BackwardPeaks:
         return [*moments, PeakCandidate("inputs", left)]
 
     def pending(self) -> list[PeakCandidate]:
-        """Return the moment in I when its gradients are converted to the master dtype, if none are pending."""
+        """Return the moment in I when its gradients are converted to the master dtype, if none are pending.
+
+        z3 has dropped the gathered parameters before.
+        """
         inputs = self.backward_input()[-1]
-        converted = MemoryTerms(workspace=self.pending_gradients * (self.compute_size != self.master_size))
+        converted = MemoryTerms(
+            gathered_parameters=-self._root_bytes(),
+            workspace=self.pending_gradients * (self.compute_size != self.master_size),
+        )
         return [PeakCandidate(inputs.name, inputs.extra + converted)]
 
     def _head_backward(self, gradient_bytes: int) -> PeakCandidate:
@@ -262,9 +270,8 @@ class BackwardPeaks:
 
     def _root_reduction(self) -> PeakCandidate:
         """Return the moment of the last reduction, of embedding and head; under z3 these are not gathered any more."""
-        root = self.param_shards.root
         layers = sum(map(self.stage.gradients_of, self.param_shards.layers))
-        communication, gradients = self._reduction_bytes(root)
+        communication, gradients = self._reduction_bytes(self.root)
         extra = MemoryTerms(
             gathered_parameters=-self._root_bytes(),
             activations=-self.saved.activations,
@@ -278,9 +285,12 @@ class BackwardPeaks:
         """Return the moments of W: the head's gradient beside all operands; the gradients of all matrices; then, where
         they are reduced, the reductions from the last bucket of layers to embedding and head."""
         deferred = self.stage.deferred().scaled(-1)
-        if self.stage.is_unsharded:
-            return [PeakCandidate("weights", MemoryTerms(), self.stage.gradients)]
         layers, head = self.param_shards.layers, self._head_bytes
+        if self._adds_in_place:
+            # The first W makes the gradients while it frees the operands, later ones add to them.
+            matrix = max((held.last_param_numel for held in layers), default=0) * self.compute_size
+            begin = PeakCandidate("head", MemoryTerms(), self.pending_gradients + max(head, matrix))
+            return [begin, PeakCandidate("weights", deferred, self.stage.gradients)]
         made = sum(held.unsharded_numel for held in layers) * self.compute_size
         # In a step's first W the gradients that I made are pending, later on they are part of accumulated gradients.
         first, pending = self.pending_gradients, MemoryTerms(workspace=self.pending_gradients)
@@ -298,8 +308,8 @@ class BackwardPeaks:
             return [*moments, PeakCandidate("accumulating", rest, self.stage.gradients)]
         summed = 0
         buckets = self.param_shards.buckets(self.plan.bucket_layers)
-        for held in (*reversed(buckets), self.param_shards.root):
-            is_root = held is self.param_shards.root
+        for held in (*reversed(buckets), self.root):
+            is_root = held is self.root
             buffers, gradients = self._reduction_bytes(held, self.master_size)
             made -= 0 if is_root else held.unsharded_numel * self.compute_size
             others = made + (0 if is_root else head + self.pending_gradients)

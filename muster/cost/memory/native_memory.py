@@ -13,6 +13,7 @@ from muster.cost.activations import (
 from muster.cost.memory.kernel_workspace import KernelWorkspace
 from muster.cost.memory.native_backward import BackwardPeaks
 from muster.cost.memory.native_storage import NativeStorage
+from muster.cost.memory.param_shards import ParamShard
 from muster.cost.memory.stage_memory import PeakCandidate, StageMemory
 from muster.cost.memory.terms import MemoryTerms
 from muster.layout.tensor_layout import chunk_bounds, has_vocab_shard
@@ -34,9 +35,8 @@ def native_stage_memory(
 ) -> StageMemory:
     """Return the memory of a stage in native storage. The optimizer is AdamW if `optim` is None."""
     own = NativeStorage(spec, plan, workload, stage, optim)
-    moments = _StagePeaks(own, kernel_workspace)
+    moments = _StagePeaks(own, kernel_workspace, workload)
     gathered = own.param_shards.root if own.zero == "z3" else own.param_shards.total
-    words = vocab_parallel_bytes(spec, plan, workload, plan.pp_rank(stage)) if has_vocab_shard(plan, stage) else 0
     vocab_gradients = own.gradients_of(own.param_shards.vocab) if plan.vocab_parallel else 0
     embedding_gradients = 0 if spec.tied_embeddings else vocab_gradients // 2
     head_gradients = vocab_gradients - embedding_gradients
@@ -48,7 +48,7 @@ def native_stage_memory(
         saved=moments.saved,
         offloaded=MemoryTerms(activations=offloaded_activation_bytes(spec, plan, workload, stage)),
         deferred=own.deferred(),
-        vocab_parallel=MemoryTerms(logits=words),
+        vocab_parallel=MemoryTerms(logits=moments.vocab_saved_bytes),
         peak_candidates={
             Kind.F: tuple(moments.forward()),
             Kind.B: tuple(moments.backward()),
@@ -74,6 +74,10 @@ def native_stage_memory(
 
 class _StagePeaks(BackwardPeaks):
     """Moments of one stage's passes and collectives; all quantities in bytes."""
+
+    def __init__(self, stage: NativeStorage, kernels: KernelWorkspace, workload: Workload) -> None:
+        super().__init__(stage, kernels)
+        self.workload = workload
 
     def forward(self) -> list[PeakCandidate]:
         moments = []
@@ -124,18 +128,35 @@ class _StagePeaks(BackwardPeaks):
         """Return the moments of vocabulary parallelism.
 
         S: logits and the softmax, which is saved, in the master dtype, and the softmax in the compute dtype. T: the
-        last of these, and the head's gradient.
+        last of these, and the head's gradient; then its reduction. EMB_W: the embedding's gradient, and its reduction.
         """
         if not has_vocab_shard(self.plan, self.stage.index):
             return {}
         rows = chunk_bounds(self.stage.spec.vocab_size, self.plan.pp, self.plan.pp_rank(self.stage.index))[1]
         num_logits = rows * self.sizes.tokens
         converted = num_logits * self.compute_size * (self.compute_size != self.master_size)
-        head = rows * self.stage.spec.hidden_size * self.compute_size
+        matrix = rows * self.stage.spec.hidden_size
+        shard = self.param_shards.vocab.shard_numel // (1 if self.stage.spec.tied_embeddings else 2)
+        buffers, gradients = self._reduction_bytes(ParamShard(matrix, shard, matrix), self.master_size)
+        reduced = MemoryTerms(communication=buffers, workspace=gradients) if self.stage.reduces_in_passes else None
+        head = MemoryTerms(logits=converted, workspace=matrix * self.compute_size)
+        embedding = MemoryTerms(
+            workspace=self.sizes.full_hidden_bytes + matrix * self.compute_size * (not self._adds_in_place)
+        )
+        after = reduced and reduced + MemoryTerms(logits=-self.vocab_saved_bytes)
         return {
             Kind.S: (PeakCandidate("scores", MemoryTerms(logits=num_logits * self.master_size + converted)),),
-            Kind.T: (PeakCandidate("head", MemoryTerms(logits=converted, workspace=head)),),
+            Kind.T: _moments(("head", head), ("reducing the head", after)),
+            Kind.EMB_W: _moments(("embedding", embedding), ("reducing the embedding", reduced)),
         }
+
+    @property
+    def vocab_saved_bytes(self) -> int:
+        """Bytes that a vocabulary shard saves from S to T; 0 without one."""
+        if not has_vocab_shard(self.plan, self.stage.index):
+            return 0
+        pp_rank = self.plan.pp_rank(self.stage.index)
+        return vocab_parallel_bytes(self.stage.spec, self.plan, self.workload, pp_rank)
 
     def gather_before_forward(self) -> PeakCandidate:
         """Return the moment under z3, before a forward, when embedding and head are copied out of the gather buffer."""
@@ -156,3 +177,8 @@ class _StagePeaks(BackwardPeaks):
         """Return the moment when all groups' gathers are under way, and the first one is copied out."""
         buffers = self._largest_unit_numel() * self.compute_size * (1 + self.kernel_workspace.stages_collectives)
         return PeakCandidate("gathering", MemoryTerms(gathered_parameters=buffers))
+
+
+def _moments(*named: tuple[str, MemoryTerms | None]) -> tuple[PeakCandidate, ...]:
+    """Return the moments that there are."""
+    return tuple(PeakCandidate(name, extra) for name, extra in named if extra is not None)
