@@ -23,7 +23,11 @@ from muster.data.dataset import Batch, Dataset, Packing, SampleStream
 from muster.data.prepare import PrepareOptions, open_or_prepare
 from muster.data.store import TokenStore
 from muster.data.tokenizer import ByteTokenizer
+from muster.layout.context_parallel import AttentionBlock
+from muster.model import block_attention
+from muster.model.block_attention import block_forward
 from muster.model.decoder import Decoder
+from muster.model.documents import Documents
 from muster.model.init import draw, initial_value
 from muster.model.loss import cross_entropy_sum
 from muster.model.recompute import _RecomputedTensor
@@ -49,6 +53,7 @@ from muster.train.schedule_refinement import refine_schedule_from_profile
 from muster.train.trainer import Trainer
 from tests.optim_ranks import plain_newton_schulz
 
+CPU = torch.device("cpu")
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": {
@@ -249,6 +254,8 @@ def sums_of(model: Decoder, batch: Batch, lengths_B: np.ndarray | None) -> tuple
             for row, length in enumerate(lengths_B.tolist())
         ]
     sums = []
+    if batch.positions_BS is not None:
+        model.position_state.documents = Documents.from_positions(torch.from_numpy(batch.positions_BS), CPU)
     for tokens, labels in parts:
         logits = model(tokens)
         log_z = torch.logsumexp(logits, -1)[labels >= 0]
@@ -323,17 +330,20 @@ def run_case(
     steps: int = 20,
     profile: bool = False,
     changes: dict[str, Any] | None = None,
+    refused: bool = False,
     **kind: Any,
 ) -> dict[str, Any]:
     """Errors relative to the reference: of the losses, and of this rank's part of the first gradients and their norm.
 
-    `changes` are fields of the plan that no name says. With `profile`, also what the rank held, beside the formulas.
+    `changes` are fields of the plan that no name says; `refused`: users are refused it. With `profile`, also what the
+    rank held, beside the formulas.
     """
     config, (losses, gradients) = config_of(**kind), expected
     base = Plan(precision=precision, micro_batch_size=1)  # type: ignore[arg-type]
     full_plan = Plan.model_validate(parse_plan_name(plan, base).model_dump() | (changes or {}))
     full_plan = resolve_schedule(full_plan, config.model, config.workload)
-    require_runnable(full_plan, config.model, config.workload, world_size)
+    if not refused:
+        require_runnable(full_plan, config.model, config.workload, world_size)
     norm = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
     noise = patch("muster.parallel.stage.initial_value", start_value)
     with open_world(store, rank, world_size, full_plan, generation) as world, FAULTS[fault](), noise:
@@ -534,8 +544,48 @@ def unheard_words() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def mask_off_by_one() -> Iterator[None]:
+    """Queries see all keys of their own block but the last."""
+
+    def faulty(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock, rule: Any) -> tuple[Tensor, Tensor]:
+        keys = block.keys[: max(1, len(block.keys) - 1)] if block.mask == "none" else block.keys
+        return block_forward(q, k[:, :, : len(keys)], v[:, :, : len(keys)], block._replace(keys=keys), rule)
+
+    with patch.object(block_attention, "block_forward", faulty):
+        yield
+
+
+@contextmanager
+def dropped_lse() -> Iterator[None]:
+    """A block's log-sum-exp counts as 0."""
+
+    def faulty(*arguments: Any) -> tuple[Tensor, Tensor]:
+        out, lse = block_forward(*arguments)
+        return out, lse * 0
+
+    with patch.object(block_attention, "block_forward", faulty):
+        yield
+
+
+@contextmanager
+def labels_not_shifted() -> Iterator[None]:
+    """Labels are those of the token itself instead of the next one."""
+
+    def change(feeder: BatchLoader, share: LocalBatch) -> LocalBatch:
+        if (batch := share.batch) is not None:
+            share = replace(share, batch=replace(batch, labels_BS=batch.tokens_BS.copy()))
+        return share
+
+    with _changed_feed(change):
+        yield
+
+
 FAULTS = {
     None: no_fault,
+    "mask off by one": mask_off_by_one,
+    "dropped lse": dropped_lse,
+    "labels not shifted": labels_not_shifted,
     "dropped gradient": dropped_gradient,
     "swapped micro-batches": swapped_micro_batches,
     "wrong divisor": wrong_divisor,

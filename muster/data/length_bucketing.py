@@ -44,7 +44,9 @@ def bucket_by_length(lengths_B: np.ndarray, plan: Plan, num_layers: int, seq_len
 
 
 def _length_multiple(plan: Plan, num_layers: int) -> int:
-    """Return the divisor of a micro-batch's length; sequence parallelism cuts it over tensor-parallel ranks."""
-    stages = range(plan.num_stages)
-    cut = [plan.mesh(stage).tp for stage in stages if plan.strategy(plan.layers(stage, num_layers).start).sp]
+    """Return the divisor of a micro-batch's length, which context and sequence parallelism cut over ranks."""
+    cut = [2 * mesh.sequence_shards if mesh.sequence_shards > 1 else 1 for mesh in plan.distinct_meshes]
+    for stage in range(plan.num_stages):
+        if plan.strategy(plan.layers(stage, num_layers).start).sp:
+            cut.append(plan.mesh(stage).sequence_shards * plan.mesh(stage).tp)
     return math.lcm(LENGTH_MULTIPLE, *cut)

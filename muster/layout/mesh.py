@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from muster.spec.mesh_axes import STAGE_AXES
+from muster.spec.mesh_axes import STAGE_AXES, STATE_SHARD_AXES
 from muster.spec.plan import Plan
 
 
@@ -56,6 +56,13 @@ def ranks_of_pp_rank(plan: Plan, pp_rank: int) -> Iterator[tuple[int, MeshCoordi
 def dp_index_of(plan: Plan, at: MeshCoordinates) -> int:
     """Return the index of the rank's slice of every micro-batch: 0 … dp_size − 1."""
     return at.dp_replicate * plan.mesh(at.pp).dp_shard + at.dp_shard
+
+
+def state_shard_index(plan: Plan, at: MeshCoordinates) -> int:
+    """Return which part of a stage's parameters and optimizer state a rank holds: 0 … state_shards − 1, in the order of
+    the ranks that share them."""
+    sizes = axis_sizes(plan, at.pp)
+    return _number({axis: size for axis, size in sizes.items() if axis in STATE_SHARD_AXES}, at)
 
 
 def _index(sizes: dict[str, int], number: int) -> dict[str, int]:

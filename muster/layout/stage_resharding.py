@@ -43,13 +43,15 @@ def box_transfers(held: Mapping[int, Box], wanted: Mapping[int, Box]) -> list[Bo
 def hidden_state_box(spec: ModelSpec, plan: Plan, seq_len: int, stage: int, at: MeshCoordinates) -> Box:
     """Return the sequences and positions of a micro-batch's hidden state that the rank at `at` works on in a stage.
 
-    Tensor-parallel ranks all have the same, or under sequence parallelism a part of the positions each.
+    Tensor-parallel ranks all have the same, or under sequence parallelism a part of the positions each. Positions are
+    numbered in the order in which context-parallel ranks keep them (`kept_positions`), the same on all stages.
     """
     rows = plan.local_micro_batch_size(stage)
-    tp = plan.mesh(stage).tp
-    parts = tp if plan.strategy(plan.layers(stage, spec.num_layers).start).sp else 1
-    length = seq_len // parts
-    return Box((dp_index_of(plan, at) * rows, at.tp * length if parts > 1 else 0), (rows, length))
+    mesh = plan.mesh(stage)
+    parts = mesh.tp if plan.strategy(plan.layers(stage, spec.num_layers).start).sp else 1
+    length = seq_len // mesh.sequence_shards // parts
+    part = at.cp * parts + (at.tp if parts > 1 else 0)
+    return Box((dp_index_of(plan, at) * rows, part * length), (rows, length))
 
 
 def stage_transfers(spec: ModelSpec, plan: Plan, seq_len: int, source: int, target: int) -> list[BoxTransfer]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from muster.layout.mesh import MeshCoordinates, coordinates_of
+from muster.layout.mesh import MeshCoordinates, coordinates_of, state_shard_index
 from muster.spec.model import ModelSpec, parameter_shapes, stage_parameter_shapes
 from muster.spec.plan import Plan
 
@@ -188,17 +188,18 @@ def tp_partial_grad_copies(spec: ModelSpec, names: Iterable[str], tp: int, sp: b
 
 def stage_layouts(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) -> list[TensorLayout]:
     """Return the layouts of the rank at `at` for stage `stage`: its tensor-parallel shard, of that the rows of its
-    dp_shard index, replicated over dp_replicate.
+    state-shard index (dp_shard and cp), replicated over dp_replicate.
 
     A tied embedding is on the first and on the last stage, which may shard it differently; the first stage's copies
     come first.
     """
     mesh = plan.mesh(stage)
     last = plan.is_last(stage)
+    shard = state_shard_index(plan, at)
     replica = stage // plan.stages_per_replica
     layouts = []
     for name, shape, part, tp_copies, tp_copy in stage_shards(spec, plan, stage, at.tp):
-        box = _cut(part, 0, *chunk_bounds(part.size[0], mesh.dp_shard, at.dp_shard))
+        box = _cut(part, 0, *chunk_bounds(part.size[0], mesh.state_shards, shard))
         copies = tp_copies * mesh.dp_replicate
         copy_index = tp_copy * mesh.dp_replicate + at.dp_replicate
         writers = copies

@@ -115,18 +115,29 @@ def normalize_projections(q: Tensor, k: Tensor, q_norm: RmsNorm, k_norm: RmsNorm
     return q_norm(q), k_norm(k)
 
 
+def attend(
+    attention: "Attention", qkv_BHSd: tuple[Tensor, ...], mask_SS: Tensor | None, documents: Documents | None
+) -> Tensor:
+    """Return the attention of queries to keys and values (B, H, S, d); context parallelism replaces this function."""
+    core = partial(attention.core_attention, scale=attention.scale, softcap=attention.softcap)
+    if documents is None:
+        return core(*qkv_BHSd, mask_SS, attention.window)
+    return per_document_attention(core, documents, qkv_BHSd, mask_SS, attention.window)
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention; the numbers of heads follow from the widths of the weights.
 
-    Five functions are attributes so that they can be replaced: `project_in` and `project_out`, through which the hidden
-    state enters and leaves, and `normalize_projections`, by tensor parallelism; `core_attention`, where queries meet
-    keys and values, by a key/value cache; and `recomputable`, where a linear layer reads a tensor that is cheap to make
-    again, by elementwise recompute.
+    Six functions are attributes so that they can be replaced: `project_in` and `project_out`, through which the hidden
+    state enters and leaves, and `normalize_projections`, by tensor parallelism; `attend`, where queries meet keys and
+    values of the whole sequence, by context parallelism; `core_attention`, the kernel, by a key/value cache; and
+    `recomputable`, where a linear layer reads a tensor that is cheap to make again, by elementwise recompute.
     """
 
     project_in = staticmethod(project_in)
     project_out = staticmethod(project_out)
     normalize_projections = staticmethod(normalize_projections)
+    attend: Callable[["Attention", tuple[Tensor, ...], Tensor | None, Documents | None], Tensor] = staticmethod(attend)
     core_attention = staticmethod(core_attention)
     recomputable = staticmethod(recomputable)
 
@@ -173,11 +184,7 @@ class Attention(nn.Module):
             q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         # The attention kernels take strided heads: a copy into (B, H, S) order would gain nothing.
         qkv_BHSd = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        attend = partial(self.core_attention, scale=self.scale, softcap=self.softcap)
-        if documents is None:
-            out_BHSd = attend(*qkv_BHSd, mask, self.window)
-        else:
-            out_BHSd = per_document_attention(attend, documents, qkv_BHSd, mask, self.window)
+        out_BHSd = self.attend(self, qkv_BHSd, mask, documents)
         return self.project_out(out_BHSd.transpose(1, 2).flatten(2), self.o)
 
 

@@ -87,6 +87,13 @@ class PositionState:
         """Index of this rank's shard of the sequence."""
         self.offset = 0
         """Position of the sequence's first hidden state."""
+        self.positions_S: Tensor | None = None
+        """Positions, in their sequence, of this rank's hidden states before `sequence_shard` cuts them; None: all,
+        in order."""
+        self.whole_length: int | None = None
+        """Positions of the sequence that `positions_S` are of."""
+        self.makes_masks = True
+        """False where attention itself hides what a window doesn't reach."""
         self.starts_B: Tensor | None = None
         """Index of each sequence's position 0; None: 0 in all of them."""
         self.documents: Documents | None = None
@@ -104,7 +111,7 @@ class PositionState:
         if spec.position != "rope":
             return None, None
         is_local = self.has_own_angles(window)
-        end, kind = self.offset + self._length(x_BSD), (x_BSD.dtype, x_BSD.device)
+        end, kind = self.offset + (self.whole_length or self._length(x_BSD)), (x_BSD.dtype, x_BSD.device)
         tables = self._cos_sin.get(is_local)
         if tables is None or len(tables[0]) < end or (tables[0].dtype, tables[0].device) != kind:
             size = end if self.offset == 0 else 2 * end  # else generation would need a new table for each token
@@ -115,6 +122,8 @@ class PositionState:
             self._cos_sin[is_local] = tables
         if self.documents is not None:
             return tables[0][self.documents.positions_BS], tables[1][self.documents.positions_BS]
+        if self.positions_S is not None:
+            return tables[0][self.positions_S], tables[1][self.positions_S]
         return tables[0][self.offset : end], tables[1][self.offset : end]
 
     def has_own_angles(self, window: int | None) -> bool:
@@ -123,8 +132,8 @@ class PositionState:
 
     def mask(self, window: int | None, x_BSD: Tensor) -> Tensor | None:
         """Return the `window_mask` of whole sequences; None if it would hide nothing."""
-        length = self._length(x_BSD)
-        if window is None or length <= window:
+        length = self.whole_length or self._length(x_BSD)
+        if window is None or length <= window or not self.makes_masks:
             return None
         mask, kind = self._masks.get(window), (x_BSD.dtype, x_BSD.device)
         if mask is None or len(mask) < length or (mask.dtype, mask.device) != kind:
@@ -137,6 +146,8 @@ class PositionState:
         begin = self.offset + self.sequence_shard * count
         if self.documents is not None:
             return weight_PD[self.documents.positions_BS[:, begin : begin + count]]
+        if self.positions_S is not None:
+            return weight_PD[self.positions_S[begin : begin + count]]
         if self.starts_B is None:
             return weight_PD[begin : begin + count]
         at_S = torch.arange(begin, begin + count, device=x_BSD.device)

@@ -1,4 +1,4 @@
-"""Tensor and pipeline axes of the mesh: groups of ranks, and the asynchronous collectives over them."""
+"""Tensor, context and pipeline axes of the mesh: groups of ranks, and the asynchronous collectives over them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +35,52 @@ class PipelineAxis:
     ranks: tuple[int, ...]
     """World ranks in the order of their pipeline ranks."""
     index: int
+
+
+def _ring_shift(group: dist.ProcessGroup, index: int, size: int, x: Tensor) -> PendingTensor:
+    """Start to send `x` to the next rank of a ring and to receive the tensor of the rank before.
+
+    The result keeps `x` alive until it is waited for.
+    """
+    received = torch.empty_like(x)
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x, group=group, group_peer=(index + 1) % size),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=(index - 1) % size),
+        ]
+    )
+    return PendingTensor(works, lambda _sent=x: received)
+
+
+@dataclass(frozen=True)
+class ContextAxis:
+    """Context-parallel ranks, each of which keeps some positions of the same sequences."""
+
+    group: dist.ProcessGroup
+    size: int
+    index: int
+
+    def all_gather(self, x: Tensor) -> PendingTensor:
+        """Start to all-gather a tensor of the same shape from every rank: (…) → (ranks, …)."""
+        gathered = x.new_empty(self.size, *x.shape)
+        work = all_gather_into_tensor(gathered.flatten(0, 1), x.contiguous(), group=self.group, async_op=True)
+        return PendingTensor([work], lambda: gathered)
+
+    def reduce_scatter(self, x: Tensor) -> PendingTensor:
+        """Start to sum over the ranks a tensor with a part for each: (ranks, …) → this rank's part of the sum (…)."""
+        local = torch.empty_like(x[0])
+        work = reduce_scatter_tensor(local, x.contiguous().flatten(0, 1), group=self.group, async_op=True)
+        return PendingTensor([work], lambda: local)
+
+    def all_to_all(self, x: Tensor) -> PendingTensor:
+        """Start to exchange a tensor with a part for each rank for one with a part of each, in order: (ranks, …)."""
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        work = dist.all_to_all_single(received, x.contiguous(), group=self.group, async_op=True)
+        return PendingTensor([work], lambda: received)
+
+    def ring_shift(self, x: Tensor) -> PendingTensor:
+        """Start to send a contiguous tensor to the next rank of the ring and to receive that of the rank before."""
+        return _ring_shift(self.group, self.index, self.size, x)
 
 
 @dataclass
@@ -78,7 +124,7 @@ class TensorAxis:
         """
         shard = x_BSD.contiguous()
         for step in range(self.size):
-            next_shard = self._ring_shift(shard) if step + 1 < self.size else None
+            next_shard = _ring_shift(self.group, self.index, self.size, shard) if step + 1 < self.size else None
             yield (self.index - step) % self.size, shard
             if next_shard is not None:
                 shard = next_shard.wait()
@@ -92,17 +138,8 @@ class TensorAxis:
         """
         total = partial_sum((self.index - 1) % self.size)
         for step in range(2, self.size + 1):
-            travelling = self._ring_shift(total)  # `total` must stay alive until the transfer has finished
+            travelling = _ring_shift(
+                self.group, self.index, self.size, total
+            )  # `total` must stay alive until the transfer has finished
             total = partial_sum((self.index - step) % self.size).add_(travelling.wait())
         return total
-
-    def _ring_shift(self, x: Tensor) -> PendingTensor:
-        """Start to send `x` to the next rank of the ring and to receive the tensor of the rank before."""
-        received = torch.empty_like(x)
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, x, group=self.group, group_peer=(self.index + 1) % self.size),
-                dist.P2POp(dist.irecv, received, group=self.group, group_peer=(self.index - 1) % self.size),
-            ]
-        )
-        return PendingTensor(works, lambda: received)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from muster.layout.mesh import MeshCoordinates, rank_at
 from muster.parallel.axis import PipelineAxis
-from muster.spec.mesh_axes import STAGE_AXES
+from muster.spec.mesh_axes import STAGE_AXES, STATE_SHARD_AXES
 from muster.spec.plan import Plan
 
 _REPLICATE, _SHARD = "dp_replicate", "dp_shard"
@@ -30,23 +30,27 @@ class ProcessGroups:
             axis: _new_group(ranks_along(plan, at, (axis,))) for axis in STAGE_AXES if getattr(mesh, axis) > 1
         }
         """This rank's group by the axis within a stage along which it lies."""
+        used = [axis for axis in STATE_SHARD_AXES if axis in self.by_axis]
+        sharded = _new_group(sorted(ranks_along(plan, at, used))) if len(used) > 1 else None
+        self.state_shards = sharded or (self.by_axis[used[0]] if used else None)
+        """Ranks that shard a stage's optimizer state, and by the ZeRO level gradients and parameters; None for one."""
         self.pipeline = self._pipeline_axis() if plan.vocab_parallel else None
         """Ranks that share the vocabulary with this one under vocabulary parallelism over pipeline ranks."""
         self._alone: dist.ProcessGroup | None = None
 
     def data_mesh(self) -> DeviceMesh | None:
         """Return the mesh of ranks that hold the same stage and different data, as fully_shard takes it; None for a
-        single rank."""
+        single rank. Context-parallel ranks see different tokens, too, so they shard as dp_shard does."""
         if _REPLICATE in self.by_axis:
-            size = self._plan.mesh(self._at.pp)
-            ranks = ranks_along(self._plan, self._at, (_REPLICATE, _SHARD))
+            replicas = (replace(self._at, dp_replicate=n) for n in range(self._plan.mesh(self._at.pp).dp_replicate))
+            ranks = [sorted(ranks_along(self._plan, at, STATE_SHARD_AXES)) for at in replicas]
             return DeviceMesh.from_group(
-                [self.by_axis[_REPLICATE], self.by_axis.get(_SHARD) or self._group_of_itself()],
+                [self.by_axis[_REPLICATE], self.state_shards or self._group_of_itself()],
                 self._device.type,
-                torch.tensor(ranks, dtype=torch.int).view(size.dp_replicate, size.dp_shard),
+                torch.tensor(ranks, dtype=torch.int),
                 mesh_dim_names=(_REPLICATE, _SHARD),
             )
-        return self._shard_mesh(self.by_axis[_SHARD]) if _SHARD in self.by_axis else None
+        return None if self.state_shards is None else self._shard_mesh(self.state_shards)
 
     def single_rank_mesh(self) -> DeviceMesh:
         """Return a mesh of this rank alone."""

@@ -27,6 +27,7 @@ from muster.model.recompute import apply_recompute
 from muster.parallel import tensor_parallel
 from muster.parallel.axis import TensorAxis
 from muster.parallel.compile import compile_blocks
+from muster.parallel.context_parallel import apply_context_parallel, keep_positions
 from muster.parallel.fsdp import (
     apply_fsdp,
     attach_local_gradients,
@@ -142,6 +143,9 @@ class DecoderStage:
             self._vocab_start = shard_weights(self.module, spec, self.tp_axis)
             apply_vocab_parallel_embedding(self.module, self.tp_axis, self._vocab_start, seq_len)
             apply_projection_norms(self.module, spec, self.tp_axis)
+        self.context_axis = world.context_axis()
+        if self.context_axis is not None:
+            apply_context_parallel(self.module, self.context_axis, plan.cp_comm_type)
         self._weight_grads = WeightGradStore()
         # A rank that shares its parameters with no other reduces in its backwards: see `apply_fsdp`.
         self._zero: ZeroLevel = strategy.zero if world.groups.data_mesh() is not None else "z2"
@@ -162,8 +166,8 @@ class DecoderStage:
         }
         self._replicated = tp_partial_grad_copies(spec, self.layouts, plan.mesh(index).tp, strategy.sp)
         self.reset_parameters(seed)
-        self.micro_batch_shape = (plan.local_micro_batch_size(index), seq_len)
-        """Shape of a micro-batch's tokens, (B, S); a micro-batch may be shorter."""
+        self.micro_batch_shape = (plan.local_micro_batch_size(index), seq_len // plan.mesh(index).sequence_shards)
+        """Shape of a micro-batch's tokens on this rank, (B, S); a micro-batch may be shorter."""
         self._sequence_shards = self.tp_axis.size if self.tp_axis and self.tp_axis.sequence_parallel else 1
         self.activation_dtype = DTYPES[plan.precision]
         self.inputs: StageInputs | None = None
@@ -202,6 +206,8 @@ class DecoderStage:
             x.requires_grad_(True)
         if self.tp_axis is not None:
             self.module.position_state.seq_len = self._seq_len(micro_batch)
+        if self.context_axis is not None:
+            keep_positions(self.module, self.context_axis, self._seq_len(micro_batch), self.world.device)
         self.module.position_state.documents = (
             None if self.inputs.documents_M is None else self.inputs.documents_M[micro_batch]
         )
@@ -266,7 +272,7 @@ class DecoderStage:
         return torch.empty(shape, dtype=self.activation_dtype, device=self.world.device)
 
     def _seq_len(self, micro_batch: int) -> int:
-        """Return the positions of a micro-batch's whole sequences."""
+        """Return the positions of a micro-batch's sequences, of which tensor-parallel ranks see all."""
         tokens_M = self.inputs.tokens_M if self.inputs is not None else ()
         return tokens_M[micro_batch].shape[1] if tokens_M else self.micro_batch_shape[1]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from muster.launch.heartbeat import Heartbeat, open_heartbeat
 from muster.layout.mesh import MeshCoordinates, coordinates_of
-from muster.parallel.axis import PipelineAxis, TensorAxis
+from muster.parallel.axis import ContextAxis, PipelineAxis, TensorAxis
 from muster.parallel.process_groups import ProcessGroups
 from muster.spec.plan import LayerStrategy, Plan
 from muster.spec.units import pluralize
@@ -49,6 +49,11 @@ class World:
             return None
         chunked = strategy.tp_overlap == "async_tp"
         return TensorAxis(self.groups.by_axis["tp"], size, self.at.tp, strategy.sp, chunked)
+
+    def context_axis(self) -> ContextAxis | None:
+        """Return the context-parallel ranks of this one; None where a rank has whole sequences."""
+        size = self.plan.mesh(self.at.pp).cp
+        return None if size == 1 else ContextAxis(self.groups.by_axis["cp"], size, self.at.cp)
 
     def pipeline_axis(self) -> PipelineAxis:
         """Return the pipeline ranks that share the vocabulary with this one; only under `vocab_parallel`."""

@@ -15,6 +15,7 @@ def cut_violations(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator
     for mesh in plan.distinct_meshes:
         yield from _width(mesh, model)
         yield from _positions(mesh, workload, any(strategy.sp for strategy in plan.strategies))
+        yield from _exchanged_heads(plan, mesh, model)
         yield from _experts(mesh, model)
     if model.position == "learned" and (model.max_positions or 0) < workload.seq_len:
         yield f"seq_len {workload.seq_len} is longer than the model's {model.max_positions} learned positions"
@@ -45,6 +46,22 @@ def _positions(mesh: Mesh, workload: Workload, sp: bool) -> Iterator[str]:
         yield f"seq_len {workload.seq_len} is not a multiple of {chunks} (two for each rank of {degrees})"
     if mesh.tp > 1 and sp and workload.seq_len % (mesh.tp * mesh.sequence_shards):
         yield f"seq_len {workload.seq_len} is not a multiple of tp {mesh.tp} × {degrees}, over which sp shards it"
+
+
+def _exchanged_heads(plan: Plan, mesh: Mesh, model: ModelSpec) -> Iterator[str]:
+    """Check the heads that ranks exchange for positions (Ulysses); neighbours get the same key/value head where there
+    are fewer than ranks."""
+    if plan.cp_comm_type != "a2a" or mesh.cp == 1:
+        return
+    heads, kv_heads = model.num_heads // mesh.tp, max(1, model.num_kv_heads // mesh.tp)
+    if heads % mesh.cp or max(kv_heads, mesh.cp) % min(kv_heads, mesh.cp):
+        legal = [cp for cp in divisors(heads) if not max(cp, kv_heads) % min(cp, kv_heads)]
+        each = f" of each of tp {mesh.tp} ranks" if mesh.tp > 1 else ""
+        yield (
+            f"cp_comm_type a2a exchanges heads, and cp {mesh.cp} doesn't divide the {pluralize(heads, 'head')} and"
+            f" {pluralize(kv_heads, 'key/value head')}{each}: legal are {', '.join(map(str, legal))}, or p2p and"
+            " all_gather with any cp"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -35,6 +35,11 @@ checkpointing by operation). full: the whole layer."""
 Offload = Literal["none", "optimizer", "activations", "all"]
 """State kept in host memory. activations: those that a layer saves for its backward, where enough other passes run
 between forward and backward (arXiv:2503.01328). optimizer: its state (arXiv:2101.06840)."""
+CpCommType = Literal["p2p", "all_gather", "a2a"]
+"""Communication of context-parallel attention. p2p: blocks of keys and values travel around a ring
+(arXiv:2310.01889). all_gather: every rank gathers all keys and values. a2a: the ranks exchange positions for heads, so
+that each computes whole sequences of some heads (Ulysses, arXiv:2309.14509)."""
+CP_COMM_TYPES: tuple[CpCommType, ...] = get_args(CpCommType)
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
@@ -176,6 +181,9 @@ class Plan(Frozen):
     """Stages (model chunks, virtual pipeline stages) on each pipeline rank."""
     cp: PositiveInt = 1
     """Context-parallel ranks, over which each sequence is sharded."""
+    cp_comm_type: CpCommType = "p2p"
+    """Communication of attention between the context-parallel ranks. p2p: keys and values travel around a ring.
+    all_gather: every rank gathers all of them. a2a: ranks exchange positions for heads (Ulysses)."""
     ep: PositiveInt = 1
     """Expert-parallel ranks, over which experts are distributed. They are ranks of dp_shard, cp and tp."""
     etp: PositiveInt = 1

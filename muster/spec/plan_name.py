@@ -8,7 +8,7 @@ from typing import Any, get_args
 from muster.spec.errors import ConfigError
 from muster.spec.former_names import current_plan_part, report_renames
 from muster.spec.mesh_axes import DEGREE_FIELDS
-from muster.spec.plan import LayerStrategy, Offload, Plan, Precision, Recompute, StageSpec
+from muster.spec.plan import CpCommType, LayerStrategy, Offload, Plan, Precision, Recompute, StageSpec
 from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from muster.spec.suggest import did_you_mean
 
@@ -19,11 +19,12 @@ _RECOMPUTE: dict[str, Recompute] = {
     "full": "full",
 }
 _OFFLOAD: dict[str, Offload] = {"act": "activations", "opt": "optimizer", "all": "all"}
+_CP_COMM_TYPES: dict[str, CpCommType] = {"": "p2p", "a": "all_gather", "u": "a2a"}
 _DEFAULTS = Plan()
 
 _NAMED_AXES = tuple(axis for axis in DEGREE_FIELDS if not axis.startswith("dp_"))
-_PLAIN_AXES = tuple(axis for axis in _NAMED_AXES if axis not in ("pp", "tp"))
-"""Axes that a name gives as the axis and its degree alone, such as `cp2`."""
+_PLAIN_AXES = tuple(axis for axis in _NAMED_AXES if axis not in ("pp", "tp", "cp"))
+"""Axes that a name gives as the axis and its degree alone, such as `ep2`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,11 @@ _NAME_PARTS = (
     _degree("tp", "tp"),
     _NamePart("sp", "sp", lambda: {"sp": True}),
     _NamePart("ppN or ppNvK", r"pp(\d{1,9})(?:v(\d{1,9}))?", lambda pp, vpp: {"pp": int(pp), "vpp": int(vpp or 1)}),
+    _NamePart(
+        "cpN, cpNa, cpNu",
+        r"cp(\d{1,9})([au]?)",
+        lambda n, word: {"cp": int(n), **({"cp_comm_type": _CP_COMM_TYPES[word]} if word else {})},
+    ),
     *(_degree(axis, axis) for axis in _PLAIN_AXES),
     _degree("micro_batch_size", "mb"),
     _NamePart(
@@ -158,6 +164,7 @@ def _format_parts(plan: Plan) -> list[str]:
         data: plan.dp_replicate * plan.dp_shard > 1,
         f"tp{plan.tp}" + ("-sp" if strategy.sp else ""): plan.tp > 1 or strategy.sp,
         f"pp{plan.pp}" + (f"v{plan.vpp}" if plan.vpp > 1 else ""): plan.num_stages > 1,
+        f"cp{plan.cp}" + _cp_word(plan): plan.cp > 1 or plan.cp_comm_type != "p2p",
         **{f"{axis}{getattr(plan, axis)}": getattr(plan, axis) > 1 for axis in _PLAIN_AXES},
     }
     rest = {
@@ -176,6 +183,10 @@ def _format_parts(plan: Plan) -> list[str]:
     return ([word for word, shown in mesh.items() if shown] or ["dp1"]) + [
         word for word, shown in rest.items() if shown
     ]
+
+
+def _cp_word(plan: Plan) -> str:
+    return next(word for word, kind in _CP_COMM_TYPES.items() if kind == plan.cp_comm_type)
 
 
 def parse_plan_name(text: str, base: Plan = _DEFAULTS) -> Plan:

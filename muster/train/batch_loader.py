@@ -1,6 +1,7 @@
 """Batches of a rank: reads its part of each global batch and feeds its stages."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from muster.config.run_config import RunConfig
 from muster.data.dataset import Batch, SampleStream, require_known_ids
 from muster.data.dp_slice import read_dp_slice
 from muster.data.length_bucketing import BucketedStep, bucket_by_length
+from muster.layout.context_parallel import kept_positions
 from muster.layout.mesh import dp_index_of
 from muster.model.documents import Documents
 from muster.parallel.stage import DecoderStage
@@ -37,7 +39,7 @@ class BatchLoader:
         self.needs_data |= any(stage.is_first or stage.is_last for stage in stages.values())
         self._prefetcher = Prefetcher(self._read_training)
         self._last_fed: tuple[LocalBatch, tuple[Tensor, ...]] | None = None
-        """Batch of the last step and the tokens of its micro-batches, as fed to the first stage."""
+        """Batch of the last step and the tokens of its micro-batches, before they were cut for the first stage."""
 
     def next_batch(self, first: int) -> LocalBatch:
         """Return the training batch that begins with global sample `first`; the following one is read in the
@@ -83,8 +85,9 @@ class BatchLoader:
             )
             if batch.positions_BS is not None:
                 positions = torch.from_numpy(batch.positions_BS).view(shape)
-                documents = tuple(Documents.from_positions(one, self.world.device) for one in positions)
-        feed = StageInputs(tokens_M, labels_M, share.num_valid, train.z_loss, loss_scale, loss, documents)
+                documents = tuple(self._documents(one) for one in positions)
+        local_tokens_M, local_labels_M = (tuple(map(self._cut, xs)) for xs in (tokens_M, labels_M))
+        feed = StageInputs(local_tokens_M, local_labels_M, share.num_valid, train.z_loss, loss_scale, loss, documents)
         for stage in self.stages.values():
             stage.inputs = feed
             if stage.vocab is not None:
@@ -99,6 +102,22 @@ class BatchLoader:
         lengths = arrangement.lengths_M
         return tuple(x_BS[:, :length].contiguous().to(device) for x_BS, length in zip(array_MBS, lengths, strict=False))
 
+    def _cut(self, x_BS: Tensor) -> Tensor:
+        """Return the positions that this rank keeps of tokens, labels or positions of whole sequences.
+
+        Labels were shifted before, so a token and its label stay together on one rank.
+        """
+        cp = self.plan.mesh(self.world.at.pp).cp
+        if cp == 1:
+            return x_BS
+        runs = kept_positions(x_BS.shape[1], cp, self.world.at.cp)
+        return torch.cat([x_BS[:, run.start : run.stop] for run in runs], dim=1)
+
+    def _documents(self, positions_BS: Tensor) -> Documents | None:
+        """Return the documents of a micro-batch; their lengths are those in whole sequences."""
+        whole = Documents.from_positions(positions_BS, self.world.device)
+        return None if whole is None else replace(whole, positions_BS=self._cut(whole.positions_BS))
+
     def num_epochs(self, num_samples: int) -> float:
         """Return the number of passes over the training samples that `num_samples` make up."""
         return num_samples / self.dataset.num_train_samples
@@ -107,9 +126,10 @@ class BatchLoader:
         """Yield the samples of the last step that this rank's first stage was fed, each with its index in the global
         batch.
 
-        Nothing on ranks without the first stage.
+        Nothing on ranks without the first stage, and of context-parallel ranks, which have parts of the same samples,
+        only on the first.
         """
-        if self._last_fed is None:
+        if self._last_fed is None or self.world.at.cp > 0:
             return
         share, tokens_M = self._last_fed
         at, count = dp_index_of(self.plan, self.world.at), self.config.train.global_batch_size

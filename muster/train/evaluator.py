@@ -42,11 +42,11 @@ class Evaluator:
                 self._executor.run()
                 for stage in stages.values():
                     sums[0] += stage.pop_losses()[0]
-                    # Ranks of one tensor-parallel group have the same samples; a second replica is idle.
+                    # Tensor- and context-parallel ranks have the same samples; a second replica is idle.
                     if (
                         stage.index == loader.plan.stages_per_replica - 1
                         and batch.batch is not None
-                        and world.at.tp == 0
+                        and world.at.tp == world.at.cp == 0
                     ):
                         sums[1] += batch.batch.num_valid_tokens
         for stage in stages.values():

@@ -1,0 +1,183 @@
+"""Attention of some queries to some keys, block by block, merged by log-sum-exp.
+
+Each block is computed alone and yields its output and the log-sum-exp of each query's scores; two results of one query
+are merged by these (arXiv:2205.14135 §3.1). The backward of a block needs the complete output and log-sum-exp, and
+nothing else of the other blocks.
+
+Suffixes of tensors: B sequences, H query heads, K key/value heads, S queries, T keys, d head width.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from muster.layout.context_parallel import AttentionBlock, BlockMask
+from muster.model.chunk_sizes import chunk_elements
+from muster.model.decoder import Attention
+from muster.model.kernels import accumulation_dtype, soft_cap_, soft_cap_slope_
+
+_forward_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRule:
+    """Scale, soft cap and window of the scores of one layer."""
+
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+
+
+def score_rule(attention: Attention) -> ScoreRule:
+    """Return the rule of a layer's scores."""
+    scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
+    return ScoreRule(scale, attention.softcap, attention.window)
+
+
+class MergedAttention:
+    """Output and log-sum-exp of a rank's queries, to which blocks are added; both in the accumulation dtype."""
+
+    def __init__(self, q_BHSd: Tensor) -> None:
+        dtype = accumulation_dtype(q_BHSd.dtype)
+        self.out_BHSd = torch.zeros_like(q_BHSd, dtype=dtype, memory_format=torch.contiguous_format)
+        self.lse_BHS = torch.full(q_BHSd.shape[:3], -torch.inf, dtype=dtype, device=q_BHSd.device)
+
+    def add(
+        self, q_BHSd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, blocks: Sequence[AttentionBlock], rule: ScoreRule
+    ) -> None:
+        """Add the attention of the queries to the keys of some blocks."""
+        for block in _pieces(q_BHSd, blocks, rule):
+            rows, keys = _slices(block, block.queries), _slices(block, block.keys)
+            out, lse = block_forward(q_BHSd[rows], k_BKTd[keys], v_BKTd[keys], block, rule)
+            self._merge(rows, out, lse)
+
+    def _merge(self, rows: tuple[slice, ...], out_BHSd: Tensor, lse_BHS: Tensor) -> None:
+        whole_out, whole_lse = self.out_BHSd[rows], self.lse_BHS[rows]
+        merged = torch.logaddexp(whole_lse, lse_BHS)
+        # Queries that see none of the keys yet have −∞ − (−∞).
+        kept = (whole_lse - merged).exp_().nan_to_num_(0.0).unsqueeze(-1)
+        added = (lse_BHS - merged).exp_().nan_to_num_(0.0).unsqueeze(-1)
+        whole_out.mul_(kept).addcmul_(out_BHSd.to(whole_out.dtype), added)
+        whole_lse.copy_(merged)
+
+
+class BlockGradients:
+    """Gradients of a rank's queries, to which those of blocks are added, in the accumulation dtype."""
+
+    def __init__(self, grad_BHSd: Tensor, q_BHSd: Tensor, out_BHSd: Tensor, lse_BHS: Tensor, rule: ScoreRule) -> None:
+        self._grad, self._q, self._out, self._lse, self._rule = grad_BHSd, q_BHSd, out_BHSd, lse_BHS, rule
+        self.q_BHSd = torch.zeros_like(q_BHSd, dtype=lse_BHS.dtype)
+
+    def add(
+        self,
+        k_BKTd: Tensor,
+        v_BKTd: Tensor,
+        blocks: Sequence[AttentionBlock],
+        grad_k_BKTd: Tensor,
+        grad_v_BKTd: Tensor,
+    ) -> None:
+        """Add the gradients of some blocks, those of keys and values to `grad_k_BKTd` and `grad_v_BKTd`."""
+        for block in _pieces(self._q, blocks, self._rule):
+            rows, keys = _slices(block, block.queries), _slices(block, block.keys)
+            grads = block_backward(
+                self._grad[rows],
+                self._q[rows],
+                k_BKTd[keys],
+                v_BKTd[keys],
+                self._out[rows],
+                self._lse[rows],
+                block,
+                self._rule,
+            )
+            for total, grad in zip((self.q_BHSd[rows], grad_k_BKTd[keys], grad_v_BKTd[keys]), grads, strict=True):
+                total += grad
+
+
+def _pieces(q_BHSd: Tensor, blocks: Sequence[AttentionBlock], rule: ScoreRule) -> Iterator[AttentionBlock]:
+    """Yield the blocks, those without a fused kernel in pieces of some queries each, whose scores are in memory."""
+    for block in blocks:
+        if _has_kernel(q_BHSd, block, rule):
+            yield block
+            continue
+        batch, heads, *_ = q_BHSd[_slices(block, block.queries)].shape
+        size = max(1, chunk_elements("attention", q_BHSd.device.type) // (batch * heads * len(block.keys)))
+        for start in range(0, len(block.queries), size):
+            queries = block.queries[start : start + size]
+            end = len(block.keys) if block.mask == "none" else start + len(queries) + block.offset
+            first = 0 if rule.window is None else max(0, start + block.offset - rule.window + 1)
+            if keys := block.keys[first : min(end, len(block.keys))]:
+                mask: BlockMask = "none" if block.mask == "none" else "band"
+                yield AttentionBlock(block.sequence, queries, keys, mask, start + block.offset - first)
+
+
+def _slices(block: AttentionBlock, positions: range) -> tuple[slice, slice, slice]:
+    batch = slice(None) if block.sequence is None else slice(block.sequence, block.sequence + 1)
+    return batch, slice(None), slice(positions.start, positions.stop)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One block
+
+
+def block_forward(
+    q_BHSd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, block: AttentionBlock, rule: ScoreRule
+) -> tuple[Tensor, Tensor]:
+    """Return output (B, H, S, d) and log-sum-exp (B, H, S) of one block; −∞ for queries that see none of the keys."""
+    if _has_kernel(q_BHSd, block, rule):
+        return _forward_cpu(q_BHSd, k_BKTd, v_BKTd, 0.0, block.mask == "causal", scale=rule.scale)
+    s_BKGST = _scores(q_BHSd, k_BKTd, block, rule)
+    lse_BKGS = s_BKGST.logsumexp(-1)
+    p_BKGST = (s_BKGST - lse_BKGS.unsqueeze(-1)).exp_().nan_to_num_(0.0).to(v_BKTd.dtype)
+    return (p_BKGST @ v_BKTd.unsqueeze(2)).flatten(1, 2), lse_BKGS.flatten(1, 2)
+
+
+def block_backward(
+    grad_BHSd: Tensor,
+    q_BHSd: Tensor,
+    k_BKTd: Tensor,
+    v_BKTd: Tensor,
+    out_BHSd: Tensor,
+    lse_BHS: Tensor,
+    block: AttentionBlock,
+    rule: ScoreRule,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return one block's terms of the gradients of queries, keys and values, from the complete output and
+    log-sum-exp."""
+    if _has_kernel(q_BHSd, block, rule):
+        saved = (x.contiguous() for x in (out_BHSd, lse_BHS))
+        return _backward_cpu(grad_BHSd, q_BHSd, k_BKTd, v_BKTd, *saved, 0.0, block.mask == "causal", scale=rule.scale)
+    groups = q_BHSd.shape[1] // k_BKTd.shape[1]
+    grad_BKGSd, out_BKGSd, q_BKGSd = (x.unflatten(1, (-1, groups)) for x in (grad_BHSd, out_BHSd, q_BHSd))
+    s_BKGST = _scores(q_BHSd, k_BKTd, block, rule)
+    p_BKGST = (s_BKGST - lse_BHS.unflatten(1, (-1, groups)).unsqueeze(-1)).exp_()
+    grad_v_BKTd = (p_BKGST.to(v_BKTd.dtype).mT @ grad_BKGSd).sum(2)
+    # Of a softmax: p · (dL/dp − Σ dL/dp · p), where that sum is grad · out (arXiv:2205.14135 §B.4).
+    product_BKGS1 = (grad_BKGSd.to(p_BKGST.dtype) * out_BKGSd).sum(-1, keepdim=True)
+    ds_BKGST = (grad_BKGSd @ v_BKTd.unsqueeze(2).mT).to(p_BKGST.dtype).sub_(product_BKGS1).mul_(p_BKGST)
+    if rule.softcap is not None:
+        ds_BKGST *= soft_cap_slope_(s_BKGST.clamp_(min=-rule.softcap), rule.softcap)
+    ds_BKGST = ds_BKGST.mul_(rule.scale).to(q_BHSd.dtype)
+    grad_q_BHSd = (ds_BKGST @ k_BKTd.unsqueeze(2)).flatten(1, 2)
+    return grad_q_BHSd, (ds_BKGST.mT @ q_BKGSd).sum(2), grad_v_BKTd
+
+
+def _has_kernel(q_BHSd: Tensor, block: AttentionBlock, rule: ScoreRule) -> bool:
+    """Return True where PyTorch has a fused kernel that returns the log-sum-exp."""
+    return q_BHSd.device.type == "cpu" and block.mask != "band" and rule.softcap is None
+
+
+def _scores(q_BHSd: Tensor, k_BKTd: Tensor, block: AttentionBlock, rule: ScoreRule) -> Tensor:
+    """Return the scores of a block (B, K, G, S, T), −∞ where a query doesn't see a key."""
+    q_BKGSd = q_BHSd.unflatten(1, (k_BKTd.shape[1], -1))
+    s_BKGST = (q_BKGSd @ k_BKTd.unsqueeze(2).mT).to(accumulation_dtype(q_BHSd.dtype)).mul_(rule.scale)
+    if rule.softcap is not None:
+        s_BKGST = soft_cap_(s_BKGST, rule.softcap)
+    if block.mask == "none":
+        return s_BKGST
+    queries = torch.arange(len(block.queries), device=q_BHSd.device) + block.offset
+    behind_ST = queries.unsqueeze(1) - torch.arange(len(block.keys), device=q_BHSd.device)
+    hidden_ST = behind_ST < 0 if rule.window is None else (behind_ST < 0) | (behind_ST >= rule.window)
+    return s_BKGST.masked_fill_(hidden_ST, -torch.inf)

@@ -1,0 +1,79 @@
+"""Context parallelism by all-gathers of keys and values (`cp4a`).
+
+Every rank gathers the keys and values of the whole sequence and attends to them with its own queries; the backward
+gathers them again, so that no rank saves more than its own, and reduce-scatters their gradients (Llama 3,
+arXiv:2407.21783 §3.3.2; Megatron-LM's cp_comm_type all_gather).
+
+Suffixes of tensors: C context-parallel ranks, B sequences, H query heads, K key/value heads, s positions of this rank,
+S positions of the whole sequence, d head width; 2 stands for keys and values.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muster.layout.context_parallel import AttentionBlock, attention_blocks, chunk_places, kept_positions
+from muster.model.block_attention import BlockGradients, MergedAttention, ScoreRule, score_rule
+from muster.model.decoder import Attention
+from muster.model.documents import Documents
+from muster.parallel.axis import ContextAxis
+
+
+class AllGatherAttention:
+    """Attention of this rank's queries to gathered keys and values."""
+
+    def __init__(self, axis: ContextAxis) -> None:
+        self._axis = axis
+
+    def __call__(
+        self, attention: Attention, qkv: tuple[Tensor, ...], mask: Tensor | None, documents: Documents | None
+    ) -> Tensor:
+        """Return the output (B, H, s, d) of this rank's queries."""
+        length = qkv[0].shape[2] * self._axis.size
+        own = kept_positions(length, self._axis.size, self._axis.index)
+        lengths = None if documents is None else documents.lengths
+        blocks = attention_blocks(length, own, (range(length),), attention.window, lengths)
+        return _AllGatherAttention.apply(self._axis, *qkv, blocks, score_rule(attention))  # type: ignore[return-value]
+
+
+class _AllGatherAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        axis: ContextAxis,
+        q_BHsd: Tensor,
+        k_BKsd: Tensor,
+        v_BKsd: Tensor,
+        blocks: tuple[AttentionBlock, ...],
+        rule: ScoreRule,
+    ) -> Tensor:
+        k_BKSd, v_BKSd = _gather(axis, k_BKsd, v_BKsd)
+        merged = MergedAttention(q_BHsd)
+        merged.add(q_BHsd, k_BKSd, v_BKSd, blocks, rule)
+        out_BHsd = merged.out_BHSd.to(q_BHsd.dtype)
+        ctx.axis, ctx.blocks, ctx.rule = axis, blocks, rule
+        ctx.save_for_backward(q_BHsd, k_BKsd, v_BKsd, out_BHsd, merged.lse_BHS)
+        return out_BHsd
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q_BHsd, k_BKsd, v_BKsd, out_BHsd, lse_BHs = ctx.saved_tensors
+        k_BKSd, v_BKSd = _gather(ctx.axis, k_BKsd, v_BKsd)
+        grad_2BKSd = torch.zeros(2, *k_BKSd.shape, dtype=lse_BHs.dtype, device=k_BKSd.device)
+        summed = BlockGradients(grads[0], q_BHsd, out_BHsd, lse_BHs, ctx.rule)
+        summed.add(k_BKSd, v_BKSd, ctx.blocks, *grad_2BKSd)
+        chunks = grad_2BKSd.to(k_BKsd.dtype).chunk(2 * ctx.axis.size, dim=3)
+        parts = [[chunks[0], chunks[0]] for _ in range(ctx.axis.size)]
+        for chunk, (rank, place) in zip(chunks, chunk_places(ctx.axis.size), strict=True):
+            parts[rank][place] = chunk
+        by_rank = torch.stack([torch.cat(own, dim=3) for own in parts])
+        grad_k_BKsd, grad_v_BKsd = ctx.axis.reduce_scatter(by_rank).wait()
+        return None, summed.q_BHSd.to(q_BHsd.dtype), grad_k_BKsd, grad_v_BKsd, None, None
+
+
+def _gather(axis: ContextAxis, k_BKsd: Tensor, v_BKsd: Tensor) -> Tensor:
+    """Return keys and values of the whole sequence, in order: (2, B, K, S, d)."""
+    gathered_C2BKsd = axis.all_gather(torch.stack((k_BKsd, v_BKsd))).wait()
+    halves = [rank.chunk(2, dim=3) for rank in gathered_C2BKsd]
+    return torch.cat([halves[rank][place] for rank, place in chunk_places(axis.size)], dim=3)

@@ -1,0 +1,83 @@
+"""Context parallelism in a ring (`cp4`): blocks of keys and values travel, each rank's queries stay.
+
+While a rank attends to one block, the next one arrives (arXiv:2310.01889; the zigzag order and the merge of partial
+results are those of zhuzilin/ring-flash-attention). In the backward keys and values travel again, and each block's
+gradient follows it, one term added on every rank, and one hop more brings it home.
+
+Suffixes of tensors: B sequences, H query heads, K key/value heads, s positions of one rank, d head width; 2 stands for
+keys and values.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muster.layout.context_parallel import AttentionBlock, attention_blocks, kept_positions
+from muster.model.block_attention import BlockGradients, MergedAttention, ScoreRule, score_rule
+from muster.model.decoder import Attention
+from muster.model.documents import Documents
+from muster.parallel.axis import ContextAxis, PendingTensor
+
+BlocksBySource = tuple[tuple[AttentionBlock, ...], ...]
+"""Blocks of this rank's queries and the keys of each rank."""
+
+
+class RingAttention:
+    """Attention of this rank's queries to keys and values that travel around the ring."""
+
+    def __init__(self, axis: ContextAxis) -> None:
+        self._axis = axis
+
+    def __call__(
+        self, attention: Attention, qkv: tuple[Tensor, ...], mask: Tensor | None, documents: Documents | None
+    ) -> Tensor:
+        """Return the output (B, H, s, d) of this rank's queries."""
+        axis, length = self._axis, qkv[0].shape[2] * self._axis.size
+        kept = [kept_positions(length, axis.size, rank) for rank in range(axis.size)]
+        lengths = None if documents is None else documents.lengths
+        blocks = tuple(attention_blocks(length, kept[axis.index], keys, attention.window, lengths) for keys in kept)
+        return _RingAttention.apply(axis, *qkv, blocks, score_rule(attention))  # type: ignore[return-value]
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        axis: ContextAxis,
+        q_BHsd: Tensor,
+        k_BKsd: Tensor,
+        v_BKsd: Tensor,
+        blocks: BlocksBySource,
+        rule: ScoreRule,
+    ) -> Tensor:
+        merged, kv_2BKsd = MergedAttention(q_BHsd), torch.stack((k_BKsd, v_BKsd))
+        for step in range(axis.size):
+            arriving = axis.ring_shift(kv_2BKsd) if step + 1 < axis.size else None
+            merged.add(q_BHsd, *kv_2BKsd, blocks[(axis.index - step) % axis.size], rule)
+            if arriving is not None:
+                kv_2BKsd = arriving.wait()
+        out_BHsd = merged.out_BHSd.to(q_BHsd.dtype)
+        ctx.axis, ctx.blocks, ctx.rule = axis, blocks, rule
+        ctx.save_for_backward(q_BHsd, k_BKsd, v_BKsd, out_BHsd, merged.lse_BHS)
+        return out_BHsd
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        axis: ContextAxis = ctx.axis
+        q_BHsd, k_BKsd, v_BKsd, out_BHsd, lse_BHs = ctx.saved_tensors
+        summed = BlockGradients(grads[0], q_BHsd, out_BHsd, lse_BHs, ctx.rule)
+        kv_2BKsd = torch.stack((k_BKsd, v_BKsd))
+        following: PendingTensor | None = None
+        for step in range(axis.size):
+            arriving = axis.ring_shift(kv_2BKsd) if step + 1 < axis.size else None
+            grad_2BKsd = torch.zeros_like(kv_2BKsd, dtype=lse_BHs.dtype)
+            summed.add(*kv_2BKsd, ctx.blocks[(axis.index - step) % axis.size], *grad_2BKsd)
+            if following is not None:  # the sum of the ranks on which this block has been
+                grad_2BKsd += following.wait()
+            following = axis.ring_shift(grad_2BKsd)
+            if arriving is not None:
+                kv_2BKsd = arriving.wait()
+        assert following is not None
+        grad_k_BKsd, grad_v_BKsd = following.wait().to(k_BKsd.dtype)
+        return None, summed.q_BHSd.to(q_BHsd.dtype), grad_k_BKsd, grad_v_BKsd, None, None

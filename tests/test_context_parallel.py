@@ -1,0 +1,161 @@
+"""Context parallelism: the positions that ranks keep, the blocks that they compute, and parity with one process."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muster.layout.context_parallel import AttentionBlock, attention_blocks, chunk_places, kept_positions
+from muster.spec.errors import ConfigError
+from muster.spec.plan_name import format_plan_name, parse_plan_name
+from tests.test_parity import GRADIENT_TOLERANCE, cache, check_parity, run  # noqa: F401
+
+KINDS = ("", "a", "u")
+FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox", "olmo2")
+PACKINGS = ("concatenate", "document_mask", "next_fit", "none")
+SP = {"default_strategy": {"sp": True, "tp_overlap": "async_tp"}}
+CASES: dict[int, list[dict[str, Any]]] = {
+    2: [
+        *({"plan": f"cp2{kind}", "family": family} for kind in KINDS for family in FAMILIES),
+        *({"plan": f"cp2{kind}-mb2", "family": "qwen3", "packing": packing} for kind in KINDS for packing in PACKINGS),
+        *({"plan": f"cp2{kind}-{zero}", "tied": True, "z_loss": 0.1} for kind in KINDS for zero in ("z1", "z2", "z3")),
+        *({"plan": f"cp2{kind}-{how}", "family": "gemma3"} for kind in KINDS for how in ("rfull", "relem")),
+    ],
+    4: [
+        *({"plan": f"cp4{kind}", "family": "gemma3", "packing": "next_fit"} for kind in KINDS),
+        *({"plan": f"cp4{kind}", "family": "gemma2"} for kind in KINDS),
+        *({"plan": f"tp2-sp-cp2{kind}", "tied": True, "family": "gpt2"} for kind in KINDS),
+        *({"plan": f"tp2-cp2{kind}-mb2", "changes": SP, "packing": "none"} for kind in KINDS),
+        *({"plan": f"pp2-cp2{kind}", "tied": True} for kind in KINDS),
+        *({"plan": f"pp2v2-cp2{kind}-szbv", "family": "qwen3", "packing": "document_mask"} for kind in KINDS),
+        *({"plan": f"pp2-cp2{kind}-vocab", "tied": True, "z_loss": 0.1} for kind in KINDS),
+        *({"plan": f"pp2-cp2{kind}-sgpipe-oact"} for kind in KINDS),
+        *({"plan": f"dp2-cp2{kind}-{zero}"} for kind in KINDS for zero in ("z1", "z2", "z3")),
+        *({"plan": f"dp2x1-cp2{kind}-z1", "optim": "muon"} for kind in KINDS),
+        *(
+            {"plan": f"dp2-cp2{kind}-z2", "changes": {"axis_order": ["pp", "tp", "cp", "dp_shard", "dp_replicate"]}}
+            for kind in KINDS
+        ),
+    ],
+    8: [
+        {"plan": "cp8a", "changes": {}},
+        {"plan": "cp8"},
+        {"plan": "cp4u-pp2"},
+        {"plan": "dp2-tp2-sp-cp2", "family": "qwen3", "packing": "next_fit"},
+        {"plan": "dp2-tp2-sp-cp2a", "family": "qwen3", "packing": "next_fit"},
+        {"plan": "tp2-pp2-cp2u", "family": "gpt2", "tied": True},
+    ],
+}
+
+
+def in_float64(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [case | {"precision": "fp64", "steps": 1, "refused": True} for case in cases]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_gradients_equal_one_process(num_ranks: int, cache: Path) -> None:  # noqa: F811
+    sample = random.Random(num_ranks).sample(CASES[num_ranks], 9)
+    check_parity(num_ranks, in_float64(sample), cache)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("num_ranks", CASES)
+def test_gradients_of_every_plan_equal_one_process(num_ranks: int, cache: Path) -> None:  # noqa: F811
+    check_parity(num_ranks, in_float64(CASES[num_ranks]), cache)
+
+
+def test_sown_bugs_are_caught(cache: Path) -> None:  # noqa: F811
+    bugs = [
+        {"plan": plan, "fault": fault}
+        for fault, plans in {
+            "mask off by one": ("cp2", "cp2a"),
+            "dropped lse": ("cp2", "cp2a"),
+            "labels not shifted": ("cp2u",),
+        }.items()
+        for plan in plans
+    ]
+    for case, found in zip(bugs, run(2, in_float64(bugs), cache), strict=True):
+        assert max(rank["gradient_error"] for rank in found) > 1e4 * GRADIENT_TOLERANCE, case
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4, 8])
+def test_ranks_keep_each_position_once(cp: int) -> None:
+    length = 32
+    kept = [[position for run in kept_positions(length, cp, rank) for position in run] for rank in range(cp)]
+    assert sorted(position for rank in kept for position in rank) == list(range(length))
+    assert {len(rank) for rank in kept} == {length // cp}
+    if cp > 1:
+        chunk = length // (2 * cp)
+        places = chunk_places(cp)
+        assert [kept[rank][place * chunk] for rank, place in places] == list(range(0, length, chunk))
+
+
+def seen_pairs(blocks: tuple[AttentionBlock, ...], queries: list[int], keys: list[int], window: int | None) -> set:
+    """(sequence, query position, key position) of all visible scores, none of them computed twice."""
+    found: list[tuple[int | None, int, int]] = []
+    for block in blocks:
+        for row, query in enumerate(block.queries):
+            for column, key in enumerate(block.keys):
+                behind = row + block.offset - column
+                assert queries[query] - keys[key] == behind
+                hidden = {"none": False, "causal": behind < 0}.get(
+                    block.mask, behind < 0 or (window is not None and behind >= window)
+                )
+                if not hidden:
+                    found.append((block.sequence, queries[query], keys[key]))
+    assert len(set(found)) == len(found)
+    return set(found)
+
+
+def test_blocks_show_what_each_query_sees() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        cp, length = rng.choice((1, 2, 4)), 16
+        window = rng.choice((None, 1, 3, 5, 16, 40))
+        documents: tuple[int, ...] | None = None
+        if rng.random() < 0.7:
+            bounds = sorted({*rng.sample(range(1, 2 * length), 5), length, 2 * length})
+            documents = tuple(end - start for start, end in zip([0, *bounds], bounds, strict=False))
+        number = [sum(end <= at for end in bounds) for at in range(2 * length)] if documents else [0] * 2 * length
+        for rank in range(cp):
+            own = kept_positions(length, cp, rank)
+            for keys in [(range(length),), *(kept_positions(length, cp, other) for other in range(cp))]:
+                blocks = attention_blocks(length, own, keys, window, documents)
+                flat_own, flat_keys = ([position for run in runs for position in run] for runs in (own, keys))
+                expected = {
+                    (sequence, query, key)
+                    for sequence in ((0, 1) if documents else (None,))
+                    for query in flat_own
+                    for key in flat_keys
+                    if key <= query and (window is None or query - key < window)
+                    if number[(sequence or 0) * length + query] == number[(sequence or 0) * length + key]
+                }
+                assert seen_pairs(blocks, flat_own, flat_keys, window) == expected
+
+
+@pytest.mark.parametrize("window", [None, 1024])
+def test_ranks_have_equal_work(window: int | None) -> None:
+    """The scores that ranks compute, of 4,096 positions: the largest number over the mean."""
+
+    def scores(block: AttentionBlock) -> int:
+        rows, columns = len(block.queries), len(block.keys)
+        return rows * (rows + 1) // 2 if block.mask == "causal" else rows * columns
+
+    for cp in (2, 4, 8):
+        work = [
+            sum(map(scores, attention_blocks(4096, kept_positions(4096, cp, rank), (range(4096),), window)))
+            for rank in range(cp)
+        ]
+        assert max(work) / (sum(work) / cp) <= (1.02 if window is None else 1.3)
+
+
+@pytest.mark.parametrize("name", ["cp2-mb1-bf16", "cp4a-mb1-bf16", "dp2-tp2-sp-cp2u-mb1-z1-bf16"])
+def test_plan_names_say_the_kind(name: str) -> None:
+    assert format_plan_name(parse_plan_name(name)) == name
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown part 'cp4q'"):
+        parse_plan_name("cp4q")
