@@ -1,4 +1,4 @@
-"""Ranks in the test of text generation on several ranks."""
+"""Ranks in the tests of text generation and evaluation on several ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from muster.parallel.inference import all_gather_logits, build_inference_decoder
 from muster.parallel.world import open_world
 from muster.spec.plan import Plan
 from muster.spec.text_generation import SamplingParams
+from muster.train import evaluate
 from muster.train.text_generation import GenerationRequest, TrainedModel, find_trained_model, generate_texts
 
 CPU = torch.device("cpu")
@@ -38,6 +39,15 @@ def compare(rank: int, world_size: int, store: dist.Store, payload: dict[str, An
         "texts": texts,
         "expected": generate_texts(alone, CPU),
     }
+
+
+def evaluate_loss(
+    rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]
+) -> dict[str, dict[str, float]]:
+    """Losses by source, as a rank of the plan."""
+    opened = evaluate._open(evaluate.EvalOptions.model_validate(payload))
+    with open_world(store, rank, world_size, opened.plan) as world:
+        return evaluate._evaluate(opened, world.device, world)
 
 
 def logits_of(source: TrainedModel, axis: TensorAxis | None) -> Tensor:

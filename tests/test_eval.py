@@ -20,6 +20,7 @@ from muster.model.loss import cross_entropy_sum
 from muster.parallel.inference import build_inference_decoder
 from muster.spec.model import ModelSpec
 from muster.train import evaluate
+from tests.ranks import run_ranks
 
 TEXTS = ["a rose is a rose", "is a rose", "a", "rose rose rose is a rose a rose"]
 WORDS = {"<end>": 0, "a": 1, "rose": 2, "is": 3, "no": 4}
@@ -111,6 +112,49 @@ def test_invalid_rows_are_refused_or_skipped(directory, tmp_path, monkeypatch, c
     code, out, _ = muster(capsys, *flags, "--on-invalid-row", "skip", "--json")
     assert code == 0
     assert json.loads(out)["sources"]["all"]["tokens"] == sum(len(text.split()) + 1 for text in TEXTS) - 1
+
+
+def rows_of_19_batches(directory: Path) -> dict[str, Any]:
+    """Write data of 19 batches, the last of them smaller, to the working directory, and return the options."""
+    Path("rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 55))
+    return {"model_path": str(directory), "source": "rows.jsonl", "seq_len": 8}
+
+
+def test_ranks_find_together_what_one_process_finds(directory, tmp_path, monkeypatch):
+    """Data-parallel ranks share the batches, tensor-parallel ones each layer."""
+    monkeypatch.chdir(tmp_path)
+    options = rows_of_19_batches(directory)
+    alone = evaluate.evaluate(evaluate.EvalOptions.model_validate(options))["all"]
+    assert alone["tokens"] > 8 * 8 * 17
+    for found in run_ranks(4, "tests.generation_ranks:evaluate_loss", {**options, "plan": "dp2-tp2"}):
+        assert found["all"] == {
+            "tokens": alone["tokens"],
+            "loss": pytest.approx(alone["loss"], rel=1e-6),
+            "perplexity": pytest.approx(alone["perplexity"], rel=1e-5),
+        }
+
+
+@pytest.mark.soak
+def test_the_command_starts_the_processes_of_its_plan(directory, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    options = rows_of_19_batches(directory)
+    flags = (directory, "--source", options["source"], "--seq-len", 8, "--json")
+    alone, together = (json.loads(muster(capsys, *flags, *more)[1]) for more in ((), ("--plan", "dp2")))
+    assert together["sources"]["all"]["loss"] == pytest.approx(alone["sources"]["all"]["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (("--plan", "pp2"), 3, "can't evaluate: only dp and tp can distribute it so far; nearest: dp1-mb1-fp32"),
+        (("--plan", "dp2-bf16", "--precision", "fp32"), 2, "--precision fp32 and --plan dp2-bf16 give two precisions"),
+        (("--plan", "tp3"), 3, "tp 3 doesn't divide the model's"),
+    ],
+)
+def test_plans_that_cannot_evaluate_are_one_sentence(directory, tmp_path, monkeypatch, capsys, flags, code, words):
+    monkeypatch.chdir(tmp_path)
+    found, _, err = muster(capsys, directory, "--source", "rows.jsonl", *flags)
+    assert (found, words in err, err.count("\n")) == (code, True, 1), err
 
 
 # --- tasks ---
@@ -215,9 +259,9 @@ def test_the_logits_of_all_positions_are_never_in_memory(softcap):
     with torch.no_grad():
         expected = float(cross_entropy_sum(model(torch.from_numpy(ids[:, :-1])), torch.from_numpy(batch.labels_BS)))
     with AllocationWatch() as watch:
-        found = evaluate._loss(model, 1000, iter([batch]), torch.device("cpu"))
+        total, count = evaluate._loss_sum(model, 1000, iter([batch]), torch.device("cpu"))
     assert watch.largest < 2 * 2048 * 1000 / 8
-    assert found["loss"] == pytest.approx(expected / 4096, rel=1e-6)
+    assert (total, count) == (pytest.approx(expected, rel=1e-6), 4096)
 
 
 def test_weights_are_held_in_the_precision_of_those_on_disk_or_in_that_asked_for(

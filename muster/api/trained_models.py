@@ -32,11 +32,12 @@ def evaluate(
     seq_len: int | None = None,
     samples: int = DEFAULT_SAMPLES,
     precision: str | None = None,
+    plan: str = "dp1",
 ) -> dict[str, dict[str, float]]:
     """Return loss, perplexity and number of tokens of a trained model by source, `all` among them; the arguments are
     the flags of `muster eval`.
 
-    `place` is a run, a checkpoint or a Hugging Face directory. Raises ConfigError, MusterError.
+    `place` is a run, a checkpoint or a Hugging Face directory. Raises ConfigError, InfeasibleError, MusterError.
     """
     require_text("place", place, "a run, a checkpoint or a Hugging Face directory")
     require_positive_int("seq_len", seq_len)
@@ -47,7 +48,18 @@ def evaluate(
             f"{did_you_mean(precision, SUPPORTED_PRECISIONS)}"
         )
     verb = import_torch_module("muster.train.evaluate")
-    return verb.evaluate(verb.EvalOptions(Path(place), source, tokenizer, seq_len, samples, on_invalid_row, precision))
+    return verb.evaluate(
+        verb.EvalOptions(
+            model_path=Path(place),
+            source=source,
+            tokenizer=tokenizer,
+            seq_len=seq_len,
+            samples=samples,
+            on_invalid_row=on_invalid_row,
+            precision=precision,
+            plan=plan,
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -127,8 +139,9 @@ def _generation_request(
 ) -> "GenerationRequest":
     """Return the request for texts; `drawing` is (temperature, top_k, top_p, seed). Raises ConfigError,
     InfeasibleError."""
+    from muster.spec.inference_plans import require_generation_supported
     from muster.spec.plan_name import parse_plan_name
-    from muster.spec.text_generation import SamplingParams, require_generation_supported
+    from muster.spec.text_generation import SamplingParams
 
     require_text("run", run, "a run directory, a checkpoint or a converted directory")
     require_positive_int("tokens", tokens)

@@ -33,6 +33,7 @@ def run(arguments: list[str]) -> int:
             seq_len=args.seq_len,
             samples=args.samples or DEFAULT_SAMPLES,
             precision=args.precision,
+            plan=args.plan or "dp1",
         )
     except ConfigError as error:
         raise (ConfigError(keys_as_flags(str(error), _FLAGS)) if args.source else error) from None
@@ -49,7 +50,7 @@ def _run_tasks(args: argparse.Namespace) -> int:
     if other := next(
         (
             key
-            for key in ("source", "tokenizer", "seq_len", "on_invalid_row", "precision")
+            for key in ("source", "tokenizer", "seq_len", "on_invalid_row", "precision", "plan")
             if getattr(args, key) is not None
         ),
         None,
@@ -87,6 +88,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--precision",
         choices=SUPPORTED_PRECISIONS,
         help="precision of weights and passes (default: the run's, or that of the directory's weights)",
+    )
+    parser.add_argument(
+        "--plan",
+        metavar="PLAN",
+        help="plan, such as dp4 (four processes share the samples) or tp2 (two share the layers) (default: dp1)",
     )
     parser.add_argument(
         "--tasks", metavar="A,B", help="tasks of lm-evaluation-harness, run on a Hugging Face directory"

@@ -1,12 +1,17 @@
-"""`muster eval`: loss of a trained model on validation or other data, computed by one process with the whole
-decoder."""
+"""`muster eval`: loss of a trained model on validation or other data, by this process or on several ranks of its own.
 
-from collections.abc import Iterator, Mapping
+Data-parallel ranks share the batches of one process; tensor-parallel ranks hold a shard of each layer.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from muster.checkpoint.checkpoint_dir import named_checkpoint
@@ -21,19 +26,27 @@ from muster.config.run_config import DataConfig
 from muster.data.dataset import IGNORE_INDEX, Batch, Dataset, require_known_ids
 from muster.data.invalid_rows import InvalidRowPolicy
 from muster.data.tokenizer import Tokenizer
-from muster.layout.tensor_layout import TensorLayout
+from muster.launch.rank_process import exit_process, rank_main
+from muster.layout.mesh import dp_index_of
+from muster.layout.tensor_layout import chunk_bounds
 from muster.model.chunk_sizes import chunk_elements
 from muster.model.decoder import Decoder
 from muster.model.documents import Documents
 from muster.model.loss import loss_sums
+from muster.parallel.axis import TensorAxis
 from muster.parallel.inference import build_inference_decoder
-from muster.parallel.world import pick_device
+from muster.parallel.tensor_parallel import vocab_parallel_loss
+from muster.parallel.world import World, open_world, pick_device
+from muster.spec.base import Frozen
 from muster.spec.errors import ConfigError
+from muster.spec.inference_plans import require_evaluation_supported
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Precision
+from muster.spec.plan import Plan, Precision
+from muster.spec.plan_name import parse_plan_name
 from muster.train.data import open_dataset, open_token_store, require_vocab_size, run_tokenizer, token_store_folder
 from muster.train.text_generation import find_trained_model, stored_precision
 from muster.train.validation_loss import perplexity
+from muster.train.verb_ranks import REQUEST_FILE, run_on_ranks, write_result
 
 BATCH_SIZE, BATCH_TOKENS = 8, 8192
 """Most samples of a forward, and most tokens where it has more than one sample."""
@@ -42,8 +55,7 @@ HEAD_ROWS = 256
 MAX_SEQ_LEN = 2048
 
 
-@dataclass(frozen=True)
-class EvalOptions:
+class EvalOptions(Frozen):
     """Options of the command line."""
 
     model_path: Path
@@ -58,7 +70,9 @@ class EvalOptions:
     on_invalid_row: InvalidRowPolicy | None = None
     """Treatment of invalid rows of `source`; None: as the run treats its own."""
     precision: Precision | None = None
-    """Precision of weights and passes; None: the run's, or that of the directory's weights."""
+    """Precision of weights and passes; None: the plan's, the run's, or that of the directory's weights."""
+    plan: str = "dp1"
+    """Name of a plan: its data-parallel ranks share the samples, its tensor-parallel ranks the layers."""
 
     def data_config(self, own: DataConfig) -> DataConfig:
         """Return how `source` is read: as the model's own data, but for what these options say."""
@@ -68,31 +82,108 @@ class EvalOptions:
             update |= {"eos_token": None, "add_bos": None}
         return own.model_copy(update=update)
 
+    def plan_for(self, spec: ModelSpec, own: Precision) -> Plan:
+        """Return the plan, in precision `own` unless these options give another. Raises ConfigError,
+        InfeasibleError."""
+        plan = parse_plan_name(self.plan, Plan(precision=self.precision or own))
+        if self.precision not in (None, plan.precision):
+            raise ConfigError(f"--precision {self.precision} and --plan {self.plan} give two precisions: leave out one")
+        require_evaluation_supported(plan, spec)
+        return plan
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Samples of one source."""
+
+    read: Callable[[int, int], Batch]
+    """Function that returns a batch of so many samples (second argument) from the n-th on (first)."""
+    count: int
+    per_forward: int
+
+    def batches(self, index: int, num_ranks: int) -> Iterator[Batch]:
+        """Yield the batches of one of `num_ranks` ranks: every `num_ranks`-th of those of one process."""
+        for at in range(index * self.per_forward, self.count, num_ranks * self.per_forward):
+            yield self.read(at, min(self.per_forward, self.count - at))
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """Model on disk, the plan to run it under, and the samples by source."""
+
+    spec: ModelSpec
+    plan: Plan
+    load: Callable[[list[LocalShard]], object]
+    """Function that reads the weights."""
+    samples: Mapping[str, _Samples]
+
 
 def evaluate(options: EvalOptions) -> dict[str, dict[str, float]]:
     """Return loss, perplexity and number of tokens by source; data that is no blend has the name `all`.
 
-    Raises ConfigError where there is no model or no data, or they don't fit each other.
+    Under a plan for several processes, ranks of its own compute it. Raises ConfigError where there is no model or no
+    data, or they don't fit each other; InfeasibleError for a plan that can't run the model; MusterError if a rank
+    failed.
     """
-    place, device = named_checkpoint(options.model_path), pick_device(0, 1)
+    opened = _open(options)
+    if opened.plan.world_size == 1:
+        return _evaluate(opened, pick_device(0, 1))
+    return run_on_ranks("eval", "muster.train.evaluate", options, opened.plan.world_size)
+
+
+def _evaluate_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> int:
+    """Evaluate the request in `folder` as one rank of `world_size`. Returns 0."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    opened = _open(EvalOptions.model_validate_json((folder / REQUEST_FILE).read_bytes()))
+    with open_world(store, rank, world_size, opened.plan) as world:
+        found = _evaluate(opened, world.device, world)
+    if rank == 0:
+        write_result(folder, found)
+    return 0
+
+
+def _evaluate(opened: _Evaluation, device: torch.device, world: World | None = None) -> dict[str, dict[str, float]]:
+    """Return the result of one process, or as a rank of `world` that of all."""
+    axis = None if world is None else world.tensor_axis(opened.plan.default_strategy)
+    model, layouts = build_inference_decoder(opened.spec, opened.plan.precision, device, axis)
+    opened.load([LocalShard(f"model/{name}", layouts[name], local) for name, local in model.named_parameters()])
+    model.caps_logits = False  # the loss caps them, in float32
+    index, ranks = (0, 1) if world is None else (dp_index_of(opened.plan, world.at), opened.plan.mesh(0).dp_size)
+    found = {}
+    for name, samples in opened.samples.items():
+        total, count = _loss_sum(model, opened.spec.vocab_size, samples.batches(index, ranks), device, axis)
+        if world is not None:  # tensor-parallel ranks have the same sums
+            sums = torch.tensor([total, count], dtype=torch.float64, device=device) * (world.at.tp == 0)
+            dist.all_reduce(sums)
+            total, count = sums[0].item(), int(sums[1])
+        loss = total / max(1, count)
+        found[name] = {"loss": loss, "perplexity": perplexity(loss), "tokens": count}
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Model and samples on disk
+
+
+def _open(options: EvalOptions) -> _Evaluation:
+    place = named_checkpoint(options.model_path)
     if not place.is_dir():
         raise ConfigError(f"there is no directory {place}: expected a run, a checkpoint or a Hugging Face directory")
     if (place / "config.yaml").exists() or (place / MANIFEST).exists():
-        return _evaluate_run(options, device)
+        return _open_run(options)
     spec = load_model(f"{HF_PREFIX}{place}")
-    precision = options.precision or stored_precision(model_weights(open_directory(place)))
-    model, layouts = build_inference_decoder(spec, precision, device, None)
-    load_initial_weights(place, spec, _pieces(model, layouts))
+    plan = options.plan_for(spec, stored_precision(model_weights(open_directory(place))))
     data = options.data_config(DataConfig(source=options.source or "", tokenizer=str(place)))
     if not options.source:
         raise ConfigError(f"{place} has no data of its own: name some with --source")
     seq_len = options.seq_len or min(MAX_SEQ_LEN, spec.max_positions or MAX_SEQ_LEN)
     _require_positions(spec, seq_len)
     own = _open_whole_dataset(options.source, data, run_tokenizer(data), spec, seq_len, Path(".data"))
-    return {"all": _loss(model, spec.vocab_size, _train_batches(own, options.samples), device)}
+    load_weights = partial(load_initial_weights, place, spec)
+    return _Evaluation(spec, plan, load_weights, {"all": _whole_samples(own, options.samples)})
 
 
-def _evaluate_run(options: EvalOptions, device: torch.device) -> dict[str, dict[str, float]]:
+def _open_run(options: EvalOptions) -> _Evaluation:
     for key in ("tokenizer", "on_invalid_row"):
         if options.source is None and getattr(options, key) is not None:
             raise ConfigError(
@@ -100,31 +191,30 @@ def _evaluate_run(options: EvalOptions, device: torch.device) -> dict[str, dict[
                 " run's validation samples are tokens already"
             )
     source = find_trained_model(named_checkpoint(options.model_path))
+    plan = options.plan_for(source.model, source.plan.precision)
     run_dir = source.checkpoint.parent.parent
     config = load_run_config(None, run_dir / "config.yaml", []).config
     seq_len = options.seq_len or config.train.seq_len
     _require_positions(source.model, seq_len)
-    model, layouts = build_inference_decoder(source.model, options.precision or source.plan.precision, device, None)
-    load(source.checkpoint, _pieces(model, layouts), convert=True)
+    load_weights = partial(load, source.checkpoint, convert=True)
     if options.source is not None:
         data = options.data_config(config.data)
         own = _open_whole_dataset(
             options.source, data, run_tokenizer(data), config.model, seq_len, token_store_folder(data, run_dir)
         )
-        return {"all": _loss(model, source.model.vocab_size, _train_batches(own, options.samples), device)}
+        return _Evaluation(source.model, plan, load_weights, {"all": _whole_samples(own, options.samples)})
     dataset = open_dataset(
         config.model_copy(update={"train": config.train.model_copy(update={"seq_len": seq_len})}), run_dir
     )
-    found = {}
-    for name, part in {"all": dataset, **dataset.sources}.items():
-        count = min(options.samples, part.num_validation_samples)
-        if count:
-            size = _samples_per_forward(seq_len)
-            batches = (part.validation_batch(at, min(size, count - at)) for at in range(0, count, size))
-            found[name] = _loss(model, source.model.vocab_size, batches, device)
-    if not found:
+    size = _samples_per_forward(seq_len)
+    samples = {
+        name: _Samples(part.validation_batch, min(options.samples, part.num_validation_samples), size)
+        for name, part in {"all": dataset, **dataset.sources}.items()
+        if part.num_validation_samples
+    }
+    if not samples:
         raise ConfigError(f"{run_dir} holds nothing out (data.validation_split 0): name other data with --source")
-    return found
+    return _Evaluation(source.model, plan, load_weights, samples)
 
 
 def _require_positions(spec: ModelSpec, seq_len: int) -> None:
@@ -144,22 +234,24 @@ def _open_whole_dataset(
     return Dataset(open_token_store(data, source, tokenizer, cache), seq_len, packing=data.packing)
 
 
-def _train_batches(dataset: Dataset, samples: int) -> Iterator[Batch]:
-    count, size = min(samples, dataset.num_train_samples), _samples_per_forward(dataset.seq_len)
-    return (dataset.train_batch(at, min(size, count - at)) for at in range(0, count, size))
+def _whole_samples(dataset: Dataset, samples: int) -> _Samples:
+    size = _samples_per_forward(dataset.seq_len)
+    return _Samples(dataset.train_batch, min(samples, dataset.num_train_samples), size)
 
 
 def _samples_per_forward(seq_len: int) -> int:
     return max(1, min(BATCH_SIZE, BATCH_TOKENS // seq_len))
 
 
-def _pieces(model: Decoder, layouts: Mapping[str, TensorLayout]) -> list[LocalShard]:
-    return [LocalShard(f"model/{name}", layouts[name], parameter) for name, parameter in model.named_parameters()]
+# ----------------------------------------------------------------------------------------------------------------------
+# Loss
 
 
 @torch.no_grad()
-def _loss(model: Decoder, vocab_size: int, batches: Iterator[Batch], device: torch.device) -> dict[str, float]:
-    model.caps_logits = False  # the loss caps them, in float32
+def _loss_sum(
+    model: Decoder, vocab_size: int, batches: Iterator[Batch], device: torch.device, axis: TensorAxis | None = None
+) -> tuple[float, int]:
+    """Return the cross-entropy summed over the labels that count, and their number."""
     total, count = 0.0, 0
     for batch in batches:
         require_known_ids(batch, vocab_size)
@@ -171,21 +263,29 @@ def _loss(model: Decoder, vocab_size: int, batches: Iterator[Batch], device: tor
         model.position_state.documents = (
             None if positions is None else Documents.from_positions(torch.from_numpy(positions), device)
         )
-        total += _cross_entropy(model, vocab_size, tokens_BS, labels_BS)
+        total += _cross_entropy(model, vocab_size, tokens_BS, labels_BS, axis)
         count += batch.num_valid_tokens
-    loss = total / max(1, count)
-    return {"loss": loss, "perplexity": perplexity(loss), "tokens": count}
+    return total, count
 
 
-def _cross_entropy(model: Decoder, vocab_size: int, tokens_BS: Tensor, labels_BS: Tensor) -> float:
+def _cross_entropy(
+    model: Decoder, vocab_size: int, tokens_BS: Tensor, labels_BS: Tensor, axis: TensorAxis | None = None
+) -> float:
     """Return the cross-entropy summed over labels, from the logits of some positions at a time.
 
     The logits of a whole sample would be the largest tensor by far: 8k positions of 128k words are 4 GB in float32.
     """
     hidden_ND, labels_N = model.final_hidden(tokens_BS).flatten(0, 1), labels_BS.flatten()
     rows = max(HEAD_ROWS, chunk_elements("loss", hidden_ND.device.type) // vocab_size)
+    losses = loss_sums
+    if axis is not None:
+        losses = partial(vocab_parallel_loss, axis, chunk_bounds(vocab_size, axis.size, axis.index)[0])
     sums = [
-        loss_sums(model.logits(hidden_RD).unsqueeze(0), labels_R.unsqueeze(0), softcap=model.logit_softcap).total
+        losses(model.logits(hidden_RD.unsqueeze(0)), labels_R.unsqueeze(0), softcap=model.logit_softcap).total
         for hidden_RD, labels_R in zip(hidden_ND.split(rows), labels_N.split(rows), strict=True)
     ]
     return float(torch.stack(sums).double().sum())
+
+
+if __name__ == "__main__":
+    exit_process(rank_main(_evaluate_rank))

@@ -1,0 +1,37 @@
+"""Plans under which a trained model is run without training it: to generate text, or to compute its loss."""
+
+from muster.spec.errors import InfeasibleError
+from muster.spec.legality import plan_violations
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
+from muster.spec.plan_name import format_plan_name
+from muster.spec.supported import require_supported_model, unsupported_features
+from muster.spec.workload import Workload
+
+
+def require_generation_supported(plan: Plan, model: ModelSpec) -> None:
+    """Raise InfeasibleError unless the plan, which may set tp and a precision, can generate text with the model."""
+    can = Plan(tp=plan.tp, precision=plan.precision, micro_batch_size=plan.micro_batch_size)
+    _require(plan, can, model, "generate text", "only tp can distribute it so far")
+
+
+def require_evaluation_supported(plan: Plan, model: ModelSpec) -> None:
+    """Raise InfeasibleError unless the plan, which may set dp, tp and a precision, can compute the model's loss."""
+    can = Plan(
+        dp_replicate=plan.dp_replicate,
+        dp_shard=plan.dp_shard,
+        tp=plan.tp,
+        precision=plan.precision,
+        micro_batch_size=plan.micro_batch_size,
+    )
+    _require(plan, can, model, "evaluate", "only dp and tp can distribute it so far")
+
+
+def _require(plan: Plan, can: Plan, model: ModelSpec, task: str, reason: str) -> None:
+    require_supported_model(model)
+    name = format_plan_name(plan)
+    if plan != can:
+        raise InfeasibleError(f"plan {name} can't {task}: {reason}; nearest: {format_plan_name(can)}")
+    workload = Workload(seq_len=1, global_batch_size=plan.micro_batch_size * plan.mesh(0).dp_size)
+    if found := plan_violations(plan, model, workload, plan.world_size) or unsupported_features(plan):
+        raise InfeasibleError(f"plan {name} can't {task}: {'; '.join(found)}")
