@@ -109,7 +109,9 @@ def measure_muster(case: StepCase) -> dict[str, Any]:
     """Time steps of the trainer."""
     config, plan = case.config(), case.full_plan()
     # Values don't matter, and drawing a large model's on the host takes minutes.
-    stage_module.initial_value = lambda spec, name, shape, seed: torch.full(shape, 0.01)
+    stage_module.fill_initial_parts = lambda spec, layouts, parameters, seed: [
+        local.fill_(0.01) for local in parameters.values()
+    ]
     with open_world(dist.HashStore(), 0, 1, plan) as world:
         trainer = RandomTrainer(config, plan, world, cast(SampleStream, None))
         return _time_steps(trainer.run_step, world.device)

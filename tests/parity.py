@@ -345,7 +345,7 @@ def run_case(
     if not refused:
         require_runnable(full_plan, config.model, config.workload, world_size)
     norm = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
-    noise = patch("muster.parallel.stage.initial_value", start_value)
+    noise = patch("muster.model.init.initial_value", start_value)
     with open_world(store, rank, world_size, full_plan, generation) as world, FAULTS[fault](), noise:
         trainer = WatchedTrainer(config, full_plan, world, open_data(config, cache))
         with patch.multiple(op_profile, REPEATS=2, PASS_REPEATS=1):  # as often as all of it is done once

@@ -10,15 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from muster.config.named_model import load_model
+from muster.layout.mesh import coordinates_of
+from muster.layout.tensor_layout import Box, TensorLayout, stage_layouts
+from muster.model import init
 from muster.model import soft_capped_attention as soft_capped
 from muster.model.decoder import Decoder, core_attention
-from muster.model.init import draw, init_stage, initial_value
+from muster.model.init import draw, fill_initial_parts, init_stage, initial_value, keyed_generator
 from muster.model.kernels import activate, apply_rotary, gated_activation, rms_norm, soft_cap
 from muster.model.loss import cross_entropy_sum, loss_sums
+from muster.model.mersenne_twister import generators_at
 from muster.model.positions import rotary_tables
 from muster.model.saved_tensors import count_saved_bytes
 from muster.spec.model import ModelSpec, parameter_shapes, stage_parameter_shapes
 from muster.spec.model_components import Activation
+from muster.spec.plan_name import parse_plan_name
 
 SMALL = ModelSpec(
     vocab_size=61, hidden_size=24, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=40
@@ -217,6 +223,59 @@ def test_initial_values_have_their_scale():
     assert torch.equal(initial_value(spec, "layers.3.mlp_norm.weight", (5,), 1), torch.ones(5))
     assert torch.equal(draw("a", (4, 4), 1, 0.02, torch.float64), draw("a", (4, 4), 1, 0.02).double())
     assert not torch.equal(draw("a", (4, 4), 1, 0.02), draw("b", (4, 4), 1, 0.02))
+
+
+PARTS = [
+    ((4096, 100), Box((700, 0), (31, 100))),
+    ((1013, 211), Box((1000, 0), (13, 211))),  # with the end, which isn't a whole block
+    ((1013, 211), Box((1012, 206), (1, 5))),
+    ((1013, 211), Box((333, 7), (222, 100))),
+    ((3, 5), Box((1, 0), (2, 5))),  # fewer elements than a block
+    ((5, 700, 40), Box((4, 0, 0), (1, 700, 40))),
+]
+
+
+@pytest.mark.parametrize("few", [0, 1 << 16])
+@pytest.mark.parametrize(("shape", "box"), PARTS, ids=str)
+def test_a_part_of_a_tensor_has_the_values_of_the_whole(monkeypatch, shape, box, few):
+    monkeypatch.setattr(init, "FEW_WORDS", few)
+    name = "layers.0.attn.o.weight"
+    part = torch.empty(box.size)
+    fill_initial_parts(SMALL, {name: TensorLayout(name, shape, (box,))}, {name: part}, 3)
+    assert torch.equal(part, initial_value(SMALL, name, shape, 3)[box.slices])
+
+
+def test_initial_values_are_those_of_earlier_versions():
+    """The words of the generator, not the floats, which differ in their last bits between kinds of CPUs."""
+    generator = keyed_generator(5, "init/layers.0.attn.q.weight")
+    generators_at([generator], 10**9)
+    words = torch.empty(4, dtype=torch.int64).random_(0, 1 << 31, generator=generator)
+    assert words.tolist() == WORDS_AFTER_A_BILLION
+    value = initial_value(SMALL, "layers.0.attn.q.weight", (24, 24), 5)
+    torch.testing.assert_close(value[-1, -4:], torch.tensor(LAST_VALUES), rtol=1e-5, atol=0)
+
+
+def test_little_more_is_drawn_than_a_rank_holds(monkeypatch):
+    """The elements of the kernel's calls, for the shapes of an 8 B model on 64 ranks."""
+    spec = load_model("llama3-8b")
+    plan = parse_plan_name("dp64-z3")
+    layouts = {one.name: one for one in stage_layouts(spec, plan, 0, coordinates_of(plan, 63))}
+    drawn: list[int] = []
+
+    def note(name: str, rows: init._Rows, *rest: object) -> Tensor:
+        drawn.append(rows.stop - rows.first_word)
+        return torch.zeros(1).expand(rows.stop - rows.start).contiguous()
+
+    monkeypatch.setattr(init, "_draw_rows", note)
+    parameters = {name: torch.empty(one.boxes[0].size, device="meta") for name, one in layouts.items()}
+    fill_initial_parts(spec, layouts, parameters, 0)
+    held = sum(one.numel for one in layouts.values())
+    assert held <= sum(drawn) + spec.num_layers * 2 * spec.hidden_size
+    assert sum(drawn) < 1.01 * held
+
+
+LAST_VALUES = [0.011850436218082905, 0.04320429638028145, 0.010791116394102573, 0.021040603518486023]
+WORDS_AFTER_A_BILLION = [1286264536, 598174210, 1277034671, 830289516]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,11 +1,25 @@
 """Initial weights as a function of (seed, name) alone, so that every plan begins with the same values."""
 
 import hashlib
+from collections import defaultdict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
+from muster.layout.tensor_layout import Box, TensorLayout
+from muster.model.mersenne_twister import generators_at
 from muster.spec.model import ModelSpec
+
+BLOCK = 16
+"""Elements that PyTorch's CPU kernel draws together, from as many words of its generator (aten/src/ATen/native/cpu/
+DistributionTemplates.h, `normal_fill`)."""
+FEW_WORDS = 1 << 16
+"""Words that are sooner drawn than jumped over."""
+JUMPED_AT_ONCE = 64
 
 
 def keyed_generator(seed: int, key: str) -> torch.Generator:
@@ -16,10 +30,7 @@ def keyed_generator(seed: int, key: str) -> torch.Generator:
 
 def draw(name: str, shape: tuple[int, ...], seed: int, std: float, dtype: torch.dtype = torch.float32) -> Tensor:
     """Draw the whole tensor `name` from a normal distribution, in float32 whatever `dtype` is, so that all precisions
-    agree.
-
-    A rank that holds a shard draws the whole tensor and slices it.
-    """
+    agree."""
     values = torch.empty(shape, dtype=torch.float32, device="cpu")
     return values.normal_(0.0, std, generator=keyed_generator(seed, f"init/{name}")).to(dtype)
 
@@ -37,9 +48,12 @@ def initial_value(
         return torch.full(shape, 0.0 if spec.norm_unit_offset else 1.0, dtype=dtype, device="cpu")
     if name.endswith(".bias"):
         return torch.zeros(shape, dtype=dtype, device="cpu")
+    return draw(name, shape, seed, _std(spec, name), dtype)
+
+
+def _std(spec: ModelSpec, name: str) -> float:
     residual = spec.scaled_residual and name.endswith(("attn.o.weight", "mlp.down.weight"))
-    std = spec.init_std / (2 * spec.num_layers) ** 0.5 if residual else spec.init_std
-    return draw(name, shape, seed, std, dtype)
+    return spec.init_std / (2 * spec.num_layers) ** 0.5 if residual else spec.init_std
 
 
 def init_stage(module: nn.Module, spec: ModelSpec, seed: int) -> None:
@@ -49,3 +63,87 @@ def init_stage(module: nn.Module, spec: ModelSpec, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(initial_value(spec, name, tuple(parameter.shape), seed))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A rank's parts
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Consecutive elements of a whole tensor in row-major order, which hold a box of it."""
+
+    start: int
+    stop: int
+    numel: int
+    """Elements of the whole tensor."""
+
+    @property
+    def first_word(self) -> int:
+        """Word of the generator that drawing begins with."""
+        first = self.start // BLOCK * BLOCK
+        return first if first >= FEW_WORDS and self.numel >= BLOCK else 0
+
+
+def fill_initial_parts(
+    spec: ModelSpec, layouts: Mapping[str, TensorLayout], parameters: Mapping[str, Tensor], seed: int
+) -> None:
+    """Set a rank's part of each parameter to the values that `initial_value` has there, without drawing the rest.
+
+    Elements that lie between the rows of the part are drawn, too: its columns are cut out. As many threads draw as
+    PyTorch may use.
+    """
+    by_word: dict[int, list[tuple[str, _Rows]]] = defaultdict(list)
+    for name, layout in layouts.items():
+        if not layout.boxes:
+            continue
+        box = layout.boxes[0]
+        if len(layout.shape) < 2:  # norms and biases; small in any case
+            parameters[name].copy_(initial_value(spec, name, layout.shape, seed)[box.slices])
+        else:
+            rows = _rows_of(box, layout.shape)
+            by_word[rows.first_word].append((name, rows))
+
+    def fill(name: str, rows: _Rows, generator: torch.Generator) -> None:
+        layout = layouts[name]
+        box = layout.boxes[0]
+        values = _draw_rows(name, rows, seed, _std(spec, name), generator)
+        whole_rows = values.view(box.size[0], *layout.shape[1:])
+        parameters[name].copy_(whole_rows[:, *box.slices[1:]])
+
+    with torch.no_grad(), ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
+        for word, found in by_word.items():
+            for at in range(0, len(found), JUMPED_AT_ONCE):
+                batch = found[at : at + JUMPED_AT_ONCE]
+                generators = [keyed_generator(seed, f"init/{name}") for name, _ in batch]
+                generators_at(generators, word)
+                names, rows = zip(*batch, strict=True)
+                list(pool.map(fill, names, rows, generators))
+
+
+def _rows_of(box: Box, shape: tuple[int, ...]) -> _Rows:
+    width = prod(shape[1:])
+    return _Rows(box.start[0] * width, (box.start[0] + box.size[0]) * width, prod(shape))
+
+
+def _draw_rows(name: str, rows: _Rows, seed: int, std: float, generator: torch.Generator) -> Tensor:
+    """Return the elements `rows` of a whole tensor from a generator that is at their first word.
+
+    The kernel draws whole blocks; where the tensor's end isn't one, it draws its last 16 elements once more, from the
+    words that follow.
+    """
+    first, numel = rows.first_word, rows.numel
+    if numel < BLOCK:
+        return draw(name, (numel,), seed, std)[rows.start : rows.stop]
+    end = min(-(-rows.stop // BLOCK) * BLOCK, numel // BLOCK * BLOCK)
+    values = torch.empty(max(rows.stop, end) - first, dtype=torch.float32, device="cpu")
+    if end > first:
+        values[: end - first].normal_(0.0, std, generator=generator)
+    if numel % BLOCK and rows.stop > numel - BLOCK:
+        last = keyed_generator(seed, f"init/{name}")
+        generators_at([last], numel)
+        tail = torch.empty(BLOCK, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=last)
+        tail_start = numel - BLOCK
+        start = max(first, tail_start)
+        values[start - first : rows.stop - first] = tail[start - tail_start : rows.stop - tail_start]
+    return values[rows.start - first : rows.stop - first]

@@ -20,7 +20,7 @@ from muster.layout.tensor_layout import (
 )
 from muster.model.decoder import Decoder
 from muster.model.dtypes import DTYPES
-from muster.model.init import initial_value
+from muster.model.init import fill_initial_parts
 from muster.model.kernels import soft_cap
 from muster.model.loss import LossSums, loss_sums, plugin_loss_sums
 from muster.model.recompute import apply_recompute
@@ -186,11 +186,7 @@ class DecoderStage:
 
     def reset_parameters(self, seed: int) -> None:
         """Set every parameter to its initial value."""
-        for name, local in self.parameters.items():
-            layout = self.layouts[name]
-            if layout.boxes:
-                full = initial_value(self.spec, name, layout.shape, seed)
-                local.copy_(full[layout.boxes[0].slices])
+        fill_initial_parts(self.spec, {name: self.layouts[name] for name in self.parameters}, self.parameters, seed)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Passes
