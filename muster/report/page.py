@@ -16,7 +16,7 @@ from muster.spec.formatting import (
     format_count,
     format_error,
     format_fraction,
-    format_number,
+    format_loss,
     format_seconds,
     format_value,
     is_large_error,
@@ -86,10 +86,10 @@ def _header(data: ReportData) -> Html:
     """Return the title, the plan and the headline figures."""
     figures = {
         "training loss, last step": _last(data, "train/loss"),
-        "validation loss": None if data.validation_loss is None else format_number(data.validation_loss),
+        "validation loss": None if data.validation_loss is None else format_loss(data.validation_loss),
         "validation perplexity": None
         if data.validation_perplexity is None
-        else format_number(data.validation_perplexity),
+        else format_loss(data.validation_perplexity),
         "tokens/s, median": _median(data, "perf/tokens_per_s", format_count),
         "time of a step, median": _median(data, "time/step", format_seconds),
         "MFU, median": _median(data, "perf/mfu", format_fraction),
@@ -114,7 +114,7 @@ def description_list(values: dict[str, str | None], style: str) -> Html:
 
 def _last(data: ReportData, key: str) -> str | None:
     known = [point.value for point in metric_points(data.metrics, key) if point.value is not None]
-    return format_number(known[-1]) if known else None
+    return format_loss(known[-1]) if known else None
 
 
 def _median(data: ReportData, key: str, words: Callable[[float], str]) -> str | None:

@@ -9,7 +9,7 @@ from muster.report.html import Html, element, join
 from muster.report.page import MIN_POINTS_TO_SMOOTH, description_list, page, section
 from muster.report.prediction import TableRow, html_table
 from muster.report.run_comparison import RunComparison, RunFigures, loss_by_tokens
-from muster.spec.formatting import format_bytes, format_count, format_number, format_seconds
+from muster.spec.formatting import format_bytes, format_count, format_loss, format_seconds
 from muster.spec.plan_name import format_plan_name
 
 _MAX_CHARACTERS = 60
@@ -26,8 +26,8 @@ def comparison_page(found: RunComparison) -> str:
         title,
         element("header", element("h1", title)),
         section("Loss over tokens", _chart(found)),
-        section("What they came to", _scrolling_table(figure_rows(found), "Final figures")),
-        section("What differs", _differences(found)),
+        section("Results", _scrolling_table(figure_rows(found), "Final figures")),
+        section("Differences", _differences(found)),
         section("The runs and their plans", description_list(plans, "facts")),
     )
 
@@ -36,9 +36,9 @@ def figure_rows(found: RunComparison) -> list[TableRow]:
     """Return a header and the final figures, a column for each run; figures that no run has are left out."""
     at = f"loss, smoothed, at {format_count(found.common_tokens)} tokens"
     shown: tuple[tuple[str, str, Formatter], ...] = (
-        ("training loss, last step", "loss", format_number),
-        (at, "loss_at_common_tokens", format_number),
-        ("validation loss", "validation_loss", format_number),
+        ("training loss, last step", "loss", format_loss),
+        (at, "loss_at_common_tokens", format_loss),
+        ("validation loss", "validation_loss", format_loss),
         ("tokens/s, median", "tokens_per_s", format_count),
         ("time of a step, median", "step_s", format_seconds),
         ("memory, fullest rank", "memory_bytes", format_bytes),

@@ -61,10 +61,16 @@ def format_number(value: float | None) -> str:
     """Format with four significant digits, and a power of ten for very small or large numbers."""
     if value is None or not math.isfinite(value):
         return _not_finite(value)
-    if value and not 1e-3 <= abs(value) < 1e5:
+    if value and not 1e-3 <= abs(value) < 9999.5:
         mantissa, _, exponent = f"{value:.3e}".partition("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}".replace("-", "−")
     return f"{value:.4g}".replace("-", "−")
+
+
+def format_loss(value: float | None) -> str:
+    """Format with four significant digits, zeros at the end included, so that losses in a column line up."""
+    plain = value is not None and 1e-3 <= abs(value) < 9999.5
+    return f"{value:#.4g}" if plain else format_number(value)
 
 
 def format_value(value: float | None, unit: Unit) -> str:
