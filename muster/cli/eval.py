@@ -11,7 +11,6 @@ from muster.api.torch_import import import_torch_module
 from muster.cli.data import keys_as_flags
 from muster.cli.parser import Parser, positive_int
 from muster.spec.errors import ConfigError
-from muster.spec.supported import SUPPORTED_PRECISIONS
 
 _FLAGS = {key: f"--{key.replace('_', '-')}" for key in ("source", "tokenizer", "on_invalid_row")}
 """Run-file keys below `data` → flags."""
@@ -86,8 +85,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--precision",
-        choices=SUPPORTED_PRECISIONS,
-        help="precision of weights and passes (default: the run's, or that of the directory's weights)",
+        metavar="P",
+        help="precision of weights and passes: fp64, fp32, bf16 or fp16 (default: the run's, or that of the"
+        " directory's weights)",
     )
     parser.add_argument(
         "--plan",
