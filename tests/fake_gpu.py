@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -20,24 +21,65 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 NAME = "fakegpu"
 
 
-class Stream:
-    """A stream of the device; it has none."""
+Known = dict[int, int]
+"""Vector clock: for each stream, the number of its operations that are over before whatever comes next."""
 
-    def __init__(self, *args: object, **options: object) -> None: ...
-    def wait_stream(self, other: "Stream") -> None: ...
-    def wait_event(self, event: object) -> None: ...
-    def synchronize(self) -> None: ...
-    def record_event(self, event: Any = None) -> Any:
-        return event or Event()
+
+def merge(into: Known, other: Known) -> None:
+    """Let what comes next wait for what `other` knows, too."""
+    for stream, number in other.items():
+        into[stream] = max(into.get(stream, 0), number)
+
+
+HOST: Known = {}
+"""Operations that the host has waited for: all that it launches comes after them."""
+
+
+class Stream:
+    """A stream of the device, which remembers what it has waited for."""
+
+    _ids = count()
+
+    def __init__(self, *args: object, **options: object) -> None:
+        self.id = next(Stream._ids)
+        self.known: Known = {}
+
+    def launch(self) -> int:
+        """Add an operation; return its number in the stream."""
+        merge(self.known, HOST)
+        self.known[self.id] = self.known.get(self.id, 0) + 1
+        return self.known[self.id]
+
+    def wait_stream(self, other: "Stream") -> None:
+        merge(self.known, other.known)
+
+    def wait_event(self, event: "Event") -> None:
+        merge(self.known, event.known)
+
+    def synchronize(self) -> None:
+        merge(HOST, self.known)
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        event = event or Event()
+        event.record(self)
+        return event
 
 
 class Event:
-    """An event of the device, which is over at once."""
+    """An event of the device, which is over at once for the host, and for a stream where it waits for it."""
 
-    def __init__(self, enable_timing: bool = False, **options: object) -> None: ...
-    def record(self, stream: Stream | None = None) -> None: ...
-    def wait(self, stream: Stream | None = None) -> None: ...
-    def synchronize(self) -> None: ...
+    def __init__(self, enable_timing: bool = False, **options: object) -> None:
+        self.known: Known = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.known = dict((stream or Module.current_stream()).known)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or Module.current_stream()).wait_event(self)
+
+    def synchronize(self) -> None:
+        merge(HOST, self.known)
+
     def query(self) -> bool:
         return True
 
@@ -52,15 +94,19 @@ class Module:
     _current = Stream()
 
     @staticmethod
-    def current_stream(device: object = None) -> object:
+    def current_stream(device: object = None) -> Stream:
         return Module._current
 
     default_stream = current_stream
 
     @staticmethod
     @contextmanager
-    def stream(stream: object) -> Iterator[None]:
-        yield
+    def stream(stream: Stream) -> Iterator[None]:
+        Module._current, before = stream, Module._current
+        try:
+            yield
+        finally:
+            Module._current = before
 
     @staticmethod
     @contextmanager
@@ -150,19 +196,21 @@ class Watch(TorchDispatchMode):
         devices = {x.device.type for x in tensors if x.dim() > 0}  # a scalar of the host goes with the launch
         if NAME in {x.device.type for x in tensors}:
             if name == "aten._local_scalar_dense.default":
+                Module.current_stream().synchronize()
                 self._see_sync()
                 return 1.0
             if name == "aten._to_copy.default" and str(kwargs.get("device")) == "cpu":
+                Module.current_stream().synchronize()
                 self._see_sync()
         if len(devices) > 1 and name not in _COPIES:
-            self.strays.append(f"{name} in {_caller()}")
+            self.strays.append(f"{name} in {caller()}")
         return func(*args, **kwargs)
 
     def _see_sync(self) -> None:
         """Note a wait; a list is read element by element, in one wait."""
-        caller = _caller()
-        if not self.syncs or self.syncs[-1] != caller:
-            self.syncs.append(caller)
+        function = caller()
+        if not self.syncs or self.syncs[-1] != function:
+            self.syncs.append(function)
 
     def _see_communication(self, name: str, args: Any) -> None:
         group = next(
@@ -243,7 +291,7 @@ def order_problems(watches: Sequence[Watch]) -> list[str]:
     return problems
 
 
-def _caller() -> str:
+def caller() -> str:
     """Return the innermost function of Muster that is running, as `file:function`."""
     frames = [frame for frame in traceback.extract_stack() if "/muster/" in frame.filename]
     return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].name}" if frames else "?"

@@ -16,6 +16,9 @@ from torch.utils._device import _device_constructors
 from muster.data.dataset import SampleStream
 from muster.layout.mesh import coordinates_of
 from muster.optim import adamw
+from muster.parallel import p2p
+from muster.parallel.axis import PendingTensor
+from muster.parallel.offload import ActivationOffload, HostBufferPool
 from muster.parallel.process_groups import ProcessGroups
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World
@@ -24,8 +27,9 @@ from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 from muster.train.memory_check import FAKE_MODE, CountedTrainer, FakeStage
 from muster.train.parameter_updater import ParameterUpdater
-from tests.fake_gpu import DEVICE, Watch, order_problems
+from tests.fake_gpu import DEVICE, Stream, Watch, order_problems
 from tests.parity import small_run
+from tests.stream_check import StreamCheck
 from tests.test_parity import CASES
 
 SomeWatch = TypeVar("SomeWatch", bound=Watch)
@@ -33,10 +37,32 @@ SomeWatch = TypeVar("SomeWatch", bound=Watch)
 ONE_SYNC = ["parameter_updater.py:_read_sums"]
 
 
+class HostPool(HostBufferPool):
+    """Host memory without memory."""
+
+    def acquire(self, size: int) -> torch.Tensor:
+        with FAKE_MODE:
+            return torch.empty(size, dtype=torch.uint8)
+
+
+class StreamOffload(ActivationOffload):
+    """Offload over a stream of its own, as on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.pool = HostPool(pinned=False)
+
+
+class OffloadStage(FakeStage):
+    """A stage whose copies are those of a GPU."""
+
+    offload_type = StreamOffload
+
+
 class GpuTrainer(CountedTrainer):
     """A trainer whose stages have fake memory."""
 
-    stage_type = FakeStage
+    stage_type = OffloadStage
 
 
 @pytest.fixture(autouse=True)
@@ -91,9 +117,10 @@ def watch_step(case: dict[str, Any], rank: int, kind: type[SomeWatch] = Watch) -
 
 
 def check(case: dict[str, Any], num_ranks: int) -> None:
-    watches = [watch_step(case, rank) for rank in range(num_ranks)]
+    watches = [watch_step(case, rank, StreamCheck) for rank in range(num_ranks)]
     for watch in watches:
         assert not watch.strays, case
+        assert not watch.races, case
         assert watch.syncs == ONE_SYNC, case
     assert not order_problems(watches), case
 
@@ -104,11 +131,14 @@ EXAMPLES = [
     ({"plan": "tp2-sp", "precision": "fp16", **SMALL}, 2),
     ({"plan": "pp2-szbh1", "tied": True, **SMALL}, 2),
     ({"plan": "pp2-vocab", "z_loss": 0.1, **SMALL}, 2),
+    ({"plan": "pp2-sgpipe-oact", **SMALL}, 2),
 ]
 
 
 @pytest.mark.parametrize(("case", "num_ranks"), EXAMPLES, ids=[str(case["plan"]) for case, _ in EXAMPLES])
-def test_a_step_waits_once_and_all_ranks_meet(case: dict[str, Any], num_ranks: int) -> None:
+def test_a_step_waits_once_its_streams_wait_for_each_other_and_all_ranks_meet(
+    case: dict[str, Any], num_ranks: int
+) -> None:
     check(case, num_ranks)
 
 
@@ -160,3 +190,21 @@ def test_swapped_collectives_are_found() -> None:
     at = random.Random(0).choice(swappable)
     calls[at : at + 2] = calls[at : at + 2][::-1]
     assert order_problems(watches)
+
+
+@pytest.mark.parametrize(
+    ("plan", "rank", "owner", "name", "without"),
+    [
+        ("tp2-sp", 0, PendingTensor, "wait", lambda self: self.result()),
+        ("pp2", 1, p2p.PendingReceive, "wait", lambda self: None),
+        ("dp2-z3", 0, Stream, "wait_event", lambda self, event: None),
+        ("pp2-sgpipe-oact", 0, Stream, "wait_stream", lambda self, other: None),
+        ("pp2-sgpipe-oact", 0, Stream, "wait_event", lambda self, event: None),
+    ],
+    ids=["collective", "transfer", "gather of parameters", "begin of offload", "end of offload"],
+)
+def test_a_missing_wait_is_found(
+    monkeypatch: pytest.MonkeyPatch, plan: str, rank: int, owner: type, name: str, without: Any
+) -> None:
+    monkeypatch.setattr(owner, name, without)
+    assert watch_step({"plan": plan, **SMALL}, rank, StreamCheck).races

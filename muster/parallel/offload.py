@@ -45,8 +45,8 @@ class ActivationOffload:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.pool = HostBufferPool(device.type == "cuda")
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.pool = HostBufferPool(device.type != "cpu")
+        self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
         self._saved_in_forward: Storages = {}
         self._resident: dict[int, Storages] = {}
         """Storages that can be offloaded, by micro-batch that has run forward."""
@@ -126,9 +126,10 @@ class ActivationOffload:
             for target, source in pairs:
                 target.copy_(source)
             return lambda: None
-        compute = torch.cuda.current_stream(self._device)
+        module = torch.get_device_module(self._device)
+        compute = module.current_stream(self._device)
         self._stream.wait_stream(compute)
-        with torch.cuda.stream(self._stream):
+        with module.stream(self._stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
         copied = self._stream.record_event()
