@@ -19,6 +19,7 @@ from muster.checkpoint.load import load
 from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.read_plan import plan_reads
 from muster.config.run_config import RunConfig
+from muster.optim.weight_average import average_decay
 from muster.parallel.world import World, open_world
 from muster.spec.errors import MusterError
 from muster.spec.legality import schedules_for_vpp
@@ -134,7 +135,10 @@ class Link:
                 manifest = load(folder, trainer.local_shards())
                 trainer.restore(manifest.step, manifest.counters)
             result = {"tensors": _unequal(self.whole, assemble(world, trainer.local_shards()))}
-            losses = [trainer.step().loss for _ in range(STEPS)]
+            losses = [trainer.step().loss]
+            if self.config.optim.ema_decay:
+                result["average"] = self._average_error(assemble(world, trainer.local_shards()), trainer.step_count)
+            losses += [trainer.step().loss for _ in range(STEPS - 1)]
             pairs = list(zip(losses, self.losses, strict=True)) if world.rank == 0 else []
             result |= {"error": max((abs(a - b) / abs(b) for a, b in pairs), default=0.0)}
         else:
@@ -150,6 +154,15 @@ class Link:
         assert saver.error is None, saver.error
         saver.close()
         return result if world.rank == 0 else None
+
+    def _average_error(self, after: dict[str, np.ndarray], step: int) -> float:
+        """The largest difference of the averages after a step from those of whole weights; 0 on other ranks than 0."""
+        decay, largest = average_decay(self.config.optim.ema_decay, step), 0.0
+        for name in (name for name in after if name.endswith(".ema")):
+            weight = after[name.replace("optim/", "model/").removesuffix(".ema")]
+            expected = decay * self.whole[name] + (1 - decay) * weight
+            largest = max(largest, float(np.abs(after[name] - expected).max()))
+        return largest
 
 
 def assemble(world: World, shards: list[LocalShard]) -> dict[str, np.ndarray]:

@@ -6,8 +6,11 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+import torch
 import yaml
 
+from muster.api.model_in_memory import load_model
+from muster.api.trained_models import convert, evaluate, generate
 from muster.checkpoint.checkpoint_dir import (
     RetentionPolicy,
     checkpoint_path,
@@ -16,8 +19,10 @@ from muster.checkpoint.checkpoint_dir import (
     named_checkpoint,
     prunable,
 )
+from muster.checkpoint.formats.native import NativeTensors
 from muster.cli.main import main
 from muster.config.run_config import TrainConfig
+from muster.layout.tensor_layout import Box
 from muster.plugins.registry import PluginComponent
 from muster.spec.errors import ConfigError
 from muster.train import callbacks
@@ -44,7 +49,15 @@ RUN = {
         "callbacks": ["notes"],
     },
     "eval": {"every": 1, "batches": 1},
-    "optim": {"name": "sgd", "lr": 1.0, "warmup_steps": 2, "clip_norm": 0, "weight_decay": 0},  # diverges soon
+    "optim": {
+        "name": "sgd",
+        "lr": 1.0,  # diverges soon
+        "warmup_steps": 2,
+        "clip_norm": 0,
+        "weight_decay": 0,
+        "ema_decay": 0.9,
+        "freeze": ["*.o.weight"],
+    },
 }
 
 
@@ -122,6 +135,22 @@ def test_a_run_stops_early_on_all_ranks_and_keeps_its_best_checkpoint(tmp_path: 
     assert notes[-1] == f"step {best + 3}: saved {checkpoint_path(root, best + 3)}"
     again = forks.run(*words)
     assert f"is finished: it stopped early, after step {best + 3}" in again.stdout
+    assert_average_is_used(tmp_path / "run", tmp_path / "averaged")
+
+
+def assert_average_is_used(run: Path, converted: Path) -> None:
+    """RUN@ema reads the averages, and the weights themselves of what is frozen; so does what it is converted to."""
+    stored = NativeTensors((run / "checkpoints" / "best").resolve())
+    for name, value in load_model(f"{run}@best@ema").state_dict().items():
+        source = f"model/{name}" if name.endswith("o.weight") else f"optim/{name}.ema"
+        meta = stored.metas[source]
+        assert torch.equal(value, stored.read(source, Box((0,) * len(meta.shape), meta.shape))), name
+    convert(f"{run}@best@ema", converted, to="muster")
+    averaged, whole = (evaluate(place)["all"]["loss"] for place in (f"{run}@best@ema", f"{run}@best"))
+    assert averaged != whole
+    assert generate(f"{run}@best@ema", "dear ", tokens=5).texts == generate(converted, "dear ", tokens=5).texts
+    with pytest.raises(ConfigError, match="has no moving average of the weights: optim.ema_decay keeps one"):
+        evaluate(f"{converted}@ema", source=str(run / "config.yaml"))
 
 
 def test_a_callback_that_fails_or_has_no_methods_is_told_with_its_place() -> None:

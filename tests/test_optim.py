@@ -45,6 +45,7 @@ CONFIGS = {
         name="muon", lr=LR, muon_scale="original", muon_lr_ratio=3.0, nesterov=False, momentum=0.7
     ),
 }
+AVERAGED = OptimConfig(lr=LR, ema_decay=0.9)
 WHOLE = {name: whole(name, shape) for name, shape in parameter_shapes(SPEC)}
 
 
@@ -64,6 +65,25 @@ def test_an_optimizer_equals_its_plain_form(config):
         torch.testing.assert_close(param, plain(config, name, WHOLE[name].shape, 4), rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("name", ["sgd, no momentum", "muon"])
+def test_the_average_of_the_weights_follows_them(name):
+    """The first average is the first step's weights, a late one keeps `ema_decay` of the one before."""
+    config = CONFIGS[name].model_copy(update={"ema_decay": 0.15})
+    optimizer, expected = make_whole(config), {}
+    for step in range(1, 5):
+        walk(optimizer, WHOLE, range(step, step + 1))
+        decay = min(0.15, (step - 1) / (step + 8))
+        for param_name, param in optimizer.params.items():
+            before = expected.get(param_name, 0.0)
+            expected[param_name] = decay * before + (1 - decay) * param
+    averages = {of: tensor for key, (of, tensor) in optimizer.state().items() if key.endswith(".ema")}
+    assert decay == 0.15
+    assert averages.keys() == optimizer.params.keys()
+    for param_name, average in averages.items():
+        torch.testing.assert_close(average, expected[param_name], rtol=1e-12, atol=1e-14)
+    assert optimizer_state_numel(config, WHOLE.values()) == sum(one.numel() for _, one in optimizer.state().values())
+
+
 def test_what_decays_and_what_is_a_matrix_for_muon():
     names = dict(parameter_shapes(SPEC))
     outer = {name for name in names if "norm" in name or name == "embed.weight"}
@@ -71,7 +91,7 @@ def test_what_decays_and_what_is_a_matrix_for_muon():
     assert {name for name in names if is_layer_matrix(name, names[name])} == set(names) - outer - {"head.weight"}
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+@pytest.mark.parametrize("config", [*CONFIGS.values(), AVERAGED], ids=[*CONFIGS, "averaged"])
 def test_an_optimizer_goes_on_from_a_checkpoint_bit_for_bit(config, tmp_path):
     first, other = make_whole(config), make_whole(config)
     walk(first, WHOLE, range(1, 3))

@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,7 +61,19 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
     shares = ("dp2-z1-uneven3.1", "pp2", "dp2-z1-uneven1.3")
     plans = [parse_plan_name(name, base).model_dump(mode="json") for name in shares]
     chains.append({"config": config, "plans": plans, "fault": None})
-    assert check(chains, run(tmp_path, chains, most=3)) == 7
+    chains.append(optim_chain(ema_decay=0.9, freeze=("embed.*", "layers.[01].*", "layers.2.mlp.*")))
+    found = run(tmp_path, chains, most=3)
+    assert check(chains, found) == 9
+    assert all(result["average"] < 1e-12 for result in found[-1][1:])
+
+
+def optim_chain(**optim: Any) -> dict:
+    """A chain of plans that shard the weights, cut them, and place them on stages."""
+    config = small_run(steps=500)
+    config = config.model_copy(update={"optim": config.optim.model_copy(update=optim)})
+    base = Plan(precision="fp64")
+    plans = [parse_plan_name(name, base).model_dump(mode="json") for name in ("dp2", "tp2-sp", "pp2-vocab-szbh1")]
+    return {"config": config.model_dump(mode="json"), "plans": plans}
 
 
 def test_what_goes_wrong_when_going_on_is_noticed(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def load_model(path: str | Path, *, precision: Precision = "fp32") -> "Decoder":
     assert directory.model is not None
     model, layouts = build_inference_decoder(directory.model, precision, torch.device("cpu"), None)
     pieces = [LocalShard(f"model/{name}", layouts[name], parameter) for name, parameter in model.named_parameters()]
-    load_initial_weights(directory.folder, directory.model, pieces)
+    load_initial_weights(place, directory.model, pieces)
     return model.requires_grad_(True)
 
 
@@ -62,11 +62,13 @@ def to_transformers(path: str | Path) -> tuple[Any, Any]:
 def _existing(path: str | Path) -> Path:
     """Return the directory, with the plugins of a run loaded. Raises ConfigError where there is none."""
     require_text("path", path, "the path of a run or of another directory of weights")
-    place = Path(path)
+    from muster.checkpoint.checkpoint_dir import named_checkpoint, split_average
+
+    place = named_checkpoint(split_average(Path(path))[0])
     if not place.is_dir():
         raise ConfigError(f"there is no directory {place}: expected a run, or another directory of weights")
     for run in (place, place.resolve().parent.parent):
         if (run / "config.yaml").exists():
             load_run_config(None, run / "config.yaml", [])
             break
-    return place
+    return Path(path)

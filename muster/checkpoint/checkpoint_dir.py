@@ -20,6 +20,8 @@ from muster.spec.errors import ConfigError, MusterError
 
 LATEST = "latest"
 BEST = "best"
+AVERAGE = "ema"
+"""Name of the moving average of the weights: `RUN@ema`, `RUN@best@ema`, `RUN@150@ema`."""
 TOKENIZER_FOLDER = "tokenizer"
 """Folder in a run directory with the run's tokenizer, and the configuration files of the model that it began with."""
 _NAME = re.compile(r"step-\d{8,}")
@@ -47,6 +49,12 @@ def named_checkpoint(path: Path) -> Path:
         raise ConfigError(f"there is no checkpoint {path}: {run} has none")
     why = "; train.keep_best keeps the best one" if name == BEST else ""
     raise ConfigError(f"there is no checkpoint {path}: {run} has those of steps {steps}{why}")
+
+
+def split_average(path: Path) -> tuple[Path, bool]:
+    """Split `PLACE@ema` into the place and True: the moving average of its weights; any other path is as it is."""
+    place = str(path).removesuffix(f"@{AVERAGE}")
+    return (path, False) if place == str(path) or path.exists() else (Path(place), True)
 
 
 def link_best(root: Path, step: int) -> bool:

@@ -2,13 +2,19 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from muster.checkpoint.checkpoint_dir import TOKENIZER_FOLDER, find_latest, list_checkpoints, named_checkpoint
+from muster.checkpoint.checkpoint_dir import (
+    TOKENIZER_FOLDER,
+    find_latest,
+    list_checkpoints,
+    named_checkpoint,
+    split_average,
+)
 from muster.checkpoint.formats.dcp import METADATA, DcpTensors
 from muster.checkpoint.formats.huggingface import CONFIG_FILE, open_weights
 from muster.checkpoint.formats.megatron import (
@@ -25,6 +31,7 @@ from muster.checkpoint.manifest import MANIFEST, Manifest
 from muster.checkpoint.remapped import RenamedTensors, check_shapes
 from muster.checkpoint.tensors import TensorSource
 from muster.config.migrations import migrate
+from muster.config.optimizer_state import EMA_STATE
 from muster.interop.hf_config import load_hf_model
 from muster.interop.weight_map import hf_shapes
 from muster.plugins.loader import PluginFile, load_plugins
@@ -62,13 +69,24 @@ class ModelDirectory:
     manifest: Manifest | None = None
     run: Path | None = None
     """Run directory that a checkpoint belongs to."""
+    average: bool = False
+    """True: its weights are the moving averages of those in a Muster checkpoint (`optim.ema_decay`)."""
 
 
 def open_directory(path: Path, model: ModelSpec | None = None) -> ModelDirectory:
     """Open the directory at `path`. `model` is the model in it, if no file of Muster describes it.
 
-    Raises ConfigError if its format is unknown, MusterError if it is damaged.
+    After `@ema` its weights are the moving averages. Raises ConfigError if its format is unknown or there are none,
+    MusterError if it is damaged.
     """
+    place, average = split_average(path)
+    if average:
+        directory = open_directory(place, model)
+        if not any(name.startswith("optim/") and name.endswith(_AVERAGE_SUFFIX) for name in directory.stored.metas):
+            raise ConfigError(
+                f"{directory.folder} has no moving average of the weights: optim.ema_decay keeps one in training"
+            )
+        return replace(directory, average=True)
     path = named_checkpoint(path)
     if not path.is_dir():
         raise ConfigError(f"there is no directory {path}: {EXPECTED_FORMATS}")
@@ -113,7 +131,11 @@ def model_weights(directory: ModelDirectory) -> TensorSource:
         return from_weight_map(directory.stored, spec, links)
     prefix, shapes = _PARAMETER_PREFIX[directory.format], dict(parameter_shapes(spec))
     check_shapes(directory.stored, {prefix + name: shape for name, shape in shapes.items()}, directory.folder)
-    return RenamedTensors(directory.stored, {name: prefix + name for name in shapes})
+    names = {name: prefix + name for name in shapes}
+    if directory.average:  # frozen parameters have none: they are their own
+        averages = {name: f"optim/{name}{_AVERAGE_SUFFIX}" for name in shapes}
+        names |= {name: stored for name, stored in averages.items() if stored in directory.stored.metas}
+    return RenamedTensors(directory.stored, names)
 
 
 def state_tensors(directory: ModelDirectory) -> TensorSource:
@@ -121,7 +143,7 @@ def state_tensors(directory: ModelDirectory) -> TensorSource:
 
     Raises as `model_weights` does.
     """
-    if directory.format == "muster":
+    if directory.format == "muster" and not directory.average:
         return directory.stored
     weights = model_weights(directory)
     if directory.format == "dcp":
@@ -132,6 +154,7 @@ def state_tensors(directory: ModelDirectory) -> TensorSource:
     return RenamedTensors(weights, {f"model/{name}": name for name in weights.metas})
 
 
+_AVERAGE_SUFFIX = f".{EMA_STATE}"
 _PARAMETER_PREFIX = {"muster": "model/", "dcp": "model."}
 """Prefix of a parameter's stored name, by format."""
 

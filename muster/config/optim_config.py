@@ -54,7 +54,9 @@ class OptimConfig(Frozen):
     """The last learning rate as a part of the highest."""
     clip_norm: NonNegative = 1.0
     """The gradients' global norm is cut down to this; 0: never."""
-
+    ema_decay: Fraction = 0.0
+    """Decay of an exponential moving average of the weights, such as 0.999, which is kept beside them and used as
+    `RUN@ema`; 0: none."""
     freeze: tuple[str, ...] = ()
     """Patterns of names of parameters that are left as they are (`embed.*`, `layers.[0-3].*`, `*.attn.*`): they have
     neither gradients nor optimizer state. One text holds several, with commas between them."""

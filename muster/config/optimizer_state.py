@@ -11,6 +11,9 @@ from muster.config.optimizers import ADAMW_UPDATE, OPTIMIZERS, StateDtype, State
 from muster.layout.tensor_layout import TensorLayout
 from muster.plugins.registry import get_component
 
+EMA_STATE = "ema"
+"""Name of the moving average among a parameter's state tensors (`optim.ema_decay`)."""
+
 
 @dataclass(frozen=True, eq=False)
 class PluginOptimizer:
@@ -48,15 +51,21 @@ def update_rule(optim: OptimConfig | None, name: str, shape: tuple[int, ...]) ->
     return UpdateRule(tuple(StateTensor(state) for state in names))
 
 
-def optimizer_state(optim: OptimConfig | None, name: str, shape: tuple[int, ...]) -> tuple[StateTensor, ...]:
-    """Return the state tensors that the run's optimizer stores for a parameter of this name and global shape.
-
-    A frozen parameter has none.
-    """
+def update_state(optim: OptimConfig | None, name: str, shape: tuple[int, ...]) -> tuple[StateTensor, ...]:
+    """Return the state tensors that updates of a parameter of this name and global shape need; a frozen one has
+    none."""
     if is_frozen(optim, name):
         return ()
     tensors = update_rule(optim, name, shape).state
     return tuple(one for one in tensors if one.required_key is None or getattr(optim, one.required_key))
+
+
+def optimizer_state(optim: OptimConfig | None, name: str, shape: tuple[int, ...]) -> tuple[StateTensor, ...]:
+    """Return all state tensors that a run stores for a parameter: those of updates, and its moving average."""
+    tensors = update_state(optim, name, shape)
+    if optim is None or not optim.ema_decay or is_frozen(optim, name):
+        return tensors
+    return (*tensors, StateTensor(EMA_STATE))
 
 
 def optimizer_state_names(optim: OptimConfig | None, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
@@ -96,7 +105,8 @@ def mean_state_bytes(optim: OptimConfig | None, shapes: Mapping[str, tuple[int, 
 def mean_update_bytes(
     optim: OptimConfig | None, shapes: Mapping[str, tuple[int, ...]], master_bytes: int, compute_bytes: int
 ) -> float:
-    """Return the bytes that an optimizer step reads and writes per element of these parameters, on average.
+    """Return the bytes that an optimizer step reads and writes per element of these parameters, on average; a moving
+    average of the weights reads them once more.
 
     `compute_bytes` is the size of an element of the weights that the passes use. AdamW with fp32 master weights and
     bf16 passes moves 30.
@@ -107,6 +117,7 @@ def mean_update_bytes(
         else update_rule(optim, name, shape).bytes_per_element(
             optimizer_state(optim, name, shape), master_bytes, compute_bytes
         )
+        + master_bytes * bool(optim and optim.ema_decay)
         for name, shape in shapes.items()
     }
     return _mean_per_element(sizes, shapes)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from muster.config.optim_config import OptimConfig
-from muster.config.optimizer_state import optimizer_state, skips_weight_decay
+from muster.config.optimizer_state import skips_weight_decay, update_state
 from muster.layout.tensor_layout import TensorLayout
 from muster.model.dtypes import DTYPES
 from muster.parallel.world import World
@@ -65,7 +65,7 @@ class ElementwiseOptimizer(Optimizer):
         self._state = {
             name: {
                 tensor.name: torch.zeros_like(param, dtype=tensor.dtype and DTYPES[tensor.dtype])
-                for tensor in optimizer_state(config, name, tuple(param.shape))
+                for tensor in update_state(config, name, tuple(param.shape))
             }
             for name, param in self.params.items()
         }

@@ -10,6 +10,7 @@ from muster.config.optimizers import OPTIMIZERS
 from muster.layout.tensor_layout import TensorLayout
 from muster.optim.base import Optimizer
 from muster.optim.plugin_optimizer import TorchOptimizerAdapter
+from muster.optim.weight_average import AveragingOptimizer
 from muster.parallel.world import World
 
 
@@ -21,6 +22,13 @@ def build_optimizer(
     `layouts` gives the rank's boxes of every parameter of its stages, also of parameters of which it holds nothing
     and which `params` may leave out. `world` is None for a single process.
     """
+    optimizer = _build_update(config, params, layouts, world)
+    return AveragingOptimizer(optimizer, config.ema_decay) if config.ema_decay else optimizer
+
+
+def _build_update(
+    config: OptimConfig, params: Mapping[str, Tensor], layouts: Mapping[str, TensorLayout], world: World | None
+) -> Optimizer:
     entry = OPTIMIZERS.get(config.name)
     if entry is None:
         return TorchOptimizerAdapter(config, params)

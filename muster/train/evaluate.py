@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muster.checkpoint.checkpoint_dir import named_checkpoint
+from muster.checkpoint.checkpoint_dir import named_checkpoint, split_average
 from muster.checkpoint.initial_weights import load_initial_weights
-from muster.checkpoint.load import load
 from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.manifest import MANIFEST
 from muster.checkpoint.model_directory import model_weights, open_directory
@@ -166,11 +165,12 @@ def _evaluate(opened: _Evaluation, device: torch.device, world: World | None = N
 
 
 def _open(options: EvalOptions) -> _Evaluation:
-    place = named_checkpoint(options.model_path)
+    place = named_checkpoint(split_average(options.model_path)[0])
     if not place.is_dir():
         raise ConfigError(f"there is no directory {place}: expected a run, a checkpoint or a Hugging Face directory")
     if (place / "config.yaml").exists() or (place / MANIFEST).exists():
         return _open_run(options)
+    open_directory(options.model_path)  # which says what is wrong with it
     spec = load_model(f"{HF_PREFIX}{place}")
     plan = options.plan_for(spec, stored_precision(model_weights(open_directory(place))))
     data = options.data_config(DataConfig(source=options.source or "", tokenizer=str(place)))
@@ -190,13 +190,13 @@ def _open_run(options: EvalOptions) -> _Evaluation:
                 f"--{key.replace('_', '-')} {getattr(options, key)} is for the data of --source, which is missing: a"
                 " run's validation samples are tokens already"
             )
-    source = find_trained_model(named_checkpoint(options.model_path))
+    source = find_trained_model(options.model_path)
     plan = options.plan_for(source.model, source.plan.precision)
     run_dir = source.checkpoint.parent.parent
     config = load_run_config(None, run_dir / "config.yaml", []).config
     seq_len = options.seq_len or config.train.seq_len
     _require_positions(source.model, seq_len)
-    load_weights = partial(load, source.checkpoint, convert=True)
+    load_weights = partial(load_initial_weights, source.weights, source.model)
     if options.source is not None:
         data = options.data_config(config.data)
         own = _open_whole_dataset(

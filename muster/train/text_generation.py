@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from muster.checkpoint.checkpoint_dir import find_latest, named_checkpoint
+from muster.checkpoint.checkpoint_dir import AVERAGE, find_latest, named_checkpoint, split_average
 from muster.checkpoint.initial_weights import load_initial_weights
 from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.manifest import MANIFEST, read_manifest
@@ -50,6 +50,13 @@ class TrainedModel(Frozen):
     """Plan under which it was saved."""
     data: DataConfig
     """Data configuration with the tokenizer of its training."""
+    average: bool = False
+    """True: the moving averages of its weights."""
+
+    @property
+    def weights(self) -> Path:
+        """Path at which `open_directory` finds its weights."""
+        return self.checkpoint.with_name(f"{self.checkpoint.name}@{AVERAGE}") if self.average else self.checkpoint
 
 
 class GenerationRequest(Frozen):
@@ -70,10 +77,16 @@ class GenerationRequest(Frozen):
 
 
 def find_trained_model(path: Path) -> TrainedModel:
-    """Find the model of a run directory's last checkpoint, of the checkpoint at `path`, or of a converted directory.
+    """Find the model of a run directory's last checkpoint, of the checkpoint at `path`, or of a converted directory;
+    after `@ema` the moving average of its weights.
 
     Raises ConfigError where there is none, MusterError where it is damaged.
     """
+    place, average = split_average(path)
+    if average:
+        found = find_trained_model(place).model_copy(update={"average": True})
+        open_directory(found.weights)
+        return found
     path = named_checkpoint(path)
     is_checkpoint = (path / MANIFEST).exists()
     run_dir = path.resolve().parent.parent if is_checkpoint else path
@@ -192,7 +205,7 @@ class TextGenerator:
         self.model, layouts = build_inference_decoder(source.model, request.plan.precision, device, axis)
         parameters = self.model.named_parameters()
         pieces = [LocalShard(f"model/{name}", layouts[name], parameter) for name, parameter in parameters]
-        load_initial_weights(source.checkpoint, source.model, pieces)
+        load_initial_weights(source.weights, source.model, pieces)
         self._gather = None if axis is None else partial(all_gather_logits, axis, source.model.vocab_size)
 
     def texts(self, prompts: list[list[int]]) -> list[str]:
