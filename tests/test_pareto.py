@@ -121,8 +121,8 @@ def test_a_slower_network_is_never_faster_and_a_failed_node_leaves_a_plan() -> N
 
 
 def test_what_there_was_no_time_to_look_at_is_said(capsys) -> None:
-    ask = "plan --model llama3-8b --cluster 16xh100 --require cp1-tp1 --effort 0.01 --what-if nodes=x2".split()
-    assert main(ask) == 0
+    words = "plan --model llama3-8b --cluster 16xh100 --require cp1-tp1 --effort 0.01 --what-if nodes=x2"
+    assert main(words.split()) == 0
     assert "less: more --effort or --time-limit)" in capsys.readouterr().out
 
 

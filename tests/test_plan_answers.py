@@ -57,7 +57,8 @@ CP2 = [
     "--require",
     "cp2",
 ]
-EXPERTS = ["plan", "--model", "mixtral-8x7b", "--cluster", "16xh100", "--require", "tp1-pp2-mb1-ep8-rfull-z1", "--effort", "0.01"]
+EXPERTS = ["plan", "--model", "mixtral-8x7b", "--cluster", "16xh100", "--effort", "0.01"]
+EXPERTS += ["--require", "tp1-pp2-mb1-ep8-rfull-z1"]
 
 
 def test_plans_that_can_not_run_yet_are_shown_where_they_are_asked_for(capsys) -> None:
