@@ -94,13 +94,16 @@ class ParamCommunication:
         tensors = sum(1 for _ in layer_parameter_shapes(self.model, 0))
         return tensors * (self.data.size * self.groups.device.launch_s + all_gather_s(self.data, 1.0))
 
-    def per_step_times(self, passes_s: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-        """Yield (kind, seconds) of the exposed communication once a step, which overlaps with passes of `passes_s`."""
+    def per_step_times(self, passes_s: Mapping[str, float], gradient_share: float = 1.0) -> Iterator[tuple[str, float]]:
+        """Yield (kind, seconds) of the exposed communication once a step, which overlaps with passes of `passes_s`.
+
+        `gradient_share` is the share of the parameters' elements that have gradients.
+        """
         software = self.framework
-        gradients = self.numel * software.grad_bytes
+        gradients = self.numel * gradient_share * software.grad_bytes
         reduce_s = reduce_scatter_s(self.data, gradients) + all_reduce_s(self.replicas, gradients / self.data.size)
         if software.all_reduce_grads:
-            reduce_s = self._unsharded_reduce_s()
+            reduce_s = self._unsharded_reduce_s() * gradient_share
         gather = sequential_broadcasts_s if software.broadcast_updates else all_gather_s
         gather_s = gather(self.data, self.numel * self.element_bytes)
         buckets = max(1, len(self.layers))

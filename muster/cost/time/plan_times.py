@@ -18,6 +18,7 @@ from muster.cost.time.op_times import OpTimes, P2PTime
 from muster.cost.time.profiled_times import profiled_times
 from muster.cost.time.rank_placement import PlacedPlan
 from muster.cost.time.stage_times import StageTimes, example_stage_times
+from muster.cost.time.trained_parts import trained_parts
 from muster.layout.stage_resharding import stage_transfers
 from muster.schedule.action import Kind
 from muster.spec.cluster import ClusterSpec
@@ -62,7 +63,11 @@ def plan_times(
         return profiled_times(model, plan, workload, cluster.device.rates, optim)
     setting = place_plan(model, plan, workload, cluster, framework, data_rank, cache)
     examples = example_stage_times(setting)
-    stages = [examples[kind] for kind in setting.stage_kinds.kind_by_stage.tolist()]
+    if optim is not None and optim.freeze:
+        frozen = (trained_parts(optim, model, plan, stage) for stage in range(plan.num_stages))
+        stages = [StageTimes(setting, stage, trained) for stage, trained in enumerate(frozen)]
+    else:
+        stages = [examples[kind] for kind in setting.stage_kinds.kind_by_stage.tolist()]
     seconds = {(kind, stage): time_s for stage, at in enumerate(stages) for kind, time_s in at.seconds.items()}
     exposed_s = {(kind, stage): waits_s for stage, at in enumerate(stages) for kind, waits_s in at.exposed_s.items()}
     for stage in _stages_with_step_sums(setting):

@@ -8,7 +8,7 @@ gives the keys of `MachineRates.overheads`. Within a step everything takes longe
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from muster.config.optim_config import OptimConfig
@@ -19,6 +19,7 @@ from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.cost.time.attention import SOFT_CAP_BYTES
 from muster.cost.time.op_times import OpTimes, P2PTime
 from muster.cost.time.rate_interpolation import RateInterpolator
+from muster.cost.time.trained_parts import trained_parts
 from muster.layout.tensor_layout import chunk_bounds, stage_shards, stages_on
 from muster.schedule.action import Kind
 from muster.spec.errors import InfeasibleError
@@ -43,7 +44,7 @@ def profiled_times(
     seconds: dict[tuple[str, int], float] = {}
     exposed_s: dict[tuple[str, int], dict[str, float]] = {}
     for stage in range(plan.num_stages):
-        passes = _StagePasses(rates, model, plan, workload, stage)
+        passes = _StagePasses(rates, model, plan, workload, stage, optim)
         contention = rates.contention(storage_level(plan, stage))
         for kind, time_s, within_s in passes.times():
             seconds[kind, stage] = contention * (time_s + sum(within_s.values()))
@@ -109,6 +110,16 @@ class _StageCost:
     forward_exposed_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     backward_exposed_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
+    def with_backward(self, input_share: float, weight_share: float) -> "_StageCost":
+        """Return the cost with shares of the gradients of inputs, and of their communication, and of weights."""
+        waits_s = {axis: time_s * input_share for axis, time_s in self.backward_exposed_s.items()}
+        return replace(
+            self,
+            input_grad_s=self.input_grad_s * input_share,
+            weight_grad_s=self.weight_grad_s * weight_share,
+            backward_exposed_s=defaultdict(float, waits_s),
+        )
+
     def add(self, other: "_StageCost") -> None:
         self.forward_s += other.forward_s
         self.input_grad_s += other.input_grad_s
@@ -124,8 +135,17 @@ class _StageCost:
 class _StagePasses:
     """Passes of one stage over one micro-batch."""
 
-    def __init__(self, rates: RateInterpolator, model: ModelSpec, plan: Plan, workload: Workload, stage: int) -> None:
+    def __init__(
+        self,
+        rates: RateInterpolator,
+        model: ModelSpec,
+        plan: Plan,
+        workload: Workload,
+        stage: int,
+        optim: OptimConfig | None = None,
+    ) -> None:
         self.rates, self.model, self.plan, self.workload, self.stage = rates, model, plan, workload, stage
+        self.trained = trained_parts(optim, model, plan, stage)
         self.mesh, self.layers = plan.mesh(stage), plan.layers(stage, model.num_layers)
         self.strategy = plan.strategy(self.layers.start)
         self.rows, self.seq_len = plan.local_micro_batch_size(stage), workload.seq_len
@@ -144,11 +164,12 @@ class _StagePasses:
     def times(self) -> Iterator[tuple[str, float, dict[str, float]]]:
         """Yield (kind, seconds of local work, axis → seconds of exposed communication)."""
         cost, known = _StageCost(), {}
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             key = self.plan.strategy(layer).recompute
             if key not in known:
                 known[key] = self._layer(self.param_shapes[str(layer)], key)
-            cost.add(known[key])
+            has_backward, share = (True, 1.0) if self.trained is None else self.trained.layers[index]
+            cost.add(known[key].with_backward(has_backward, share * has_backward))
         cost.add(self._embedding_and_head(self.param_shapes.get("", {})))
         self._add_sharding(cost)
         forward_s, backward_s = self._overhead(Kind.F), self._overhead(Kind.B)
@@ -157,7 +178,7 @@ class _StagePasses:
         yield Kind.I, cost.input_grad_s + backward_s / 2, dict(cost.backward_exposed_s)
         yield Kind.W, cost.weight_grad_s + backward_s / 2, {}
         yield Kind.UNSHARD, sum(map(self._gather, self._buckets())) + self._overhead(Kind.UNSHARD), {}
-        yield Kind.REDUCE_GRAD, sum(map(self._reduce, self._buckets())) + self._overhead(Kind.REDUCE_GRAD), {}
+        yield Kind.REDUCE_GRAD, self._reduce_all() + self._overhead(Kind.REDUCE_GRAD), {}
         moved = offloaded_activation_bytes(self.model, self.plan, self.workload, self.stage)
         copy_s = self.rates.kernel("copy", moved // master_bytes(self.plan.precision))
         yield Kind.OFFLOAD, copy_s, {}
@@ -235,7 +256,8 @@ class _StagePasses:
         if self.plan.is_first(self.stage):
             numbers = prod(parts.get("embed.weight", ()))
             cost.forward_s += rates.kernel("embedding forward", self.tokens * self.model.hidden_size)
-            cost.weight_grad_s += rates.kernel("embedding backward", numbers)
+            if self.trained is None or self.trained.embedding:
+                cost.weight_grad_s += rates.kernel("embedding backward", numbers)
             cost.forward_exposed_s["tp"] += rates.collective(
                 "all_reduce", tp, self.hidden_elements * self.sequence_shards * self.size
             )
@@ -243,7 +265,11 @@ class _StagePasses:
             cost.forward_s += rates.kernel("norm forward", self.hidden_elements)
             cost.input_grad_s += rates.kernel("norm backward", self.hidden_elements)
             head = parts["head.weight" if "head.weight" in parts else "embed.weight"]
-            self._add_linear(cost, head)
+            linear = _StageCost()
+            self._add_linear(linear, head)
+            if self.trained is not None:
+                linear = linear.with_backward(self.trained.head_input, self.trained.head)
+            cost.add(linear)
             cost.forward_s += rates.kernel("loss forward", self.tokens * head[0])
             cost.input_grad_s += rates.kernel("loss backward", self.tokens * head[0])
             cost.forward_exposed_s["tp"] += 2 * rates.collective("all_reduce", tp, 8 * self.tokens)
@@ -281,6 +307,10 @@ class _StagePasses:
         time_s = self.rates.collective("reduce_scatter", ranks, numbers * wide) + self.rates.kernel("copy", numbers)
         return time_s + self.rates.collective("all_reduce", self.mesh.dp_replicate, own * wide)
 
+    def _reduce_all(self) -> float:
+        """Return the seconds to reduce the gradients of all buckets, as far as these are trained."""
+        return sum(map(self._reduce, self._buckets())) * (1.0 if self.trained is None else self.trained.gradient_share)
+
     def _add_sharding(self, cost: _StageCost) -> None:
         """Add the gathers and reductions within passes."""
         if self.mesh.dp_size == 1:
@@ -292,7 +322,7 @@ class _StagePasses:
                 map(self._gather, buckets[: len(buckets) - bool(self.param_shapes.get(""))])
             )
         if zero != "z1":
-            cost.backward_exposed_s["dp"] += sum(map(self._reduce, buckets))
+            cost.backward_exposed_s["dp"] += self._reduce_all()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from muster.cost.time.param_communication import ParamCommunication
 from muster.cost.time.pass_cost import PassCost
 from muster.cost.time.rank_placement import PlacedPlan
 from muster.cost.time.sublayer import LayerContext, LayerPasses
+from muster.cost.time.trained_parts import TrainedParts
 
 STRAGGLER_SHARE = 0.005
 """Share of the passes' time that ranks lose to the slowest of them per doubling of nodes, where data-parallel ranks
@@ -31,9 +32,11 @@ class StageTimes:
     all plans that agree in these.
     """
 
-    def __init__(self, placed: PlacedPlan, stage: int) -> None:
+    def __init__(self, placed: PlacedPlan, stage: int, trained: TrainedParts | None = None) -> None:
+        """Place the stage. `trained` are its trained parts where parameters are frozen; None: all of it."""
         self.placed = placed
         self.stage = stage
+        self.trained = trained
         self.mesh = placed.mesh(stage)
         self.layers = placed.layers[stage % placed.stages_per_replica]
         self.groups = placed.stage_groups(stage)
@@ -73,7 +76,13 @@ class StageTimes:
     @cached_property
     def seconds(self) -> dict[str, float]:
         """Seconds by kind of instruction: the passes, and what happens once per step."""
-        return self.passes_s | dict(self.param_communication.per_step_times(self.passes_s))
+        per_step = dict(self.param_communication.per_step_times(self.passes_s, self._gradient_share))
+        return self.passes_s | per_step
+
+    @property
+    def _gradient_share(self) -> float:
+        """Share of the parameters' elements that have gradients."""
+        return 1.0 if self.trained is None else self.trained.gradient_share
 
     @property
     def passes_s(self) -> dict[str, float]:
@@ -122,7 +131,8 @@ class StageTimes:
         placed = self.placed
         p2p_groups = () if placed.framework.overlap_p2p else (self._p2p_group(-1), self._p2p_group(1))
         own = self.mesh.etp, self.mesh.ep, placed.micro_batch_size(self.stage), self.strategy, self._is_data_parallel
-        return *placed.shared_key, *placed.stage_key(self.stage)[1:], *own, *self.groups.layer_key, *p2p_groups
+        own_key = *own, *self.groups.layer_key, *p2p_groups, self.trained
+        return *placed.shared_key, *placed.stage_key(self.stage)[1:], *own_key
 
     def _p2p_group(self, step: int) -> CommGroup | None:
         """Return the pair of ranks between this stage and the next (`step` 1) or the one before (−1), if there is."""
@@ -136,13 +146,15 @@ class StageTimes:
         """Yield (kind, cost) of F, B, I and W."""
         forward, input_grads, weight_grads, recompute = self._compute()
         gather_s, reduce_s = self.param_communication.per_micro_batch_s(self.layers)
+        reduce_s *= self._gradient_share
         if not self.placed.framework.overlap_p2p:
             forward = self._with_blocking_p2p(forward, 1)
             recompute = self._with_blocking_p2p(recompute, -1)
         backward = recompute + input_grads + weight_grads
         yield "F", self._with_data_parallel(forward, gather_s)
         # A recomputed layer stays gathered for its backward, unless each parameter is gathered by itself.
-        gathers = 1 + (self.placed.framework.per_parameter_collectives and recompute.compute_s > 0)
+        gathers: float = 1 + (self.placed.framework.per_parameter_collectives and recompute.compute_s > 0)
+        gathers *= 1.0 if self.trained is None else self.trained.backward_share
         yield "B", self._with_data_parallel(backward, gathers * gather_s + reduce_s)
         yield "I", self._with_data_parallel(recompute + input_grads, gathers * gather_s)
         yield "W", self._with_data_parallel(weight_grads, reduce_s)
@@ -157,22 +169,15 @@ class StageTimes:
     def _make_compute(self) -> tuple[PassCost, PassCost, PassCost, PassCost]:
         """Sum the layers, each kind costed once, with embedding and head where the stage has them."""
         model, plan = self.placed.model, self.placed.plan
-        parts: list[LayerPasses] = []
-        for kind, count in self._layer_counts.items():
-            layer = self._layer_passes(kind)
-            parts.append(
-                LayerPasses(
-                    layer.forward * count,
-                    layer.input_grads * count,
-                    layer.weight_grads * count,
-                    layer.recompute * count,
-                )
-            )
+        trained = self.trained
+        parts = list(self._parts_of_layers())
         if not plan.vocab_parallel:
             if plan.is_first(self.stage):
-                parts.append(embedding_passes(self.layer_context))
+                embedding = embedding_passes(self.layer_context)
+                parts.append(embedding if trained is None else embedding.scaled(trained.embedding, trained.embedding))
             if plan.is_last(self.stage):
                 head = head_passes(self.layer_context, model.vocab_size / self.mesh.tp)
+                head = head if trained is None else head.scaled(trained.head_input, trained.head)
                 parts += [head] * (1 + model.mtp_layers)
         forward, input_grads, weight_grads, recompute = PassCost(), PassCost(), PassCost(), PassCost()
         for part in parts:
@@ -182,13 +187,34 @@ class StageTimes:
             recompute += part.recompute
         return forward, input_grads, weight_grads, recompute
 
+    def _parts_of_layers(self) -> Iterator[LayerPasses]:
+        """Yield the costs of its layers, of those of a kind together where nothing is frozen."""
+        if self.trained is None:
+            for kind, count in self._layer_counts.items():
+                layer = self._layer_passes(kind)
+                yield LayerPasses(
+                    layer.forward * count,
+                    layer.input_grads * count,
+                    layer.weight_grads * count,
+                    layer.recompute * count,
+                )
+            return
+        assert self._layer_counts  # which finds an example of each kind
+        extra = self.trained.layers[-1:] * (len(self._all_layers) - len(self.layers))
+        for layer, (has_backward, share) in zip(self._all_layers, (*self.trained.layers, *extra), strict=True):
+            passes = self._layer_passes(self.placed.layer_kind(layer))
+            yield passes.scaled(has_backward, share * has_backward)
+
+    @property
+    def _all_layers(self) -> list[int]:
+        """Its layers, the last one again for each layer that predicts further tokens."""
+        model, plan = self.placed.model, self.placed.plan
+        return [*self.layers, *([model.num_layers - 1] * model.mtp_layers if plan.is_last(self.stage) else ())]
+
     @cached_property
     def _layer_counts(self) -> dict[LayerKind, int]:
         """Number of its layers of each kind."""
-        model, plan = self.placed.model, self.placed.plan
-        layers = list(self.layers)
-        if plan.is_last(self.stage):
-            layers += [model.num_layers - 1] * model.mtp_layers
+        plan, layers = self.placed.plan, self._all_layers
         if layers and self.placed.cache.layers_are_alike and not plan.overrides:
             kind = self.placed.layer_kind(layers[0])
             self._example_layers[kind] = layers[0]

@@ -79,6 +79,11 @@ class LayerPasses:
     recompute: PassCost
     """Forward operators that the backward repeats."""
 
+    def scaled(self, input_grads: float, weight_grads: float) -> "LayerPasses":
+        """Return the costs with shares of the input gradients, and of what they repeat, and of the weight gradients."""
+        inputs, weights = self.input_grads * input_grads, self.weight_grads * weight_grads
+        return LayerPasses(self.forward, inputs, weights, self.recompute * input_grads)
+
 
 class SublayerCost:
     """Costs of attention, or of the MLP, to which operators are added one by one."""

@@ -1,0 +1,65 @@
+"""Parts of a stage that its backwards compute gradients of, where parameters are frozen (`optim.freeze`).
+
+A frozen matrix has no weight gradient. Below the lowest trained layer, with the embedding frozen too, nothing needs a
+gradient, so that there is no backward at all.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from muster.config.freezing import is_frozen, is_frozen_up_to
+from muster.config.optim_config import OptimConfig
+from muster.spec.model import ModelSpec, layer_parameter_shapes, stage_parameter_shapes
+from muster.spec.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedParts:
+    """Trained parts of one stage."""
+
+    layers: tuple[tuple[bool, float], ...]
+    """For each layer whether it has a backward, and the share of its matrices' elements that are trained."""
+    embedding: bool
+    """True if the embedding is trained."""
+    head: bool
+    """True if the head is trained."""
+    head_input: bool
+    """True if the gradient of the head's input is needed."""
+    gradient_share: float
+    """Share of the elements of all parameters that have gradients."""
+
+    @property
+    def backward_share(self) -> float:
+        """Share of the layers that have a backward."""
+        return sum(has for has, _ in self.layers) / max(1, len(self.layers))
+
+
+def trained_parts(optim: OptimConfig | None, spec: ModelSpec, plan: Plan, stage: int) -> TrainedParts | None:
+    """Return the trained parts of a stage; None where nothing is frozen."""
+    if optim is None or not optim.freeze:
+        return None
+    layers = plan.layers(stage, spec.num_layers)
+    first, last = plan.is_first(stage), plan.is_last(stage)
+    own = list(stage_parameter_shapes(spec, layers, first, last))
+    head = "embed.weight" if spec.tied_embeddings else "head.weight"
+    all_frozen_below = is_frozen_up_to(optim, spec, spec.num_layers)
+    return TrainedParts(
+        layers=tuple(
+            (not is_frozen_up_to(optim, spec, layer + 1), _trained_share(optim, _matrices(spec, layer)))
+            for layer in layers
+        ),
+        embedding=not is_frozen(optim, "embed.weight"),
+        head=not is_frozen(optim, head),
+        head_input=not (all_frozen_below and is_frozen(optim, "norm.weight")),
+        gradient_share=_trained_share(optim, own),
+    )
+
+
+def _matrices(spec: ModelSpec, layer: int) -> Iterable[tuple[str, tuple[int, ...]]]:
+    return ((name, shape) for name, shape in layer_parameter_shapes(spec, layer) if len(shape) > 1)
+
+
+def _trained_share(optim: OptimConfig, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> float:
+    sizes = [(prod(shape), not is_frozen(optim, name)) for name, shape in shapes]
+    return sum(size for size, trained in sizes if trained) / max(1, sum(size for size, _ in sizes))
