@@ -104,7 +104,7 @@ class StreamCheck(Watch):
         number, where = stream.launch(), f"{name} in {caller()}"
         access = Access(stream.id, number, where)
         for tensor, is_write in [*((x, False) for x in reads), *((x, True) for x in writes)]:
-            if tensor.device.type != NAME:
+            if tensor.device.type not in (NAME, "meta"):  # what is made of a storage without memory is on `meta`
                 continue
             storage = tensor.untyped_storage()
             uses = self._uses.setdefault(storage._cdata, Uses(storage))

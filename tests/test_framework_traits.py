@@ -1,5 +1,6 @@
 """Traits of Muster's own program, each counted in a step on a GPU in name only: what predictions say is what runs."""
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -244,3 +245,12 @@ def test_a_trait_is_what_the_program_does(trait: str, monkeypatch: pytest.Monkey
 
 def test_every_trait_is_counted_or_has_a_reason_why_not() -> None:
     assert {*CHECKS, *(name for names in NOT_RUN.values() for name in names)} == set(FrameworkTraits.model_fields)
+
+
+def test_one_rank_adds_each_gradient_to_its_sum_in_one_pass_and_copies_nothing_else() -> None:
+    log = step("dp1")
+    names = Counter(one.name for one in log.operators if DOWN in one.shapes)
+    # The first gradient of a step is cast, the others are added.
+    assert (names["_to_copy"], names["add_"]) == (LAYERS, LAYERS * (MICRO_BATCHES - 1))
+    assert set(names) <= {"mm", "_to_copy", "add_"}
+    assert not [call for call in log.calls if call.name != REDUCE]

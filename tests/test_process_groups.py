@@ -34,7 +34,6 @@ def test_a_rank_makes_its_own_groups_only(name: str, rank: int, expected: dict, 
         assert found == {axis: list(ranks) for axis, ranks in expected.items()}
         assert len(made) <= 4
         assert (None if mesh is None else mesh.shape) == {"dp2x4-z1-pp2": (2, 4), "dp8-tp8-pp8": (8,)}.get(name)
-        assert groups.single_rank_mesh().mesh.tolist() == [rank]
     finally:
         dist.destroy_process_group()
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from muster.model.decoder import Decoder
 from muster.model.dtypes import DTYPES
+from muster.parallel.master_weights import MasterWeights, master_weights
 from muster.parallel.world import World
 from muster.spec.plan import Plan, Precision, ZeroLevel
 
@@ -29,15 +30,13 @@ def apply_fsdp(module: Decoder, world: World, zero: ZeroLevel, plan: Plan) -> bo
 
     Buckets of the plan's `bucket_layers` blocks are gathered and reduced together.
 
-    A stage stays as it is if every rank holds all of it in the precision that it computes in. A single rank that
-    computes in less than fp32 is "sharded" over itself, which gives it fp32 master weights; it casts them once per
-    step.
+    A stage that one rank holds whole isn't sharded; where that rank computes in less than fp32 it has `MasterWeights`.
     """
     mesh, compute_dtype = world.groups.data_mesh(), DTYPES[plan.precision]
-    if mesh is None and compute_dtype == master_dtype(plan.precision):
-        return False
+    if mesh is None and compute_dtype != master_dtype(plan.precision):
+        module.master_weights = MasterWeights(module, compute_dtype)  # type: ignore[assignment]
     if mesh is None:
-        mesh, zero = world.groups.single_rank_mesh(), "z2"
+        return False
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master_dtype(plan.precision))
     blocks: list[nn.Module] = [*module.blocks()]
     size = plan.bucket_layers
@@ -73,6 +72,8 @@ def _set_prefetch(
 def materialize(module: Decoder, device: torch.device) -> None:
     """Allocate the (uninitialised) memory of a stage that was built on the meta device, in its final place."""
     module.to_empty(device=device)
+    if (masters := master_weights(module)) is not None:
+        masters.materialize(device)
     if isinstance(module, FSDPModule):
         # fully_shard moves unevenly sharded parameters to padded memory when it first runs: it must come before
         # anyone keeps a reference to the local tensors.
@@ -80,7 +81,10 @@ def materialize(module: Decoder, device: torch.device) -> None:
 
 
 def local_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Return this rank's shard of each parameter, by name, as leaf tensors that share its memory."""
+    """Return this rank's shard of each parameter, or its master weights, by name, as leaf tensors that share their
+    memory."""
+    if (masters := master_weights(module)) is not None:
+        return masters.by_name
     return {name: _local(parameter) for name, parameter in module.named_parameters()}
 
 
@@ -90,12 +94,16 @@ def attach_local_gradients(module: nn.Module, local: dict[str, Tensor]) -> None:
     Gathered parameters are dropped first: only sharded ones have reduced gradients.
     """
     reshard(module)
+    if master_weights(module) is not None:
+        return  # they are there already
     for name, parameter in module.named_parameters():
         local[name].grad = None if parameter.grad is None else _local(parameter.grad)
 
 
 def unshard(module: nn.Module) -> None:
     """All-gather the stage's parameters from its data-parallel ranks."""
+    if (masters := master_weights(module)) is not None:
+        masters.refresh()
     handles = [part.unshard(async_op=True) for part in fsdp_modules(module)]
     for handle in handles:
         if handle is not None:
@@ -104,6 +112,8 @@ def unshard(module: nn.Module) -> None:
 
 def reshard(module: nn.Module) -> None:
     """Drop the gathered parameters, since the optimizer changes the sharded ones."""
+    if (masters := master_weights(module)) is not None:
+        masters.free()
     for part in fsdp_modules(module):
         part.reshard()
 
@@ -138,6 +148,8 @@ def finish_backward(module: nn.Module) -> None:
     the largest group, are reduced. PyTorch has no public call for this outside a backward; its own pipelining makes
     these same calls.
     """
+    if (masters := master_weights(module)) is not None:
+        masters.add_gradients()
     if isinstance(module, FSDPModule):
         root = _state(module)
         for state in reversed(root._state_ctx.all_states):
@@ -172,6 +184,8 @@ def _groups(state: Any) -> list[Any]:  # private types, one group per state befo
 def gradient_bytes(module: nn.Module) -> int:
     """Return the bytes of gradients that this rank holds now: sharded ones, and unsharded ones that wait to be
     reduced."""
+    if (masters := master_weights(module)) is not None:
+        return sum(gradient.nbytes for gradient in masters.gradients())
     if not isinstance(module, FSDPModule):
         return sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
     groups = (group for state in _state(module)._state_ctx.all_states for group in _groups(state))

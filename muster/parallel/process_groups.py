@@ -52,10 +52,6 @@ class ProcessGroups:
             )
         return None if self.state_shards is None else self._shard_mesh(self.state_shards)
 
-    def single_rank_mesh(self) -> DeviceMesh:
-        """Return a mesh of this rank alone."""
-        return self._shard_mesh(self._group_of_itself())
-
     def _shard_mesh(self, group: dist.ProcessGroup) -> DeviceMesh:
         return DeviceMesh.from_group(group, self._device.type, mesh_dim_names=(_SHARD,))
 

@@ -40,6 +40,7 @@ from muster.parallel.fsdp import (
     reshard,
     unshard,
 )
+from muster.parallel.master_weights import master_weights
 from muster.parallel.offload import ActivationOffload
 from muster.parallel.stage_inputs import StageInputs
 from muster.parallel.tensor_parallel import (
@@ -248,7 +249,11 @@ class DecoderStage:
 
     def backward_weight(self, micro_batch: int) -> None:
         """Add the gradients that `backward_input` deferred."""
-        self._weight_grads.flush(micro_batch)
+        masters = master_weights(self.module)
+        if masters is None:
+            self._weight_grads.flush(micro_batch)
+        else:
+            self._weight_grads.flush(micro_batch, masters.take_gradient)
         finish_backward(self.module)
 
     def offload(self, micro_batch: int) -> Callable[[], None]:

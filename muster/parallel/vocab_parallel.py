@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from muster.model.decoder import Decoder
 from muster.model.kernels import soft_cap_slope_
 from muster.parallel.axis import PendingTensor, PipelineAxis, all_gather_into_tensor
+from muster.parallel.master_weights import master_weights
 from muster.parallel.stage_inputs import StageInputs
 from muster.parallel.vocab_loss import (
     CombinedLoss,
@@ -211,6 +212,8 @@ class VocabShard:
 
     def _weight(self, name: str) -> nn.Parameter:
         """Return the rows of the embedding or the head; they are the same parameter if embeddings are tied."""
+        if (masters := master_weights(self.module)) is not None:
+            masters.refresh()
         if isinstance(self.module, FSDPModule):
             self.module.unshard()
         part = self.module.head if name == "head" and self.module.head is not None else self.module.embed

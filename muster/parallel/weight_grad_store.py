@@ -6,7 +6,7 @@ Parallelism, arXiv:2401.10241 §2). Autograd doesn't see this, so recomputation 
 unchanged. Gradients of norms and of the embedding are cheap sums and stay in `I`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -50,8 +50,9 @@ class WeightGradStore:
         self._open.append(_DeferredGrad(weight_OI, bias_O, x_NI, grad_NO))
         return None, None
 
-    def flush(self, micro_batch: int) -> None:
-        """Compute the deferred gradients of a micro-batch and add them to the `.grad` of unfrozen parameters.
+    def flush(self, micro_batch: int, take: Callable[[Tensor], None] = lambda _: None) -> None:
+        """Compute the deferred gradients of a micro-batch and add them to the `.grad` of unfrozen parameters, which
+        `take` may take from there.
 
         Operands are freed as soon as they have been used.
         """
@@ -63,5 +64,7 @@ class WeightGradStore:
                     weight_OI.grad = grad_NO.t() @ x_NI
                 else:
                     weight_OI.grad.addmm_(grad_NO.t(), x_NI)
+                take(weight_OI)
             if bias_O is not None and bias_O.requires_grad:
                 bias_O.grad = grad_NO.sum(0) if bias_O.grad is None else bias_O.grad.add_(grad_NO.sum(0))
+                take(bias_O)

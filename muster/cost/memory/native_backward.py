@@ -73,7 +73,7 @@ class BackwardPeaks:
 
     def backward(self) -> list[PeakCandidate]:
         """Return the moments of B."""
-        head = 0 if self.stage.is_unsharded else self._head_bytes
+        head = 0 if self.stage.is_single_rank else self._head_bytes
         base = MemoryTerms(logits=-self.saved.logits, workspace=head)
         moments = [self._head_backward(self._head_bytes)] if self.stage.has_head else []
         for index in self._indices_of_interest():
@@ -183,7 +183,7 @@ class BackwardPeaks:
             again = self.stage.layer_activation_bytes(layer, "none") - self.stage.layer_activation_bytes(layer)
         inner = 3 * product if sizes.local_model.gated else 2 * product
         matrix = sizes.local_model.intermediate_size * sizes.local_model.hidden_size * self.compute_size
-        matrix *= weights and not self._adds_in_place
+        matrix *= weights and (not self._adds_in_place or self.stage.has_master_copies)
         kept = 0 if weights else product  # I keeps the input of the last matrix, which B frees
         mlp = again + inner + matrix + kept + sizes.hidden_bytes
         before = max(self._norm_workspace, self._attention_workspace(backward=True))
@@ -217,7 +217,8 @@ class BackwardPeaks:
     @property
     def _adds_in_place(self) -> bool:
         """True if a layer's gradients are added where they are accumulated as soon as they are computed."""
-        return not self.stage.reduces_in_passes and self.compute_size == self.master_size
+        same = self.compute_size == self.master_size or self.stage.has_master_copies
+        return not self.stage.reduces_in_passes and same
 
     def _reduction_bytes(self, held: ParamShard, gradient_size: int | None = None) -> tuple[int, int]:
         """Return (buffers, gradients) at the time when complete gradients are reduced.
@@ -228,7 +229,7 @@ class BackwardPeaks:
         gradients, those of the compute dtype if not given.
         """
         size = gradient_size or self.compute_size
-        gradients = 0 if self.stage.is_unsharded else held.unsharded_numel * size
+        gradients = 0 if self.stage.is_single_rank else held.unsharded_numel * size
         if not self.stage.reduces_in_passes:
             return 0, gradients
         source, result = (

@@ -53,6 +53,8 @@ class NativeStorage:
         """True if no other rank holds a part of the same parameters: reductions over the shards are copies."""
         self.is_unsharded = self.is_single_rank and self.compute_size == self.master_size
         """True if nothing is sharded: gradients are accumulated where they are computed."""
+        self.has_master_copies = self.is_single_rank and not self.is_unsharded
+        """True if passes compute with copies in the compute dtype, whose gradients are added to sums one by one."""
         self.zero = "z2" if self.is_single_rank else plan.strategy(self.layers[0] if self.layers else 0).zero
         self.has_embedding = plan.is_first(stage) and not plan.vocab_parallel
         """True if the stage has the whole embedding."""
@@ -67,7 +69,7 @@ class NativeStorage:
     @property
     def reduces_in_passes(self) -> bool:
         """True if every backward reduces its gradients."""
-        return self.zero != "z1" and not self.is_unsharded
+        return self.zero != "z1" and not self.is_single_rank
 
     @property
     def parameters(self) -> int:
