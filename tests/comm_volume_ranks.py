@@ -19,7 +19,12 @@ from tests.parity import open_data, small_run
 
 _CALLS = {"_allgather_base_": (1, "all_gather"), "_reduce_scatter_base_": (1, "reduce_scatter")}
 _CALLS |= {"allreduce_": (0, "all_reduce"), "send": (0, "send")}
-_CALLS |= {"reduce_": (0, "reduce"), "broadcast_": (0, "broadcast"), "gather_": (1, "gather")}
+_CALLS |= {
+    "alltoall_base_": (1, "all_to_all"),
+    "reduce_": (0, "reduce"),
+    "broadcast_": (0, "broadcast"),
+    "gather_": (1, "gather"),
+}
 """By operator: which argument is given away, and what it counts as."""
 _AXES = {"GRAD_NORM": "world", "SEND_F": "pp", "SEND_B": "pp", "ALL_REDUCE_TIED": "pp", "STEP": "optimizer"}
 _AXES |= dict.fromkeys(("EMB_REDUCE", "HIDDEN_BCAST", "LOGIT_STATS", "EMB_GRAD_BCAST"), "pp")
@@ -33,6 +38,8 @@ class Count(TorchDispatchMode):
     def __init__(self, world: World) -> None:
         super().__init__()
         self.axes = {group.group_name: axis for axis, group in world.groups.by_axis.items()}
+        if world.groups.state_shards is not None:
+            self.axes[world.groups.state_shards.group_name] = "dp_shard"
         self.sent: dict[str, Counter[str]] = defaultdict(Counter)
         self.calls: Counter[str] = Counter()
         self.instruction = ""

@@ -330,20 +330,18 @@ def run_case(
     steps: int = 20,
     profile: bool = False,
     changes: dict[str, Any] | None = None,
-    refused: bool = False,
     **kind: Any,
 ) -> dict[str, Any]:
     """Errors relative to the reference: of the losses, and of this rank's part of the first gradients and their norm.
 
-    `changes` are fields of the plan that no name says; `refused`: users are refused it. With `profile`, also what the
+    `changes` are fields of the plan that no name says. With `profile`, also what the
     rank held, beside the formulas.
     """
     config, (losses, gradients) = config_of(**kind), expected
     base = Plan(precision=precision, micro_batch_size=1)  # type: ignore[arg-type]
     full_plan = Plan.model_validate(parse_plan_name(plan, base).model_dump() | (changes or {}))
     full_plan = resolve_schedule(full_plan, config.model, config.workload)
-    if not refused:
-        require_runnable(full_plan, config.model, config.workload, world_size)
+    require_runnable(full_plan, config.model, config.workload, world_size)
     norm = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
     noise = patch("muster.model.init.initial_value", start_value)
     with open_world(store, rank, world_size, full_plan, generation) as world, FAULTS[fault](), noise:

@@ -51,6 +51,8 @@ def draw_plan(draw: random.Random, config: RunConfig, precision: str, most: int 
             plan = Plan(
                 dp_replicate=mesh.dp_replicate,
                 dp_shard=mesh.dp_shard,
+                cp=mesh.cp,
+                cp_comm_type=draw.choice(["p2p", "all_gather", "a2a"]) if mesh.cp > 1 else "p2p",
                 tp=mesh.tp,
                 pp=pp,
                 vpp=vpp,
@@ -71,7 +73,10 @@ def draw_plan(draw: random.Random, config: RunConfig, precision: str, most: int 
 def _draw_mesh(draw: random.Random, most: int) -> Mesh:
     while True:
         mesh = Mesh(
-            dp_replicate=draw.choice([1, 1, 2]), dp_shard=draw.choice([1, 2, 2, 3, 4]), tp=draw.choice([1, 1, 2, 4])
+            dp_replicate=draw.choice([1, 1, 2]),
+            dp_shard=draw.choice([1, 2, 2, 3, 4]),
+            cp=draw.choice([1, 1, 1, 2]),
+            tp=draw.choice([1, 1, 2, 4]),
         )
         if mesh.num_ranks <= most:
             return mesh

@@ -20,26 +20,31 @@ CASES: dict[int, list[dict[str, Any]]] = {
         *({"plan": f"cp2{kind}", "family": family} for kind in KINDS for family in FAMILIES),
         *({"plan": f"cp2{kind}-mb2", "family": "qwen3", "packing": packing} for kind in KINDS for packing in PACKINGS),
         *({"plan": f"cp2{kind}-{zero}", "tied": True, "z_loss": 0.1} for kind in KINDS for zero in ("z1", "z2", "z3")),
-        *({"plan": f"cp2{kind}-{how}", "family": "gemma3"} for kind in KINDS for how in ("rfull", "relem")),
+        *(
+            {"plan": f"cp2{kind}-{how}", "family": "gemma3", "profile": True}
+            for kind in KINDS
+            for how in ("rfull", "relem")
+        ),
     ],
     4: [
         *({"plan": f"cp4{kind}", "family": "gemma3", "packing": "next_fit"} for kind in KINDS),
         *({"plan": f"cp4{kind}", "family": "gemma2"} for kind in KINDS),
-        *({"plan": f"tp2-sp-cp2{kind}", "tied": True, "family": "gpt2"} for kind in KINDS),
+        *({"plan": f"tp2-sp-cp2{kind}", "tied": True, "family": "gpt2", "profile": True} for kind in KINDS),
         *({"plan": f"tp2-cp2{kind}-mb2", "changes": SP, "packing": "none"} for kind in KINDS),
         *({"plan": f"pp2-cp2{kind}", "tied": True} for kind in KINDS),
         *({"plan": f"pp2v2-cp2{kind}-szbv", "family": "qwen3", "packing": "document_mask"} for kind in KINDS),
-        *({"plan": f"pp2-cp2{kind}-vocab", "tied": True, "z_loss": 0.1} for kind in KINDS),
+        *({"plan": f"pp2-cp2{kind}-z1-vocab", "tied": True, "z_loss": 0.1} for kind in KINDS),
         *({"plan": f"pp2-cp2{kind}-sgpipe-oact"} for kind in KINDS),
         *({"plan": f"dp2-cp2{kind}-{zero}"} for kind in KINDS for zero in ("z1", "z2", "z3")),
         *({"plan": f"dp2x1-cp2{kind}-z1", "optim": "muon"} for kind in KINDS),
+        *({"plan": f"dp2-cp2{kind}-z1-uneven3.1"} for kind in KINDS),
         *(
             {"plan": f"dp2-cp2{kind}-z2", "changes": {"axis_order": ["pp", "tp", "cp", "dp_shard", "dp_replicate"]}}
             for kind in KINDS
         ),
     ],
     8: [
-        {"plan": "cp8a", "changes": {}},
+        {"plan": "cp8a"},
         {"plan": "cp8"},
         {"plan": "cp4u-pp2"},
         {"plan": "dp2-tp2-sp-cp2", "family": "qwen3", "packing": "next_fit"},
@@ -50,7 +55,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
 
 
 def in_float64(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [case | {"precision": "fp64", "steps": 1, "refused": True} for case in cases]
+    return [case | {"precision": "fp64", "steps": 1} for case in cases]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

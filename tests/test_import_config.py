@@ -187,8 +187,8 @@ def test_deepspeed_whose_values_are_left_to_the_trainer(tmp_path: Path, capsys: 
 
 
 def test_plans_that_cannot_run_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, said = imported(tmp_path, capsys, "c.yaml", NANOTRON.replace("dp: 4", "context_parallel_size: 2, dp: 4"))
-    assert any("context parallelism" in reason for reason in said["refused"])
+    _, said = imported(tmp_path, capsys, "c.yaml", NANOTRON.replace("dp: 4", "expert_parallel_size: 2, dp: 4"))
+    assert any("expert" in reason for reason in said["refused"])
 
 
 @pytest.mark.parametrize(

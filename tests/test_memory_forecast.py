@@ -71,6 +71,9 @@ def assert_ranks_are_forecast(spec: ModelSpec, plan: Plan, workload: Workload, o
         ("pp4-oact-sgpipe", 512, 6),
         ("pp2v2-szbv", 256, 2),
         ("dp2-pp2-szbh1", 256, 2),  # z3 drops embedding and head after I
+        ("cp4a-rfull", 4096, 2),
+        ("cp2-pp2", 2048, 2),
+        ("cp2u-tp2-sp-relem", 2048, 2),
         ("pp2-vocab", 256, 2),  # their gradients are reduced after T
         ("dp2x1-pp2v2-z1-szbv-fp32", 256, 2),  # added in place, reduced beside the last passes
     ],
@@ -419,5 +422,5 @@ def test_memory_check_says_how_far_they_are_apart(capsys):
     assert main(["memory-check", *flags]) == 0
     (rank,) = json.loads(capsys.readouterr().out)["ranks"]
     assert rank["difference"] == pytest.approx(rank["forecast_bytes"] / rank["counted_bytes"] - 1)
-    assert main(["memory-check", *flags[:3], "cp2"]) == 3
+    assert main(["memory-check", *flags[:3], "dp2-rcore"]) == 3
     assert main(["memory-check", "--plan", "dp2"]) == 2

@@ -44,7 +44,7 @@ def test_a_search_that_ends_before_it_finds_a_plan_does_not_say_that_there_is_no
     assert "not all were looked at" in explain_no_plan(stopped, SearchBudget())
 
 
-CP2 = [
+REFUSED = [
     "plan",
     "--model",
     "tiny",
@@ -55,17 +55,19 @@ CP2 = [
     "--global-batch",
     "16",
     "--require",
-    "cp2",
+    "dp4-rcore",
+    "--effort",
+    "0.1",
 ]
 EXPERTS = ["plan", "--model", "mixtral-8x7b", "--cluster", "16xh100", "--effort", "0.01"]
 EXPERTS += ["--require", "tp1-pp2-mb1-ep8-rfull-z1"]
 
 
 def test_plans_that_can_not_run_yet_are_shown_where_they_are_asked_for(capsys) -> None:
-    assert main([*CP2, "--anticipate", "--json"]) == 0
+    assert main([*REFUSED, "--anticipate", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["plans"]
-    assert all("context parallelism (cp > 1) can't be run yet" in one["not_yet"] for one in found)
-    assert main(CP2) == 3
+    assert all("recompute of attention alone" in one["not_yet"][0] for one in found)
+    assert main(REFUSED) == 3
     said = capsys.readouterr().err
     assert f"; {found[0]['plan']} is predicted to fit, but can't be run yet: --anticipate shows such plans" in said
 
@@ -83,20 +85,25 @@ def test_a_model_that_can_not_be_trained_yet_is_planned_on_request(capsys) -> No
 @pytest.mark.parametrize("asked", [["-o", "best.yaml"], ["--launch", "slurm"], ["-o", "best.yaml", "--json"]])
 def test_what_train_refuses_is_not_written(asked, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main([*CP2, "--anticipate", *asked]) == 3
+    assert main([*REFUSED, "--anticipate", *asked]) == 3
     said = capsys.readouterr()
-    assert "nothing is written: plan dp2-cp2-" in said.err
+    assert "nothing is written: plan dp4-mb" in said.err
     assert "without --anticipate, the best plan that can run is written" in said.err
-    assert "dp2-cp2-" in said.out
+    assert "-rcore" in said.out
     assert not list(tmp_path.iterdir())
 
 
 def test_only_plans_that_train_takes_are_found_unless_more_is_asked_for() -> None:
     assert not any(map(unsupported_features, plan("tiny", "4xh100", seq_len=4096, global_batch=2).plans))
-    cp = plan("tiny", "4xh100", seq_len=4096, global_batch=2, require="tp1-pp1", anticipate=True)
-    assert all(map(unsupported_features, cp.plans))
+    asked = {"seq_len": 4096, "global_batch": 2, "require": "tp1-pp1-rcore"}
+    assert all(map(unsupported_features, plan("tiny", "4xh100", **asked, anticipate=True).plans))
     with pytest.raises(InfeasibleError, match="--anticipate shows such plans"):
-        plan("tiny", "4xh100", seq_len=4096, global_batch=2, require="tp1-pp1")
+        plan("tiny", "4xh100", **asked)
+
+
+def test_sequences_are_cut_where_there_are_fewer_of_them_than_devices() -> None:
+    found = plan("tiny", "4xh100", seq_len=4096, global_batch=2, require="tp1-pp1").plans
+    assert {one.cp for one in found} <= {2, 4}
 
 
 def test_parts_that_are_not_searched_can_be_asked_for_too() -> None:

@@ -577,7 +577,7 @@ def test_the_table_fits_80_columns(capsys) -> None:
         (["--require", "dp4", "--global-batch", "2"], 3, "not a multiple of 4 (data-parallel ranks 4"),
         (["--require", "l3.3.3.1"], 3, "its stages hold 10 layers"),
         (["--require", "sp-tp1"], 3, "tp is 1; there are plans without sp"),
-        (["--require", "cp2"], 3, "can't be run yet; there are plans without cp2"),
+        (["--require", "rcore"], 3, "can't be run yet; there are plans without rcore"),
         (["--precision", "fp8", "--cluster", "4xh100"], 3, "fp8 (it needs torchao's scaled matmuls"),
         (["--require", "sauto"], 2, "--parallel.schedule auto"),
         (["--require", "z4"], 2, "did you mean 'z3'?"),

@@ -47,12 +47,15 @@ SOUND = [
     {"plan": "tp2-sp", "family": "gpt2", "tied": True},
     {"plan": "pp2-szbh1", "family": "gpt2", "precision": "bf16"},
     {"plan": "dp2-z1", "frozen": True},
+    {"plan": "cp2a", "family": "qwen3"},
     {"plan": "pp2-szbh1", "freeze": ("embed.*", "layers.[01].*", "*norm.*"), "tied": True},
 ]
 MORE_SOUND = [
     {"plan": "dp2-z1"},
     {"plan": "pp2", "tied": True, "precision": "fp64"},
     {"plan": "dp2-relem"},
+    {"plan": "cp2-z1", "tied": True},
+    {"plan": "cp2u", "family": "gpt2", "precision": "bf16"},
     {"plan": "tp2-sp", "family": "qwen3", "precision": "fp64"},
     {"plan": "dp2-z3-mb2", "freeze": ("embed.*", "layers.[01].*", "*.mlp.up.*"), "precision": "bf16"},
     {"plan": "pp2-vocab", "freeze": ("embed.*", "layers.[01].*"), "optim": "muon"},

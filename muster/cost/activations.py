@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.layout.tensor_layout import chunk_bounds, tp_shard
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Mesh, Plan, Precision, Recompute
+from muster.spec.plan import CpCommType, Mesh, Plan, Precision, Recompute
 from muster.spec.plugin_model import LayerTrace, plugin_model
 from muster.spec.workload import Workload
 
@@ -33,6 +33,7 @@ class PassSizes:
     model: ModelSpec
     """Unsharded model."""
     seq_len: int
+    cp_comm_type: CpCommType = "p2p"
 
     @property
     def hidden_bytes(self) -> int:
@@ -62,7 +63,9 @@ def pass_sizes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, tp_i
     sp = plan.strategy(min(plan.layers(stage, spec.num_layers).start, spec.num_layers - 1)).sp
     hidden_tokens = tokens // mesh.tp if sp else tokens
     local_model = _local_model(spec, mesh.tp, tp_index)
-    return PassSizes(local_model, mesh, tokens, hidden_tokens, plan.precision, spec, workload.seq_len)
+    return PassSizes(
+        local_model, mesh, tokens, hidden_tokens, plan.precision, spec, workload.seq_len, plan.cp_comm_type
+    )
 
 
 def _local_model(spec: ModelSpec, tp: int, index: int) -> ModelSpec:
@@ -140,7 +143,13 @@ def attention_activation_bytes(sizes: PassSizes, layer: int) -> int:
         return tokens * size * (2 * (2 * keys + values) + 3 * values)
     if own.mla is not None:
         return tokens * _mla_elements_per_token(own) * size + tokens * own.num_heads * master_bytes(precision)
-    return softmax_attention_saved_bytes(own, tokens, precision)
+    if sizes.cp_comm_type != "a2a" or sizes.mesh.cp == 1:
+        return softmax_attention_saved_bytes(own, tokens, precision)
+    # Neighbours have the same key/value head where there are fewer than ranks. The output is saved as attention makes
+    # it, whole sequences of some heads, and once more as the output projection gets it.
+    own = own.model_copy(update={"num_kv_heads": max(own.num_kv_heads, sizes.mesh.cp)})
+    output = tokens * own.num_heads * own.head_dim * size
+    return softmax_attention_saved_bytes(own, tokens, precision) + output
 
 
 def _mla_elements_per_token(own: ModelSpec) -> int:
@@ -246,7 +255,7 @@ def vocab_parallel_bytes(spec: ModelSpec, plan: Plan, workload: Workload, pp_ran
     Per token: the softmax over the rank's vocabulary shard, a factor for each pipeline rank and the loss weight, all in
     the master dtype, and the hidden state.
     """
-    tokens = plan.local_micro_batch_size(0) * workload.seq_len
+    tokens = plan.local_micro_batch_size(0) * workload.seq_len // plan.mesh(0).sequence_shards
     shard_size = chunk_bounds(spec.vocab_size, plan.pp, pp_rank)[1]
     statistics = (shard_size + plan.pp + 1) * master_bytes(plan.precision)
     return tokens * (statistics + spec.hidden_size * compute_bytes(plan.precision))

@@ -11,7 +11,8 @@ from math import prod
 from muster.config.freezing import is_frozen
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import whole_matrix_precision, whole_matrix_shapes
-from muster.cost.activations import offloaded_activation_bytes
+from muster.cost.activations import offloaded_activation_bytes, pass_sizes
+from muster.cost.context_traffic import attention_transfers
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.layout.matrix_owners import OwnedMatrix, assign_owners, sent_numel
 from muster.layout.mesh import MeshCoordinates, coordinates_of, dp_index_of, rank_at, ranks_of_pp_rank
@@ -42,15 +43,19 @@ def step_comm_bytes(
 ) -> dict[str, dict[str, int]]:
     """Return the bytes that world rank `rank` sends in one step, by axis and kind, without zeros.
 
-    Axes: those of the mesh; `world` for the all-reduce over all ranks; `optimizer` for what the optimizer step sends;
+    Axes: those of the mesh, where dp_shard stands for all ranks that share a stage's state (dp_shard and cp), and cp
+    for attention; `world` for the all-reduce over all ranks; `optimizer` for what the optimizer step sends;
     `host` for OFFLOAD and RELOAD. Kinds: names of collectives; on `pp` the instructions that send (SEND_F, SEND_B,
     ALL_REDUCE_TIED, ALL_REDUCE_REPLICAS) and those of the vocabulary-parallel layers (EMB_REDUCE, HIDDEN_BCAST,
     LOGIT_STATS, EMB_GRAD_BCAST). The optimizer is AdamW if `optim` is None.
     """
     at = coordinates_of(plan, rank)
-    sent: dict[str, Counter[str]] = {axis: Counter() for axis in ("tp", "dp_shard", "dp_replicate", "pp", "world")}
+    sent: dict[str, Counter[str]] = {
+        axis: Counter() for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp", "world")
+    }
     for stage in stages_on(plan, at.pp):
         sent["tp"] += tensor_axis_bytes(spec, plan, workload, stage, at, optim)
+        sent["cp"] += context_axis_bytes(spec, plan, workload, stage, at)
         sent["dp_shard"] += shard_axis_bytes(spec, plan, workload, stage, at, optim)
         sent["dp_replicate"] += replicate_axis_bytes(spec, plan, workload, stage, at, optim)
         sent["pp"] += pipeline_bytes(spec, plan, workload, stage, at, optim)
@@ -88,7 +93,7 @@ def tensor_axis_bytes(
     if tp == 1:
         return sent
     count = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
-    positions = plan.local_micro_batch_size(stage) * workload.seq_len
+    positions = plan.local_micro_batch_size(stage) * workload.seq_len // plan.mesh(stage).sequence_shards
     hidden = positions * spec.hidden_size * compute_bytes(plan.precision)
     layers = plan.layers(stage, spec.num_layers)
     strategy, first, last = plan.strategy(layers.start), plan.is_first(stage), plan.is_last(stage)
@@ -119,20 +124,43 @@ def tensor_axis_bytes(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Context parallelism
+
+
+def context_axis_bytes(
+    spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates
+) -> Counter[str]:
+    """Return the bytes that the attention of one stage's layers passes to context-parallel collectives, or sends, by
+    kind; full recompute repeats the forward's (`attention_transfers`)."""
+    sizes, layers = pass_sizes(spec, plan, workload, stage, at.tp), plan.layers(stage, spec.num_layers)
+    own, again = sizes.local_model, sum(plan.strategy(layer).recompute == "full" for layer in layers)
+    count = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
+    forward, backward = attention_transfers(
+        plan.cp_comm_type, sizes.mesh.cp, sizes.tokens, own.num_heads, own.num_kv_heads, own.head_dim
+    )
+    sent = Counter[str]()
+    for transfers, times in ((forward, len(layers) + again), (backward, len(layers))):
+        for one in transfers:
+            size = master_bytes(plan.precision) if one.in_master_dtype else compute_bytes(plan.precision)
+            sent[one.kind] += count * times * one.calls * one.numel * size
+    return sent
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Sharded data parallelism
 
 
 def shard_axis_bytes(
     spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates, optim: OptimConfig | None = None
 ) -> Counter[str]:
-    """Return the bytes that one stage passes to collectives of dp_shard (arXiv:1910.02054 §5, §7; arXiv:2304.11277
-    §3.2).
+    """Return the bytes that one stage passes to collectives of the ranks that share its state (arXiv:1910.02054 §5, §7;
+    arXiv:2304.11277 §3.2).
 
     All-gathers: its padded parameter shards in the compute dtype, once per step under z1 and z2; under z3 once per
     pass, except that parameters outside layers stay gathered from a forward to the next backward. Reduce-scatters: its
     unsharded gradients, padded to equal shards, in the master dtype, once per step under z1, else in each backward.
     """
-    ranks = plan.mesh(stage).dp_shard
+    ranks = plan.mesh(stage).state_shards
     if ranks == 1:
         return Counter()
     passes = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
@@ -184,7 +212,7 @@ def _padded_numel(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates, 
     total = 0
     for name, _, part, *_ in stage_shards(spec, plan, stage, at.tp):
         rows, *rest = part.size
-        total += times(name) * chunk_bounds(rows, plan.mesh(stage).dp_shard, 0)[1] * prod(rest)
+        total += times(name) * chunk_bounds(rows, plan.mesh(stage).state_shards, 0)[1] * prod(rest)
     return total
 
 
@@ -213,12 +241,9 @@ def pipeline_bytes(
             plan.precision
         )
     if has_vocab_shard(plan, stage):
-        positions = (
-            plan.local_micro_batch_size(stage)
-            * workload.seq_len
-            * plan.num_micro_batches(workload, dp_index_of(plan, at))
-        )
-        vectors = plan.local_micro_batch_size(stage) * workload.seq_len * hidden
+        local = plan.local_micro_batch_size(stage) * workload.seq_len // plan.mesh(stage).sequence_shards
+        positions = local * plan.num_micro_batches(workload, dp_index_of(plan, at))
+        vectors = local * hidden
         sent[Kind.EMB_REDUCE] = vectors
         sent[Kind.LOGIT_STATS] = 2 * vectors + 3 * positions * master_bytes(plan.precision)
         sent[Kind.HIDDEN_BCAST] = vectors if plan.pp_rank(plan.stages_per_replica - 1) == at.pp else 0

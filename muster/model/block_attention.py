@@ -42,7 +42,9 @@ class MergedAttention:
 
     def __init__(self, q_BHSd: Tensor) -> None:
         dtype = accumulation_dtype(q_BHSd.dtype)
-        self.out_BHSd = torch.zeros_like(q_BHSd, dtype=dtype, memory_format=torch.contiguous_format)
+        batch, heads, length, width = q_BHSd.shape
+        # In memory as the output projection reads it, so that it isn't copied.
+        self.out_BHSd = q_BHSd.new_zeros(batch, length, heads, width, dtype=dtype).transpose(1, 2)
         self.lse_BHS = torch.full(q_BHSd.shape[:3], -torch.inf, dtype=dtype, device=q_BHSd.device)
 
     def add(

@@ -155,7 +155,7 @@ class PositionState:
 
     def shared_constants(self) -> list[Tensor]:
         """Return the constants that autograd saves for a backward and that all micro-batches share."""
-        return list(self._masks.values())
+        return [*self._masks.values(), *([] if self.positions_S is None else [self.positions_S])]
 
     def _length(self, x_BSD: Tensor) -> int:
         return self.seq_len or x_BSD.shape[1]

@@ -63,11 +63,9 @@ class _AllGatherAttention(torch.autograd.Function):
         grad_2BKSd = torch.zeros(2, *k_BKSd.shape, dtype=lse_BHs.dtype, device=k_BKSd.device)
         summed = BlockGradients(grads[0], q_BHsd, out_BHsd, lse_BHs, ctx.rule)
         summed.add(k_BKSd, v_BKSd, ctx.blocks, *grad_2BKSd)
-        chunks = grad_2BKSd.to(k_BKsd.dtype).chunk(2 * ctx.axis.size, dim=3)
-        parts = [[chunks[0], chunks[0]] for _ in range(ctx.axis.size)]
-        for chunk, (rank, place) in zip(chunks, chunk_places(ctx.axis.size), strict=True):
-            parts[rank][place] = chunk
-        by_rank = torch.stack([torch.cat(own, dim=3) for own in parts])
+        del k_BKSd, v_BKSd
+        by_rank = _by_rank(grad_2BKSd.to(k_BKsd.dtype), ctx.axis.size)
+        del grad_2BKSd
         grad_k_BKsd, grad_v_BKsd = ctx.axis.reduce_scatter(by_rank).wait()
         return None, summed.q_BHSd.to(q_BHsd.dtype), grad_k_BKsd, grad_v_BKsd, None, None
 
@@ -77,3 +75,12 @@ def _gather(axis: ContextAxis, k_BKsd: Tensor, v_BKsd: Tensor) -> Tensor:
     gathered_C2BKsd = axis.all_gather(torch.stack((k_BKsd, v_BKsd))).wait()
     halves = [rank.chunk(2, dim=3) for rank in gathered_C2BKsd]
     return torch.cat([halves[rank][place] for rank, place in chunk_places(axis.size)], dim=3)
+
+
+def _by_rank(x_2BKSd: Tensor, ranks: int) -> Tensor:
+    """Return the positions that each rank keeps: (C, 2, B, K, s, d)."""
+    chunks = x_2BKSd.chunk(2 * ranks, dim=3)
+    found = x_2BKSd.new_empty(ranks, *x_2BKSd.shape[:3], x_2BKSd.shape[3] // ranks, x_2BKSd.shape[4])
+    for chunk, (rank, place) in zip(chunks, chunk_places(ranks), strict=True):
+        found[rank].chunk(2, dim=3)[place].copy_(chunk)
+    return found

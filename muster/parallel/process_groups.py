@@ -30,10 +30,11 @@ class ProcessGroups:
             axis: _new_group(ranks_along(plan, at, (axis,))) for axis in STAGE_AXES if getattr(mesh, axis) > 1
         }
         """This rank's group by the axis within a stage along which it lies."""
-        used = [axis for axis in STATE_SHARD_AXES if axis in self.by_axis]
-        sharded = _new_group(sorted(ranks_along(plan, at, used))) if len(used) > 1 else None
-        self.state_shards = sharded or (self.by_axis[used[0]] if used else None)
-        """Ranks that shard a stage's optimizer state, and by the ZeRO level gradients and parameters; None for one."""
+        self.state_shards = self.by_axis.get(_SHARD)
+        """Ranks that shard a stage's optimizer state, and by the ZeRO level gradients and parameters; None for one.
+        Attention has a group of its own, whose collectives don't wait for those of parameters."""
+        if any(axis in self.by_axis for axis in STATE_SHARD_AXES if axis != _SHARD):
+            self.state_shards = _new_group(sorted(ranks_along(plan, at, STATE_SHARD_AXES)))
         self.pipeline = self._pipeline_axis() if plan.vocab_parallel else None
         """Ranks that share the vocabulary with this one under vocabulary parallelism over pipeline ranks."""
         self._alone: dist.ProcessGroup | None = None

@@ -278,6 +278,11 @@ LEGAL_RULES: tuple[Rule, ...] = (
         in_every_layer(lambda strategy: strategy.model_copy(update={"sp": False, "tp_overlap": "none"})),
     ),
     Rule(
+        lambda plan: plan.cp_comm_type != "p2p" and not plan.uses_axis("cp"),
+        lambda plan: f"cp_comm_type {plan.cp_comm_type} is how context-parallel ranks communicate, but cp is 1",
+        setting(cp_comm_type="p2p"),
+    ),
+    Rule(
         lambda plan: any(mesh.expert_ranks % (mesh.ep * mesh.etp) for mesh in plan.distinct_meshes),
         homeless_experts,
         with_placed_experts,

@@ -75,7 +75,6 @@ MESH_AXIS_TABLE = (
         sends="in every attention: keys and values around a ring, and their gradients; or all-gathers of keys and"
         " values and reduce-scatters of their gradients; or all-to-alls of queries, keys, values and outputs",
         source="arXiv:2310.01889",
-        supported=False,
     ),
     MeshAxis(
         "tp",

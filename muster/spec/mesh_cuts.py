@@ -48,20 +48,24 @@ def _positions(mesh: Mesh, workload: Workload, sp: bool) -> Iterator[str]:
         yield f"seq_len {workload.seq_len} is not a multiple of tp {mesh.tp} × {degrees}, over which sp shards it"
 
 
+def divides_exchanged_heads(model: ModelSpec, tp: int, cp: int) -> bool:
+    """Return True if cp ranks can exchange positions for heads (Ulysses): each gets whole query heads, and whole
+    key/value heads or, where there are fewer than ranks, a copy of one."""
+    heads, kv_heads = model.num_heads // tp, max(1, model.num_kv_heads // tp)
+    return heads % cp == 0 and max(kv_heads, cp) % min(kv_heads, cp) == 0
+
+
 def _exchanged_heads(plan: Plan, mesh: Mesh, model: ModelSpec) -> Iterator[str]:
-    """Check the heads that ranks exchange for positions (Ulysses); neighbours get the same key/value head where there
-    are fewer than ranks."""
-    if plan.cp_comm_type != "a2a" or mesh.cp == 1:
+    if plan.cp_comm_type != "a2a" or divides_exchanged_heads(model, mesh.tp, mesh.cp):
         return
     heads, kv_heads = model.num_heads // mesh.tp, max(1, model.num_kv_heads // mesh.tp)
-    if heads % mesh.cp or max(kv_heads, mesh.cp) % min(kv_heads, mesh.cp):
-        legal = [cp for cp in divisors(heads) if not max(cp, kv_heads) % min(cp, kv_heads)]
-        each = f" of each of tp {mesh.tp} ranks" if mesh.tp > 1 else ""
-        yield (
-            f"cp_comm_type a2a exchanges heads, and cp {mesh.cp} doesn't divide the {pluralize(heads, 'head')} and"
-            f" {pluralize(kv_heads, 'key/value head')}{each}: legal are {', '.join(map(str, legal))}, or p2p and"
-            " all_gather with any cp"
-        )
+    legal = [cp for cp in divisors(heads) if divides_exchanged_heads(model, mesh.tp, cp)]
+    each = f" of each of tp {mesh.tp} ranks" if mesh.tp > 1 else ""
+    yield (
+        f"cp_comm_type a2a exchanges heads, and cp {mesh.cp} doesn't divide the {pluralize(heads, 'head')} and"
+        f" {pluralize(kv_heads, 'key/value head')}{each}: legal are {', '.join(map(str, legal))}, or p2p and"
+        " all_gather with any cp"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

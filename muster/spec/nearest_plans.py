@@ -6,7 +6,7 @@ from math import log2
 from muster.spec.errors import InfeasibleError
 from muster.spec.legality import LEGAL_RULES, layer_violations, plan_violations, schedules_for_vpp
 from muster.spec.mesh_axes import DEGREE_FIELDS, MESH_AXES, SUPPORTED_AXES
-from muster.spec.mesh_cuts import divisors
+from muster.spec.mesh_cuts import divides_exchanged_heads, divisors
 from muster.spec.model import ModelSpec
 from muster.spec.plan import LayerStrategy, Plan
 from muster.spec.plan_name import format_plan_name
@@ -64,6 +64,8 @@ def _candidates(plan: Plan, model: ModelSpec, workload: Workload, world_size: in
         share, rest = divmod(workload.global_batch_size, axes["dp_replicate"] * axes["dp_shard"])
         if rest or axes["pp"] > model.num_layers or (axes["tp"] > 1 and axes["tp"] != plan.tp):
             continue  # tensor parallelism only where the plan asks for it
+        if axes["cp"] > 1 and plan.cp == 1:
+            continue
         keeps_stages = (
             len(plan.stages) == axes["pp"] * axes["vpp"] and plan.is_uniform and not list(layer_violations(plan, model))
         )
@@ -80,6 +82,8 @@ def _candidates(plan: Plan, model: ModelSpec, workload: Workload, world_size: in
             }
         )
         same_for_all_layers = as_by_default("zero", "sp", "tp_overlap")
+        if plan.cp_comm_type == "a2a" and not divides_exchanged_heads(model, axes["tp"], axes["cp"]):
+            candidate = candidate.model_copy(update={"cp_comm_type": "p2p"})
         yield repaired((*LEGAL_RULES, *RUNTIME_RULES), same_for_all_layers(candidate))
 
 

@@ -81,6 +81,21 @@ RUNTIME_RULES: tuple[Rule, ...] = (
         setting(compile=False),
     ),
     Rule(
+        lambda plan: plan.compile and plan.uses_axis("cp"),
+        "compile with context parallelism (attention communicates in the middle of a block)",
+        setting(compile=False),
+    ),
+    Rule(
+        lambda plan: len({mesh.cp for mesh in plan.distinct_meshes}) > 1,
+        "stages with different cp (neighbouring stages keep the same positions of a sequence)",
+        lambda plan: plan.model_copy(update={"stages": ()}),
+    ),
+    Rule(
+        lambda plan: plan.post_validation and plan.uses_axis("cp"),
+        "post_validation with context parallelism (it has no parity test yet)",
+        setting(post_validation=False),
+    ),
+    Rule(
         lambda plan: plan.precision not in SUPPORTED_PRECISIONS,
         "fp8 (it needs torchao's scaled matmuls and a GPU that has them)",
         setting(precision="bf16"),
@@ -96,7 +111,7 @@ RUNTIME_RULES: tuple[Rule, ...] = (
         setting(vocab_parallel=False),
     ),
     Rule(
-        lambda plan: plan.vocab_parallel and plan.mesh(0).dp_size > 1 and plan.default_strategy.zero == "z3",
+        lambda plan: plan.vocab_parallel and plan.mesh(0).grad_sum_size > 1 and plan.default_strategy.zero == "z3",
         "vocab_parallel under z3 (each rank's vocabulary shard would be gathered for every single pass over it)",
         setting(vocab_parallel=False),
     ),

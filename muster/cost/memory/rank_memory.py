@@ -83,9 +83,9 @@ def stage_terms(
 def _reject_unknown(plan: Plan, stage: int, num_layers: int) -> None:
     mesh = plan.mesh(stage)
     strategies = [plan.strategy(layer) for layer in plan.layers(stage, num_layers)]
-    if mesh.cp * mesh.ep > 1 or any(s.offload in ("optimizer", "all") for s in strategies):
+    if mesh.ep > 1 or any(s.offload in ("optimizer", "all") for s in strategies):
         raise InfeasibleError(
-            f"the memory of stage {stage} can't be predicted: there are formulas for cp and ep of 1, and for the"
+            f"the memory of stage {stage} can't be predicted: there are formulas for ep of 1, and for the"
             " optimizer's state on the device only"
         )
 

@@ -15,6 +15,7 @@ from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import mean_update_bytes
 from muster.cost.activations import offloaded_activation_bytes
 from muster.cost.comm_volume import STEP_REPORT_BYTES
+from muster.cost.context_traffic import attention_transfers
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.cost.time.attention import SOFT_CAP_BYTES
 from muster.cost.time.op_times import OpTimes, P2PTime
@@ -65,10 +66,8 @@ def profiled_times(
 
 
 def _reject_unsupported(model: ModelSpec, plan: Plan, machine: MachineRates) -> None:
-    meshes = [plan.mesh(stage) for stage in range(plan.num_stages)]
     refused = {
         "offload to another memory": not machine.cores and bool(_offloaded_layers(plan, model)),
-        "context parallelism": any(mesh.cp > 1 for mesh in meshes),
         "a vocabulary that is spread": plan.vocab_parallel,
         "mixtures of experts": model.moe is not None,
         "latent attention": model.mla is not None,
@@ -91,8 +90,8 @@ def overhead_name(level: str, kind: str, part: str) -> str:
 def storage_level(plan: Plan, stage: int) -> str:
     """Return how the runtime stores a stage: `whole`, z1, z2 or z3, after `tensor` under tensor parallelism."""
     mesh = plan.mesh(stage)
-    whole = mesh.dp_size == 1 and compute_bytes(plan.precision) == master_bytes(plan.precision)
-    level = "whole" if whole else "z2" if mesh.dp_size == 1 else plan.default_strategy.zero
+    whole = mesh.grad_sum_size == 1 and compute_bytes(plan.precision) == master_bytes(plan.precision)
+    level = "whole" if whole else "z2" if mesh.grad_sum_size == 1 else plan.default_strategy.zero
     return f"tensor {level}" if mesh.tp > 1 else level
 
 
@@ -149,7 +148,7 @@ class _StagePasses:
         self.mesh, self.layers = plan.mesh(stage), plan.layers(stage, model.num_layers)
         self.strategy = plan.strategy(self.layers.start)
         self.rows, self.seq_len = plan.local_micro_batch_size(stage), workload.seq_len
-        self.tokens = self.rows * self.seq_len
+        self.tokens = self.rows * self.seq_len // self.mesh.cp
         self.sequence_shards = self.mesh.tp if self.strategy.sp else 1
         self.hidden_elements = self.tokens // self.sequence_shards * model.hidden_size
         """Elements of the hidden state on this rank."""
@@ -210,7 +209,7 @@ class _StagePasses:
             cheap_s += rates.kernel(f"gated {direction}", self.tokens * inner) / (1 if self.model.gated else 2)
             time_s = cheap_s + 2 * rates.kernel("add", self.hidden_elements)
             time_s += sum(rates.kernel(f"rotary {direction}", self.tokens * count * d) for count in turned)
-            time_s += self.rows * heads * rates.attention(direction, self.seq_len, d)
+            time_s += self.rows * heads * rates.attention(direction, self.seq_len, d) / self.mesh.cp
             if self.model.attention_softcap is not None:
                 # Passes over the visible scores, by the rate of a sum, which moves three elements for each.
                 moved = SOFT_CAP_BYTES[direction == "backward"] / (3 * master_bytes(self.plan.precision))
@@ -221,7 +220,22 @@ class _StagePasses:
             else:
                 cost.input_grad_s += time_s + again_s
         self._add_tensor(cost, recompute == "full")
+        self._add_context(cost, heads, kv_heads, recompute == "full")
         return cost
+
+    def _add_context(self, cost: _StageCost, heads: int, kv_heads: int, again: bool) -> None:
+        """Add the transfers of context-parallel attention. On a CPU those of a ring take the cores that compute, so
+        none is hidden; an all-to-all takes as long as a reduce-scatter, which sends as many bytes."""
+        plan, cp = self.plan, self.mesh.cp
+        found = attention_transfers(plan.cp_comm_type, cp, self.tokens, heads, kv_heads, self.model.head_dim)
+        for own, exposed in ((found.forward, cost.forward_exposed_s), (found.backward, cost.backward_exposed_s)):
+            for one in own:
+                size = master_bytes(plan.precision) if one.in_master_dtype else self.size
+                kind = "reduce_scatter" if one.kind == "all_to_all" else one.kind
+                ranks = 2 if kind == "send" else cp
+                exposed["cp"] += one.calls * self.rates.collective(kind, ranks, one.numel * size)
+        if again:
+            cost.backward_exposed_s["cp"] += cost.forward_exposed_s["cp"]
 
     def _add_linear(self, cost: _StageCost, shape: tuple[int, ...]) -> None:
         outer, inner = shape
@@ -291,7 +305,7 @@ class _StagePasses:
 
     def _gather(self, numbers: int) -> float:
         """Return the seconds to all-gather one bucket, and to copy it out of the common buffer."""
-        ranks = self.mesh.dp_shard
+        ranks = self.mesh.state_shards
         own = chunk_bounds(numbers, ranks, 0)[1]
         copies_s = (
             self.rates.kernel("copy", numbers) if ranks > 1 or self.size < master_bytes(self.plan.precision) else 0
@@ -300,8 +314,8 @@ class _StagePasses:
 
     def _reduce(self, numbers: int) -> float:
         """Return the seconds to copy one bucket's gradients, reduce-scatter them, and all-reduce over replicas."""
-        wide, ranks = master_bytes(self.plan.precision), self.mesh.dp_shard
-        if self.mesh.dp_size == 1:
+        wide, ranks = master_bytes(self.plan.precision), self.mesh.state_shards
+        if self.mesh.grad_sum_size == 1:
             return 0.0
         own = chunk_bounds(numbers, ranks, 0)[1]
         time_s = self.rates.collective("reduce_scatter", ranks, numbers * wide) + self.rates.kernel("copy", numbers)
@@ -313,7 +327,7 @@ class _StagePasses:
 
     def _add_sharding(self, cost: _StageCost) -> None:
         """Add the gathers and reductions within passes."""
-        if self.mesh.dp_size == 1:
+        if self.mesh.grad_sum_size == 1:
             return
         buckets, zero = self._buckets(), self.plan.default_strategy.zero
         if zero == "z3":
@@ -340,6 +354,7 @@ def _p2p_times(
         count = (
             plan.local_micro_batch_size(stage)
             * workload.seq_len
+            // plan.mesh(stage).cp
             // cut
             * model.hidden_size
             * compute_bytes(plan.precision)
@@ -356,7 +371,7 @@ def _per_step_times(
     stages = stages_on(plan, pp_rank)
     mesh, level = plan.mesh(pp_rank), storage_level(plan, stages[0])
     numbers = [
-        -(-part.numel // mesh.dp_shard) for stage in stages for _, _, part, *_ in stage_shards(model, plan, stage)
+        -(-part.numel // mesh.state_shards) for stage in stages for _, _, part, *_ in stage_shards(model, plan, stage)
     ]
     layers = sum(len(plan.layers(stage, model.num_layers)) for stage in stages)
     total = sum(numbers)

@@ -10,7 +10,7 @@ from muster.cost.time.pass_cost import PassCost
 from muster.spec.device import DeviceSpec
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.model import ModelSpec
-from muster.spec.plan import LayerStrategy, Precision
+from muster.spec.plan import CpCommType, LayerStrategy, Precision
 
 CAST_NORM_BYTES = (20, 32)
 """Bytes per element (forward, backward) of a norm's kernel between casts to float32 and back, as in eager programs."""
@@ -35,6 +35,7 @@ class LayerContext:
     cp: CommGroup
     ep: CommGroup
     etp: int = 1
+    cp_comm_type: CpCommType = "p2p"
     is_data_parallel: bool = False
     """True if there are data-parallel ranks, over which z2 and z3 reduce gradients in every backward."""
 

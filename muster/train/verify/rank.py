@@ -17,6 +17,7 @@ from muster.config.run_config import RunConfig
 from muster.data.dataset import SampleStream
 from muster.data.dp_slice import samples_of_micro_batch
 from muster.launch.rank_process import exit_process, rank_main
+from muster.layout.context_parallel import kept_positions
 from muster.layout.tensor_layout import tp_shard
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World, open_world
@@ -79,20 +80,23 @@ class TracingTrainer(Trainer):
         if self._micro_batch is None:
             return  # a backward computes this part of the forward again
         at, plan, spec = self.world.at, self.plan, self.config.model
-        tp = plan.mesh(at.pp).tp
+        tp, cp = plan.mesh(at.pp).tp, plan.mesh(at.pp).cp
         positions, width = self.sketches.whole_shape(part)
-        cut_along_sequence, cut_along_width = output.shape[1] < positions, output.shape[2] < width
+        cut_along_sequence, cut_along_width = output.shape[1] < positions // cp, output.shape[2] < width
         if at.tp and not cut_along_sequence and not cut_along_width:
             return  # its neighbours have the same
         words, *_ = tp_shard(spec, "head.weight", (spec.vocab_size, spec.hidden_size), tp, at.tp)
+        column = words.start[0] if cut_along_width else 0
+        first = at.tp * output.shape[1] if cut_along_sequence else 0
+        held = range(first, first + output.shape[1])
         for rows, sample in samples_of_micro_batch(plan, at, self._micro_batch, self.config.train.global_batch_size):
-            self.sketches.add(
-                part,
-                output[rows],
-                sample,
-                position=at.tp * output.shape[1] if cut_along_sequence else 0,
-                column=words.start[0] if cut_along_width else 0,
-            )
+            start = 0
+            for run in kept_positions(positions, cp, at.cp):
+                begin, end = max(held.start, start), min(held.stop, start + len(run))
+                if begin < end:
+                    parts = output[rows, begin - first : end - first]
+                    self.sketches.add(part, parts, sample, position=run.start + begin - start, column=column)
+                start += len(run)
 
     def _update_parameters(self, action: Action) -> None:
         if self.first_gradients is None:
