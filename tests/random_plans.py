@@ -12,16 +12,18 @@ from muster.spec.workload import Workload
 VOCABULARIES = (257, 32_000, 50_257, 128_256, 151_936, 256_000)
 
 
-def random_case(seed: int, wide: bool = False, schedules: tuple[str, ...] = ()) -> tuple[ModelSpec, Plan, Workload]:
+def random_case(
+    seed: int, wide: bool = False, schedules: tuple[str, ...] = (), vocab_parallel: bool = False
+) -> tuple[ModelSpec, Plan, Workload]:
     """A model of at most 16 layers, a plan that can run it, and a few micro-batches a pipeline rank.
 
-    `wide`: with a hidden width of 4,096. `schedules`: the only ones wanted.
+    `wide`: with a hidden width of 4,096. `schedules`: the only ones wanted. `vocab_parallel`: only such plans.
     """
     draw = Random(seed)
     while True:
         model = _wide_model(draw) if wide else _random_model(draw)
         plan = _random_plan(draw)
-        if schedules and plan.schedule not in schedules:
+        if (schedules and plan.schedule not in schedules) or (vocab_parallel and not plan.vocab_parallel):
             continue
         model = model.model_copy(update={"num_layers": plan.num_stages * draw.choice((1, 2))})
         count = plan.pp * draw.choice((1, 2))

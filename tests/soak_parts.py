@@ -10,6 +10,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "random-memory": (
         "test_memory_forecast.py::test_forecast_of_random_plans_is_what_pytorch_counts",
         "test_memory_forecast.py::test_forecast_of_random_split_backwards_of_wide_models_is_what_pytorch_counts",
+        "test_memory_forecast.py::test_forecast_of_random_vocabulary_shards_of_wide_models_is_what_pytorch_counts",
     ),
     "context": ("test_context_parallel.py",),
     "parity": ("test_parity.py", "test_verify.py", "test_post_validation.py", "test_extend.py"),

@@ -75,6 +75,7 @@ def assert_ranks_are_forecast(spec: ModelSpec, plan: Plan, workload: Workload, o
         ("cp2-pp2", 2048, 2),
         ("cp2u-tp2-sp-relem", 2048, 2),
         ("pp2-vocab", 256, 2),  # their gradients are reduced after T
+        ("pp4-mb2-vocab-rfull-fp32", 2048, 4),  # hidden states of the vocabulary's collectives
         ("dp2x1-pp2v2-z1-szbv-fp32", 256, 2),  # added in place, reduced beside the last passes
     ],
 )
@@ -106,6 +107,12 @@ def test_forecast_of_random_plans_is_what_pytorch_counts(seed):
 @pytest.mark.parametrize("seed", range(30))
 def test_forecast_of_random_split_backwards_of_wide_models_is_what_pytorch_counts(seed):
     assert_ranks_are_forecast(*random_case(seed, wide=True, schedules=("zb-h1", "zb-v")))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(20))
+def test_forecast_of_random_vocabulary_shards_of_wide_models_is_what_pytorch_counts(seed):
+    assert_ranks_are_forecast(*random_case(seed, wide=True, vocab_parallel=True))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

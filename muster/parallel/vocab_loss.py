@@ -145,11 +145,15 @@ def combine_stats(
 
 
 def hidden_gradient(partial_grads_R2ND: Tensor, combined: CombinedLoss) -> Tensor:
-    """Return the gradient of the hidden state from all ranks' `LogitStats.partial_grads_2ND`: (N, D)."""
+    """Return the gradient of the hidden state from all ranks' `LogitStats.partial_grads_2ND`: (N, D).
+
+    Rank by rank, so that wider copies of their terms are in memory one at a time.
+    """
     dtype = combined.softmax_factor_RN.dtype
-    softmax_ND = (partial_grads_R2ND[:, 0].to(dtype) * combined.softmax_factor_RN.unsqueeze(2)).sum(0)
-    label_ND = partial_grads_R2ND[:, 1].sum(0).to(dtype) * combined.label_weight_N.unsqueeze(1)
-    return (softmax_ND - label_ND).to(partial_grads_R2ND.dtype)
+    gradient_ND = partial_grads_R2ND[:, 1].sum(0).to(dtype).mul_(-combined.label_weight_N.unsqueeze(1))
+    for partial_ND, factor_N in zip(partial_grads_R2ND[:, 0], combined.softmax_factor_RN, strict=True):
+        gradient_ND += partial_ND.to(dtype).mul_(factor_N.unsqueeze(1))
+    return gradient_ND.to(partial_grads_R2ND.dtype)
 
 
 def head_gradient(

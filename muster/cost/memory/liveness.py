@@ -33,6 +33,7 @@ from muster.schedule.message_liveness import program_message_counts, schedule_me
 from muster.schedule.offload import order_with_copies
 from muster.schedule.program import Instruction, Program
 from muster.schedule.schedule import Schedule
+from muster.schedule.vocab_buffers import vocab_buffer_counts
 
 InstructionKey = tuple[Kind, int]
 """Kind and stage of an instruction."""
@@ -178,7 +179,11 @@ class AllocationOrder:
 def allocation_orders(program: Program) -> tuple[AllocationOrder, ...]:
     """Return the allocation order of each pipeline rank of a Program."""
     orders = []
-    for lanes, messages in zip(program.ranks, program_message_counts(program), strict=True):
+    has_vocab_passes = any(item.action.kind == Kind.S for lanes in program.ranks for item in lanes.get("compute", ()))
+    for rank, (lanes, messages) in enumerate(zip(program.ranks, program_message_counts(program), strict=True)):
+        if has_vocab_passes:
+            stage = program.placement.index(rank)
+            messages[stage] = messages.get(stage, np.intp(0)) + vocab_buffer_counts(program, rank)
         kept = [place for place, item in enumerate(lanes.get("compute", ())) if item.action.kind in _PASSES]
         places = np.array([*(time for place in kept for time in (2 * place, 2 * place + 1)), -1], np.intp)
         orders.append(

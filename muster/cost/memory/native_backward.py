@@ -75,7 +75,7 @@ class BackwardPeaks:
         """Return the moments of B."""
         head = 0 if self.stage.is_single_rank else self._head_bytes
         base = MemoryTerms(logits=-self.saved.logits, workspace=head)
-        moments = [self._head_backward(self._head_bytes)] if self.stage.has_head else []
+        moments = [self._head_backward(self._head_bytes)] if self.stage.has_head else self._hidden_gradient()
         for index in self._indices_of_interest():
             moments += self._layer_backward(index, base, weights=True)
         return [*moments, self._embedding_gradient(), self._root_reduction()]
@@ -84,7 +84,7 @@ class BackwardPeaks:
         """Return the moments of I."""
         deferred = self.stage.deferred()
         base = MemoryTerms(activations=-self.stage.last_norm_bytes, logits=deferred.logits - self.saved.logits)
-        moments = [self._head_backward(0)] if self.stage.has_head else []
+        moments = [self._head_backward(0)] if self.stage.has_head else self._hidden_gradient()
         for index in self._indices_of_interest():
             done = sum(map(self.stage.deferred_layer_bytes, self.layers[len(self.layers) - index :]))
             moments += self._layer_backward(index, base + MemoryTerms(activations=done), weights=False)
@@ -111,6 +111,15 @@ class BackwardPeaks:
             workspace=gradient_bytes + (1 + self._gathered_hidden_states) * self.sizes.full_hidden_bytes,
         )
         return PeakCandidate("head", extra)
+
+    def _hidden_gradient(self) -> list[PeakCandidate]:
+        """Return the moment on a last stage without head when the gradient of its output is summed from the terms of
+        all pipeline ranks, two each, beside the sum and one term in the master dtype."""
+        if not self.plan.is_last(self.stage.index):
+            return []
+        terms = (1 + 2 * self.plan.pp) * self.sizes.hidden_bytes
+        wide = 2 * self.sizes.hidden_bytes // self.compute_size * self.master_size
+        return [PeakCandidate("hidden gradient", MemoryTerms(communication=terms + wide))]
 
     def _indices_of_interest(self) -> list[int]:
         """Return the layers, counted from the end, whose backward may need most: those of the last bucket, the first of

@@ -91,6 +91,10 @@ class _StagePeaks(BackwardPeaks):
             moments += [PeakCandidate("last layer", after), PeakCandidate("layer before the last", before)]
         if self.stage.has_head:
             moments.append(PeakCandidate("loss", self._loss_workspace()))
+        elif self.plan.is_last(self.stage.index):
+            copies = 2 * self.sizes.hidden_tokens * self.stage.spec.hidden_size * self.master_size
+            converted = self.compute_size != self.master_size and not self.kernel_workspace.fused_norm
+            moments.append(PeakCandidate("last norm", MemoryTerms(workspace=copies * converted)))
         return moments
 
     def _forward_workspace(self, layer: int) -> int:
@@ -127,7 +131,8 @@ class _StagePeaks(BackwardPeaks):
     def vocab_parallel_peaks(self) -> dict[str, tuple[PeakCandidate, ...]]:
         """Return the moments of vocabulary parallelism.
 
-        S: logits and the softmax, which is saved, in the master dtype, and the softmax in the compute dtype. T: the
+        S: logits and the softmax, which is saved, in the master dtype, and the softmax in the compute dtype beside its
+        product with the head and the labels' rows, or both of these twice as they are put together. T: the
         last of these, and the head's gradient; then its reduction. EMB_W: the embedding's gradient, and its reduction.
         """
         if not has_vocab_shard(self.plan, self.stage.index):
@@ -135,6 +140,7 @@ class _StagePeaks(BackwardPeaks):
         rows = chunk_bounds(self.stage.spec.vocab_size, self.plan.pp, self.plan.pp_rank(self.stage.index))[1]
         num_logits = rows * self.sizes.tokens
         converted = num_logits * self.compute_size * (self.compute_size != self.master_size)
+        terms = max(converted + 2 * self.sizes.full_hidden_bytes, 4 * self.sizes.full_hidden_bytes)
         matrix = rows * self.stage.spec.hidden_size
         shard = self.param_shards.vocab.shard_numel // (1 if self.stage.spec.tied_embeddings else 2)
         buffers, gradients = self._reduction_bytes(ParamShard(matrix, shard, matrix), self.master_size)
@@ -145,7 +151,7 @@ class _StagePeaks(BackwardPeaks):
         )
         after = reduced and reduced + MemoryTerms(logits=-self.vocab_saved_bytes)
         return {
-            Kind.S: (PeakCandidate("scores", MemoryTerms(logits=num_logits * self.master_size + converted)),),
+            Kind.S: (PeakCandidate("scores", MemoryTerms(logits=num_logits * self.master_size, workspace=terms)),),
             Kind.T: _moments(("head", head), ("reducing the head", after)),
             Kind.EMB_W: _moments(("embedding", embedding), ("reducing the embedding", reduced)),
         }
