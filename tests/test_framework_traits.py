@@ -29,7 +29,7 @@ DOWN = (32, 48)
 @cache
 def step(plan: str, rank: int = 0, **case: Any) -> OperatorLog:
     """One step of two layers on two micro-batches a rank."""
-    batch = MICRO_BATCHES * (2 if "dp2" in plan else 1)
+    batch = MICRO_BATCHES * {"dp2x2": 4, "dp2": 2}.get(plan.partition("-")[0], 1)
     return watch_step({"plan": plan, "layers": LAYERS, "batch": batch, **case}, rank, OperatorLog)
 
 
@@ -149,6 +149,11 @@ def all_reduce_grads(patch: pytest.MonkeyPatch) -> bool:
     return len(step("dp2-z1").where(REDUCE)) > 1 or not step("dp2-z1").where(SCATTER)
 
 
+def replica_reduce_once(patch: pytest.MonkeyPatch) -> bool:
+    """The blocks, and the rest, in one of the micro-batches; and the step's report of sums."""
+    return len(step("dp2x2-z3").where(REDUCE)) == LAYERS + 1 + 1
+
+
 def overlap_grad_reduce(patch: pytest.MonkeyPatch) -> bool:
     return any(before_last_matmul(step("dp2-z1"), SCATTER))
 
@@ -228,6 +233,7 @@ CHECKS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
     for check in (
         attention, fused_soft_cap, fused_elementwise, fused_norms, norm_casts, fused_loss, loss_keeps_gradient,
         early_stop_recompute, gathered_logits, dropout, fused_grad_accumulation, grad_bytes, all_reduce_grads,
+        replica_reduce_once,
         overlap_grad_reduce, overlap_param_gather, per_parameter_collectives, broadcast_updates, overlap_p2p,
         scatter_gather_p2p, joint_input_grad_reduce, overlap_tp_grad_reduce, blocking_launches,
     )

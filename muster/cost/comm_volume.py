@@ -178,17 +178,25 @@ def shard_axis_bytes(
 def replicate_axis_bytes(
     spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates, optim: OptimConfig | None = None
 ) -> Counter[str]:
-    """Return the bytes that one stage all-reduces over dp_replicate: its padded gradient shards, at every reduction."""
+    """Return the bytes that one stage all-reduces over dp_replicate: its padded gradient shards, once a step, or at
+    every reduction where the plan needs it (`Plan.reduces_replicas_once`)."""
     if plan.mesh(stage).dp_replicate == 1:
         return Counter()
-    return Counter(all_reduce=_reduced_numel(spec, plan, workload, stage, at, optim) * master_bytes(plan.precision))
+    numel = _reduced_numel(spec, plan, workload, stage, at, optim, once=plan.reduces_replicas_once)
+    return Counter(all_reduce=numel * master_bytes(plan.precision))
 
 
 def _reduced_numel(
-    spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates, optim: OptimConfig | None
+    spec: ModelSpec,
+    plan: Plan,
+    workload: Workload,
+    stage: int,
+    at: MeshCoordinates,
+    optim: OptimConfig | None,
+    once: bool = False,
 ) -> int:
     """Return the elements of the gradients that a rank reduces in a step; frozen parameters have none."""
-    is_once = _zero(spec, plan, stage) == "z1"
+    is_once = once or _zero(spec, plan, stage) == "z1"
     times = 1 if is_once else plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
     twice = not is_once and plan.vocab_parallel and spec.tied_embeddings  # after T, and after EW
 

@@ -141,6 +141,20 @@ def no_gradient_sync(module: nn.Module, zero: ZeroLevel) -> Iterator[None]:
         module.set_requires_gradient_sync(True)
 
 
+def set_replica_reduction(module: nn.Module, is_due: bool) -> None:
+    """Let the next backward under z2 or z3 all-reduce over the replicas what it and those before it have reduced to
+    shards; if it isn't due, the shards are added up."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_all_reduce(is_due)
+
+
+def drop_partial_reductions(module: nn.Module) -> None:
+    """Drop the sums of shards that wait for an all-reduce over the replicas."""
+    if isinstance(module, FSDPModule):
+        for group in _all_groups(module):
+            group._partial_reduce_output = None
+
+
 def finish_backward(module: nn.Module) -> None:
     """Process gradients that no backward made, as the end of a backward would: z2 and z3 reduce them.
 
@@ -188,8 +202,14 @@ def gradient_bytes(module: nn.Module) -> int:
         return sum(gradient.nbytes for gradient in masters.gradients())
     if not isinstance(module, FSDPModule):
         return sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
-    groups = (group for state in _state(module)._state_ctx.all_states for group in _groups(state))
-    return sum(_parameter_gradient_bytes(parameter) for group in groups for parameter in group.fsdp_params)
+    partial = [group._partial_reduce_output for group in _all_groups(module)]
+    return sum(
+        _parameter_gradient_bytes(parameter) for group in _all_groups(module) for parameter in group.fsdp_params
+    ) + sum(output.nbytes for output in partial if output is not None)
+
+
+def _all_groups(module: FSDPModule) -> Iterator[Any]:  # of a private type
+    return (group for state in _state(module)._state_ctx.all_states for group in _groups(state))
 
 
 def _parameter_gradient_bytes(parameter: Any) -> int:  # of a private type

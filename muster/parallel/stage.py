@@ -31,6 +31,7 @@ from muster.parallel.context_parallel import apply_context_parallel, keep_positi
 from muster.parallel.fsdp import (
     apply_fsdp,
     attach_local_gradients,
+    drop_partial_reductions,
     finish_backward,
     local_parameters,
     master_dtype,
@@ -38,6 +39,7 @@ from muster.parallel.fsdp import (
     no_gradient_sync,
     reduce_gradients,
     reshard,
+    set_replica_reduction,
     unshard,
 )
 from muster.parallel.master_weights import master_weights
@@ -173,6 +175,12 @@ class DecoderStage:
         self.activation_dtype = DTYPES[plan.precision]
         self.inputs: StageInputs | None = None
         self._losses = torch.zeros(2, dtype=torch.float64, device=world.device)
+        self.backwards_per_step: int | None = None
+        """Micro-batches of a step; under z2 and z3 the last one's gradients are all-reduced over the replicas, with the
+        sum of the others'."""
+        self._num_backwards = 0
+        has_replicas = plan.mesh(index).dp_replicate > 1
+        self._sums_over_replicas_once = has_replicas and strategy.zero != "z1" and plan.reduces_replicas_once
         self.vocab: VocabShard | None = None
         if has_vocab_shard(plan, index):
             ends = plan.pp_rank(0), plan.pp_rank(plan.stages_per_replica - 1)
@@ -233,6 +241,10 @@ class DecoderStage:
 
     def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
         """Add to the parameters' gradients and return that of the input (B, S, D); None on the first stage."""
+        self._count_backward()
+        return self._backward(micro_batch, gradient)
+
+    def _backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
         x, start = self._saved.pop(micro_batch)
         self._offload.discard(micro_batch)
         if start is None:
@@ -245,16 +257,24 @@ class DecoderStage:
     def backward_input(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
         """Run `backward` but for the gradients of matrices, which are left to `backward_weight`."""
         with self._weight_grads.deferring(micro_batch), no_gradient_sync(self.module, self._zero):
-            return self.backward(micro_batch, gradient)
+            return self._backward(micro_batch, gradient)
 
     def backward_weight(self, micro_batch: int) -> None:
         """Add the gradients that `backward_input` deferred."""
+        self._count_backward()
         masters = master_weights(self.module)
         if masters is None:
             self._weight_grads.flush(micro_batch)
         else:
             self._weight_grads.flush(micro_batch, masters.take_gradient)
         finish_backward(self.module)
+
+    def _count_backward(self) -> None:
+        """Let the step's last backward all-reduce over the replicas; each does where their number isn't known."""
+        self._num_backwards += 1
+        if self._sums_over_replicas_once:
+            total = self.backwards_per_step
+            set_replica_reduction(self.module, total is None or self._num_backwards % total == 0)
 
     def offload(self, micro_batch: int) -> Callable[[], None]:
         return self._offload.offload(micro_batch)
@@ -302,6 +322,8 @@ class DecoderStage:
 
     def zero_grad(self) -> None:
         """Drop the step's gradients."""
+        self._num_backwards = 0
+        drop_partial_reductions(self.module)
         self.module.zero_grad(set_to_none=True)
         for local in self.parameters.values():
             local.grad = None

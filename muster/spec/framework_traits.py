@@ -61,6 +61,9 @@ class FrameworkTraits(Frozen):
     """Under z1 each rank's complete gradients are cast to float32, all-reduced and copied back, as if every rank
     updated all parameters (Aleph Alpha's scaling: allreduce.py, optimizer.py); otherwise they are reduce-scattered in
     the accumulation dtype."""
+    replica_reduce_once: bool = False
+    """Under z2 and z3 shards of gradients are added up over the micro-batches, and all-reduced over replicas in the
+    last one's backward; otherwise in each."""
     overlap_grad_reduce: bool = True
     """Gradient reduction overlaps the last micro-batch's backward."""
     overlap_param_gather: bool = True

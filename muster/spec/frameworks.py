@@ -25,6 +25,7 @@ MUSTER = FrameworkTraits(
     norm_casts=False,
     fused_loss=False,
     loss_keeps_gradient=True,
+    replica_reduce_once=True,
     fused_grad_accumulation=False,
     overlap_grad_reduce=False,
     overlap_param_gather=False,

@@ -413,6 +413,13 @@ class Plan(Frozen):
         start = part * block * sum(shares[:whole]) + within * count_here
         return range(start, start + count_here)
 
+    @property
+    def reduces_replicas_once(self) -> bool:
+        """True if gradients are all-reduced over replicas once a step; under z2 and z3 split backwards and the
+        vocabulary's own passes reduce a part of a layer's gradients at a time, each to the end."""
+        may_split = self.schedule_entry.split_backward or self.schedule_entry.searched
+        return not may_split and not self.vocab_parallel
+
     def num_stage_micro_batches(self, stage: int, workload: Workload, dp_index: int | None = None) -> int:
         """Return the micro-batches that run through one stage in one step: replicas share them, the first takes the
         larger half. `dp_index` as in `num_micro_batches`."""

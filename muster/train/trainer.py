@@ -79,6 +79,7 @@ class Trainer:
         self._routes = make_routes(config.model, world, workload.seq_len, self.stages)
         self._tied_routes = tied_embedding_routes(config.model, world, self.stages)
         self._executor = self._make_step_executor()
+        self._set_backwards_per_step()
         self.batch_loader = BatchLoader(config, plan, world, dataset, self.stages)
         evaluation = build_program(plan, config.model, workload, train=False, data_rank=dp_index_of(plan, world.at))
         self.evaluator = Evaluator(
@@ -204,13 +205,22 @@ class Trainer:
         """Time every instruction and count bytes; afterwards parameters and optimizer are as new."""
         self.updater.state = no_step()
         self.world.heartbeat.update("profile")
+        self._set_backwards_per_step(known=False)
         profile = profile_stages(self.program, self.stages, self.world, self.handlers, self._routes)
         for stage in self.stages.values():
             stage.zero_grad()
             stage.reshard()
             stage.reset_parameters(self.config.seed)
         self.updater.reset()
+        self._set_backwards_per_step()
         return profile
+
+    def _set_backwards_per_step(self, known: bool = True) -> None:
+        """Tell the stages how many backwards a step has, or that single ones will run."""
+        dp_index = dp_index_of(self.plan, self.world.at)
+        for stage in self.stages.values():
+            count = self.plan.num_stage_micro_batches(stage.index, self.config.workload, dp_index)
+            stage.backwards_per_step = count if known else None
 
     # ------------------------------------------------------------------------------------------------------------------
     # Instructions that are no stage's own

@@ -31,6 +31,10 @@ class ParamCommunication:
         self.data, self.replicas = self.groups.data_parallel, self.groups.replicas
         self.layers = setting.layers[stage % setting.stages_per_replica]
         self.zero = self.plan.strategy(self.layers.start).zero
+        once = self.framework.replica_reduce_once and self.plan.reduces_replicas_once
+        self.backwards_per_replica_reduction = (
+            self.plan.num_stage_micro_batches(stage, setting.workload) if once and self.replicas.size > 1 else 1
+        )
         self.element_bytes = compute_bytes(self.plan.precision)
         """Bytes of an element in the dtype of the passes."""
 
@@ -71,7 +75,7 @@ class ParamCommunication:
         """Return the seconds (gather, reduce) of the parameters of some layers in each micro-batch.
 
         z3 gathers parameters, in the dtype of the compute; z2 and z3 reduce gradients, and all-reduce them over
-        replicas.
+        replicas. Where that is done once a step, each micro-batch counts its share.
         """
         gather_s = reduce_s = 0.0
         if self.zero == "z1":
@@ -82,7 +86,7 @@ class ParamCommunication:
             if self.zero == "z3":
                 gather_s += count * (all_gather_s(self.data, numel * self.element_bytes) + self._per_tensor_s())
             size = numel * self.framework.grad_bytes
-            replicas_s = all_reduce_s(self.replicas, size / self.data.size)
+            replicas_s = all_reduce_s(self.replicas, size / self.data.size) / self.backwards_per_replica_reduction
             reduce_s += count * (reduce_scatter_s(self.data, size) + replicas_s + self._per_tensor_s())
         return gather_s, reduce_s
 

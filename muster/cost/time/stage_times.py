@@ -106,11 +106,16 @@ class StageTimes:
 
     @cached_property
     def _passes(self) -> tuple[dict[str, float], dict[str, dict[str, float]], bool]:
-        key = self._key if self.zero == "z1" else (*self._key, self.groups.data_parallel, self.groups.replicas)
+        key = self._key if self.zero == "z1" else self._data_parallel_key
         known = self.placed.cache.stage_times
         if key not in known:
             known[key] = self._make_passes()
         return known[key]
+
+    @property
+    def _data_parallel_key(self) -> tuple:
+        found = self.param_communication
+        return *self._key, found.data, found.replicas, found.backwards_per_replica_reduction
 
     def _make_passes(self) -> tuple[dict[str, float], dict[str, dict[str, float]], bool]:
         share = STRAGGLER_SHARE if self.zero == "z1" else STRAGGLER_SHARE_PER_LAYER_SYNC
