@@ -29,8 +29,10 @@ class BackwardPeaks:
         self.saved = stage.saved_per_micro_batch()
         self.root = self.param_shards.other if stage.plan.vocab_parallel else self.param_shards.root
         """Parameters outside layers whose gradients the stage's own backwards compute."""
-        self.holds_replica_sums = stage.reduces_in_passes and stage.plan.mesh(stage.index).dp_replicate > 1
-        """True if sums over replicas live until a backward ends; in a step's first backward they are the gradients."""
+        has_replicas = stage.plan.mesh(stage.index).dp_replicate > 1
+        self.holds_replica_sums = stage.reduces_in_passes and has_replicas and not stage.plan.reduces_replicas_once
+        """True if sums over replicas live until a backward ends; in a step's first backward they are the gradients, and
+        those of a step's only reduction are, too."""
 
     def _bucket_bytes(self, count: int) -> int:
         """Return the bytes of `count` buckets of layers, gathered within a pass."""
