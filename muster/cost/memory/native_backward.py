@@ -331,7 +331,10 @@ class BackwardPeaks:
         if self._adds_in_place:
             # The first W makes the gradients while it frees the operands, later ones add to them.
             matrix = max((held.last_param_numel for held in layers), default=0) * self.compute_size
-            begin = PeakCandidate("head", MemoryTerms(), self.pending_gradients + max(head, matrix))
+            made = max(head, matrix)
+            # With master copies a gradient in the compute dtype is beside its sum.
+            beside = MemoryTerms(workspace=made * self.stage.has_master_copies)
+            begin = PeakCandidate("head", beside, self.pending_gradients + made // self.compute_size * self.master_size)
             return [begin, PeakCandidate("weights", deferred, self.stage.gradients)]
         made = sum(held.unsharded_numel for held in layers) * self.compute_size
         # In a step's first W the gradients that I made are pending, later on they are part of accumulated gradients.
