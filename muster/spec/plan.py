@@ -429,9 +429,18 @@ class Plan(Frozen):
 
     @property
     def hash(self) -> str:
-        """Twelve hexadecimal digits that differ when any field differs."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        """Twelve hexadecimal digits that differ when any field differs.
+
+        A field of `_ADDED_LATER` counts only with another value than its default, so that a plan keeps its hash.
+        """
+        values = self.model_dump(mode="json")
+        defaults = {key: Plan.model_fields[key].default for key in _ADDED_LATER}
+        text = json.dumps({k: v for k, v in values.items() if k not in defaults or v != defaults[k]}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+_ADDED_LATER = ("cp_comm_type",)
+"""Fields of a plan that are younger than the hashes in files."""
 
 
 def normalize_shares(shares: Sequence[int]) -> tuple[int, ...]:
