@@ -7,6 +7,8 @@ one before the last bucket, need be looked at: between them each further layer f
 the operands of its weights' gradients, from which W computes them all before it reduces them, group by group.
 """
 
+from dataclasses import replace
+
 from muster.cost.activations import mlp_activation_bytes, mlp_inner_bytes
 from muster.cost.memory.kernel_workspace import KernelWorkspace
 from muster.cost.memory.native_storage import NativeStorage
@@ -67,6 +69,18 @@ class BackwardPeaks:
         return self.param_shards.vocab.unsharded_numel * self.compute_size // (1 + both)
 
     @property
+    def _adds_head_at_once(self) -> bool:
+        """True if the gradient of the head's weight is added where it is accumulated before those of the layers are
+        computed. A tied weight's waits for that of the embedding."""
+        tied = self.stage.has_embedding and self.stage.spec.tied_embeddings
+        return self.stage.is_single_rank and not tied
+
+    @property
+    def _head_sum_bytes(self) -> int:
+        """Bytes of the head's accumulated gradient, which layers' backwards come after in a step's first backward."""
+        return self._head_bytes // self.compute_size * self.master_size if self._adds_head_at_once else 0
+
+    @property
     def pending_gradients(self) -> int:
         """Bytes of gradients that I computes: of all parameters outside layers but the head, in the master dtype."""
         root = self.root
@@ -75,11 +89,12 @@ class BackwardPeaks:
 
     def backward(self) -> list[PeakCandidate]:
         """Return the moments of B."""
-        head = 0 if self.stage.is_single_rank else self._head_bytes
+        head = 0 if self._adds_head_at_once else self._head_bytes
         base = MemoryTerms(logits=-self.saved.logits, workspace=head)
         moments = [self._head_backward(self._head_bytes)] if self.stage.has_head else self._hidden_gradient()
         for index in self._indices_of_interest():
-            moments += self._layer_backward(index, base, weights=True)
+            for moment in self._layer_backward(index, base, weights=True):
+                moments.append(replace(moment, first_gradients=moment.first_gradients + self._head_sum_bytes))
         return [*moments, self._embedding_gradient(), self._root_reduction()]
 
     def backward_input(self) -> list[PeakCandidate]:
@@ -298,7 +313,9 @@ class BackwardPeaks:
             communication=layers * self.holds_replica_sums + reducing,
             workspace=embedding * self.compute_size + self.sizes.hidden_bytes,
         )
-        return PeakCandidate("embedding", extra, 0 if self.holds_replica_sums else layers)
+        # With master copies the gradient in the compute dtype is beside its sum.
+        added = embedding * self.master_size * (stage.has_master_copies and not stage.spec.tied_embeddings)
+        return PeakCandidate("embedding", extra, 0 if self.holds_replica_sums else layers + self._head_sum_bytes + added)
 
     def tied_exchange(self) -> PeakCandidate:
         """Return the moment when the gradients of a tied embedding's copies on two ranks are exchanged.
