@@ -315,7 +315,9 @@ class BackwardPeaks:
         )
         # With master copies the gradient in the compute dtype is beside its sum.
         added = embedding * self.master_size * (stage.has_master_copies and not stage.spec.tied_embeddings)
-        return PeakCandidate("embedding", extra, 0 if self.holds_replica_sums else layers + self._head_sum_bytes + added)
+        return PeakCandidate(
+            "embedding", extra, 0 if self.holds_replica_sums else layers + self._head_sum_bytes + added
+        )
 
     def tied_exchange(self) -> PeakCandidate:
         """Return the moment when the gradients of a tied embedding's copies on two ranks are exchanged.
