@@ -262,3 +262,30 @@ def test_experts_without_zero_lie_on_ranks_that_share_them(tmp_path: Path, capsy
     config, said = imported(tmp_path, capsys, "gpt.sh", text.replace("2>&1 | tee log.txt\n", ""))
     assert format_plan_name(config.parallel).startswith("dp2x4-pp2v4-ep4-")
     assert not [reason for reason in said["refused"] if "home" in reason or "doesn't divide" in reason]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kind", "left"),
+    [
+        ("gpt.sh", MEGATRON.rstrip() + " --context-parallel-size 2 --cp-comm-type a2a\n", "a2a", []),
+        ("gpt.sh", MEGATRON.rstrip() + " --context-parallel-size 2\n", "p2p", []),
+        ("gpt.sh", MEGATRON.rstrip() + " --context-parallel-size 2 --cp-comm-type a2a+p2p\n", "p2p", ["cp-comm-type"]),
+        ("job.toml", TITAN.replace("[activation", "context_parallel_degree = 2\n[activation"), "all_gather", []),
+        (
+            "job.toml",
+            TITAN.replace(
+                "[activation",
+                'context_parallel_degree = 2\ncontext_parallel_rotate_method = "alltoall"\n[activation',
+            ),
+            "p2p",
+            [],
+        ),
+    ],
+)
+def test_the_communication_of_context_parallelism(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, kind: str, left: list[str]
+) -> None:
+    config, said = imported(tmp_path, capsys, name, text, "--nproc", "64")
+    assert (config.parallel.cp, config.parallel.cp_comm_type) == (2, kind)
+    dropped = [one["option"] for one in said["not_carried"]]
+    assert [option for option in dropped if "comm" in option or "context" in option] == left

@@ -4,11 +4,12 @@ Names and defaults are those of github:NVIDIA/Megatron-LM, megatron/training/arg
 """
 
 from math import lcm
-from typing import Any
+from typing import Any, get_args
 
 from muster.interop.conversion import ConfigConversion, infer_dp_size
 from muster.interop.shell_options import parse_shell_options
 from muster.spec.errors import ConfigError
+from muster.spec.plan import CpCommType
 
 PROGRAM = "Megatron-LM"
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
@@ -136,6 +137,16 @@ def _experts(found: ConfigConversion) -> None:
 # The plan
 
 
+def _context_parallel(found: ConfigConversion, cp: int) -> None:
+    given = found.take("cp-comm-type", "p2p")  # one for all layers, or a list with one for each
+    kinds = {str(one) for one in given} if isinstance(given, list) else {str(given)}
+    if kinds <= set(get_args(CpCommType)) and len(kinds) == 1:
+        if cp > 1:
+            found.put("parallel.cp_comm_type", *kinds, "cp-comm-type")
+    else:
+        found.drop("cp-comm-type", f"all layers have one of {', '.join(get_args(CpCommType))}; p2p is taken")
+
+
 def _plan(found: ConfigConversion, nproc: int | None) -> None:
     sizes: dict[str, int] = {}
     for key, option in (
@@ -146,6 +157,7 @@ def _plan(found: ConfigConversion, nproc: int | None) -> None:
         ("etp", "expert-tensor-parallel-size"),
     ):
         sizes[key] = found.copy_number(f"parallel.{key}", option, 1)
+    _context_parallel(found, sizes["cp"])
     ranks = infer_dp_size(found, nproc or _world(found), sizes["tp"] * sizes["pp"] * sizes["cp"])
     zero = "z1" if found.take("use-distributed-optimizer") else None
     zero = _SHARDING.get(str(found.take("data-parallel-sharding-strategy")), zero)

@@ -85,6 +85,11 @@ def _plan(found: ConfigConversion, nproc: int | None, layers: int) -> None:
     degree: dict[str, int] = {}
     for key, option in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context"), ("ep", "expert")):
         degree[key] = found.copy_number(f"parallel.{key}", f"{_PARALLEL}{option}_parallel_degree", 1)
+    rotation = str(found.take(_PARALLEL + "context_parallel_rotate_method", "allgather"))
+    if degree["cp"] > 1:
+        # PyTorch's alltoall passes keys and values around a ring, each hop an all-to-all.
+        kind = "all_gather" if rotation == "allgather" else "p2p"
+        found.put("parallel.cp_comm_type", kind, _PARALLEL + "context_parallel_rotate_method")
     found.copy_number("parallel.etp", _PARALLEL + "expert_tensor_parallel_degree")
     replicas = found.copy_number("parallel.dp_replicate", _PARALLEL + "data_parallel_replicate_degree", 1)
     shards = found.number(_PARALLEL + "data_parallel_shard_degree", -1)
