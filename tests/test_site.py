@@ -142,6 +142,8 @@ def test_tables_of_keys_are_those_of_the_code(page: str) -> None:
 
 def test_every_key_of_a_run_file_is_explained() -> None:
     text = (DOCS / "run-file-keys.md").read_text()
+    version = RunConfig.model_fields["version"].default
+    assert f"\n| `version` | {version} | `{version}` |" in text
     shape = ConfigSchema(RunConfig)
     parts = [name for name in shape.root["$defs"] for name in shape.root["$defs"][name].get("properties", {})]
     keys = {path.rpartition(".")[2] for path in shape.paths()} | set(parts)
