@@ -207,7 +207,7 @@ class MemoryBudget:
         fitter, may_offload = self._fitter(plan)
         added_s = fitter.added_s(excess) if len(fitter.policies) > 1 else None
         if added_s is None:
-            return self._with_uniform_fits(fitter, self._all_recomputed(fitter)), max(*excess, host_excess)
+            return self._with_uniform_fits(fitter, self._smallest(fitter)), max(*excess, host_excess)
         return PendingFit(fitter, may_offload, excess, cache, added_s), max(*excess, host_excess)
 
     def _fitter(self, plan: Plan) -> tuple[MemoryFitter, bool]:
@@ -243,7 +243,7 @@ class MemoryBudget:
                 found.append(changed)
             if changed is not None and not fitter.waits:
                 break  # copies that no pass waits for cost nothing: fewer policies give no faster plan
-        return self._with_uniform_fits(fitter, found or self._all_recomputed(fitter))
+        return self._with_uniform_fits(fitter, found or self._smallest(fitter))
 
     def _with_uniform_fits(self, fitter: MemoryFitter, found: list[Plan]) -> list[Plan]:
         """Return what was found; where simple plans are wanted, those of it and of `uniform_fits` that are."""
@@ -274,19 +274,16 @@ class MemoryBudget:
         except InfeasibleError:  # nothing that it offloads is saved for long enough
             return False
 
-    def _all_recomputed(self, fitter: MemoryFitter) -> list[Plan]:
-        """Return the plan with all layers recomputed as far as allowed, if that fits.
+    def _smallest(self, fitter: MemoryFitter) -> list[Plan]:
+        """Return the plan with all layers recomputed as far as allowed, and the one with the policies that free most,
+        where they fit.
 
-        It may fit although no choice of the fitter does, which knows the memory of layers but for what lives within a
+        They may fit although no choice of the fitter does, which knows the memory of layers but for what lives within a
         pass only.
         """
-        changed = with_policy(fitter.plan, fitter.policies[fitter.full_recompute])
-        fits = (
-            fitter.full_recompute > 0
-            and not (self.request.runnable and unsupported_features(changed))
-            and self.fits(changed)
-        )
-        return [changed] if fits else []
+        plans = [with_policy(fitter.plan, fitter.policies[fitter.full_recompute]), fitter.fit_most()]
+        changed = [plan for plan in dict.fromkeys(plans) if plan != fitter.plan]
+        return [plan for plan in changed if self._fits_and_runs(plan)]
 
     def _fit_within(
         self, fitter: MemoryFitter, excess_bytes: list[float], policies: list[LayerPolicy], cache: StageMemoryCache

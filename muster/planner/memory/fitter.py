@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import combinations, groupby
 from math import comb, inf
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -195,6 +196,17 @@ class MemoryFitter:
         where none do."""
         choices = self._choices(excess_bytes, policies)
         return None if choices is None else self._plan_of(choices, policies)
+
+    def fit_most(self) -> Plan:
+        """Return the plan with the policies by layer that free the most memory on each pipeline rank."""
+        indices = tuple(range(len(self.policies)))
+        choices: list[Choice] = []
+        for stages in self.ranks:
+            smallest = [min(layers.options(indices), key=attrgetter("memory_bytes")) for layers in stages]
+            memory_bytes = sum(option.memory_bytes for option in smallest)
+            time_s = sum(option.time_s for option in smallest)
+            choices.append(Choice(time_s, memory_bytes, tuple(option.label for option in smallest)))
+        return self._plan_of(choices, self.policies)
 
     def fit_with_less_offload(self, excess_bytes: Sequence[float], policies: Sequence[LayerPolicy]) -> Plan | None:
         """Return a plan that frees as much in the same time, and copies the least.
