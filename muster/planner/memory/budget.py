@@ -281,6 +281,8 @@ class MemoryBudget:
         They may fit although no choice of the fitter does, which knows the memory of layers but for what lives within a
         pass only.
         """
+        if len(fitter.policies) == 1:
+            return []
         plans = [with_policy(fitter.plan, fitter.policies[fitter.full_recompute]), fitter.fit_most()]
         changed = [plan for plan in dict.fromkeys(plans) if plan != fitter.plan]
         return [plan for plan in changed if self._fits_and_runs(plan)]
