@@ -212,6 +212,53 @@ def test_a_run_file_brings_its_optimizer(tmp_path):
     assert found["adamw"].step_time_s == predict_input("llama3-8b", "4xh100", "dp4-z1").step_time_s
 
 
+RUN_FILE = """
+model: tiny
+parallel: dp4-mb1-z1-fp32
+data: {source: python-stdlib}
+train: {steps: 9, seq_len: 64, global_batch_size: 4}
+optim: {lr: 1e-3, ema_decay: 0.9, freeze: "embed.*,layers.[01].*"}
+"""
+
+
+def test_a_run_file_is_its_own_step(tmp_path, capsys):
+    """Model, lengths, precision, average and frozen layers are the run's; a flag goes before its value."""
+    file = tmp_path / "config.yaml"
+    file.write_text(RUN_FILE)
+    ask = ["predict", "--cluster", "4xh100", "--plan", str(file), "--json"]
+    found = {}
+    for name, flags in {"own": [], "same": ["--model", "tiny"], "other": ["--seq-len=32", "--global-batch=8"]}.items():
+        assert main([*ask, *flags]) == 0
+        found[name] = json.loads(capsys.readouterr().out)
+    own = found["own"]
+    assert (own["model"], own["seq_len"], own["global_batch_size"], own["plan"]) == ("tiny", 64, 4, "dp4-mb1-z1-fp32")
+    assert found["same"] == own
+    assert (found["other"]["seq_len"], found["other"]["global_batch_size"]) == (32, 8)
+    frozen = predict_input(None, "4xh100", file).forecast.fullest.terms.optimizer
+    file.write_text(RUN_FILE.replace(", freeze:", "}\n#"))
+    trained = predict_input(None, "4xh100", file).forecast.fullest.terms.optimizer
+    file.write_text(RUN_FILE.replace("ema_decay: 0.9, ", ""))
+    assert predict_input(None, "4xh100", file).forecast.fullest.terms.optimizer < frozen < trained
+
+
+@pytest.mark.parametrize(
+    ("flags", "content", "words"),
+    [
+        (["--model", "llama3-8b"], RUN_FILE, "--model llama3-8b is not the model that {file} trains, tiny: leave --model"),
+        ([], "parallel: dp4", "--model is missing: expected for example --model llama3-8b, or a run file"),
+        ([], RUN_FILE.replace("seq_len", "seqlen"), "train.seqlen: unknown key; did you mean 'seq_len'?"),
+        ([], RUN_FILE.replace("embed.*", "nothing.*"), "optim.freeze: no parameter is called 'nothing.*'"),
+    ],
+)
+def test_a_run_file_that_is_no_step_is_one_sentence(flags, content, words, tmp_path, capsys):
+    file = tmp_path / "config.yaml"
+    file.write_text(content)
+    assert main(["predict", "--cluster", "4xh100", "--plan", str(file), *flags]) == 2
+    said = capsys.readouterr().err
+    assert words.format(file=file) in said
+    assert said.count("\n") == 1
+
+
 def test_times_are_made_once_for_many_predictions():
     """The planner's way: the same program under several times."""
     plan, cluster = parse_plan_name("dp2-pp4"), load_cluster("8xh100")

@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from muster.api.defaults import MICRO_BATCHES_PER_PIPELINE_RANK, SEQ_LEN
-from muster.config.load_config import load_any_plan, load_optimizer
+from muster.config.freezing import check_patterns
+from muster.config.load_config import PlanInput, load_plan_input
 from muster.config.local_machine import cluster_by_name
 from muster.config.named_model import HF_PREFIX, load_model
-from muster.config.optim_config import OptimConfig
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
-from muster.spec.plan_name import parse_plan_name
+from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.spec.unit_slips import UnitWarning, unit_slips
 from muster.spec.workload import Workload
 
@@ -37,17 +37,38 @@ def resolve_cluster(value: str | Path | ClusterSpec) -> ClusterSpec:
     return found
 
 
-def resolve_plan_input(value: str | Path | Plan) -> Plan:
-    """Return the plan of a short name or of a file. Raises ConfigError."""
+def resolve_plan_input(value: str | Path | Plan) -> PlanInput:
+    """Return the plan of a short name or of a file, with what a run file says of the step beside it. Raises
+    ConfigError."""
     if isinstance(value, Plan):
-        return value
+        return PlanInput(value)
     require_text("plan", value, "a plan's name such as dp2-pp2, a file or a Plan")
-    return load_any_plan(Path(value)) if _is_file(value) else parse_plan_name(str(value))
+    return load_plan_input(Path(value)) if _is_file(value) else PlanInput(parse_plan_name(str(value)))
 
 
-def resolve_optimizer_input(plan: str | Path | Plan) -> OptimConfig | None:
-    """Return the optimizer of a run file that is given as a plan; None for other plans. Raises ConfigError."""
-    return None if isinstance(plan, Plan) or not _is_file(plan) else load_optimizer(Path(plan))
+def resolve_planned_model(
+    model: str | Path | ModelSpec | None, plan: str | Path | Plan, given: PlanInput
+) -> ModelSpec:
+    """Return the model to predict: the given one, or that of the run file that `plan` names.
+
+    Raises ConfigError where there is none, where the two differ, or where the run freezes parameters that it lacks.
+    """
+    if model is None and given.model is None:
+        raise ConfigError("--model is missing: expected for example --model llama3-8b, or a run file as --plan")
+    spec = given.model if model is None else resolve_model(model)
+    assert spec is not None
+    if given.model is not None and spec.model_copy(update={"name": given.model.name}) != given.model:
+        its = given.model.name if given.model.name != spec.name else f"{spec.name} with other values"
+        raise ConfigError(
+            f"--model {spec.name} is not the model that {plan} trains, {its}: leave --model out, or give the plan alone,"
+            f" --plan {format_plan_name(given.plan)}"
+        )
+    if given.optim is not None and given.optim.freeze:
+        try:
+            check_patterns(given.optim, spec)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    return spec
 
 
 def _is_file(plan: str | Path) -> bool:

@@ -13,8 +13,8 @@ from muster.api.inputs import (
     require_text,
     resolve_cluster,
     resolve_model,
-    resolve_optimizer_input,
     resolve_plan_input,
+    resolve_planned_model,
 )
 from muster.planner.answer import PlanAnswer, answer_request
 from muster.planner.request import OBJECTIVES, Objective, PlanRequest, build_request
@@ -204,7 +204,7 @@ def _resolve_framework(framework: str | FrameworkTraits, cluster: ClusterSpec) -
 
 
 def predict(
-    model: str | Path | ModelSpec,
+    model: str | Path | ModelSpec | None,
     cluster: str | Path | ClusterSpec,
     plan: str | Path | Plan,
     *,
@@ -216,13 +216,17 @@ def predict(
     """Predict a plan's step: its time, where the time goes, and each rank's memory; the arguments are the flags of
     `muster predict`.
 
+    A run file that is given as the plan also supplies model, sequence length, batch and optimizer where these are None.
     `compile`: as the plan says where it is None. `.to_json()` is the verb's JSON. If the plan doesn't fit in memory,
     `.fits` is False. Raises ConfigError, InfeasibleError.
     """
-    spec, spread = resolve_model(model), resolve_plan_input(plan)
+    given = resolve_plan_input(plan)
+    spec, spread = resolve_planned_model(model, plan, given), given.plan
     if compile is not None:
         spread = spread.model_copy(update={"compile": compile})
-    workload = default_workload(spread, default_seq_len(seq_len, spec), global_batch)
+    length = given.seq_len if seq_len is None else seq_len
+    batch = given.global_batch_size if global_batch is None else global_batch
+    workload = default_workload(spread, default_seq_len(length, spec), batch)
     devices = resolve_cluster(cluster)
     return predict_plan(
         spec,
@@ -230,5 +234,5 @@ def predict(
         workload,
         devices,
         framework=_resolve_framework(framework, devices),
-        optim=resolve_optimizer_input(plan),
+        optim=given.optim,
     )

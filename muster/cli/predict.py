@@ -30,7 +30,7 @@ def run(arguments: list[str]) -> int:
         from muster.report.page import write_page
         from muster.report.prediction import prediction_page
 
-        write_page(args.html, prediction_page(prediction, f"{args.model} on {args.cluster}", training))
+        write_page(args.html, prediction_page(prediction, f"{prediction.model.name} on {args.cluster}", training))
     if args.json:
         from muster.report.training import prediction_json
 
@@ -44,18 +44,22 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(
         "predict",
         "Predict step time, throughput and memory of a plan from the specification of a cluster.",
-        usage="muster predict --model M --cluster C --plan PLAN [flags]",
+        usage="muster predict [--model M] --cluster C --plan PLAN [flags]",
         epilog="With a cluster file of muster profile, the measured times of that machine are used.",
     )
     add = parser.add_argument
-    add("--plan", metavar="PLAN", help="plan: a name such as dp8-tp4-pp2, a plan file or a run file")
+    add(
+        "--plan",
+        metavar="PLAN",
+        help="plan: a name such as dp8-tp4-pp2, a plan file, or a run file, whose model, step and optimizer it takes, too",
+    )
     add_planning_flags(parser, f"{MICRO_BATCHES_PER_PIPELINE_RANK} micro-batches per pipeline rank")
     add_training_flags(parser)
     add("--json", action="store_true", help="print one JSON object")
     add("--trace", type=Path, metavar="FILE", help="write the step as a trace for Perfetto or chrome://tracing")
     add("--html", type=Path, metavar="FILE", help="write the prediction as a page")
     args = parser.parse(arguments)
-    require_flags(args, {"model": "llama3-8b", "cluster": "64xh100", "plan": "dp8-tp4-pp2"})
+    require_flags(args, {"cluster": "64xh100", "plan": "dp8-tp4-pp2"})
     return args
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from muster.catalog import names
 from muster.config.config_layers import (
@@ -18,7 +18,7 @@ from muster.config.config_layers import (
 from muster.config.merge import AUTO_FIELDS, MergedConfig, coerce_value, run_schema, unique_plugins
 from muster.config.migrations import migrate
 from muster.config.optim_config import OptimConfig
-from muster.config.run_config import RunConfig
+from muster.config.run_config import RunConfig, TrainConfig
 from muster.config.run_length import steps_from_epochs, steps_from_tokens
 from muster.config.run_paths import with_absolute_paths
 from muster.config.step_law import STEP_LAW_SOURCE, derived_value_line, step_law_values
@@ -28,6 +28,7 @@ from muster.plugins.registry import find_component
 from muster.spec.config_errors import ConfigSchema, config_error
 from muster.spec.dotted_keys import flatten, unflatten
 from muster.spec.errors import ConfigError
+from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 
@@ -145,11 +146,23 @@ def load_plan(path: Path) -> Plan:
     return _plan_in(current_layer("plan", read_file_layer(path)))
 
 
-def load_any_plan(path: Path) -> Plan:
-    """Load the plan in a plan.yaml or below `parallel` in a run file, which may lack data. Raises ConfigError."""
+@dataclass(frozen=True, slots=True)
+class PlanInput:
+    """A plan that was given as a file, and what a run file says of the step beside it; None where it says nothing."""
+
+    plan: Plan
+    model: ModelSpec | None = None
+    seq_len: int | None = None
+    global_batch_size: int | None = None
+    optim: OptimConfig | None = None
+
+
+def load_plan_input(path: Path) -> PlanInput:
+    """Load a plan.yaml, or the plan and the step of a run file, which may lack data and anything else. Raises
+    ConfigError."""
     layer = read_file_layer(path)
-    if not any(key.partition(".")[0] in ("parallel", "extends") for key in layer.values):
-        return load_plan(path)
+    if not any(key.partition(".")[0] in _RUN_SECTIONS for key in layer.values):
+        return PlanInput(load_plan(path))
     merged = MergedConfig()
     for below in _chain(layer, [str(path.resolve())]):
         merged.add(below)
@@ -158,26 +171,38 @@ def load_any_plan(path: Path) -> Plan:
             f"{path} leaves its plan to 'auto', which chooses it when the run starts:"
             " give a plan's name, or the plan.yaml of the run directory"
         )
-    origins = {key.removeprefix("parallel."): origin for key, origin in merged.origins.items()}
-    values = {key.removeprefix("parallel."): value for key, value in merged.values.items() if key[:9] == "parallel."}
-    return _plan_of(values, ConfigSchema(Plan), origins)
+    merged.resolve_paths()
+    _put_steps(merged)
+    for key, (value, origin) in step_law_values(merged.values).items():
+        merged.put(key, value, origin)
+    train = _section(merged, "train", TrainConfig, {"steps": 1, "seq_len": 1, "global_batch_size": 1})
+    return PlanInput(
+        _section(merged, "parallel", Plan, {}) or Plan(),
+        _section(merged, "model", ModelSpec, {}),
+        train.seq_len if train is not None and "train.seq_len" in merged.values else None,
+        train.global_batch_size if train is not None and "train.global_batch_size" in merged.values else None,
+        _section(merged, "optim", OptimConfig, {"lr": 1.0}),
+    )
 
 
-def load_optimizer(path: Path) -> OptimConfig | None:
-    """Load the optimizer of a run file; None for a file that says nothing of it, such as a plan.yaml. Raises
-    ConfigError."""
-    layer = read_file_layer(path)
-    if not any(key.partition(".")[0] in ("optim", "extends") for key in layer.values):
+_RUN_SECTIONS = frozenset(RunConfig.model_fields) - {"version"} | {"extends"}
+"""First parts of keys that a run file has, and a plan.yaml has not."""
+
+_Section = TypeVar("_Section", bound=BaseModel)
+
+
+def _section(
+    merged: MergedConfig, name: str, kind: type[_Section], stand_ins: Mapping[str, object]
+) -> _Section | None:
+    """Return a section of a run file, with stand-ins for what it must have; None where the file says nothing of it."""
+    prefix = f"{name}."
+    values = {key.removeprefix(prefix): value for key, value in merged.values.items() if key.startswith(prefix)}
+    if not values:
         return None
-    merged = MergedConfig()
-    for below in _chain(layer, [str(path.resolve())]):
-        merged.add(below)
-    origins = {key.removeprefix("optim."): origin for key, origin in merged.origins.items()}
-    values = {key.removeprefix("optim."): value for key, value in merged.values.items() if key[:6] == "optim."}
     try:
-        return OptimConfig.model_validate({"lr": 1.0} | unflatten(values))  # a file may lack the learning rate
+        return kind.model_validate({**stand_ins, **unflatten(values)})
     except ValidationError as error:
-        raise config_error(error, ConfigSchema(OptimConfig), origins) from None
+        raise config_error(error, run_schema(), merged.origins, name) from None
 
 
 def _plan_in(layer: ConfigLayer) -> Plan:
