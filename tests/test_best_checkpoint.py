@@ -97,6 +97,10 @@ def test_the_best_checkpoint_is_kept_and_named(tmp_path: Path) -> None:
     assert named_checkpoint(tmp_path / "run@6") == checkpoint_path(root, 6)
     with pytest.raises(ConfigError, match="has those of steps 2, 4, 6, 8"):
         named_checkpoint(tmp_path / "run@5")
+    with pytest.raises(ConfigError, match="run@emma: expected .*run@best, .*run@STEP or .*run@ema; did you mean 'ema'"):
+        named_checkpoint(tmp_path / "run@emma")
+    with pytest.raises(ConfigError, match="the average comes last, write .*run@best@ema"):
+        named_checkpoint(tmp_path / "run@ema@best")
 
 
 @pytest.mark.parametrize(

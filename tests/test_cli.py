@@ -124,6 +124,12 @@ def test_where_torch_is_needed_and_missing_the_sentence_says_so(tmp_path, argume
         ("program --check nowhere.txt", 2, "can't read nowhere.txt: No such file or directory"),
         ("verify", 2, "nothing to verify: expected a run file or --preset NAME"),
         ("verify nowhere.yaml", 2, "there is no file nowhere.yaml"),
+        (
+            "verify --preset tiny --parallel cp2",
+            2,
+            "--parallel: plans to verify are given with --against, here --against cp2",
+        ),
+        ("verify --preset tiny --against cp2,dp2", 2, "expected spaces between plans: --against cp2 dp2"),
         ("verify --preset tiny --against", 2, "argument --against: expected at least one argument"),
         ("verify --preset tiny --against dq2", 2, "unknown part 'dq2'; did you mean 'dp2'?"),
         ("verify --preset tiny --against dp2 pp9", 3, "it has 9 stages, but the model has only 8 layers"),

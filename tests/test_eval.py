@@ -146,7 +146,16 @@ def test_the_command_starts_the_processes_of_its_plan(directory, tmp_path, monke
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [
-        (("--plan", "pp2"), 3, "can't evaluate: only dp and tp can distribute it so far; nearest: dp1-mb1-fp32"),
+        (
+            ("--plan", "dp3-tp2-z1-cp2"),
+            3,
+            "with cp2, z1: only dp and tp can distribute it so far; nearest: dp3-tp2-mb1-fp32",
+        ),
+        (
+            ("--plan", "pp2"),
+            3,
+            "can't evaluate with pp2: only dp and tp can distribute it so far; nearest: dp1-mb1-fp32",
+        ),
         (("--plan", "dp2-bf16", "--precision", "fp32"), 2, "--precision fp32 and --plan dp2-bf16 give two precisions"),
         (("--plan", "tp3"), 3, "tp 3 doesn't divide the model's"),
     ],

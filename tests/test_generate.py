@@ -192,7 +192,7 @@ def test_a_directory_of_another_program_is_run_as_it_is_stored(dtype: str, tmp_p
         (["WHOLE", "--prompt", "x" * 65], 2, "a prompt has 65 tokens, but the model was trained on sequences of 64"),
         (["WHOLE", "--prompt", ""], 2, "a prompt of at least one token"),
         (["WHOLE", "--plan", "tq2"], 2, "unknown part 'tq2'; did you mean 'tp2'"),
-        (["WHOLE", "--plan", "pp2-tp2"], 3, "only tp can distribute it so far; nearest: tp2-mb1-fp32"),
+        (["WHOLE", "--plan", "pp2-tp2"], 3, "with pp2: only tp can distribute it so far; nearest: tp2-mb1-fp32"),
         (
             ["WHOLE", "--plan", "tp3"],
             3,

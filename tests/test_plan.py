@@ -253,7 +253,7 @@ def test_a_plan_names_a_schedule_that_exists(tmp_path):
         ("pp3-l4.0.4", 3, "stage 1 has no layers"),
         ("tp3", 3, "tp 3 doesn't divide the model's 4 heads and 2 key/value heads: legal are 1, 2, 4"),
         ("tp8", 8, "tp 8 doesn't divide the model's 4 heads and 2 key/value heads: legal are 1, 2, 4"),
-        ("cp3", 3, "seq_len 64 is not a multiple of 6"),
+        ("cp3", 3, "seq_len 64 is not a multiple of 6 (two for each rank of cp 3), as 60 or 66 would be"),
         ("dp2-sp", 2, "sp shards sequences over the tp ranks, but tp is 1"),
         ("dp2-ep2", 2, "the model has none"),
         ("dp2-z1-uneven3.2", 2, "24 is not a multiple of 5 (sum of uneven_micro_batches 5 × micro_batch_size 1)"),

@@ -559,7 +559,7 @@ def test_the_table_fits_80_columns(capsys) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--require", "tp3"], 3, "4 devices are not a multiple of 3; there are plans without tp3"),
+        (["--require", "tp 3"], 3, "4 devices are not a multiple of 3; there are plans without tp3"),
         (["--require", "pp64"], 3, "pp 64"),
         (["--memory-limit", "1M"], 3, "all of it that may be used is 3.81 MiB"),
         (["--cluster", "0xh100"], 2, "at least one device"),

@@ -15,11 +15,13 @@ from muster.config.cluster_files import load_cluster
 from muster.config.named_model import load_model
 from muster.cost.time.op_times import OpTimes, P2PTime
 from muster.cost.time.plan_times import plan_times
+from muster.report.prediction import prediction_lines
 from muster.schedule.build import build_program
 from muster.simulate.breakdown import breakdown
 from muster.simulate.predict import predict
 from muster.spec.device import LinkSpec, Nics
 from muster.spec.errors import InfeasibleError
+from muster.spec.frameworks import framework_named
 from muster.spec.model import ModelSpec
 from muster.spec.plan import LayerStrategy, Plan
 from muster.spec.plan_name import parse_plan_name
@@ -83,16 +85,29 @@ def test_one_device_waits_for_no_world(capsys):
     assert "waiting for" not in capsys.readouterr().out
 
 
-def test_a_plan_that_does_not_fit_says_why():
-    for name, words in (
-        ("dp4", "it needs 4 devices (dp_shard 4), but there are 8"),
-        ("tp8", "tp 8 doesn't divide the model's 4 heads"),
-        ("dp8-mb3", "global_batch_size 32 is not a multiple of 24"),
-        ("pp8v2-sinterleaved", "it has 16 stages, but the model has only 8 layers"),
+def test_a_refused_plan_says_why():
+    """The cluster is named only where it is a reason."""
+    advice = "; give a plan for 8 devices, or --cluster 4xh100"
+    for name, refusal, words in (
+        ("dp4", "doesn't fit 8xh100", f"it needs 4 devices (dp_shard 4), but there are 8{advice}"),
+        ("tp2-pp2-pv-cp3", "doesn't fit 8xh100", "seq_len 64 is not a multiple of 6"),
+        ("tp8", "can't be used", "tp 8 doesn't divide the model's 4 heads"),
+        ("cp8-mb1-pv", "can't be used", "post_validation lets pipeline ranks step"),
+        ("dp8-mb3", "can't be used", "global_batch_size 32 is not a multiple of 24"),
+        ("pp8v2-sinterleaved", "can't be used", "it has 16 stages, but the model has only 8 layers"),
     ):
-        with pytest.raises(InfeasibleError, match="doesn't fit 8xh100") as error:
+        with pytest.raises(InfeasibleError, match=f" {refusal}: ") as error:
             predict(SMALL, parse_plan_name(name), WORKLOAD, load_cluster("8xh100"))
         assert words in str(error.value)
+
+
+def test_what_the_runtime_cannot_run_yet_is_said():
+    ask = (SMALL, Plan(cp=8, compile=True), WORKLOAD, load_cluster("8xh100"))
+    one = predict(*ask)
+    assert any("compile with context parallelism" in sentence for sentence in one.to_json()["not_yet"])
+    assert f"not yet   {one.not_yet[0]}" in prediction_lines(one)
+    assert predict(*ask, framework=framework_named("torchtitan")).not_yet == []
+    assert "not yet" not in "".join(prediction_lines(predict(SMALL, Plan(dp_shard=8), *ask[2:])))
 
 
 def test_what_is_unknown_is_none():
@@ -244,7 +259,11 @@ def test_a_run_file_is_its_own_step(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "content", "words"),
     [
-        (["--model", "llama3-8b"], RUN_FILE, "--model llama3-8b is not the model that {file} trains, tiny: leave --model"),
+        (
+            ["--model", "llama3-8b"],
+            RUN_FILE,
+            "--model llama3-8b is not the model that {file} trains, tiny: leave --model",
+        ),
         ([], "parallel: dp4", "--model is missing: expected for example --model llama3-8b, or a run file"),
         ([], RUN_FILE.replace("seq_len", "seqlen"), "train.seqlen: unknown key; did you mean 'seq_len'?"),
         ([], RUN_FILE.replace("embed.*", "nothing.*"), "optim.freeze: no parameter is called 'nothing.*'"),

@@ -46,9 +46,7 @@ def resolve_plan_input(value: str | Path | Plan) -> PlanInput:
     return load_plan_input(Path(value)) if _is_file(value) else PlanInput(parse_plan_name(str(value)))
 
 
-def resolve_planned_model(
-    model: str | Path | ModelSpec | None, plan: str | Path | Plan, given: PlanInput
-) -> ModelSpec:
+def resolve_planned_model(model: str | Path | ModelSpec | None, plan: str | Path | Plan, given: PlanInput) -> ModelSpec:
     """Return the model to predict: the given one, or that of the run file that `plan` names.
 
     Raises ConfigError where there is none, where the two differ, or where the run freezes parameters that it lacks.
@@ -60,8 +58,8 @@ def resolve_planned_model(
     if given.model is not None and spec.model_copy(update={"name": given.model.name}) != given.model:
         its = given.model.name if given.model.name != spec.name else f"{spec.name} with other values"
         raise ConfigError(
-            f"--model {spec.name} is not the model that {plan} trains, {its}: leave --model out, or give the plan alone,"
-            f" --plan {format_plan_name(given.plan)}"
+            f"--model {spec.name} is not the model that {plan} trains, {its}: leave --model out, or give the plan"
+            f" alone, --plan {format_plan_name(given.plan)}"
         )
     if given.optim is not None and given.optim.freeze:
         try:

@@ -1,5 +1,6 @@
 """Python forms of `muster plan` and `muster predict`: typed results, and exceptions instead of exit codes."""
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,7 @@ def plan_request(
         hint = did_you_mean(str(objective), OBJECTIVES)
         raise ConfigError(f"objective: expected one of {', '.join(OBJECTIVES)}, got {objective!r}{hint}")
     require_text("require", require, "parts of a plan's name such as tp2-z1")
+    require = re.sub(r"(^|-)([a-z]+) +(?=\d)", r"\1\2", require)  # `tp 2`, as answers have it, for `tp2`
     if precision is not None:
         require_text("precision", precision, "a precision such as bf16")
     spec, devices = resolve_model(model), resolve_cluster(cluster)

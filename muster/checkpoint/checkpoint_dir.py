@@ -17,6 +17,7 @@ from typing import NamedTuple
 from muster.checkpoint.manifest import MANIFEST, read_manifest
 from muster.config.yaml_writer import fsync_directory, write_durably
 from muster.spec.errors import ConfigError, MusterError
+from muster.spec.suggest import did_you_mean
 
 LATEST = "latest"
 BEST = "best"
@@ -38,8 +39,16 @@ def named_checkpoint(path: Path) -> Path:
     Raises ConfigError where the run has no such checkpoint.
     """
     run, at, name = str(path).rpartition("@")
-    if not at or path.exists() or not (name == BEST or name.isdecimal()):
+    if not at or path.exists():
         return path
+    if run.endswith(f"@{AVERAGE}") and (name == BEST or name.isdecimal()):
+        first = run.removesuffix(f"@{AVERAGE}")
+        raise ConfigError(f"{path}: the average comes last, write {first}@{name}@{AVERAGE}")
+    if not (name == BEST or name.isdecimal()):
+        if "/" in name or not Path(run).is_dir():
+            return path
+        legal = f"expected {run}@{BEST}, {run}@STEP or {run}@{AVERAGE}"
+        raise ConfigError(f"there is no checkpoint {path}: {legal}{did_you_mean(name, (BEST, AVERAGE))}")
     root = Path(run) / "checkpoints"
     found = (root / BEST).resolve() if name == BEST else checkpoint_path(root, int(name))
     if found.is_dir():

@@ -68,7 +68,12 @@ def _run_tasks(args: argparse.Namespace) -> int:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("eval", "Compute a trained model's loss and perplexity on validation or other data, or run tasks.")
-    parser.add_argument("place", type=Path, metavar="RUN|DIR", help="a run, a checkpoint, or a Hugging Face directory")
+    parser.add_argument(
+        "place",
+        type=Path,
+        metavar="RUN|DIR",
+        help="a run, a checkpoint of it (RUN@best, RUN@STEP), its average (RUN@ema), or a Hugging Face directory",
+    )
     parser.add_argument("--source", metavar="SOURCE", help="data to use instead of the run's validation split")
     parser.add_argument("--tokenizer", metavar="T", help="tokenizer to use instead of the run's or directory's")
     parser.add_argument(

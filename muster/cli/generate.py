@@ -69,7 +69,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "run",
         type=Path,
         metavar="RUN",
-        help="a run directory, such as runs/demo, a checkpoint, or a converted directory",
+        help="a run directory, such as runs/demo, a checkpoint of it (RUN@best, RUN@STEP), its average (RUN@ema), or a"
+        " converted directory",
     )
     parser.add_argument(
         "--prompt", action="append", metavar="TEXT", help="beginning of the text; with --chat, the user's message"

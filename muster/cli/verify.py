@@ -60,11 +60,26 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
     parser.add_argument("--model", metavar="NAME", help="a model that comes with Muster, such as tiny or llama3-8b")
     parser.add_argument("--json", action="store_true", help="print one JSON object, with every parameter's differences")
     rest, overrides = split_overrides(arguments)
+    _refuse_parallel_flag(rest)
     args = parser.parse(rest, run_file_keys)
+    for name in args.against:
+        if "," in name and not Path(name).exists():
+            apart = " ".join(name.replace(",", " ").split())
+            raise ConfigError(f"--against {name}: expected spaces between plans: --against {apart}")
     if args.file is None and args.preset is None:
         raise ConfigError("nothing to verify: expected a run file or --preset NAME, such as --preset tiny")
     flags = [("plugins", args.plugins or None), ("model", args.model)]
     return args, [(key, value) for key, value in flags if value is not None] + overrides
+
+
+def _refuse_parallel_flag(arguments: Sequence[str]) -> None:
+    """Raise ConfigError for a plan that is given as to `muster train` or `muster predict`."""
+    for at, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        if flag in ("--parallel", "--plan"):
+            plan = value if equals else next(iter(arguments[at + 1 :]), "")
+            example = plan if plan and not plan.startswith("-") else "dp2"
+            raise ConfigError(f"{flag}: plans to verify are given with --against, here --against {example}")
 
 
 def _tolerance(text: str) -> float:

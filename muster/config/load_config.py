@@ -191,9 +191,7 @@ _RUN_SECTIONS = frozenset(RunConfig.model_fields) - {"version"} | {"extends"}
 _Section = TypeVar("_Section", bound=BaseModel)
 
 
-def _section(
-    merged: MergedConfig, name: str, kind: type[_Section], stand_ins: Mapping[str, object]
-) -> _Section | None:
+def _section(merged: MergedConfig, name: str, kind: type[_Section], stand_ins: Mapping[str, object]) -> _Section | None:
     """Return a section of a run file, with stand-ins for what it must have; None where the file says nothing of it."""
     prefix = f"{name}."
     values = {key.removeprefix(prefix): value for key, value in merged.values.items() if key.startswith(prefix)}

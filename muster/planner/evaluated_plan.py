@@ -7,7 +7,7 @@ from typing import NamedTuple
 from muster.simulate.predict import Prediction
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
-from muster.spec.supported import unsupported_features, unsupported_parts
+from muster.spec.supported import not_run_yet
 
 
 class SortKey(NamedTuple):
@@ -38,8 +38,7 @@ class EvaluatedPlan:
     @cached_property
     def unsupported(self) -> list[str]:
         """Parts of the model and features of the plan that can't be run yet."""
-        parts = [f"{part} can't be run yet" for part in unsupported_parts(self.prediction.model)]
-        return parts + unsupported_features(self.plan)
+        return not_run_yet(self.prediction.model, self.plan)
 
     @property
     def peak_bytes(self) -> int:

@@ -29,6 +29,7 @@ from muster.spec.legality import plan_violations, required_world_size
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
+from muster.spec.supported import not_run_yet
 from muster.spec.units import pluralize
 from muster.spec.workload import Workload
 
@@ -130,6 +131,12 @@ class Prediction:
         """Interval of the true step time, as factors of `step_time_s`; None where nothing like it was measured."""
         return step_time_interval(self.model, self.plan, self.cluster)
 
+    @cached_property
+    def not_yet(self) -> list[str]:
+        """Sentences about parts of the model and features of the plan that `muster train` can't run yet; empty for
+        another framework."""
+        return not_run_yet(self.model, self.plan) if self.framework.name == MUSTER.name else []
+
     @property
     def tokens_per_s(self) -> float:
         return self.workload.tokens_per_step / self.step_time_s
@@ -198,6 +205,7 @@ class Prediction:
             "framework": self.framework.name,
             "compile": self.plan.compile,
             "devices": self.plan.world_size,
+            "not_yet": self.not_yet,
             "seq_len": self.workload.seq_len,
             "global_batch_size": self.workload.global_batch_size,
             "step_time_s": self.step_time_s,
@@ -319,10 +327,22 @@ def require_legal(plan: Plan, model: ModelSpec, workload: Workload, cluster: Clu
     shared = cluster.device.rates is not None and cluster.device.shared_cores
     devices = required_world_size(plan) if shared else cluster.num_devices
     found = plan_violations(plan, model, workload, devices)
-    if found:
-        found = [reason.replace("processes", "devices").replace("process", "device") for reason in found]
-        where = cluster.name or pluralize(devices, "device")
-        raise InfeasibleError(f"plan {format_plan_name(plan)} doesn't fit {where}: {'; '.join(found)}")
+    if not found:
+        return
+    needed = required_world_size(plan)
+    refusal, remedy = "can't be used", ""
+    if found != plan_violations(plan, model, workload, needed):
+        refusal, remedy = f"doesn't fit {cluster.name or pluralize(devices, 'device')}", _other_cluster(cluster, needed)
+    found = [reason.replace("processes", "devices").replace("process", "device") for reason in found]
+    raise InfeasibleError(f"plan {format_plan_name(plan)} {refusal}: {'; '.join(found)}{remedy}")
+
+
+def _other_cluster(cluster: ClusterSpec, devices: int) -> str:
+    """Return the advice to take a cluster of so many devices, by its name where it is of the form `8xh100`."""
+    count, times, device = cluster.name.partition("x")
+    if count.isdecimal() and times and len(cluster.groups) == 1:
+        return f"; give a plan for {pluralize(cluster.num_devices, 'device')}, or --cluster {devices}x{device}"
+    return f"; give a plan for {pluralize(cluster.num_devices, 'device')}, or a cluster of {devices}"
 
 
 def _step_parts(found_s: Mapping[str, float], program: Program, times: OpTimes, world_size: int) -> StepParts:

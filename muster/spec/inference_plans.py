@@ -4,7 +4,7 @@ from muster.spec.errors import InfeasibleError
 from muster.spec.legality import plan_violations
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
-from muster.spec.plan_name import format_plan_name
+from muster.spec.plan_name import format_plan_name, settings_beyond_name
 from muster.spec.supported import require_supported_model, unsupported_features
 from muster.spec.workload import Workload
 
@@ -31,7 +31,10 @@ def _require(plan: Plan, can: Plan, model: ModelSpec, task: str, reason: str) ->
     require_supported_model(model)
     name = format_plan_name(plan)
     if plan != can:
-        raise InfeasibleError(f"plan {name} can't {task}: {reason}; nearest: {format_plan_name(can)}")
+        nearest = format_plan_name(can)
+        kept = nearest.split("-")
+        beyond = [part for part in name.partition("+")[0].split("-") if part not in kept] + settings_beyond_name(plan)
+        raise InfeasibleError(f"plan {name} can't {task} with {', '.join(beyond)}: {reason}; nearest: {nearest}")
     workload = Workload(seq_len=1, global_batch_size=plan.micro_batch_size * plan.mesh(0).dp_size)
     if found := plan_violations(plan, model, workload, plan.world_size) or unsupported_features(plan):
         raise InfeasibleError(f"plan {name} can't {task}: {'; '.join(found)}")

@@ -1,7 +1,7 @@
 """Divisions of a model and its sequences over a mesh: reasons why an axis can't cut what it has to."""
 
 from collections.abc import Iterator
-from math import gcd, isqrt
+from math import gcd, isqrt, lcm
 
 from muster.spec.mesh_axes import EXPERT_RANK_AXES, SEQUENCE_AXES
 from muster.spec.model import ModelSpec
@@ -42,10 +42,24 @@ def _positions(mesh: Mesh, workload: Workload, sp: bool) -> Iterator[str]:
     degrees = " × ".join(f"{axis} {getattr(mesh, axis)}" for axis in SEQUENCE_AXES)
     # Each rank takes an early and a late chunk, so that all have equal work under the causal mask.
     chunks = mesh.sequence_shards * (2 if mesh.sequence_shards > 1 else 1)
+    sp_shards = mesh.tp * mesh.sequence_shards if sp and mesh.tp > 1 else 1
+    nearest = _nearest_multiples(workload.seq_len, lcm(chunks, sp_shards))
     if workload.seq_len % chunks:
-        yield f"seq_len {workload.seq_len} is not a multiple of {chunks} (two for each rank of {degrees})"
-    if mesh.tp > 1 and sp and workload.seq_len % (mesh.tp * mesh.sequence_shards):
-        yield f"seq_len {workload.seq_len} is not a multiple of tp {mesh.tp} × {degrees}, over which sp shards it"
+        yield (
+            f"seq_len {workload.seq_len} is not a multiple of {chunks} (two for each rank of {degrees}), as {nearest}"
+            " would be"
+        )
+    if workload.seq_len % sp_shards:
+        yield (
+            f"seq_len {workload.seq_len} is not a multiple of tp {mesh.tp} × {degrees}, over which sp shards it, as"
+            f" {nearest} would be"
+        )
+
+
+def _nearest_multiples(number: int, of: int) -> str:
+    """Return the multiples below and above a number in words, without 0."""
+    below = number // of * of
+    return f"{below} or {below + of}" if below else str(of)
 
 
 def divides_exchanged_heads(model: ModelSpec, tp: int, cp: int) -> bool:

@@ -13,6 +13,7 @@ __all__ = [
     "SUPPORTED_AXES",
     "SUPPORTED_PRECISIONS",
     "SUPPORTED_RECOMPUTE",
+    "not_run_yet",
     "require_supported_model",
     "unsupported_features",
     "unsupported_parts",
@@ -161,6 +162,11 @@ def unsupported_features(plan: Plan) -> list[str]:
 def unsupported_parts(model: ModelSpec) -> list[str]:
     """Return the parts of a model that the runtime can't do yet."""
     return [part for part, has in _UNSUPPORTED_MODELS if has(model)]
+
+
+def not_run_yet(model: ModelSpec, plan: Plan) -> list[str]:
+    """Return one sentence for each part of the model and thing in the plan that the runtime can't do yet."""
+    return [f"{part} can't be run yet" for part in unsupported_parts(model)] + unsupported_features(plan)
 
 
 def require_supported_model(model: ModelSpec) -> None:
