@@ -246,9 +246,11 @@ def test_fp8_is_carried_over_and_predicted(format: str, tmp_path: Path, capsys: 
     run_file = tmp_path / "run.yaml"
     assert main(["import-config", str(tmp_path / "gpt.sh"), "-o", str(run_file)]) == 0
     capsys.readouterr()
-    asked = ["--model", "llama3-8b", "--cluster", "16xh100", "--seq-len", "4096", "--global-batch", "256", "--json"]
-    assert main(["predict", "--plan", str(run_file), *asked]) == 0
+    asked = ["predict", "--plan", str(run_file), "--cluster", "16xh100", "--json"]
+    assert main(asked) == 0
     assert json.loads(capsys.readouterr().out)["plan"].startswith("dp2-tp4-sp-pp2v4-mb1-z1-sinterleaved-fp8")
+    assert main([*asked, "--model", "tiny"]) == 2
+    assert "leave --model out, or give the plan alone, as a plan.yaml" in capsys.readouterr().err
 
 
 def test_float8_converters_are_carried_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,9 +57,11 @@ def resolve_planned_model(model: str | Path | ModelSpec | None, plan: str | Path
     assert spec is not None
     if given.model is not None and spec.model_copy(update={"name": given.model.name}) != given.model:
         its = given.model.name if given.model.name != spec.name else f"{spec.name} with other values"
+        name = format_plan_name(given.plan)
+        alone = "as a plan.yaml" if "+" in name else f"--plan {name}"  # with a hash it is no name to give
         raise ConfigError(
             f"--model {spec.name} is not the model that {plan} trains, {its}: leave --model out, or give the plan"
-            f" alone, --plan {format_plan_name(given.plan)}"
+            f" alone, {alone}"
         )
     if given.optim is not None and given.optim.freeze:
         try:
