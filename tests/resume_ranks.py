@@ -148,6 +148,8 @@ class Link:
             result |= {"error": max((abs(a - b) / abs(b) for a, b in pairs), default=0.0)}
         else:
             trainer.step()
+            if self.config.optim.ema_decay:  # from here on its step count is another than the run's
+                trainer.updater.optimizer.begin_state(["layers.3.attn.q.weight"])
         self.step = trainer.step_count
         if world.rank == 0:
             self.root.mkdir(exist_ok=True, parents=True)

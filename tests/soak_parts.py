@@ -16,7 +16,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "parity": ("test_parity.py", "test_verify.py", "test_post_validation.py", "test_extend.py"),
     "gpu": ("test_fake_gpu.py", "test_framework_traits.py"),
     "data": ("test_packing.py", "test_eval.py", "test_tracking.py", "test_fine_tuning.py"),
-    "resume": ("test_resume.py",),
+    "resume": ("test_resume.py", "test_changed_resume.py"),
     "kills": ("test_async_saver.py", "test_train.py", "test_remote_checkpoints.py", "test_in_memory_checkpoints.py"),
     "hangs": ("test_hang.py", "test_doctor.py"),
     "nodes": ("test_nodes.py",),

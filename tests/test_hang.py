@@ -14,13 +14,14 @@ from typing import cast
 
 import pytest
 
+from muster.config.attempt_files import adopt_attempt_files, attempt_files, attempt_id
 from muster.config.yaml_writer import write_atomically
 from muster.launch.hang_diagnosis import _WAITS_IN, RankSnapshot, diagnose, is_waiting, main_thread_frames
 from muster.launch.heartbeat import PAGE_BYTES, Heartbeat, HeartbeatPage, RankStatus
 from muster.launch.launcher import launch
 from muster.launch.rank_errors import run_guarded
 from muster.launch.rank_monitor import RankMonitor, is_hung, snapshot_from_json, snapshot_to_json
-from muster.launch.watchdog import Watchdog, WatchdogConfig, attempt_id
+from muster.launch.watchdog import Watchdog, WatchdogConfig
 from muster.schedule.action import Action, Kind
 from muster.spec.errors import MusterError
 from tests.nodes import ADDRESSES, network
@@ -247,12 +248,15 @@ def test_who_watched_an_earlier_attempt_does_not_say_how_this_one_ended(tmp_path
         raise MusterError("the disk is full")
 
     (tmp_path / "config.yaml").write_text("")
+    write_atomically(attempt_files(tmp_path).config, "")
     former = watched()
     assert run_guarded(tmp_path, 0, fail) == 1
-    write_atomically(tmp_path / "config.yaml", "")  # a launcher has started the ranks again, which prepared the run
+    write_atomically(attempt_files(tmp_path).config, "")  # a launcher has prepared the run and started its ranks again
     former.run()
     assert not (tmp_path / "exit.json").exists()
-    watched().run()
+    present = watched()
+    adopt_attempt_files(tmp_path)
+    present.run()
     assert json.loads((tmp_path / "exit.json").read_text())["reason"] == f"rank 0 on {HOST}: the disk is full"
 
 

@@ -104,6 +104,16 @@ def test_an_optimizer_goes_on_from_a_checkpoint_bit_for_bit(config, tmp_path):
     assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(pieces(first, WHOLE), pieces(other, WHOLE), strict=True))
 
 
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+def test_state_that_begins_late_goes_on_as_from_the_first_step(config):
+    first, late = make_whole(config), make_whole(config)
+    late.step_count = 7
+    late.begin_state(WHOLE.keys())
+    for optimizer in (first, late):
+        walk(optimizer, WHOLE, range(1, 4))
+    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(pieces(first, WHOLE), pieces(late, WHOLE), strict=True))
+
+
 def test_a_step_count_alone_changes_the_step():
     first, other = make_whole(CONFIGS["muon"]), make_whole(CONFIGS["muon"])
     other.step_count = 7

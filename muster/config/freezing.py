@@ -48,6 +48,13 @@ def frozen_numel(optim: OptimConfig, spec: ModelSpec) -> int:
     return sum(prod(shape) for name, shape in parameter_shapes(spec) if is_frozen(optim, name))
 
 
+def newly_trained(before: Iterable[str], optim: OptimConfig, spec: ModelSpec) -> list[str]:
+    """Return the parameters that the run trains and that the patterns `before` froze."""
+    patterns = tuple(before)
+    names = (name for name, _ in parameter_shapes(spec))
+    return [name for name in names if _matches(patterns, name) and not is_frozen(optim, name)]
+
+
 def check_patterns(optim: OptimConfig, spec: ModelSpec) -> None:
     """Raise ValueError where a pattern matches no parameter, or where nothing is left to train."""
     names = [name for name, _ in parameter_shapes(spec)]

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from muster.catalog import names
+from muster.config.attempt_files import attempt_files
 from muster.config.config_layers import (
     ConfigLayer,
     current_layer,
@@ -251,3 +252,13 @@ def write_run_files(resolved: ResolvedConfig, plan: Plan, run_dir: Path) -> None
     run_dir.mkdir(parents=True, exist_ok=True)
     write_atomically(run_dir / "config.yaml", config_yaml(resolved, plan, run_dir))
     write_atomically(run_dir / "plan.yaml", plan_yaml(plan))
+
+
+def write_attempt_files(resolved: ResolvedConfig, plan: Plan, run_dir: Path, resumes: bool) -> None:
+    """Write the configuration and plan of an attempt; those of one that begins a run are also the run's. Raises
+    OSError."""
+    files = attempt_files(run_dir)
+    write_atomically(files.config, config_yaml(resolved, plan, run_dir))
+    write_atomically(files.plan, plan_yaml(plan))
+    if not resumes:
+        write_run_files(resolved, plan, run_dir)

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from muster.config.attempt_files import attempt_id
 from muster.launch.heartbeat import create_page
 from muster.launch.network import address_family, local_interface, resolve
 from muster.launch.open_files import require_open_files
 from muster.launch.rank_errors import EXIT_STOPPED, read_rank_error, write_exit_file
-from muster.launch.watchdog import WatchdogConfig, attempt_id
+from muster.launch.watchdog import WatchdogConfig
 from muster.spec.errors import MusterError
 
 

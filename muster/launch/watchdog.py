@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from muster.config.attempt_files import attempt_id
 from muster.launch.hang_diagnosis import RankFault, RankSnapshot, describe_activity, diagnose, format_snapshots
 from muster.launch.heartbeat import HeartbeatPage
 from muster.launch.nodes.connection import Message
@@ -53,15 +54,6 @@ class WatchdogConfig:
     """Local ranks: (rank, process id, file descriptor of its heartbeat page)."""
     attempt: int
     """`attempt_id` of the run directory when the ranks started."""
-
-
-def attempt_id(run_dir: Path) -> int:
-    """Return a number that differs between attempts in one run directory, as each rewrites the configuration; 0 without
-    one."""
-    try:
-        return (run_dir / "config.yaml").stat().st_mtime_ns
-    except OSError:
-        return 0
 
 
 class _WatchedRank:

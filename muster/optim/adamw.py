@@ -47,5 +47,5 @@ class AdamW(Optimizer):
             group["lr"] = lr
         if self._steps:
             torch._foreach_zero_(self._steps)
-            torch._foreach_add_(self._steps, self.step_count)
+            torch._foreach_add_(self._steps, [float(self.steps_of(name)) for name in self.params])
         self._torch.step()

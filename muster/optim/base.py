@@ -1,7 +1,8 @@
 """Base classes of optimizers: a step over one rank's local tensors, and a state that exists from the start."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,15 @@ from muster.config.optimizer_state import skips_weight_decay, update_state
 from muster.layout.tensor_layout import TensorLayout
 from muster.model.dtypes import DTYPES
 from muster.parallel.world import World
+
+
+class StateStarts(NamedTuple):
+    """Optimizer steps that had been taken when parts of the state began, where that is later than the run."""
+
+    parameters: Mapping[str, int] = {}
+    """Steps after which a parameter's state was zero, by name."""
+    average: int = 1
+    """Steps after which the average of the weights was the weights."""
 
 
 class Optimizer(ABC):
@@ -23,6 +33,8 @@ class Optimizer(ABC):
         self.params = dict(params)
         self.step_count = 0
         """Steps taken so far; to be set when a state is loaded."""
+        self.starts = StateStarts()
+        """Beginnings of the state, the same on all ranks; to be set when a state is loaded."""
 
     @classmethod
     def build(
@@ -43,6 +55,15 @@ class Optimizer(ABC):
 
     @abstractmethod
     def _update(self, lr: float) -> None: ...
+
+    def steps_of(self, name: str) -> int:
+        """Return the steps that a parameter's state has seen, by which moments are corrected for their bias to zero."""
+        return self.step_count - self.starts.parameters.get(name, 0)
+
+    def begin_state(self, parameters: Collection[str], average: bool = False) -> None:
+        """Begin the state of parameters of the whole model, which is as new here, and the average of all weights."""
+        counts = dict.fromkeys(sorted(parameters), self.step_count)
+        self.starts = self.starts._replace(parameters={**self.starts.parameters, **counts})
 
     @abstractmethod
     def state(self) -> dict[str, tuple[str, Tensor]]:

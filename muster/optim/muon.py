@@ -72,7 +72,7 @@ class Muon(Optimizer):
         return self._adamw.state() | {f"{name}.momentum": (name, tensor) for name, tensor in self._momentum.items()}
 
     def _update(self, lr: float) -> None:
-        self._adamw.step_count = self.step_count
+        self._adamw.step_count, self._adamw.starts = self.step_count, self.starts
         self._adamw.step(lr)
         matrix_lr = lr * self._config.muon_lr_ratio
         for batch in self._batches:

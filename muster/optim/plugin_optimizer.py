@@ -52,11 +52,12 @@ class TorchOptimizerAdapter(Optimizer):
         decaying = [p for name, p in self.params.items() if p.grad is not None and has_decay(name, p)]
         if decaying and self._weight_decay:
             torch._foreach_mul_(decaying, 1 - lr * self._weight_decay)
-        for state in self._torch.state.values():
+        for name, param in self.params.items():
+            state = self._torch.state[param]
             if isinstance(count := state.get(STEP_COUNT), Tensor):
-                count.fill_(self.step_count)
+                count.fill_(self.steps_of(name))
             elif count is not None:
-                state[STEP_COUNT] = self.step_count
+                state[STEP_COUNT] = self.steps_of(name)
         self._step(lr)
 
     def _step(self, lr: float) -> None:

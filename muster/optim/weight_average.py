@@ -2,14 +2,17 @@
 
 After each step, average ← d · average + (1 − d) · weight. The n-th step has d = min(ema_decay, (n − 1) / (n + 8)), as
 TensorFlow's `ExponentialMovingAverage` has with its number of updates: the first step's average is its weights, and
-early weights are forgotten soon.
+early weights are forgotten soon. An average that begins later begins with the weights of that moment, as if they had
+been the first step's.
 """
+
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
 from muster.config.optimizer_state import EMA_STATE
-from muster.optim.base import Optimizer
+from muster.optim.base import Optimizer, StateStarts
 
 
 class AveragingOptimizer(Optimizer):
@@ -33,6 +36,23 @@ class AveragingOptimizer(Optimizer):
     def step_count(self, count: int) -> None:
         self.inner.step_count = count
 
+    @property
+    def starts(self) -> StateStarts:  # type: ignore[override]
+        """Beginnings of the state."""
+        return self.inner.starts
+
+    @starts.setter
+    def starts(self, starts: StateStarts) -> None:
+        self.inner.starts = starts
+
+    def begin_state(self, parameters: Collection[str], average: bool = False) -> None:
+        super().begin_state(parameters)
+        if average:
+            self.starts = self.starts._replace(average=self.step_count)
+        with torch.no_grad():  # a parameter that was frozen until now was its own average
+            for name in self.averages if average else self.averages.keys() & parameters:
+                self.averages[name].copy_(self.params[name])
+
     def step(self, lr: float) -> None:
         self.inner.step(lr)
         with torch.no_grad():
@@ -44,7 +64,7 @@ class AveragingOptimizer(Optimizer):
     def _average(self) -> None:
         if not self.averages:  # a rank may hold no part of any parameter
             return
-        decay = average_decay(self.ema_decay, self.step_count)
+        decay = average_decay(self.ema_decay, self.step_count - self.starts.average + 1)
         weights = [self.params[name] for name in self.averages]
         torch._foreach_lerp_(list(self.averages.values()), weights, 1 - decay)
 
@@ -54,5 +74,5 @@ class AveragingOptimizer(Optimizer):
 
 
 def average_decay(ema_decay: float, step: int) -> float:
-    """Return the decay of the average in the `step`-th step, counted from 1."""
+    """Return the decay of the average in its `step`-th step, counted from 1."""
     return min(ema_decay, (step - 1) / (step + 8))

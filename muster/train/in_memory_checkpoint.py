@@ -1,7 +1,7 @@
 """In-memory checkpoint of a run: copies of each rank's state in the memory of the nodes, and resuming from them."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -58,10 +58,15 @@ def open_in_memory_checkpoint(
 
 
 def load_in_memory_checkpoint(
-    world: World, checkpointer: InMemoryCheckpointer, run_dir: Path, shards: Sequence[LocalShard], max_step: int
+    world: World,
+    checkpointer: InMemoryCheckpointer,
+    run_dir: Path,
+    stored_shards: Callable[[Manifest], Sequence[LocalShard]],
+    max_step: int,
 ) -> Manifest | None:
     """Load the in-memory checkpoint of a step up to `max_step` if it is as new as the checkpoints on disk.
 
+    `stored_shards` returns this rank's shards that a checkpoint with the given manifest has to hold.
     None where there is none, or it can't be read. All ranks call it; rank 0 prints what is lost. Raises MusterError
     where it can't be read and there is no checkpoint on disk.
     """
@@ -72,7 +77,7 @@ def load_in_memory_checkpoint(
     lines: list[str] = []
     if found.newest is not None and found.newest.step >= on_disk:
         manifest = found.newest.manifest
-        problem = _load(found.newest, shards)
+        problem = _load(found.newest, stored_shards(manifest))
         if problems := [text for text in world.all_gather_object_via_store("recall", problem, LOAD_TIMEOUT) if text]:
             manifest = None
             lost = f"the in-memory checkpoint of step {found.newest.step} can't be read: {problems[0]}"

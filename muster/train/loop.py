@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from muster.checkpoint.checkpoint_dir import checkpoint_path, find_latest, step_of
 from muster.checkpoint.initial_weights import load_initial_weights
-from muster.checkpoint.load import load
-from muster.checkpoint.manifest import Manifest
+from muster.checkpoint.load import fill_shards
+from muster.checkpoint.local_shard import LocalShard
+from muster.checkpoint.manifest import Manifest, read_manifest
+from muster.config.attempt_files import attempt_files
 from muster.config.load_config import plan_yaml
 from muster.config.run_config import RunConfig
 from muster.config.yaml_writer import write_atomically
@@ -34,7 +36,9 @@ from muster.train.device_metrics import DeviceMetrics
 from muster.train.finalize import finalize, print_plan
 from muster.train.in_memory_checkpoint import LOAD_TIMEOUT, load_in_memory_checkpoint, open_in_memory_checkpoint
 from muster.train.metrics import MetricsLog, metrics_row, write_text
+from muster.train.new_state import find_new_state
 from muster.train.post_validation import PostValidation
+from muster.train.run_directory import begin_attempt
 from muster.train.schedule_refinement import refine_schedule_from_profile
 from muster.train.step_result import StepResult
 from muster.train.step_state import StepHooks
@@ -101,7 +105,7 @@ class TrainingLoop:
             self.trainer.use_order(order)
             self.plan = self.trainer.plan
             if self.is_main:
-                write_atomically(self.run_dir / "plan.yaml", plan_yaml(self.plan))
+                write_atomically(attempt_files(self.run_dir).plan, plan_yaml(self.plan))
         if self.plan.post_validation:
             self.post_validation = PostValidation(self.trainer)
         # The program of the ranks with most micro-batches, for which the others wait.
@@ -295,6 +299,10 @@ class TrainingLoop:
         """Resume from the last checkpoint, if there is one; otherwise load the initial weights, if they are given."""
         if (manifest := self._load_in_memory_checkpoint() or self._load_latest()) is not None:
             self.trainer.restore(manifest.step, manifest.counters)
+            new = find_new_state(manifest, self.config)
+            self.trainer.updater.optimizer.begin_state(new.parameters, new.average)
+            if self.is_main and (lines := new.lines(manifest.step)):
+                print(*lines, sep="\n", flush=True)
             self.stream.state = manifest.counters["stream_hash"]
             # Checkpoints of early versions don't have this counter.
             default = manifest.step * self.config.workload.tokens_per_step
@@ -307,15 +315,21 @@ class TrainingLoop:
             load_initial_weights(Path(place), self.config.model, self.trainer.local_shards())
             self.trainer.restore(0, {"samples_consumed": 0})
         if self.is_main:
+            begin_attempt(self.run_dir)
             self.metrics.truncate_after(self.trainer.step_count)
 
     def _load_in_memory_checkpoint(self) -> Manifest | None:
         """Load the in-memory checkpoint if it is the newest."""
         if self.in_memory_checkpoint is None:
             return None
-        shards = self.trainer.local_shards()
         max_step = self.config.train.num_steps
-        return load_in_memory_checkpoint(self.world, self.in_memory_checkpoint, self.run_dir, shards, max_step)
+        return load_in_memory_checkpoint(
+            self.world, self.in_memory_checkpoint, self.run_dir, self._stored_shards, max_step
+        )
+
+    def _stored_shards(self, manifest: Manifest) -> list[LocalShard]:
+        """Return this rank's shards that a checkpoint has to hold."""
+        return find_new_state(manifest, self.config).stored(self.trainer.local_shards())
 
     def _load_latest(self) -> Manifest | None:
         """Load the last checkpoint on disk; a damaged one is reported, and the one before it is taken."""
@@ -344,7 +358,9 @@ class TrainingLoop:
         """Load a checkpoint; returns its manifest, or the reason why this rank could not load it."""
         self.world.heartbeat.update("load")
         try:
-            return load(folder, self.trainer.local_shards()), None
+            manifest = read_manifest(folder)
+            fill_shards(folder, manifest, self._stored_shards(manifest))
+            return manifest, None
         except ConfigError:
             raise
         except MusterError as error:

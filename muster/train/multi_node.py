@@ -6,6 +6,7 @@ import sys
 from contextlib import ExitStack
 from datetime import timedelta
 
+from muster.config.attempt_files import attempt_files
 from muster.config.load_config import ResolvedConfig, load_plan
 from muster.launch.nodes.handshake import require_same
 from muster.launch.nodes.launcher_group import JobEnded, LauncherGroup, error_for_code
@@ -72,6 +73,6 @@ def _follow_node_0(group: LauncherGroup, resolved: ResolvedConfig, options: Trai
     group.check_connectivity()
     mark = group.wait_for("prepared", PREPARE_TIMEOUT.total_seconds())[0]["mark"]
     require_marker(options.run_dir, mark, str(group.local_node), str(group.nodes[0]))
-    require_device(load_plan(options.run_dir / "plan.yaml"))
+    require_device(load_plan(attempt_files(options.run_dir).plan))
     open_dataset(resolved.config, options.run_dir)
     group.send("ready")

@@ -11,6 +11,7 @@ from muster.checkpoint.local_shard import LocalShard
 from muster.config.freezing import is_frozen
 from muster.config.run_config import RunConfig
 from muster.layout.tensor_layout import TensorLayout
+from muster.optim.base import StateStarts
 from muster.optim.build import build_optimizer
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World
@@ -169,6 +170,8 @@ class ParameterUpdater:
     def counters(self) -> dict[str, Any]:
         """Counters of a checkpoint's manifest that the next updates depend on."""
         counters: dict[str, Any] = {"skips": self.step_skipper.state()}
+        if (starts := self.optimizer.starts) != StateStarts():
+            counters["optimizer_starts"] = starts._asdict()
         return counters if self.loss_scale is None else counters | {"loss_scale": self.loss_scale.state()}
 
     def restore(self, step: int, counters: Mapping[str, Any]) -> None:
@@ -179,3 +182,4 @@ class ParameterUpdater:
         if self.loss_scale is not None and "loss_scale" in counters:
             self.loss_scale.load(counters["loss_scale"])
         self.optimizer.step_count = step - self.step_skipper.total
+        self.optimizer.starts = StateStarts(**counters.get("optimizer_starts", {}))

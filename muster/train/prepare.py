@@ -5,11 +5,11 @@ Torch takes seconds to import, so a request that is refused, or a run that is fi
 
 from datetime import timedelta
 
-from muster.config.load_config import ResolvedConfig, write_run_files
+from muster.config.load_config import ResolvedConfig, write_attempt_files
 from muster.planner.auto import ChosenPlan
 from muster.train.preflight import TrainOptions, preflight
 from muster.train.resume_point import record_in_memory_identity
-from muster.train.run_directory import explain_write_errors, remove_previous_results
+from muster.train.run_directory import explain_write_errors, remove_last_exit, remove_previous_results
 from muster.train.run_tokenizer import keep_tokenizer
 
 WORKER = "muster.train.worker"
@@ -30,11 +30,13 @@ def prepare(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOptions)
     run_dir, config = options.run_dir, passed.resolved.config
     if passed.remote is not None and options.fresh:
         passed.remote.delete_all()
+    resumes = passed.resume_point is not None
     with explain_write_errors(run_dir):
-        remove_previous_results(run_dir, everything=options.fresh)
+        remove_last_exit(run_dir)
+        if not resumes:
+            remove_previous_results(run_dir, everything=options.fresh)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        write_run_files(
-            keep_tokenizer(passed.resolved, run_dir, passed.initial_model, passed.dataset), passed.plan, run_dir
-        )
-        record_in_memory_identity(run_dir, config, passed.dataset, resumes=passed.resume_point is not None)
+        kept = keep_tokenizer(passed.resolved, run_dir, passed.initial_model, passed.dataset)
+        write_attempt_files(kept, passed.plan, run_dir, resumes)
+        record_in_memory_identity(run_dir, config, passed.dataset, resumes)
     return True

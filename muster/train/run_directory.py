@@ -11,6 +11,7 @@ from typing import IO
 
 from muster.checkpoint.in_memory.directory import IDENTITY_FILE
 from muster.checkpoint.remote_lock import hold_remote_lock
+from muster.config.attempt_files import adopt_attempt_files
 from muster.launch.rank_errors import error_path
 from muster.spec.errors import MusterError
 from muster.train.tracking import TENSORBOARD, WANDB
@@ -75,13 +76,28 @@ def explain_write_errors(run_dir: Path) -> Iterator[None]:
         ) from error
 
 
-def remove_previous_results(run_dir: Path, everything: bool) -> None:
+def begin_attempt(run_dir: Path) -> None:
+    """Make the directory that of an attempt whose ranks have loaded: its configuration and plan, no earlier results.
+
+    Raises MusterError where they can't be written.
+    """
+    with explain_write_errors(run_dir):
+        remove_previous_results(run_dir)
+        adopt_attempt_files(run_dir)
+
+
+def remove_last_exit(run_dir: Path) -> None:
+    """Remove all that says how the last attempt ended."""
+    for path in (run_dir / "exit.json", *error_path(run_dir, 0).parent.glob("rank-*.error.json")):
+        path.unlink(missing_ok=True)
+
+
+def remove_previous_results(run_dir: Path, everything: bool = False) -> None:
     """Remove the final results of an earlier attempt or, with `everything`, all files that an earlier run left.
 
     Files that Muster didn't write stay.
     """
-    doomed = [run_dir / name for name in ("exit.json", "report.html", "result.json", "timeline.json")]
-    doomed += error_path(run_dir, 0).parent.glob("rank-*.error.json")
+    doomed = [run_dir / name for name in ("report.html", "result.json", "timeline.json")]
     if everything:
         doomed += [run_dir / name for name in ("metrics.jsonl", "samples.sha256", IDENTITY_FILE)]
         for folder in ("checkpoints", "failed", "logs", TENSORBOARD, WANDB):

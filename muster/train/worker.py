@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from muster.config.attempt_files import attempt_files
 from muster.config.load_config import load_plan, load_run_config
 from muster.launch.rank_process import exit_process, rank_main
 from muster.plugins.loader import require_unchanged_plugins
@@ -13,11 +14,12 @@ from muster.train.loop import train_rank
 
 
 def run_rank(run_dir: Path, store: dist.Store, rank: int, world_size: int) -> int:
-    """Train as one rank of `world_size`, with the configuration and the plan of the run directory."""
+    """Train as one rank of `world_size`, with the configuration and the plan of this attempt."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    config = load_run_config(None, run_dir / "config.yaml", []).config
+    files = attempt_files(run_dir)
+    config = load_run_config(None, files.config, []).config
     require_unchanged_plugins(config.plugins)
-    return train_rank(config, load_plan(run_dir / "plan.yaml"), run_dir, store, rank, world_size)
+    return train_rank(config, load_plan(files.plan), run_dir, store, rank, world_size)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,96 @@
+"""A run that resumes with another configuration: the optimizer state that begins there, and what a failure leaves."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from muster.checkpoint.checkpoint_dir import checkpoint_path
+from muster.checkpoint.load import read_full
+from muster.checkpoint.manifest import read_manifest
+from muster.config.optimizers import ADAMW_UPDATE
+from tests.train_runs import AT_ONCE, QUICK, Ended, assert_one_sentence, rows_of, train
+
+TINY = ("--preset", "tiny", *QUICK, *AT_ONCE, "--train.save_every", "1", "--train.keep_last", "9")
+BEFORE = ("--optim.freeze", "embed.*,layers.[01].*", "--train.steps", "3", "--parallel", "dp1-mb4")
+AFTER = ("--optim.freeze", "embed.*", "--optim.ema_decay", "0.5", "--train.steps", "5", "--allow-changes")
+NEW, OLD, FROZEN = "layers.1.attn.q.weight", "layers.2.attn.q.weight", "embed.weight"
+
+
+@pytest.fixture(scope="module")
+def frozen_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps with a frozen embedding and frozen first layers; read-only."""
+    run = tmp_path_factory.mktemp("changed") / "frozen"
+    ended = train(*TINY, *BEFORE, "--run", run)
+    assert ended.code == 0, ended.err
+    return run
+
+
+def resumed(run: Path, name: str, plan: str) -> tuple[Path, Ended]:
+    copy = Path(shutil.copytree(run, run.with_name(name)))
+    ended = train(*TINY, *AFTER, "--parallel", plan, "--run", copy)
+    assert ended.code == 0, ended.out + ended.err
+    return copy, ended
+
+
+def tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
+    folder = checkpoint_path(run / "checkpoints", step)
+    return {name: read_full(folder, name) for name in read_manifest(folder).tensors}
+
+
+def assert_same_tensors(run: Path, reference: Path, step: int) -> None:
+    """They differ by rounding only, which the square root of AdamW's second moment makes larger."""
+    ours, theirs = tensors(run, step), tensors(reference, step)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=2e-5, msg=lambda text, of=name: of + text)
+
+
+def test_an_average_and_unfrozen_parameters_begin_where_a_run_resumes(frozen_run: Path) -> None:
+    run, ended = resumed(frozen_run, "dp1", "dp1-mb4")
+    assert "optim.ema_decay: the average begins at step 3\n" in ended.out
+    assert "optim.freeze: the optimizer state of 18 newly trained parameters begins at step 3\n" in ended.out
+    before, after = tensors(run, 3), tensors(run, 4)
+    assert f"optim/{NEW}.exp_avg" not in before
+    assert f"optim/{FROZEN}.ema" not in after
+    for name in (NEW, OLD):
+        weights = [of[f"model/{name}"] for of in (before, after)]
+        torch.testing.assert_close(after[f"optim/{name}.ema"], 0.1 * weights[0] + 0.9 * weights[1])
+    _assert_first_update(run, before, after)
+    assert_same_tensors(resumed(frozen_run, "tp2", "tp2-mb4")[0], run, 5)
+
+
+def _assert_first_update(run: Path, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
+    """The newly trained parameter's fourth step is its optimizer state's first, by which the moments are corrected."""
+    optim = read_manifest(checkpoint_path(run / "checkpoints", 4)).run["optim"]
+    mean, square = (after[f"optim/{NEW}.{state.name}"] for state in ADAMW_UPDATE.state)
+    corrected = mean / (1 - optim["beta1"]) / ((square / (1 - optim["beta2"])).sqrt() + optim["eps"])
+    lr = rows_of(run)[3]["train/lr"]
+    expected = before[f"model/{NEW}"] * (1 - lr * optim["weight_decay"]) - lr * corrected
+    torch.testing.assert_close(after[f"model/{NEW}"], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("plan", ["dp1-mb4", "pp2-mb4", "dp2-mb4-z1"])
+def test_what_began_late_goes_on(plan: str, frozen_run: Path) -> None:
+    run, _ = resumed(frozen_run, f"begun-{plan}", plan)
+    again = Path(shutil.copytree(run, run.with_name(f"again-{plan}")))
+    shutil.rmtree(checkpoint_path(again / "checkpoints", 5))
+    ended = train(*TINY, *AFTER, "--parallel", "pp2-mb4", "--run", again)
+    assert ended.code == 0, ended.out + ended.err
+    assert "resuming" in ended.out
+    assert "begins at step" not in ended.out
+    assert_same_tensors(again, run, 5)
+
+
+def test_a_resume_that_cannot_load_leaves_the_run_as_it_was(frozen_run: Path) -> None:
+    run = Path(shutil.copytree(frozen_run, frozen_run.with_name("failed")))
+    kept = ("config.yaml", "plan.yaml", "report.html", "metrics.jsonl")
+    before = [(run / name).read_text() for name in kept]
+    changes = ("--optim.name", "muon", "--train.steps", "5", "--allow-changes", "--parallel", "tp2-mb4")
+    ended = train(*TINY, *BEFORE, *changes, "--run", run)
+    assert_one_sentence(ended, 2, "holds no tensor optim/", ".momentum")
+    assert [(run / name).read_text() for name in kept] == before
+    ended = train(*TINY, *BEFORE, "--run", run)
+    assert (ended.code, "is finished" in ended.out) == (0, True), ended.out + ended.err
