@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -226,3 +227,16 @@ def test_the_line_of_each_reason_is_one_of_the_answers_and_names_its_plan(capsys
     assert shown.count("is the best of all") == 1
     assert "The best by itself (--fastest)" in shown
     assert answer.fastest.name in shown
+
+
+def test_what_is_proven_names_the_head_room_where_a_fuller_plan_may_be_better(capsys) -> None:
+    asked = build_request(load_model("tiny"), load_cluster("4xcpu"), 256, 16)
+    answer = answer_request(asked, 1, SearchBudget.start(1.0))
+    print_answer(answer, False)
+    assert "no other plan can be better than the first" in capsys.readouterr().out
+    reason = next(one for one in answer.reasons if one.alternative is not None)
+    found = reason.alternative.result
+    fuller = replace(found, evaluator=found.evaluator.without_head_room(), open_bound=answer.first.value / 2)
+    left_open = replace(reason, alternative=replace(reason.alternative, result=fuller))
+    print_answer(replace(answer, known_reasons=[left_open]), False)
+    assert "no other plan that leaves 12% of the memory free can be better" in capsys.readouterr().out

@@ -1,5 +1,6 @@
 """Answer of `muster plan`, for people and as JSON."""
 
+from math import inf
 from typing import Any
 
 from muster.cost.memory.forecast import MEMORY_HEADROOM
@@ -163,11 +164,12 @@ def _proof_text(answer: PlanAnswer) -> str:
 
 
 def _is_fuller_and_better(reason: Reason, answer: PlanAnswer) -> bool:
-    """Return True if a reason names a better plan, which leaves less memory free than the first."""
+    """Return True if a reason's plan, or one that its search left open, is better and leaves less memory free than the
+    first."""
     best, found = reason.comparison.best, reason.alternative
-    if best is None or found is None or found.result.leaves_head_room:
+    if found is None or found.result.leaves_head_room:
         return False
-    return best.value < answer.first.value
+    return min(found.least_value, inf if best is None else best.value) < answer.first.value
 
 
 def answer_json(answer: PlanAnswer, explain: bool) -> dict[str, Any]:
