@@ -126,6 +126,7 @@ def small_run(
     optim: str = "adamw",
     family: str = "llama",
     packing: Packing = "concatenate",
+    kv_heads: int = 2,
 ) -> RunConfig:
     """A model of a few thousand parameters on the standard library's first source files."""
     model = ModelSpec(
@@ -133,7 +134,7 @@ def small_run(
         hidden_size=32,
         num_layers=layers,
         num_heads=4,
-        num_kv_heads=2,
+        num_kv_heads=kv_heads,
         intermediate_size=48,
         tied_embeddings=tied,
         **FAMILIES[family],
@@ -311,10 +312,11 @@ def config_of(
     z_loss: float = 0.0,
     family: str = "llama",
     packing: Packing = "concatenate",
+    kv_heads: int = 2,
     **_: Any,
 ) -> RunConfig:
     """Return the run of a case, whose other keys are about the plan."""
-    return small_run(tied, layers=layers, z_loss=z_loss, optim=optim, family=family, packing=packing)
+    return small_run(tied, layers=layers, z_loss=z_loss, optim=optim, family=family, packing=packing, kv_heads=kv_heads)
 
 
 def run_case(

@@ -21,6 +21,7 @@ from muster.checkpoint.read_plan import plan_reads
 from muster.config.run_config import RunConfig
 from muster.optim.weight_average import average_decay
 from muster.parallel.world import World, open_world
+from muster.spec.context_kinds import CP_COMM_TYPES
 from muster.spec.errors import MusterError
 from muster.spec.legality import schedules_for_vpp
 from muster.spec.nearest_plans import require_runnable
@@ -33,6 +34,11 @@ STEPS = 5
 """Steps after loading whose losses are compared."""
 SEARCHED = ("auto", "exact")
 """Schedules that are orders found for one plan; where numbers lie under them is what it is under 1f1b."""
+
+
+def _draw_context(draw: random.Random, cp: int) -> dict[str, Any]:
+    kind = draw.choice(CP_COMM_TYPES) if cp > 1 else "p2p"
+    return {"cp_comm_type": kind, "cp_ulysses_degree": 2 if kind == "a2a+p2p" else 1}
 
 
 def draw_plan(draw: random.Random, config: RunConfig, precision: str, most: int = 8) -> Plan:
@@ -52,7 +58,7 @@ def draw_plan(draw: random.Random, config: RunConfig, precision: str, most: int 
                 dp_replicate=mesh.dp_replicate,
                 dp_shard=mesh.dp_shard,
                 cp=mesh.cp,
-                cp_comm_type=draw.choice(["p2p", "all_gather", "a2a"]) if mesh.cp > 1 else "p2p",
+                **_draw_context(draw, mesh.cp),
                 tp=mesh.tp,
                 pp=pp,
                 vpp=vpp,

@@ -11,41 +11,64 @@ from muster.spec.errors import ConfigError
 from muster.spec.plan_name import format_plan_name, parse_plan_name
 from tests.test_parity import GRADIENT_TOLERANCE, cache, check_parity, run  # noqa: F401
 
-KINDS = ("", "a", "u")
+KINDS = {2: ("", "a", "u"), 4: ("", "a", "u", "u2"), 8: ("", "a", "u2", "u4")}
+"""Letters of the kinds that so many context-parallel ranks can have."""
 FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox", "olmo2")
 PACKINGS = ("concatenate", "document_mask", "next_fit", "none")
 SP = {"default_strategy": {"sp": True, "tp_overlap": "async_tp"}}
+OTHER_ORDER = {"axis_order": ["pp", "tp", "cp", "dp_shard", "dp_replicate"]}
+
+
+def cases_of_kind(cp: int, kind: str) -> list[dict[str, Any]]:
+    """Plans of `cp` ranks alone: masks, packed documents, grouped and plain heads, levels of ZeRO, recompute."""
+    plan = f"cp{cp}{kind}"
+    return [
+        *({"plan": plan, "family": family} for family in FAMILIES),
+        *({"plan": plan, "family": family, "kv_heads": 4} for family in ("llama", "gemma3")),
+        *({"plan": f"{plan}-mb2", "family": "qwen3", "packing": packing} for packing in PACKINGS),
+        *({"plan": f"{plan}-{zero}", "tied": True, "z_loss": 0.1} for zero in ("z1", "z2", "z3")),
+        *({"plan": f"{plan}-{how}", "family": "gemma3", "profile": True} for how in ("rfull", "relem")),
+    ]
+
+
+def cases_of_other_axes(kind: str) -> list[dict[str, Any]]:
+    """Plans of four ranks, two of them context-parallel."""
+    return [
+        {"plan": f"tp2-sp-cp2{kind}", "tied": True, "family": "gpt2", "profile": True},
+        {"plan": f"tp2-cp2{kind}-mb2", "changes": SP, "packing": "none"},
+        {"plan": f"pp2-cp2{kind}", "tied": True},
+        {"plan": f"pp2v2-cp2{kind}-szbv", "family": "qwen3", "packing": "document_mask"},
+        {"plan": f"pp2-cp2{kind}-z1-vocab", "tied": True, "z_loss": 0.1},
+        {"plan": f"pp2-cp2{kind}-sgpipe-oact"},
+        *({"plan": f"dp2-cp2{kind}-{zero}"} for zero in ("z1", "z2", "z3")),
+        {"plan": f"dp2x1-cp2{kind}-z1", "optim": "muon"},
+        {"plan": f"dp2-cp2{kind}-z1-uneven3.1"},
+        {"plan": f"dp2-cp2{kind}-z2", "changes": OTHER_ORDER},
+    ]
+
+
+def cases_of_groups(kind: str) -> list[dict[str, Any]]:
+    """Plans of eight ranks, of which four are parts of groups of context-parallel ranks."""
+    return [
+        {"plan": f"tp2-sp-cp4{kind}", "family": "gpt2", "tied": True},
+        {"plan": f"pp2v2-cp4{kind}-szbv", "family": "qwen3", "packing": "document_mask"},
+        {"plan": f"dp2-cp4{kind}-z2", "changes": OTHER_ORDER, "packing": "next_fit"},
+    ]
+
+
 CASES: dict[int, list[dict[str, Any]]] = {
-    2: [
-        *({"plan": f"cp2{kind}", "family": family} for kind in KINDS for family in FAMILIES),
-        *({"plan": f"cp2{kind}-mb2", "family": "qwen3", "packing": packing} for kind in KINDS for packing in PACKINGS),
-        *({"plan": f"cp2{kind}-{zero}", "tied": True, "z_loss": 0.1} for kind in KINDS for zero in ("z1", "z2", "z3")),
-        *(
-            {"plan": f"cp2{kind}-{how}", "family": "gemma3", "profile": True}
-            for kind in KINDS
-            for how in ("rfull", "relem")
-        ),
-    ],
+    2: [case for kind in KINDS[2] for case in cases_of_kind(2, kind)],
     4: [
-        *({"plan": f"cp4{kind}", "family": "gemma3", "packing": "next_fit"} for kind in KINDS),
-        *({"plan": f"cp4{kind}", "family": "gemma2"} for kind in KINDS),
-        *({"plan": f"tp2-sp-cp2{kind}", "tied": True, "family": "gpt2", "profile": True} for kind in KINDS),
-        *({"plan": f"tp2-cp2{kind}-mb2", "changes": SP, "packing": "none"} for kind in KINDS),
-        *({"plan": f"pp2-cp2{kind}", "tied": True} for kind in KINDS),
-        *({"plan": f"pp2v2-cp2{kind}-szbv", "family": "qwen3", "packing": "document_mask"} for kind in KINDS),
-        *({"plan": f"pp2-cp2{kind}-z1-vocab", "tied": True, "z_loss": 0.1} for kind in KINDS),
-        *({"plan": f"pp2-cp2{kind}-sgpipe-oact"} for kind in KINDS),
-        *({"plan": f"dp2-cp2{kind}-{zero}"} for kind in KINDS for zero in ("z1", "z2", "z3")),
-        *({"plan": f"dp2x1-cp2{kind}-z1", "optim": "muon"} for kind in KINDS),
-        *({"plan": f"dp2-cp2{kind}-z1-uneven3.1"} for kind in KINDS),
-        *(
-            {"plan": f"dp2-cp2{kind}-z2", "changes": {"axis_order": ["pp", "tp", "cp", "dp_shard", "dp_replicate"]}}
-            for kind in KINDS
-        ),
+        *(case for kind in KINDS[4] for case in cases_of_kind(4, kind)),
+        *(case for kind in KINDS[2] for case in cases_of_other_axes(kind)),
     ],
     8: [
-        {"plan": "cp8a"},
-        {"plan": "cp8"},
+        *(
+            {"plan": f"cp8{kind}", "family": family, "packing": packing, "kv_heads": heads}
+            for kind in KINDS[8]
+            for family, packing, heads in (("gpt2", "none", 2), ("gemma3", "concatenate", 4), ("qwen3", "next_fit", 2))
+        ),
+        *(case for kind in KINDS[4] if len(kind) > 1 for case in cases_of_groups(kind)),
         {"plan": "cp4u-pp2"},
         {"plan": "dp2-tp2-sp-cp2", "family": "qwen3", "packing": "next_fit"},
         {"plan": "dp2-tp2-sp-cp2a", "family": "qwen3", "packing": "next_fit"},
@@ -54,14 +77,20 @@ CASES: dict[int, list[dict[str, Any]]] = {
 }
 
 
+def sample_of(num_ranks: int) -> list[dict[str, Any]]:
+    """Return a case of each kind and two others, drawn for the number of ranks."""
+    draw, cases = random.Random(num_ranks), CASES[num_ranks]
+    of_kinds = [draw.choice(cases_of_kind(num_ranks, kind)) for kind in KINDS[num_ranks]]
+    return [*of_kinds, *draw.sample(cases, 2)]
+
+
 def in_float64(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [case | {"precision": "fp64", "steps": 1} for case in cases]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_gradients_equal_one_process(num_ranks: int, cache: Path) -> None:  # noqa: F811
-    sample = random.Random(num_ranks).sample(CASES[num_ranks], 6)
-    check_parity(num_ranks, in_float64(sample), cache)
+    check_parity(num_ranks, in_float64(sample_of(num_ranks)), cache)
 
 
 @pytest.mark.soak
@@ -156,7 +185,7 @@ def test_ranks_have_equal_work(window: int | None) -> None:
         assert max(work) / (sum(work) / cp) <= (1.02 if window is None else 1.3)
 
 
-@pytest.mark.parametrize("name", ["cp2-mb1-bf16", "cp4a-mb1-bf16", "dp2-tp2-sp-cp2u-mb1-z1-bf16"])
+@pytest.mark.parametrize("name", ["cp2-mb1-bf16", "cp4a-mb1-bf16", "cp4u2-mb1-bf16", "dp2-tp2-sp-cp2u-mb1-z1-bf16"])
 def test_plan_names_say_the_kind(name: str) -> None:
     assert format_plan_name(parse_plan_name(name)) == name
 

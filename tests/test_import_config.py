@@ -272,6 +272,13 @@ def test_experts_without_zero_lie_on_ranks_that_share_them(tmp_path: Path, capsy
         ("gpt.sh", MEGATRON.rstrip() + " --context-parallel-size 2 --cp-comm-type a2a\n", "a2a", []),
         ("gpt.sh", MEGATRON.rstrip() + " --context-parallel-size 2\n", "p2p", []),
         ("gpt.sh", MEGATRON.rstrip() + " --context-parallel-size 2 --cp-comm-type a2a+p2p\n", "p2p", ["cp-comm-type"]),
+        (
+            "gpt.sh",
+            MEGATRON.rstrip().replace("TP=4", "TP=2")
+            + " --context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2\n",
+            "a2a+p2p",
+            [],
+        ),
         ("job.toml", TITAN.replace("[activation", "context_parallel_degree = 2\n[activation"), "all_gather", []),
         (
             "job.toml",
@@ -288,6 +295,7 @@ def test_the_communication_of_context_parallelism(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, kind: str, left: list[str]
 ) -> None:
     config, said = imported(tmp_path, capsys, name, text, "--nproc", "64")
-    assert (config.parallel.cp, config.parallel.cp_comm_type) == (2, kind)
+    assert config.parallel.cp_comm_type == kind
+    assert (config.parallel.cp, config.parallel.cp_ulysses_degree) == ((4, 2) if kind == "a2a+p2p" else (2, 1))
     dropped = [one["option"] for one in said["not_carried"]]
     assert [option for option in dropped if "comm" in option or "context" in option] == left

@@ -10,10 +10,12 @@ which the runtime lacks, follow the same rule.
 
 from dataclasses import dataclass
 
+from muster.cost.context_traffic import AttentionShape
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.layout.tensor_layout import chunk_bounds, tp_shard
+from muster.spec.context_kinds import ContextRanks
 from muster.spec.model import ModelSpec
-from muster.spec.plan import CpCommType, Mesh, Plan, Precision, Recompute
+from muster.spec.plan import Mesh, Plan, Precision, Recompute
 from muster.spec.plugin_model import LayerTrace, plugin_model
 from muster.spec.workload import Workload
 
@@ -33,7 +35,7 @@ class PassSizes:
     model: ModelSpec
     """Unsharded model."""
     seq_len: int
-    cp_comm_type: CpCommType = "p2p"
+    context: ContextRanks = ContextRanks()
 
     @property
     def hidden_bytes(self) -> int:
@@ -44,6 +46,12 @@ class PassSizes:
     def full_hidden_bytes(self) -> int:
         """Bytes of the hidden state of all `tokens`."""
         return self.tokens * self.local_model.hidden_size * compute_bytes(self.precision)
+
+    @property
+    def attention(self) -> AttentionShape:
+        """Positions and heads of the rank's attention."""
+        own = self.local_model
+        return AttentionShape(self.tokens, own.num_heads, own.num_kv_heads, own.head_dim)
 
     @property
     def expert_tokens(self) -> int:
@@ -63,9 +71,8 @@ def pass_sizes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, tp_i
     sp = plan.strategy(min(plan.layers(stage, spec.num_layers).start, spec.num_layers - 1)).sp
     hidden_tokens = tokens // mesh.tp if sp else tokens
     local_model = _local_model(spec, mesh.tp, tp_index)
-    return PassSizes(
-        local_model, mesh, tokens, hidden_tokens, plan.precision, spec, workload.seq_len, plan.cp_comm_type
-    )
+    context = plan.context_ranks(mesh)
+    return PassSizes(local_model, mesh, tokens, hidden_tokens, plan.precision, spec, workload.seq_len, context)
 
 
 def _local_model(spec: ModelSpec, tp: int, index: int) -> ModelSpec:
@@ -143,11 +150,11 @@ def attention_activation_bytes(sizes: PassSizes, layer: int) -> int:
         return tokens * size * (2 * (2 * keys + values) + 3 * values)
     if own.mla is not None:
         return tokens * _mla_elements_per_token(own) * size + tokens * own.num_heads * master_bytes(precision)
-    if sizes.cp_comm_type != "a2a" or sizes.mesh.cp == 1:
+    if sizes.context.ulysses == 1:
         return softmax_attention_saved_bytes(own, tokens, precision)
-    # Neighbours have the same key/value head where there are fewer than ranks. The output is saved as attention makes
-    # it, whole sequences of some heads, and once more as the output projection gets it.
-    own = own.model_copy(update={"num_kv_heads": max(own.num_kv_heads, sizes.mesh.cp)})
+    # Where ranks exchange heads, neighbours have the same key/value head if there are fewer than ranks. The output is
+    # saved as attention makes it, more positions of some heads, and once more as the output projection gets it.
+    own = own.model_copy(update={"num_kv_heads": max(own.num_kv_heads, sizes.context.ulysses)})
     output = tokens * own.num_heads * own.head_dim * size
     return softmax_attention_saved_bytes(own, tokens, precision) + output
 

@@ -133,11 +133,9 @@ def context_axis_bytes(
     """Return the bytes that the attention of one stage's layers passes to context-parallel collectives, or sends, by
     kind; full recompute repeats the forward's (`attention_transfers`)."""
     sizes, layers = pass_sizes(spec, plan, workload, stage, at.tp), plan.layers(stage, spec.num_layers)
-    own, again = sizes.local_model, sum(plan.strategy(layer).recompute == "full" for layer in layers)
+    again = sum(plan.strategy(layer).recompute == "full" for layer in layers)
     count = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
-    forward, backward = attention_transfers(
-        plan.cp_comm_type, sizes.mesh.cp, sizes.tokens, own.num_heads, own.num_kv_heads, own.head_dim
-    )
+    forward, backward = attention_transfers(sizes.context, sizes.attention)
     sent = Counter[str]()
     for transfers, times in ((forward, len(layers) + again), (backward, len(layers))):
         for one in transfers:

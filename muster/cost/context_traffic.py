@@ -1,16 +1,20 @@
-"""Transfers of context-parallel attention: what a rank passes to its collectives and sends, by kind.
+"""Transfers and buffers of context-parallel attention: what a rank passes to its collectives and sends, by kind.
 
-From here `muster.cost.comm_volume` takes bytes, `muster.cost.time.attention` times and the memory forecast buffers. The
-kinds of `muster.parallel.context_parallel` make these calls and no others: a test counts them.
+From here `muster.cost.comm_volume` takes bytes, `muster.cost.time.context_parallel` times and the memory forecast
+buffers. The kinds of `muster.spec.context_kinds` make these calls and no others: a test counts them.
 """
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from muster.spec.plan import CpCommType
+from muster.spec.context_kinds import ContextRanks, CpCommType
+
+Among = Literal["ring", "ulysses"]
+"""Ranks of a transfer: those that hold other positions of the same heads, or those that exchange heads."""
 
 
 class Transfer(NamedTuple):
-    """Some equal calls of one collective, or equal sends to a neighbour."""
+    """Some equal calls of one collective, or equal sends to another rank of a ring."""
 
     kind: Literal["send", "all_gather", "reduce_scatter", "all_to_all"]
     calls: int
@@ -18,6 +22,7 @@ class Transfer(NamedTuple):
     """Elements of the tensor that one call is given."""
     in_master_dtype: bool = False
     """Elements are of the master dtype, else of the compute dtype."""
+    among: Among = "ring"
 
 
 class AttentionTransfers(NamedTuple):
@@ -27,27 +32,113 @@ class AttentionTransfers(NamedTuple):
     backward: tuple[Transfer, ...]
 
 
-def attention_transfers(
-    kind: CpCommType, cp: int, tokens: int, heads: int, kv_heads: int, head_dim: int
-) -> AttentionTransfers:
-    """Return the transfers of a rank with `tokens` positions, `heads` query heads and `kv_heads` key/value heads.
+class AttentionShape(NamedTuple):
+    """Positions of one rank and its heads while attention is computed."""
 
-    p2p: cp − 1 hops of keys and values; in the backward again, and cp hops of their gradients, which the last brings
-    home. all_gather: keys and values once each way, and their gradients reduce-scattered. a2a: queries, keys and values
-    to the ranks of their heads, where neighbours get the same key/value head if there are fewer than ranks, and outputs
-    back; in the backward the gradients the other way (arXiv:2309.14509 §3.2).
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def queries(self) -> int:
+        """Elements of the queries."""
+        return self.tokens * self.heads * self.head_dim
+
+    @property
+    def keys_and_values(self) -> int:
+        """Elements of the keys and values together."""
+        return 2 * self.tokens * self.kv_heads * self.head_dim
+
+    def exchanged(self, ranks: int) -> "AttentionShape":
+        """Return the shape after `ranks` ranks have exchanged positions for heads; where there are fewer key/value
+        heads than ranks, neighbours get the same one."""
+        return AttentionShape(
+            self.tokens * ranks, self.heads // ranks, max(self.kv_heads, ranks) // ranks, self.head_dim
+        )
+
+
+def attention_transfers(ranks: ContextRanks, shape: AttentionShape) -> AttentionTransfers:
+    """Return the transfers of one rank.
+
+    Groups that exchange heads send queries, keys and values to the ranks of their heads, and outputs back, in the
+    backward the gradients the other way (arXiv:2309.14509 §3.2); a ring among groups comes between (arXiv:2405.07719
+    §3).
 
     Example: with p2p over 4 ranks a forward sends 3 blocks of 2 · tokens · kv_heads · head_dim elements.
     """
-    if cp == 1:
+    if ranks.size == 1:
         return AttentionTransfers((), ())
-    key_values = 2 * tokens * kv_heads * head_dim
-    if kind == "all_gather":
-        gather = Transfer("all_gather", 1, key_values)
-        return AttentionTransfers((gather,), (gather, Transfer("reduce_scatter", 1, cp * key_values)))
-    if kind == "a2a":
-        exchanged = tokens * (heads + 2 * max(kv_heads, cp)) * head_dim
-        both = Transfer("all_to_all", 1, exchanged), Transfer("all_to_all", 1, tokens * heads * head_dim)
-        return AttentionTransfers(both, both[::-1])
-    hops = Transfer("send", cp - 1, key_values)
-    return AttentionTransfers((hops,), (hops, Transfer("send", cp, key_values, in_master_dtype=True)))
+    if ranks.ulysses == 1:
+        return _KINDS[ranks.kind].transfers(ranks.ring, shape)
+    inside = shape.exchanged(ranks.ulysses)
+    ring = attention_transfers(ContextRanks("p2p", ranks.ring), inside)
+    qkv = Transfer("all_to_all", 1, inside.queries + inside.keys_and_values, among="ulysses")
+    outputs = Transfer("all_to_all", 1, inside.queries, among="ulysses")
+    return AttentionTransfers((qkv, *ring.forward, outputs), (outputs, *ring.backward, qkv))
+
+
+def attention_workspace(ranks: ContextRanks, shape: AttentionShape, compute: int, master: int, backward: bool) -> int:
+    """Return the temporary bytes of attention over several ranks, with elements of `compute` and `master` bytes.
+
+    Where heads are exchanged: queries, keys and values before, as they are sent and as they arrive; or afterwards what
+    the ring needs. Rings and all-gathers also add up the output, or the gradient of the queries, in the master dtype.
+    """
+    if ranks.size == 1:
+        return 0
+    if ranks.ulysses == 1:
+        return _KINDS[ranks.kind].workspace(ranks.ring, shape, compute, master, backward)
+    inside = shape.exchanged(ranks.ulysses)
+    exchange = 3 * (inside.queries + inside.keys_and_values) * compute
+    return max(exchange, attention_workspace(ContextRanks("p2p", ranks.ring), inside, compute, master, backward))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Kinds
+
+
+class _Kind(NamedTuple):
+    transfers: Callable[[int, AttentionShape], AttentionTransfers]
+    """Transfers of a number of ranks of a shape."""
+    workspace: Callable[[int, AttentionShape, int, int, bool], int]
+    """Temporary bytes for the same, elements of the compute and the master dtype in bytes, and backward or not."""
+
+
+def _ring_transfers(ring: int, shape: AttentionShape) -> AttentionTransfers:
+    """Return hops of keys and values; in the backward again, and hops of their gradients, which the last brings
+    home."""
+    hops = Transfer("send", ring - 1, shape.keys_and_values)
+    return AttentionTransfers((hops,), (hops, Transfer("send", ring, shape.keys_and_values, in_master_dtype=True)))
+
+
+def _ring_workspace(ring: int, shape: AttentionShape, compute: int, master: int, backward: bool) -> int:
+    """Return the bytes of a block and the next one; in the backward also of its gradient, the sum that arrives and the
+    one that leaves, in the master dtype."""
+    return _summed(shape, compute, master, backward) + shape.keys_and_values * (2 * compute + 3 * master * backward)
+
+
+def _all_gather_transfers(ring: int, shape: AttentionShape) -> AttentionTransfers:
+    """Return the gathers of keys and values, once each way, and the reduce-scatter of their gradients."""
+    gather = Transfer("all_gather", 1, shape.keys_and_values)
+    return AttentionTransfers((gather,), (gather, Transfer("reduce_scatter", 1, ring * shape.keys_and_values)))
+
+
+def _all_gather_workspace(ring: int, shape: AttentionShape, compute: int, master: int, backward: bool) -> int:
+    """Return the bytes of keys and values of the whole sequence as they arrive and in order; in the backward in order,
+    their gradients in the master dtype, and these in the compute dtype."""
+    own, whole = shape.keys_and_values, shape.keys_and_values * ring
+    summed = _summed(shape, compute, master, backward)
+    return max(summed + whole * compute, whole * 2 * compute) + (
+        whole * max(master, compute) + own * compute if backward else own * compute
+    )
+
+
+def _summed(shape: AttentionShape, compute: int, master: int, backward: bool) -> int:
+    """Return the bytes of the output, or of the gradient of the queries, summed and as it is returned."""
+    return shape.queries * (2 * master + compute if backward else master + compute)
+
+
+_KINDS: dict[CpCommType, _Kind] = {
+    "p2p": _Kind(_ring_transfers, _ring_workspace),
+    "all_gather": _Kind(_all_gather_transfers, _all_gather_workspace),
+}

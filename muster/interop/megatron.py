@@ -4,16 +4,16 @@ Names and defaults are those of github:NVIDIA/Megatron-LM, megatron/training/arg
 """
 
 from math import lcm
-from typing import Any, get_args
+from typing import Any
 
 from muster.interop.conversion import ConfigConversion, infer_dp_size
 from muster.interop.shell_options import parse_shell_options
 from muster.spec.errors import ConfigError
-from muster.spec.plan import CpCommType
 
 PROGRAM = "Megatron-LM"
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
 _SHARDING = {"no_shard": None, "optim": "z1", "optim_grads": "z2", "optim_grads_params": "z3"}
+_CP_COMM_TYPES = {"p2p", "all_gather", "a2a", "a2a+p2p"}
 _GPT2_WORDS = 50257
 _DROPOUT = "Muster has no dropout"
 _KERNELS = "a run file doesn't choose kernels"
@@ -140,11 +140,14 @@ def _experts(found: ConfigConversion) -> None:
 def _context_parallel(found: ConfigConversion, cp: int) -> None:
     given = found.take("cp-comm-type", "p2p")  # one for all layers, or a list with one for each
     kinds = {str(one) for one in given} if isinstance(given, list) else {str(given)}
-    if kinds <= set(get_args(CpCommType)) and len(kinds) == 1:
-        if cp > 1:
-            found.put("parallel.cp_comm_type", *kinds, "cp-comm-type")
-    else:
-        found.drop("cp-comm-type", f"all layers have one of {', '.join(get_args(CpCommType))}; p2p is taken")
+    sizes = found.take("hierarchical-context-parallel-sizes", ())  # of the exchange of heads, then of the ring
+    groups = isinstance(sizes, (list, tuple)) and len(sizes) == 2 and str(sizes[0]).isdecimal()
+    if kinds == {"a2a+p2p"} and not groups or len(kinds) > 1 or not kinds <= _CP_COMM_TYPES:
+        found.drop("cp-comm-type", f"all layers have one of {', '.join(sorted(_CP_COMM_TYPES))}; p2p is taken")
+    elif cp > 1:
+        found.put("parallel.cp_comm_type", *kinds, "cp-comm-type")
+        if kinds == {"a2a+p2p"}:
+            found.put("parallel.cp_ulysses_degree", int(sizes[0]), "hierarchical-context-parallel-sizes")
 
 
 def _plan(found: ConfigConversion, nproc: int | None) -> None:

@@ -37,7 +37,9 @@ class PipelineAxis:
     index: int
 
 
-def _ring_shift(group: dist.ProcessGroup, index: int, size: int, x: Tensor) -> PendingTensor:
+def _ring_shift(
+    group: dist.ProcessGroup, index: int, size: int, x: Tensor, first: int = 0, stride: int = 1
+) -> PendingTensor:
     """Start to send `x` to the next rank of a ring and to receive the tensor of the rank before.
 
     The result keeps `x` alive until it is waited for.
@@ -45,8 +47,8 @@ def _ring_shift(group: dist.ProcessGroup, index: int, size: int, x: Tensor) -> P
     received = torch.empty_like(x)
     works = dist.batch_isend_irecv(
         [
-            dist.P2POp(dist.isend, x, group=group, group_peer=(index + 1) % size),
-            dist.P2POp(dist.irecv, received, group=group, group_peer=(index - 1) % size),
+            dist.P2POp(dist.isend, x, group=group, group_peer=first + (index + 1) % size * stride),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=first + (index - 1) % size * stride),
         ]
     )
     return PendingTensor(works, lambda _sent=x: received)
@@ -59,6 +61,18 @@ class ContextAxis:
     group: dist.ProcessGroup
     size: int
     index: int
+    first: int = 0
+    """Rank in the group of this axis' first rank."""
+    stride: int = 1
+    """Distance of its neighbours in the group."""
+    ulysses: "ContextAxis | None" = None
+    """Part of it that exchanges positions for heads with this rank, where only a part does."""
+
+    def strided(self, stride: int) -> "ContextAxis":
+        """Return the ranks whose distance from this one is a multiple of `stride`. They share its group, in which
+        they can send; for collectives they would need one of their own."""
+        first = self.first + self.stride * (self.index % stride)
+        return ContextAxis(self.group, self.size // stride, self.index // stride, first, self.stride * stride)
 
     def all_gather(self, x: Tensor) -> PendingTensor:
         """Start to all-gather a tensor of the same shape from every rank: (…) → (ranks, …)."""
@@ -80,7 +94,7 @@ class ContextAxis:
 
     def ring_shift(self, x: Tensor) -> PendingTensor:
         """Start to send a contiguous tensor to the next rank of the ring and to receive that of the rank before."""
-        return _ring_shift(self.group, self.index, self.size, x)
+        return _ring_shift(self.group, self.index, self.size, x, self.first, self.stride)
 
 
 @dataclass

@@ -1,12 +1,14 @@
 """Context parallelism: each rank keeps some positions of every sequence, and attention sees those of all ranks.
 
 The model knows of it at one seam, `Attention.attend`, which gets the queries, keys and values of this rank's positions.
-Everything else works on a position alone. A kind of context parallelism is one class and one line in `KINDS`; what it
-sends stands in `muster.cost.context_traffic`, from which costs and counts of bytes are made.
+Everything else works on a position alone. A kind of context parallelism is one class of a `ContextAxis` and a row of
+`muster.spec.context_kinds`; what it sends stands in `muster.cost.context_traffic`, from which costs and counts of bytes
+are made.
 """
 
 from collections.abc import Callable
 from functools import lru_cache
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -15,28 +17,18 @@ from muster.layout.context_parallel import kept_positions
 from muster.model.decoder import Attention, Decoder
 from muster.model.documents import Documents
 from muster.parallel.axis import ContextAxis
-from muster.parallel.cp_all_gather import AllGatherAttention
-from muster.parallel.cp_ring import RingAttention
-from muster.parallel.cp_ulysses import UlyssesAttention
-from muster.spec.plan import CpCommType
+from muster.spec.context_kinds import CONTEXT_KINDS, ContextRanks
 
 Attend = Callable[[Attention, tuple[Tensor, ...], Tensor | None, Documents | None], Tensor]
 """Attention of queries, keys and values (B, H or K, S, d) of this rank's positions to those of all ranks."""
 
-KINDS: dict[CpCommType, Callable[[ContextAxis], Attend]] = {
-    "p2p": RingAttention,
-    "all_gather": AllGatherAttention,
-    "a2a": UlyssesAttention,
-}
-"""Kinds of context-parallel attention that the runtime has."""
-WITH_WHOLE_SEQUENCES: tuple[CpCommType, ...] = ("a2a",)
-"""Kinds that call the model's own attention on whole sequences, with its mask."""
 
-
-def apply_context_parallel(module: Decoder, axis: ContextAxis, kind: CpCommType) -> None:
+def apply_context_parallel(module: Decoder, axis: ContextAxis, context: ContextRanks) -> None:
     """Let the attention of a stage see the positions of all context-parallel ranks."""
-    attend = KINDS[kind](axis)
-    module.position_state.makes_masks = kind in WITH_WHOLE_SEQUENCES
+    file, name = CONTEXT_KINDS[context.kind].attention.split(":")
+    attend: Attend = getattr(import_module(f"muster.parallel.{file}"), name)(axis)
+    # Without a ring the model's own attention sees whole sequences, with its mask.
+    module.position_state.makes_masks = context.ring == 1
     for part in module.modules():
         if isinstance(part, Attention):
             part.attend = attend  # type: ignore[method-assign]

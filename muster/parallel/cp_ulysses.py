@@ -3,10 +3,15 @@
 Before attention each rank receives all positions of some heads, attends as one process does, and sends the results
 back. Where there are fewer key/value heads than ranks, neighbours receive the same one, and its gradients are summed.
 
+With more ranks than heads, groups of neighbours exchange them, and ranks of different groups that have the same heads
+are a ring (USP, arXiv:2405.07719; `cp4u2`). The neighbours' positions together are what a rank of that ring keeps: an
+early and a late chunk of the sequence.
+
 Suffixes of tensors: C context-parallel ranks, B sequences, H heads of all kinds, s positions of this rank, S positions
 of the whole sequence, d head width.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,13 +21,17 @@ from muster.layout.context_parallel import chunk_places
 from muster.model.decoder import Attention, attend
 from muster.model.documents import Documents
 from muster.parallel.axis import ContextAxis
+from muster.parallel.cp_ring import RingAttention
+
+Attend = Callable[[Attention, tuple[Tensor, ...], Tensor | None, Documents | None], Tensor]
+"""Attention of queries, keys and values (B, H or K, S, d)."""
 
 
 class UlyssesAttention:
-    """Attention of all positions with this rank's share of the heads."""
+    """Attention of the positions of all ranks with this rank's share of the heads."""
 
-    def __init__(self, axis: ContextAxis) -> None:
-        self._axis = axis
+    def __init__(self, axis: ContextAxis, attend: Attend = attend) -> None:
+        self._axis, self._attend = axis, attend
 
     def __call__(
         self, attention: Attention, qkv: tuple[Tensor, ...], mask: Tensor | None, documents: Documents | None
@@ -31,9 +40,17 @@ class UlyssesAttention:
         shares = [_heads_by_rank(x, self._axis.size) for x in qkv]
         sent_CBHsd = torch.cat(shares, dim=2)
         whole_BHSd = _in_order(_AllToAll.apply(self._axis, sent_CBHsd), dim=3)  # type: ignore[arg-type]
-        out_BHSd = attend(attention, whole_BHSd.split([x.shape[2] for x in shares], dim=1), mask, documents)
+        out_BHSd = self._attend(attention, whole_BHSd.split([x.shape[2] for x in shares], dim=1), mask, documents)
         received_CBHsd = _AllToAll.apply(self._axis, _by_rank(out_BHSd, self._axis.size))
         return received_CBHsd.transpose(0, 1).flatten(1, 2)  # type: ignore[union-attr]
+
+
+class UlyssesRingAttention(UlyssesAttention):
+    """The same for the positions of a group of ranks, which meet those of other groups in a ring."""
+
+    def __init__(self, axis: ContextAxis) -> None:
+        assert axis.ulysses is not None
+        super().__init__(axis.ulysses, RingAttention(axis.strided(axis.ulysses.size)))
 
 
 def _heads_by_rank(x_BHsd: Tensor, ranks: int) -> Tensor:

@@ -35,6 +35,8 @@ class ProcessGroups:
         Attention has a group of its own, whose collectives don't wait for those of parameters."""
         if any(axis in self.by_axis for axis in STATE_SHARD_AXES if axis != _SHARD):
             self.state_shards = _new_group(sorted(ranks_along(plan, at, STATE_SHARD_AXES)))
+        self.ulysses = self._ulysses_group()
+        """Part of the context-parallel ranks with which this one exchanges positions for heads; None without groups."""
         self.pipeline = self._pipeline_axis() if plan.vocab_parallel else None
         """Ranks that share the vocabulary with this one under vocabulary parallelism over pipeline ranks."""
         self._alone: dist.ProcessGroup | None = None
@@ -59,6 +61,13 @@ class ProcessGroups:
     def _group_of_itself(self) -> dist.ProcessGroup:
         self._alone = self._alone or _new_group([rank_at(self._plan, self._at)])
         return self._alone
+
+    def _ulysses_group(self) -> dist.ProcessGroup | None:
+        context = self._plan.context_ranks(self._plan.mesh(self._at.pp))
+        if context.ulysses in (1, context.size):
+            return None
+        first = self._at.cp // context.ulysses * context.ulysses
+        return _new_group(ranks_along(self._plan, self._at, ("cp",))[first : first + context.ulysses])
 
     def _pipeline_axis(self) -> PipelineAxis:
         """Make the group of ranks with one member on each pipeline rank that this one belongs to."""

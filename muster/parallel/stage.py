@@ -148,7 +148,7 @@ class DecoderStage:
             apply_projection_norms(self.module, spec, self.tp_axis)
         self.context_axis = world.context_axis()
         if self.context_axis is not None:
-            apply_context_parallel(self.module, self.context_axis, plan.cp_comm_type)
+            apply_context_parallel(self.module, self.context_axis, plan.context_ranks(plan.mesh(index)))
         self._weight_grads = WeightGradStore()
         # A rank that shares its parameters with no other reduces in its backwards: see `apply_fsdp`.
         self._zero: ZeroLevel = strategy.zero if world.groups.data_mesh() is not None else "z2"

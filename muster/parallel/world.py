@@ -52,8 +52,13 @@ class World:
 
     def context_axis(self) -> ContextAxis | None:
         """Return the context-parallel ranks of this one; None where a rank has whole sequences."""
-        size = self.plan.mesh(self.at.pp).cp
-        return None if size == 1 else ContextAxis(self.groups.by_axis["cp"], size, self.at.cp)
+        context = self.plan.context_ranks(self.plan.mesh(self.at.pp))
+        if context.size == 1:
+            return None
+        neighbours = None
+        if self.groups.ulysses is not None:
+            neighbours = ContextAxis(self.groups.ulysses, context.ulysses, self.at.cp % context.ulysses)
+        return ContextAxis(self.groups.by_axis["cp"], context.size, self.at.cp, ulysses=neighbours)
 
     def pipeline_axis(self) -> PipelineAxis:
         """Return the pipeline ranks that share the vocabulary with this one; only under `vocab_parallel`."""

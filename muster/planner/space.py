@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
+from muster.planner.context_choice import context_fields
 from muster.planner.node_order import is_heterogeneous
 from muster.planner.request import PlanRequest
 from muster.planner.simplicity import least_simplicity
 from muster.spec.legality import plan_violations
 from muster.spec.mesh_axes import MESH_AXES
-from muster.spec.mesh_cuts import divides_exchanged_heads, divisors
+from muster.spec.mesh_cuts import divisors
 from muster.spec.model import ModelSpec
-from muster.spec.plan import CpCommType, LayerStrategy, Offload, Plan, Recompute, ZeroLevel
+from muster.spec.plan import LayerStrategy, Offload, Plan, Recompute, ZeroLevel
 from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from muster.spec.supported import unsupported_features
 from muster.spec.workload import MAX_PROGRAM_MICRO_BATCHES
@@ -260,7 +261,7 @@ def make_plan(
             "tp": shape.tp,
             "pp": shape.pp,
             "cp": shape.cp,
-            "cp_comm_type": _cp_comm_type(request, shape),
+            **context_fields(request, shape.tp, shape.cp),
             "ep": shape.ep,
             "micro_batch_size": shape.micro_batch_size,
             "axis_order": axis_order,
@@ -274,18 +275,6 @@ def make_plan(
             **(fields or {}),
         }
     )
-
-
-def _cp_comm_type(request: PlanRequest, shape: MeshShape) -> CpCommType:
-    """Return the kind of context parallelism of a shape: the required one, or p2p, whose transfers attention hides.
-
-    Where the framework has no fused kernel for blocks of a ring on a GPU, a2a if the heads divide: the device computes
-    whole sequences of some heads faster than it could save in transfers.
-    """
-    required = request.fixed.get("cp_comm_type", request.base.cp_comm_type)
-    if shape.cp == 1 or required != "p2p" or request.framework.fused_cp_blocks or request.cluster.device.kind == "cpu":
-        return required
-    return "a2a" if divides_exchanged_heads(request.model, shape.tp, shape.cp) else "p2p"
 
 
 @lru_cache(maxsize=1024)  # plans of a search share few strategies, and are compared by them

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from muster.spec.context_rules import CONTEXT_RULES
 from muster.spec.errors import InfeasibleError
 from muster.spec.mesh_axes import MESH_AXES, SEQUENCE_AXES
 from muster.spec.mesh_cuts import cut_violations, homeless_experts, with_placed_experts
@@ -277,11 +278,7 @@ LEGAL_RULES: tuple[Rule, ...] = (
         "sp shards sequences over the tp ranks, but tp is 1",
         in_every_layer(lambda strategy: strategy.model_copy(update={"sp": False, "tp_overlap": "none"})),
     ),
-    Rule(
-        lambda plan: plan.cp_comm_type != "p2p" and not plan.uses_axis("cp"),
-        lambda plan: f"cp_comm_type {plan.cp_comm_type} is how context-parallel ranks communicate, but cp is 1",
-        setting(cp_comm_type="p2p"),
-    ),
+    *CONTEXT_RULES,
     Rule(
         lambda plan: any(mesh.expert_ranks % (mesh.ep * mesh.etp) for mesh in plan.distinct_meshes),
         homeless_experts,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from math import gcd, isqrt, lcm
 
+from muster.spec.context_rules import context_violations
 from muster.spec.mesh_axes import EXPERT_RANK_AXES, SEQUENCE_AXES
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Mesh, Plan
@@ -15,7 +16,7 @@ def cut_violations(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator
     for mesh in plan.distinct_meshes:
         yield from _width(mesh, model)
         yield from _positions(mesh, workload, any(strategy.sp for strategy in plan.strategies))
-        yield from _exchanged_heads(plan, mesh, model)
+        yield from context_violations(plan, mesh, model)
         yield from _experts(mesh, model)
     if model.position == "learned" and (model.max_positions or 0) < workload.seq_len:
         yield f"seq_len {workload.seq_len} is longer than the model's {model.max_positions} learned positions"
@@ -60,26 +61,6 @@ def _nearest_multiples(number: int, of: int) -> str:
     """Return the multiples below and above a number in words, without 0."""
     below = number // of * of
     return f"{below} or {below + of}" if below else str(of)
-
-
-def divides_exchanged_heads(model: ModelSpec, tp: int, cp: int) -> bool:
-    """Return True if cp ranks can exchange positions for heads (Ulysses): each gets whole query heads, and whole
-    key/value heads or, where there are fewer than ranks, a copy of one."""
-    heads, kv_heads = model.num_heads // tp, max(1, model.num_kv_heads // tp)
-    return heads % cp == 0 and max(kv_heads, cp) % min(kv_heads, cp) == 0
-
-
-def _exchanged_heads(plan: Plan, mesh: Mesh, model: ModelSpec) -> Iterator[str]:
-    if plan.cp_comm_type != "a2a" or divides_exchanged_heads(model, mesh.tp, mesh.cp):
-        return
-    heads, kv_heads = model.num_heads // mesh.tp, max(1, model.num_kv_heads // mesh.tp)
-    legal = [cp for cp in divisors(heads) if divides_exchanged_heads(model, mesh.tp, cp)]
-    each = f" of each of tp {mesh.tp} ranks" if mesh.tp > 1 else ""
-    yield (
-        f"cp_comm_type a2a exchanges heads, and cp {mesh.cp} doesn't divide the {pluralize(heads, 'head')} and"
-        f" {pluralize(kv_heads, 'key/value head')}{each}: legal are {', '.join(map(str, legal))}, or p2p and"
-        " all_gather with any cp"
-    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

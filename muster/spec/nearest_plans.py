@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from math import log2
 
+from muster.spec.context_rules import with_possible_kind
 from muster.spec.errors import InfeasibleError
 from muster.spec.legality import LEGAL_RULES, layer_violations, plan_violations, schedules_for_vpp
 from muster.spec.mesh_axes import DEGREE_FIELDS, MESH_AXES, SUPPORTED_AXES
-from muster.spec.mesh_cuts import divides_exchanged_heads, divisors
+from muster.spec.mesh_cuts import divisors
 from muster.spec.model import ModelSpec
 from muster.spec.plan import LayerStrategy, Plan
 from muster.spec.plan_name import format_plan_name
@@ -82,9 +83,8 @@ def _candidates(plan: Plan, model: ModelSpec, workload: Workload, world_size: in
             }
         )
         same_for_all_layers = as_by_default("zero", "sp", "tp_overlap")
-        if plan.cp_comm_type == "a2a" and not divides_exchanged_heads(model, axes["tp"], axes["cp"]):
-            candidate = candidate.model_copy(update={"cp_comm_type": "p2p"})
-        yield repaired((*LEGAL_RULES, *RUNTIME_RULES), same_for_all_layers(candidate))
+        candidate = repaired((*LEGAL_RULES, *RUNTIME_RULES), same_for_all_layers(candidate))
+        yield with_possible_kind(candidate, model)
 
 
 def _nearest_schedule(plan: Plan, vpp: int) -> str:

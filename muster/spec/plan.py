@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from muster.spec.base import Frozen
+from muster.spec.context_kinds import ContextRanks, CpCommType, context_ranks
 from muster.spec.errors import InfeasibleError, MusterError
 from muster.spec.mesh_axes import (
     BATCH_AXES,
@@ -35,11 +36,6 @@ checkpointing by operation). full: the whole layer."""
 Offload = Literal["none", "optimizer", "activations", "all"]
 """State kept in host memory. activations: those that a layer saves for its backward, where enough other passes run
 between forward and backward (arXiv:2503.01328). optimizer: its state (arXiv:2101.06840)."""
-CpCommType = Literal["p2p", "all_gather", "a2a"]
-"""Communication of context-parallel attention. p2p: blocks of keys and values travel around a ring
-(arXiv:2310.01889). all_gather: every rank gathers all keys and values. a2a: the ranks exchange positions for heads, so
-that each computes whole sequences of some heads (Ulysses, arXiv:2309.14509)."""
-CP_COMM_TYPES: tuple[CpCommType, ...] = get_args(CpCommType)
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
@@ -183,7 +179,10 @@ class Plan(Frozen):
     """Context-parallel ranks, over which each sequence is sharded."""
     cp_comm_type: CpCommType = "p2p"
     """Communication of attention between the context-parallel ranks. p2p: keys and values travel around a ring.
-    all_gather: every rank gathers all of them. a2a: ranks exchange positions for heads (Ulysses)."""
+    all_gather: every rank gathers all of them. a2a: ranks exchange positions for heads (Ulysses). a2a+p2p: groups of
+    neighbours exchange heads, and a ring joins the groups (USP)."""
+    cp_ulysses_degree: PositiveInt = 1
+    """Ranks of each group that exchanges heads under a2a+p2p."""
     ep: PositiveInt = 1
     """Expert-parallel ranks, over which experts are distributed. They are ranks of dp_shard, cp and tp."""
     etp: PositiveInt = 1
@@ -352,6 +351,10 @@ class Plan(Frozen):
         """Return True if some stage has several ranks on an axis."""
         return any(getattr(mesh, axis) > 1 for mesh in self.distinct_meshes)
 
+    def context_ranks(self, mesh: Mesh) -> ContextRanks:
+        """Return the context-parallel ranks of the stages with one of the plan's meshes."""
+        return context_ranks(self.cp_comm_type, mesh.cp, self.cp_ulysses_degree)
+
     @property
     def strategies(self) -> list[LayerStrategy]:
         """The default strategy and those of all overrides."""
@@ -439,7 +442,7 @@ class Plan(Frozen):
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-_ADDED_LATER = ("cp_comm_type",)
+_ADDED_LATER = ("cp_comm_type", "cp_ulysses_degree")
 """Fields of a plan that are younger than the hashes in files."""
 
 

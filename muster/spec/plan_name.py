@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from muster.spec.context_kinds import CONTEXT_KINDS
 from muster.spec.errors import ConfigError
 from muster.spec.former_names import current_plan_part, report_renames
 from muster.spec.mesh_axes import DEGREE_FIELDS
-from muster.spec.plan import CpCommType, LayerStrategy, Offload, Plan, Precision, Recompute, StageSpec
+from muster.spec.plan import LayerStrategy, Offload, Plan, Precision, Recompute, StageSpec
 from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from muster.spec.suggest import did_you_mean
 
@@ -19,7 +20,7 @@ _RECOMPUTE: dict[str, Recompute] = {
     "full": "full",
 }
 _OFFLOAD: dict[str, Offload] = {"act": "activations", "opt": "optimizer", "all": "all"}
-_CP_COMM_TYPES: dict[str, CpCommType] = {"": "p2p", "a": "all_gather", "u": "a2a"}
+_CP_WORDS = {name: kind.word for name, kind in CONTEXT_KINDS.items()}
 _DEFAULTS = Plan()
 
 _NAMED_AXES = tuple(axis for axis in DEGREE_FIELDS if not axis.startswith("dp_"))
@@ -44,6 +45,14 @@ def _data_parallel(first: str, second: str | None) -> dict[str, Any]:
     if second is None:
         return {"dp_shard": int(first)}
     return {"dp_replicate": int(first), "dp_shard": int(second)}
+
+
+def _context_parallel(degree: str, word: str, ulysses: str | None) -> dict[str, Any]:
+    """Return the fields of `cp8`, `cp8a`, `cp8u2`; groups of all ranks are Ulysses alone, of one rank a ring alone."""
+    fields: dict[str, Any] = {"cp": int(degree)}
+    if ulysses in (None, degree):
+        return fields | ({"cp_comm_type": next(kind for kind, own in _CP_WORDS.items() if own == word)} if word else {})
+    return fields | {"cp_comm_type": "a2a+p2p", "cp_ulysses_degree": int(ulysses)}
 
 
 _LAYER_RUN = r"\d{1,9}(?:x[1-9]\d{0,3})?"
@@ -71,9 +80,9 @@ _NAME_PARTS = (
     _NamePart("sp", "sp", lambda: {"sp": True}),
     _NamePart("ppN or ppNvK", r"pp(\d{1,9})(?:v(\d{1,9}))?", lambda pp, vpp: {"pp": int(pp), "vpp": int(vpp or 1)}),
     _NamePart(
-        "cpN, cpNa, cpNu",
-        r"cp(\d{1,9})([au]?)",
-        lambda n, word: {"cp": int(n), **({"cp_comm_type": _CP_COMM_TYPES[word]} if word else {})},
+        ", ".join([*dict.fromkeys("cpN" + word for word in _CP_WORDS.values()), "cpNuK"]),
+        rf"cp(\d{{1,9}})([{''.join(sorted(set(_CP_WORDS.values())))}]?)((?<=u)\d{{1,9}})?",
+        _context_parallel,
     ),
     *(_degree(axis, axis) for axis in _PLAIN_AXES),
     _degree("micro_batch_size", "mb"),
@@ -186,7 +195,7 @@ def _format_parts(plan: Plan) -> list[str]:
 
 
 def _cp_word(plan: Plan) -> str:
-    return next(word for word, kind in _CP_COMM_TYPES.items() if kind == plan.cp_comm_type)
+    return _CP_WORDS[plan.cp_comm_type] + (str(plan.cp_ulysses_degree) if plan.cp_comm_type == "a2a+p2p" else "")
 
 
 def parse_plan_name(text: str, base: Plan = _DEFAULTS) -> Plan:

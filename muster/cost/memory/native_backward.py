@@ -10,6 +10,7 @@ the operands of its weights' gradients, from which W computes them all before it
 from dataclasses import replace
 
 from muster.cost.activations import mlp_activation_bytes, mlp_inner_bytes
+from muster.cost.context_traffic import attention_workspace
 from muster.cost.memory.kernel_workspace import KernelWorkspace
 from muster.cost.memory.native_storage import NativeStorage
 from muster.cost.memory.param_shards import NO_PARAMS, ParamShard
@@ -220,32 +221,9 @@ class BackwardPeaks:
 
     def _attention_workspace(self, backward: bool) -> int:
         """Return the temporary bytes of attention over several ranks or with soft caps. A fused kernel has none."""
-        exchanged = self._context_workspace(backward) if self.sizes.mesh.cp > 1 else 0
-        return exchanged + (
-            0 if self.sizes.local_model.attention_softcap is None else self._soft_cap_workspace(backward)
-        )
-
-    def _context_workspace(self, backward: bool) -> int:
-        """Return the temporary bytes of context-parallel attention.
-
-        all_gather: keys and values of the whole sequence as they arrive and in order; in the backward in order, their
-        gradients in the master dtype, and these in the compute dtype. p2p: a block and the next one; in the backward
-        also its gradient, the sum that arrives and the one that leaves, in the master dtype. a2a: queries, keys and
-        values before, as they are sent and as they arrive. The first two also add up the output, or the gradient of the
-        queries, in the master dtype.
-        """
-        own, sizes, compute, master = self.sizes.local_model, self.sizes, self.compute_size, self.master_size
-        head = sizes.tokens * own.head_dim
-        queries, block = head * own.num_heads, 2 * head * own.num_kv_heads
-        if self.plan.cp_comm_type == "a2a":
-            return 3 * (queries + 2 * head * max(own.num_kv_heads, sizes.mesh.cp)) * compute
-        summed = queries * (2 * master + compute) if backward else queries * (master + compute)
-        if self.plan.cp_comm_type == "p2p":
-            return summed + block * (2 * compute + 3 * master * backward)
-        whole = block * sizes.mesh.cp
-        return max(summed + whole * compute, whole * 2 * compute) + (
-            whole * max(master, compute) + block * compute if backward else block * compute
-        )
+        sizes = self.sizes
+        exchanged = attention_workspace(sizes.context, sizes.attention, self.compute_size, self.master_size, backward)
+        return exchanged + (0 if sizes.local_model.attention_softcap is None else self._soft_cap_workspace(backward))
 
     def _soft_cap_workspace(self, backward: bool) -> int:
         """Return the temporary bytes of soft-capped attention: of a piece of the scores, the capped ones and their

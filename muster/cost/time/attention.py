@@ -1,7 +1,8 @@
-"""Time of attention: its matmuls, its scores, and the ring of context-parallel ranks that overlaps with them."""
+"""Time of attention: its matmuls, its scores, and what context-parallel ranks send."""
 
-from muster.cost.context_traffic import Transfer, attention_transfers
-from muster.cost.time.collectives import all_gather_s, all_reduce_s, all_to_all_s, p2p_s, reduce_scatter_s
+from muster.cost.context_traffic import AttentionShape
+from muster.cost.time.collectives import all_reduce_s
+from muster.cost.time.context_parallel import add_context_transfers
 from muster.cost.time.kernels import flash_attention_s, matmul_s, stream_s, sustained_flops_per_s
 from muster.cost.time.sublayer import LayerContext, SublayerCost, add_tp_entry, add_tp_exit, norm_bytes
 from muster.spec.device import AttentionKernel, DeviceSpec
@@ -127,7 +128,7 @@ def _add_scores(
     kernel, device, seq_len = choose_attention_kernel(at.device, at.framework, at.strategy), at.device, at.seq_len
     span = min(window or seq_len, seq_len)
     seen = (span * (seq_len - span) + span * span / 2) / seq_len
-    in_blocks = at.cp.size > 1 and at.cp_comm_type != "a2a" and at.device.kind != "cpu"
+    in_blocks = at.context.ring > 1 and at.device.kind != "cpu"
     if (at.model.attention_softcap is not None and not at.framework.fused_soft_cap) or (
         in_blocks and not at.framework.fused_cp_blocks
     ):
@@ -148,36 +149,8 @@ def _add_scores(
     part.attention_core.add(forward_s, kernels)
     part.input_grads.add(backward_s, 2 * kernels)
     if at.cp.size > 1:
-        _add_context_transfers(at, part, heads, qk_dim, kv_width, forward_s, backward_s)
-
-
-def _add_context_transfers(
-    at: LayerContext, part: SublayerCost, heads: float, head_dim: int, kv_width: float, *overlapped_s: float
-) -> None:
-    """Add the transfers of context parallelism (`attention_transfers`): those of a ring overlap with the scores of all
-    blocks but the first, which take `overlapped_s` (forward, backward); collectives are exposed."""
-    cp, kind, ring_grad_bytes = at.cp, at.cp_comm_type, at.framework.cp_grad_bytes
-    if kind == "p2p":
-        hops, parts, block = cp.size - 1, (cp.size - 1) / cp.size, 2 * at.tokens * kv_width * at.element_bytes
-        part.forward.add_overlapped("cp", hops * p2p_s(cp, block), parts * overlapped_s[0])
-        backward_s = hops * p2p_s(cp, 2 * block)
-        if ring_grad_bytes is not None:
-            gradient = block / at.element_bytes * max(ring_grad_bytes, at.element_bytes)
-            backward_s = hops * p2p_s(cp, block) + cp.size * p2p_s(cp, gradient)
-        part.input_grads.add_overlapped("cp", backward_s, parts * overlapped_s[1])
-        return
-    kv_heads = max(1, round(kv_width / head_dim))
-    transfers = attention_transfers(kind, cp.size, round(at.tokens), round(heads), kv_heads, head_dim)
-    for passes, own in ((part.forward, transfers.forward), (part.input_grads, transfers.backward)):
-        for one in own:
-            passes.add_exposed("cp", one.calls * _transfer_s(at, one))
-
-
-def _transfer_s(at: LayerContext, one: Transfer) -> float:
-    size = one.numel * at.element_bytes
-    if one.kind == "all_gather":
-        return all_gather_s(at.cp, at.cp.size * size)
-    return reduce_scatter_s(at.cp, size) if one.kind == "reduce_scatter" else all_to_all_s(at.cp, size)
+        shape = AttentionShape(round(at.tokens), round(heads), max(1, round(kv_width / qk_dim)), qk_dim)
+        add_context_transfers(at, part, shape, forward_s, backward_s)
 
 
 def _soft_capped_scores_s(at: LayerContext, heads: float, head_dim: float, seen: float) -> tuple[float, float]:

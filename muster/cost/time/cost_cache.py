@@ -62,6 +62,8 @@ class CostTables:
     """Elements of parameters on a rank: of a layer, and of embedding and head."""
     slowest_devices: dict[tuple, int] = field(default_factory=dict)
     """Type of the slowest of a stage's devices."""
+    context_fields: dict[tuple, dict[str, Any]] = field(default_factory=dict)
+    """Fields of a plan that say how context-parallel ranks communicate fastest, by their degrees."""
     stage_kinds: dict[tuple, StageKinds] = field(default_factory=dict)
     """Stages, or p2p transfers between stages, sorted into kinds that cost the same."""
 

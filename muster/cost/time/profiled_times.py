@@ -15,7 +15,7 @@ from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import mean_update_bytes
 from muster.cost.activations import offloaded_activation_bytes
 from muster.cost.comm_volume import STEP_REPORT_BYTES
-from muster.cost.context_traffic import attention_transfers
+from muster.cost.context_traffic import AttentionShape, attention_transfers
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.cost.time.attention import SOFT_CAP_BYTES
 from muster.cost.time.op_times import OpTimes, P2PTime
@@ -226,13 +226,13 @@ class _StagePasses:
     def _add_context(self, cost: _StageCost, heads: int, kv_heads: int, again: bool) -> None:
         """Add the transfers of context-parallel attention. On a CPU those of a ring take the cores that compute, so
         none is hidden; an all-to-all takes as long as a reduce-scatter, which sends as many bytes."""
-        plan, cp = self.plan, self.mesh.cp
-        found = attention_transfers(plan.cp_comm_type, cp, self.tokens, heads, kv_heads, self.model.head_dim)
+        plan, context = self.plan, self.plan.context_ranks(self.mesh)
+        found = attention_transfers(context, AttentionShape(self.tokens, heads, kv_heads, self.model.head_dim))
         for own, exposed in ((found.forward, cost.forward_exposed_s), (found.backward, cost.backward_exposed_s)):
             for one in own:
                 size = master_bytes(plan.precision) if one.in_master_dtype else self.size
                 kind = "reduce_scatter" if one.kind == "all_to_all" else one.kind
-                ranks = 2 if kind == "send" else cp
+                ranks = 2 if kind == "send" else context.ulysses if one.among == "ulysses" else context.ring
                 exposed["cp"] += one.calls * self.rates.collective(kind, ranks, one.numel * size)
         if again:
             cost.backward_exposed_s["cp"] += cost.forward_exposed_s["cp"]

@@ -61,7 +61,7 @@ class StageTimes:
             self.groups.cp,
             self.groups.ep,
             self.mesh.etp,
-            placed.plan.cp_comm_type,
+            placed.plan.context_ranks(self.mesh),
             self._is_data_parallel,
         )
 
@@ -241,7 +241,7 @@ class StageTimes:
         plan = self.placed.plan
         known = self.placed.cache.layer_passes
         own = plan.precision, plan.local_micro_batch_size(self.stage), self.mesh.etp, self._is_data_parallel
-        own = *own, plan.cp_comm_type
+        own = *own, plan.context_ranks(self.mesh)
         key = kind, *own, self.groups.layer_key
         if key not in known:
             known[key] = layer_passes(replace(self.layer_context, strategy=kind.strategy), self._example_layers[kind])

@@ -7,10 +7,11 @@ from muster.cost.precision_bytes import compute_bytes
 from muster.cost.time.collectives import CommGroup, all_gather_s, all_reduce_s, reduce_scatter_s
 from muster.cost.time.kernels import grouped_matmul_s, matmul_s, stream_s
 from muster.cost.time.pass_cost import PassCost
+from muster.spec.context_kinds import ContextRanks
 from muster.spec.device import DeviceSpec
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.model import ModelSpec
-from muster.spec.plan import CpCommType, LayerStrategy, Precision
+from muster.spec.plan import LayerStrategy, Precision
 
 CAST_NORM_BYTES = (20, 32)
 """Bytes per element (forward, backward) of a norm's kernel between casts to float32 and back, as in eager programs."""
@@ -35,7 +36,7 @@ class LayerContext:
     cp: CommGroup
     ep: CommGroup
     etp: int = 1
-    cp_comm_type: CpCommType = "p2p"
+    context: ContextRanks = ContextRanks()
     is_data_parallel: bool = False
     """True if there are data-parallel ranks, over which z2 and z3 reduce gradients in every backward."""
 

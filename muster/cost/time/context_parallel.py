@@ -1,0 +1,73 @@
+"""Time of context parallelism: sends around rings, which overlap with attention, and collectives, which don't."""
+
+from collections import defaultdict
+from dataclasses import replace
+from functools import lru_cache
+from math import ceil
+
+from muster.cost.context_traffic import AttentionShape, Transfer, attention_transfers
+from muster.cost.time.collectives import CommGroup, all_gather_s, all_to_all_s, p2p_s, reduce_scatter_s
+from muster.cost.time.pass_cost import PassCost
+from muster.cost.time.sublayer import LayerContext, SublayerCost
+from muster.spec.context_kinds import ContextRanks
+
+
+def add_context_transfers(
+    at: LayerContext, part: SublayerCost, shape: AttentionShape, forward_s: float, backward_s: float
+) -> None:
+    """Add the transfers of context parallelism (`attention_transfers`) to an attention whose scores take some seconds.
+
+    Sends overlap with the scores of all blocks but the first. In programs that don't say what the gradients around
+    their ring are summed in, these travel with keys and values, in the compute dtype.
+    """
+    forward, backward = attention_transfers(at.context, shape)
+    if at.framework.cp_grad_bytes is None:
+        backward = tuple(
+            one._replace(numel=2 * one.numel) if one.kind == "send" else one
+            for one in backward
+            if not one.in_master_dtype
+        )
+    _add_pass(at, part.forward, forward, forward_s)
+    _add_pass(at, part.input_grads, backward, backward_s)
+
+
+def _add_pass(at: LayerContext, cost: PassCost, transfers: tuple[Transfer, ...], scores_s: float) -> None:
+    sends_s: defaultdict[str, float] = defaultdict(float)
+    for one in transfers:
+        seconds = one.calls * _transfer_s(at, one)
+        if one.kind == "send":
+            sends_s[one.among] += seconds
+        else:
+            cost.add_exposed("cp", seconds)
+    if sends_s:
+        cost.add_overlapped("cp", max(sends_s.values()), (at.context.ring - 1) / at.context.ring * scores_s)
+
+
+def _transfer_s(at: LayerContext, one: Transfer) -> float:
+    group = _members(at.cp, at.context, one.among)
+    element_bytes = max(at.framework.cp_grad_bytes or 0, at.element_bytes) if one.in_master_dtype else at.element_bytes
+    size = one.numel * element_bytes
+    if one.kind == "send":
+        return p2p_s(group, size)
+    if one.kind == "all_gather":
+        return all_gather_s(group, group.size * size)
+    return reduce_scatter_s(group, size) if one.kind == "reduce_scatter" else all_to_all_s(group, size)
+
+
+@lru_cache(maxsize=1024)
+def _members(cp: CommGroup, context: ContextRanks, among: str) -> CommGroup:
+    """Return the ranks of one transfer, a part of the context-parallel ranks: those that exchange heads are neighbours,
+    the members of a ring among them are as far apart as there are of these."""
+    if context.ulysses in (1, context.size):
+        return cp
+    inside = cp.max_ranks_per_domain
+    if among == "ulysses":
+        together = min(context.ulysses, inside)
+        return replace(
+            cp,
+            size=context.ulysses,
+            num_domains=ceil(context.ulysses / together),
+            max_ranks_per_domain=together,
+        )
+    together = max(1, inside // context.ulysses)
+    return replace(cp, size=context.ring, num_domains=min(cp.num_domains, context.ring), max_ranks_per_domain=together)

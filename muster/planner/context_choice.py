@@ -1,0 +1,66 @@
+"""The kind of context parallelism for a shape: the one whose passes are predicted to take the least time.
+
+One for each pair of degrees (tp, cp), so that a search has as many plans as with one kind. A layer's time decides, in
+which the bytes by link, what hides them, and the kernels for blocks and for whole sequences have their parts.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from muster.cost.time.plan_times import place_plan, plan_times
+from muster.cost.time.stage_times import StageTimes
+from muster.planner.request import PlanRequest
+from muster.schedule.action import Kind
+from muster.spec.context_kinds import CONTEXT_KINDS
+from muster.spec.context_rules import context_violations, group_degrees
+from muster.spec.plan import Mesh, Plan
+from muster.spec.workload import Workload
+
+LEAST_GAIN = 0.005
+"""Part of the time that another kind than the ring must save to be chosen."""
+CONTEXT_FIELDS = ("cp_comm_type", "cp_ulysses_degree")
+
+
+def context_fields(request: PlanRequest, tp: int, cp: int) -> dict[str, Any]:
+    """Return the fields of a plan that say how context-parallel ranks communicate: the required ones, or the fastest.
+
+    Where the framework's blocks run in a fused kernel, attention hides the transfers of a ring, and nothing is faster.
+    """
+    base = {name: request.fixed.get(name, getattr(request.base, name)) for name in CONTEXT_FIELDS}
+    if cp == 1 or base["cp_comm_type"] != "p2p" or request.framework.fused_cp_blocks:
+        return base
+    known = request.cost_cache.tables(
+        request.model, request.workload.seq_len, request.cluster, request.framework
+    ).context_fields
+    key = tp, cp, request.precision
+    if key not in known:
+        known[key] = _fastest(request, tp, cp)
+    return known[key]
+
+
+def _fastest(request: PlanRequest, tp: int, cp: int) -> dict[str, Any]:
+    plans = list(_candidates(request, tp, cp))
+    seconds = [_passes_s(request, plan) for plan in plans]
+    best = min(range(len(plans)), key=seconds.__getitem__)
+    chosen = plans[best if seconds[best] < (1 - LEAST_GAIN) * seconds[0] else 0]
+    return {name: getattr(chosen, name) for name in CONTEXT_FIELDS}
+
+
+def _candidates(request: PlanRequest, tp: int, cp: int) -> Iterator[Plan]:
+    """Yield a plan of each kind that the model's heads allow, the ring first."""
+    for kind, row in CONTEXT_KINDS.items():
+        for degree in group_degrees(cp) if row.has_groups else [1]:
+            plan = Plan(tp=tp, cp=cp, cp_comm_type=kind, cp_ulysses_degree=degree, precision=request.precision)
+            if not list(context_violations(plan, Mesh(tp=tp, cp=cp), request.model)):
+                yield plan
+
+
+def _passes_s(request: PlanRequest, plan: Plan) -> float:
+    """Return the seconds of one micro-batch's forward and backward through all layers."""
+    one_sequence = Workload(seq_len=request.workload.seq_len, global_batch_size=1)
+    own = request.model, plan, one_sequence, request.cluster, request.framework
+    if request.cluster.device.rates is not None:
+        times = plan_times(*own, cache=request.cost_cache)
+        return times.seconds[Kind.F, 0] + times.seconds[Kind.B, 0]
+    passes_s = StageTimes(place_plan(*own, cache=request.cost_cache), 0).passes_s
+    return passes_s[Kind.F] + passes_s[Kind.B]

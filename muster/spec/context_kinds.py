@@ -1,0 +1,58 @@
+"""The table of kinds of context parallelism: how attention gets the keys and values that other ranks hold.
+
+A new kind is a row here, its transfers and buffers in `muster.cost.context_traffic`, and its file in `muster/parallel`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
+"""Communication of context-parallel attention. p2p: blocks of keys and values travel around a ring
+(arXiv:2310.01889). all_gather: every rank gathers all keys and values. a2a: the ranks exchange positions for heads, so
+that each computes whole sequences of some heads (Ulysses, arXiv:2309.14509). a2a+p2p: neighbours exchange heads, and
+rings join their groups (USP, arXiv:2405.07719)."""
+CP_COMM_TYPES: tuple[CpCommType, ...] = get_args(CpCommType)
+
+
+@dataclass(frozen=True, slots=True)
+class ContextKind:
+    """One kind of context parallelism."""
+
+    word: str
+    """Letter behind the degree in a plan's name."""
+    attention: str
+    """Class of `muster/parallel` that attends, as `file:class`."""
+    exchanges_heads: bool = False
+    """True if ranks exchange positions for heads before attention: all of them, or groups."""
+    has_groups: bool = False
+    """True if groups of `cp_ulysses_degree` neighbours do."""
+
+
+CONTEXT_KINDS: dict[CpCommType, ContextKind] = {
+    "p2p": ContextKind("", "cp_ring:RingAttention"),
+    "all_gather": ContextKind("a", "cp_all_gather:AllGatherAttention"),
+    "a2a": ContextKind("u", "cp_ulysses:UlyssesAttention", exchanges_heads=True),
+    "a2a+p2p": ContextKind("u", "cp_ulysses:UlyssesRingAttention", exchanges_heads=True, has_groups=True),
+}
+
+
+class ContextRanks(NamedTuple):
+    """Context-parallel ranks of a stage and the way in which their attention communicates.
+
+    Rank r · ulysses + u is the u-th of the r-th group, whose members exchange heads; the ranks with the same u are a
+    ring. With ulysses 1 all ranks are one ring, with ulysses = size there is none.
+    """
+
+    kind: CpCommType = "p2p"
+    size: int = 1
+    ulysses: int = 1
+
+    @property
+    def ring(self) -> int:
+        """Ranks that hold different positions of the same heads while attention is computed."""
+        return self.size // self.ulysses
+
+
+def context_ranks(kind: CpCommType, cp: int, ulysses_degree: int) -> ContextRanks:
+    """Return the ranks of a stage with `cp` of them."""
+    return ContextRanks(kind, cp, cp if kind == "a2a" else min(cp, ulysses_degree))

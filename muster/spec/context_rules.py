@@ -1,0 +1,101 @@
+"""Rules of context parallelism: which kinds and degrees have a meaning, for a plan alone and for a model."""
+
+from collections.abc import Iterator
+
+from muster.spec.context_kinds import CONTEXT_KINDS
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Mesh, Plan
+from muster.spec.rules import Rule, setting
+from muster.spec.units import pluralize
+
+
+def group_degrees(cp: int) -> list[int]:
+    """Return the sizes of groups that leave several groups of several ranks."""
+    return [degree for degree in range(2, cp) if cp % degree == 0]
+
+
+def _without_groups(plan: Plan) -> bool:
+    degrees = [mesh.cp for mesh in plan.distinct_meshes]
+    return plan.cp_comm_type == "a2a+p2p" and any(plan.cp_ulysses_degree not in group_degrees(cp) for cp in degrees)
+
+
+def _odd_groups(plan: Plan) -> str:
+    cp = max(mesh.cp for mesh in plan.distinct_meshes)
+    legal = ", ".join(map(str, group_degrees(cp))) or "none, but a2a or p2p"
+    return (
+        f"cp_comm_type a2a+p2p needs several groups of several ranks, and cp_ulysses_degree {plan.cp_ulysses_degree}"
+        f" of cp {cp} doesn't make them: legal are {legal}"
+    )
+
+
+def _with_groups(plan: Plan) -> Plan:
+    legal = group_degrees(min(mesh.cp for mesh in plan.distinct_meshes))
+    if not legal:
+        return plan.model_copy(update={"cp_comm_type": "p2p", "cp_ulysses_degree": 1})
+    nearest = min(legal, key=lambda degree: abs(degree - plan.cp_ulysses_degree))
+    return plan.model_copy(update={"cp_ulysses_degree": nearest})
+
+
+CONTEXT_RULES = (
+    Rule(
+        lambda plan: plan.cp_comm_type != "p2p" and not plan.uses_axis("cp"),
+        lambda plan: f"cp_comm_type {plan.cp_comm_type} is how context-parallel ranks communicate, but cp is 1",
+        setting(cp_comm_type="p2p", cp_ulysses_degree=1),
+    ),
+    Rule(
+        lambda plan: plan.cp_ulysses_degree > 1 and plan.cp_comm_type != "a2a+p2p",
+        lambda plan: (
+            f"cp_ulysses_degree {plan.cp_ulysses_degree} is the size of groups under cp_comm_type a2a+p2p, not under"
+            f" {plan.cp_comm_type}"
+        ),
+        setting(cp_ulysses_degree=1),
+    ),
+    Rule(_without_groups, _odd_groups, _with_groups),
+)
+"""Combinations of the context-parallel fields of a plan that no runtime could give a meaning."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# With a model
+
+
+def divides_exchanged_heads(model: ModelSpec, tp: int, ranks: int) -> bool:
+    """Return True if some context-parallel ranks can exchange positions for heads (Ulysses): each gets whole query
+    heads, and whole key/value heads or, where there are fewer than ranks, a copy of one."""
+    heads, kv_heads = model.num_heads // tp, max(1, model.num_kv_heads // tp)
+    return heads % ranks == 0 and max(kv_heads, ranks) % min(kv_heads, ranks) == 0
+
+
+def context_violations(plan: Plan, mesh: Mesh, model: ModelSpec) -> Iterator[str]:
+    """Yield a sentence for each reason why a model's attention can't be computed by a plan's kind of context
+    parallelism."""
+    ranks = plan.context_ranks(mesh)
+    if not CONTEXT_KINDS[ranks.kind].exchanges_heads or divides_exchanged_heads(model, mesh.tp, ranks.ulysses):
+        return
+    heads, kv_heads = model.num_heads // mesh.tp, max(1, model.num_kv_heads // mesh.tp)
+    possible = range(1, heads + 1)
+    if ranks.kind != "a2a":
+        possible = group_degrees(mesh.cp)
+        if ranks.ulysses not in possible:
+            return  # a rule's own sentence
+    legal = [degree for degree in possible if divides_exchanged_heads(model, mesh.tp, degree)] or ["none"]
+    each = f" of each of tp {mesh.tp} ranks" if mesh.tp > 1 else ""
+    name = "cp" if ranks.kind == "a2a" else "cp_ulysses_degree"
+    yield (
+        f"cp_comm_type {ranks.kind} exchanges heads, and {name} {ranks.ulysses} doesn't divide the"
+        f" {pluralize(heads, 'head')} and {pluralize(kv_heads, 'key/value head')}{each}: legal are"
+        f" {', '.join(map(str, legal))}, or p2p and all_gather with any cp"
+    )
+
+
+def with_possible_kind(plan: Plan, model: ModelSpec) -> Plan:
+    """Return the plan with the nearest kind of context parallelism that the model's attention can be computed by: the
+    largest groups that divide the heads, or a ring."""
+    mesh = plan.mesh(0)
+    if not list(context_violations(plan, mesh, model)):
+        return plan
+    ranks = plan.context_ranks(mesh)
+    for degree in reversed(group_degrees(mesh.cp)):
+        if CONTEXT_KINDS[ranks.kind].exchanges_heads and divides_exchanged_heads(model, mesh.tp, degree):
+            return plan.model_copy(update={"cp_comm_type": "a2a+p2p", "cp_ulysses_degree": degree})
+    return plan.model_copy(update={"cp_comm_type": "p2p", "cp_ulysses_degree": 1})
