@@ -36,6 +36,12 @@ class PassSizes:
     """Unsharded model."""
     seq_len: int
     context: ContextRanks = ContextRanks()
+    sequence_tiles: int = 1
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of the largest tile, of which MLP and loss process one at a time; all where nothing is tiled."""
+        return -(-self.tokens // self.sequence_tiles)
 
     @property
     def hidden_bytes(self) -> int:
@@ -71,8 +77,8 @@ def pass_sizes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, tp_i
     sp = plan.strategy(min(plan.layers(stage, spec.num_layers).start, spec.num_layers - 1)).sp
     hidden_tokens = tokens // mesh.tp if sp else tokens
     local_model = _local_model(spec, mesh.tp, tp_index)
-    context = plan.context_ranks(mesh)
-    return PassSizes(local_model, mesh, tokens, hidden_tokens, plan.precision, spec, workload.seq_len, context)
+    own = local_model, mesh, tokens, hidden_tokens, plan.precision, spec, workload.seq_len
+    return PassSizes(*own, plan.context_ranks(mesh), plan.sequence_tiles)
 
 
 def _local_model(spec: ModelSpec, tp: int, index: int) -> ModelSpec:
@@ -94,9 +100,10 @@ def layer_activation_bytes(sizes: PassSizes, layer: int, recompute: Recompute, a
     """Return the bytes that a layer saves from its forward to its backward.
 
     `full`: its input alone. `elementwise`: all but the outputs of the norms before attention and MLP and of the gated
-    activation (`muster.model.recompute`). `core_attention` (arXiv:2205.05198 §5): all but the attention scores, or with
-    flash attention its log-sum-exp. `every_second_matmul` (torchtitan's selective activation checkpointing by
-    operation): the input, the output of every second matmul, the output of attention.
+    activation (`muster.model.recompute`). Tiles save the input of the MLP's norm in place of all that the MLP computes.
+    `core_attention` (arXiv:2205.05198 §5): all but the attention scores, or with flash attention its log-sum-exp.
+    `every_second_matmul` (torchtitan's selective activation checkpointing by operation): the input, the output of every
+    second matmul, the output of attention.
     """
     own, tokens, precision = sizes.local_model, sizes.tokens, sizes.precision
     if recompute == "full":
@@ -106,13 +113,13 @@ def layer_activation_bytes(sizes: PassSizes, layer: int, recompute: Recompute, a
     if recompute == "every_second_matmul":
         return sizes.hidden_bytes + _every_second_matmul_bytes(sizes, layer)
     scores = attention_score_bytes(sizes) if attention_kernel != "flash" else 0
-    total = (
-        layer_norm_saved_bytes(sizes) + attention_activation_bytes(sizes, layer) + mlp_activation_bytes(sizes, layer)
-    )
+    total = layer_norm_saved_bytes(sizes) + attention_activation_bytes(sizes, layer) + saved_mlp_bytes(sizes, layer)
     if recompute == "core_attention":
         return total - tokens * own.num_heads * master_bytes(precision)
     if recompute == "elementwise":
-        total -= 2 * own.has_pre_norms * sizes.hidden_bytes + mlp_inner_bytes(sizes, layer)
+        is_tiled = sizes.sequence_tiles > 1
+        total -= (2 - is_tiled) * own.has_pre_norms * sizes.hidden_bytes
+        total -= 0 if is_tiled else mlp_inner_bytes(sizes, layer)
     return total + scores
 
 
@@ -169,6 +176,11 @@ def _mla_elements_per_token(own: ModelSpec) -> int:
     return narrow + own.num_heads * (2 * head + 2 * mla.v_head_dim)
 
 
+def saved_mlp_bytes(sizes: PassSizes, layer: int) -> int:
+    """Return the bytes that a layer's MLP saves from its forward to its backward: none where it is tiled."""
+    return mlp_activation_bytes(sizes, layer) if sizes.sequence_tiles == 1 else 0
+
+
 def mlp_activation_bytes(sizes: PassSizes, layer: int) -> int:
     """Return the bytes that a layer's MLP saves, without its norm.
 
@@ -215,13 +227,13 @@ def layer_norm_saved_bytes(sizes: PassSizes) -> int:
     """Return the bytes that a layer's norms save, and those of the inputs of attention and MLP.
 
     A norm of a sublayer's output saves its input; where there is none before, the sublayer's own input is saved by its
-    first linear layers. Attention and MLP in parallel have one input.
+    first linear layers. Attention and MLP in parallel have one input. The norm before tiles is computed with them.
     """
     own, size = sizes.local_model, sizes.hidden_bytes
     statistics = norm_saved_bytes(own, sizes.hidden_tokens, sizes.precision) - 2 * size
     inputs = (1 if own.parallel_residual else 2) * size
-    norms = own.has_pre_norms + own.has_post_norms
-    return inputs + 2 * norms * (size + statistics)
+    norms = own.has_pre_norms * (2 if sizes.sequence_tiles == 1 else 1) + 2 * own.has_post_norms
+    return inputs + norms * (size + statistics)
 
 
 def norm_saved_bytes(spec: ModelSpec, tokens: int, precision: Precision) -> int:

@@ -87,7 +87,8 @@ def tensor_axis_bytes(
 
     `async_tp` splits the collectives of the forward matmuls, and the all-gather in the backward of an exit, into p2p
     sends of tp − 1 chunks. Full recompute repeats a layer's forward; without `async_tp` only up to its last matmul, so
-    that one exit isn't repeated unless a norm of the output needs it.
+    that one exit isn't repeated unless a norm of the output needs it. Tiles repeat the MLP's entry and exit, and the
+    head's entry.
     """
     sent, tp = Counter[str](), plan.mesh(stage).tp
     if tp == 1:
@@ -99,13 +100,17 @@ def tensor_axis_bytes(
     strategy, first, last = plan.strategy(layers.start), plan.is_first(stage), plan.is_last(stage)
     entering, leaving = 2 * len(layers) + last, 2 * len(layers)
     again = sum(plan.strategy(layer).recompute == "full" for layer in layers)
-    exits_again = again * (1 + spec.has_post_norms)
-    if strategy.tp_overlap == "async_tp":
-        sent["send"] += count * (entering + 2 * leaving + 4 * again) * (tp - 1) * (hidden // tp)
+    is_async, is_tiled = strategy.tp_overlap == "async_tp", plan.sequence_tiles > 1
+    entries_again, exits_again = 2 * again, again * (1 + (spec.has_post_norms or is_async))
+    if is_tiled:  # each MLP once more, and the head; full recompute stops before the MLP unless a norm reads its output
+        entries_again = again * (1 + spec.has_post_norms) + len(layers) + last
+        exits_again = again * (1 + spec.has_post_norms) + len(layers)
+    if is_async:
+        sent["send"] += count * (entering + 2 * leaving + entries_again + exits_again) * (tp - 1) * (hidden // tp)
         sent["all_gather"] += count * (entering + first) * (hidden // tp)
         sent["reduce_scatter"] += count * (entering + first) * hidden
     elif strategy.sp:
-        sent["all_gather"] += count * (2 * entering + leaving + first + 2 * again) * (hidden // tp)
+        sent["all_gather"] += count * (2 * entering + leaving + first + entries_again) * (hidden // tp)
         sent["reduce_scatter"] += count * (entering + leaving + first + exits_again) * hidden
     else:
         sent["all_reduce"] += count * (entering + leaving + first + exits_again) * hidden
@@ -113,7 +118,7 @@ def tensor_axis_bytes(
         # The mean squares of a position's queries and keys, and in the backward their terms of the gradient.
         sent["all_reduce"] += count * (2 * len(layers) + again) * 2 * positions * master_bytes(plan.precision)
     if last:  # the largest logit, then the sum of exponentials and the label's logit, of each position
-        sent["all_reduce"] += count * 3 * positions * master_bytes(plan.precision)
+        sent["all_reduce"] += count * (1 + is_tiled) * 3 * positions * master_bytes(plan.precision)
     layouts = {layout.name: layout for layout in stage_layouts(spec, plan, stage, at)}
     copies = tp_partial_grad_copies(spec, layouts, tp, strategy.sp)
     copied_numel = sum(

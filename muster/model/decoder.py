@@ -287,6 +287,8 @@ class Decoder(nn.Module):
         """True if the layers are a plugin's, of which nothing is known but the arguments and the result of
         `Layer.forward`."""
         self._embedding_scale = _rounded(spec.hidden_size**0.5) if first and spec.scale_embeddings else None
+        self.reduce_hidden: Callable[[Tensor], Tensor] | None = None
+        """Function of the hidden states that the head reads, whose result `forward` returns in place of logits."""
         self.logit_softcap = spec.logit_softcap
         self.caps_logits = True
         """False: `forward` returns logits without their soft cap, for a loss that caps them itself."""
@@ -303,7 +305,7 @@ class Decoder(nn.Module):
         """Map tokens (B, S) int64 if first, else hidden (B, S, D), to logits (B, S, V) if last, else hidden (B, S,
         D)."""
         x_BSD = self._through_layers(x)
-        return x_BSD if self.norm is None else self.logits(self.norm(x_BSD))
+        return x_BSD if self.norm is None else (self.reduce_hidden or self.logits)(self.norm(x_BSD))
 
     def final_hidden(self, tokens_BS: Tensor) -> Tensor:
         """Return the hidden states (B, S, D) that the head reads; for a whole model."""
@@ -335,10 +337,15 @@ class Decoder(nn.Module):
         """Return the logits of hidden states after the last norm (…, D); without a vocabulary, the hidden states."""
         if not self.has_vocab:
             return x_BSD
+        logits = self.project_logits(x_BSD, self.head_weight)
+        return soft_cap(logits, self.logit_softcap) if self.logit_softcap and self.caps_logits else logits
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        """Weight of the head (V, D), which may be the embedding's; of a last stage."""
         head = self.head or self.embed
         assert head is not None, "a last stage has a head or an embedding"
-        logits = self.project_logits(x_BSD, head.weight)
-        return soft_cap(logits, self.logit_softcap) if self.logit_softcap and self.caps_logits else logits
+        return head.weight  # type: ignore[return-value]
 
     def resident_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that autograd may save at no cost, since they stay anyway: parameters, and constants of all

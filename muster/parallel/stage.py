@@ -24,6 +24,7 @@ from muster.model.init import fill_initial_parts
 from muster.model.kernels import soft_cap
 from muster.model.loss import LossSums, loss_sums, plugin_loss_sums
 from muster.model.recompute import apply_recompute
+from muster.model.tiling import apply_tiles, compute_in_tiles, tile_rows
 from muster.parallel import tensor_parallel
 from muster.parallel.axis import TensorAxis
 from muster.parallel.compile import compile_blocks
@@ -55,7 +56,7 @@ from muster.parallel.vocab_parallel import VocabShard, add_vocab_shard
 from muster.parallel.weight_grad_store import WeightGradStore
 from muster.parallel.world import World
 from muster.spec.model import ModelSpec
-from muster.spec.plan import ZeroLevel
+from muster.spec.plan import Plan, ZeroLevel
 
 
 class Stage(Protocol):
@@ -157,10 +158,7 @@ class DecoderStage:
         if plan.compile:
             compile_blocks(self.module, world.device)
         self._offload = self.offload_type(world.device)
-        for layer, block in zip(self.layers, self.module.blocks(), strict=True):
-            apply_recompute(block, plan.strategy(layer).recompute)
-            if plan.strategy(layer).offload in ("activations", "all"):
-                self._offload.track_layer(block)
+        self._save_less(plan)
         self.is_sharded = apply_fsdp(self.module, world, strategy.zero, plan)
         self._materialize()
         self.parameters: dict[str, Tensor] = local_parameters(self.module)
@@ -190,6 +188,15 @@ class DecoderStage:
         """Input of each micro-batch and the start of its backward: the loss, or the output's edge in the autograd
         graph, which doesn't keep the output alive; None where all that made it is frozen."""
 
+    def _save_less(self, plan: Plan) -> None:
+        """Let layers save, recompute and offload what the plan says."""
+        for layer, block in zip(self.layers, self.module.blocks(), strict=True):
+            apply_recompute(block, plan.strategy(layer).recompute)
+            if plan.sequence_tiles > 1:
+                apply_tiles(block, plan.sequence_tiles)
+            if plan.strategy(layer).offload in ("activations", "all"):
+                self._offload.track_layer(block)
+
     def _materialize(self) -> None:
         materialize(self.module, self.world.device)
 
@@ -216,9 +223,17 @@ class DecoderStage:
         self.module.position_state.documents = (
             None if self.inputs.documents_M is None else self.inputs.documents_M[micro_batch]
         )
+        is_tiled = self.computes_loss and self.world.plan.sequence_tiles > 1
+        if is_tiled:
+            self.module.reduce_hidden = partial(self._tiled_losses, self.inputs.labels_M[micro_batch], self.inputs)
         y = self.module(x)
         if self.computes_loss:
-            losses = self._losses_of(y, self.inputs.labels_M[micro_batch], self.inputs)
+            if is_tiled:
+                self.module.reduce_hidden = None
+                losses = LossSums(y[0], *y[1:].detach())
+            else:
+                loss_of = self._loss_function(self.inputs)
+                losses = loss_of(y, self.inputs.labels_M[micro_batch])
             if self.world.at.tp == 0:  # the other tensor-parallel ranks have the same losses
                 self._losses += torch.stack((losses.cross_entropy, losses.z_loss))
             y = losses.total * (self.inputs.loss_scale / self.inputs.num_valid)
@@ -228,16 +243,35 @@ class DecoderStage:
             self._offload.end_forward(micro_batch, y)
         return y
 
-    def _losses_of(self, logits_BSV: Tensor, labels_BS: Tensor, inputs: StageInputs) -> LossSums:
-        softcap = self.spec.logit_softcap
+    def _tiled_losses(self, labels_BS: Tensor, inputs: StageInputs, x_BSD: Tensor) -> Tensor:
+        """Return the sums of the losses (3) of hidden states after the last norm, from logits of a tile at a time."""
+        tiles = self.world.plan.sequence_tiles
+        # Under sequence parallelism a tile is gathered from all ranks: it has the labels of their positions.
+        shards = self._sequence_shards
+        labels_RN = labels_BS.unflatten(1, (shards, -1)).transpose(0, 1).flatten(1)
+        rows = list(tile_rows(labels_RN.shape[1], tiles))
+        loss_of = self._loss_function(inputs)
+
+        def losses(x_nD: Tensor, index: int) -> Tensor:
+            labels_1n = labels_RN[:, rows[index]].reshape(1, -1)
+            found = loss_of(self.module.logits(x_nD.unsqueeze(0)), labels_1n)
+            return torch.stack((found.total, found.cross_entropy, found.z_loss)).unsqueeze(0)
+
+        return compute_in_tiles(losses, x_BSD, tiles, [self.module.head_weight]).sum(0)
+
+    def _loss_function(self, inputs: StageInputs) -> Callable[[Tensor, Tensor], LossSums]:
+        """Return the function of logits (B, S, V) and labels (B, S) that gives the losses; a plugin's is for training
+        alone."""
+        softcap, z_loss = self.spec.logit_softcap, inputs.z_loss_coefficient
         if inputs.plugin_loss is not None and torch.is_grad_enabled():
-            logits_BSV = logits_BSV if softcap is None else soft_cap(logits_BSV, softcap)
-            return plugin_loss_sums(inputs.plugin_loss, logits_BSV, labels_BS)
+            plugin = inputs.plugin_loss
+            return lambda logits_BSV, labels_BS: plugin_loss_sums(
+                plugin, logits_BSV if softcap is None else soft_cap(logits_BSV, softcap), labels_BS
+            )
         if self.tp_axis is None:
-            return loss_sums(logits_BSV, labels_BS, inputs.z_loss_coefficient, softcap)
-        return tensor_parallel.vocab_parallel_loss(
-            self.tp_axis, self._vocab_start, logits_BSV, labels_BS, inputs.z_loss_coefficient, softcap
-        )
+            return partial(loss_sums, z_loss_coefficient=z_loss, softcap=softcap)
+        of_axis = partial(tensor_parallel.vocab_parallel_loss, self.tp_axis, self._vocab_start)
+        return partial(of_axis, z_loss_coefficient=z_loss, softcap=softcap)
 
     def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
         """Add to the parameters' gradients and return that of the input (B, S, D); None on the first stage."""

@@ -35,6 +35,7 @@ def plan_violations(plan: Plan, model: ModelSpec, workload: Workload, world_size
         _listed_ranks(plan),
         broken_rules(LEGAL_RULES, plan),
         _plugin(plan, model),
+        _tiles(plan, model, workload),
     )
     return [problem for check in checks for problem in check]
 
@@ -226,6 +227,23 @@ def _plugin(plan: Plan, model: ModelSpec) -> Iterator[str]:
             f"recompute {others.pop()} supports Muster's own layers, not those of model {plugin.name}:"
             " legal are none, full"
         )
+
+
+def _tiles(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:
+    """Check the parts of a micro-batch that pass MLPs and loss one after another."""
+    if plan.sequence_tiles == 1:
+        return
+    if plugin_model(model) is not None or model.moe is not None:
+        layers = "experts" if model.moe is not None else f"the layers of model {model.name}"
+        yield f"sequence_tiles cut the positions of Muster's own MLPs, not of {layers}: legal is sequence_tiles 1"
+    for mesh in plan.distinct_meshes:
+        sp_shards = mesh.tp if plan.default_strategy.sp else 1
+        positions = plan.micro_batch_size * workload.seq_len // (mesh.sequence_shards * sp_shards)
+        if plan.sequence_tiles > positions:
+            yield (
+                f"sequence_tiles {plan.sequence_tiles} cut the {pluralize(positions, 'position')} that a rank has of a"
+                f" micro-batch: legal are 1 to {positions}"
+            )
 
 
 def _replicas(plan: Plan, workload: Workload) -> Iterator[str]:

@@ -183,6 +183,9 @@ class Plan(Frozen):
     neighbours exchange heads, and a ring joins the groups (USP)."""
     cp_ulysses_degree: PositiveInt = 1
     """Ranks of each group that exchanges heads under a2a+p2p."""
+    sequence_tiles: PositiveInt = 1
+    """Parts of a micro-batch's positions on a rank that pass the MLPs, and head and loss, one after another. Each is
+    computed again in the backward, so that the inner tensors of one part live at a time (arXiv:2506.13996 §3.1)."""
     ep: PositiveInt = 1
     """Expert-parallel ranks, over which experts are distributed. They are ranks of dp_shard, cp and tp."""
     etp: PositiveInt = 1
@@ -442,7 +445,7 @@ class Plan(Frozen):
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-_ADDED_LATER = ("cp_comm_type", "cp_ulysses_degree")
+_ADDED_LATER = ("cp_comm_type", "cp_ulysses_degree", "sequence_tiles")
 """Fields of a plan that are younger than the hashes in files."""
 
 

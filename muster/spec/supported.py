@@ -97,6 +97,21 @@ RUNTIME_RULES: tuple[Rule, ...] = (
         setting(post_validation=False),
     ),
     Rule(
+        lambda plan: plan.sequence_tiles > 1 and plan.split_backward,
+        "sequence_tiles with a schedule whose backward is split (W would keep the logits of all tiles)",
+        setting(sequence_tiles=1),
+    ),
+    Rule(
+        lambda plan: plan.sequence_tiles > 1 and plan.vocab_parallel,
+        "sequence_tiles with vocab_parallel (its passes over a part of the vocabulary aren't tiled)",
+        setting(sequence_tiles=1),
+    ),
+    Rule(
+        lambda plan: plan.sequence_tiles > 1 and plan.compile,
+        "sequence_tiles with compile (it has no parity test yet)",
+        setting(sequence_tiles=1),
+    ),
+    Rule(
         lambda plan: plan.precision not in SUPPORTED_PRECISIONS,
         "fp8 (it needs torchao's scaled matmuls and a GPU that has them)",
         setting(precision="bf16"),

@@ -9,7 +9,7 @@ the operands of its weights' gradients, from which W computes them all before it
 
 from dataclasses import replace
 
-from muster.cost.activations import mlp_activation_bytes, mlp_inner_bytes
+from muster.cost.activations import mlp_inner_bytes, saved_mlp_bytes
 from muster.cost.context_traffic import attention_workspace
 from muster.cost.memory.kernel_workspace import KernelWorkspace
 from muster.cost.memory.native_storage import NativeStorage
@@ -36,6 +36,35 @@ class BackwardPeaks:
         self.holds_replica_sums = stage.reduces_in_passes and has_replicas and not stage.plan.reduces_replicas_once
         """True if sums over replicas live until a backward ends; in a step's first backward they are the gradients, and
         those of a step's only reduction are, too."""
+
+    @property
+    def _is_tiled(self) -> bool:
+        """True if MLP and loss process one tile after another."""
+        return self.sizes.sequence_tiles > 1
+
+    def _of_tile(self, num_bytes: int) -> int:
+        """Return a tile's part of the bytes of a tensor of all tokens."""
+        return -(-num_bytes * self.sizes.tile_tokens // self.sizes.tokens)
+
+    def _loss_workspace(self, gradient: bool = True) -> MemoryTerms:
+        """Return the bytes of the loss beside those that are saved: logits, their gradient, float32 copies.
+
+        Without tiles the gradient is what is saved. The copies are of one chunk, or under tp two of all logits of a
+        tile. `gradient`: False where a forward computes the loss of tiles alone.
+        """
+        sizes = self.sizes
+        num_logits = sizes.tile_tokens * sizes.local_model.vocab_size
+        made = num_logits * self.compute_size * (1 + (self._is_tiled and gradient))
+        # A softmax reads the logits as they are, unless they are of another dtype or have to be capped.
+        converted = self.compute_size != self.master_size or self.stage.spec.logit_softcap is not None
+        if sizes.mesh.tp > 1:
+            copies = (1 + converted) * self.master_size
+            return MemoryTerms(logits=num_logits * (self.compute_size + copies) - self.saved.logits)
+        rows = max(1, self.kernel_workspace.loss_chunk_logits // sizes.local_model.vocab_size)
+        first, second = min(sizes.tile_tokens, rows), min(max(sizes.tile_tokens - rows, 0), rows)
+        # The converted logits of a chunk, their softmax, and beside a later chunk the softmax of the one before.
+        copies = max((1 + converted) * first, first + (1 + converted) * second) * sizes.local_model.vocab_size
+        return MemoryTerms(logits=made, workspace=copies * self.master_size)
 
     def _bucket_bytes(self, count: int) -> int:
         """Return the bytes of `count` buckets of layers, gathered within a pass."""
@@ -93,6 +122,7 @@ class BackwardPeaks:
         head = 0 if self._adds_head_at_once else self._head_bytes
         base = MemoryTerms(logits=-self.saved.logits, workspace=head)
         moments = [self._head_backward(self._head_bytes)] if self.stage.has_head else self._hidden_gradient()
+        moments += self._tile_of_head() if self.stage.has_head and self._is_tiled else []
         for index in self._indices_of_interest():
             for moment in self._layer_backward(index, base, weights=True):
                 moments.append(replace(moment, first_gradients=moment.first_gradients + self._head_sum_bytes))
@@ -129,6 +159,16 @@ class BackwardPeaks:
             workspace=gradient_bytes + (1 + self._gathered_hidden_states) * self.sizes.full_hidden_bytes,
         )
         return PeakCandidate("head", extra)
+
+    def _tile_of_head(self) -> list[PeakCandidate]:
+        """Return the moments of the last tile of head and loss: when its logits have a gradient, and when the head's
+        gradient is computed, which is then added to that of the tiles before."""
+        summed = self._head_bytes + self.sizes.hidden_bytes
+        base = MemoryTerms(gathered_parameters=self._bucket_bytes(1), workspace=summed)
+        logits = self.sizes.tile_tokens * self.sizes.local_model.vocab_size * self.compute_size
+        hidden = self._of_tile((1 + self._gathered_hidden_states) * self.sizes.full_hidden_bytes)
+        made = MemoryTerms(logits=logits, workspace=self._head_bytes + hidden)
+        return [PeakCandidate("loss", base + self._loss_workspace()), PeakCandidate("head", base + made)]
 
     def _hidden_gradient(self) -> list[PeakCandidate]:
         """Return the moment on a last stage without head when the gradient of its output is summed from the terms of
@@ -206,6 +246,8 @@ class BackwardPeaks:
         sizes, how = self.sizes, self.plan.strategy(layer).recompute
         product = mlp_inner_bytes(sizes, layer)
         again = {"none": 0, "core_attention": 0, "elementwise": product}.get(how, -1)
+        if self._is_tiled and how == "elementwise":
+            again = 0
         if again < 0:
             again = self.stage.layer_activation_bytes(layer, "none") - self.stage.layer_activation_bytes(layer)
         inner = 3 * product if sizes.local_model.gated else 2 * product
@@ -213,11 +255,24 @@ class BackwardPeaks:
         matrix *= weights and (not self._adds_in_place or self.stage.has_master_copies)
         kept = 0 if weights else product  # I keeps the input of the last matrix, which B frees
         mlp = again + inner + matrix + kept + sizes.hidden_bytes
+        if self._is_tiled:
+            mlp = again + self._tiled_mlp_workspace(product, inner, matrix)
         attention = self._attention_workspace(backward=True)
         if attention and how == "full":
             attention += again
         before = max(self._norm_workspace, attention)
-        return max(mlp, before - mlp_activation_bytes(sizes, layer))
+        return max(mlp, before - saved_mlp_bytes(sizes, layer))
+
+    def _tiled_mlp_workspace(self, product: int, inner: int, matrix: int) -> int:
+        """Return the temporary bytes in the backward of the last tile of an MLP.
+
+        The gradients of output and input, and those of the matrices from the tiles before; then, of the tile, what it
+        computes again and the gradients within, or, later, its gradients of all matrices.
+        """
+        sizes, matrices = self.sizes, 2 + self.sizes.local_model.gated
+        summed = matrices * sizes.local_model.intermediate_size * sizes.local_model.hidden_size * self.compute_size
+        computed = self._of_tile(matrices * product + inner + 2 * sizes.full_hidden_bytes) + matrix
+        return 2 * sizes.hidden_bytes + summed + max(computed, summed + self._of_tile(2 * sizes.full_hidden_bytes))
 
     def _attention_workspace(self, backward: bool) -> int:
         """Return the temporary bytes of attention over several ranks or with soft caps. A fused kernel has none."""

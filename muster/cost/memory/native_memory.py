@@ -5,9 +5,9 @@ Follows the runtime buffer by buffer, as `muster.cost.memory.native_storage`; `n
 
 from muster.config.optim_config import OptimConfig
 from muster.cost.activations import (
-    mlp_activation_bytes,
     mlp_inner_bytes,
     offloaded_activation_bytes,
+    saved_mlp_bytes,
     vocab_parallel_bytes,
 )
 from muster.cost.memory.kernel_workspace import KernelWorkspace
@@ -90,7 +90,7 @@ class _StagePeaks(BackwardPeaks):
             )
             moments += [PeakCandidate("last layer", after), PeakCandidate("layer before the last", before)]
         if self.stage.has_head:
-            moments.append(PeakCandidate("loss", self._loss_workspace()))
+            moments.append(PeakCandidate("loss", self._loss_workspace(gradient=not self._is_tiled)))
         elif self.plan.is_last(self.stage.index):
             copies = 2 * self.sizes.hidden_tokens * self.stage.spec.hidden_size * self.master_size
             converted = self.compute_size != self.master_size and not self.kernel_workspace.fused_norm
@@ -107,26 +107,12 @@ class _StagePeaks(BackwardPeaks):
         moved = sizes.hidden_bytes if sizes.mesh.tp > 1 else 0
         if sizes.hidden_tokens < sizes.tokens and sizes.tokens > sizes.seq_len:
             moved += sizes.full_hidden_bytes  # a reduce-scatter gathers each rank's part of several sequences
-        attention = self._attention_workspace(backward=False) - mlp_activation_bytes(sizes, layer)
+        attention = self._attention_workspace(backward=False) - saved_mlp_bytes(sizes, layer)
+        if self._is_tiled:  # the whole output, and all that one tile makes
+            made = (2 + sizes.local_model.gated) * product
+            tile = self._of_tile(made + 2 * sizes.full_hidden_bytes + moved)
+            return max(tile + sizes.hidden_bytes, attention)
         return max(made + sizes.full_hidden_bytes + moved, attention)
-
-    def _loss_workspace(self) -> MemoryTerms:
-        """Return the bytes of the loss: logits in addition to their gradient, which is saved, and float32 copies.
-
-        The copies are of one chunk, or under tp two of all logits.
-        """
-        sizes = self.sizes
-        num_logits = sizes.tokens * sizes.local_model.vocab_size
-        # A softmax reads the logits as they are, unless they are of another dtype or have to be capped.
-        converted = self.compute_size != self.master_size or self.stage.spec.logit_softcap is not None
-        if sizes.mesh.tp > 1:
-            copies = (1 + converted) * self.master_size
-            return MemoryTerms(logits=num_logits * (self.compute_size + copies) - self.saved.logits)
-        rows = max(1, self.kernel_workspace.loss_chunk_logits // sizes.local_model.vocab_size)
-        first, second = min(sizes.tokens, rows), min(max(sizes.tokens - rows, 0), rows)
-        # The converted logits of a chunk, their softmax, and beside a later chunk the softmax of the one before.
-        copies = max((1 + converted) * first, first + (1 + converted) * second) * sizes.local_model.vocab_size
-        return MemoryTerms(logits=num_logits * self.compute_size, workspace=copies * self.master_size)
 
     def vocab_parallel_peaks(self) -> dict[str, tuple[PeakCandidate, ...]]:
         """Return the moments of vocabulary parallelism.

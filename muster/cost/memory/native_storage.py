@@ -140,10 +140,11 @@ class NativeStorage:
             total += sizes.tokens * (8 + (sizes.mesh.tp > 1))  # tokens, and with tp a mask of the rank's vocabulary
         if self.plan.is_last(self.index):
             total += self.last_norm_bytes
-            if self.has_head:
+            if self.has_head and sizes.sequence_tiles == 1:
                 logits = loss_saved_bytes(sizes.local_model, sizes.tokens, self.plan.precision) * (
                     1 + self.spec.mtp_layers
                 )
+            if self.has_head:
                 total += self.spec.mtp_layers * (
                     self.layer_activation_bytes(self.spec.num_layers - 1) + 4 * sizes.hidden_bytes
                 )

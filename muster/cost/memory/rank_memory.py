@@ -171,5 +171,6 @@ def activation_bytes(
         # The embedding's backward sums rows by token; under tp a mask selects the rank's vocabulary entries.
         total += sizes.tokens * (_INDEX_BYTES + (sizes.mesh.tp > 1))
     if plan.is_last(stage):
-        total += norm + loss_saved_bytes(sizes.local_model, sizes.tokens, precision)
+        logits = loss_saved_bytes(sizes.local_model, sizes.tokens, precision)
+        total += norm + (logits if plan.sequence_tiles == 1 else 0)
     return total

@@ -1,5 +1,7 @@
 """Times of a decoder layer's passes on one rank, and of embedding and head."""
 
+from dataclasses import replace
+
 from muster.cost.time.attention import add_latent_attention, add_linear_attention, add_self_attention
 from muster.cost.time.collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
 from muster.cost.time.kernels import matmul_s, stream_s
@@ -22,6 +24,8 @@ LOGIT_BYTES = {False: (28, 4), True: (50, 4)}
 """Bytes per logit, in bf16, of a loss that keeps its gradient, forward and backward: cast, log-softmax, exponential and
 product (`muster.model.loss`); with the vocabulary over tensor-parallel ranks, maximum, cast, difference, exponential,
 sum, two products and cast (`muster.parallel.tensor_parallel`)."""
+TILED_LOGIT_BYTES = {False: 14, True: 50}
+"""Bytes per logit, in bf16, of the forward of a tile's loss, which makes no gradient but over tensor-parallel ranks."""
 PERMUTE_RATE = 0.5
 """Share of the streaming rate at which rows are gathered into another order (B200, github:MooreThreads/SimuMax
 configs/system/b200_bf16_ceperm.json)."""
@@ -42,9 +46,10 @@ def layer_passes(at: LayerContext, layer: int) -> LayerPasses:
     if model.has_experts(layer):
         _add_experts(at, mlp)
     else:
-        _add_mlp(at, mlp, model.intermediate_size)
+        _add_mlp(at.tile, mlp, model.intermediate_size)
     add_norm_and_residual(at, attention)
-    add_norm_and_residual(at, mlp)
+    add_norm_and_residual(at.tile, mlp)
+    mlp.repeat_for_tiles(at, (2 + model.gated) * model.intermediate_size * model.hidden_size / at.tp.size)
     if model.has_experts(layer):
         _add_expert_all_to_all(at, attention, mlp)
     forward = attention.forward + mlp.forward
@@ -120,7 +125,14 @@ def _add_expert_all_to_all(at: LayerContext, attention: SublayerCost, mlp: Subla
 
 
 def _recompute_cost(at: LayerContext, attention: SublayerCost, mlp: SublayerCost) -> PassCost:
-    """Return the cost of the forward operators that the backward repeats (`muster.spec.plan.Recompute`)."""
+    """Return the cost of the forward operators that the backward repeats (`muster.spec.plan.Recompute`).
+
+    Tiles of an MLP are repeated whole, once; where a norm reads its output, full recompute repeats it before.
+    """
+    if at.sequence_tiles > 1:
+        again = _recompute_cost(replace(at, sequence_tiles=1), attention, SublayerCost())
+        twice = at.strategy.recompute == "full" and at.model.has_post_norms
+        return again + mlp.forward * (1 + twice)
     match at.strategy.recompute:
         case "full":
             whole = attention.forward + mlp.forward
@@ -144,9 +156,23 @@ def head_passes(at: LayerContext, vocab_rows: float) -> LayerPasses:
     `vocab_parallel_cross_entropy`: cast, maximum, difference, exponential, sum, quotient, and one pass backward with
     the cast), or does so once and scales the gradient that it kept (`LOGIT_BYTES`).
     """
+    norm = SublayerCost()
+    numbers = at.norm_tokens * at.model.hidden_size * at.element_bytes
+    norm.add_elementwise(at, 2 * numbers, 3 * numbers, 1)
+    part, again = _head_and_loss(at.tile, vocab_rows), PassCost()
+    if at.sequence_tiles > 1:  # its loss makes the gradient when it is repeated
+        again = part.forward * at.sequence_tiles
+        part.forward = _head_and_loss(at.tile, vocab_rows, TILED_LOGIT_BYTES[at.tp.size > 1]).forward
+        part.repeat_for_tiles(at, vocab_rows * at.model.hidden_size)
+    return LayerPasses(
+        norm.forward + part.forward, norm.input_grads + part.input_grads, norm.weight_grads + part.weight_grads, again
+    )
+
+
+def _head_and_loss(at: LayerContext, vocab_rows: float, forward_bytes: int | None = None) -> SublayerCost:
+    """Return the cost of the head and the loss; `forward_bytes`: bytes per logit of the loss's forward, where they are
+    others."""
     part, hidden = SublayerCost(), at.model.hidden_size
-    numbers = at.norm_tokens * hidden * at.element_bytes
-    part.add_elementwise(at, 2 * numbers, 3 * numbers, 1)
     add_tp_entry(at, part)
     wide, tokens = at.high_precision, at.tokens
     part.forward.add(matmul_s(at.device, tokens, vocab_rows, hidden, wide))
@@ -165,11 +191,11 @@ def head_passes(at: LayerContext, vocab_rows: float) -> LayerPasses:
         forward, backward = LOGIT_BYTES[at.tp.size > 1] if at.framework.loss_keeps_gradient else (30, 14)
     else:
         forward, backward = at.element_bytes, 2 * at.element_bytes
-    part.forward.add(stream_s(at.device, forward * scored), 8 if composed else 2)
+    part.forward.add(stream_s(at.device, (forward_bytes or forward) * scored), 8 if composed else 2)
     part.input_grads.add(stream_s(at.device, backward * scored), 4 if composed else 1)
     if at.model.logit_softcap is not None:  # the cap and its derivative, in the pass that computes the gradient
         part.forward.add(stream_s(at.device, CAPPED_LOGIT_BYTES * scored, 8), 8)
-    return LayerPasses(part.forward, part.input_grads, part.weight_grads, PassCost())
+    return part
 
 
 def _add_logit_gather(at: LayerContext, part: SublayerCost, numbers: float) -> None:

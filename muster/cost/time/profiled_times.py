@@ -217,11 +217,35 @@ class _StagePasses:
             if direction == "forward":
                 cost.forward_s += time_s
                 again_s = cheap_s if recompute == "elementwise" else cost.forward_s if recompute == "full" else 0.0
+                again_s += self._tiles_again_s(parts, recompute)
             else:
                 cost.input_grad_s += time_s + again_s
         self._add_tensor(cost, recompute == "full")
+        if self.plan.sequence_tiles > 1:
+            matrices = [shape for name, shape in parts.items() if name.startswith("mlp.") and len(shape) == 2]
+            cost.weight_grad_s += self._summed_tiles_s(sum(map(prod, matrices)))
         self._add_context(cost, heads, kv_heads, recompute == "full")
         return cost
+
+    def _tiles_again_s(self, parts: dict[str, tuple[int, ...]], recompute: str) -> float:
+        """Return the seconds in which a backward repeats the MLP's tiles; 0 without any.
+
+        What recompute repeats besides is in the time of recompute: of the MLP all, or its norm and activation.
+        """
+        is_repeated = recompute == "full" and not self.model.has_post_norms
+        if self.plan.sequence_tiles == 1 or is_repeated:
+            return 0.0
+        matrices = [shape for name, shape in parts.items() if name.startswith("mlp.") and len(shape) == 2]
+        repeated_s = sum(self.rates.matmul("forward", self.tokens, inner, outer) for outer, inner in matrices)
+        if recompute == "elementwise":
+            return repeated_s
+        cheap_s = self.rates.kernel("gated forward", self.tokens * parts["mlp.up.weight"][0])
+        norm_s = self.rates.kernel("norm forward", self.hidden_elements) * self.model.has_pre_norms
+        return repeated_s + cheap_s / (1 if self.model.gated else 2) + norm_s
+
+    def _summed_tiles_s(self, numbers: int) -> float:
+        """Return the seconds in which the gradients of matrices are added up over tiles."""
+        return (self.plan.sequence_tiles - 1) * self.rates.kernel("add", numbers)
 
     def _add_context(self, cost: _StageCost, heads: int, kv_heads: int, again: bool) -> None:
         """Add the transfers of context-parallel attention. On a CPU those of a ring take the cores that compute, so
@@ -263,6 +287,8 @@ class _StagePasses:
             backward["tp"] += sum_s
         if again:
             backward["tp"] += forward["tp"]
+        elif self.plan.sequence_tiles > 1:
+            backward["tp"] += forward["tp"] / 2
 
     def _embedding_and_head(self, parts: dict[str, tuple[int, ...]]) -> _StageCost:
         """Return the cost of embedding, last norm, head and loss, where the stage has them."""
@@ -284,7 +310,11 @@ class _StagePasses:
             if self.trained is not None:
                 linear = linear.with_backward(self.trained.head_input, self.trained.head)
             cost.add(linear)
-            cost.forward_s += rates.kernel("loss forward", self.tokens * head[0])
+            loss_s = rates.kernel("loss forward", self.tokens * head[0])
+            cost.forward_s += loss_s
+            if self.plan.sequence_tiles > 1:
+                cost.input_grad_s += linear.forward_s + loss_s
+                cost.weight_grad_s += self._summed_tiles_s(prod(head))
             cost.input_grad_s += rates.kernel("loss backward", self.tokens * head[0])
             cost.forward_exposed_s["tp"] += 2 * rates.collective("all_reduce", tp, 8 * self.tokens)
             cost.backward_exposed_s["tp"] += rates.collective(

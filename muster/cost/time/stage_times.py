@@ -62,6 +62,7 @@ class StageTimes:
             self.groups.ep,
             self.mesh.etp,
             placed.plan.context_ranks(self.mesh),
+            placed.plan.sequence_tiles,
             self._is_data_parallel,
         )
 
@@ -241,7 +242,7 @@ class StageTimes:
         plan = self.placed.plan
         known = self.placed.cache.layer_passes
         own = plan.precision, plan.local_micro_batch_size(self.stage), self.mesh.etp, self._is_data_parallel
-        own = *own, plan.context_ranks(self.mesh)
+        own = *own, plan.context_ranks(self.mesh), plan.sequence_tiles
         key = kind, *own, self.groups.layer_key
         if key not in known:
             known[key] = layer_passes(replace(self.layer_context, strategy=kind.strategy), self._example_layers[kind])

@@ -1,6 +1,6 @@
 """Building blocks of a layer's times: linear layers, elementwise operators, tensor-parallel collectives."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from muster.cost.precision_bytes import compute_bytes
@@ -37,6 +37,7 @@ class LayerContext:
     ep: CommGroup
     etp: int = 1
     context: ContextRanks = ContextRanks()
+    sequence_tiles: int = 1
     is_data_parallel: bool = False
     """True if there are data-parallel ranks, over which z2 and z3 reduce gradients in every backward."""
 
@@ -64,6 +65,11 @@ class LayerContext:
     def high_precision(self) -> Precision:
         """Precision of attention, head and everything else that fp8 leaves in bf16."""
         return "bf16" if self.precision == "fp8" else self.precision
+
+    @property
+    def tile(self) -> "LayerContext":
+        """The same for one tile of a micro-batch."""
+        return replace(self, sequences=self.sequences / self.sequence_tiles) if self.sequence_tiles > 1 else self
 
     @property
     def hidden_bytes(self) -> float:
@@ -98,6 +104,20 @@ class SublayerCost:
         """Parts of the forward: the core attention, the matmuls, the elementwise operators."""
         self.latent_up_projections = PassCost()
         """Matmuls that project latent vectors up to queries, keys and values."""
+
+    def repeat_for_tiles(self, at: LayerContext, matrix_elements: float) -> None:
+        """Do all of it once for each tile, and add the gradients of the matrices up."""
+        count = at.sequence_tiles
+        if count == 1:
+            return
+        self.forward, self.input_grads, self.weight_grads = (
+            self.forward * count,
+            self.input_grads * count,
+            self.weight_grads * count,
+        )
+        self.matmuls, self.elementwise = self.matmuls * count, self.elementwise * count
+        summed = 3 * matrix_elements * at.element_bytes
+        self.weight_grads = self.weight_grads + PassCost(stream_s(at.device, summed), 1) * (count - 1)
 
     def add_elementwise(self, at: LayerContext, forward: float, backward: float, kernels: float = 1) -> None:
         """Add elementwise kernels that move so many bytes."""
