@@ -77,7 +77,12 @@ def count(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]
     found = []
     for index, (name, tied, *changes) in enumerate(payload["cases"]):
         fields = {key: value for one in changes for key, value in one.items()}
-        config = small_run(tied, optim=fields.pop("optim", "adamw"), family=fields.pop("family", "llama"))
+        config = small_run(
+            tied,
+            optim=fields.pop("optim", "adamw"),
+            family=fields.pop("family", "llama"),
+            kv_heads=fields.pop("kv_heads", 2),
+        )
         plan = parse_plan_name(name, Plan(precision="fp32", micro_batch_size=1))
         plan = Plan.model_validate(plan.model_dump() | fields)
         with open_world(store, rank, world_size, plan, index) as world:

@@ -7,13 +7,17 @@ from typing import Any
 import pytest
 
 from muster.layout.context_parallel import AttentionBlock, attention_blocks, chunk_places, kept_positions
-from muster.spec.errors import ConfigError
+from muster.spec.errors import ConfigError, InfeasibleError
+from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan_name import format_plan_name, parse_plan_name
+from muster.spec.workload import Workload
+from tests.parity import small_run
 from tests.test_parity import GRADIENT_TOLERANCE, cache, check_parity, run  # noqa: F401
 
-KINDS = {2: ("", "a", "u"), 4: ("", "a", "u", "u2"), 8: ("", "a", "u2", "u4")}
+KINDS = {2: ("", "a", "u", "b"), 4: ("", "a", "u", "u2", "b"), 8: ("", "a", "u2", "u4", "b")}
 """Letters of the kinds that so many context-parallel ranks can have."""
 FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox", "olmo2")
+WINDOWS = ("qwen3", "gemma2", "gemma3")
 PACKINGS = ("concatenate", "document_mask", "next_fit", "none")
 SP = {"default_strategy": {"sp": True, "tp_overlap": "async_tp"}}
 OTHER_ORDER = {"axis_order": ["pp", "tp", "cp", "dp_shard", "dp_replicate"]}
@@ -22,18 +26,24 @@ OTHER_ORDER = {"axis_order": ["pp", "tp", "cp", "dp_shard", "dp_replicate"]}
 def cases_of_kind(cp: int, kind: str) -> list[dict[str, Any]]:
     """Plans of `cp` ranks alone: masks, packed documents, grouped and plain heads, levels of ZeRO, recompute."""
     plan = f"cp{cp}{kind}"
-    return [
+    cases = [
         *({"plan": plan, "family": family} for family in FAMILIES),
         *({"plan": plan, "family": family, "kv_heads": 4} for family in ("llama", "gemma3")),
         *({"plan": f"{plan}-mb2", "family": "qwen3", "packing": packing} for packing in PACKINGS),
         *({"plan": f"{plan}-{zero}", "tied": True, "z_loss": 0.1} for zero in ("z1", "z2", "z3")),
         *({"plan": f"{plan}-{how}", "family": "gemma3", "profile": True} for how in ("rfull", "relem")),
     ]
+    return [with_possible_family(case, kind) for case in cases]
+
+
+def with_possible_family(case: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return the case, with another family where the kind has no sliding windows."""
+    return case | ({"family": "gpt_neox"} if kind == "b" and case.get("family") in WINDOWS else {})
 
 
 def cases_of_other_axes(kind: str) -> list[dict[str, Any]]:
     """Plans of four ranks, two of them context-parallel."""
-    return [
+    cases = [
         {"plan": f"tp2-sp-cp2{kind}", "tied": True, "family": "gpt2", "profile": True},
         {"plan": f"tp2-cp2{kind}-mb2", "changes": SP, "packing": "none"},
         {"plan": f"pp2-cp2{kind}", "tied": True},
@@ -45,6 +55,7 @@ def cases_of_other_axes(kind: str) -> list[dict[str, Any]]:
         {"plan": f"dp2-cp2{kind}-z1-uneven3.1"},
         {"plan": f"dp2-cp2{kind}-z2", "changes": OTHER_ORDER},
     ]
+    return [with_possible_family(case, kind) for case in cases]
 
 
 def cases_of_groups(kind: str) -> list[dict[str, Any]]:
@@ -64,7 +75,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
     ],
     8: [
         *(
-            {"plan": f"cp8{kind}", "family": family, "packing": packing, "kv_heads": heads}
+            with_possible_family({"plan": f"cp8{kind}", "family": family, "packing": packing, "kv_heads": heads}, kind)
             for kind in KINDS[8]
             for family, packing, heads in (("gpt2", "none", 2), ("gemma3", "concatenate", 4), ("qwen3", "next_fit", 2))
         ),
@@ -104,8 +115,8 @@ def test_sown_bugs_are_caught(cache: Path) -> None:  # noqa: F811
     bugs = [
         {"plan": plan, "fault": fault}
         for fault, plans in {
-            "mask off by one": ("cp2", "cp2a"),
-            "dropped lse": ("cp2", "cp2a"),
+            "mask off by one": ("cp2", "cp2a", "cp2b"),
+            "dropped lse": ("cp2", "cp2a", "cp2b"),
             "labels not shifted": ("cp2u",),
         }.items()
         for plan in plans
@@ -185,9 +196,43 @@ def test_ranks_have_equal_work(window: int | None) -> None:
         assert max(work) / (sum(work) / cp) <= (1.02 if window is None else 1.3)
 
 
-@pytest.mark.parametrize("name", ["cp2-mb1-bf16", "cp4a-mb1-bf16", "cp4u2-mb1-bf16", "dp2-tp2-sp-cp2u-mb1-z1-bf16"])
+@pytest.mark.parametrize(
+    "name", ["cp2-mb1-bf16", "cp4a-mb1-bf16", "cp4u2-mb1-bf16", "cp4b-mb1-bf16", "dp2-tp2-sp-cp2u-mb1-z1-bf16"]
+)
 def test_plan_names_say_the_kind(name: str) -> None:
     assert format_plan_name(parse_plan_name(name)) == name
+
+
+def test_groups_of_all_ranks_or_of_one_are_a_simpler_kind() -> None:
+    assert [format_plan_name(parse_plan_name(name)) for name in ("cp4u4", "cp4u1")] == ["cp4u-mb1-bf16", "cp4-mb1-bf16"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "sentence", "nearest"),
+    [
+        ("cp8u", {}, "cp 8 doesn't divide the 4 heads and 2 key/value heads: legal are 1, 2, 4", "cp8u4"),
+        ("tp2-cp4u", {}, "the 2 heads and 1 key/value head of each of tp 2 ranks: legal are 1, 2", "tp2-cp4u2"),
+        ("cp6u3", {}, "cp_ulysses_degree 3 doesn't divide the 4 heads and 2 key/value heads: legal are 2", "cp6u2"),
+        ("cp4u3", {}, "cp_ulysses_degree 3 of cp 4 doesn't make them: legal are 2", "cp4u2"),
+        ("cp3u2", {}, "cp_ulysses_degree 2 of cp 3 doesn't make them: legal are none, but a2a or p2p", "cp3"),
+        ("cp2b", {"sliding_window": 5}, "burst sends queries past all keys, most of which a sliding window", "cp2"),
+        (
+            "cp64",
+            {},
+            "seq_len 96 is not a multiple of 128 (two for each rank of cp 64), as 128 would be",
+            "dp2-cp16",
+        ),
+    ],
+)
+def test_impossible_kinds_are_refused_with_the_nearest_plan(
+    name: str, fields: dict[str, Any], sentence: str, nearest: str
+) -> None:
+    model = small_run().model.model_copy(update=fields)
+    plan = parse_plan_name(name)
+    with pytest.raises(InfeasibleError) as refusal:
+        require_runnable(plan, model, Workload(seq_len=96, global_batch_size=8), plan.world_size)
+    assert sentence in str(refusal.value)
+    assert f"{nearest}-mb1" in str(refusal.value)
 
 
 def test_an_unknown_kind_is_refused() -> None:

@@ -117,6 +117,25 @@ def _ring_workspace(ring: int, shape: AttentionShape, compute: int, master: int,
     return _summed(shape, compute, master, backward) + shape.keys_and_values * (2 * compute + 3 * master * backward)
 
 
+def _burst_transfers(ring: int, shape: AttentionShape) -> AttentionTransfers:
+    """Return the hops of keys and values; in the backward those of queries and gradients of outputs, of two numbers for
+    each query, and of the gradients of queries, which the last brings home."""
+    numbers = Transfer("send", ring - 1, 2 * shape.tokens * shape.heads, in_master_dtype=True)
+    following = Transfer("send", ring, shape.queries, in_master_dtype=True)
+    backward = Transfer("send", ring - 1, 2 * shape.queries), numbers, following
+    return AttentionTransfers(_ring_transfers(ring, shape).forward, backward)
+
+
+def _burst_workspace(ring: int, shape: AttentionShape, compute: int, master: int, backward: bool) -> int:
+    """Return the bytes of the ring's forward; in the backward of the queries and the next ones, each with the gradient
+    of its output and two numbers, the stand-in for the output and what it is made from, the gradient's own sum, the one
+    that arrives and the one that leaves, and the gradients of keys and values."""
+    if not backward:
+        return _ring_workspace(ring, shape, compute, master, backward)
+    numbers = 4 * shape.tokens * shape.heads * master
+    return shape.queries * (5 * compute + 3 * master) + shape.keys_and_values * (master + compute) + numbers
+
+
 def _all_gather_transfers(ring: int, shape: AttentionShape) -> AttentionTransfers:
     """Return the gathers of keys and values, once each way, and the reduce-scatter of their gradients."""
     gather = Transfer("all_gather", 1, shape.keys_and_values)
@@ -140,5 +159,6 @@ def _summed(shape: AttentionShape, compute: int, master: int, backward: bool) ->
 
 _KINDS: dict[CpCommType, _Kind] = {
     "p2p": _Kind(_ring_transfers, _ring_workspace),
+    "burst": _Kind(_burst_transfers, _burst_workspace),
     "all_gather": _Kind(_all_gather_transfers, _all_gather_workspace),
 }

@@ -33,11 +33,31 @@ class RingAttention:
         self, attention: Attention, qkv: tuple[Tensor, ...], mask: Tensor | None, documents: Documents | None
     ) -> Tensor:
         """Return the output (B, H, s, d) of this rank's queries."""
-        axis, length = self._axis, qkv[0].shape[2] * self._axis.size
-        kept = [kept_positions(length, axis.size, rank) for rank in range(axis.size)]
-        lengths = None if documents is None else documents.lengths
-        blocks = tuple(attention_blocks(length, kept[axis.index], keys, attention.window, lengths) for keys in kept)
-        return _RingAttention.apply(axis, *qkv, blocks, score_rule(attention))  # type: ignore[return-value]
+        blocks = blocks_by_source(self._axis, attention, qkv[0], documents)
+        return _RingAttention.apply(self._axis, *qkv, blocks, score_rule(attention))  # type: ignore[return-value]
+
+
+def blocks_by_source(
+    axis: ContextAxis, attention: Attention, q_BHsd: Tensor, documents: Documents | None
+) -> BlocksBySource:
+    """Return the blocks of this rank's queries and each rank's keys."""
+    length = q_BHsd.shape[2] * axis.size
+    kept = [kept_positions(length, axis.size, rank) for rank in range(axis.size)]
+    lengths = None if documents is None else documents.lengths
+    return tuple(attention_blocks(length, kept[axis.index], keys, attention.window, lengths) for keys in kept)
+
+
+def ring_forward(
+    axis: ContextAxis, q_BHsd: Tensor, k_BKsd: Tensor, v_BKsd: Tensor, blocks: BlocksBySource, rule: ScoreRule
+) -> MergedAttention:
+    """Return the attention of this rank's queries, merged from the blocks of all ranks."""
+    merged, kv_2BKsd = MergedAttention(q_BHsd), torch.stack((k_BKsd, v_BKsd))
+    for step in range(axis.size):
+        arriving = axis.ring_shift(kv_2BKsd) if step + 1 < axis.size else None
+        merged.add(q_BHsd, *kv_2BKsd, blocks[(axis.index - step) % axis.size], rule)
+        if arriving is not None:
+            kv_2BKsd = arriving.wait()
+    return merged
 
 
 class _RingAttention(torch.autograd.Function):
@@ -51,12 +71,7 @@ class _RingAttention(torch.autograd.Function):
         blocks: BlocksBySource,
         rule: ScoreRule,
     ) -> Tensor:
-        merged, kv_2BKsd = MergedAttention(q_BHsd), torch.stack((k_BKsd, v_BKsd))
-        for step in range(axis.size):
-            arriving = axis.ring_shift(kv_2BKsd) if step + 1 < axis.size else None
-            merged.add(q_BHsd, *kv_2BKsd, blocks[(axis.index - step) % axis.size], rule)
-            if arriving is not None:
-                kv_2BKsd = arriving.wait()
+        merged = ring_forward(axis, q_BHsd, k_BKsd, v_BKsd, blocks, rule)
         out_BHsd = merged.out_BHSd.to(q_BHsd.dtype)
         ctx.axis, ctx.blocks, ctx.rule = axis, blocks, rule
         ctx.save_for_backward(q_BHsd, k_BKsd, v_BKsd, out_BHsd, merged.lse_BHS)

@@ -6,11 +6,12 @@ A new kind is a row here, its transfers and buffers in `muster.cost.context_traf
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
+CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p", "burst"]
 """Communication of context-parallel attention. p2p: blocks of keys and values travel around a ring
 (arXiv:2310.01889). all_gather: every rank gathers all keys and values. a2a: the ranks exchange positions for heads, so
 that each computes whole sequences of some heads (Ulysses, arXiv:2309.14509). a2a+p2p: neighbours exchange heads, and
-rings join their groups (USP, arXiv:2405.07719)."""
+rings join their groups (USP, arXiv:2405.07719). burst: as p2p, but in the backward queries and the gradients of outputs
+travel instead (BurstAttention, arXiv:2403.09347)."""
 CP_COMM_TYPES: tuple[CpCommType, ...] = get_args(CpCommType)
 
 
@@ -24,6 +25,8 @@ class ContextKind:
     """Class of `muster/parallel` that attends, as `file:class`."""
     exchanges_heads: bool = False
     """True if ranks exchange positions for heads before attention: all of them, or groups."""
+    has_windows: bool = True
+    """True if attention may have a sliding window."""
     has_groups: bool = False
     """True if groups of `cp_ulysses_degree` neighbours do."""
 
@@ -33,6 +36,7 @@ CONTEXT_KINDS: dict[CpCommType, ContextKind] = {
     "all_gather": ContextKind("a", "cp_all_gather:AllGatherAttention"),
     "a2a": ContextKind("u", "cp_ulysses:UlyssesAttention", exchanges_heads=True),
     "a2a+p2p": ContextKind("u", "cp_ulysses:UlyssesRingAttention", exchanges_heads=True, has_groups=True),
+    "burst": ContextKind("b", "cp_burst:BurstAttention", has_windows=False),
 }
 
 

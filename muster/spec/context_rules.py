@@ -70,7 +70,13 @@ def context_violations(plan: Plan, mesh: Mesh, model: ModelSpec) -> Iterator[str
     """Yield a sentence for each reason why a model's attention can't be computed by a plan's kind of context
     parallelism."""
     ranks = plan.context_ranks(mesh)
-    if not CONTEXT_KINDS[ranks.kind].exchanges_heads or divides_exchanged_heads(model, mesh.tp, ranks.ulysses):
+    row = CONTEXT_KINDS[ranks.kind]
+    if model.sliding_window is not None and mesh.cp > 1 and not row.has_windows:
+        yield (
+            f"cp_comm_type {ranks.kind} sends queries past all keys, most of which a sliding window of"
+            f" {model.sliding_window} positions hides: p2p, all_gather and a2a have windows"
+        )
+    if not row.exchanges_heads or divides_exchanged_heads(model, mesh.tp, ranks.ulysses):
         return
     heads, kv_heads = model.num_heads // mesh.tp, max(1, model.num_kv_heads // mesh.tp)
     possible = range(1, heads + 1)

@@ -50,6 +50,8 @@ def _data_parallel(first: str, second: str | None) -> dict[str, Any]:
 def _context_parallel(degree: str, word: str, ulysses: str | None) -> dict[str, Any]:
     """Return the fields of `cp8`, `cp8a`, `cp8u2`; groups of all ranks are Ulysses alone, of one rank a ring alone."""
     fields: dict[str, Any] = {"cp": int(degree)}
+    if ulysses == "1":
+        return fields
     if ulysses in (None, degree):
         return fields | ({"cp_comm_type": next(kind for kind, own in _CP_WORDS.items() if own == word)} if word else {})
     return fields | {"cp_comm_type": "a2a+p2p", "cp_ulysses_degree": int(ulysses)}

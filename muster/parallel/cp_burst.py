@@ -1,0 +1,89 @@
+"""Context parallelism whose backward sends queries instead of keys and values (`cp4b`).
+
+The forward is that of the ring. In the backward keys and values stay, and the gradients of each rank's own are summed
+where they are; queries, the gradients of their outputs, and two numbers for each query travel (its log-sum-exp and
+delta, the product of output and gradient), and the gradient of the queries follows them, one hop more bringing it home
+(BurstAttention, arXiv:2403.09347 §3.2). That is less than keys, values and both of their gradients where each head has
+keys and values of its own, and more where heads share them.
+
+Suffixes of tensors: B sequences, H query heads, K key/value heads, s positions of one rank, d head width; the first 2
+stands for queries and gradients, or for log-sum-exps and deltas.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muster.layout.context_parallel import attention_blocks, kept_positions
+from muster.model.block_attention import ScoreRule, score_rule
+from muster.model.decoder import Attention
+from muster.model.documents import Documents
+from muster.parallel.axis import ContextAxis, PendingTensor
+from muster.parallel.cp_ring import BlocksBySource, blocks_by_source, ring_forward
+from muster.parallel.travelling_queries import TravellingQueries
+
+
+class BurstAttention:
+    """Attention in a ring of keys and values, with a ring of queries in the backward."""
+
+    def __init__(self, axis: ContextAxis) -> None:
+        self._axis = axis
+
+    def __call__(
+        self, attention: Attention, qkv: tuple[Tensor, ...], mask: Tensor | None, documents: Documents | None
+    ) -> Tensor:
+        """Return the output (B, H, s, d) of this rank's queries."""
+        forward = blocks_by_source(self._axis, attention, qkv[0], documents)
+        backward = blocks_by_query_rank(self._axis, attention, qkv[0], documents)
+        return _BurstAttention.apply(self._axis, *qkv, forward, backward, score_rule(attention))  # type: ignore[return-value]
+
+
+def blocks_by_query_rank(
+    axis: ContextAxis, attention: Attention, q_BHsd: Tensor, documents: Documents | None
+) -> BlocksBySource:
+    """Return the blocks of each rank's queries and this rank's keys."""
+    length = q_BHsd.shape[2] * axis.size
+    kept = [kept_positions(length, axis.size, rank) for rank in range(axis.size)]
+    lengths = None if documents is None else documents.lengths
+    return tuple(attention_blocks(length, queries, kept[axis.index], attention.window, lengths) for queries in kept)
+
+
+class _BurstAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        axis: ContextAxis,
+        q_BHsd: Tensor,
+        k_BKsd: Tensor,
+        v_BKsd: Tensor,
+        forward_blocks: BlocksBySource,
+        backward_blocks: BlocksBySource,
+        rule: ScoreRule,
+    ) -> Tensor:
+        merged = ring_forward(axis, q_BHsd, k_BKsd, v_BKsd, forward_blocks, rule)
+        out_BHsd = merged.out_BHSd.to(q_BHsd.dtype)
+        ctx.axis, ctx.blocks, ctx.rule = axis, backward_blocks, rule
+        ctx.save_for_backward(q_BHsd, k_BKsd, v_BKsd, out_BHsd, merged.lse_BHS)
+        return out_BHsd
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        axis: ContextAxis = ctx.axis
+        q_BHsd, k_BKsd, v_BKsd, out_BHsd, lse_BHs = ctx.saved_tensors
+        traveller = TravellingQueries.of(q_BHsd, grads[0], out_BHsd, lse_BHs)
+        del out_BHsd
+        grad_2BKsd = torch.zeros(2, *k_BKsd.shape, dtype=lse_BHs.dtype, device=k_BKsd.device)
+        following: PendingTensor | None = None
+        for step in range(axis.size):
+            arriving = traveller.shift(axis) if step + 1 < axis.size else None
+            summed = traveller.gradients(ctx.rule)
+            summed.add(k_BKsd, v_BKsd, ctx.blocks[(axis.index - step) % axis.size], *grad_2BKsd)
+            if following is not None:  # the sum of the ranks on which these queries have been
+                summed.q_BHSd += following.wait()
+            following = axis.ring_shift(summed.q_BHSd)
+            if arriving is not None:
+                traveller = arriving.wait()
+        assert following is not None
+        grad_k_BKsd, grad_v_BKsd = grad_2BKsd.to(k_BKsd.dtype)
+        return None, following.wait().to(q_BHsd.dtype), grad_k_BKsd, grad_v_BKsd, None, None, None
