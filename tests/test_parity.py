@@ -98,6 +98,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "pp2-vocab", "tied": True, "packing": "none"},
         {"plan": "tp2-sp-mb2", "family": "gpt2", "packing": "none"},
         {"plan": "dp2-z1-uneven3.1", "packing": "none"},
+        {"plan": "tp2-sp-rfull", "packing": "document_mask", "family": "gemma3"},
+        {"plan": "pp2-mb2-szbh1-relem-oact", "packing": "next_fit", "family": "gemma3"},
         {"plan": "pp2v2-sauto-inflight3", "changes": timed_order(2, 2, 8), "tied": True, "profile": True},
     ],
     4: [
@@ -160,6 +162,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         },
         {"plan": "tp2-sp-pp2-mb2", "packing": "none", "family": "qwen3"},
         {"plan": "dp2-pp2-mb2", "packing": "none"},
+        {"plan": "dp2-tp2-rfull-z3", "packing": "next_fit", "family": "qwen3"},
         {"plan": "pp2-mb2-z2", "changes": unequal((2, {"tp": 2}), (2, {"dp_replicate": 2}))},
         {"plan": "dp2-pp2-z1", "tied": True, "changes": {"axis_order": ["dp_shard", "dp_replicate", "cp", "tp", "pp"]}},
     ],
@@ -178,7 +181,12 @@ CASES: dict[int, list[dict[str, Any]]] = {
     ],
 }
 COMPILED = [
-    {"plan": plan, "changes": {"compile": True}} for plan in ("tp2-sp-rfull", "dp2-z1", "dp2-z3-rfull", "pp2", "tp2")
+    {"plan": "tp2-sp-rfull", "packing": "next_fit", "changes": {"compile": True}},
+    *(
+        {"plan": plan, "changes": {"compile": True}}
+        for plan in ("dp2-z1", "dp2-z3-rfull", "pp2", "tp2", "tp2-sp-rfull")
+    ),
+    {"plan": "dp2", "packing": "document_mask", "family": "gemma3", "changes": {"compile": True}},
 ]
 COMPILED_FAMILIES = [
     {"plan": plan, "family": family, "tied": tied, "changes": {"compile": True}}

@@ -18,6 +18,7 @@ from muster.model.kernels import activate, apply_rotary, gated_activation, rms_n
 from muster.model.plugin_layer import make_plugin_layer
 from muster.model.positions import PositionState
 from muster.model.soft_capped_attention import soft_capped_attention
+from muster.model.varlen_attention import varlen_attention
 from muster.spec.model import ModelSpec
 from muster.spec.plugin_model import plugin_model
 
@@ -119,18 +120,29 @@ def attend(
     attention: "Attention", qkv_BHSd: tuple[Tensor, ...], mask_SS: Tensor | None, documents: Documents | None
 ) -> Tensor:
     """Return the attention of queries to keys and values (B, H, S, d); context parallelism replaces this function."""
+    window, (q_BHSd, *_) = attention.window, qkv_BHSd
+    batch, length = q_BHSd.shape[0], q_BHSd.shape[2]
+    hides = documents is not None or (window is not None and length > window)
+    # A cache in place of the kernel has masks of its own; soft caps have a kernel of their own.
+    is_plain = attention.core_attention is core_attention and attention.softcap is None
+    if hides and is_plain:
+        lengths, starts = ((length,) * batch, None) if documents is None else (documents.lengths, documents.starts)
+        out_BHSd = attention.varlen_attention(qkv_BHSd, lengths, starts, window, attention.scale)
+        if out_BHSd is not None:
+            return out_BHSd
     core = partial(attention.core_attention, scale=attention.scale, softcap=attention.softcap)
     if documents is None:
-        return core(*qkv_BHSd, mask_SS, attention.window)
-    return per_document_attention(core, documents, qkv_BHSd, mask_SS, attention.window)
+        return core(*qkv_BHSd, mask_SS, window)
+    return per_document_attention(core, documents, qkv_BHSd, mask_SS, window)
 
 
 class Attention(nn.Module):
     """Causal grouped-query attention; the numbers of heads follow from the widths of the weights.
 
-    Six functions are attributes so that they can be replaced: `project_in` and `project_out`, through which the hidden
-    state enters and leaves, and `normalize_projections`, by tensor parallelism; `attend`, where queries meet keys and
-    values of the whole sequence, by context parallelism; `core_attention`, the kernel, by a key/value cache; and
+    Seven functions are attributes so that they can be replaced: `project_in` and `project_out`, through which the
+    hidden state enters and leaves, and `normalize_projections`, by tensor parallelism; `attend`, where queries meet
+    keys and values of the whole sequence, by context parallelism; `core_attention`, the kernel, by a key/value cache;
+    `varlen_attention`, the kernel for documents and windows, by a compiler, which leaves it as it is; and
     `recomputable`, where a linear layer reads a tensor that is cheap to make again, by elementwise recompute.
     """
 
@@ -139,6 +151,7 @@ class Attention(nn.Module):
     normalize_projections = staticmethod(normalize_projections)
     attend: Callable[["Attention", tuple[Tensor, ...], Tensor | None, Documents | None], Tensor] = staticmethod(attend)
     core_attention = staticmethod(core_attention)
+    varlen_attention = staticmethod(varlen_attention)
     recomputable = staticmethod(recomputable)
 
     def __init__(self, spec: ModelSpec, window: int | None = None, has_rotary: bool = True) -> None:
@@ -283,6 +296,7 @@ class Decoder(nn.Module):
         plugin = plugin_model(spec)
         make = Layer if plugin is None else partial(make_plugin_layer, plugin)
         self.layers = nn.ModuleDict({str(layer): make(spec, layer) for layer in layers})
+        self.position_state.knows_attention = plugin is None
         self.has_plugin_layers = plugin is not None
         """True if the layers are a plugin's, of which nothing is known but the arguments and the result of
         `Layer.forward`."""

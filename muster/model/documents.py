@@ -15,6 +15,8 @@ class Documents:
     """Position of each token in its document."""
     lengths: tuple[int, ...]
     """Lengths of all documents, sequence after sequence; those of one sequence add up to S."""
+    starts: Tensor
+    """First position of each document among those of all sequences, and the end of the last: int32."""
 
     @staticmethod
     def from_positions(positions_BS: Tensor, device: torch.device) -> "Documents | None":
@@ -24,7 +26,7 @@ class Documents:
         lengths = tuple(begins.diff().tolist())
         if len(lengths) == len(positions_BS):
             return None
-        return Documents(positions_BS.to(device), lengths)
+        return Documents(positions_BS.to(device), lengths, begins.to(device, torch.int32))
 
 
 def per_document_attention(
@@ -34,11 +36,10 @@ def per_document_attention(
     mask_SS: Tensor | None,
     window: int | None,
 ) -> Tensor:
-    """Apply `attention` to each document alone: (B, H, S, d).
+    """Apply `attention`, which knows whole sequences alone, to one document after another: (B, H, S, d).
 
-    A block-diagonal mask would need B · S² elements and hide most of the computed scores. The kernels for whole
-    sequences, called on one document after another, compute Σ length² scores and store none. One split and one cat
-    serve all documents, since the gradient of each separate slice would be a whole tensor of zeros.
+    A block-diagonal mask would need B · S² elements and hide most of the computed scores. One split and one cat serve
+    all documents, since the gradient of each separate slice would be a whole tensor of zeros.
     """
     batch, _, length, _ = qkv_BHSd[0].shape
     parts = [x.transpose(1, 2).flatten(0, 1).split(documents.lengths) for x in qkv_BHSd]

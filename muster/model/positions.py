@@ -7,6 +7,7 @@ from torch import Tensor
 
 from muster.model.documents import Documents
 from muster.model.kernels import accumulation_dtype
+from muster.model.varlen_attention import has_varlen_attention
 from muster.spec.model import ModelSpec
 from muster.spec.model_components import RopeScaling
 
@@ -94,6 +95,8 @@ class PositionState:
         """Positions of the sequence that `positions_S` are of."""
         self.makes_masks = True
         """False where attention itself hides what a window doesn't reach."""
+        self.knows_attention = False
+        """True if attention is Muster's own, which needs no mask where it has a kernel for windows."""
         self.starts_B: Tensor | None = None
         """Index of each sequence's position 0; None: 0 in all of them."""
         self.documents: Documents | None = None
@@ -131,9 +134,11 @@ class PositionState:
         return window is not None and self._spec.window_rope_theta is not None
 
     def mask(self, window: int | None, x_BSD: Tensor) -> Tensor | None:
-        """Return the `window_mask` of whole sequences; None if it would hide nothing."""
+        """Return the `window_mask` of whole sequences; None if it would hide nothing, or attention needs none."""
         length = self.whole_length or self._length(x_BSD)
         if window is None or length <= window or not self.makes_masks:
+            return None
+        if self.knows_attention and (self._spec.attention_softcap or has_varlen_attention(x_BSD, self._spec.head_dim)):
             return None
         mask, kind = self._masks.get(window), (x_BSD.dtype, x_BSD.device)
         if mask is None or len(mask) < length or (mask.dtype, mask.device) != kind:

@@ -4,8 +4,9 @@ import torch
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 
-from muster.model.decoder import Decoder, core_attention
+from muster.model.decoder import Attention, Decoder, core_attention
 from muster.model.plugin_layer import PROJECT_IN, PROJECT_OUT
+from muster.model.varlen_attention import varlen_attention
 from muster.spec.errors import MusterError
 
 
@@ -28,7 +29,9 @@ def compile_blocks(module: Decoder, device: torch.device) -> None:
     opaque = {}
     for block in module.blocks():
         for part in block.modules():
-            if getattr(part, "softcap", None) is not None:  # pieces in a loop, which would be unrolled
+            if isinstance(part, Attention):  # one call on a GPU, else pieces in a loop, which would be unrolled
+                part.varlen_attention = opaque.setdefault(varlen_attention, torch.compiler.disable(varlen_attention))
+            if getattr(part, "softcap", None) is not None:  # likewise
                 part.core_attention = opaque.setdefault(core_attention, torch.compiler.disable(core_attention))
             for seam in {*PROJECT_IN, *PROJECT_OUT, "normalize_projections"} & vars(part).keys():
                 # All blocks share one wrapper: with wrappers of their own each block would be compiled again.

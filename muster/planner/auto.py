@@ -108,10 +108,10 @@ def _choose(resolved: ResolvedConfig, world_size: int | None, nodes: int) -> Cho
 
 def _require_packing_runs(config: RunConfig) -> None:
     """Raise InfeasibleError where the packing of documents doesn't go with compile or with a plugin's model."""
-    if config.data.packing != "concatenate" and config.parallel.compile:
+    if config.data.packing == "none" and config.parallel.compile:
         raise InfeasibleError(
-            f"data.packing {config.data.packing} can't be run with compile, which would follow the lengths of documents"
-            " from batch to batch: leave compile out, or take data.packing concatenate"
+            "data.packing none can't be run with compile, which would follow the lengths of samples from batch to"
+            " batch: leave compile out, or take data.packing next_fit, whose samples have one length"
         )
     plugin = plugin_model(config.model)
     if plugin is not None and config.data.packing != "concatenate" and not plugin.document_mask:
