@@ -30,7 +30,7 @@ from muster.spec.cluster import ClusterSpec
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import MUSTER
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Plan
+from muster.spec.plan import LayerStrategy, Plan
 from muster.spec.workload import Workload
 
 MEMORY_HEADROOM = 0.12
@@ -157,7 +157,7 @@ def peak_bytes_by_pp_rank(
     """Return (world rank, peak bytes) of each pipeline rank: the total of `forecast_memory`.
 
     `orders`: allocation orders, which plans with one schedule share. `framework`: as there. `cache`: memory of stages
-    of plans that differ from this one only in recompute and offload; it is extended.
+    of plans with this one's `stage_memory_family`; it is extended.
     """
     found = []
     instructions: InstructionMemoryCache = {}
@@ -230,6 +230,29 @@ def _stage_memory_by_pp_rank(
             )
         found[pp_rank][stage] = cache[key]
     return found
+
+
+_POLICY_FIELDS = ("recompute", "offload")
+_FAMILY_FIELDS = tuple(
+    name
+    for name in Plan.model_fields
+    if name not in ("schedule", "pinned_schedule", "default_strategy", "overrides", "stages", "vpp")
+)
+_FAMILY_STRATEGY_FIELDS = tuple(name for name in LayerStrategy.model_fields if name not in _POLICY_FIELDS)
+
+
+def stage_memory_family(plan: Plan) -> Hashable:
+    """Return a key that is equal for plans whose stages have equal memory where their `stage_memory_key` is: of a
+    schedule only the stages' places and what its backwards do matter."""
+    strategy = plan.default_strategy
+    keeps_optimizer = strategy.offload in ("optimizer", "all")
+    schedule = plan.placement, plan.pipeline_replicas, plan.split_backward, plan.reduces_replicas_once
+    return (
+        *(getattr(plan, name) for name in _FAMILY_FIELDS),
+        *(getattr(strategy, name) for name in _FAMILY_STRATEGY_FIELDS),
+        keeps_optimizer,
+        *schedule,
+    )
 
 
 def stage_memory_key(model: ModelSpec, plan: Plan, stage: int) -> Hashable:

@@ -140,12 +140,11 @@ class BackwardPeaks:
         left = deferred + self.saved.scaled(-1) + MemoryTerms(workspace=self.sizes.hidden_bytes + embedding)
         return [*moments, PeakCandidate("inputs", left)]
 
-    def pending(self) -> list[PeakCandidate]:
+    def pending(self, inputs: PeakCandidate) -> list[PeakCandidate]:
         """Return the moment in I when its gradients are converted to the master dtype, if none are pending.
 
-        z3 has dropped the gathered parameters before.
+        z3 has dropped the gathered parameters before. `inputs`: the last moment of I.
         """
-        inputs = self.backward_input()[-1]
         converted = MemoryTerms(
             gathered_parameters=-self._root_bytes(),
             workspace=self.pending_gradients * (self.compute_size != self.master_size),

@@ -52,9 +52,7 @@ def native_stage_memory(
         peak_candidates={
             Kind.F: tuple(moments.forward()),
             Kind.B: tuple(moments.backward()),
-            Kind.I: tuple(moments.backward_input()),
-            "pending": tuple(moments.pending()),
-            Kind.W: tuple(moments.weights()),
+            **moments.split_backward(),
             **moments.vocab_parallel_peaks(),
             "gather F": (moments.gather_before_forward(),),
             "gather B": (moments.gather_before_backward(),),
@@ -113,6 +111,13 @@ class _StagePeaks(BackwardPeaks):
             tile = self._of_tile(made + 2 * sizes.full_hidden_bytes + moved)
             return max(tile + sizes.hidden_bytes, attention)
         return max(made + sizes.full_hidden_bytes + moved, attention)
+
+    def split_backward(self) -> dict[str, tuple[PeakCandidate, ...]]:
+        """Return the moments of I and W; none where backwards are whole."""
+        if not self.plan.split_backward:
+            return {}
+        inputs = tuple(self.backward_input())
+        return {Kind.I: inputs, "pending": tuple(self.pending(inputs[-1])), Kind.W: tuple(self.weights())}
 
     def vocab_parallel_peaks(self) -> dict[str, tuple[PeakCandidate, ...]]:
         """Return the moments of vocabulary parallelism.

@@ -4,6 +4,7 @@ Master weights, gradients and moments are float32 and sharded as `muster.paralle
 buffer by buffer; `muster memory-check` compares it with PyTorch's accounting of that runtime.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from muster.config.freezing import is_frozen_up_to
@@ -17,7 +18,7 @@ from muster.cost.activations import (
     norm_saved_bytes,
     pass_sizes,
 )
-from muster.cost.memory.param_shards import ParamShard, StageParamShards, stage_param_shards
+from muster.cost.memory.param_shards import ParamShard, StageParamShards, layer_type, stage_param_shards
 from muster.cost.memory.terms import MemoryTerms
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.spec.model import ModelSpec, parameter_shapes
@@ -44,6 +45,7 @@ class NativeStorage:
             state_bytes = mean_state_bytes(_without_freezing(optim), dict(parameter_shapes(spec)), self.master_size)
             self.state_per_param = state_bytes / self.master_size
         self._optim = optim
+        self._layer_bytes: dict[Hashable, int] = {}
         self.sizes: PassSizes = pass_sizes(spec, plan, workload, stage)
         self.param_shards: StageParamShards = stage_param_shards(spec, plan, stage, optim)
         self.layers = list(plan.layers(stage, spec.num_layers))
@@ -126,10 +128,14 @@ class NativeStorage:
         A layer saves nothing if all up to it is frozen. Any other is taken to save all, though a frozen matrix of it
         wouldn't need its input.
         """
-        if is_frozen_up_to(self._optim, self.spec, layer + 1):
+        if self._optim is not None and is_frozen_up_to(self._optim, self.spec, layer + 1):
             return 0
         strategy = self.plan.strategy(layer)
-        return layer_activation_bytes(self.sizes, layer, recompute or strategy.recompute, strategy.attention)
+        how = recompute or strategy.recompute
+        key = layer_type(self.spec, layer), how, strategy.attention
+        if key not in self._layer_bytes:
+            self._layer_bytes[key] = layer_activation_bytes(self.sizes, layer, how, strategy.attention)
+        return self._layer_bytes[key]
 
     def saved_per_micro_batch(self) -> MemoryTerms:
         """Return the bytes that the stage saves from F to B, or to I."""

@@ -1,6 +1,7 @@
 """The memory budget of plans: the memory of their ranks against its limits, and the recompute and offload that make
 them fit."""
 
+from collections.abc import Hashable
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -9,7 +10,13 @@ from math import inf
 
 from muster.cost.activations import offloaded_activation_bytes
 from muster.cost.memory.device_overhead import FRAGMENTATION_SHARE, device_overhead
-from muster.cost.memory.forecast import MEMORY_HEADROOM, StageMemoryCache, host_shares_bytes, peak_bytes_by_pp_rank
+from muster.cost.memory.forecast import (
+    MEMORY_HEADROOM,
+    StageMemoryCache,
+    host_shares_bytes,
+    peak_bytes_by_pp_rank,
+    stage_memory_family,
+)
 from muster.cost.memory.liveness import (
     AllocationOrder,
     allocation_orders,
@@ -45,7 +52,6 @@ class PendingFit:
     """True if it may offload as well as recompute."""
     excess_bytes: list[float]
     """Bytes beyond the limit, by pipeline rank."""
-    cache: StageMemoryCache
     added_s: list[float]
     """Least seconds that fitting adds for each micro-batch, by pipeline rank."""
 
@@ -67,6 +73,9 @@ class MemoryBudget:
         self._messages: dict[tuple, list[dict[int, Column]]] = {}
         self._overlapped_passes: dict[tuple, tuple[CopyOverlaps, ...]] = {}
         self._min_stages: dict[tuple, tuple[MemoryLowerBound, int]] = {}
+        self._stage_memory: dict[Hashable, StageMemoryCache] = {}
+        self._fitters: dict[Hashable, MemoryFitter] = {}
+        self._peaks: dict[Plan, list[tuple[int, int]]] = {}
 
     def without_head_room(self) -> "MemoryBudget":
         """Return a budget whose plans may fill all memory that may be used; it shares this one's caches."""
@@ -156,12 +165,14 @@ class MemoryBudget:
             self._min_stages[key] = memory_lower_bound(request.model, alone, request.workload), overhead
         return self._min_stages[key]
 
-    def excess_bytes(self, plan: Plan, cache: StageMemoryCache | None = None) -> list[float]:
-        """Return each pipeline rank's bytes beyond its limit at its peak; below 0 where memory is left. `cache` as in
-        `peak_bytes_by_pp_rank`."""
-        request = self.request
-        own = request.model, plan, request.workload, request.cluster
-        peaks = peak_bytes_by_pp_rank(*own, self._orders_of(plan), cache, request.framework)
+    def excess_bytes(self, plan: Plan) -> list[float]:
+        """Return each pipeline rank's bytes beyond its limit at its peak; below 0 where memory is left."""
+        if plan not in self._peaks:
+            request = self.request
+            own = request.model, plan, request.workload, request.cluster
+            cache = self._stage_memory.setdefault(stage_memory_family(plan), {})
+            self._peaks[plan] = peak_bytes_by_pp_rank(*own, self._orders_of(plan), cache, request.framework)
+        peaks = self._peaks[plan]
         limits = [self.limit_bytes(rank) for rank, _ in peaks]
         return [
             -inf if limit is None else float(total - limit) for (_, total), limit in zip(peaks, limits, strict=True)
@@ -196,9 +207,8 @@ class MemoryBudget:
 
     def start_fit(self, plan: Plan) -> tuple["list[Plan] | PendingFit", float]:
         """Return what `fit` does, or where that takes longer, a `PendingFit` for `finish_fit`."""
-        cache: StageMemoryCache = {}
         try:
-            excess = self.excess_bytes(plan, cache)
+            excess = self.excess_bytes(plan)
         except InfeasibleError:  # nothing that it offloads is saved for long enough
             return [], inf
         host_excess = self.host_excess_bytes(plan)
@@ -208,7 +218,7 @@ class MemoryBudget:
         added_s = fitter.added_s(excess) if len(fitter.policies) > 1 else None
         if added_s is None:
             return self._with_uniform_fits(fitter, self._smallest(fitter)), max(*excess, host_excess)
-        return PendingFit(fitter, may_offload, excess, cache, added_s), max(*excess, host_excess)
+        return PendingFit(fitter, may_offload, excess, added_s), max(*excess, host_excess)
 
     def _fitter(self, plan: Plan) -> tuple[MemoryFitter, bool]:
         """Return the fitter of a plan, and True if it may offload as well as recompute."""
@@ -220,9 +230,12 @@ class MemoryBudget:
         may_offload = policy.offload == "none" and "offload" not in request.fixed and host is not None
         offloads: tuple[Offload, ...] = ("none", "activations") if may_offload else (policy.offload,)
         policies = [LayerPolicy(*pair) for pair in product(modes, offloads)]
-        orders = self._orders_of(plan)
-        stages = stage_layers(plan, request.model, request.workload, orders, self.costs.pass_times, policies, host)
-        return MemoryFitter(plan, request.model.num_layers, policies, stages), may_offload
+        key = plan, *policies, self.head_room
+        if key not in self._fitters:
+            own = request.model, request.workload, self._orders_of(plan), self.costs.pass_times
+            stages = stage_layers(plan, *own, policies, host)
+            self._fitters[key] = MemoryFitter(plan, request.model.num_layers, policies, stages)
+        return self._fitters[key], may_offload
 
     def finish_fit(self, pending: "PendingFit") -> list[Plan]:
         """Return the plan with the cheapest recompute by layer that makes it fit, and with the cheapest recompute and
@@ -237,7 +250,7 @@ class MemoryBudget:
         for allowed in [policies, without_offload] if pending.may_offload else [policies]:
             fitted = None
             if len(allowed) > 1:
-                fitted = self._fit_within(fitter, pending.excess_bytes, allowed, pending.cache)
+                fitted = self._fit_within(fitter, pending.excess_bytes, allowed)
             changed = fitted and fitted[0]
             if changed is not None and changed not in found:
                 found.append(changed)
@@ -288,7 +301,7 @@ class MemoryBudget:
         return [plan for plan in changed if self._fits_and_runs(plan)]
 
     def _fit_within(
-        self, fitter: MemoryFitter, excess_bytes: list[float], policies: list[LayerPolicy], cache: StageMemoryCache
+        self, fitter: MemoryFitter, excess_bytes: list[float], policies: list[LayerPolicy]
     ) -> tuple[Plan, list[float]] | None:
         """Return the plan with the cheapest policy for each layer, and the bytes that its ranks were to free."""
         excess = list(excess_bytes)
@@ -296,7 +309,7 @@ class MemoryBudget:
             changed = fitter.fit(excess, policies)
             if changed is None or (self.request.runnable and unsupported_features(changed)):
                 return None
-            left = self.excess_bytes(changed, cache)
+            left = self.excess_bytes(changed)
             if max(left) <= 0:
                 return (changed, excess) if self.host_excess_bytes(changed) <= 0 else None
             excess = _corrected_excess(excess, left, fitter.freed_bytes)
@@ -315,7 +328,7 @@ class MemoryBudget:
             return plan
         fitter = pending.fitter
         policies = list(fitter.policies)
-        fitted = self._fit_within(fitter, pending.excess_bytes, policies, pending.cache)
+        fitted = self._fit_within(fitter, pending.excess_bytes, policies)
         if fitted is None or fitted[0] != plan:
             return plan
         _, excess = fitted
@@ -323,7 +336,7 @@ class MemoryBudget:
             changed = fitter.fit_with_less_offload(excess, policies)
             if changed is None or changed == plan:
                 break
-            left = self.excess_bytes(changed, pending.cache)
+            left = self.excess_bytes(changed)
             if max(left) <= 0 and self.host_excess_bytes(changed) <= 0:
                 return changed
             excess = _corrected_excess(excess, left, fitter.freed_bytes)
