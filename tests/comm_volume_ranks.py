@@ -40,8 +40,9 @@ class Count(TorchDispatchMode):
         self.axes = {group.group_name: axis for axis, group in world.groups.by_axis.items()}
         if world.groups.state_shards is not None:
             self.axes[world.groups.state_shards.group_name] = "dp_shard"
-        if world.groups.ulysses is not None:
-            self.axes[world.groups.ulysses.group_name] = "cp"
+        for group in (world.groups.ulysses, world.groups.outer_ring):
+            if group is not None:
+                self.axes[group.group_name] = "cp"
         self.sent: dict[str, Counter[str]] = defaultdict(Counter)
         self.calls: Counter[str] = Counter()
         self.instruction = ""

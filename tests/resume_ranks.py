@@ -38,7 +38,8 @@ SEARCHED = ("auto", "exact")
 
 def _draw_context(draw: random.Random, cp: int) -> dict[str, Any]:
     kind = draw.choice(CP_COMM_TYPES) if cp > 1 else "p2p"
-    return {"cp_comm_type": kind, "cp_ulysses_degree": 2 if kind == "a2a+p2p" else 1}
+    window = draw.choice([1, 2]) if kind == "p2p" and cp == 4 else 1
+    return {"cp_comm_type": kind, "cp_ulysses_degree": 2 if kind == "a2a+p2p" else 1, "cp_window_size": window}
 
 
 def draw_plan(draw: random.Random, config: RunConfig, precision: str, most: int = 8) -> Plan:
@@ -81,7 +82,7 @@ def _draw_mesh(draw: random.Random, most: int) -> Mesh:
         mesh = Mesh(
             dp_replicate=draw.choice([1, 1, 2]),
             dp_shard=draw.choice([1, 2, 2, 3, 4]),
-            cp=draw.choice([1, 1, 1, 2]),
+            cp=draw.choice([1, 1, 1, 2, 4]),
             tp=draw.choice([1, 1, 2, 4]),
         )
         if mesh.num_ranks <= most:

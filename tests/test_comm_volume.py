@@ -63,7 +63,7 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
         ("dp2-pp2-z2-vocab", True, {"family": "gpt2"}),
         ("tp4-sp", False, {"family": "qwen3"}),
         ("tp4", False, {"family": "olmo2"}),
-        *((f"cp4{kind}", False, {"family": "gemma3"}) for kind in ("", "a", "u", "u2")),
+        *((f"cp4{kind}", False, {"family": "gemma3"}) for kind in ("", "a", "u", "u2", "w2")),
         *((plan, False, {"kv_heads": 4}) for plan in ("cp4b", "dp2-cp2b-bf16")),
         *((f"tp2-sp-cp2{kind}-bf16", True) for kind in ("", "a", "u")),
         ("dp2-cp2-z3", False),

@@ -14,7 +14,7 @@ from muster.spec.workload import Workload
 from tests.parity import small_run
 from tests.test_parity import GRADIENT_TOLERANCE, cache, check_parity, run  # noqa: F401
 
-KINDS = {2: ("", "a", "u", "b"), 4: ("", "a", "u", "u2", "b"), 8: ("", "a", "u2", "u4", "b")}
+KINDS = {2: ("", "a", "u", "b"), 4: ("", "a", "u", "u2", "w2", "b"), 8: ("", "a", "u2", "u4", "u2w2", "w2", "w4", "b")}
 """Letters of the kinds that so many context-parallel ranks can have."""
 FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox", "olmo2")
 WINDOWS = ("qwen3", "gemma2", "gemma3")
@@ -197,14 +197,26 @@ def test_ranks_have_equal_work(window: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["cp2-mb1-bf16", "cp4a-mb1-bf16", "cp4u2-mb1-bf16", "cp4b-mb1-bf16", "dp2-tp2-sp-cp2u-mb1-z1-bf16"]
+    "name",
+    [
+        "cp2-mb1-bf16",
+        "cp4a-mb1-bf16",
+        "cp8u2w2-mb1-bf16",
+        "cp4w2-mb1-bf16",
+        "cp4b-mb1-bf16",
+        "dp2-tp2-sp-cp2u-mb1-z1-bf16",
+    ],
 )
 def test_plan_names_say_the_kind(name: str) -> None:
     assert format_plan_name(parse_plan_name(name)) == name
 
 
 def test_groups_of_all_ranks_or_of_one_are_a_simpler_kind() -> None:
-    assert [format_plan_name(parse_plan_name(name)) for name in ("cp4u4", "cp4u1")] == ["cp4u-mb1-bf16", "cp4-mb1-bf16"]
+    assert [format_plan_name(parse_plan_name(name)) for name in ("cp4u4", "cp4u1w4", "cp8u2w4")] == [
+        "cp4u-mb1-bf16",
+        "cp4-mb1-bf16",
+        "cp8u2-mb1-bf16",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -215,6 +227,8 @@ def test_groups_of_all_ranks_or_of_one_are_a_simpler_kind() -> None:
         ("cp6u3", {}, "cp_ulysses_degree 3 doesn't divide the 4 heads and 2 key/value heads: legal are 2", "cp6u2"),
         ("cp4u3", {}, "cp_ulysses_degree 3 of cp 4 doesn't make them: legal are 2", "cp4u2"),
         ("cp3u2", {}, "cp_ulysses_degree 2 of cp 3 doesn't make them: legal are none, but a2a or p2p", "cp3"),
+        ("cp8u2w3", {}, "cp_window_size 3 of a ring of 4 doesn't make them: legal are 2", "cp8u2w2"),
+        ("cp4bw2", {}, "cp_window_size 2 is of inner rings, which cp_comm_type burst hasn't", "cp4b"),
         ("cp2b", {"sliding_window": 5}, "burst sends queries past all keys, most of which a sliding window", "cp2"),
         (
             "cp64",

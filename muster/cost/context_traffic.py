@@ -9,8 +9,9 @@ from typing import Literal, NamedTuple
 
 from muster.spec.context_kinds import ContextRanks, CpCommType
 
-Among = Literal["ring", "ulysses"]
-"""Ranks of a transfer: those that hold other positions of the same heads, or those that exchange heads."""
+Among = Literal["ring", "outer ring", "ulysses"]
+"""Ranks of a transfer: those that hold other positions of the same heads, of a double ring the inner or the outer one;
+or those that exchange heads."""
 
 
 class Transfer(NamedTuple):
@@ -70,9 +71,10 @@ def attention_transfers(ranks: ContextRanks, shape: AttentionShape) -> Attention
     if ranks.size == 1:
         return AttentionTransfers((), ())
     if ranks.ulysses == 1:
-        return _KINDS[ranks.kind].transfers(ranks.ring, shape)
+        kind = "double ring" if ranks.window > 1 else ranks.kind
+        return _KINDS[kind].transfers(ranks, shape)
     inside = shape.exchanged(ranks.ulysses)
-    ring = attention_transfers(ContextRanks("p2p", ranks.ring), inside)
+    ring = attention_transfers(ContextRanks("p2p", ranks.ring, window=ranks.window), inside)
     qkv = Transfer("all_to_all", 1, inside.queries + inside.keys_and_values, among="ulysses")
     outputs = Transfer("all_to_all", 1, inside.queries, among="ulysses")
     return AttentionTransfers((qkv, *ring.forward, outputs), (outputs, *ring.backward, qkv))
@@ -87,10 +89,14 @@ def attention_workspace(ranks: ContextRanks, shape: AttentionShape, compute: int
     if ranks.size == 1:
         return 0
     if ranks.ulysses == 1:
-        return _KINDS[ranks.kind].workspace(ranks.ring, shape, compute, master, backward)
+        kind = "double ring" if ranks.window > 1 else ranks.kind
+        return _KINDS[kind].workspace(ranks, shape, compute, master, backward)
     inside = shape.exchanged(ranks.ulysses)
     exchange = 3 * (inside.queries + inside.keys_and_values) * compute
-    return max(exchange, attention_workspace(ContextRanks("p2p", ranks.ring), inside, compute, master, backward))
+    return max(
+        exchange,
+        attention_workspace(ContextRanks("p2p", ranks.ring, window=ranks.window), inside, compute, master, backward),
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -98,54 +104,80 @@ def attention_workspace(ranks: ContextRanks, shape: AttentionShape, compute: int
 
 
 class _Kind(NamedTuple):
-    transfers: Callable[[int, AttentionShape], AttentionTransfers]
-    """Transfers of a number of ranks of a shape."""
-    workspace: Callable[[int, AttentionShape, int, int, bool], int]
+    transfers: Callable[[ContextRanks, AttentionShape], AttentionTransfers]
+    """Transfers of a ring of ranks of a shape."""
+    workspace: Callable[[ContextRanks, AttentionShape, int, int, bool], int]
     """Temporary bytes for the same, elements of the compute and the master dtype in bytes, and backward or not."""
 
 
-def _ring_transfers(ring: int, shape: AttentionShape) -> AttentionTransfers:
+def _ring_transfers(ranks: ContextRanks, shape: AttentionShape) -> AttentionTransfers:
     """Return hops of keys and values; in the backward again, and hops of their gradients, which the last brings
     home."""
-    hops = Transfer("send", ring - 1, shape.keys_and_values)
-    return AttentionTransfers((hops,), (hops, Transfer("send", ring, shape.keys_and_values, in_master_dtype=True)))
+    hops = Transfer("send", ranks.ring - 1, shape.keys_and_values)
+    return AttentionTransfers(
+        (hops,), (hops, Transfer("send", ranks.ring, shape.keys_and_values, in_master_dtype=True))
+    )
 
 
-def _ring_workspace(ring: int, shape: AttentionShape, compute: int, master: int, backward: bool) -> int:
+def _ring_workspace(ranks: ContextRanks, shape: AttentionShape, compute: int, master: int, backward: bool) -> int:
     """Return the bytes of a block and the next one; in the backward also of its gradient, the sum that arrives and the
     one that leaves, in the master dtype."""
     return _summed(shape, compute, master, backward) + shape.keys_and_values * (2 * compute + 3 * master * backward)
 
 
-def _burst_transfers(ring: int, shape: AttentionShape) -> AttentionTransfers:
+def _double_ring_transfers(ranks: ContextRanks, shape: AttentionShape) -> AttentionTransfers:
+    """Return the hops of keys and values around inner rings and, once for each, over the outer one; in the backward
+    again, and hops of their gradients around each inner ring, home, and over the outer one, home."""
+    turns, block = ranks.ring // ranks.window, shape.keys_and_values
+    hops = (
+        Transfer("send", turns * (ranks.window - 1), block),
+        Transfer("send", turns - 1, block, among="outer ring"),
+    )
+    gradients = (
+        Transfer("send", ranks.ring, block, in_master_dtype=True),
+        Transfer("send", turns, block, in_master_dtype=True, among="outer ring"),
+    )
+    return AttentionTransfers(hops, (*hops, *gradients))
+
+
+def _double_ring_workspace(
+    ranks: ContextRanks, shape: AttentionShape, compute: int, master: int, backward: bool
+) -> int:
+    """Return the bytes of a ring, of the block for the next turn beside the one of this turn, and in the backward of
+    the sums that arrive and leave over the outer ring and the one that comes home within the inner one."""
+    again = shape.keys_and_values * (2 * compute + 3 * master * backward)
+    return _ring_workspace(ranks, shape, compute, master, backward) + again
+
+
+def _burst_transfers(ranks: ContextRanks, shape: AttentionShape) -> AttentionTransfers:
     """Return the hops of keys and values; in the backward those of queries and gradients of outputs, of two numbers for
     each query, and of the gradients of queries, which the last brings home."""
-    numbers = Transfer("send", ring - 1, 2 * shape.tokens * shape.heads, in_master_dtype=True)
-    following = Transfer("send", ring, shape.queries, in_master_dtype=True)
-    backward = Transfer("send", ring - 1, 2 * shape.queries), numbers, following
-    return AttentionTransfers(_ring_transfers(ring, shape).forward, backward)
+    numbers = Transfer("send", ranks.ring - 1, 2 * shape.tokens * shape.heads, in_master_dtype=True)
+    following = Transfer("send", ranks.ring, shape.queries, in_master_dtype=True)
+    backward = Transfer("send", ranks.ring - 1, 2 * shape.queries), numbers, following
+    return AttentionTransfers(_ring_transfers(ranks, shape).forward, backward)
 
 
-def _burst_workspace(ring: int, shape: AttentionShape, compute: int, master: int, backward: bool) -> int:
+def _burst_workspace(ranks: ContextRanks, shape: AttentionShape, compute: int, master: int, backward: bool) -> int:
     """Return the bytes of the ring's forward; in the backward of the queries and the next ones, each with the gradient
     of its output and two numbers, the stand-in for the output and what it is made from, the gradient's own sum, the one
     that arrives and the one that leaves, and the gradients of keys and values."""
     if not backward:
-        return _ring_workspace(ring, shape, compute, master, backward)
+        return _ring_workspace(ranks, shape, compute, master, backward)
     numbers = 4 * shape.tokens * shape.heads * master
     return shape.queries * (5 * compute + 3 * master) + shape.keys_and_values * (master + compute) + numbers
 
 
-def _all_gather_transfers(ring: int, shape: AttentionShape) -> AttentionTransfers:
+def _all_gather_transfers(ranks: ContextRanks, shape: AttentionShape) -> AttentionTransfers:
     """Return the gathers of keys and values, once each way, and the reduce-scatter of their gradients."""
     gather = Transfer("all_gather", 1, shape.keys_and_values)
-    return AttentionTransfers((gather,), (gather, Transfer("reduce_scatter", 1, ring * shape.keys_and_values)))
+    return AttentionTransfers((gather,), (gather, Transfer("reduce_scatter", 1, ranks.ring * shape.keys_and_values)))
 
 
-def _all_gather_workspace(ring: int, shape: AttentionShape, compute: int, master: int, backward: bool) -> int:
+def _all_gather_workspace(ranks: ContextRanks, shape: AttentionShape, compute: int, master: int, backward: bool) -> int:
     """Return the bytes of keys and values of the whole sequence as they arrive and in order; in the backward in order,
     their gradients in the master dtype, and these in the compute dtype."""
-    own, whole = shape.keys_and_values, shape.keys_and_values * ring
+    own, whole = shape.keys_and_values, shape.keys_and_values * ranks.ring
     summed = _summed(shape, compute, master, backward)
     return max(summed + whole * compute, whole * 2 * compute) + (
         whole * max(master, compute) + own * compute if backward else own * compute
@@ -157,8 +189,9 @@ def _summed(shape: AttentionShape, compute: int, master: int, backward: bool) ->
     return shape.queries * (2 * master + compute if backward else master + compute)
 
 
-_KINDS: dict[CpCommType, _Kind] = {
+_KINDS: dict[CpCommType | Literal["double ring"], _Kind] = {
     "p2p": _Kind(_ring_transfers, _ring_workspace),
+    "double ring": _Kind(_double_ring_transfers, _double_ring_workspace),
     "burst": _Kind(_burst_transfers, _burst_workspace),
     "all_gather": _Kind(_all_gather_transfers, _all_gather_workspace),
 }

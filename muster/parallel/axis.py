@@ -1,7 +1,7 @@
 """Tensor, context and pipeline axes of the mesh: groups of ranks, and the asynchronous collectives over them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -67,12 +67,30 @@ class ContextAxis:
     """Distance of its neighbours in the group."""
     ulysses: "ContextAxis | None" = None
     """Part of it that exchanges positions for heads with this rank, where only a part does."""
+    window: int = 1
+    """Ranks of each inner ring where its ring is a double one, else 1."""
+    outer_group: dist.ProcessGroup | None = None
+    """The same ranks once more for the outer ring, whose sends don't wait for those of the inner ones."""
 
     def strided(self, stride: int) -> "ContextAxis":
         """Return the ranks whose distance from this one is a multiple of `stride`. They share its group, in which
         they can send; for collectives they would need one of their own."""
-        first = self.first + self.stride * (self.index % stride)
-        return ContextAxis(self.group, self.size // stride, self.index // stride, first, self.stride * stride)
+        return replace(
+            self,
+            size=self.size // stride,
+            index=self.index // stride,
+            first=self.first + self.stride * (self.index % stride),
+            stride=self.stride * stride,
+            ulysses=None,
+        )
+
+    def rings(self) -> "tuple[ContextAxis, ContextAxis]":
+        """Return the inner ring of this rank and its outer one, which has one rank of each inner ring; without a
+        `window` all ranks are an inner ring, and the outer one is this rank alone."""
+        window = self.size if self.window == 1 else self.window
+        inner_index, first = self.index % window, self.first + self.stride * (self.index - self.index % window)
+        inner = replace(self, size=window, index=inner_index, first=first, window=1)
+        return inner, replace(self.strided(window), group=self.outer_group or self.group, window=1)
 
     def all_gather(self, x: Tensor) -> PendingTensor:
         """Start to all-gather a tensor of the same shape from every rank: (…) → (ranks, …)."""

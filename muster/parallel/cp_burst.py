@@ -82,8 +82,9 @@ class _BurstAttention(torch.autograd.Function):
             if following is not None:  # the sum of the ranks on which these queries have been
                 summed.q_BHSd += following.wait()
             following = axis.ring_shift(summed.q_BHSd)
+            del summed  # and with it the queries, once they are sent
             if arriving is not None:
-                traveller = arriving.wait()
+                traveller, arriving = arriving.wait(), None  # which frees the queries before
         assert following is not None
         grad_k_BKsd, grad_v_BKsd = grad_2BKsd.to(k_BKsd.dtype)
         return None, following.wait().to(q_BHsd.dtype), grad_k_BKsd, grad_v_BKsd, None, None, None

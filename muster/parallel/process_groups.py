@@ -37,6 +37,9 @@ class ProcessGroups:
             self.state_shards = _new_group(sorted(ranks_along(plan, at, STATE_SHARD_AXES)))
         self.ulysses = self._ulysses_group()
         """Part of the context-parallel ranks with which this one exchanges positions for heads; None without groups."""
+        context = plan.context_ranks(mesh)
+        self.outer_ring = _new_group(ranks_along(plan, at, ("cp",))) if context.window > 1 else None
+        """The context-parallel ranks once more, for sends that overlap with those in their other group."""
         self.pipeline = self._pipeline_axis() if plan.vocab_parallel else None
         """Ranks that share the vocabulary with this one under vocabulary parallelism over pipeline ranks."""
         self._alone: dist.ProcessGroup | None = None

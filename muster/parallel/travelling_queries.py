@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from muster.model.block_attention import BlockGradients, ScoreRule
 from muster.parallel.axis import ContextAxis, PendingTensor
@@ -35,12 +36,12 @@ class TravellingQueries:
         """
         q_BHsd, grad_BHsd = self.q_and_grad_2BHsd
         lse_BHs, delta_BHs = self.lse_and_delta_2BHs
-        wide = grad_BHsd.to(lse_BHs.dtype)
-        largest = wide.abs().amax(-1, keepdim=True).clamp_(min=torch.finfo(wide.dtype).tiny)
-        wide = wide / largest
-        squares = wide.square().sum(-1, keepdim=True).clamp_(min=torch.finfo(wide.dtype).tiny)
-        stand_in = (wide * (delta_BHs.unsqueeze(-1) / largest / squares)).to(grad_BHsd.dtype)
-        return BlockGradients(grad_BHsd, q_BHsd, stand_in, lse_BHs, rule)
+        least = torch.finfo(lse_BHs.dtype).tiny
+        largest_BHs1 = vector_norm(grad_BHsd, torch.inf, -1, keepdim=True, dtype=lse_BHs.dtype).clamp_(min=least)
+        scaled_BHsd = grad_BHsd / largest_BHs1  # neither its squares nor those of small gradients leave the dtype
+        squares_BHs1 = vector_norm(scaled_BHsd, 2, -1, keepdim=True).square_().clamp_(min=least)
+        scaled_BHsd *= delta_BHs.unsqueeze(-1) / largest_BHs1 / squares_BHs1
+        return BlockGradients(grad_BHsd, q_BHsd, scaled_BHsd.to(grad_BHsd.dtype), lse_BHs, rule)
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,14 @@ class World:
         neighbours = None
         if self.groups.ulysses is not None:
             neighbours = ContextAxis(self.groups.ulysses, context.ulysses, self.at.cp % context.ulysses)
-        return ContextAxis(self.groups.by_axis["cp"], context.size, self.at.cp, ulysses=neighbours)
+        return ContextAxis(
+            self.groups.by_axis["cp"],
+            context.size,
+            self.at.cp,
+            ulysses=neighbours,
+            window=context.window,
+            outer_group=self.groups.outer_ring,
+        )
 
     def pipeline_axis(self) -> PipelineAxis:
         """Return the pipeline ranks that share the vocabulary with this one; only under `vocab_parallel`."""

@@ -18,7 +18,7 @@ from muster.spec.workload import Workload
 
 LEAST_GAIN = 0.005
 """Part of the time that another kind than the ring must save to be chosen."""
-CONTEXT_FIELDS = ("cp_comm_type", "cp_ulysses_degree")
+CONTEXT_FIELDS = ("cp_comm_type", "cp_ulysses_degree", "cp_window_size")
 
 
 def context_fields(request: PlanRequest, tp: int, cp: int) -> dict[str, Any]:
@@ -48,11 +48,17 @@ def _fastest(request: PlanRequest, tp: int, cp: int) -> dict[str, Any]:
 
 def _candidates(request: PlanRequest, tp: int, cp: int) -> Iterator[Plan]:
     """Yield a plan of each kind that the model's heads allow, the ring first."""
+    devices = min(group.domain_devices for group in request.cluster.groups)
     for kind, row in CONTEXT_KINDS.items():
         for degree in group_degrees(cp) if row.has_groups else [1]:
-            plan = Plan(tp=tp, cp=cp, cp_comm_type=kind, cp_ulysses_degree=degree, precision=request.precision)
-            if not list(context_violations(plan, Mesh(tp=tp, cp=cp), request.model)):
-                yield plan
+            one_ring = Plan(tp=tp, cp=cp, cp_comm_type=kind, cp_ulysses_degree=degree, precision=request.precision)
+            if list(context_violations(one_ring, Mesh(tp=tp, cp=cp), request.model)):
+                continue
+            yield one_ring
+            # Inner rings within the fastest links; without slower ones a double ring has nothing to hide.
+            inner = [size for size in group_degrees(cp // degree) if size * degree * tp <= devices < tp * cp]
+            if row.has_double_ring and inner:
+                yield one_ring.model_copy(update={"cp_window_size": max(inner)})
 
 
 def _passes_s(request: PlanRequest, plan: Plan) -> float:

@@ -27,15 +27,19 @@ class ContextKind:
     """True if ranks exchange positions for heads before attention: all of them, or groups."""
     has_windows: bool = True
     """True if attention may have a sliding window."""
+    has_double_ring: bool = False
+    """True if its ring may have inner ones, of `cp_window_size` ranks."""
     has_groups: bool = False
     """True if groups of `cp_ulysses_degree` neighbours do."""
 
 
 CONTEXT_KINDS: dict[CpCommType, ContextKind] = {
-    "p2p": ContextKind("", "cp_ring:RingAttention"),
+    "p2p": ContextKind("", "cp_ring:RingAttention", has_double_ring=True),
     "all_gather": ContextKind("a", "cp_all_gather:AllGatherAttention"),
     "a2a": ContextKind("u", "cp_ulysses:UlyssesAttention", exchanges_heads=True),
-    "a2a+p2p": ContextKind("u", "cp_ulysses:UlyssesRingAttention", exchanges_heads=True, has_groups=True),
+    "a2a+p2p": ContextKind(
+        "u", "cp_ulysses:UlyssesRingAttention", exchanges_heads=True, has_double_ring=True, has_groups=True
+    ),
     "burst": ContextKind("b", "cp_burst:BurstAttention", has_windows=False),
 }
 
@@ -50,6 +54,8 @@ class ContextRanks(NamedTuple):
     kind: CpCommType = "p2p"
     size: int = 1
     ulysses: int = 1
+    window: int = 1
+    """Ranks of each inner ring of a double ring, neighbours in the ring; 1: a single ring."""
 
     @property
     def ring(self) -> int:
@@ -57,6 +63,6 @@ class ContextRanks(NamedTuple):
         return self.size // self.ulysses
 
 
-def context_ranks(kind: CpCommType, cp: int, ulysses_degree: int) -> ContextRanks:
+def context_ranks(kind: CpCommType, cp: int, ulysses_degree: int, window: int) -> ContextRanks:
     """Return the ranks of a stage with `cp` of them."""
-    return ContextRanks(kind, cp, cp if kind == "a2a" else min(cp, ulysses_degree))
+    return ContextRanks(kind, cp, cp if kind == "a2a" else min(cp, ulysses_degree), window)

@@ -29,11 +29,42 @@ def _odd_groups(plan: Plan) -> str:
 
 
 def _with_groups(plan: Plan) -> Plan:
-    legal = group_degrees(min(mesh.cp for mesh in plan.distinct_meshes))
-    if not legal:
-        return plan.model_copy(update={"cp_comm_type": "p2p", "cp_ulysses_degree": 1})
-    nearest = min(legal, key=lambda degree: abs(degree - plan.cp_ulysses_degree))
-    return plan.model_copy(update={"cp_ulysses_degree": nearest})
+    nearest = _nearest(group_degrees(min(mesh.cp for mesh in plan.distinct_meshes)), plan.cp_ulysses_degree)
+    kind = "p2p" if nearest == 1 else "a2a+p2p"
+    return plan.model_copy(update={"cp_comm_type": kind, "cp_ulysses_degree": nearest})
+
+
+def _rings(plan: Plan) -> list[int]:
+    """Return the ranks of each stage's ring."""
+    return [plan.context_ranks(mesh).ring for mesh in plan.distinct_meshes]
+
+
+def _without_inner_rings(plan: Plan) -> bool:
+    if plan.cp_window_size == 1:
+        return False
+    has_rings = CONTEXT_KINDS[plan.cp_comm_type].has_double_ring
+    return not has_rings or any(plan.cp_window_size not in group_degrees(ring) for ring in _rings(plan))
+
+
+def _odd_inner_rings(plan: Plan) -> str:
+    if not CONTEXT_KINDS[plan.cp_comm_type].has_double_ring:
+        return f"cp_window_size {plan.cp_window_size} is of inner rings, which cp_comm_type {plan.cp_comm_type} hasn't"
+    ring = max(_rings(plan))
+    legal = ", ".join(map(str, group_degrees(ring))) or "none, but a single ring"
+    return (
+        f"a double ring needs several inner rings of several ranks, and cp_window_size {plan.cp_window_size} of a ring"
+        f" of {ring} doesn't make them: legal are {legal}"
+    )
+
+
+def _with_inner_rings(plan: Plan) -> Plan:
+    legal = group_degrees(min(_rings(plan))) if CONTEXT_KINDS[plan.cp_comm_type].has_double_ring else []
+    return plan.model_copy(update={"cp_window_size": _nearest(legal, plan.cp_window_size)})
+
+
+def _nearest(legal: list[int], degree: int) -> int:
+    """Return the legal degree next to one, 1 where there is none."""
+    return min(legal, key=lambda other: (abs(other - degree), other), default=1)
 
 
 CONTEXT_RULES = (
@@ -51,6 +82,7 @@ CONTEXT_RULES = (
         setting(cp_ulysses_degree=1),
     ),
     Rule(_without_groups, _odd_groups, _with_groups),
+    Rule(_without_inner_rings, _odd_inner_rings, _with_inner_rings),
 )
 """Combinations of the context-parallel fields of a plan that no runtime could give a meaning."""
 
@@ -103,5 +135,5 @@ def with_possible_kind(plan: Plan, model: ModelSpec) -> Plan:
     ranks = plan.context_ranks(mesh)
     for degree in reversed(group_degrees(mesh.cp)):
         if CONTEXT_KINDS[ranks.kind].exchanges_heads and divides_exchanged_heads(model, mesh.tp, degree):
-            return plan.model_copy(update={"cp_comm_type": "a2a+p2p", "cp_ulysses_degree": degree})
-    return plan.model_copy(update={"cp_comm_type": "p2p", "cp_ulysses_degree": 1})
+            return _with_inner_rings(plan.model_copy(update={"cp_comm_type": "a2a+p2p", "cp_ulysses_degree": degree}))
+    return plan.model_copy(update={"cp_comm_type": "p2p", "cp_ulysses_degree": 1, "cp_window_size": 1})

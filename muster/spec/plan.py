@@ -184,6 +184,8 @@ class Plan(Frozen):
     gradients of outputs instead (BurstAttention)."""
     cp_ulysses_degree: PositiveInt = 1
     """Ranks of each group that exchanges heads under a2a+p2p."""
+    cp_window_size: PositiveInt = 1
+    """Ranks of each inner ring of a double ring (LoongTrain), under p2p and a2a+p2p; 1: a single ring."""
     sequence_tiles: PositiveInt = 1
     """Parts of a micro-batch's positions on a rank that pass the MLPs, and head and loss, one after another. Each is
     computed again in the backward, so that the inner tensors of one part live at a time (arXiv:2506.13996 §3.1)."""
@@ -357,7 +359,7 @@ class Plan(Frozen):
 
     def context_ranks(self, mesh: Mesh) -> ContextRanks:
         """Return the context-parallel ranks of the stages with one of the plan's meshes."""
-        return context_ranks(self.cp_comm_type, mesh.cp, self.cp_ulysses_degree)
+        return context_ranks(self.cp_comm_type, mesh.cp, self.cp_ulysses_degree, self.cp_window_size)
 
     @property
     def strategies(self) -> list[LayerStrategy]:
@@ -446,7 +448,7 @@ class Plan(Frozen):
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-_ADDED_LATER = ("cp_comm_type", "cp_ulysses_degree", "sequence_tiles")
+_ADDED_LATER = ("cp_comm_type", "cp_ulysses_degree", "cp_window_size", "sequence_tiles")
 """Fields of a plan that are younger than the hashes in files."""
 
 

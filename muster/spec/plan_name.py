@@ -47,14 +47,21 @@ def _data_parallel(first: str, second: str | None) -> dict[str, Any]:
     return {"dp_replicate": int(first), "dp_shard": int(second)}
 
 
-def _context_parallel(degree: str, word: str, ulysses: str | None) -> dict[str, Any]:
-    """Return the fields of `cp8`, `cp8a`, `cp8u2`; groups of all ranks are Ulysses alone, of one rank a ring alone."""
-    fields: dict[str, Any] = {"cp": int(degree)}
-    if ulysses == "1":
-        return fields
-    if ulysses in (None, degree):
-        return fields | ({"cp_comm_type": next(kind for kind, own in _CP_WORDS.items() if own == word)} if word else {})
-    return fields | {"cp_comm_type": "a2a+p2p", "cp_ulysses_degree": int(ulysses)}
+def _context_parallel(degree: str, word: str, ulysses: str | None, window: str | None) -> dict[str, Any]:
+    """Return the fields of `cp8`, `cp8a`, `cp8u2`, `cp8u2w2`.
+
+    Groups of all ranks are Ulysses alone, of one rank a ring alone; inner rings of one rank or of all a single ring.
+    """
+    cp, groups = int(degree), int(ulysses or degree)
+    fields: dict[str, Any] = {"cp": cp}
+    if groups == cp:
+        if word:
+            fields["cp_comm_type"] = next(kind for kind, own in _CP_WORDS.items() if own == word)
+    elif groups != 1:
+        fields |= {"cp_comm_type": "a2a+p2p", "cp_ulysses_degree": groups}
+    if window is not None and int(window) not in (1, cp // (int(ulysses or 1) or 1)):
+        fields["cp_window_size"] = int(window)
+    return fields
 
 
 _LAYER_RUN = r"\d{1,9}(?:x[1-9]\d{0,3})?"
@@ -82,8 +89,8 @@ _NAME_PARTS = (
     _NamePart("sp", "sp", lambda: {"sp": True}),
     _NamePart("ppN or ppNvK", r"pp(\d{1,9})(?:v(\d{1,9}))?", lambda pp, vpp: {"pp": int(pp), "vpp": int(vpp or 1)}),
     _NamePart(
-        ", ".join([*dict.fromkeys("cpN" + word for word in _CP_WORDS.values()), "cpNuK"]),
-        rf"cp(\d{{1,9}})([{''.join(sorted(set(_CP_WORDS.values())))}]?)((?<=u)\d{{1,9}})?",
+        ", ".join([*dict.fromkeys("cpN" + word for word in _CP_WORDS.values()), "cpNuK", "cpNwW"]),
+        rf"cp(\d{{1,9}})([{''.join(sorted(set(_CP_WORDS.values())))}]?)((?<=u)\d{{1,9}})?(?:w(\d{{1,9}}))?",
         _context_parallel,
     ),
     *(_degree(axis, axis) for axis in _PLAIN_AXES),
@@ -176,7 +183,7 @@ def _format_parts(plan: Plan) -> list[str]:
         data: plan.dp_replicate * plan.dp_shard > 1,
         f"tp{plan.tp}" + ("-sp" if strategy.sp else ""): plan.tp > 1 or strategy.sp,
         f"pp{plan.pp}" + (f"v{plan.vpp}" if plan.vpp > 1 else ""): plan.num_stages > 1,
-        f"cp{plan.cp}" + _cp_word(plan): plan.cp > 1 or plan.cp_comm_type != "p2p",
+        f"cp{plan.cp}" + _cp_word(plan): plan.cp > 1 or plan.cp_comm_type != "p2p" or plan.cp_window_size > 1,
         **{f"{axis}{getattr(plan, axis)}": getattr(plan, axis) > 1 for axis in _PLAIN_AXES},
     }
     rest = {
@@ -199,7 +206,8 @@ def _format_parts(plan: Plan) -> list[str]:
 
 
 def _cp_word(plan: Plan) -> str:
-    return _CP_WORDS[plan.cp_comm_type] + (str(plan.cp_ulysses_degree) if plan.cp_comm_type == "a2a+p2p" else "")
+    groups = str(plan.cp_ulysses_degree) if plan.cp_comm_type == "a2a+p2p" else ""
+    return _CP_WORDS[plan.cp_comm_type] + groups + (f"w{plan.cp_window_size}" if plan.cp_window_size > 1 else "")
 
 
 def parse_plan_name(text: str, base: Plan = _DEFAULTS) -> Plan:

@@ -57,17 +57,16 @@ def _transfer_s(at: LayerContext, one: Transfer) -> float:
 @lru_cache(maxsize=1024)
 def _members(cp: CommGroup, context: ContextRanks, among: str) -> CommGroup:
     """Return the ranks of one transfer, a part of the context-parallel ranks: those that exchange heads are neighbours,
-    the members of a ring among them are as far apart as there are of these."""
-    if context.ulysses in (1, context.size):
-        return cp
-    inside = cp.max_ranks_per_domain
+    the members of a ring among them are as far apart as there are of these, and those of an outer ring by an inner one
+    more."""
+    size, stride = context.ring, context.ulysses
     if among == "ulysses":
-        together = min(context.ulysses, inside)
-        return replace(
-            cp,
-            size=context.ulysses,
-            num_domains=ceil(context.ulysses / together),
-            max_ranks_per_domain=together,
-        )
-    together = max(1, inside // context.ulysses)
-    return replace(cp, size=context.ring, num_domains=min(cp.num_domains, context.ring), max_ranks_per_domain=together)
+        size, stride = context.ulysses, 1
+    elif among == "outer ring":
+        size, stride = context.ring // context.window, context.ulysses * context.window
+    elif context.window > 1:
+        size = context.window
+    if size == cp.size:
+        return cp
+    together = min(size, max(1, cp.max_ranks_per_domain // stride))
+    return replace(cp, size=size, num_domains=min(cp.num_domains, ceil(size / together)), max_ranks_per_domain=together)
