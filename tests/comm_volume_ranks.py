@@ -43,6 +43,10 @@ class Count(TorchDispatchMode):
         for group in (world.groups.ulysses, world.groups.outer_ring):
             if group is not None:
                 self.axes[group.group_name] = "cp"
+        if (experts := world.groups.experts) is not None:
+            self.axes[experts.group.group_name] = "ep"
+        if (edp := world.groups.expert_data_mesh()) is not None and edp.size(edp.ndim - 1) > 1:
+            self.axes[edp.get_group(edp.ndim - 1).group_name] = "edp"
         self.sent: dict[str, Counter[str]] = defaultdict(Counter)
         self.calls: Counter[str] = Counter()
         self.instruction = ""

@@ -58,6 +58,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"pad_token_id": None, "bos_token_id": None},
     "gpt2": {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
     "mixtral": SIZES | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": SIZES
+    | {"model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    | {"shared_expert_intermediate_size": 20},
     "qwen3_moe": SIZES
     | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
     | {"decoder_sparse_step": 2, "norm_topk_prob": True, "head_dim": 12},
@@ -93,16 +96,15 @@ READ_ONLY: dict[str, dict[str, Any]] = {
     "gpt_oss": SIZES | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
     "seed_oss": SIZES | {"model_type": "seed_oss", "head_dim": 12},
     "ministral": SIZES | {"model_type": "ministral", "sliding_window": 7, "head_dim": 8},
-    "qwen2_moe": SIZES
-    | {"model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-    | {"shared_expert_intermediate_size": 20},
     "deepseek_v2": CONFIGS["deepseek_v3"]
     | {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "q_lora_rank": None},
     "kimi_k2": CONFIGS["deepseek_v3"] | {"model_type": "kimi_k2", "n_group": 1},
     "dots1": SIZES | _EXPERTS | {"model_type": "dots1", "head_dim": 8},
 }
 """Families of which no configuration is written."""
-DENSE = [name for name in CONFIGS if name not in ("mixtral", "qwen3_moe", "deepseek_v3")]
+EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe"]
+"""Families with experts that run; `transformers` stacks their experts in memory and stores them apart."""
+DENSE = [name for name in CONFIGS if name not in (*EXPERTS, "deepseek_v3")]
 
 
 @cache

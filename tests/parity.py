@@ -28,11 +28,13 @@ from muster.model import block_attention
 from muster.model.block_attention import block_forward
 from muster.model.decoder import Decoder
 from muster.model.documents import Documents
+from muster.model.grouped_matmul import grouped_linears, grouped_weight_grad
 from muster.model.init import draw, initial_value
 from muster.model.loss import cross_entropy_sum
 from muster.model.recompute import _RecomputedTensor
+from muster.model.routing import RouterState
 from muster.optim.lr import learning_rate
-from muster.parallel import op_profile, tensor_parallel
+from muster.parallel import expert_parallel, op_profile, tensor_parallel
 from muster.parallel.axis import TensorAxis
 from muster.parallel.offload import ActivationOffload
 from muster.parallel.p2p import PendingReceive
@@ -42,7 +44,7 @@ from muster.parallel.weight_grad_store import WeightGradStore
 from muster.parallel.world import open_world
 from muster.schedule.resolve import resolve_schedule
 from muster.spec.model import ModelSpec
-from muster.spec.model_components import RopeScaling
+from muster.spec.model_components import MoeSpec, RopeScaling
 from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
@@ -107,6 +109,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qkv_bias": True,
         "out_bias": True,
         "mlp_bias": True,
+    },
+    "experts": {
+        "moe": MoeSpec(
+            num_experts=8,
+            top_k=2,
+            expert_size=24,
+            shared_size=12,
+            shared_gate=True,
+            dense_layers=1,
+            aux_loss_coef=0.1,
+            router_z_loss_coef=0.01,
+        )
+    },
+    "switch": {
+        "gated": False,
+        "activation": "relu",
+        "moe": MoeSpec(num_experts=4, top_k=1, expert_size=24, norm_top_k=False, every=2, aux_loss_coef=0.05),
+    },
+    "grouped": {
+        "moe": MoeSpec(
+            num_experts=8,
+            top_k=3,
+            expert_size=10,
+            router="sigmoid",
+            num_groups=4,
+            top_groups=2,
+            route_scale=1.5,
+            aux_loss_coef=0.05,
+        )
     },
     "olmo2": {"norm_placement": "post", "qk_norm": True, "qk_norm_width": "projection"},
 }
@@ -222,6 +253,7 @@ def reference(
         loss, z_loss = sums_of(model, batch, dataset.lengths(np.arange(step * size, (step + 1) * size)))
         loss = loss / batch.num_valid_tokens
         model.zero_grad()
+        model.router_state.loss_weight = 1 / batch.num_valid_tokens
         (loss + config.train.z_loss * z_loss / batch.num_valid_tokens).backward()
         if step == 0:
             first = {name: p.grad.clone() for name, p in named if p.grad is not None}
@@ -581,7 +613,45 @@ def labels_not_shifted() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def unsorted_rows() -> Iterator[None]:
+    """Rows that arrive from other ranks are taken for sorted by expert."""
+
+    def faulty(received_Pe: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        return torch.arange(num_rows), torch.arange(num_rows)
+
+    with patch.object(expert_parallel, "_by_expert", faulty):
+        yield
+
+
+@contextmanager
+def averaged_experts() -> Iterator[None]:
+    """Gradients of experts are averaged over the ranks that have the same tokens' experts."""
+
+    def faulty(*arguments: Any) -> Tensor | None:
+        made = grouped_weight_grad(*arguments)
+        return None if made is None else made / 2
+
+    deferred = patch.object(WeightGradStore, "compute_or_defer_grouped", lambda self, *rest: faulty(*rest))
+    with deferred, patch.object(grouped_linears, "__kwdefaults__", {"weight_grad": faulty}):
+        yield
+
+
+@contextmanager
+def repeated_balance() -> Iterator[None]:
+    """Each tensor-parallel rank adds the whole gradient of the routers' losses."""
+
+    def faulty(self: RouterState, name: str, value: Any) -> None:
+        object.__setattr__(self, name, 2 * value if name == "loss_weight" else value)
+
+    with patch.object(RouterState, "__setattr__", faulty, create=True):
+        yield
+
+
 FAULTS = {
+    "unsorted rows": unsorted_rows,
+    "averaged experts": averaged_experts,
+    "repeated balance": repeated_balance,
     None: no_fault,
     "mask off by one": mask_off_by_one,
     "dropped lse": dropped_lse,

@@ -59,7 +59,7 @@ EXACT = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
 }
-OWN = {"demo": 2_460_480, "tiny": 427_200}
+OWN = {"demo": 2_460_480, "tiny": 427_200, "tiny-moe": 1_204_928}
 ROUNDED = {
     "gpt3-175b": 174.6,  # arXiv:2005.14165, table D.1
     # arXiv:2104.04473, table 1

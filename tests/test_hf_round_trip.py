@@ -15,7 +15,7 @@ from muster.data.tokenizer import ByteTokenizer
 from muster.interop.hf_config import spec_from_hf_config
 from muster.model.decoder import Decoder
 from muster.spec.model import ModelSpec
-from tests.hf_models import CONFIGS, DENSE, random_model
+from tests.hf_models import CONFIGS, DENSE, EXPERTS, random_model
 from tests.weights import make_run, read_weights, save_weights
 
 TOLERANCE = 1e-5
@@ -50,7 +50,7 @@ def some_tokens(vocab_size: int) -> Tensor:
     return torch.randint(vocab_size, (2, 24), generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", [*DENSE, *EXPERTS])
 def test_in_and_out_again(name: str, tmp_path: Path) -> None:
     theirs = random_model(name)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
@@ -68,7 +68,7 @@ def test_in_and_out_again(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(back[key], tensor) for key, tensor in weights.items())
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", [*DENSE, *EXPERTS])
 def test_out_and_in_again(name: str, tmp_path: Path) -> None:
     spec = spec_from_hf_config(CONFIGS[name], "test")
     step = save_weights(tmp_path / "checkpoints", spec)
@@ -80,7 +80,7 @@ def test_out_and_in_again(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(back[key], tensor) for key, tensor in weights.items())
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in DENSE])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in (*DENSE, *EXPERTS)])
 def test_weights_that_do_not_run_yet_come_back_too(name: str, tmp_path: Path) -> None:
     theirs = random_model(name)
     theirs.save_pretrained(tmp_path / "theirs")

@@ -443,8 +443,6 @@ def test_a_plan_without_problems_covers_ranks_batch_and_layers(plan, world_size)
             Plan(pp=2, stages=tuple(StageSpec(layers=4, mesh=mesh) for mesh in (Mesh(cp=2), Mesh(dp_shard=2)))),
             "stages with different cp",
         ),
-        (Plan(ep=2), "expert parallelism"),
-        (Plan(etp=2), "tensor parallelism of experts"),
         (Plan(default_strategy=LayerStrategy(offload="all")), "offload of the optimizer's state"),
         (
             Plan(overrides=(LayerOverride(start=0, count=1, strategy=LayerStrategy(zero="z1")),)),

@@ -60,8 +60,9 @@ REFUSED = [
     "--effort",
     "0.1",
 ]
-EXPERTS = ["plan", "--model", "mixtral-8x7b", "--cluster", "16xh100", "--effort", "0.01"]
-EXPERTS += ["--require", "tp1-pp2-mb1-ep8-rfull-z1"]
+HOW = ["--cluster", "16xh100", "--effort", "0.01", "--require", "tp1-pp2-mb1-ep8-rfull-z1"]
+EXPERTS = ["plan", "--model", "mixtral-8x7b", *HOW]
+SINKS = ["plan", "--model", "gpt-oss-20b", *HOW]
 
 
 def test_plans_that_can_not_run_yet_are_shown_where_they_are_asked_for(capsys) -> None:
@@ -74,13 +75,22 @@ def test_plans_that_can_not_run_yet_are_shown_where_they_are_asked_for(capsys) -
 
 
 def test_a_model_that_can_not_be_trained_yet_is_planned_on_request(capsys) -> None:
-    assert main(EXPERTS) == 3
-    assert "can't be trained yet: it has a mixture of experts; --anticipate shows" in capsys.readouterr().err
-    assert main([*EXPERTS, "--anticipate"]) == 0
-    assert "mixtral-8x7b" in capsys.readouterr().out
-    assert main([*EXPERTS, "--anticipate", "-o", "plan.yaml"]) == 3
+    assert main(SINKS) == 3
+    assert "can't be trained yet: it has biases of experts (mlp_bias) and attention sinks; --anticipate shows" in (
+        capsys.readouterr().err
+    )
+    assert main([*SINKS, "--anticipate"]) == 0
+    assert "gpt-oss-20b" in capsys.readouterr().out
+    assert main([*SINKS, "--anticipate", "-o", "plan.yaml"]) == 3
     said = capsys.readouterr()
     assert not said.out, "what can't be written is refused before a search"
+
+
+def test_plans_of_experts_run(capsys) -> None:
+    assert main([*EXPERTS, "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert plans
+    assert not any(one["not_yet"] for one in plans)
 
 
 @pytest.mark.parametrize("asked", [["-o", "best.yaml"], ["--launch", "slurm"], ["-o", "best.yaml", "--json"]])

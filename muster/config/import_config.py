@@ -140,6 +140,9 @@ def _refused(path: Path, carried: ConfigConversion, missing: tuple[str, ...]) ->
     plan = config.parallel
     return tuple(
         dict.fromkeys(
-            [*plan_violations(plan, config.model, config.workload, plan.world_size), *unsupported_features(plan)]
+            [
+                *plan_violations(plan, config.model, config.workload, plan.world_size),
+                *unsupported_features(plan, config.model),
+            ]
         )
     )

@@ -19,6 +19,9 @@ from muster.spec.plan import Mesh, Plan, Precision, Recompute
 from muster.spec.plugin_model import LayerTrace, plugin_model
 from muster.spec.workload import Workload
 
+_INDEX_BYTES = 8
+"""Experts and places of rows are int64."""
+
 
 @dataclass(frozen=True, slots=True)
 class PassSizes:
@@ -60,11 +63,21 @@ class PassSizes:
         return AttentionShape(self.tokens, own.num_heads, own.num_kv_heads, own.head_dim)
 
     @property
+    def routed_tokens(self) -> int:
+        """Tokens whose experts the rank chooses: all of `tokens` where its tensor-parallel ranks share each expert."""
+        return self.tokens if self.mesh.etp > 1 else self.hidden_tokens
+
+    @property
     def expert_tokens(self) -> int:
         """Rows that the rank's experts process if the load is balanced: `top_k` per token, divided over the ranks that
         share the experts."""
         assert self.local_model.moe is not None
         return self.tokens * self.local_model.moe.top_k * self.mesh.etp // self.mesh.tp
+
+    @property
+    def routed_row_bytes(self) -> int:
+        """Bytes of the hidden states that the rank's experts read, or make."""
+        return self.expert_tokens * self.local_model.hidden_size * compute_bytes(self.precision)
 
 
 def pass_sizes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, tp_index: int = 0) -> PassSizes:
@@ -184,8 +197,9 @@ def saved_mlp_bytes(sizes: PassSizes, layer: int) -> int:
 def mlp_activation_bytes(sizes: PassSizes, layer: int) -> int:
     """Return the bytes that a layer's MLP saves, without its norm.
 
-    Experts save the router's probabilities, the dispatched rows, each expert's inner activations, and the weighted rows
-    that are combined.
+    Experts save the router's probabilities, the dispatched rows, each expert's inner activations, and the rows that are
+    combined; of each token the choices with their weights, before and after these are scaled, and of each row its place
+    in the order by token and in that by expert; after an exchange also in that by source.
     """
     own, size = sizes.local_model, compute_bytes(sizes.precision)
     if (trace := _plugin_layer_trace(sizes)) is not None:
@@ -194,10 +208,18 @@ def mlp_activation_bytes(sizes: PassSizes, layer: int) -> int:
         return dense_mlp_saved_bytes(own, sizes.tokens, sizes.precision)
     moe, inner = own.moe, 2 + own.gated
     assert moe is not None
-    router = sizes.hidden_tokens * moe.num_experts * master_bytes(sizes.precision)
+    tokens, master = sizes.routed_tokens, master_bytes(sizes.precision)
+    router = tokens * moe.num_experts * master * (1 + bool(moe.router_z_loss_coef))
+    choices = tokens * moe.top_k * (_INDEX_BYTES + (1 + moe.norm_top_k) * master) + tokens * moe.norm_top_k * master
+    orders = sizes.expert_tokens * 2 * _INDEX_BYTES * (2 if sizes.mesh.ep > 1 else 1)
     rows = sizes.expert_tokens * (own.hidden_size + inner * moe.expert_size // sizes.mesh.etp) * size
-    weighed = sizes.expert_tokens * own.hidden_size * size
-    return router + rows + weighed + sizes.tokens * inner * moe.shared_size // sizes.mesh.tp * size
+    combined = sizes.expert_tokens * own.hidden_size * size
+    shared = sizes.tokens * inner * moe.shared_size // sizes.mesh.tp * size
+    if moe.shared_gate:
+        shared += tokens * (own.hidden_size + 1) * size
+    # Under sequence parallelism the norm's output is saved whole, as it enters the experts.
+    entered = (tokens - sizes.hidden_tokens) * own.hidden_size * size
+    return router + choices + orders + rows + combined + shared + entered
 
 
 def mlp_inner_bytes(sizes: PassSizes, layer: int) -> int:

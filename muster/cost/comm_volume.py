@@ -6,25 +6,26 @@ same bytes at the calls.
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from math import prod
 
 from muster.config.freezing import is_frozen
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import whole_matrix_precision, whole_matrix_shapes
 from muster.cost.activations import offloaded_activation_bytes, pass_sizes
 from muster.cost.context_traffic import attention_transfers
+from muster.cost.expert_traffic import count_bytes, dispatch_transfers
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.layout.matrix_owners import OwnedMatrix, assign_owners, sent_numel
 from muster.layout.mesh import MeshCoordinates, coordinates_of, dp_index_of, rank_at, ranks_of_pp_rank
 from muster.layout.stage_resharding import BoxTransfer, stage_transfers, tied_grad_transfers
 from muster.layout.tensor_layout import (
     VOCAB_PARAMETERS,
-    chunk_bounds,
     has_vocab_shard,
+    is_expert,
     rank_layouts,
     stage_layouts,
     stage_shards,
     stages_on,
+    state_shard_numel,
     tp_partial_grad_copies,
 )
 from muster.schedule.action import Kind
@@ -33,9 +34,9 @@ from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 
-STEP_REPORT_BYTES = 6 * 8
-"""Bytes that GRAD_NORM all-reduces in float64: the squares of the gradients, the loss, the z-loss, the request to stop,
-and two flags: a save is in progress, a save has failed."""
+STEP_REPORT_BYTES = 8 * 8
+"""Bytes that GRAD_NORM all-reduces in float64: the squares of the gradients, the loss, the z-loss, the two losses of
+routers, the request to stop, and two flags: a save is in progress, a save has failed."""
 
 
 def step_comm_bytes(
@@ -43,19 +44,22 @@ def step_comm_bytes(
 ) -> dict[str, dict[str, int]]:
     """Return the bytes that world rank `rank` sends in one step, by axis and kind, without zeros.
 
-    Axes: those of the mesh, where dp_shard stands for all ranks that share a stage's state (dp_shard and cp), and cp
-    for attention; `world` for the all-reduce over all ranks; `optimizer` for what the optimizer step sends;
-    `host` for OFFLOAD and RELOAD. Kinds: names of collectives; on `pp` the instructions that send (SEND_F, SEND_B,
-    ALL_REDUCE_TIED, ALL_REDUCE_REPLICAS) and those of the vocabulary-parallel layers (EMB_REDUCE, HIDDEN_BCAST,
-    LOGIT_STATS, EMB_GRAD_BCAST). The optimizer is AdamW if `optim` is None.
+    Axes: those of the mesh, where dp_shard stands for all ranks that share a stage's state (dp_shard and cp), cp for
+    attention, and edp for the ranks that have the same experts, where expert parallelism leaves each some of them;
+    `world` for the all-reduce over all ranks; `optimizer` for what the optimizer step sends; `host` for OFFLOAD and
+    RELOAD. Kinds: names of collectives; on `pp` the instructions that send (SEND_F, SEND_B, ALL_REDUCE_TIED,
+    ALL_REDUCE_REPLICAS) and those of the vocabulary-parallel layers (EMB_REDUCE, HIDDEN_BCAST, LOGIT_STATS,
+    EMB_GRAD_BCAST). The optimizer is AdamW if `optim` is None.
     """
     at = coordinates_of(plan, rank)
     sent: dict[str, Counter[str]] = {
-        axis: Counter() for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp", "world")
+        axis: Counter() for axis in ("tp", "cp", "ep", "edp", "dp_shard", "dp_replicate", "pp", "world")
     }
     for stage in stages_on(plan, at.pp):
         sent["tp"] += tensor_axis_bytes(spec, plan, workload, stage, at, optim)
         sent["cp"] += context_axis_bytes(spec, plan, workload, stage, at)
+        sent["ep"] += expert_axis_bytes(spec, plan, workload, stage, at)
+        sent["edp"] += shard_axis_bytes(spec, plan, workload, stage, at, optim, experts=True)
         sent["dp_shard"] += shard_axis_bytes(spec, plan, workload, stage, at, optim)
         sent["dp_replicate"] += replicate_axis_bytes(spec, plan, workload, stage, at, optim)
         sent["pp"] += pipeline_bytes(spec, plan, workload, stage, at, optim)
@@ -99,6 +103,9 @@ def tensor_axis_bytes(
     layers = plan.layers(stage, spec.num_layers)
     strategy, first, last = plan.strategy(layers.start), plan.is_first(stage), plan.is_last(stage)
     entering, leaving = 2 * len(layers) + last, 2 * len(layers)
+    # Experts keep the whole hidden state that entered, and have no matmul that a ring could overlap.
+    experts = [layer for layer in layers if spec.has_experts(layer)]
+    experts_again = sum(plan.strategy(layer).recompute == "full" for layer in experts)
     again = sum(plan.strategy(layer).recompute == "full" for layer in layers)
     is_async, is_tiled = strategy.tp_overlap == "async_tp", plan.sequence_tiles > 1
     entries_again, exits_again = 2 * again, again * (1 + (spec.has_post_norms or is_async))
@@ -106,11 +113,13 @@ def tensor_axis_bytes(
         entries_again = again * (1 + spec.has_post_norms) + len(layers) + last
         exits_again = again * (1 + spec.has_post_norms) + len(layers)
     if is_async:
-        sent["send"] += count * (entering + 2 * leaving + entries_again + exits_again) * (tp - 1) * (hidden // tp)
-        sent["all_gather"] += count * (entering + first) * (hidden // tp)
-        sent["reduce_scatter"] += count * (entering + first) * hidden
+        sends = entering + 2 * leaving + entries_again + exits_again - 3 * len(experts) - 2 * experts_again
+        sent["send"] += count * sends * (tp - 1) * (hidden // tp)
+        sent["all_gather"] += count * (entering + len(experts) + experts_again + first) * (hidden // tp)
+        sent["reduce_scatter"] += count * (entering + len(experts) + first) * hidden
     elif strategy.sp:
-        sent["all_gather"] += count * (2 * entering + leaving + first + entries_again) * (hidden // tp)
+        gathers = 2 * entering - len(experts) + leaving + first + entries_again
+        sent["all_gather"] += count * gathers * (hidden // tp)
         sent["reduce_scatter"] += count * (entering + leaving + first + exits_again) * hidden
     else:
         sent["all_reduce"] += count * (entering + leaving + first + exits_again) * hidden
@@ -150,11 +159,38 @@ def context_axis_bytes(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Expert parallelism
+
+
+def expert_axis_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates) -> Counter[str]:
+    """Return the bytes that one stage's layers with experts pass to the collectives that take tokens to them, by kind;
+    full recompute repeats the forward's (`dispatch_transfers`)."""
+    sizes, sent = pass_sizes(spec, plan, workload, stage, at.tp), Counter[str]()
+    layers = [layer for layer in plan.layers(stage, spec.num_layers) if spec.has_experts(layer)]
+    if spec.moe is None or sizes.mesh.ep == 1:
+        return sent
+    count = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
+    forwards = len(layers) + sum(plan.strategy(layer).recompute == "full" for layer in layers)
+    sent["all_to_all"] += count * forwards * count_bytes(sizes.mesh.ep, spec.moe.num_experts)
+    rows = sizes.routed_tokens * spec.moe.top_k
+    for one in dispatch_transfers(sizes.mesh.ep, rows, spec.hidden_size):
+        size = compute_bytes(plan.precision)
+        sent[one.kind] += count * (forwards + len(layers)) * one.calls * one.numel * size
+    return sent
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Sharded data parallelism
 
 
 def shard_axis_bytes(
-    spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates, optim: OptimConfig | None = None
+    spec: ModelSpec,
+    plan: Plan,
+    workload: Workload,
+    stage: int,
+    at: MeshCoordinates,
+    optim: OptimConfig | None = None,
+    experts: bool = False,
 ) -> Counter[str]:
     """Return the bytes that one stage passes to collectives of the ranks that share its state (arXiv:1910.02054 §5, §7;
     arXiv:2304.11277 §3.2).
@@ -162,9 +198,12 @@ def shard_axis_bytes(
     All-gathers: its padded parameter shards in the compute dtype, once per step under z1 and z2; under z3 once per
     pass, except that parameters outside layers stay gathered from a forward to the next backward. Reduce-scatters: its
     unsharded gradients, padded to equal shards, in the master dtype, once per step under z1, else in each backward.
+
+    With `experts`, those of the ranks that have the same experts, where these are fewer than share all else.
     """
-    ranks = plan.mesh(stage).state_shards
-    if ranks == 1:
+    mesh = plan.mesh(stage)
+    ranks = mesh.expert_state_shards if experts else mesh.state_shards
+    if ranks == 1 or (experts and mesh.ep == 1):
         return Counter()
     passes = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
 
@@ -172,9 +211,10 @@ def shard_axis_bytes(
         in_layer = name.startswith("layers.")
         return passes * (1 + in_layer) if _zero(spec, plan, stage) == "z3" else 1
 
+    reduced = _reduced_numel(spec, plan, workload, stage, at, optim, experts=experts)
     return Counter(
-        all_gather=_padded_numel(spec, plan, stage, at, gathers) * compute_bytes(plan.precision),
-        reduce_scatter=_reduced_numel(spec, plan, workload, stage, at, optim) * ranks * master_bytes(plan.precision),
+        all_gather=_padded_numel(spec, plan, stage, at, gathers, experts) * compute_bytes(plan.precision),
+        reduce_scatter=reduced * ranks * master_bytes(plan.precision),
     )
 
 
@@ -185,7 +225,7 @@ def replicate_axis_bytes(
     every reduction where the plan needs it (`Plan.reduces_replicas_once`)."""
     if plan.mesh(stage).dp_replicate == 1:
         return Counter()
-    numel = _reduced_numel(spec, plan, workload, stage, at, optim, once=plan.reduces_replicas_once)
+    numel = _reduced_numel(spec, plan, workload, stage, at, optim, once=plan.reduces_replicas_once, experts=None)
     return Counter(all_reduce=numel * master_bytes(plan.precision))
 
 
@@ -197,8 +237,10 @@ def _reduced_numel(
     at: MeshCoordinates,
     optim: OptimConfig | None,
     once: bool = False,
+    experts: bool | None = False,
 ) -> int:
-    """Return the elements of the gradients that a rank reduces in a step; frozen parameters have none."""
+    """Return the elements of the gradients that a rank reduces in a step; frozen parameters have none. `experts` as in
+    `_padded_numel`."""
     is_once = once or _zero(spec, plan, stage) == "z1"
     times = 1 if is_once else plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
     twice = not is_once and plan.vocab_parallel and spec.tied_embeddings  # after T, and after EW
@@ -208,22 +250,32 @@ def _reduced_numel(
             return 0
         return 2 * times if twice and name in VOCAB_PARAMETERS else times
 
-    return _padded_numel(spec, plan, stage, at, reductions)
+    return _padded_numel(spec, plan, stage, at, reductions, experts)
 
 
 def _zero(spec: ModelSpec, plan: Plan, stage: int) -> str:
     return plan.strategy(plan.layers(stage, spec.num_layers).start).zero
 
 
-def _padded_numel(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates, times: Callable[[str], int]) -> int:
+def _padded_numel(
+    spec: ModelSpec,
+    plan: Plan,
+    stage: int,
+    at: MeshCoordinates,
+    times: Callable[[str], int],
+    experts: bool | None = None,
+) -> int:
     """Return the elements in a rank's shards of a stage's parameters, each counted `times(name)` times.
+
+    `experts`: of those alone that expert parallelism leaves to the rank, or of all others; None: of both.
 
     `fully_shard` pads every shard of a parameter to the size of the largest.
     """
     total = 0
-    for name, _, part, *_ in stage_shards(spec, plan, stage, at.tp):
-        rows, *rest = part.size
-        total += times(name) * chunk_bounds(rows, plan.mesh(stage).state_shards, 0)[1] * prod(rest)
+    mesh = plan.mesh(stage)
+    for name, _, part, *_ in stage_shards(spec, plan, stage, at):
+        if experts is None or experts == (mesh.ep > 1 and is_expert(name)):
+            total += times(name) * state_shard_numel(mesh, name, part.size)
     return total
 
 

@@ -121,7 +121,16 @@ def hf_config_from_spec(spec: ModelSpec, preferred: str | None = None) -> dict[s
 
 def _differences(spec: ModelSpec, other: ModelSpec) -> list[str]:
     fields = set(ModelSpec.model_fields) - _ONLY_IN_SPEC
+    spec, other = (_without_router_losses(one) for one in (spec, other))
     return sorted(field for field in fields if getattr(spec, field) != getattr(other, field))
+
+
+def _without_router_losses(spec: ModelSpec) -> ModelSpec:
+    """Return a model without what only its training needs of the router."""
+    if spec.moe is None:
+        return spec
+    losses = {"aux_loss_coef": 0.0, "aux_loss_scope": "sequence", "router_z_loss_coef": 0.0}
+    return spec.model_copy(update={"moe": spec.moe.model_copy(update=losses)})
 
 
 _FIXED = {

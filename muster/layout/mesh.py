@@ -65,6 +65,25 @@ def state_shard_index(plan: Plan, at: MeshCoordinates) -> int:
     return _number({axis: size for axis, size in sizes.items() if axis in STATE_SHARD_AXES}, at)
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertCoordinates:
+    """A rank's index on the axes of the experts' mesh."""
+
+    edp: int
+    """Index of the part of its experts' state that the rank holds, among the ranks with the same experts."""
+    ep: int
+    etp: int
+
+
+def expert_coordinates(plan: Plan, at: MeshCoordinates) -> ExpertCoordinates:
+    """Return the coordinates of a rank in the experts' mesh edp · ep · etp, which is folded over the ranks that share
+    one copy of a stage's experts: tp innermost, then the axes that shard state (arXiv:2504.14960 §3.2)."""
+    mesh = plan.mesh(at.pp)
+    rest, etp = divmod(state_shard_index(plan, at) * mesh.tp + at.tp, mesh.etp)
+    edp, ep = divmod(rest, mesh.ep)
+    return ExpertCoordinates(edp, ep, etp)
+
+
 def _index(sizes: dict[str, int], number: int) -> dict[str, int]:
     index: dict[str, int] = {}
     for axis, size in reversed(sizes.items()):

@@ -5,9 +5,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from muster.layout.mesh import MeshCoordinates, coordinates_of, state_shard_index
+from muster.layout.mesh import (
+    ExpertCoordinates,
+    MeshCoordinates,
+    coordinates_of,
+    expert_coordinates,
+    state_shard_index,
+)
 from muster.spec.model import ModelSpec, parameter_shapes, stage_parameter_shapes
-from muster.spec.plan import Plan
+from muster.spec.plan import Mesh, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +87,11 @@ def stages_on(plan: Plan, pp_rank: int) -> list[int]:
 def tp_shard(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, index: int) -> tuple[Box, int, int]:
     """Return rank `index` of `tp`'s shard of a parameter: (box, number of its copies, index of this copy).
 
-    Sharded are rows of q, k, v, gate, up, head and embedding with their biases, and columns of o and down; norms, the
-    biases of o and down and learned positions are replicated. Query and key/value heads stay whole; with more ranks
-    than key/value heads, neighbours hold the same one. Vocabulary entries and inner widths that `tp` doesn't divide
-    give the last ranks fewer. Norms over all heads together are sharded as the rows of q and k.
+    Sharded are rows of q, k, v, gate, up, head and embedding with their biases, and columns of o and down, of each of
+    the stacked experts too; norms, routers, the biases of o and down and learned positions are replicated. Query and
+    key/value heads stay whole; with more ranks than key/value heads, neighbours hold the same one. Vocabulary entries
+    and inner widths that `tp` doesn't divide give the last ranks fewer. Norms over all heads together are sharded as
+    the rows of q and k.
     """
     kind, leaf = _kind_and_leaf(spec, name)
     whole = Box((0,) * len(shape), shape)
@@ -102,8 +109,9 @@ def tp_shard(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, index:
 
 
 def _tensor_dim(kind: str, shape: tuple[int, ...]) -> int:
-    """Return the dimension along which tensor parallelism shards a parameter."""
-    return 1 if kind in ("o", "down") and len(shape) == 2 else 0
+    """Return the dimension along which tensor parallelism shards a parameter: of a matrix, or of stacked ones, columns
+    or rows."""
+    return max(0, len(shape) - (1 if kind in ("o", "down") else 2))
 
 
 def _kind_and_leaf(spec: ModelSpec, name: str) -> tuple[str, str]:
@@ -117,7 +125,36 @@ def _kind_and_leaf(spec: ModelSpec, name: str) -> tuple[str, str]:
 
 def _is_whole(kind: str, leaf: str) -> bool:
     """Return True for a parameter that every tensor-parallel rank has in full."""
-    return kind.endswith("norm") or kind == "positions" or (leaf == "bias" and kind in ("o", "down"))
+    whole = kind.endswith("norm") or kind in ("positions", *_ROUTING)
+    return whole or (leaf == "bias" and kind in ("o", "down"))
+
+
+_ROUTING = ("router", "shared_gate")
+"""Modules that weigh experts' outputs, of which a tensor-parallel rank makes a part, and so of these gradients."""
+
+
+def is_expert(name: str) -> bool:
+    """Return True for a parameter that holds a matrix of each of a layer's routed experts."""
+    return ".experts." in name
+
+
+def state_shard_ranks(mesh: Mesh, name: str) -> int:
+    """Return the number of ranks that share a parameter's state: those with the same tokens' experts, for experts."""
+    return mesh.expert_state_shards if is_expert(name) else mesh.state_shards
+
+
+def state_shard_dim(name: str, size: tuple[int, ...], ranks: int) -> int:
+    """Return the dimension along which `ranks` share a parameter, or a part of one, of this size: the first, but the
+    second for experts of which ranks would get unequal numbers (torchtitan does the same)."""
+    return 1 if is_expert(name) and size[0] % ranks and size[1] % ranks == 0 else 0
+
+
+def state_shard_numel(mesh: Mesh, name: str, size: tuple[int, ...]) -> int:
+    """Return the elements of the largest state shard of a parameter that has this size in passes; `fully_shard` pads
+    the others to it."""
+    ranks = state_shard_ranks(mesh, name)
+    dim = state_shard_dim(name, size, ranks)
+    return prod(size) // size[dim] * chunk_bounds(size[dim], ranks, 0)[1]
 
 
 VOCAB_PARAMETERS = ("embed.weight", "head.weight")
@@ -125,10 +162,10 @@ VOCAB_PARAMETERS = ("embed.weight", "head.weight")
 
 
 def stage_shards(
-    spec: ModelSpec, plan: Plan, stage: int, tp_index: int = 0
+    spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates | None = None
 ) -> Iterator[tuple[str, tuple[int, ...], Box, int, int]]:
-    """Yield the parameters of a stage as its passes use them: name, complete shape, and the shard of one of the stage's
-    tensor-parallel ranks as `tp_shard` gives it.
+    """Yield the parameters of a stage as its passes use them: name, complete shape, and the shard of the rank at `at`,
+    or of the stage's first, as `tp_shard` gives it; of experts, those that expert parallelism leaves to the rank.
 
     Under vocab_parallel each pipeline rank's first stage has its shard of the vocabulary: rows as `chunk_bounds` cuts
     them.
@@ -136,9 +173,14 @@ def stage_shards(
     first = plan.is_first(stage)
     last = plan.is_last(stage)
     shapes = stage_parameter_shapes(spec, plan.layers(stage, spec.num_layers), first, last)
+    mesh, tp_index = plan.mesh(stage), 0 if at is None else at.tp
+    own = ExpertCoordinates(0, 0, 0) if at is None else expert_coordinates(plan, at)
     for name, shape in shapes:
-        if not (plan.vocab_parallel and name in VOCAB_PARAMETERS):
-            yield name, shape, *tp_shard(spec, name, shape, plan.mesh(stage).tp, tp_index)
+        if is_expert(name):
+            box, *copies = tp_shard(spec, name, shape, mesh.etp, own.etp)
+            yield name, shape, _cut(box, 0, *chunk_bounds(shape[0], mesh.ep, own.ep)), *copies
+        elif not (plan.vocab_parallel and name in VOCAB_PARAMETERS):
+            yield name, shape, *tp_shard(spec, name, shape, mesh.tp, tp_index)
     if has_vocab_shard(plan, stage):
         for name, shape in parameter_shapes(spec):
             if name in VOCAB_PARAMETERS:
@@ -166,10 +208,10 @@ def _cut(box: Box, dim: int, start: int, count: int) -> Box:
 
 def tp_partial_grad_copies(spec: ModelSpec, names: Iterable[str], tp: int, sp: bool) -> dict[str, int]:
     """Return the parameters, with their number of copies, that several tensor-parallel ranks hold and each use on a
-    part of the data only: their gradients are summed.
+    part of the data only, or for a part of each expert's output: their gradients are summed.
 
     Under sequence parallelism these are all replicated parameters; norms of queries and keys always, as each rank has
-    other heads; key and value heads where several ranks hold the same one.
+    other heads; routers always; key and value heads where several ranks hold the same one.
     """
     if tp == 1:
         return {}
@@ -177,7 +219,7 @@ def tp_partial_grad_copies(spec: ModelSpec, names: Iterable[str], tp: int, sp: b
     found = {}
     for name in names:
         kind, leaf = _kind_and_leaf(spec, name)
-        if kind in ("q_norm", "k_norm"):
+        if kind in ("q_norm", "k_norm", *_ROUTING):
             found[name] = tp
         elif kind in ("k", "v") and kv_copies > 1:
             found[name] = kv_copies
@@ -188,18 +230,20 @@ def tp_partial_grad_copies(spec: ModelSpec, names: Iterable[str], tp: int, sp: b
 
 def stage_layouts(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) -> list[TensorLayout]:
     """Return the layouts of the rank at `at` for stage `stage`: its tensor-parallel shard, of that the rows of its
-    state-shard index (dp_shard and cp), replicated over dp_replicate.
+    state-shard index (dp_shard and cp; for experts edp), replicated over dp_replicate.
 
     A tied embedding is on the first and on the last stage, which may shard it differently; the first stage's copies
     come first.
     """
     mesh = plan.mesh(stage)
     last = plan.is_last(stage)
-    shard = state_shard_index(plan, at)
+    shard, expert_shard = state_shard_index(plan, at), expert_coordinates(plan, at).edp
     replica = stage // plan.stages_per_replica
     layouts = []
-    for name, shape, part, tp_copies, tp_copy in stage_shards(spec, plan, stage, at.tp):
-        box = _cut(part, 0, *chunk_bounds(part.size[0], mesh.state_shards, shard))
+    for name, shape, part, tp_copies, tp_copy in stage_shards(spec, plan, stage, at):
+        ranks = state_shard_ranks(mesh, name)
+        dim = state_shard_dim(name, part.size, ranks)
+        box = _cut(part, dim, *chunk_bounds(part.size[dim], ranks, expert_shard if is_expert(name) else shard))
         copies = tp_copies * mesh.dp_replicate
         copy_index = tp_copy * mesh.dp_replicate + at.dp_replicate
         writers = copies

@@ -1,4 +1,4 @@
-"""The decoder family as plain single-device code: the dense layers of `ModelSpec`, from GPT-2 to Gemma 3.
+"""The decoder family as plain single-device code: the layers of `ModelSpec`, from GPT-2 to Gemma 3 and Mixtral.
 
 Suffixes of tensors: B sequences, S positions, D hidden width, H query heads, K key/value heads, V vocabulary, d head
 width.
@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from muster.model.documents import Documents, per_document_attention
 from muster.model.dtypes import DTYPES
+from muster.model.experts import MoeMlp
 from muster.model.kernels import activate, apply_rotary, gated_activation, rms_norm, soft_cap
 from muster.model.plugin_layer import make_plugin_layer
 from muster.model.positions import PositionState
+from muster.model.routing import RouterState
 from muster.model.soft_capped_attention import soft_capped_attention
 from muster.model.varlen_attention import varlen_attention
 from muster.spec.model import ModelSpec
@@ -231,18 +233,19 @@ def _project_normed(
 
 
 class Layer(nn.Module):
-    """One decoder layer: attention and MLP, added to the residual stream one after the other, or together.
+    """One decoder layer: attention and MLP or experts, added to the residual stream one after the other, or together.
 
     `attn_norm` and `mlp_norm` are of their inputs, `attn_post_norm` and `mlp_post_norm` of their outputs.
     """
 
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, router_state: RouterState | None = None) -> None:
         super().__init__()
         self.attn_norm, post_norm = make_norms(spec)
         self.attn = Attention(spec, spec.attention_window(layer), has_rotary=layer not in spec.nope_layers)
         self.attn_post_norm = post_norm
         self.mlp_norm, post_norm = make_norms(spec)
-        self.mlp = Mlp(spec)
+        has_experts = spec.has_experts(layer)
+        self.mlp = MoeMlp(spec, router_state or RouterState(), recomputable) if has_experts else Mlp(spec)
         self.mlp_post_norm = post_norm
         self.parallel_residual = spec.parallel_residual
 
@@ -290,11 +293,12 @@ class Decoder(nn.Module):
         self.first = first and has_vocab
         self.has_vocab = has_vocab
         self.position_state = PositionState(spec)
+        self.router_state = RouterState()
         self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size) if self.first else None
         learned = first and spec.position == "learned"
         self.positions = nn.Embedding(spec.max_positions or 0, spec.hidden_size) if learned else None
         plugin = plugin_model(spec)
-        make = Layer if plugin is None else partial(make_plugin_layer, plugin)
+        make = partial(Layer, router_state=self.router_state) if plugin is None else partial(make_plugin_layer, plugin)
         self.layers = nn.ModuleDict({str(layer): make(spec, layer) for layer in layers})
         self.position_state.knows_attention = plugin is None
         self.has_plugin_layers = plugin is not None

@@ -22,6 +22,10 @@ FEW_WORDS = 1 << 16
 JUMPED_AT_ONCE = 64
 
 
+_INTO_RESIDUAL = ("attn.o.weight", "mlp.down.weight", "mlp.experts.down.weight", "mlp.shared.down.weight")
+"""Weights that write to the residual stream."""
+
+
 def keyed_generator(seed: int, key: str) -> torch.Generator:
     """Return a CPU generator whose draws depend on (seed, key) alone, not on earlier draws."""
     digest = hashlib.sha256(f"{seed}/{key}".encode()).digest()
@@ -52,7 +56,7 @@ def initial_value(
 
 
 def _std(spec: ModelSpec, name: str) -> float:
-    residual = spec.scaled_residual and name.endswith(("attn.o.weight", "mlp.down.weight"))
+    residual = spec.scaled_residual and name.endswith(_INTO_RESIDUAL)
     return spec.init_std / (2 * spec.num_layers) ** 0.5 if residual else spec.init_std
 
 

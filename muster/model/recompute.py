@@ -21,7 +21,9 @@ from muster.spec.plan import Recompute
 def apply_recompute(layer: Layer, recompute: Recompute) -> None:
     """Let a layer's passes save what `recompute` asks for."""
     if recompute == "elementwise":
-        layer.attn.recomputable = layer.mlp.recomputable = recomputed  # type: ignore[assignment]
+        for part in layer.modules():
+            if hasattr(part, "recomputable"):
+                part.recomputable = recomputed  # type: ignore[assignment]
     if recompute == "full":
         layer.forward = partial(_checkpointed, layer.forward)  # type: ignore[method-assign]
 

@@ -115,6 +115,21 @@ class ContextAxis:
         return _ring_shift(self.group, self.index, self.size, x, self.first, self.stride)
 
 
+@dataclass(frozen=True)
+class ExpertAxis:
+    """Expert-parallel ranks, each of which has some of a layer's experts."""
+
+    group: dist.ProcessGroup
+    size: int
+    index: int
+
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Exchange rows: `sent` of them go to each rank, `received` come from each, both in the ranks' order."""
+        y = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(y, x.contiguous(), list(received), list(sent), group=self.group)
+        return y
+
+
 @dataclass
 class TensorAxis:
     """Tensor-parallel ranks of this one, and the layout of the hidden state over them."""

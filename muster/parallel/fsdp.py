@@ -4,20 +4,22 @@ z1 and z2 keep a stage's parameters gathered from UNSHARD until the optimizer st
 step, z2 within every backward. z3 gathers each block within each pass and reduces within every backward.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
+from muster.layout.tensor_layout import is_expert, state_shard_dim
 from muster.model.decoder import Decoder
 from muster.model.dtypes import DTYPES
+from muster.model.experts import Experts
 from muster.parallel.master_weights import MasterWeights, master_weights
 from muster.parallel.world import World
-from muster.spec.plan import Plan, Precision, ZeroLevel
+from muster.spec.plan import Mesh, Plan, Precision, ZeroLevel
 
 
 def master_dtype(precision: Precision) -> torch.dtype:
@@ -28,7 +30,8 @@ def master_dtype(precision: Precision) -> torch.dtype:
 def apply_fsdp(module: Decoder, world: World, zero: ZeroLevel, plan: Plan) -> bool:
     """Shard the stage over its data-parallel ranks; return False if there was nothing to do.
 
-    Buckets of the plan's `bucket_layers` blocks are gathered and reduced together.
+    Buckets of the plan's `bucket_layers` blocks are gathered and reduced together. Where expert parallelism leaves a
+    rank some of the experts, these are groups of their own, sharded over the ranks that have the same ones.
 
     A stage that one rank holds whole isn't sharded; where that rank computes in less than fp32 it has `MasterWeights`.
     """
@@ -39,10 +42,21 @@ def apply_fsdp(module: Decoder, world: World, zero: ZeroLevel, plan: Plan) -> bo
         return False
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master_dtype(plan.precision))
     blocks: list[nn.Module] = [*module.blocks()]
+    place = _expert_placement(module, plan.mesh(world.at.pp))
+    if (expert_mesh := world.groups.expert_data_mesh()) is not None:
+        for part in module.modules():
+            if isinstance(part, Experts):
+                fully_shard(
+                    part,
+                    mesh=expert_mesh,
+                    reshard_after_forward=zero == "z3",
+                    mp_policy=policy,
+                    shard_placement_fn=place,
+                )
     size = plan.bucket_layers
     buckets = [blocks[start : start + size] for start in range(0, len(blocks), size)]
     for bucket in buckets:
-        fully_shard(bucket, mesh=mesh, reshard_after_forward=zero == "z3", mp_policy=policy)
+        fully_shard(bucket, mesh=mesh, reshard_after_forward=zero == "z3", mp_policy=policy, shard_placement_fn=place)
     fully_shard(module, mesh=mesh, reshard_after_forward=None if zero == "z3" else False, mp_policy=policy)
     for part in fsdp_modules(module):
         # The loss is already divided by the global number of labels: gradients are summed, never averaged.
@@ -58,6 +72,16 @@ def apply_fsdp(module: Decoder, world: World, zero: ZeroLevel, plan: Plan) -> bo
         module.set_requires_gradient_sync(False)  # type: ignore[operator]
         module.set_is_last_backward(False)  # type: ignore[operator]
     return True
+
+
+def _expert_placement(module: Decoder, mesh: Mesh) -> Callable[[nn.Parameter], Shard | None]:
+    """Return the function that says along which dimension a parameter is sharded, as its layout does."""
+    dims = {
+        parameter: state_shard_dim(name, tuple(parameter.shape), mesh.expert_state_shards)
+        for name, parameter in module.named_parameters()
+        if is_expert(name)
+    }
+    return lambda parameter: Shard(dims.get(parameter, 0))
 
 
 def _set_prefetch(

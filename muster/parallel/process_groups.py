@@ -5,15 +5,21 @@ of groups, and a barrier of the whole world for each of them would take minutes.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from itertools import product
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from muster.layout.mesh import MeshCoordinates, rank_at
-from muster.parallel.axis import PipelineAxis
+from muster.layout.mesh import (
+    ExpertCoordinates,
+    MeshCoordinates,
+    expert_coordinates,
+    rank_at,
+    ranks_of_pp_rank,
+)
+from muster.parallel.axis import ExpertAxis, PipelineAxis
 from muster.spec.mesh_axes import STAGE_AXES, STATE_SHARD_AXES
 from muster.spec.plan import Plan
 
@@ -25,6 +31,7 @@ class ProcessGroups:
 
     def __init__(self, plan: Plan, at: MeshCoordinates, device: torch.device) -> None:
         self._plan, self._at, self._device = plan, at, device
+        self._alone: dist.ProcessGroup | None = None
         mesh = plan.mesh(at.pp)
         self.by_axis = {
             axis: _new_group(ranks_along(plan, at, (axis,))) for axis in STAGE_AXES if getattr(mesh, axis) > 1
@@ -40,9 +47,12 @@ class ProcessGroups:
         context = plan.context_ranks(mesh)
         self.outer_ring = _new_group(ranks_along(plan, at, ("cp",))) if context.window > 1 else None
         """The context-parallel ranks once more, for sends that overlap with those in their other group."""
+        own = expert_coordinates(plan, at)
+        self.experts = self._expert_axis(own) if mesh.ep > 1 else None
+        """Ranks that share the experts of this rank's tokens; None where each has all."""
+        self._expert_data_mesh = self._make_expert_data_mesh(own) if mesh.ep > 1 else None
         self.pipeline = self._pipeline_axis() if plan.vocab_parallel else None
         """Ranks that share the vocabulary with this one under vocabulary parallelism over pipeline ranks."""
-        self._alone: dist.ProcessGroup | None = None
 
     def data_mesh(self) -> DeviceMesh | None:
         """Return the mesh of ranks that hold the same stage and different data, as fully_shard takes it; None for a
@@ -57,6 +67,42 @@ class ProcessGroups:
                 mesh_dim_names=(_REPLICATE, _SHARD),
             )
         return None if self.state_shards is None else self._shard_mesh(self.state_shards)
+
+    def expert_data_mesh(self) -> DeviceMesh | None:
+        """Return the mesh of ranks that hold the same experts, as fully_shard takes it: those over which experts'
+        gradients are summed (edp). None where they are those of `data_mesh`."""
+        return self._expert_data_mesh
+
+    def _expert_axis(self, own: ExpertCoordinates) -> ExpertAxis:
+        ranks = self._expert_ranks(self._at.dp_replicate, edp=own.edp, etp=own.etp)
+        return ExpertAxis(_new_group(ranks), len(ranks), own.ep)
+
+    def _make_expert_data_mesh(self, own: ExpertCoordinates) -> DeviceMesh:
+        mesh = self._plan.mesh(self._at.pp)
+        group = self._group_of_itself()
+        ranks = [self._expert_ranks(n, ep=own.ep, etp=own.etp) for n in range(mesh.dp_replicate)]
+        if mesh.expert_state_shards > 1:
+            group = _new_group(ranks[self._at.dp_replicate])
+        if _REPLICATE not in self.by_axis:
+            return self._shard_mesh(group)
+        return DeviceMesh.from_group(
+            [self.by_axis[_REPLICATE], group],
+            self._device.type,
+            torch.tensor(ranks, dtype=torch.int),
+            mesh_dim_names=(_REPLICATE, _SHARD),
+        )
+
+    def _expert_ranks(self, dp_replicate: int, **fixed: int) -> list[int]:
+        """Return the ranks of a replica of this stage whose coordinates in the experts' mesh are the given ones, in the
+        order of the others."""
+        found = [
+            (astuple(own), rank)
+            for rank, at in ranks_of_pp_rank(self._plan, self._at.pp)
+            if at.dp_replicate == dp_replicate
+            for own in (expert_coordinates(self._plan, at),)
+            if all(getattr(own, axis) == index for axis, index in fixed.items())
+        ]
+        return [rank for _, rank in sorted(found)]
 
     def _shard_mesh(self, group: dist.ProcessGroup) -> DeviceMesh:
         return DeviceMesh.from_group(group, self._device.type, mesh_dim_names=(_SHARD,))

@@ -29,6 +29,7 @@ from muster.parallel import tensor_parallel
 from muster.parallel.axis import TensorAxis
 from muster.parallel.compile import compile_blocks
 from muster.parallel.context_parallel import apply_context_parallel, keep_positions
+from muster.parallel.expert_parallel import apply_expert_parallel
 from muster.parallel.fsdp import (
     apply_fsdp,
     attach_local_gradients,
@@ -57,6 +58,9 @@ from muster.parallel.weight_grad_store import WeightGradStore
 from muster.parallel.world import World
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan, ZeroLevel
+
+NUM_LOSSES = 4
+"""Losses that a stage sums: cross-entropy, z-loss, load-balancing loss of routers, their z-loss."""
 
 
 class Stage(Protocol):
@@ -124,8 +128,7 @@ class DecoderStage:
         self.index = index
         self.spec = spec
         self.world = world
-        self.is_first = plan.is_first(index)
-        self.is_last = plan.is_last(index)
+        self.is_first, self.is_last = plan.is_first(index), plan.is_last(index)
         self.reads_tokens = self.is_first and not plan.vocab_parallel
         self.computes_loss = self.is_last and not plan.vocab_parallel
         self.layers = plan.layers(index, spec.num_layers)
@@ -150,6 +153,7 @@ class DecoderStage:
         self.context_axis = world.context_axis()
         if self.context_axis is not None:
             apply_context_parallel(self.module, self.context_axis, plan.context_ranks(plan.mesh(index)))
+        apply_expert_parallel(self.module, world.expert_axis())
         self._weight_grads = WeightGradStore()
         # A rank that shares its parameters with no other reduces in its backwards: see `apply_fsdp`.
         self._zero: ZeroLevel = strategy.zero if world.groups.data_mesh() is not None else "z2"
@@ -172,13 +176,13 @@ class DecoderStage:
         self._sequence_shards = self.tp_axis.size if self.tp_axis and self.tp_axis.sequence_parallel else 1
         self.activation_dtype = DTYPES[plan.precision]
         self.inputs: StageInputs | None = None
-        self._losses = torch.zeros(2, dtype=torch.float64, device=world.device)
+        self._losses = torch.zeros(NUM_LOSSES, dtype=torch.float64, device=world.device)
         self.backwards_per_step: int | None = None
         """Micro-batches of a step; under z2 and z3 the last one's gradients are all-reduced over the replicas, with the
         sum of the others'."""
         self._num_backwards = 0
-        has_replicas = plan.mesh(index).dp_replicate > 1
-        self._sums_over_replicas_once = has_replicas and strategy.zero != "z1" and plan.reduces_replicas_once
+        once = strategy.zero != "z1" and plan.reduces_replicas_once
+        self._sums_over_replicas_once = once and plan.mesh(index).dp_replicate > 1
         self.vocab: VocabShard | None = None
         if has_vocab_shard(plan, index):
             ends = plan.pp_rank(0), plan.pp_rank(plan.stages_per_replica - 1)
@@ -226,6 +230,9 @@ class DecoderStage:
         is_tiled = self.computes_loss and self.world.plan.sequence_tiles > 1
         if is_tiled:
             self.module.reduce_hidden = partial(self._tiled_losses, self.inputs.labels_M[micro_batch], self.inputs)
+        # Under tensor parallelism each rank makes a part of the gradients of routers, and so of those of their losses.
+        tp = 1 if self.tp_axis is None else self.tp_axis.size
+        self.module.router_state.loss_weight = self.inputs.loss_scale / self.inputs.num_valid / tp
         y = self.module(x)
         if self.computes_loss:
             if is_tiled:
@@ -235,7 +242,7 @@ class DecoderStage:
                 loss_of = self._loss_function(self.inputs)
                 losses = loss_of(y, self.inputs.labels_M[micro_batch])
             if self.world.at.tp == 0:  # the other tensor-parallel ranks have the same losses
-                self._losses += torch.stack((losses.cross_entropy, losses.z_loss))
+                self._losses[:2] += torch.stack((losses.cross_entropy, losses.z_loss))
             y = losses.total * (self.inputs.loss_scale / self.inputs.num_valid)
         if torch.is_grad_enabled():
             start = (y if self.computes_loss else get_gradient_edge(y)) if y.requires_grad else None
@@ -363,11 +370,14 @@ class DecoderStage:
             local.grad = None
 
     def pop_losses(self) -> Tensor:
-        """Return cross-entropy and z-loss, summed over this rank's tokens since the last call: float64 [2]; zeros
-        unless the stage is the last."""
+        """Return the losses summed over this rank's tokens since the last call: float64 [NUM_LOSSES]. The first two are
+        zeros unless the stage is the last, the others unless it has experts."""
         if self.vocab is not None:
             for losses in self.vocab.pop_losses():
-                self._losses += losses
+                self._losses[:2] += losses
+        router_losses = self.module.router_state.pop_sums()
+        if router_losses is not None and self.world.at.tp == 0:
+            self._losses[2:] += router_losses
         losses = self._losses
         self._losses = torch.zeros_like(losses)
         return losses

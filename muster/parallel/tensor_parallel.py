@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from muster.model.decoder import Attention, Decoder, RmsNorm
+from muster.model.experts import Experts, MoeMlp
+from muster.model.grouped_matmul import grouped_linears
 from muster.model.kernels import accumulation_dtype, soft_cap_, soft_cap_slope_
 from muster.model.loss import LossSums, softmax_gradient_
 from muster.model.plugin_layer import PROJECT_IN, PROJECT_OUT
@@ -157,6 +159,22 @@ class _ReduceFromTensorParallelRegion(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
         axis: TensorAxis = ctx.axis
         return None, axis.all_gather(grads[0]).wait() if axis.sequence_parallel else grads[0]
+
+
+class _EnterTensorParallelRegion(torch.autograd.Function):
+    """Hidden state of the whole sequence, whose gradient is the sum of the ranks': whole, or this rank's shard."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: TensorAxis, x: Tensor) -> Tensor:
+        ctx.axis = axis
+        return axis.all_gather(x).wait() if axis.sequence_parallel else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        axis: TensorAxis = ctx.axis
+        if axis.sequence_parallel:
+            return None, axis.reduce_scatter(grads[0]).wait()
+        return None, axis.all_reduce(grads[0].contiguous().clone()).wait()
 
 
 def column_parallel_linear(
@@ -324,6 +342,13 @@ def apply_parallel_linears(module: Decoder, axis: TensorAxis | None, weight_grad
         for name, linear in linears.items():
             if hasattr(part, name):
                 setattr(part, name, linear)
+        if isinstance(part, Experts):
+            part.grouped_linears = partial(grouped_linears, weight_grad=weight_grads.compute_or_defer_grouped)  # type: ignore[method-assign]
+        if isinstance(part, MoeMlp):
+            part.local_linears = partial(column_parallel_linear, None, weight_grads)  # type: ignore[method-assign]
+            if axis is not None:
+                part.enter = partial(_EnterTensorParallelRegion.apply, axis)  # type: ignore[method-assign]
+                part.leave = partial(_ReduceFromTensorParallelRegion.apply, axis)  # type: ignore[method-assign]
     module.project_logits = partial(vocab_parallel_logits, axis, weight_grads)  # type: ignore[assignment]
 
 

@@ -10,17 +10,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from muster.model.grouped_matmul import Segments, grouped_weight_grad
 
 
 class _DeferredGrad(NamedTuple):
     """Operands of a deferred gradient: that of `weight_OI` is grad_NO^T @ x_NI, that of `bias_O` the sum of grad_NO
-    over N."""
+    over N. With `segments` the weight is stacked, and each of its matrices has the rows of one segment."""
 
     weight_OI: Tensor
     bias_O: Tensor | None
     x_NI: Tensor
     grad_NO: Tensor
+    segments: Segments | None = None
 
 
 class WeightGradStore:
@@ -50,6 +54,16 @@ class WeightGradStore:
         self._open.append(_DeferredGrad(weight_OI, bias_O, x_NI, grad_NO))
         return None, None
 
+    def compute_or_defer_grouped(
+        self, weight_EOI: Tensor, x_RI: Tensor, grad_RO: Tensor, segments: Segments
+    ) -> Tensor | None:
+        """Return the gradient of a stacked weight; None for a deferred one and a frozen one."""
+        if self._open is None or not weight_EOI.requires_grad:
+            return grouped_weight_grad(weight_EOI, x_RI, grad_RO, segments)
+        self._open.append(_DeferredGrad(weight_EOI, None, x_RI, grad_RO, segments))
+        return None
+
+    @torch.no_grad()
     def flush(self, micro_batch: int, take: Callable[[Tensor], None] = lambda _: None) -> None:
         """Compute the deferred gradients of a micro-batch and add them to the `.grad` of unfrozen parameters, which
         `take` may take from there.
@@ -58,8 +72,12 @@ class WeightGradStore:
         """
         deferred = self._deferred.pop(micro_batch)[::-1]
         while deferred:
-            weight_OI, bias_O, x_NI, grad_NO = deferred.pop()
-            if weight_OI.requires_grad:
+            weight_OI, bias_O, x_NI, grad_NO, segments = deferred.pop()
+            if segments is not None:
+                made = grouped_weight_grad(weight_OI, x_NI, grad_NO, segments)
+                weight_OI.grad = made if weight_OI.grad is None else weight_OI.grad.add_(made)
+                take(weight_OI)
+            elif weight_OI.requires_grad:
                 if weight_OI.grad is None:
                     weight_OI.grad = grad_NO.t() @ x_NI
                 else:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from muster.launch.heartbeat import Heartbeat, open_heartbeat
 from muster.layout.mesh import MeshCoordinates, coordinates_of
-from muster.parallel.axis import ContextAxis, PipelineAxis, TensorAxis
+from muster.parallel.axis import ContextAxis, ExpertAxis, PipelineAxis, TensorAxis
 from muster.parallel.process_groups import ProcessGroups
 from muster.spec.plan import LayerStrategy, Plan
 from muster.spec.units import pluralize
@@ -66,6 +66,10 @@ class World:
             window=context.window,
             outer_group=self.groups.outer_ring,
         )
+
+    def expert_axis(self) -> ExpertAxis | None:
+        """Return the ranks that share this one's experts with it; None where it has all."""
+        return self.groups.experts
 
     def pipeline_axis(self) -> PipelineAxis:
         """Return the pipeline ranks that share the vocabulary with this one; only under `vocab_parallel`."""

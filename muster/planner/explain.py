@@ -82,7 +82,7 @@ def explain_illegal(request: PlanRequest, axes: tuple[str, ...]) -> str:
     rest = world // max(1, 2 ** len(degrees))
     plan = request.base.model_copy(update={**degrees, "dp_shard": rest, "ep": 2 if "ep" in axes else 1})
     reasons = plan_violations(plan, request.model, request.workload, world)
-    reasons += unsupported_features(plan) if request.runnable else []
+    reasons += unsupported_features(plan, request.model) if request.runnable else []
     if reasons:
         return f"{format_plan_name(plan)}: {reasons[0].replace('process', 'device')}"
     return "no degrees divide devices, heads, layers, sequence and batch into a step of a size that can be simulated"
@@ -116,7 +116,7 @@ def _explain_fixed_illegal(request: PlanRequest) -> str:
         }
     )
     reasons = plan_violations(plan, request.model, request.workload, world)
-    reasons += unsupported_features(plan) if request.runnable else []
+    reasons += unsupported_features(plan, request.model) if request.runnable else []
     if reasons:
         return f"with {required}, {reasons[0].replace('processes', 'devices').replace('process', 'device')}"
     return f"{required} is not among the plans that are searched ('muster predict' takes any plan)"

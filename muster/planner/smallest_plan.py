@@ -83,7 +83,7 @@ def smallest_plan(request: PlanRequest) -> SmallestPlan | None:
         plan = make_plan(request, shape, sharding, recompute=request.fixed.get("recompute", "full"), fields=fields)
         if plan_violations(plan, request.model, request.workload, request.cluster.num_devices):
             continue
-        if request.runnable and unsupported_features(plan):
+        if request.runnable and unsupported_features(plan, request.model):
             continue
         tried.add((shape.tp, shape.pp, shape.cp))
         found = _forecast(request, plan, budget)

@@ -371,4 +371,4 @@ def is_admitted(request: PlanRequest, plan: Plan) -> bool:
     for name, value in request.fixed.items():
         if (getattr(strategy, name) if name in LayerStrategy.model_fields else getattr(plan, name)) != value:
             return False
-    return not (request.runnable and unsupported_features(plan))
+    return not (request.runnable and unsupported_features(plan, request.model))

@@ -36,5 +36,5 @@ def _require(plan: Plan, can: Plan, model: ModelSpec, task: str, reason: str) ->
         beyond = [part for part in name.partition("+")[0].split("-") if part not in kept] + settings_beyond_name(plan)
         raise InfeasibleError(f"plan {name} can't {task} with {', '.join(beyond)}: {reason}; nearest: {nearest}")
     workload = Workload(seq_len=1, global_batch_size=plan.micro_batch_size * plan.mesh(0).dp_size)
-    if found := plan_violations(plan, model, workload, plan.world_size) or unsupported_features(plan):
+    if found := plan_violations(plan, model, workload, plan.world_size) or unsupported_features(plan, model):
         raise InfeasibleError(f"plan {name} can't {task}: {'; '.join(found)}")

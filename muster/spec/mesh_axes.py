@@ -96,7 +96,6 @@ MESH_AXIS_TABLE = (
         sends="all-to-all of tokens to their experts and back, in every layer with experts",
         source="arXiv:2006.16668",
         folded=True,
-        supported=False,
     ),
     MeshAxis(
         "etp",
@@ -107,7 +106,6 @@ MESH_AXIS_TABLE = (
         sends="all-gather of an expert's tokens and reduce-scatter of its outputs",
         source="arXiv:2504.14960",
         folded=True,
-        supported=False,
     ),
 )
 """All axes; those that hold ranks of their own stand outermost first, in a plan's usual `axis_order`."""

@@ -3,7 +3,7 @@
 from math import log
 from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from muster.spec.base import Frozen
 
@@ -100,6 +100,14 @@ class MoeSpec(Frozen):
     """Groups of experts, of which `top_groups` are chosen first (arXiv:2412.19437 §2.1.2)."""
     top_groups: PositiveInt = 1
     """Groups that a token's experts are chosen from."""
+    aux_loss_coef: NonNegativeFloat = 0.001
+    """Coefficient of the load-balancing loss of each layer (arXiv:2101.03961 §2.2); 0: none."""
+    aux_loss_scope: Literal["sequence", "micro_batch"] = "sequence"
+    """Tokens that the load-balancing loss balances together. sequence: those of each sequence, which any plan keeps
+    together (arXiv:2412.19437 §2.1.2). micro_batch: those of a micro-batch on one rank, so that the loss changes with
+    the plan."""
+    router_z_loss_coef: NonNegativeFloat = 0.0
+    """Coefficient of the square of the log-sum-exp of each token's router logits (arXiv:2202.08906 §2.2)."""
 
     @model_validator(mode="after")
     def _check(self) -> "MoeSpec":

@@ -1,7 +1,7 @@
 """The nearest plans that can run."""
 
 from collections.abc import Iterator
-from math import log2
+from math import gcd, log2
 
 from muster.spec.context_rules import with_possible_kind
 from muster.spec.errors import InfeasibleError
@@ -13,7 +13,7 @@ from muster.spec.plan import LayerStrategy, Plan
 from muster.spec.plan_name import format_plan_name
 from muster.spec.rules import as_by_default, repaired
 from muster.spec.schedules import DEFAULT_SCHEDULE
-from muster.spec.supported import RUNTIME_RULES, require_supported_model, unsupported_features
+from muster.spec.supported import require_supported_model, runtime_rules, unsupported_features
 from muster.spec.units import pluralize
 from muster.spec.workload import Workload
 
@@ -22,7 +22,7 @@ def require_runnable(plan: Plan, model: ModelSpec, workload: Workload, world_siz
     """Raise InfeasibleError unless the plan can run: with the reasons and the nearest plans that can, or with the parts
     of the model that can't run at all."""
     require_supported_model(model)
-    found = plan_violations(plan, model, workload, world_size) or unsupported_features(plan)
+    found = plan_violations(plan, model, workload, world_size) or unsupported_features(plan, model)
     if not found:
         return
     sentence = f"plan {format_plan_name(plan)} can't run: {'; '.join(found)}"
@@ -48,7 +48,7 @@ def nearest_plans(plan: Plan, model: ModelSpec, workload: Workload, world_size: 
 
 
 def _is_runnable(plan: Plan, model: ModelSpec, workload: Workload, world_size: int) -> bool:
-    return not plan_violations(plan, model, workload, world_size) and not unsupported_features(plan)
+    return not plan_violations(plan, model, workload, world_size) and not unsupported_features(plan, model)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -70,7 +70,8 @@ def _candidates(plan: Plan, model: ModelSpec, workload: Workload, world_size: in
         keeps_stages = (
             len(plan.stages) == axes["pp"] * axes["vpp"] and plan.is_uniform and not list(layer_violations(plan, model))
         )
-        candidate = _with_degrees(plan, **axes).model_copy(
+        experts = 1 if model.moe is None else gcd(plan.ep, model.moe.num_experts)
+        candidate = _with_degrees(plan, **axes, ep=experts, etp=plan.etp if model.moe else 1).model_copy(
             update={
                 "micro_batch_size": min(divisors(share), key=lambda n: (abs(log2(n / plan.micro_batch_size)), n)),
                 "stages": plan.stages if keeps_stages else (),
@@ -83,8 +84,12 @@ def _candidates(plan: Plan, model: ModelSpec, workload: Workload, world_size: in
             }
         )
         same_for_all_layers = as_by_default("zero", "sp", "tp_overlap")
-        candidate = repaired((*LEGAL_RULES, *RUNTIME_RULES), same_for_all_layers(candidate))
+        candidate = repaired((*LEGAL_RULES, *runtime_rules(model)), same_for_all_layers(candidate))
         yield with_possible_kind(candidate, model)
+
+
+_RANK_AXES = tuple(axis for axis in SUPPORTED_AXES if axis in MESH_AXES)
+"""Supported axes that hold ranks of their own; experts' ranks are among these."""
 
 
 def _nearest_schedule(plan: Plan, vpp: int) -> str:
@@ -104,8 +109,8 @@ def _carried_over(strategy: LayerStrategy) -> LayerStrategy:
 def _degrees(plan: Plan, world_size: int) -> Iterator[dict[str, int]]:
     """Yield all factorizations of the world over the axes, with one stage on each pipeline rank or as many as the plan
     has."""
-    for degrees in _factorizations(world_size, len(SUPPORTED_AXES)):
-        axes = dict(zip(SUPPORTED_AXES, degrees, strict=True))
+    for degrees in _factorizations(world_size, len(_RANK_AXES)):
+        axes = dict(zip(_RANK_AXES, degrees, strict=True))
         yield axes | {"vpp": 1}
         wanted = {plan.vpp, plan.schedule_entry.min_chunks} - {1}
         for vpp in wanted if axes["pp"] > 1 else ():

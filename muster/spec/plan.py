@@ -80,6 +80,11 @@ class Mesh(Frozen):
         """Ranks that share one copy of a layer's experts; ep × etp divides them."""
         return prod(_EXPERT_RANK_DEGREES(self))
 
+    @property
+    def expert_state_shards(self) -> int:
+        """Parts that the optimizer state of a rank's experts is sharded into (edp): the ranks with the same experts."""
+        return max(1, self.expert_ranks // (self.ep * self.etp))
+
 
 def _degrees_of(axes: Sequence[str]) -> Callable[[Mesh], tuple[int, ...]]:
     first, *others = axes

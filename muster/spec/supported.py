@@ -1,20 +1,23 @@
 """Plans and models that can be planned and predicted, but that the runtime can't train yet."""
 
 from collections.abc import Callable
+from math import gcd
 
 from muster.spec.errors import InfeasibleError
 from muster.spec.mesh_axes import MESH_AXIS_TABLE, SUPPORTED_AXES, MeshAxis
 from muster.spec.model import ModelSpec
-from muster.spec.plan import LayerStrategy, Plan
+from muster.spec.plan import LayerStrategy, Mesh, Plan
 from muster.spec.rules import Rule, as_by_default, broken_rules, in_every_layer, setting
 
 __all__ = [
+    "EXPERT_RULES",
     "RUNTIME_RULES",
     "SUPPORTED_AXES",
     "SUPPORTED_PRECISIONS",
     "SUPPORTED_RECOMPUTE",
     "not_run_yet",
     "require_supported_model",
+    "runtime_rules",
     "unsupported_features",
     "unsupported_parts",
 ]
@@ -159,8 +162,69 @@ RUNTIME_RULES: tuple[Rule, ...] = (
 )
 """Things that the runtime can't do: a row goes when the work behind it is done."""
 
+
+def _with_expert_slices(plan: Plan) -> Plan:
+    """Return the plan whose tensor-parallel ranks share each expert."""
+    stages = tuple(
+        stage if stage.mesh is None else stage.model_copy(update={"mesh": _sliced(stage.mesh)}) for stage in plan.stages
+    )
+    default = _sliced(plan.model_copy(update={"stages": ()}).mesh(0))
+    return plan.model_copy(update={"stages": stages, "etp": default.etp, "ep": default.ep})
+
+
+def _sliced(mesh: Mesh) -> Mesh:
+    return mesh.model_copy(update={"etp": mesh.tp, "ep": gcd(mesh.ep, mesh.state_shards)})
+
+
+EXPERT_RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda plan: any(mesh.etp != mesh.tp for mesh in plan.distinct_meshes),
+        "experts that tensor-parallel ranks don't share as they share attention (etp other than tp)",
+        _with_expert_slices,
+    ),
+    Rule(
+        lambda plan: plan.uses_axis("cp"),
+        "context parallelism in a model with experts (a sequence's load would be summed over its ranks)",
+        setting(cp=1, cp_comm_type="p2p"),
+    ),
+    Rule(
+        lambda plan: plan.uses_axis("ep") and bool(plan.uneven_micro_batches),
+        "expert parallelism with uneven_micro_batches (each micro-batch meets those of all other ranks)",
+        setting(uneven_micro_batches=()),
+    ),
+    Rule(
+        lambda plan: plan.sequence_tiles > 1,
+        "tiles of experts (their rows are sorted over all positions)",
+        setting(sequence_tiles=1),
+    ),
+    Rule(
+        lambda plan: plan.compile,
+        "compile of experts (the rows of each change from batch to batch)",
+        setting(compile=False),
+    ),
+    Rule(
+        lambda plan: any(strategy.offload in ("activations", "all") for strategy in plan.strategies),
+        "offload of the activations of experts (their sizes change from batch to batch)",
+        in_every_layer(lambda strategy: strategy.model_copy(update={"offload": "none"})),
+    ),
+    Rule(
+        lambda plan: plan.post_validation,
+        "post_validation in a model with experts (it has no parity test yet)",
+        setting(post_validation=False),
+    ),
+)
+"""Things that the runtime can't do for a model with experts."""
+
 _UNSUPPORTED_MODELS: tuple[tuple[str, Callable[[ModelSpec], bool]], ...] = (
-    ("a mixture of experts", lambda model: model.moe is not None),
+    (
+        "a sigmoid router's bias (moe.router_bias), which balances the load from step to step",
+        lambda model: model.moe is not None and model.moe.router == "sigmoid" and model.moe.router_bias,
+    ),
+    ("biases of experts (mlp_bias)", lambda model: model.moe is not None and model.mlp_bias),
+    (
+        "experts beside attention (parallel_residual)",
+        lambda model: model.moe is not None and model.parallel_residual,
+    ),
     ("latent attention (mla)", lambda model: model.mla is not None),
     ("linear attention", lambda model: model.linear_attention is not None),
     ("heads that predict further tokens (mtp_layers)", lambda model: model.mtp_layers > 0),
@@ -169,9 +233,14 @@ _UNSUPPORTED_MODELS: tuple[tuple[str, Callable[[ModelSpec], bool]], ...] = (
 """Parts of a model that the runtime can't do; such a model can be planned and predicted."""
 
 
-def unsupported_features(plan: Plan) -> list[str]:
-    """Return one sentence for each thing in the plan that the runtime can't do yet."""
-    return [f"{feature} can't be run yet" for feature in broken_rules(RUNTIME_RULES, plan)]
+def runtime_rules(model: ModelSpec | None) -> tuple[Rule, ...]:
+    """Return the rules that plans for a model keep; None: those of every model."""
+    return RUNTIME_RULES if model is None or model.moe is None else (*RUNTIME_RULES, *EXPERT_RULES)
+
+
+def unsupported_features(plan: Plan, model: ModelSpec | None = None) -> list[str]:
+    """Return one sentence for each thing in the plan that the runtime can't do yet, for this model or for any."""
+    return [f"{feature} can't be run yet" for feature in broken_rules(runtime_rules(model), plan)]
 
 
 def unsupported_parts(model: ModelSpec) -> list[str]:
@@ -181,7 +250,7 @@ def unsupported_parts(model: ModelSpec) -> list[str]:
 
 def not_run_yet(model: ModelSpec, plan: Plan) -> list[str]:
     """Return one sentence for each part of the model and thing in the plan that the runtime can't do yet."""
-    return [f"{part} can't be run yet" for part in unsupported_parts(model)] + unsupported_features(plan)
+    return [f"{part} can't be run yet" for part in unsupported_parts(model)] + unsupported_features(plan, model)
 
 
 def require_supported_model(model: ModelSpec) -> None:

@@ -38,6 +38,10 @@ def metrics_row(
         row["memory/reserved_bytes"] = memory.reserved_bytes
     if result.z_loss:
         row["train/z_loss"] = result.z_loss
+    if result.load_balancing_loss:
+        row["train/load_balancing_loss"] = result.load_balancing_loss
+    if result.router_z_loss:
+        row["train/router_z_loss"] = result.router_z_loss
     if result.skip_reason:
         row["skipped"] = result.skip_reason
     return null_non_finite(row)

@@ -74,11 +74,12 @@ class ParameterUpdater:
             self._read_sums(self.state, sums)
 
     def local_statistics(self) -> Tensor:
-        """This rank's part of the statistics, from its complete gradients, which are unscaled on the way: float64 [6].
+        """This rank's part of the statistics, from its complete gradients, which are unscaled on the way: float64 [8].
 
-        (squared gradient norm, loss sum, z-loss sum, stop requested, is saving, a save failed).
+        (squared gradient norm, sums of the losses as `DecoderStage.pop_losses` has them, stop requested, is saving, a
+        save failed).
         """
-        sums = torch.zeros(6, dtype=torch.float64, device=self.world.device)
+        sums = torch.zeros(8, dtype=torch.float64, device=self.world.device)
         for stage in self.stages.values():
             stage.attach_local_gradients()
         if self._sums_tied_copies:
@@ -93,9 +94,9 @@ class ParameterUpdater:
             self._multiply_gradients(1 / self.loss_scale.value)
         for stage in self.stages.values():
             sums[0] += sum_of_squares(stage)
-            sums[1:3] += stage.pop_losses()
-        sums[3] = self.hooks.stop_requested()
-        sums[4], sums[5] = self.hooks.save_status()
+            sums[1:5] += stage.pop_losses()
+        sums[5] = self.hooks.stop_requested()
+        sums[6], sums[7] = self.hooks.save_status()
         return sums
 
     def decide_step(self, state: StepState, sums: Tensor) -> None:
@@ -108,9 +109,10 @@ class ParameterUpdater:
     def _read_sums(self, state: StepState, sums: Tensor) -> None:
         """Read the sums over all ranks: the one moment of a step at which the host waits for its device."""
         self.world.heartbeat.wait()
-        squares, loss_sum, z_loss_sum, stop, saving, save_failed = sums.tolist()
-        state.loss = loss_sum / state.num_valid
-        state.z_loss = z_loss_sum / state.num_valid
+        squares, *losses, stop, saving, save_failed = sums.tolist()
+        state.loss, state.z_loss, state.load_balancing_loss, state.router_z_loss = (
+            loss / state.num_valid for loss in losses
+        )
         state.grad_norm = math.sqrt(squares) if squares >= 0 else math.nan
         state.stop_requested |= stop > 0
         state.is_saving |= saving > 0

@@ -30,3 +30,7 @@ class StepResult:
     """True when any rank was still busy with a checkpoint."""
     save_failed: bool = False
     """True when a checkpoint has failed since the step before."""
+    load_balancing_loss: float = 0.0
+    """Sum of the layers' load-balancing losses with their coefficient, by the divisor of the loss."""
+    router_z_loss: float = 0.0
+    """Sum of the z-losses of the layers' routers, likewise."""

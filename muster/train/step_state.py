@@ -20,6 +20,10 @@ class StepState:
     """Mean cross-entropy over the non-ignored labels."""
     z_loss: float = math.nan
     """Mean z-loss, by the same divisor."""
+    load_balancing_loss: float = math.nan
+    """Sum of the layers' load-balancing losses with their coefficient, by the same divisor."""
+    router_z_loss: float = math.nan
+    """Sum of the z-losses of the layers' routers, likewise."""
     grad_norm: float = math.nan
     """Global gradient norm before clipping."""
     skip_reason: str | None = None

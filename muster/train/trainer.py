@@ -188,6 +188,8 @@ class Trainer:
             step=state.step,
             loss=state.loss,
             z_loss=state.z_loss,
+            load_balancing_loss=state.load_balancing_loss,
+            router_z_loss=state.router_z_loss,
             grad_norm=state.grad_norm,
             learning_rate=state.learning_rate,
             num_tokens=state.num_tokens,

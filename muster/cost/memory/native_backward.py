@@ -70,8 +70,9 @@ class BackwardPeaks:
         """Return the bytes of `count` buckets of layers, gathered within a pass."""
         if not self.stage.gathers_in_passes:
             return 0
-        largest = sorted((held.unsharded_numel for held in self.param_shards.layers), reverse=True)
-        return sum(largest[: count * self.plan.bucket_layers]) * self.compute_size
+        largest = sorted((held.unsharded_numel for held in self.param_shards.blocks), reverse=True)
+        experts = max((held.unsharded_numel for held in self.param_shards.experts), default=0)
+        return (sum(largest[: count * self.plan.bucket_layers]) + experts) * self.compute_size
 
     def _prefetched_bucket_bytes(self) -> int:
         """Return the bytes of a layer's bucket and of those that are prefetched meanwhile; a single shard is not."""
@@ -198,7 +199,8 @@ class BackwardPeaks:
         done = sum(map(self.stage.layer_activation_bytes, self.layers[position + 1 :]))
         made = sum(map(self.stage.gradients_of, shards[end:]))
         waiting = sum(one.unsharded_numel for one in shards[position + 1 : end])
-        pending = sum(one.unsharded_numel for one in shards[end : end + self.plan.bucket_layers])
+        blocks = self.param_shards.blocks
+        pending = sum(one.unsharded_numel for one in blocks[end : end + self.plan.bucket_layers])
         reducing = pending * self.master_size * (weights and self.stage.reduces_in_passes)
         summing, first = (made, 0) if weights and self.holds_replica_sums else (0, made)
         if not self.stage.reduces_in_passes:
@@ -216,13 +218,16 @@ class BackwardPeaks:
             kept = self.stage.deferred_layer_bytes(layer) - self.stage.layer_activation_bytes(layer)
             norm = MemoryTerms(activations=kept, workspace=self._norm_workspace)
             return [*moments, PeakCandidate("end of a layer", base + inside + norm, first)]
+        if self.param_shards.experts[position].unsharded_numel and self.stage.reduces_in_passes:
+            reduction = self._experts_reduction(layer, self.param_shards.experts[position])
+            moments.append(PeakCandidate("gradients of experts", base + inside + reduction, first))
         base += MemoryTerms(activations=-self.stage.layer_activation_bytes(layer))
         gradients = (held.last_param_numel if self._adds_in_place else held.unsharded_numel) * self.compute_size
         complete = MemoryTerms(workspace=self._norm_workspace + gradients * (not self.stage.is_unsharded))
         first_own = self.stage.gradients_of(held) if self._adds_in_place and not self.stage.is_unsharded else 0
         moments.append(PeakCandidate("end of a layer", base + inside + complete, first + first_own))
         if position == begin:
-            buffers, gradients = self._reduction_bytes(sum(shards[begin:end], start=NO_PARAMS))
+            buffers, gradients = self._reduction_bytes(sum(blocks[begin:end], start=NO_PARAMS))
             reduced = MemoryTerms(
                 gathered_parameters=self._bucket_bytes(1) * (not self.stage.is_single_shard),
                 communication=buffers,
@@ -253,6 +258,11 @@ class BackwardPeaks:
         matrix = sizes.local_model.intermediate_size * sizes.local_model.hidden_size * self.compute_size
         matrix *= weights and (not self._adds_in_place or self.stage.has_master_copies)
         kept = 0 if weights else product  # I keeps the input of the last matrix, which B frees
+        if sizes.local_model.has_experts(layer):
+            rows = sizes.routed_row_bytes
+            inner, matrix, kept = self._experts_workspace(product, weights), 0, kept + rows * (not weights)
+            if how == "full" and sizes.mesh.ep > 1:  # rows that were sent, beside those that come back
+                inner = max(inner, 2 * rows)
         mlp = again + inner + matrix + kept + sizes.hidden_bytes
         if self._is_tiled:
             mlp = again + self._tiled_mlp_workspace(product, inner, matrix)
@@ -272,6 +282,40 @@ class BackwardPeaks:
         summed = matrices * sizes.local_model.intermediate_size * sizes.local_model.hidden_size * self.compute_size
         computed = self._of_tile(matrices * product + inner + 2 * sizes.full_hidden_bytes) + matrix
         return 2 * sizes.hidden_bytes + summed + max(computed, summed + self._of_tile(2 * sizes.full_hidden_bytes))
+
+    def _experts_reduction(self, layer: int, held: ParamShard) -> MemoryTerms:
+        """Return the bytes of the reduction of a layer's experts, a group of their own: beside the gradient of their
+        rows, when all that they saved is freed, and under z3 their matrices."""
+        sizes, is_single = self.sizes, self.plan.mesh(self.stage.index).expert_state_shards == 1
+        buffers, gradients = self._reduction_bytes(held, is_single=is_single)
+        freed = 2 * sizes.routed_row_bytes + (2 + sizes.local_model.gated) * mlp_inner_bytes(sizes, layer)
+        again = self.stage.layer_activation_bytes(layer, "none") - self.stage.layer_activation_bytes(layer)
+        gathered = held.unsharded_numel * self.compute_size * self.stage.gathers_in_passes
+        return MemoryTerms(
+            gathered_parameters=-gathered,
+            activations=again - freed,
+            communication=buffers,
+            workspace=gradients + sizes.routed_row_bytes + sizes.hidden_bytes,
+        )
+
+    def _experts_workspace(self, product: int, weights: bool) -> int:
+        """Return the most temporary bytes in the backward of experts, beside the gradient of their output.
+
+        One after another: gradients of rows; of the inner activations and of the last matrices; of activation, gate and
+        up, when the rows that were combined are freed; of the first matrices of all experts together.
+        """
+        moe, mesh, rows = self.sizes.local_model.moe, self.sizes.mesh, self.sizes.routed_row_bytes
+        assert moe is not None
+        numel = moe.num_experts // mesh.ep * moe.expert_size // mesh.etp * self.sizes.local_model.hidden_size
+        matrices = weights * numel * self.compute_size
+        gated = self.sizes.local_model.gated
+        waiting = 0 if self._adds_in_place else matrices
+        return max(
+            rows,
+            product + matrices,
+            (2 + gated) * product - rows + waiting,
+            (1 + gated) * matrices - product + waiting,
+        )
 
     def _attention_workspace(self, backward: bool) -> int:
         """Return the temporary bytes of attention over several ranks or with soft caps. A fused kernel has none."""
@@ -308,24 +352,28 @@ class BackwardPeaks:
         same = self.compute_size == self.master_size or self.stage.has_master_copies
         return not self.stage.reduces_in_passes and same
 
-    def _reduction_bytes(self, held: ParamShard, gradient_size: int | None = None) -> tuple[int, int]:
+    def _reduction_bytes(
+        self, held: ParamShard, gradient_size: int | None = None, is_single: bool | None = None
+    ) -> tuple[int, int]:
         """Return (buffers, gradients) at the time when complete gradients are reduced.
 
         They are copied into one buffer and then freed, except the last, which a loop variable in torch's
         `foreach_reduce` keeps alive; the result has another buffer. Where a single rank holds them, there is no such
         loop, and it divides by 1 meanwhile, which takes a third buffer. `gradient_size`: bytes of an element of the
-        gradients, those of the compute dtype if not given.
+        gradients, those of the compute dtype if not given. `is_single`: a single rank holds them, as the stage's where
+        not given.
         """
         size = gradient_size or self.compute_size
+        is_single = self.stage.is_single_shard if is_single is None else is_single
         gradients = 0 if self.stage.is_single_rank else held.unsharded_numel * size
         if not self.stage.reduces_in_passes:
             return 0, gradients
         source, result = (
             held.unsharded_numel * self.master_size,
-            held.shard_numel * self.master_size * (1 + self.stage.is_single_shard),
+            held.shard_numel * self.master_size * (1 + is_single),
         )
         source += source * (self.kernel_workspace.stages_collectives and not self.stage.is_single_rank)
-        dropped = gradients if self.stage.is_single_shard else gradients - held.last_param_numel * size
+        dropped = gradients if is_single else gradients - held.last_param_numel * size
         return source + max(0, result - dropped), gradients
 
     def _embedding_gradient(self) -> PeakCandidate:

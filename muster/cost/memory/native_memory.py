@@ -102,6 +102,10 @@ class _StagePeaks(BackwardPeaks):
         made = {"none": 0, "core_attention": 0, "elementwise": product}.get(
             how, (2 + sizes.local_model.gated) * product
         )
+        if sizes.local_model.has_experts(layer):  # the experts' results beside those in the tokens' order
+            rows, sent = sizes.routed_row_bytes, sizes.routed_row_bytes * (sizes.mesh.ep > 1)
+            made = max(made, rows) if how != "full" else max(rows + made, 3 * rows)
+            made += sent
         moved = sizes.hidden_bytes if sizes.mesh.tp > 1 else 0
         if sizes.hidden_tokens < sizes.tokens and sizes.tokens > sizes.seq_len:
             moved += sizes.full_hidden_bytes  # a reduce-scatter gathers each rank's part of several sequences

@@ -174,7 +174,10 @@ class NativeStorage:
         """Return the bytes that one layer saves from I to W, whatever its recompute."""
         own, sizes = self.sizes.local_model, self.sizes
         width = (2 * own.num_heads + 2 * own.num_kv_heads) * own.head_dim
-        linear = 4 * sizes.full_hidden_bytes + sizes.tokens * width * self.compute_size
+        ends = 4 * sizes.full_hidden_bytes
+        if (moe := own.moe) is not None and own.has_experts(layer):  # rows of experts, and those of shared ones
+            ends = (2 + 2 * bool(moe.shared_size)) * sizes.full_hidden_bytes + 2 * sizes.routed_row_bytes
+        linear = ends + sizes.tokens * width * self.compute_size
         return linear + (2 + own.gated) * mlp_inner_bytes(sizes, layer)
 
 

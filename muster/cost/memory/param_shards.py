@@ -12,7 +12,7 @@ from math import ceil, prod
 
 from muster.config.freezing import is_frozen
 from muster.config.optim_config import OptimConfig
-from muster.layout.tensor_layout import VOCAB_PARAMETERS, chunk_bounds, has_vocab_shard
+from muster.layout.tensor_layout import VOCAB_PARAMETERS, chunk_bounds, has_vocab_shard, is_expert, state_shard_numel
 from muster.spec.model import ModelSpec, layer_parameter_shapes, stage_parameter_shapes
 from muster.spec.plan import Mesh, Plan
 
@@ -46,6 +46,18 @@ class ParamShard:
             self.frozen_shard_numel + other.frozen_shard_numel,
         )
 
+    def __sub__(self, part: "ParamShard") -> "ParamShard":
+        """Return the elements without those of a part, whose last parameter is not the last."""
+        if part is NO_PARAMS:
+            return self
+        return ParamShard(
+            self.unsharded_numel - part.unsharded_numel,
+            self.shard_numel - part.shard_numel,
+            min(self.last_param_numel, self.unsharded_numel - part.unsharded_numel),
+            self.frozen_unsharded_numel - part.frozen_unsharded_numel,
+            self.frozen_shard_numel - part.frozen_shard_numel,
+        )
+
 
 NO_PARAMS = ParamShard(0, 0)
 
@@ -62,6 +74,13 @@ class StageParamShards:
     """Last norm, position embeddings, and heads that predict further tokens."""
     last_root_numel: int
     """Unsharded elements of the last parameter outside layers, in the order of the module."""
+    experts: tuple[ParamShard, ...]
+    """Part of each layer's that is a group of its own: experts, where expert parallelism leaves a rank some of them."""
+
+    @cached_property
+    def blocks(self) -> tuple[ParamShard, ...]:
+        """Parameters of each layer without those in groups of their own."""
+        return tuple(whole - part for whole, part in zip(self.layers, self.experts, strict=True))
 
     @cached_property
     def root(self) -> ParamShard:
@@ -103,7 +122,15 @@ def stage_param_shards(spec: ModelSpec, plan: Plan, stage: int, optim: OptimConf
         final = part.last_param_numel or ends.last_param_numel
     else:
         final = _param_shard(spec, mesh, *outside[-1]).unsharded_numel if outside else 0
-    return StageParamShards(_layer_shards(spec, mesh, layers, optim), part, ends, final)
+    apart = tuple(_layer_experts(spec, mesh, layer, optim) for layer in layers)
+    return StageParamShards(_layer_shards(spec, mesh, layers, optim), part, ends, final, apart)
+
+
+def _layer_experts(spec: ModelSpec, mesh: Mesh, layer: int, optim: OptimConfig | None) -> ParamShard:
+    if mesh.ep == 1 or not spec.has_experts(layer):
+        return NO_PARAMS
+    shapes = ((name, shape) for name, shape in layer_parameter_shapes(spec, layer) if is_expert(name))
+    return _sum_shards(spec, mesh, shapes, optim)
 
 
 def _layer_shards(
@@ -147,10 +174,10 @@ def _param_numels(spec: ModelSpec, mesh: Mesh, name: str, shape: tuple[int, ...]
     sharded over dp_shard and cp (torchtitan's `dp_shard_cp`, Megatron-LM's distributed optimizer).
     """
     if ".experts." in name:
-        is_whole = name.endswith("down.bias")  # added to the sum over the ranks of etp
-        numel = prod(shape) // (mesh.ep * (1 if is_whole else mesh.etp))
-        ranks = mesh.expert_ranks // (mesh.ep * mesh.etp)
-        return numel, ceil(numel / ranks)
+        size = [shape[0] // mesh.ep, *shape[1:]]
+        if not name.endswith("down.bias"):  # added to the sum over the ranks of etp
+            size[2 if "down" in name else 1] //= mesh.etp
+        return prod(size), state_shard_numel(mesh, name, tuple(size))
     size = list(shape)
     _shard_by_tp(spec, name, size, mesh.tp)
     rows, *others = size

@@ -81,12 +81,11 @@ def stage_terms(
 
 
 def _reject_unknown(plan: Plan, stage: int, num_layers: int) -> None:
-    mesh = plan.mesh(stage)
     strategies = [plan.strategy(layer) for layer in plan.layers(stage, num_layers)]
-    if mesh.ep > 1 or any(s.offload in ("optimizer", "all") for s in strategies):
+    if any(s.offload in ("optimizer", "all") for s in strategies):
         raise InfeasibleError(
-            f"the memory of stage {stage} can't be predicted: there are formulas for ep of 1, and for the"
-            " optimizer's state on the device only"
+            f"the memory of stage {stage} can't be predicted: there are formulas for the optimizer's state on the"
+            " device only"
         )
 
 
@@ -102,7 +101,7 @@ def _zero_level(plan: Plan, name: str) -> ZeroLevel:
 
 def _param_numels(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) -> dict[str, int]:
     """Return the elements of each parameter of a stage as its passes use it: cut by tensor parallelism only."""
-    return {name: part.numel for name, _, part, *_ in stage_shards(spec, plan, stage, at.tp)}
+    return {name: part.numel for name, _, part, *_ in stage_shards(spec, plan, stage, at)}
 
 
 def stage_parameter_bytes(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) -> int:

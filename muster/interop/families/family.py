@@ -32,6 +32,9 @@ class ModelFamily:
     """Key of a config.json behind a field of a ModelSpec, where it has another name; error messages name it."""
 
 
+AUX_LOSS_KEY, AUX_LOSS_DEFAULT = "router_aux_loss_coef", 0.001
+"""Coefficient of the load-balancing loss in a config.json, and the value that `transformers` has where it is left
+out."""
 SLIDING_ATTENTION = "sliding_attention"
 """Value in `layer_types` of a layer with a sliding window."""
 

@@ -3,17 +3,18 @@
 from collections.abc import Iterator
 from typing import Any
 
-from muster.interop.families.family import SHARED_KEYS, Config, ModelFamily
+from muster.interop.families.family import AUX_LOSS_DEFAULT, AUX_LOSS_KEY, SHARED_KEYS, Config, ModelFamily
 from muster.interop.families.llama import hf_parameter_name, read_mistral, write_mistral
 from muster.interop.families.weight_link import WeightLink, link_stacked, link_whole
 from muster.spec.model import ModelSpec, parameter_shapes
 
 MIXTRAL_KEYS = SHARED_KEYS | {"moe.num_experts": "num_local_experts", "moe.top_k": "num_experts_per_tok"}
-MIXTRAL_KEYS |= {"moe.expert_size": "intermediate_size"}
+MIXTRAL_KEYS |= {"moe.expert_size": "intermediate_size", "moe.aux_loss_coef": AUX_LOSS_KEY}
 
 
 def read_mixtral(config: Config) -> dict[str, Any]:
     moe = {"num_experts": config["num_local_experts"], "top_k": config["num_experts_per_tok"]}
+    moe |= {"aux_loss_coef": config.get(AUX_LOSS_KEY, AUX_LOSS_DEFAULT)}
     return read_mistral(config) | {"moe": moe | {"expert_size": config["intermediate_size"]}}
 
 
@@ -21,7 +22,7 @@ def write_mixtral(spec: ModelSpec) -> dict[str, Any]:
     config = write_mistral(spec)
     if spec.moe is not None:
         config |= {"num_local_experts": spec.moe.num_experts, "num_experts_per_tok": spec.moe.top_k}
-        config |= {"intermediate_size": spec.moe.expert_size}
+        config |= {"intermediate_size": spec.moe.expert_size, AUX_LOSS_KEY: spec.moe.aux_loss_coef}
     return config
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from muster.interop.families.family import SHARED_KEYS, Config, ModelFamily
+from muster.interop.families.family import AUX_LOSS_DEFAULT, AUX_LOSS_KEY, SHARED_KEYS, Config, ModelFamily
 from muster.interop.families.llama import LAYER_NAMES, hf_parameter_name, read_qwen2, read_qwen3, write_qwen
 from muster.interop.families.weight_link import WeightLink, link_stacked, link_whole
 from muster.spec.model import ModelSpec, parameter_shapes
@@ -15,6 +15,7 @@ _KEYS = SHARED_KEYS | {
     "moe.shared_size": "shared_expert_intermediate_size",
     "moe.every": "decoder_sparse_step",
     "moe.norm_top_k": "norm_topk_prob",
+    "moe.aux_loss_coef": AUX_LOSS_KEY,
 }
 
 
@@ -35,6 +36,7 @@ def _qwen_experts(config: Config) -> dict[str, Any]:
         "expert_size": config["moe_intermediate_size"],
         "every": config.get("decoder_sparse_step", 1),
         "norm_top_k": config.get("norm_topk_prob", False),
+        "aux_loss_coef": config.get(AUX_LOSS_KEY, AUX_LOSS_DEFAULT),
     }
 
 
@@ -47,12 +49,21 @@ def write_qwen3_moe(spec: ModelSpec) -> dict[str, Any]:
             "moe_intermediate_size": moe.expert_size,
             "decoder_sparse_step": moe.every,
             "norm_topk_prob": moe.norm_top_k,
+            AUX_LOSS_KEY: moe.aux_loss_coef,
         }
     return config
 
 
+def write_qwen2_moe(spec: ModelSpec) -> dict[str, Any]:
+    config = write_qwen3_moe(spec) | {"qkv_bias": spec.qkv_bias}
+    return config | ({} if spec.moe is None else {"shared_expert_intermediate_size": spec.moe.shared_size})
+
+
+_SHARED = {"shared": "shared_expert", "shared_gate": "shared_expert_gate"}
+
+
 def weight_links(spec: ModelSpec) -> Iterator[WeightLink]:
-    """Yield the weight map of a Qwen3-MoE."""
+    """Yield the weight map of a Qwen2-MoE or Qwen3-MoE."""
     for name, shape in parameter_shapes(spec):
         layer, _, part = name.partition(".mlp.")
         if part.startswith("experts."):
@@ -62,8 +73,8 @@ def weight_links(spec: ModelSpec) -> Iterator[WeightLink]:
         elif part.startswith("router."):
             yield link_whole(name, f"model.{layer}.mlp.gate.weight", shape)
         else:
-            yield link_whole(name, hf_parameter_name(name), shape)
+            yield link_whole(name, hf_parameter_name(name, _SHARED), shape)
 
 
-QWEN2_MOE = ModelFamily("Qwen2MoeForCausalLM", read_qwen2_moe, keys=_KEYS)
+QWEN2_MOE = ModelFamily("Qwen2MoeForCausalLM", read_qwen2_moe, write_qwen2_moe, weight_links, _KEYS)
 QWEN3_MOE = ModelFamily("Qwen3MoeForCausalLM", read_qwen3_moe, write_qwen3_moe, weight_links, _KEYS)

@@ -280,7 +280,7 @@ class MemoryBudget:
         return found
 
     def _fits_and_runs(self, plan: Plan) -> bool:
-        if self.request.runnable and unsupported_features(plan):
+        if self.request.runnable and unsupported_features(plan, self.request.model):
             return False
         try:
             return self.fits(plan)
@@ -307,7 +307,7 @@ class MemoryBudget:
         excess = list(excess_bytes)
         for _ in range(_FIT_ATTEMPTS):
             changed = fitter.fit(excess, policies)
-            if changed is None or (self.request.runnable and unsupported_features(changed)):
+            if changed is None or (self.request.runnable and unsupported_features(changed, self.request.model)):
                 return None
             left = self.excess_bytes(changed)
             if max(left) <= 0:

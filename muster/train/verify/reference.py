@@ -99,6 +99,7 @@ class Reference:
         batch = self._dataset.train_batch(step * count, count)
         tokens_BS, labels_BS = (torch.from_numpy(a).to(self._device) for a in (batch.tokens_BS, batch.labels_BS))
         num_valid = int((labels_BS != IGNORE_INDEX).sum())
+        model.router_state.loss_weight = 1 / num_valid
         total = 0.0
         for first in range(0, count, size):
             self._on_output = partial(sketches.add, sample=first)

@@ -1,0 +1,119 @@
+"""Grouped matmuls: rows that are sorted by expert, each segment of them times its expert's matrix.
+
+One parameter layout serves every kernel: the matrices of all experts stacked, (E, O, I). A CPU loops over the segments;
+a GPU takes them all in one launch, where its kernel knows the dtype (`torch._grouped_mm`, arXiv:2211.15841 §5 for the
+idea). Suffixes: R rows, E experts, I input width, O output width.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+WeightGrad = Callable[[Tensor, Tensor, Tensor, "Segments"], Tensor | None]
+"""Makes a stacked weight's gradient from the weight, the rows, and the gradients of their products; None: later."""
+
+
+class Segments:
+    """Rows of each expert, one segment after another, from the number of rows of each (E)."""
+
+    def __init__(self, counts_E: Tensor, num_rows: int) -> None:
+        self.counts_E = counts_E
+        self.num_rows = num_rows
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Rows of each segment on the host, which waits for the device; under fake tensors, which have no values, equal
+        ones."""
+        return host_counts(self.counts_E, self.num_rows)
+
+    @cached_property
+    def ends_E(self) -> Tensor:
+        """Row behind each segment, as `torch._grouped_mm` takes it."""
+        return self.counts_E.cumsum(0).to(torch.int32)
+
+    def __iter__(self) -> Iterator[tuple[int, slice]]:
+        """Yield expert and rows of each segment that isn't empty."""
+        start = 0
+        for expert, size in enumerate(self.sizes):
+            if size:
+                yield expert, slice(start, start + size)
+            start += size
+
+
+def host_counts(counts_E: Tensor, total: int) -> list[int]:
+    """Return counts that add up to `total` as integers; of fake tensors, which have no values, as equal as can be."""
+    if not isinstance(counts_E, FakeTensor):
+        return counts_E.tolist()
+    base, rest = divmod(total, counts_E.numel())
+    return [base + (index < rest) for index in range(counts_E.numel())]
+
+
+class StackedLinear(nn.Module):
+    """The matrices of several experts (E, O, I), without biases."""
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
+        nn.init.normal_(self.weight, std=in_features**-0.5)
+
+
+def _runs_grouped_kernel(x_RI: Tensor) -> bool:
+    """Return True where PyTorch has one kernel for all segments (2.8 and later: CUDA, bfloat16, rows of 16 bytes)."""
+    aligned = x_RI.shape[-1] * x_RI.element_size() % 16 == 0
+    return x_RI.device.type == "cuda" and x_RI.dtype == torch.bfloat16 and aligned and hasattr(torch, "_grouped_mm")
+
+
+def grouped_product(x_RI: Tensor, weight_EIO: Tensor, segments: Segments) -> Tensor:
+    """Return x[segment e] @ weight[e] for every segment: (R, O)."""
+    if _runs_grouped_kernel(x_RI) and weight_EIO.shape[-1] % 8 == 0:
+        return torch._grouped_mm(x_RI, weight_EIO, offs=segments.ends_E)
+    y_RO = x_RI.new_empty(len(x_RI), weight_EIO.shape[-1])
+    for expert, rows in segments:
+        torch.mm(x_RI[rows], weight_EIO[expert], out=y_RO[rows])
+    return y_RO
+
+
+def grouped_weight_grad(weight_EOI: Tensor, x_RI: Tensor, grad_RO: Tensor, segments: Segments) -> Tensor | None:
+    """Return the gradient of a stacked weight, zeros for experts without rows; None where it isn't trained."""
+    if not weight_EOI.requires_grad:
+        return None
+    if _runs_grouped_kernel(x_RI) and grad_RO.shape[-1] % 8 == 0:
+        return torch._grouped_mm(grad_RO.t(), x_RI, offs=segments.ends_E)
+    grad_EOI = torch.zeros_like(weight_EOI, memory_format=torch.contiguous_format)
+    for expert, rows in segments:
+        torch.mm(grad_RO[rows].t(), x_RI[rows], out=grad_EOI[expert])
+    return grad_EOI
+
+
+class _GroupedLinears(torch.autograd.Function):
+    """Several stacked weights of the same rows. Saves the rows; keeps the weights themselves, which hooks on saved
+    tensors would replace by copies."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight_grad: WeightGrad, segments: Segments, x_RI: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.weight_grad, ctx.segments, ctx.weights = weight_grad, segments, weights
+        ctx.save_for_backward(x_RI)
+        return tuple(grouped_product(x_RI, weight.transpose(1, 2), segments) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x_RI,) = ctx.saved_tensors
+        grad_x = None
+        for grad, weight in zip(grads, ctx.weights, strict=True):
+            term = grouped_product(grad, weight, ctx.segments)
+            grad_x = term if grad_x is None else grad_x.add_(term)
+        pairs = zip(ctx.weights, grads, strict=True)
+        return None, None, grad_x, *(ctx.weight_grad(weight, x_RI, grad, ctx.segments) for weight, grad in pairs)
+
+
+def grouped_linears(
+    x_RI: Tensor, segments: Segments, *linears: StackedLinear, weight_grad: WeightGrad = grouped_weight_grad
+) -> tuple[Tensor, ...]:
+    """Apply several stacked linear layers to the same rows, each segment with its expert's matrix."""
+    return _GroupedLinears.apply(weight_grad, segments, x_RI, *(linear.weight for linear in linears))  # type: ignore[return-value]
