@@ -40,7 +40,7 @@ class Count(TorchDispatchMode):
         self.axes = {group.group_name: axis for axis, group in world.groups.by_axis.items()}
         if world.groups.state_shards is not None:
             self.axes[world.groups.state_shards.group_name] = "dp_shard"
-        for group in (world.groups.ulysses, world.groups.outer_ring):
+        for group in (world.groups.ulysses, world.groups.second_ring):
             if group is not None:
                 self.axes[group.group_name] = "cp"
         if (experts := world.groups.experts) is not None:

@@ -14,7 +14,11 @@ from muster.spec.workload import Workload
 from tests.parity import small_run
 from tests.test_parity import GRADIENT_TOLERANCE, cache, check_parity, run  # noqa: F401
 
-KINDS = {2: ("", "a", "u", "b"), 4: ("", "a", "u", "u2", "w2", "b"), 8: ("", "a", "u2", "u4", "u2w2", "w2", "w4", "b")}
+KINDS = {
+    2: ("", "a", "u", "b", "t"),
+    4: ("", "a", "u", "u2", "w2", "b", "t"),
+    8: ("", "a", "u2", "u4", "u2w2", "w2", "w4", "b", "t"),
+}
 """Letters of the kinds that so many context-parallel ranks can have."""
 FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox", "olmo2")
 WINDOWS = ("qwen3", "gemma2", "gemma3")
@@ -115,8 +119,8 @@ def test_sown_bugs_are_caught(cache: Path) -> None:  # noqa: F811
     bugs = [
         {"plan": plan, "fault": fault}
         for fault, plans in {
-            "mask off by one": ("cp2", "cp2a", "cp2b"),
-            "dropped lse": ("cp2", "cp2a", "cp2b"),
+            "mask off by one": ("cp2", "cp2a", "cp2b", "cp2t"),
+            "dropped lse": ("cp2", "cp2a", "cp2b", "cp2t"),
             "labels not shifted": ("cp2u",),
         }.items()
         for plan in plans
@@ -204,6 +208,7 @@ def test_ranks_have_equal_work(window: int | None) -> None:
         "cp8u2w2-mb1-bf16",
         "cp4w2-mb1-bf16",
         "cp4b-mb1-bf16",
+        "cp4t-mb1-bf16",
         "dp2-tp2-sp-cp2u-mb1-z1-bf16",
     ],
 )

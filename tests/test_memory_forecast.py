@@ -75,6 +75,7 @@ def assert_ranks_are_forecast(spec: ModelSpec, plan: Plan, workload: Workload, o
         ("cp2-pp2", 2048, 2),
         ("cp2u-tp2-sp-relem", 2048, 2),
         ("cp4u2", 2048, 2),
+        ("cp8t-rfull", 65536, 1),
         ("pp2-szbh1", 256, 3),  # sums of gradients beside those of the copies in bf16
         ("tp2-sp-pp2", 256, 1),  # sums of a first backward, embedding and head's among them
         ("pp2-vocab", 256, 2),  # their gradients are reduced after T

@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 
 from muster.spec.context_kinds import ContextRanks, CpCommType
 
-Among = Literal["ring", "outer ring", "ulysses"]
-"""Ranks of a transfer: those that hold other positions of the same heads, of a double ring the inner or the outer one;
-or those that exchange heads."""
+Among = Literal["ring", "outer ring", "back", "ulysses"]
+"""Ranks of a transfer: those that hold other positions of the same heads, of a double ring the inner or the outer one,
+or the same ring in the other direction; or those that exchange heads."""
 
 
 class Transfer(NamedTuple):
@@ -168,6 +168,31 @@ def _burst_workspace(ranks: ContextRanks, shape: AttentionShape, compute: int, m
     return shape.queries * (5 * compute + 3 * master) + shape.keys_and_values * (master + compute) + numbers
 
 
+def _token_ring_transfers(ranks: ContextRanks, shape: AttentionShape) -> AttentionTransfers:
+    """Return the hops of queries, and outputs and log-sum-exps straight back; in the backward the hops of queries,
+    gradients of outputs and two numbers for each query, and the gradients of queries straight back."""
+    hops, numbers = ranks.ring - 1, shape.tokens * shape.heads
+    forward = (
+        Transfer("send", hops, shape.queries),
+        Transfer("send", hops, shape.queries, among="back"),
+        Transfer("send", hops, numbers, in_master_dtype=True, among="back"),
+    )
+    backward = (
+        Transfer("send", hops, 2 * shape.queries),
+        Transfer("send", hops, 2 * numbers, in_master_dtype=True),
+        Transfer("send", hops, shape.queries, in_master_dtype=True, among="back"),
+    )
+    return AttentionTransfers(forward, backward)
+
+
+def _token_ring_workspace(ranks: ContextRanks, shape: AttentionShape, compute: int, master: int, backward: bool) -> int:
+    """Return the bytes of the queries and the next ones, of the sums of their outputs and of this rank's, and of the
+    outputs that leave and arrive, twice; in the backward what BurstAttention needs, and two more sums."""
+    if backward:
+        return _burst_workspace(ranks, shape, compute, master, backward) + 2 * shape.queries * master
+    return shape.queries * (2 * master + 6 * compute)
+
+
 def _all_gather_transfers(ranks: ContextRanks, shape: AttentionShape) -> AttentionTransfers:
     """Return the gathers of keys and values, once each way, and the reduce-scatter of their gradients."""
     gather = Transfer("all_gather", 1, shape.keys_and_values)
@@ -193,5 +218,6 @@ _KINDS: dict[CpCommType | Literal["double ring"], _Kind] = {
     "p2p": _Kind(_ring_transfers, _ring_workspace),
     "double ring": _Kind(_double_ring_transfers, _double_ring_workspace),
     "burst": _Kind(_burst_transfers, _burst_workspace),
+    "token_ring": _Kind(_token_ring_transfers, _token_ring_workspace),
     "all_gather": _Kind(_all_gather_transfers, _all_gather_workspace),
 }

@@ -56,6 +56,10 @@ class MergedAttention:
             out, lse = block_forward(q_BHSd[rows], k_BKTd[keys], v_BKTd[keys], block, rule)
             self._merge(rows, out, lse)
 
+    def merge(self, out_BHSd: Tensor, lse_BHS: Tensor) -> None:
+        """Add the attention of the queries to other keys, as another rank has computed it."""
+        self._merge((slice(None),) * 3, out_BHSd, lse_BHS)
+
     def _merge(self, rows: tuple[slice, ...], out_BHSd: Tensor, lse_BHS: Tensor) -> None:
         whole_out, whole_lse = self.out_BHSd[rows], self.lse_BHS[rows]
         merged = torch.logaddexp(whole_lse, lse_BHS)

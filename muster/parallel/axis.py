@@ -38,17 +38,17 @@ class PipelineAxis:
 
 
 def _ring_shift(
-    group: dist.ProcessGroup, index: int, size: int, x: Tensor, first: int = 0, stride: int = 1
+    group: dist.ProcessGroup, index: int, size: int, x: Tensor, first: int = 0, stride: int = 1, hops: int = 1
 ) -> PendingTensor:
-    """Start to send `x` to the next rank of a ring and to receive the tensor of the rank before.
+    """Start to send `x` to the rank of a ring that is some hops on and to receive the tensor of the rank as far before.
 
     The result keeps `x` alive until it is waited for.
     """
     received = torch.empty_like(x)
     works = dist.batch_isend_irecv(
         [
-            dist.P2POp(dist.isend, x, group=group, group_peer=first + (index + 1) % size * stride),
-            dist.P2POp(dist.irecv, received, group=group, group_peer=first + (index - 1) % size * stride),
+            dist.P2POp(dist.isend, x, group=group, group_peer=first + (index + hops) % size * stride),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=first + (index - hops) % size * stride),
         ]
     )
     return PendingTensor(works, lambda _sent=x: received)
@@ -69,8 +69,9 @@ class ContextAxis:
     """Part of it that exchanges positions for heads with this rank, where only a part does."""
     window: int = 1
     """Ranks of each inner ring where its ring is a double one, else 1."""
-    outer_group: dist.ProcessGroup | None = None
-    """The same ranks once more for the outer ring, whose sends don't wait for those of the inner ones."""
+    second_group: dist.ProcessGroup | None = None
+    """The same ranks once more, for the outer one of two rings or for what travels against a ring: sends in it don't
+    wait for those in the other group."""
 
     def strided(self, stride: int) -> "ContextAxis":
         """Return the ranks whose distance from this one is a multiple of `stride`. They share its group, in which
@@ -90,7 +91,7 @@ class ContextAxis:
         window = self.size if self.window == 1 else self.window
         inner_index, first = self.index % window, self.first + self.stride * (self.index - self.index % window)
         inner = replace(self, size=window, index=inner_index, first=first, window=1)
-        return inner, replace(self.strided(window), group=self.outer_group or self.group, window=1)
+        return inner, replace(self.strided(window), group=self.second_group or self.group, window=1)
 
     def all_gather(self, x: Tensor) -> PendingTensor:
         """Start to all-gather a tensor of the same shape from every rank: (…) → (ranks, …)."""
@@ -110,9 +111,14 @@ class ContextAxis:
         work = dist.all_to_all_single(received, x.contiguous(), group=self.group, async_op=True)
         return PendingTensor([work], lambda: received)
 
-    def ring_shift(self, x: Tensor) -> PendingTensor:
-        """Start to send a contiguous tensor to the next rank of the ring and to receive that of the rank before."""
-        return _ring_shift(self.group, self.index, self.size, x, self.first, self.stride)
+    def ring_shift(self, x: Tensor, hops: int = 1) -> PendingTensor:
+        """Start to send a contiguous tensor to the next rank of the ring, or to one some hops on, and to receive that
+        of the rank as far before."""
+        return _ring_shift(self.group, self.index, self.size, x, self.first, self.stride, hops)
+
+    def second_ring(self) -> "ContextAxis":
+        """Return the same ranks with the other group, whose sends don't wait for those of this one."""
+        return replace(self, group=self.second_group or self.group)
 
 
 @dataclass(frozen=True)

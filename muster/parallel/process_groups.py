@@ -45,7 +45,7 @@ class ProcessGroups:
         self.ulysses = self._ulysses_group()
         """Part of the context-parallel ranks with which this one exchanges positions for heads; None without groups."""
         context = plan.context_ranks(mesh)
-        self.outer_ring = _new_group(ranks_along(plan, at, ("cp",))) if context.window > 1 else None
+        self.second_ring = _new_group(ranks_along(plan, at, ("cp",))) if context.has_second_ring else None
         """The context-parallel ranks once more, for sends that overlap with those in their other group."""
         own = expert_coordinates(plan, at)
         self.experts = self._expert_axis(own) if mesh.ep > 1 else None

@@ -64,7 +64,7 @@ class World:
             self.at.cp,
             ulysses=neighbours,
             window=context.window,
-            outer_group=self.groups.outer_ring,
+            second_group=self.groups.second_ring,
         )
 
     def expert_axis(self) -> ExpertAxis | None:

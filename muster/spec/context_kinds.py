@@ -6,12 +6,13 @@ A new kind is a row here, its transfers and buffers in `muster.cost.context_traf
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p", "burst"]
+CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p", "burst", "token_ring"]
 """Communication of context-parallel attention. p2p: blocks of keys and values travel around a ring
 (arXiv:2310.01889). all_gather: every rank gathers all keys and values. a2a: the ranks exchange positions for heads, so
 that each computes whole sequences of some heads (Ulysses, arXiv:2309.14509). a2a+p2p: neighbours exchange heads, and
 rings join their groups (USP, arXiv:2405.07719). burst: as p2p, but in the backward queries and the gradients of outputs
-travel instead (BurstAttention, arXiv:2403.09347)."""
+travel instead (BurstAttention, arXiv:2403.09347). token_ring: queries travel around a ring, and their outputs and
+gradients the other way (TokenRing, arXiv:2412.20501)."""
 CP_COMM_TYPES: tuple[CpCommType, ...] = get_args(CpCommType)
 
 
@@ -27,6 +28,8 @@ class ContextKind:
     """True if ranks exchange positions for heads before attention: all of them, or groups."""
     has_windows: bool = True
     """True if attention may have a sliding window."""
+    sends_back: bool = False
+    """True if results travel against its ring."""
     has_double_ring: bool = False
     """True if its ring may have inner ones, of `cp_window_size` ranks."""
     has_groups: bool = False
@@ -41,6 +44,7 @@ CONTEXT_KINDS: dict[CpCommType, ContextKind] = {
         "u", "cp_ulysses:UlyssesRingAttention", exchanges_heads=True, has_double_ring=True, has_groups=True
     ),
     "burst": ContextKind("b", "cp_burst:BurstAttention", has_windows=False),
+    "token_ring": ContextKind("t", "cp_token_ring:TokenRingAttention", sends_back=True),
 }
 
 
@@ -61,6 +65,11 @@ class ContextRanks(NamedTuple):
     def ring(self) -> int:
         """Ranks that hold different positions of the same heads while attention is computed."""
         return self.size // self.ulysses
+
+    @property
+    def has_second_ring(self) -> bool:
+        """True if a second ring of the same ranks is used at the same time."""
+        return self.size > 1 and (self.window > 1 or CONTEXT_KINDS[self.kind].sends_back)
 
 
 def context_ranks(kind: CpCommType, cp: int, ulysses_degree: int, window: int) -> ContextRanks:

@@ -72,7 +72,7 @@ MESH_AXIS_TABLE = (
         ("sequence",),
         sums_grads=True,
         shards_state=True,
-        sends="in every attention: keys and values around a ring, and their gradients or queries and theirs; or"
+        sends="in every attention: keys and values around a ring, or queries, and gradients; or"
         " all-gathers of keys and values and reduce-scatters of their gradients; or all-to-alls of queries, keys,"
         " values and outputs, also around a ring of groups",
         source="arXiv:2310.01889",
