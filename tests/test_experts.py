@@ -1,5 +1,6 @@
 """Mixture of experts: the layer, every plan that spreads it, and what is refused."""
 
+import shutil
 from math import log
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from muster.config.named_model import load_model
 from muster.cost.memory.forecast import forecast_memory
+from muster.layout.tensor_layout import is_expert, rank_layouts
 from muster.model.decoder import recomputable
 from muster.model.experts import MoeMlp
 from muster.model.routing import RouterState
@@ -24,6 +26,7 @@ from muster.spec.workload import Workload
 from muster.train.memory_check import FAKE_KERNELS, measure_fake_rank
 from tests.ranks import run_ranks
 from tests.test_memory_forecast import FAKE_CPU
+from tests.train_runs import AT_ONCE, QUICK, rows_of, train
 
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
@@ -248,3 +251,38 @@ def test_forecast_of_experts_is_what_pytorch_counts(name: str) -> None:
     found = forecast_memory(spec, plan, workload, FAKE_CPU, program, kernel_workspace=FAKE_KERNELS).ranks[0]
     real = measure_fake_rank(spec, plan, workload, 0)
     assert found.terms.total == pytest.approx(real.peak_bytes, rel=0.05), found.peak_instruction
+
+
+@pytest.mark.parametrize(
+    "name", ["dp4-ep4", "dp4-ep2", "dp8-ep2", "dp2x2-ep2", "dp2-tp2-ep2-etp2", "dp16-ep2", "dp2-pp2-ep2", "tp4-etp4"]
+)
+def test_layouts_hold_every_element_of_the_experts(name: str) -> None:
+    """Each element is on as many ranks as a layout says: what checkpoints, norms and initial values rest on."""
+    plan = parse_plan_name(name)
+    held: dict[str, Tensor] = {}
+    for rank in range(plan.world_size):
+        for layout in rank_layouts(MODEL, plan, rank):
+            count = held.setdefault(layout.name, torch.zeros(layout.shape, dtype=torch.int64))
+            for box in layout.boxes:
+                count[box.slices] += 1
+                assert not is_expert(layout.name) or layout.num_copies == plan.dp_replicate
+    ranks = range(plan.world_size)
+    copies = {layout.name: layout.num_copies for rank in ranks for layout in rank_layouts(MODEL, plan, rank)}
+    for tensor, count in held.items():
+        assert bool((count == copies[tensor]).all()), tensor
+
+
+@pytest.mark.soak
+def test_a_run_of_experts_resumes_under_any_other_plan(tmp_path: Path) -> None:
+    usual = ("--preset", "tiny-moe", *QUICK, *AT_ONCE, "--train.save_every", "1", "--allow-changes")
+    first = tmp_path / "first"
+    assert train(*usual, "--train.steps", "2", "--parallel", "dp2-ep2-z1", "--run", first).code == 0
+    losses = {}
+    for name in ("dp1", "tp2-etp2-sp", "dp2-ep2-rfull", "dp4-ep2-z2", "pp2"):
+        run = Path(shutil.copytree(first, tmp_path / name))
+        ended = train(*usual, "--train.steps", "4", "--parallel", name, "--run", run)
+        assert ended.code == 0, ended.out + ended.err
+        losses[name] = [row["train/loss"] for row in rows_of(run)]
+    assert all(len(one) == 4 for one in losses.values())
+    for name, one in losses.items():
+        assert one == pytest.approx(losses["dp1"], rel=1e-5), name
