@@ -43,6 +43,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "dp2-ep2", "family": "experts"},
         {"plan": "dp2-ep2-z1-relem", "family": "switch"},
         {"plan": "dp2-ep2-z2-rfull", "family": "grouped"},
+        {"plan": "cp2-ep2-rfull", "family": "experts"},
         {"plan": "dp2-ep2", "family": "experts", "fault": "unsorted rows"},
         {"plan": "dp2-ep2", "family": "switch", "fault": "averaged experts"},
         {"plan": "tp2-etp2", "family": "experts", "fault": "repeated balance"},
@@ -67,6 +68,8 @@ SOAK: dict[int, list[dict[str, Any]]] = {
         {"plan": "tp2-etp2-sp-mb2", "family": "experts", "packing": "none"},
         {"plan": "dp2-ep2-mb2", "family": "experts", "packing": "none"},
         {"plan": "dp2-ep2-z3-rfull", "family": "experts"},
+        {"plan": "cp2a-mb2", "family": "grouped"},
+        {"plan": "cp2u-z1", "family": "switch"},
     ],
     4: [
         {"plan": "dp4-ep2-z1", "family": "experts"},
@@ -78,6 +81,9 @@ SOAK: dict[int, list[dict[str, Any]]] = {
         {"plan": "dp2x2-ep2-z3", "family": "switch"},
         {"plan": "tp4-etp4-sp", "family": "experts"},
         {"plan": "dp4-ep4-z2", "family": "switch"},
+        {"plan": "dp2-cp2-ep4", "family": "experts"},
+        {"plan": "dp2-cp2-ep2-z1", "family": "grouped"},
+        {"plan": "cp2-tp2-etp2-sp", "family": "experts"},
     ],
 }
 
@@ -111,6 +117,7 @@ BYTES: dict[int, list[tuple[Any, ...]]] = {
         ("dp2-ep2-rfull", False, {"family": "experts"}),
         ("dp2-ep2-z1-bf16", False, {"family": "switch"}),
         ("dp2-z2", False, {"family": "grouped"}),
+        ("cp2-ep2-rfull", False, {"family": "experts"}),
     ],
     4: [
         ("dp4-ep2-z3", False, {"family": "experts"}),
@@ -228,7 +235,6 @@ MODEL = load_model("tiny-moe")
         ("dp3-ep3", "ep 3 doesn't divide the model's 8 experts"),
         ("tp2", "etp other than tp"),
         ("tp2-ep2", "etp other than tp"),
-        ("cp2", "context parallelism in a model with experts"),
         ("dp2-ep4", "ep 4 doesn't divide the 2 ranks"),
         ("pp2-sgpipe-oact", "offload of the activations of experts"),
         ("dp2-ep2-z1-uneven3.1", "uneven_micro_batches"),

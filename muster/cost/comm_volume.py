@@ -155,6 +155,12 @@ def context_axis_bytes(
         for one in transfers:
             size = master_bytes(plan.precision) if one.in_master_dtype else compute_bytes(plan.precision)
             sent[one.kind] += count * times * one.calls * one.numel * size
+    if spec.moe is not None and spec.moe.aux_loss_coef and sizes.mesh.cp > 1:
+        # The choices of each expert in each sequence, whose positions lie on several ranks.
+        sets = plan.local_micro_batch_size(stage) if spec.moe.aux_loss_scope == "sequence" else 1
+        balanced = [layer for layer in layers if spec.has_experts(layer)]
+        times = len(balanced) + sum(plan.strategy(layer).recompute == "full" for layer in balanced)
+        sent["all_reduce"] += count * times * sets * spec.moe.num_experts * master_bytes(plan.precision)
     return sent
 
 

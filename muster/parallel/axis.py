@@ -93,6 +93,10 @@ class ContextAxis:
         inner = replace(self, size=window, index=inner_index, first=first, window=1)
         return inner, replace(self.strided(window), group=self.second_group or self.group, window=1)
 
+    def all_reduce(self, x: Tensor) -> PendingTensor:
+        """Start an in-place sum over the ranks."""
+        return PendingTensor([dist.all_reduce(x, group=self.group, async_op=True)], lambda: x)
+
     def all_gather(self, x: Tensor) -> PendingTensor:
         """Start to all-gather a tensor of the same shape from every rank: (…) → (ranks, …)."""
         gathered = x.new_empty(self.size, *x.shape)

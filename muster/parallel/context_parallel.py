@@ -24,7 +24,9 @@ Attend = Callable[[Attention, tuple[Tensor, ...], Tensor | None, Documents | Non
 
 
 def apply_context_parallel(module: Decoder, axis: ContextAxis, context: ContextRanks) -> None:
-    """Let the attention of a stage see the positions of all context-parallel ranks."""
+    """Let the attention of a stage see the positions of all context-parallel ranks, and its routers balance the load of
+    whole sequences."""
+    module.router_state.sum_counts = lambda counts_BE: axis.all_reduce(counts_BE).wait()
     file, name = CONTEXT_KINDS[context.kind].attention.split(":")
     attend: Attend = getattr(import_module(f"muster.parallel.{file}"), name)(axis)
     # Without a ring the model's own attention sees whole sequences, with its mask.

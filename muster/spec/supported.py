@@ -183,11 +183,6 @@ EXPERT_RULES: tuple[Rule, ...] = (
         _with_expert_slices,
     ),
     Rule(
-        lambda plan: plan.uses_axis("cp"),
-        "context parallelism in a model with experts (a sequence's load would be summed over its ranks)",
-        setting(cp=1, cp_comm_type="p2p"),
-    ),
-    Rule(
         lambda plan: plan.uses_axis("ep") and bool(plan.uneven_micro_batches),
         "expert parallelism with uneven_micro_batches (each micro-batch meets those of all other ranks)",
         setting(uneven_micro_batches=()),
