@@ -15,6 +15,11 @@ from muster.config.named_model import load_model
 from muster.model.chunk_sizes import large_chunks
 from muster.model.loss import loss_sums
 from muster.model.tiling import compute_in_tiles, tile_rows
+from muster.planner.memory.budget import MemoryBudget
+from muster.planner.plan_costs import PlanCosts
+from muster.planner.request import PlanRequest
+from muster.planner.space import MeshShape, make_plan
+from muster.planner.tiles import tiled_plan
 from muster.simulate.predict import predict
 from muster.spec.legality import plan_violations
 from muster.spec.model import ModelSpec
@@ -137,3 +142,21 @@ def test_what_tiles_do_not_go_with_is_said() -> None:
         plan = parse_plan_name(name)
         problems = plan_violations(plan, model, workload, plan.world_size) + unsupported_features(plan)
         assert any(words in problem for problem in problems), name
+
+
+def request_of(model: str, cluster: str, seq_len: int) -> PlanRequest:
+    """A question with four sequences."""
+    workload = Workload(seq_len=seq_len, global_batch_size=4)
+    return PlanRequest(load_model(model), load_cluster(cluster), workload)
+
+
+def test_planner_tiles_long_sequences_that_do_not_fit() -> None:
+    request = request_of("llama3-8b", "8xh100", 1_048_576)
+    plan = make_plan(request, MeshShape(1, 1, 1, 8, 1, 1), (1, 1, "z3"), recompute="full")
+    tiled = tiled_plan(request, plan)
+    assert tiled is not None
+    assert tiled.sequence_tiles == 16
+    budget = MemoryBudget(request, PlanCosts(request))
+    assert not budget.fits(plan)
+    assert budget.fits(tiled)
+    assert tiled_plan(request_of("llama3-8b", "8xh100", 131_072), plan) is None, "positions of a rank are few"

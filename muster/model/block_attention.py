@@ -109,7 +109,10 @@ def _pieces(q_BHSd: Tensor, blocks: Sequence[AttentionBlock], rule: ScoreRule) -
             yield block
             continue
         batch, heads, *_ = q_BHSd[_slices(block, block.queries)].shape
-        size = max(1, chunk_elements("attention", q_BHSd.device.type) // (batch * heads * len(block.keys)))
+        # Under a window, as many queries as it is wide see less than twice as many keys.
+        seen = len(block.keys) if rule.window is None else min(len(block.keys), 2 * rule.window)
+        size = max(1, chunk_elements("attention", q_BHSd.device.type) // (batch * heads * seen))
+        size = size if rule.window is None else min(size, rule.window)
         for start in range(0, len(block.queries), size):
             queries = block.queries[start : start + size]
             end = len(block.keys) if block.mask == "none" else start + len(queries) + block.offset

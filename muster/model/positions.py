@@ -19,14 +19,19 @@ def rotary_tables(
     dtype: torch.dtype,
     device: torch.device,
     scaling: RopeScaling | None = None,
+    positions_S: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin of every angle, each (S, 1, head_dim); the two halves of the last dimension are equal.
+
+    They are of the first `seq_len` positions, or of those given.
 
     Pair i at position t is rotated by t · theta^(−2i / head_dim) (RoFormer, arXiv:2104.09864 §3.2.2), or by the scaled
     angle under `scaling`, computed in float32 at least.
     """
     exponents_P = torch.arange(0, head_dim, 2, dtype=accumulation_dtype(dtype), device=device) / head_dim
-    positions_S = torch.arange(seq_len, dtype=accumulation_dtype(dtype), device=device)
+    if positions_S is None:
+        positions_S = torch.arange(seq_len, device=device)
+    positions_S = positions_S.to(accumulation_dtype(dtype))
     per_position_P, factor = theta**-exponents_P, 1.0
     if scaling is not None:
         per_position_P, factor = scaled_frequencies(per_position_P, theta, scaling), scaling.attention_scaling
@@ -102,6 +107,8 @@ class PositionState:
         self.documents: Documents | None = None
         """Documents of the next pass's sequences; None: each is one document."""
         self._cos_sin: dict[bool, tuple[Tensor, Tensor]] = {}
+        self._own_cos_sin: dict[bool, tuple[Tensor, Tensor, Tensor]] = {}
+        """Positions of this rank alone, with their cos and sin: those of a long sequence take much memory."""
         self._masks: dict[int, Tensor] = {}
 
     def rotary_cos_sin(self, x_BSD: Tensor, window: int | None = None) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -114,20 +121,34 @@ class PositionState:
         if spec.position != "rope":
             return None, None
         is_local = self.has_own_angles(window)
+        if self.positions_S is not None and self.documents is None:
+            return self._own_angles(self.positions_S, x_BSD, is_local)
         end, kind = self.offset + (self.whole_length or self._length(x_BSD)), (x_BSD.dtype, x_BSD.device)
         tables = self._cos_sin.get(is_local)
         if tables is None or len(tables[0]) < end or (tables[0].dtype, tables[0].device) != kind:
             size = end if self.offset == 0 else 2 * end  # else generation would need a new table for each token
-            theta, scaling = spec.rope_theta, spec.rope_scaling
-            if is_local and spec.window_rope_theta is not None:
-                theta, scaling = spec.window_rope_theta, None
-            tables = rotary_tables(size, spec.rotary_dim or spec.head_dim, theta, *kind, scaling)
-            self._cos_sin[is_local] = tables
+            self._cos_sin[is_local] = tables = self._tables(size, x_BSD, is_local)
         if self.documents is not None:
             return tables[0][self.documents.positions_BS], tables[1][self.documents.positions_BS]
-        if self.positions_S is not None:
-            return tables[0][self.positions_S], tables[1][self.positions_S]
         return tables[0][self.offset : end], tables[1][self.offset : end]
+
+    def _own_angles(self, positions_S: Tensor, x_BSD: Tensor, is_local: bool) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of the positions that this rank keeps of a sequence."""
+        known = self._own_cos_sin.get(is_local)
+        if known is None or known[0] is not positions_S or known[1].dtype != x_BSD.dtype:
+            tables = self._tables(len(positions_S), x_BSD, is_local, positions_S)
+            self._own_cos_sin[is_local] = known = positions_S, *tables
+        return known[1], known[2]
+
+    def _tables(
+        self, size: int, x_BSD: Tensor, is_local: bool, positions_S: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        spec = self._spec
+        theta, scaling = spec.rope_theta, spec.rope_scaling
+        if is_local and spec.window_rope_theta is not None:
+            theta, scaling = spec.window_rope_theta, None
+        kind = x_BSD.dtype, x_BSD.device
+        return rotary_tables(size, spec.rotary_dim or spec.head_dim, theta, *kind, scaling, positions_S)
 
     def has_own_angles(self, window: int | None) -> bool:
         """Return True if layers with this window turn by other angles than layers without one."""

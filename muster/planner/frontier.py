@@ -41,6 +41,7 @@ from muster.planner.space import (
     mesh_shapes,
     schedule_choices,
 )
+from muster.planner.tiles import tiled_plan
 from muster.spec.plan import Plan
 
 PROMISING_FACTOR = 1.1
@@ -207,6 +208,8 @@ class Frontier:
         """Make a plan fit, or push it back where the least time that this adds puts other nodes before it."""
         self.budget.spend(fit_work(plan, self.request.workload))
         fit, excess = self.memory_budget.start_fit(plan)
+        if fit != [plan] and (tiled := tiled_plan(self.request, plan)) is not None:
+            self.push("plans", max(bound, self.evaluator.bounds.of_plan(tiled)), tiled)
         if isinstance(fit, PendingFit):
             bound = max(bound, self.evaluator.bounds.with_added(plan, fit.added_s))
             if self.heap and bound > self.heap[0][0] and not self._is_promising(plan, bound):
@@ -237,9 +240,12 @@ class Frontier:
         return bound > 0 and bool(self.best) and expected < self.best[0].value and self.has_time_for(plan)
 
     def fit(self, plan: Plan) -> list[Plan]:
-        """Return the plan where it fits, else the plans with recompute or offload that do."""
+        """Return the plan where it fits, else the plans with recompute or offload, or with tiles, that do."""
         fitting, excess = self.memory_budget.fit(plan)
         self.budget.spend(fit_work(plan, self.request.workload, by_layer=plan not in fitting))
+        if not fitting and (tiled := tiled_plan(self.request, plan)) is not None:
+            fitting, excess = self.memory_budget.fit(tiled)
+            self.budget.spend(fit_work(plan, self.request.workload, by_layer=tiled not in fitting))
         self._note_nearest_miss(plan, fitting, excess)
         return fitting
 

@@ -9,6 +9,7 @@ from muster.planner.memory.budget import MemoryBudget
 from muster.planner.plan_costs import PlanCosts
 from muster.planner.request import PlanRequest, refix_request
 from muster.planner.space import data_shardings, make_plan, mesh_shapes
+from muster.planner.tiles import tiled_plan
 from muster.schedule.build import build_program
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import MusterError
@@ -81,6 +82,7 @@ def smallest_plan(request: PlanRequest) -> SmallestPlan | None:
             continue
         fields = {name: value for name, value in request.fixed.items() if name in ("schedule", "vpp", "stages")}
         plan = make_plan(request, shape, sharding, recompute=request.fixed.get("recompute", "full"), fields=fields)
+        plan = tiled_plan(request, plan) or plan
         if plan_violations(plan, request.model, request.workload, request.cluster.num_devices):
             continue
         if request.runnable and unsupported_features(plan, request.model):
@@ -214,7 +216,7 @@ def describe_need(request: PlanRequest) -> str:
     helps = [_change_text(one) for one in tried if one.smallest.fits]
     fails = [_change_text(one) for one in tried if not one.smallest.fits]
     logits = smallest.terms.get("logits", 0)
-    if logits > _MANY_LOGITS * smallest.peak_bytes:
+    if logits > _MANY_LOGITS * smallest.peak_bytes and smallest.plan.sequence_tiles == 1:
         fails.append(f"a loss in chunks (at most {format_size(logits)} of logits less)")
     parts = [f"the smallest {how}, {smallest.name}, {needs} ({largest})"]
     parts += [f"it would fit with {', or '.join(helps)}"] if helps else []

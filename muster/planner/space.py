@@ -264,6 +264,7 @@ def make_plan(
             **context_fields(request, shape.tp, shape.cp),
             "ep": shape.ep,
             "micro_batch_size": shape.micro_batch_size,
+            "sequence_tiles": request.fixed.get("sequence_tiles", request.base.sequence_tiles),
             "axis_order": axis_order,
             "default_strategy": _strategy(
                 request.base.default_strategy,  # pyright: ignore[reportArgumentType] -- frozen models are hashable

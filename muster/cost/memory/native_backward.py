@@ -269,7 +269,8 @@ class BackwardPeaks:
         attention = self._attention_workspace(backward=True)
         if attention and how == "full":
             attention += again
-        before = max(self._norm_workspace, attention)
+        norm_is_tiled = self._is_tiled and not sizes.local_model.has_post_norms
+        before = max(0 if norm_is_tiled else self._norm_workspace, attention)
         return max(mlp, before - saved_mlp_bytes(sizes, layer))
 
     def _tiled_mlp_workspace(self, product: int, inner: int, matrix: int) -> int:
@@ -280,7 +281,8 @@ class BackwardPeaks:
         """
         sizes, matrices = self.sizes, 2 + self.sizes.local_model.gated
         summed = matrices * sizes.local_model.intermediate_size * sizes.local_model.hidden_size * self.compute_size
-        computed = self._of_tile(matrices * product + inner + 2 * sizes.full_hidden_bytes) + matrix
+        norm = self._of_tile(self._norm_workspace)
+        computed = self._of_tile(matrices * product + inner + 2 * sizes.full_hidden_bytes) + max(matrix, norm)
         return 2 * sizes.hidden_bytes + summed + max(computed, summed + self._of_tile(2 * sizes.full_hidden_bytes))
 
     def _experts_reduction(self, layer: int, held: ParamShard) -> MemoryTerms:
@@ -321,6 +323,8 @@ class BackwardPeaks:
         """Return the temporary bytes of attention over several ranks or with soft caps. A fused kernel has none."""
         sizes = self.sizes
         exchanged = attention_workspace(sizes.context, sizes.attention, self.compute_size, self.master_size, backward)
+        if exchanged and backward:  # the gradient of its output
+            exchanged += sizes.attention.queries * self.compute_size
         return exchanged + (0 if sizes.local_model.attention_softcap is None else self._soft_cap_workspace(backward))
 
     def _soft_cap_workspace(self, backward: bool) -> int:

@@ -41,7 +41,7 @@ def native_stage_memory(
     embedding_gradients = 0 if spec.tied_embeddings else vocab_gradients // 2
     head_gradients = vocab_gradients - embedding_gradients
     return StageMemory(
-        resident=MemoryTerms(parameters=own.parameters, optimizer=own.optimizer),
+        resident=MemoryTerms(parameters=own.parameters, optimizer=own.optimizer, workspace=own.rotary_bytes),
         gathered_params=0 if own.is_unsharded else gathered.unsharded_numel * own.compute_size,
         keeps_gathered=own.zero != "z3",
         gradients=own.gradients - head_gradients - embedding_gradients,
@@ -113,7 +113,7 @@ class _StagePeaks(BackwardPeaks):
         if self._is_tiled:  # the whole output, and all that one tile makes
             made = (2 + sizes.local_model.gated) * product
             tile = self._of_tile(made + 2 * sizes.full_hidden_bytes + moved)
-            return max(tile + sizes.hidden_bytes, attention)
+            return max(tile + sizes.hidden_bytes - self.stage.last_norm_bytes, attention)
         return max(made + sizes.full_hidden_bytes + moved, attention)
 
     def split_backward(self) -> dict[str, tuple[PeakCandidate, ...]]:

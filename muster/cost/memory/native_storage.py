@@ -157,6 +157,17 @@ class NativeStorage:
         return MemoryTerms(activations=total, logits=logits)
 
     @property
+    def rotary_bytes(self) -> int:
+        """Bytes of cos and sin of the rotary angles, of the rank's positions of one sequence, for each kind of angle;
+        all ranks of tensor parallelism have those of the positions that their attention computes."""
+        spec = self.spec
+        if spec.position != "rope" or not self.layers:
+            return 0
+        positions = self.sizes.seq_len // self.sizes.mesh.sequence_shards
+        kinds = 1 + (spec.window_rope_theta is not None)
+        return 2 * kinds * positions * (spec.rotary_dim or spec.head_dim) * self.compute_size
+
+    @property
     def last_norm_bytes(self) -> int:
         """Bytes that the last norm saves; its output only under a head of this stage. 0 on other stages."""
         if not self.plan.is_last(self.index):
