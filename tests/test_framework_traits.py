@@ -76,6 +76,20 @@ def fused_elementwise(patch: pytest.MonkeyPatch) -> bool | None:
     return None
 
 
+def compiles_by_default(patch: pytest.MonkeyPatch) -> bool:
+    """On a GPU with Triton, in plans that the compiler can follow, and in no others."""
+    patch.setattr(compiling.torch, "compile", lambda function: function)
+    patch.setattr(compiling, "has_triton", lambda: True)
+    patch.setattr(compiling, "device_kind", lambda device: "gpu")
+    eager = count_calls(patch, compiling.torch, "compile", "dp1-relem")
+    said = count_calls(patch, compiling.torch, "compile", "dp1", changes={"compile": False})
+    assert (len(eager), len(said)) == (0, 0)
+    by_default = len(count_calls(patch, compiling.torch, "compile", "dp1"))
+    patch.setattr(compiling, "has_triton", lambda: False)
+    assert not count_calls(patch, compiling.torch, "compile", "dp1")
+    return by_default == LAYERS
+
+
 def fused_norms(patch: pytest.MonkeyPatch) -> bool:
     return len(count_calls(patch, F, "rms_norm", "dp1")) == 2 * MICRO_BATCHES * (2 * LAYERS + 1)
 
@@ -231,16 +245,24 @@ NOT_RUN = {
 CHECKS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
     check.__name__: check
     for check in (
-        attention, fused_soft_cap, fused_elementwise, fused_norms, norm_casts, fused_loss, loss_keeps_gradient,
-        early_stop_recompute, gathered_logits, dropout, fused_grad_accumulation, grad_bytes, all_reduce_grads,
-        replica_reduce_once,
+        attention, fused_soft_cap, compiles_by_default, fused_elementwise, fused_norms, norm_casts, fused_loss,
+        loss_keeps_gradient, early_stop_recompute, gathered_logits, dropout, fused_grad_accumulation, grad_bytes,
+        all_reduce_grads, replica_reduce_once,
         overlap_grad_reduce, overlap_param_gather, per_parameter_collectives, broadcast_updates, overlap_p2p,
         scatter_gather_p2p, joint_input_grad_reduce, overlap_tp_grad_reduce, blocking_launches,
     )
 }  # fmt: skip
 
 
-OWN_STEPS = ("attention", "fused_soft_cap", "norm_casts", "fused_elementwise", "grad_bytes", "early_stop_recompute")
+OWN_STEPS = (
+    "attention",
+    "fused_soft_cap",
+    "norm_casts",
+    "fused_elementwise",
+    "compiles_by_default",
+    "grad_bytes",
+    "early_stop_recompute",
+)
 """Traits whose check runs more steps than others need."""
 
 

@@ -34,7 +34,7 @@ def test_a_plan_that_compiles_is_predicted_compiled():
 
 
 def test_muster_is_the_default_and_waits_for_its_reduction():
-    assert predict(*ASKED, global_batch=16).step_time_s == step_s("muster")
+    assert predict(*ASKED, global_batch=16).step_time_s == step_s("muster", compiled=True)
     exposed_s = {
         name: predict(*ASKED, global_batch=16, framework=name, compile=True).parts.communication_s["dp"]
         for name in ("muster", "torchtitan", "deepspeed")
@@ -83,3 +83,23 @@ def test_the_nearest_framework_is_named():
 def test_the_flag_knows_all_frameworks():
     assert tuple(FRAMEWORKS) == FRAMEWORK_NAMES
     assert FRAMEWORKS[FRAMEWORK_NAMES[0]] is MUSTER
+
+
+def test_a_plan_that_leaves_compile_out_is_compiled_by_muster_on_gpus_where_it_can_be():
+    plans = ("dp8-mb1", "dp8-mb1-relem", "pp8-mb1-szbh1", "dp4-cp2-mb1", "pp8-mb1-vocab", "dp8-mb1-rfull")
+    found = [predict("llama3-8b", "8xh100", spread, global_batch=16) for spread in plans]
+    assert [one.compiled for one in found] == [True, False, False, False, False, True]
+    assert not predict("tiny", "4xcpu", "dp4-mb1", global_batch=8).compiled
+    assert not predict(*ASKED, global_batch=16, framework="torchtitan").compiled
+    assert predict(*ASKED, global_batch=16, compile=False).step_time_s == step_s("muster")
+
+
+def test_the_planner_chooses_compile_and_tells_what_it_saves():
+    found = plan("llama3-8b", "8xh100", global_batch=64, require="cp1-pp1-tp1", top=1, effort=0.3)
+    assert found.answer.first.prediction.compiled
+    (reason,) = [one for one in found.answer.reasons if one.comparison.name == "the same plan without compile"]
+    assert reason.comparison.slower is not None
+    assert reason.comparison.slower > 0.02
+    eager = plan("llama3-8b", "8xh100", global_batch=64, require="cp1-pp1-tp1", top=1, effort=0.3, compile=False)
+    assert eager.best.compile is False
+    assert not eager.answer.first.prediction.compiled

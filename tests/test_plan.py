@@ -607,3 +607,8 @@ def test_a_step_of_very_many_micro_batches_is_refused_at_once():
         (problem,) = plan_violations(plan, MODEL, Workload(seq_len=8, global_batch_size=1_000_000_000), plan.world_size)
         assert "gives each data-parallel rank 1,000,000,000 micro-batches of 1; with pp" in problem
         assert problem.endswith(f"a step has at most {most:,}")
+
+
+def test_a_plan_that_leaves_compile_out_keeps_the_hash_that_it_had_before_it_could():
+    assert Plan().hash == Plan(compile=False).hash != Plan(compile=True).hash
+    assert Plan(dp_shard=2).hash == "4f60c18406eb"

@@ -228,7 +228,7 @@ def test_a_precision_that_devices_lack_is_said() -> None:
 
 
 def test_the_line_of_each_reason_is_one_of_the_answers_and_names_its_plan(capsys) -> None:
-    asked = build_request(load_model("tiny"), load_cluster("4xh100"), 256, 16, runnable=True)
+    asked = build_request(load_model("tiny"), load_cluster("4xh100"), 256, 16, runnable=True, compile=False)
     answer = answer_request(asked, 2, SearchBudget.start(0.2))
     print_answer(answer, explain=True)
     shown = capsys.readouterr().out

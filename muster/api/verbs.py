@@ -76,7 +76,7 @@ def plan(
     memory_limit: int | str | None = None,
     anticipate: bool = False,
     framework: str | FrameworkTraits = MUSTER.name,
-    compile: bool = False,
+    compile: bool | None = None,
     fastest: bool = False,
     top: int = 5,
     effort: float = SEARCH_EFFORT,
@@ -126,7 +126,7 @@ def plan_request(
     memory_limit: int | str | None,
     anticipate: bool,
     framework: str | FrameworkTraits = MUSTER.name,
-    compile: bool = False,
+    compile: bool | None = None,
     fastest: bool = False,
 ) -> PlanRequest:
     """Return the request that `plan` searches for. Raises ConfigError."""

@@ -37,7 +37,11 @@ def add_planning_flags(parser: Parser, default_batch: str) -> None:
         default=FRAMEWORK_NAMES[0],
         help=f"program that trains, {', '.join(FRAMEWORK_NAMES)}: what it overlaps and fuses (default: %(default)s)",
     )
-    add("--compile", action="store_true", help="torch.compile each decoder block, as parallel.compile does")
+    add(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="torch.compile each decoder block, or none (default: on GPUs, where the plan can be compiled)",
+    )
 
 
 def add_training_flags(parser: Parser) -> None:

@@ -73,7 +73,7 @@ def _predict(args: argparse.Namespace) -> "Prediction":
         seq_len=args.seq_len,
         global_batch=args.global_batch,
         framework=args.framework,
-        compile=args.compile or None,
+        compile=args.compile,
     )
 
 

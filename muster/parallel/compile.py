@@ -3,11 +3,25 @@
 import torch
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
+from torch.utils._triton import has_triton
 
 from muster.model.decoder import Attention, Decoder, core_attention
 from muster.model.plugin_layer import PROJECT_IN, PROJECT_OUT
 from muster.model.varlen_attention import varlen_attention
+from muster.spec.compilation import compiles
 from muster.spec.errors import MusterError
+from muster.spec.plan import Plan
+
+
+def device_kind(device: torch.device) -> str:
+    """Return the kind of a device in plans and predictions."""
+    return "gpu" if device.type == "cuda" else device.type
+
+
+def is_compiled(plan: Plan, device: torch.device) -> bool:
+    """Return True if blocks are compiled on a device: as the plan says, or by default where Triton is installed, which
+    compilation for a GPU needs."""
+    return compiles(plan, device_kind(device)) and (plan.compile is True or has_triton())
 
 
 def compile_blocks(module: Decoder, device: torch.device) -> None:

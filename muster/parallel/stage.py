@@ -27,7 +27,7 @@ from muster.model.recompute import apply_recompute
 from muster.model.tiling import apply_tiles, compute_in_tiles, tile_rows
 from muster.parallel import tensor_parallel
 from muster.parallel.axis import TensorAxis
-from muster.parallel.compile import compile_blocks
+from muster.parallel.compile import compile_blocks, is_compiled
 from muster.parallel.context_parallel import apply_context_parallel, keep_positions
 from muster.parallel.expert_parallel import apply_expert_parallel
 from muster.parallel.fsdp import (
@@ -159,7 +159,7 @@ class DecoderStage:
         self._zero: ZeroLevel = strategy.zero if world.groups.data_mesh() is not None else "z2"
         if self.tp_axis is not None or split_backward:
             apply_parallel_linears(self.module, self.tp_axis, self._weight_grads)
-        if plan.compile:
+        if is_compiled(plan, world.device):
             compile_blocks(self.module, world.device)
         self._offload = self.offload_type(world.device)
         self._save_less(plan)

@@ -93,7 +93,7 @@ def _choose(resolved: ResolvedConfig, world_size: int | None, nodes: int) -> Cho
         _require_parts_run(config)
         num_processes = world_size or required_world_size(config.parallel)
         require_runnable(config.parallel, config.model, config.workload, num_processes)
-        return ChosenPlan(config.parallel, num_nodes=nodes)
+        return ChosenPlan(_eager_if_unpacked(config.parallel, config), num_nodes=nodes)
     require_supported_model(config.model)
     _require_parts_run(config)
     evaluated, machine = _search_process_counts(resolved, world_size, nodes)
@@ -102,8 +102,14 @@ def _choose(resolved: ResolvedConfig, world_size: int | None, nodes: int) -> Cho
         f"      {step_ms:,.4g} ms a step by these times; a run measures its passes again before it starts, and prints"
         " the resulting step time"
     )
-    plan = _with_requested_schedule(evaluated.plan, config.parallel)
+    plan = _eager_if_unpacked(_with_requested_schedule(evaluated.plan, config.parallel), config)
     return ChosenPlan(plan, tuple(_lines(evaluated, machine)), step_line, nodes)
+
+
+def _eager_if_unpacked(plan: Plan, config: RunConfig) -> Plan:
+    """Return a plan that compiles nothing on GPUs where samples differ in length; on CPUs that is so by default."""
+    is_open = config.data.packing == "none" and plan.compile is None and bool(nvidia_gpu_names())
+    return plan.model_copy(update={"compile": False}) if is_open else plan
 
 
 def _require_packing_runs(config: RunConfig) -> None:

@@ -112,6 +112,9 @@ def _without_savings(first: EvaluatedPlan, evaluator: PlanEvaluator) -> Iterator
         if field not in fixed and any(getattr(strategy, field) != "none" for strategy in plan.strategies):
             changed = with_all_layers(plan, **{field: "none"})
             yield _changed_reason(f"the same plan without {field}", changed, first, evaluator)
+    if plan.compile is None and first.prediction.compiled:
+        eager = plan.model_copy(update={"compile": False})
+        yield _changed_reason("the same plan without compile", eager, first, evaluator)
 
 
 def _changed_reason(words: str, plan: Plan, first: EvaluatedPlan, evaluator: PlanEvaluator) -> Reason:

@@ -110,7 +110,7 @@ def build_request(
     memory_limit_bytes: int | None = None,
     runnable: bool = False,
     framework: FrameworkTraits = MUSTER,
-    compile: bool = False,
+    compile: bool | None = None,
 ) -> PlanRequest:
     """Build a request, and derive what is left out: the batch from the tokens of the training by the Step Law, the
     precision from the devices.

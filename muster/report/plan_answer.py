@@ -30,7 +30,7 @@ def print_answer(answer: PlanAnswer, explain: bool) -> None:
     print(f"step      {pluralize(workload.global_batch_size, 'sequence')} of {pluralize(workload.seq_len, 'token')}")
     for line in request.derived_lines:
         print(f"          {line}")
-    print(f"framework {request.framework.label(request.base.compile)}")
+    print(f"framework {request.framework.label(answer.first.prediction.compiled)}")
     for line in _required_lines(answer):
         print(line)
     print(f"searched  {_search_text(answer)}")
@@ -187,7 +187,7 @@ def answer_json(answer: PlanAnswer, explain: bool) -> dict[str, Any]:
         "objective": request.objective,
         "prices": price_json(request.cluster),
         "framework": request.framework.name,
-        "compile": request.base.compile,
+        "compile": answer.first.prediction.compiled,
         "derived": list(request.derived_lines),
         "plans": [plan_json(number, *both) for number, both in enumerate(zip(result.best, footprints, strict=True), 1)],
         "fastest": plan_json(0, answer.fastest, None) if answer.fastest.plan != answer.first.plan else None,

@@ -43,7 +43,7 @@ def headline_figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
         f"{format_seconds(prediction.step_time_s)}, {format_fraction(prediction.bubble_fraction)} of it bubble",
     )
     yield "range", _range_text(prediction)
-    yield "framework", prediction.framework.label(prediction.plan.compile)
+    yield "framework", prediction.framework.label(prediction.compiled)
     if prediction.not_yet:
         yield "not yet", "; ".join(prediction.not_yet)
     yield "tokens/s", f"{format_count(prediction.tokens_per_s)}, {per_device}"

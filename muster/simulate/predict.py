@@ -22,6 +22,7 @@ from muster.simulate.simulator import simulate_parts
 from muster.simulate.spans import BUBBLE, P2P
 from muster.simulate.timeline import Timeline
 from muster.spec.cluster import ClusterSpec
+from muster.spec.compilation import compiles
 from muster.spec.errors import InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import MUSTER
@@ -186,6 +187,11 @@ class Prediction:
         capacity = self.forecast.fullest.capacity_bytes if self.memory else None
         return None if capacity is None else int(MEMORY_HEADROOM * capacity)
 
+    @property
+    def compiled(self) -> bool:
+        """True if the plan's blocks are compiled."""
+        return compiles(self.plan, self.cluster.device.kind, self.framework)
+
     def interval_json(self) -> dict[str, Any] | None:
         """Return the interval of the step time as plain data."""
         found = self.interval
@@ -203,7 +209,7 @@ class Prediction:
             "plan": format_plan_name(self.plan),
             "cluster": self.cluster.name,
             "framework": self.framework.name,
-            "compile": self.plan.compile,
+            "compile": self.compiled,
             "devices": self.plan.world_size,
             "not_yet": self.not_yet,
             "seq_len": self.workload.seq_len,

@@ -219,8 +219,8 @@ class Plan(Frozen):
     """Stages of one replica, in model order; empty: layers are split as evenly as possible."""
     precision: Precision = "bf16"
     """Compute dtype; parameters are stored in fp32 (fp64 for fp64), and gradients accumulated in it."""
-    compile: bool = False
-    """torch.compile of each decoder block."""
+    compile: bool | None = None
+    """torch.compile of each decoder block; left out: on GPUs where the runtime can compile the plan, never on CPUs."""
     bucket_layers: PositiveInt = 1
     """Layers whose parameters are gathered, and whose gradients are reduced, in one collective of the sharded ranks."""
     prefetch_buckets: PositiveInt = 1
@@ -445,9 +445,11 @@ class Plan(Frozen):
     def hash(self) -> str:
         """Twelve hexadecimal digits that differ when any field differs.
 
-        A field of `_ADDED_LATER` counts only with another value than its default, so that a plan keeps its hash.
+        A field of `_ADDED_LATER` counts only with another value than its default, so that a plan keeps its hash, and a
+        `compile` that is left out counts as false, which it was before it could be left out.
         """
         values = self.model_dump(mode="json")
+        values["compile"] = bool(self.compile)
         defaults = {key: Plan.model_fields[key].default for key in _ADDED_LATER}
         text = json.dumps({k: v for k, v in values.items() if k not in defaults or v != defaults[k]}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]

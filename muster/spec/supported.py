@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from math import gcd
 
+from muster.spec.compilation import AGAINST_COMPILE
 from muster.spec.errors import InfeasibleError
 from muster.spec.mesh_axes import MESH_AXIS_TABLE, SUPPORTED_AXES, MeshAxis
 from muster.spec.model import ModelSpec
@@ -45,6 +46,10 @@ def _without_optimizer_offload(strategy: LayerStrategy) -> LayerStrategy:
     return strategy.model_copy(update={"offload": kept})
 
 
+def _compile_rule(has: Callable[[Plan], bool], sentence: str) -> Rule:
+    return Rule(lambda plan: plan.compile is True and has(plan), sentence, setting(compile=False))
+
+
 RUNTIME_RULES: tuple[Rule, ...] = (
     *(_axis_rule(axis) for axis in MESH_AXIS_TABLE if not axis.supported),
     Rule(
@@ -78,16 +83,6 @@ RUNTIME_RULES: tuple[Rule, ...] = (
         lambda plan: plan.model_copy(
             update={"stages": tuple(stage.model_copy(update={"ranks": None}) for stage in plan.stages)}
         ),
-    ),
-    Rule(
-        lambda plan: plan.compile and plan.split_backward,
-        "compile with a schedule whose backward is split (the compiler can't see what waits for W)",
-        setting(compile=False),
-    ),
-    Rule(
-        lambda plan: plan.compile and plan.uses_axis("cp"),
-        "compile with context parallelism (attention communicates in the middle of a block)",
-        setting(compile=False),
     ),
     Rule(
         lambda plan: len({mesh.cp for mesh in plan.distinct_meshes}) > 1,
@@ -135,11 +130,6 @@ RUNTIME_RULES: tuple[Rule, ...] = (
         setting(vocab_parallel=False),
     ),
     Rule(
-        lambda plan: plan.vocab_parallel and plan.compile,
-        "vocab_parallel with compile (it has no parity test yet)",
-        setting(compile=False),
-    ),
-    Rule(
         lambda plan: plan.post_validation and plan.precision == "fp16",
         "post_validation with fp16 (a step's loss scale follows from the norm of the one before)",
         setting(post_validation=False),
@@ -154,11 +144,7 @@ RUNTIME_RULES: tuple[Rule, ...] = (
         "post_validation with uneven_micro_batches (it has no parity test yet)",
         setting(post_validation=False),
     ),
-    Rule(
-        lambda plan: plan.compile and any(s.recompute == "elementwise" for s in plan.strategies),
-        "elementwise recompute with compile (the compiler itself chooses cheap things to recompute)",
-        setting(compile=False),
-    ),
+    *(_compile_rule(*one) for one in AGAINST_COMPILE),
 )
 """Things that the runtime can't do: a row goes when the work behind it is done."""
 

@@ -27,6 +27,7 @@ from muster.layout.mesh import axis_sizes
 from muster.layout.tensor_layout import has_vocab_shard
 from muster.schedule.program import Program
 from muster.spec.cluster import ClusterSpec
+from muster.spec.compilation import compiles
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import MUSTER
 from muster.spec.model import ModelSpec
@@ -216,7 +217,8 @@ def _stage_memory_by_pp_rank(
     optim: OptimConfig | None = None,
 ) -> list[dict[int, StageMemory]]:
     """Return stage → memory for each pipeline rank; stages with equal memory share one object."""
-    framework = (framework or MUSTER).for_plan(plan.compile)
+    framework = framework or MUSTER
+    framework = framework.for_plan(compiles(plan, cluster.device.kind, framework))
     kernel_workspace = kernel_workspace or KERNEL_WORKSPACES.get(cluster.device.kind, DEFAULT_KERNEL_WORKSPACE)
     cache = {} if cache is None else cache
     found: list[dict[int, StageMemory]] = [{} for _ in range(plan.pp)]

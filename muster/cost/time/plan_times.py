@@ -22,6 +22,7 @@ from muster.cost.time.trained_parts import trained_parts
 from muster.layout.stage_resharding import stage_transfers
 from muster.schedule.action import Kind
 from muster.spec.cluster import ClusterSpec
+from muster.spec.compilation import compiles
 from muster.spec.device import DeviceSpec, LinkSpec
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
@@ -118,7 +119,8 @@ def place_plan(
         raise InfeasibleError(
             f"the plan needs {world_size} devices, but {cluster.name or 'the cluster'} has {cluster.num_devices}"
         )
-    framework = (framework or MUSTER).for_plan(plan.compile)
+    framework = framework or MUSTER
+    framework = framework.for_plan(compiles(plan, cluster.device.kind, framework))
     tables = (cache or CostCache()).tables(model, workload.seq_len, cluster, framework)
     return PlacedPlan(model, plan, workload, cluster, framework, world_size, tables, data_rank)
 

@@ -1,0 +1,33 @@
+"""Compilation of a plan's blocks by torch.compile: where it is the default, and what stands against it."""
+
+from collections.abc import Callable
+
+from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.frameworks import MUSTER
+from muster.spec.plan import Plan
+
+AGAINST_COMPILE: tuple[tuple[Callable[[Plan], bool], str], ...] = (
+    (
+        lambda plan: plan.split_backward,
+        "compile with a schedule whose backward is split (the compiler can't see what waits for W)",
+    ),
+    (
+        lambda plan: plan.uses_axis("cp"),
+        "compile with context parallelism (attention communicates in the middle of a block)",
+    ),
+    (lambda plan: plan.vocab_parallel, "vocab_parallel with compile (it has no parity test yet)"),
+    (
+        lambda plan: any(strategy.recompute == "elementwise" for strategy in plan.strategies),
+        "elementwise recompute with compile (the compiler itself chooses cheap things to recompute)",
+    ),
+)
+"""Properties of a plan that the runtime can't compile, each with a sentence; parity tests run the other plans."""
+
+
+def compiles(plan: Plan, device_kind: str, framework: FrameworkTraits = MUSTER) -> bool:
+    """Return True if a framework compiles a plan's blocks on devices of a kind (`DeviceSpec.kind`): as the plan says,
+    or where it doesn't, on GPUs if that is the framework's default and nothing in the plan stands against it."""
+    if plan.compile is not None:
+        return plan.compile
+    is_default = framework.compiles_by_default and device_kind == "gpu"
+    return is_default and not any(has(plan) for has, _ in AGAINST_COMPILE)
