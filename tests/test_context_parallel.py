@@ -13,6 +13,7 @@ from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.spec.workload import Workload
 from tests.parity import small_run
 from tests.test_parity import GRADIENT_TOLERANCE, cache, check_parity, run  # noqa: F401
+from tests.train_runs import QUICK, losses, train
 
 KINDS = {
     2: ("", "a", "u", "b", "t"),
@@ -113,6 +114,27 @@ def test_gradients_equal_one_process(num_ranks: int, cache: Path) -> None:  # no
 @pytest.mark.parametrize("num_ranks", CASES)
 def test_gradients_of_every_plan_equal_one_process(num_ranks: int, cache: Path) -> None:  # noqa: F811
     check_parity(num_ranks, in_float64(CASES[num_ranks]), cache)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_a_ladder_of_words_trains_as_one_process(tmp_path: Path) -> None:
+    """Each plan as a person gives it to `muster train`."""
+    words = {"dp1": 1, "cp4": 4, "cp4u2": 4, "cp4w2": 4, "cp2-tp2-sp": 4, "cp2-pp2": 4, "dp2-cp2-z3": 4}
+    for word, ranks in (words | {f"cp2{kind}": 2 for kind in KINDS[2]}).items():
+        run = (
+            "--run",
+            tmp_path / word,
+            "--nproc",
+            str(ranks),
+            "--train.steps",
+            "3",
+            "--train.global_batch_size",
+            "8",
+            *QUICK,
+        )
+        assert train("--preset", "tiny", "--parallel", word, *run).code == 0, word
+        assert losses(tmp_path / word) == pytest.approx(losses(tmp_path / "dp1"), rel=1e-5), word
 
 
 def test_sown_bugs_are_caught(cache: Path) -> None:  # noqa: F811
