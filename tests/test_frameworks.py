@@ -86,9 +86,10 @@ def test_the_flag_knows_all_frameworks():
 
 
 def test_a_plan_that_leaves_compile_out_is_compiled_by_muster_on_gpus_where_it_can_be():
-    plans = ("dp8-mb1", "dp8-mb1-relem", "pp8-mb1-szbh1", "dp4-cp2-mb1", "pp8-mb1-vocab", "dp8-mb1-rfull")
+    plans = ("dp8-mb1", "dp8-mb1-relem", "pp8-mb1-szbh1", "dp4-cp2-mb1", "pp8-mb1-vocab", "dp8-tile4", "dp8-mb1-rfull")
     found = [predict("llama3-8b", "8xh100", spread, global_batch=16) for spread in plans]
-    assert [one.compiled for one in found] == [True, False, False, False, False, True]
+    assert [one.compiled for one in found] == [True, *[False] * 5, True]
+    assert not predict("mixtral-8x7b", "32xh100", "dp32-ep8-mb1", global_batch=32).compiled
     assert not predict("tiny", "4xcpu", "dp4-mb1", global_batch=8).compiled
     assert not predict(*ASKED, global_batch=16, framework="torchtitan").compiled
     assert predict(*ASKED, global_batch=16, compile=False).step_time_s == step_s("muster")

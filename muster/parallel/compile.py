@@ -10,6 +10,7 @@ from muster.model.plugin_layer import PROJECT_IN, PROJECT_OUT
 from muster.model.varlen_attention import varlen_attention
 from muster.spec.compilation import compiles
 from muster.spec.errors import MusterError
+from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 
 
@@ -18,10 +19,10 @@ def device_kind(device: torch.device) -> str:
     return "gpu" if device.type == "cuda" else device.type
 
 
-def is_compiled(plan: Plan, device: torch.device) -> bool:
+def is_compiled(plan: Plan, model: ModelSpec, device: torch.device) -> bool:
     """Return True if blocks are compiled on a device: as the plan says, or by default where Triton is installed, which
     compilation for a GPU needs."""
-    return compiles(plan, device_kind(device)) and (plan.compile is True or has_triton())
+    return compiles(plan, model, device_kind(device)) and (plan.compile is True or has_triton())
 
 
 def compile_blocks(module: Decoder, device: torch.device) -> None:

@@ -159,7 +159,7 @@ class DecoderStage:
         self._zero: ZeroLevel = strategy.zero if world.groups.data_mesh() is not None else "z2"
         if self.tp_axis is not None or split_backward:
             apply_parallel_linears(self.module, self.tp_axis, self._weight_grads)
-        if is_compiled(plan, world.device):
+        if is_compiled(plan, spec, world.device):
             compile_blocks(self.module, world.device)
         self._offload = self.offload_type(world.device)
         self._save_less(plan)

@@ -190,7 +190,7 @@ class Prediction:
     @property
     def compiled(self) -> bool:
         """True if the plan's blocks are compiled."""
-        return compiles(self.plan, self.cluster.device.kind, self.framework)
+        return compiles(self.plan, self.model, self.cluster.device.kind, self.framework)
 
     def interval_json(self) -> dict[str, Any] | None:
         """Return the interval of the step time as plain data."""

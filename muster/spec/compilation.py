@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import MUSTER
+from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 
 AGAINST_COMPILE: tuple[tuple[Callable[[Plan], bool], str], ...] = (
@@ -15,6 +16,7 @@ AGAINST_COMPILE: tuple[tuple[Callable[[Plan], bool], str], ...] = (
         lambda plan: plan.uses_axis("cp"),
         "compile with context parallelism (attention communicates in the middle of a block)",
     ),
+    (lambda plan: plan.sequence_tiles > 1, "sequence_tiles with compile (it has no parity test yet)"),
     (lambda plan: plan.vocab_parallel, "vocab_parallel with compile (it has no parity test yet)"),
     (
         lambda plan: any(strategy.recompute == "elementwise" for strategy in plan.strategies),
@@ -24,10 +26,10 @@ AGAINST_COMPILE: tuple[tuple[Callable[[Plan], bool], str], ...] = (
 """Properties of a plan that the runtime can't compile, each with a sentence; parity tests run the other plans."""
 
 
-def compiles(plan: Plan, device_kind: str, framework: FrameworkTraits = MUSTER) -> bool:
-    """Return True if a framework compiles a plan's blocks on devices of a kind (`DeviceSpec.kind`): as the plan says,
-    or where it doesn't, on GPUs if that is the framework's default and nothing in the plan stands against it."""
+def compiles(plan: Plan, model: ModelSpec, device_kind: str, framework: FrameworkTraits = MUSTER) -> bool:
+    """Return True if a framework compiles a model's blocks on devices of a kind (`DeviceSpec.kind`): as the plan says,
+    or where it doesn't, on GPUs if that is the framework's default and nothing in plan or model stands against it."""
     if plan.compile is not None:
         return plan.compile
-    is_default = framework.compiles_by_default and device_kind == "gpu"
+    is_default = framework.compiles_by_default and device_kind == "gpu" and model.moe is None
     return is_default and not any(has(plan) for has, _ in AGAINST_COMPILE)

@@ -105,11 +105,6 @@ RUNTIME_RULES: tuple[Rule, ...] = (
         setting(sequence_tiles=1),
     ),
     Rule(
-        lambda plan: plan.sequence_tiles > 1 and plan.compile,
-        "sequence_tiles with compile (it has no parity test yet)",
-        setting(sequence_tiles=1),
-    ),
-    Rule(
         lambda plan: plan.precision not in SUPPORTED_PRECISIONS,
         "fp8 (it needs torchao's scaled matmuls and a GPU that has them)",
         setting(precision="bf16"),

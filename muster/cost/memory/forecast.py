@@ -218,7 +218,7 @@ def _stage_memory_by_pp_rank(
 ) -> list[dict[int, StageMemory]]:
     """Return stage → memory for each pipeline rank; stages with equal memory share one object."""
     framework = framework or MUSTER
-    framework = framework.for_plan(compiles(plan, cluster.device.kind, framework))
+    framework = framework.for_plan(compiles(plan, model, cluster.device.kind, framework))
     kernel_workspace = kernel_workspace or KERNEL_WORKSPACES.get(cluster.device.kind, DEFAULT_KERNEL_WORKSPACE)
     cache = {} if cache is None else cache
     found: list[dict[int, StageMemory]] = [{} for _ in range(plan.pp)]

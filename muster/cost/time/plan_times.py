@@ -120,7 +120,7 @@ def place_plan(
             f"the plan needs {world_size} devices, but {cluster.name or 'the cluster'} has {cluster.num_devices}"
         )
     framework = framework or MUSTER
-    framework = framework.for_plan(compiles(plan, cluster.device.kind, framework))
+    framework = framework.for_plan(compiles(plan, model, cluster.device.kind, framework))
     tables = (cache or CostCache()).tables(model, workload.seq_len, cluster, framework)
     return PlacedPlan(model, plan, workload, cluster, framework, world_size, tables, data_rank)
 
