@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from muster.model.decoder import Decoder
+from muster.model.loss import LossSums
 from muster.parallel import stage, tensor_parallel
 from muster.parallel.stage import DecoderStage
 from muster.train.trainer import Trainer
@@ -50,7 +51,11 @@ def frozen_parameters() -> AbstractContextManager:
 
 def padding_in_the_loss() -> AbstractContextManager:
     right = stage.loss_sums
-    return patch.object(stage, "loss_sums", lambda logits, labels, *more: right(logits, labels.clamp(min=0), *more))
+
+    def counted(logits: Tensor, labels: Tensor, *rest: Any, **options: Any) -> LossSums:
+        return right(logits, labels.clamp(min=0), *rest, **options)
+
+    return patch.object(stage, "loss_sums", counted)
 
 
 def dropped_layer() -> AbstractContextManager:

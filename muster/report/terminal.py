@@ -57,6 +57,7 @@ def plan_lines(plan: Plan, model: ModelSpec, workload: Workload, n_micro_batches
 def plan_rows(plan: Plan, model: ModelSpec, workload: Workload, n_micro_batches: int) -> list[tuple[str, str]]:
     """Return the plan in rows: name and hash, ranks, stages with their layers, micro-batches, storage, batch."""
     size = format_count(model.num_parameters)
+    batch = _plural(workload.global_batch_size, "sequence", "s")
     return [
         ("plan", f"{format_plan_name(plan)}  ({plan.hash})"),
         ("model", f"{model.name}, {model.num_layers} layers, {size} parameters"),
@@ -65,10 +66,7 @@ def plan_rows(plan: Plan, model: ModelSpec, workload: Workload, n_micro_batches:
         ("schedule", f"{plan.schedule}, {_plural(n_micro_batches, 'micro-batch', 'es')} of {plan.micro_batch_size}"),
         *([("shares", _micro_batch_groups(plan, n_micro_batches))] if plan.uneven_micro_batches else []),
         ("storage", _storage(plan, model.num_layers)),
-        (
-            "step",
-            f"{workload.global_batch_size} sequences × {workload.seq_len:,} = {workload.tokens_per_step:,} tokens",
-        ),
+        ("step", f"{batch} × {workload.seq_len:,} = {workload.tokens_per_step:,} tokens"),
     ]
 
 
