@@ -194,14 +194,13 @@ class Watch(TorchDispatchMode):
         name = str(func)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         devices = {x.device.type for x in tensors if x.dim() > 0}  # a scalar of the host goes with the launch
-        if NAME in {x.device.type for x in tensors}:
-            if name == "aten._local_scalar_dense.default":
-                Module.current_stream().synchronize()
-                self._see_sync()
-                return 1.0
-            if name == "aten._to_copy.default" and str(kwargs.get("device")) == "cpu":
-                Module.current_stream().synchronize()
-                self._see_sync()
+        if name == "aten._local_scalar_dense.default" and NAME in {x.device.type for x in tensors}:
+            Module.current_stream().synchronize()
+            self._see_sync()
+            return 1.0
+        if waits_for_copy(name, args, kwargs):
+            Module.current_stream().synchronize()
+            self._see_sync()
         if len(devices) > 1 and name not in _COPIES:
             self.strays.append(f"{name} in {caller()}")
         return func(*args, **kwargs)
@@ -226,6 +225,35 @@ class Watch(TorchDispatchMode):
             other = ranks[args[2]]
             ranks = (self.rank, other) if name == "send" else (other, self.rank)
         self.calls.append(Call(name, ranks, numel))
+
+
+PINNED: dict[int, Any] = {}
+"""Storages in pinned memory of the host, by their identity."""
+
+
+def pin(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in pinned memory, as `Tensor.pin_memory` does."""
+    pinned = tensor.clone()
+    storage = pinned.untyped_storage()
+    PINNED[storage._cdata] = storage
+    return pinned
+
+
+def waits_for_copy(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return True for a copy between device and host for which the host waits: any but a non-blocking one from or to
+    pinned memory."""
+    if name == "aten._to_copy.default":
+        source, target, kind = args[0], None, kwargs.get("device")
+        non_blocking = kwargs.get("non_blocking", False)
+    elif name == "aten.copy_.default":
+        (target, source), kind = args[:2], args[0].device
+        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+    else:
+        return False
+    if kind is None or {source.device.type, torch.device(kind).type} != {NAME, "cpu"}:
+        return False
+    host = source if source.device.type == "cpu" else target
+    return not (non_blocking and host is not None and host.untyped_storage()._cdata in PINNED)
 
 
 _COPIES = {"aten.copy_.default", "aten._to_copy.default", "aten._foreach_copy_.default"}

@@ -20,6 +20,7 @@ from muster.checkpoint.in_memory.directory import InMemoryDirectory, claim_run_i
 from muster.checkpoint.in_memory.recovery import RecoverySearch, find_newest
 from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.rank_file import rank_file_name
+from muster.launch.store_waits import wait_for_keys
 from muster.layout.tensor_layout import Box, TensorLayout
 from muster.spec.errors import InfeasibleError
 from tests.saver_ranks import COLUMNS, ROWS, shards_of
@@ -45,7 +46,7 @@ class Rank:
         self._meetings += 1
         keys = [f"gather/{self._meetings}/{rank}" for rank in range(self.size)]
         self.store.set(keys[self.rank], pickle.dumps(value))
-        self.store.wait(keys, timedelta(seconds=300))
+        wait_for_keys(self.store, keys, timedelta(seconds=300))
         return [pickle.loads(self.store.get(key)) for key in keys]
 
     def launch(self, run_id: str | None = None) -> None:

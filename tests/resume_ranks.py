@@ -19,6 +19,7 @@ from muster.checkpoint.load import load
 from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.read_plan import plan_reads
 from muster.config.run_config import RunConfig
+from muster.launch.store_waits import wait_for_keys
 from muster.optim.weight_average import average_decay
 from muster.parallel.world import World, open_world
 from muster.spec.context_kinds import CP_COMM_TYPES
@@ -118,7 +119,7 @@ def chains(rank: int, size: int, store: dist.Store, payload: dict[str, Any]) -> 
                     result = link.go_on(world, plan)
             if rank == 0:
                 store.set(f"told-{generation}", str(link.step))
-            store.wait([f"told-{generation}"], timedelta(seconds=300))
+            wait_for_keys(store, [f"told-{generation}"], timedelta(seconds=300))
             link.step = int(store.get(f"told-{generation}"))
             if result is not None:
                 results.append(result)

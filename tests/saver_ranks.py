@@ -19,6 +19,7 @@ from muster.checkpoint.checkpoint_dir import RetentionPolicy, find_damage, find_
 from muster.checkpoint.load import load, read_full
 from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.manifest import read_manifest
+from muster.launch.store_waits import wait_for_keys
 from muster.layout.tensor_layout import Box, TensorLayout, chunk_bounds
 
 ROWS, COLUMNS = 4096, 64
@@ -48,7 +49,7 @@ class Rank:
         key = f"test/{self._meetings}"
         if self.store.add(f"{key}/here", 1) == self.size:
             self.store.set(f"{key}/all", "")
-        self.store.wait([f"{key}/all"], timedelta(seconds=300))
+        wait_for_keys(self.store, [f"{key}/all"], timedelta(seconds=300))
 
     def begin(self, step: int, root: Path | None = None, keep: RetentionPolicy | None = None) -> list[LocalShard]:
         """Start a save; the tensors change at once, as they would in the next step."""

@@ -19,7 +19,7 @@ HEALTHY = {
 
 
 def judged(gpus: list[dict[str, Any]], driver: tuple[dict[str, str], ...] = (), **found: Any) -> list[tuple[str, str]]:
-    probe = {"cuda": "13.0", "nccl": "2.28.9", "pairs": [], **found, "gpus": gpus}
+    probe = {"cuda": "13.0", "nccl": "2.28.9", "triton": True, "pairs": [], **found, "gpus": gpus}
     return [(one.level, one.sentence) for one in gpu_results([NAME] * len(gpus), probe, driver)]
 
 
@@ -45,6 +45,11 @@ def test_a_gpu_that_is_not_well_is_a_problem(change: dict[str, Any], words: str)
     sentences = [sentence for level, sentence in judged([HEALTHY | change]) if level == "problem"]
     assert len(sentences) == 1
     assert words in sentences[0]
+
+
+def test_a_missing_triton_is_said_since_plans_then_run_without_compile() -> None:
+    notes = [sentence for level, sentence in judged([HEALTHY], triton=False) if level == "note"]
+    assert notes == ["Triton isn't installed for these GPUs, so plans run without compile: pip install triton"]
 
 
 @pytest.mark.parametrize(

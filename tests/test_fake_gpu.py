@@ -3,8 +3,10 @@
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from dataclasses import replace
+from itertools import accumulate, islice, pairwise
 from typing import Any, TypeVar, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +17,11 @@ from torch.utils._device import _device_constructors
 
 from muster.data.dataset import SampleStream
 from muster.layout.mesh import coordinates_of
+from muster.model import positions, varlen_attention
+from muster.model.documents import Documents
+from muster.model.host_copies import to_device
 from muster.optim import adamw
+from muster.parallel import compile as compile_module
 from muster.parallel import p2p
 from muster.parallel.axis import PendingTensor
 from muster.parallel.offload import ActivationOffload, HostBufferPool
@@ -24,10 +30,12 @@ from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World
 from muster.schedule.resolve import resolve_schedule
 from muster.spec.plan import Plan
-from muster.spec.plan_name import parse_plan_name
+from muster.spec.schedules import SCHEDULES
 from muster.train.memory_check import FAKE_MODE, CountedTrainer, FakeStage
 from muster.train.parameter_updater import ParameterUpdater
-from tests.fake_gpu import DEVICE, Stream, Watch, order_problems
+from muster.train.prefetch import LocalBatch
+from tests.fake_gpu import DEVICE, Stream, Watch, order_problems, pin
+from tests.fake_gpu_plans import KINDS, case_of, every_schedule_with_each_kind, num_ranks, plan_of, random_cases
 from tests.parity import small_run
 from tests.stream_check import StreamCheck
 from tests.test_parity import CASES
@@ -42,7 +50,7 @@ class HostPool(HostBufferPool):
 
     def acquire(self, size: int) -> torch.Tensor:
         with FAKE_MODE:
-            return torch.empty(size, dtype=torch.uint8)
+            return pin(torch.empty(size, dtype=torch.uint8))
 
 
 class StreamOffload(ActivationOffload):
@@ -64,11 +72,47 @@ class GpuTrainer(CountedTrainer):
 
     stage_type = OffloadStage
 
+    def run_step(self) -> None:
+        """Run one step, of packed documents where the run packs."""
+        if self.config.data.packing == "concatenate":
+            super().run_step()
+            return
+        feed = self.batch_loader.feed_stages
+
+        def feed_packed(share: LocalBatch, loss_scale: float = 1.0) -> None:
+            batch = share.batch
+            assert batch is not None
+            feed(replace(share, batch=replace(batch, positions_BS=batch.tokens_BS)), loss_scale)
+
+        with patch.object(self.batch_loader, "feed_stages", feed_packed):
+            super().run_step()
+
+
+def two_documents(positions_BS: torch.Tensor, device: torch.device) -> Documents:
+    """`Documents.from_positions` of sequences that consist of two documents each: fake positions have no values."""
+    batch, length = positions_BS.shape
+    lengths = (5, length - 5) * batch
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return Documents(to_device(positions_BS, device), lengths, to_device(starts, device))
+
+
+def variable_lengths(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, *options: object
+) -> torch.Tensor:
+    """A kernel that reads what variable-length attention reads."""
+    return q * (k.mean() + v.mean()) + starts.sum()
+
 
 @pytest.fixture(autouse=True)
 def fake_factories(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tensors of the device be made fake wherever they are made."""
     monkeypatch.setattr(adamw, "FUSED_DEVICES", (DEVICE.type,))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(Documents, "from_positions", staticmethod(two_documents))
+    monkeypatch.setattr(varlen_attention, "gpu_kernel", lambda: variable_lengths)
+    for module in (varlen_attention, positions):
+        monkeypatch.setattr(module, "has_varlen_attention", lambda x, head_dim: x.device.type == DEVICE.type)
+    monkeypatch.setattr(compile_module.torch, "compile", lambda function: function)
     _device_constructors()  # remembers the functions of PyTorch itself
     for name in ("empty", "zeros", "ones", "full", "arange", "tensor", "randint", "as_tensor"):
         monkeypatch.setattr(torch, name, fake_on_device(getattr(torch, name)))
@@ -97,15 +141,13 @@ def gpu_world(plan: Plan, rank: int) -> Iterator[World]:
 
 def watch_step(case: dict[str, Any], rank: int, kind: type[SomeWatch] = Watch) -> SomeWatch:  # type: ignore[assignment]
     """Run two steps of a case of the parity tests in bf16, and return what was seen in the second."""
-    given = {key: case[key] for key in ("tied", "layers", "z_loss", "optim", "family") if key in case}
+    given = {key: case[key] for key in ("tied", "layers", "z_loss", "optim", "family", "packing") if key in case}
     config = small_run(**given)
     if "batch" in case:
         config = config.model_copy(
             update={"train": config.train.model_copy(update={"global_batch_size": case["batch"]})}
         )
-    base = Plan(precision=case.get("precision", "bf16"), micro_batch_size=1)
-    plan = Plan.model_validate(parse_plan_name(case["plan"], base).model_dump() | case.get("changes", {}))
-    plan = resolve_schedule(plan, config.model, config.workload)
+    plan = resolve_schedule(plan_of(case), config.model, config.workload)
     watch = kind(rank)
     with gpu_world(plan, rank) as world:
         trainer = GpuTrainer(config, plan, world, cast(SampleStream, None))
@@ -116,8 +158,8 @@ def watch_step(case: dict[str, Any], rank: int, kind: type[SomeWatch] = Watch) -
     return watch
 
 
-def check(case: dict[str, Any], num_ranks: int) -> None:
-    watches = [watch_step(case, rank, StreamCheck) for rank in range(num_ranks)]
+def check(case: dict[str, Any]) -> None:
+    watches = [watch_step(case, rank, StreamCheck) for rank in range(num_ranks(case))]
     for watch in watches:
         assert not watch.strays, case
         assert not watch.races, case
@@ -127,28 +169,49 @@ def check(case: dict[str, Any], num_ranks: int) -> None:
 
 SMALL = {"layers": 2, "batch": 4}
 EXAMPLES = [
-    ({"plan": "dp2-z3", **SMALL}, 2),
-    ({"plan": "tp2-sp", "precision": "fp16", **SMALL}, 2),
-    ({"plan": "pp2-szbh1", "tied": True, **SMALL}, 2),
-    ({"plan": "pp2-vocab", "z_loss": 0.1, **SMALL}, 2),
-    ({"plan": "pp2-sgpipe-oact", **SMALL}, 2),
+    {"plan": "dp2-z3", "packing": "document_mask", **SMALL},
+    {"plan": "tp2-sp", "precision": "fp16", "family": "qwen3", **SMALL},
+    {"plan": "pp2-szbh1", "tied": True, **SMALL},
+    {"plan": "pp2-vocab", "z_loss": 0.1, **SMALL},
+    {"plan": "pp2-sgpipe-oact", **SMALL},
 ]
+SAMPLE = list(islice(random_cases(seed=0), 3))
 
 
-@pytest.mark.parametrize(("case", "num_ranks"), EXAMPLES, ids=[str(case["plan"]) for case, _ in EXAMPLES])
-def test_a_step_waits_once_its_streams_wait_for_each_other_and_all_ranks_meet(
-    case: dict[str, Any], num_ranks: int
-) -> None:
-    check(case, num_ranks)
+def name_of(case: dict[str, Any]) -> str:
+    """Return what makes a case, for people."""
+    return "-".join(str(value) for key, value in case.items() if key not in ("layers", "batch", "changes"))
 
 
-ALL = [(case, size) for size in (1, 2, 4) for case in CASES[size] if "sexact" not in case["plan"]]
+@pytest.mark.parametrize("case", EXAMPLES + SAMPLE, ids=name_of)
+def test_a_step_waits_once_its_streams_wait_for_each_other_and_all_ranks_meet(case: dict[str, Any]) -> None:
+    check(case)
+
+
+def test_every_kind_of_plan_is_stepped_under_all_schedules_that_can_run_it() -> None:
+    """Splitting a backward, as a searched schedule may, stands against compile; two replicas against a vocabulary that
+    is spread over pipeline ranks."""
+    missing = {(name, kind) for kind in KINDS for name in SCHEDULES if case_of(name, [kind]) is None}
+    split = {name for name, entry in SCHEDULES.items() if entry.split_backward or entry.searched}
+    replicated = {name for name, entry in SCHEDULES.items() if entry.default_replicas > 1}
+    assert missing == {(name, "compile") for name in split} | {(name, "spread vocabulary") for name in replicated}
+
+
+ALL = [case for size in (1, 2, 4) for case in CASES[size] if "sexact" not in case["plan"]]
+CROSSED = every_schedule_with_each_kind()
+COMBINED = list(islice(random_cases(seed=1), 20))
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("case_and_size", ALL, ids=[f"{case['plan']}-{i}" for i, (case, _) in enumerate(ALL)])
-def test_steps_of_all_plans_wait_once_and_all_ranks_meet(case_and_size: tuple[dict[str, Any], int]) -> None:
-    check(*case_and_size)
+@pytest.mark.parametrize("case", ALL, ids=name_of)
+def test_steps_of_all_plans_wait_once_and_all_ranks_meet(case: dict[str, Any]) -> None:
+    check(case)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", CROSSED + COMBINED, ids=name_of)
+def test_steps_of_every_schedule_with_each_kind_of_plan_wait_once_and_all_ranks_meet(case: dict[str, Any]) -> None:
+    check(case)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -165,6 +228,11 @@ def test_a_second_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ParameterUpdater, "local_statistics", read_twice)
     assert len(watch_step({"plan": "dp1", **SMALL}, 0).syncs) == 2
+
+
+def test_a_copy_for_which_the_host_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    assert watch_step({"plan": "dp1", **SMALL}, 0).syncs == ["host_copies.py:to_device", *ONE_SYNC]
 
 
 def test_a_tensor_of_the_host_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from muster.checkpoint.remote import RemoteCheckpoints, upload_in_subprocess
 from muster.checkpoint.save import manifest_header, save_using, write_items, write_local_shards
 from muster.checkpoint.staging import StagingBuffer, record_event
 from muster.checkpoint.writer_process import make_job
+from muster.launch.store_waits import wait_for_keys
 from muster.spec.errors import MusterError
 
 BARRIER_TIMEOUT = timedelta(minutes=30)
@@ -59,8 +60,7 @@ class AsyncSaver:
         self, rank: int, world_size: int, store: dist.Store, in_memory: InMemoryCheckpointer | None = None
     ) -> None:
         self._rank, self._world_size, self._in_memory = rank, world_size, in_memory
-        # A separate connection, so that waiting on it blocks nobody else.
-        self._barrier = _StoreBarrier(store.clone(), world_size)  # type: ignore[attr-defined]
+        self._barrier = _StoreBarrier(store, world_size)
         self._staging: StagingBuffer | None = None
         self._writer: _WriterProcess | None = None
         self._thread: threading.Thread | None = None
@@ -293,7 +293,7 @@ class _StoreBarrier:
             self._store.set(f"{key}/all", "")
         self._previous = key
         try:
-            self._store.wait([f"{key}/all"], BARRIER_TIMEOUT)
+            wait_for_keys(self._store, [f"{key}/all"], BARRIER_TIMEOUT)
         except dist.DistStoreError:
             minutes = BARRIER_TIMEOUT.total_seconds() / 60
             return [f"some rank's saver did not answer within {minutes:.0f} minutes"]

@@ -4,8 +4,8 @@ import resource
 
 from muster.spec.errors import MusterError
 
-STORE_CONNECTIONS_PER_RANK = 2
-"""Connections of a rank to the store: its own, and with NCCL one of the thread that watches collectives."""
+STORE_CONNECTIONS_PER_RANK = 1
+"""Connections of a rank to the store, which all its threads share (`store_waits.py`)."""
 _OTHER_FILES = 200
 """Open files of a launcher beside its store's connections: logs, heartbeats, libraries."""
 

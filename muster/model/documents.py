@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from muster.model.host_copies import to_device
+
 
 @dataclass(frozen=True, eq=False)
 class Documents:
@@ -26,7 +28,7 @@ class Documents:
         lengths = tuple(begins.diff().tolist())
         if len(lengths) == len(positions_BS):
             return None
-        return Documents(positions_BS.to(device), lengths, begins.to(device, torch.int32))
+        return Documents(to_device(positions_BS, device), lengths, to_device(begins.to(torch.int32), device))
 
 
 def per_document_attention(

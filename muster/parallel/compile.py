@@ -25,14 +25,26 @@ def is_compiled(plan: Plan, model: ModelSpec, device: torch.device) -> bool:
     return compiles(plan, model, device_kind(device)) and (plan.compile is True or has_triton())
 
 
+def eager_note(plan: Plan, model: ModelSpec, device: torch.device) -> str | None:
+    """Return one sentence where blocks that would be compiled by default run eagerly, and so slower than predicted."""
+    if is_compiled(plan, model, device) or not compiles(plan, model, device_kind(device)):
+        return None
+    return "blocks run eagerly, slower than predicted: compiling them for this GPU needs Triton (pip install triton)"
+
+
 def compile_blocks(module: Decoder, device: torch.device) -> None:
     """Compile each block at its first pass.
 
     The functions that tensor parallelism and split backwards put into a block stay uncompiled, between compiled
     pieces: a compiler can do nothing with their collectives and deferred gradients.
 
-    Raises MusterError if the machine has no C++ compiler, which compilation for a CPU needs.
+    Raises MusterError if the machine lacks what compilation needs: Triton for a GPU, a C++ compiler for a CPU.
     """
+    if device_kind(device) == "gpu" and not has_triton():
+        raise MusterError(
+            "the plan's compile needs Triton, which isn't installed for this GPU: install it (pip install triton), or"
+            " set compile to false"
+        )
     if device.type == "cpu":
         try:
             get_cpp_compiler()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from muster.launch.heartbeat import Heartbeat, open_heartbeat
+from muster.launch.store_waits import wait_for_keys
 from muster.layout.mesh import MeshCoordinates, coordinates_of
 from muster.parallel.axis import ContextAxis, ExpertAxis, PipelineAxis, TensorAxis
 from muster.parallel.process_groups import ProcessGroups
@@ -82,7 +83,7 @@ class World:
         if self.rank == 0:
             self.store.set("main is done", "")
         else:
-            self.store.wait(["main is done"], FINALIZE_TIMEOUT)
+            wait_for_keys(self.store, ["main is done"], FINALIZE_TIMEOUT)
 
     def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
         """Sum `values` over all ranks, in place, and return it."""
@@ -119,9 +120,9 @@ class World:
         self.store.set(keys[self.rank], json.dumps(value))
         everyone = f"exchange/{name}/all"
         if self.rank == 0:
-            self.store.wait(keys, limit)
+            wait_for_keys(self.store, keys, limit)
             self.store.set(everyone, json.dumps([json.loads(self.store.get(key)) for key in keys]))
-        self.store.wait([everyone], limit)
+        wait_for_keys(self.store, [everyone], limit)
         return json.loads(self.store.get(everyone))
 
     def broadcast_object(self, value: T) -> T:

@@ -80,6 +80,8 @@ def gpu_results(
     yield ok(_GPUS, f"{len(gpus)} × {gpus[0]['name']}, {', '.join(versions)}")
     if not found["nccl"] and len(gpus) > 1:
         yield problem(_GPUS, "this PyTorch has no NCCL, so its GPUs can't train together: install the CUDA build")
+    if not found["triton"]:
+        yield note(_GPUS, "Triton isn't installed for these GPUs, so plans run without compile: pip install triton")
     for index, gpu in enumerate(gpus):
         yield from _judge_gpu(index, gpu)
     for pair in found["pairs"]:

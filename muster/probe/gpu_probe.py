@@ -11,19 +11,22 @@ from typing import Any
 
 import torch
 import torch.cuda.nccl
+from torch.utils._triton import has_triton
 
 _SIZE, _REPEATS = 8192, 6
 _COPY_BYTES = 1 << 28
 
 
 def probe_gpus() -> dict[str, Any]:
-    """Return the versions of CUDA and NCCL, what each GPU is and does, and the rate of copies between pairs."""
+    """Return the versions of CUDA and NCCL, if Triton is there, what each GPU is and does, and the rate of copies
+    between pairs."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found: dict[str, Any] = {"cuda": torch.version.cuda, "nccl": None, "gpus": [], "pairs": []}
     if not count:
         return found
     if torch.distributed.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    found["triton"] = has_triton()
     found["gpus"] = [_probe_gpu(index) for index in range(count)]
     found["pairs"] = [_probe_pair(0, other) for other in range(1, count)]
     return found

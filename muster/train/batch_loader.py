@@ -14,6 +14,7 @@ from muster.data.length_bucketing import BucketedStep, bucket_by_length
 from muster.layout.context_parallel import kept_positions
 from muster.layout.mesh import dp_index_of
 from muster.model.documents import Documents
+from muster.model.host_copies import to_device
 from muster.parallel.stage import DecoderStage
 from muster.parallel.stage_inputs import StageInputs
 from muster.parallel.world import World
@@ -98,9 +99,10 @@ class BatchLoader:
         """Split into micro-batches on the device, each without the positions that are padding in all of its samples."""
         device = self.world.device
         if arrangement is None:
-            return tuple(array_MBS.to(device).unbind())
+            return to_device(array_MBS, device).unbind()
         lengths = arrangement.lengths_M
-        return tuple(x_BS[:, :length].contiguous().to(device) for x_BS, length in zip(array_MBS, lengths, strict=False))
+        cut = (x_BS[:, :length].contiguous() for x_BS, length in zip(array_MBS, lengths, strict=False))
+        return tuple(to_device(x_BS, device) for x_BS in cut)
 
     def _cut(self, x_BS: Tensor) -> Tensor:
         """Return the positions that this rank keeps of tokens, labels or positions of whole sequences.

@@ -18,6 +18,7 @@ from muster.config.run_config import RunConfig
 from muster.cost.memory.device_overhead import device_overhead
 from muster.cost.memory.forecast import forecast_memory
 from muster.cost.memory.rank_memory import rank_memory
+from muster.parallel.compile import eager_note
 from muster.parallel.op_profile import StageProfile
 from muster.report.console import table_console
 from muster.report.page import write_report
@@ -47,6 +48,8 @@ def print_plan(trainer: Trainer, predicted: Timeline) -> None:
     """Print the plan and its predicted step time."""
     config, plan = trainer.config, trainer.plan
     print(plan_lines(plan, config.model, config.workload, plan.num_micro_batches(config.workload)))
+    if note := eager_note(plan, config.model, trainer.world.device):
+        print(note)
     step, idle = format_seconds(predicted.makespan_s), breakdown(predicted).bubble_fraction
     print(f"predicted step: {step}, {idle:.0%} of it idle, from passes timed on this machine")
 

@@ -1,0 +1,78 @@
+"""Plans for the GPU in name only: every schedule with each other kind of plan, alone and combined at random."""
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from muster.spec.legality import plan_violations
+from muster.spec.plan import Plan
+from muster.spec.plan_name import parse_plan_name
+from muster.spec.schedules import SCHEDULES, find_schedule
+from muster.spec.supported import unsupported_features
+from tests.parity import small_run
+
+Case = dict[str, Any]
+"""Words of a plan and settings of the run, as in the tests of parity."""
+KINDS: dict[str, Case] = {
+    "bf16": {},
+    "fp16": {"precision": "fp16"},
+    "z1": {"words": ("dp2", "z1")},
+    "z2": {"words": ("dp2", "z2")},
+    "z3": {"words": ("dp2", "z3")},
+    "tp-sp": {"words": ("tp2", "sp")},
+    "spread vocabulary": {"words": ("vocab",), "tied": True},
+    "offload": {"words": ("oact",)},
+    "packed": {"packing": "document_mask"},
+    "window": {"family": "qwen3"},
+    "compile": {"changes": {"compile": True}},
+}
+"""Kinds of plans by name: what each adds to a schedule."""
+ALTERNATIVES = (("z1", "z2", "z3", "tp-sp"), ("bf16", "fp16"), ("spread vocabulary", "offload", "compile"), ("packed",))
+
+
+def case_of(schedule: str, kinds: Sequence[str]) -> Case | None:
+    """Return the case of a schedule with all of these kinds; None where no such plan is legal or can be run."""
+    entry = find_schedule(schedule)
+    chunks = "" if entry.default_chunks == 1 else f"v{entry.default_chunks}"
+    added = [KINDS[kind] for kind in kinds]
+    words = [word for one in added for word in one.get("words", ())]
+    options = {key: value for one in added for key, value in one.items() if key != "words"}
+    name = "-".join([*words[:1], f"pp2{chunks}", f"s{schedule.replace('-', '')}", *words[1:]])
+    batch = 8 if {"z1", "z2", "z3"} & set(kinds) else 4
+    case = {"plan": name, "layers": 2 * entry.default_chunks // entry.default_replicas, "batch": batch, **options}
+    return case if is_runnable(case) else None
+
+
+def is_runnable(case: Case) -> bool:
+    """Return True if the plan of a case is legal and can be run."""
+    plan = plan_of(case)
+    config = small_run(layers=case["layers"], family=case.get("family", "llama"), tied=case.get("tied", False))
+    workload = config.workload.model_copy(update={"global_batch_size": case["batch"]})
+    problems = plan_violations(plan, config.model, workload, plan.world_size)
+    return not problems and not unsupported_features(plan, config.model)
+
+
+def plan_of(case: Case) -> Plan:
+    """Return the plan of a case."""
+    base = Plan(precision=case.get("precision", "bf16"), micro_batch_size=1)
+    return Plan.model_validate(parse_plan_name(case["plan"], base).model_dump() | case.get("changes", {}))
+
+
+def every_schedule_with_each_kind() -> list[Case]:
+    """Return the cases of all schedules with one kind each."""
+    return [case for kind in KINDS for schedule in SCHEDULES if (case := case_of(schedule, [kind])) is not None]
+
+
+def random_cases(seed: int) -> Iterator[Case]:
+    """Yield cases of random schedules with several kinds."""
+    random_number = random.Random(seed)
+    schedules = [name for name, entry in SCHEDULES.items() if not entry.slow]
+    while True:
+        kinds = [random_number.choice(names) for names in ALTERNATIVES if random_number.random() < 0.7]
+        if (case := case_of(random_number.choice(schedules), kinds)) is not None:
+            yield case
+
+
+def num_ranks(case: Case) -> int:
+    """Return the number of ranks of a case."""
+    return plan_of(case).world_size
