@@ -78,10 +78,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return whole_run(tmp_path_factory.getbasetemp())[0]
 
 
-@pytest.fixture(scope="module")
-def browser(request: pytest.FixtureRequest) -> Iterator[Browser]:
+def require_chromium(config: pytest.Config) -> None:
+    """Skip the test, or fail where the option says so, if Chromium is not installed."""
     if find_chromium() is None:
         message = "Chromium is not installed"
-        pytest.fail(message) if request.config.getoption("--require-chromium") else pytest.skip(message)
+        pytest.fail(message) if config.getoption("--require-chromium") else pytest.skip(message)
+
+
+@pytest.fixture(scope="module")
+def browser(request: pytest.FixtureRequest) -> Iterator[Browser]:
+    require_chromium(request.config)
     with Browser() as browser:
         yield browser

@@ -364,6 +364,7 @@ def run_case(
     steps: int = 20,
     profile: bool = False,
     changes: dict[str, Any] | None = None,
+    micro_batch_size: int = 1,
     **kind: Any,
 ) -> dict[str, Any]:
     """Errors relative to the reference: of the losses, and of this rank's part of the first gradients and their norm.
@@ -372,7 +373,7 @@ def run_case(
     rank held, beside the formulas.
     """
     config, (losses, gradients) = config_of(**kind), expected
-    base = Plan(precision=precision, micro_batch_size=1)  # type: ignore[arg-type]
+    base = Plan(precision=precision, micro_batch_size=micro_batch_size)  # type: ignore[arg-type]
     full_plan = Plan.model_validate(parse_plan_name(plan, base).model_dump() | (changes or {}))
     full_plan = resolve_schedule(full_plan, config.model, config.workload)
     require_runnable(full_plan, config.model, config.workload, world_size)

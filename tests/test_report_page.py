@@ -1,11 +1,9 @@
 """The report in a real browser: drawn, legible and quiet at every width and in both colour schemes."""
 
-import os
 import re
-import subprocess
-import sys
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +17,7 @@ from muster.simulate.predict import predict
 from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.spec.workload import Workload
 from tests.chromium import Browser
+from tests.conftest import require_chromium
 from tests.page_audit import audit, blank_pictures
 from tests.report_example import metrics, report, write_run
 
@@ -198,13 +197,12 @@ def test_both_timelines_share_one_axis(browser: Browser, tmp_path: Path) -> None
         assert places[0] == places[1]
 
 
-@pytest.mark.parametrize(("options", "outcome"), [((), "1 skipped"), (("--require-chromium",), "1 error")])
-def test_without_a_browser(tmp_path: Path, options: tuple[str, ...], outcome: str) -> None:
+@pytest.mark.parametrize(
+    ("is_required", "outcome"), [(False, pytest.skip.Exception), (True, pytest.fail.Exception)], ids=["skip", "fail"]
+)
+def test_without_a_browser(monkeypatch: pytest.MonkeyPatch, is_required: bool, outcome: type[BaseException]) -> None:
     """Skipped with a reason, or failed where a browser is required."""
-    test = f"{__file__}::{test_both_timelines_share_one_axis.__name__}"
-    command = [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", "-p", "no:xdist", *options, test]
-    root = Path(__file__).parent.parent
-    environment = {**os.environ, "PATH": str(tmp_path)}
-    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert outcome in result.stdout
-    assert "Chromium is not installed" in result.stdout
+    monkeypatch.setattr("tests.conftest.find_chromium", lambda: None)
+    config = SimpleNamespace(getoption={"--require-chromium": is_required}.__getitem__)
+    with pytest.raises(outcome, match="Chromium is not installed"):
+        require_chromium(config)  # type: ignore[arg-type]

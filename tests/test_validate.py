@@ -29,7 +29,8 @@ from muster.validate.summary import shipped_rows, summarize, to_json, validate_t
 from muster.validate.sweeps import score_sweeps, spearman
 from muster.validate.table import COLUMNS, REQUIRED_COLUMNS, MeasurementRow, parse_table
 from muster.validate.term_parsing import Sharding, parse_sharding
-from tests.chromium import Browser, find_chromium
+from tests.chromium import Browser
+from tests.conftest import require_chromium
 from tests.page_audit import audit, blank_pictures
 
 LLAMA_8B = {
@@ -629,9 +630,7 @@ def summary():
 
 
 def test_the_page_is_legible(request, tmp_path, summary):
-    if find_chromium() is None:
-        message = "Chromium is not installed"
-        pytest.fail(message) if request.config.getoption("--require-chromium") else pytest.skip(message)
+    require_chromium(request.config)
     path = tmp_path / "page.html"
     write_accuracy_page(path, summary)
     with Browser() as browser:
