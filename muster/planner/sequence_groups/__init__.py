@@ -1,0 +1,1 @@
+"""Assignment of sequences of unequal lengths to groups of context-parallel ranks of different sizes."""
