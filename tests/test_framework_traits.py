@@ -235,7 +235,6 @@ NOT_RUN = {
     "all of one kind": ("name", "storage"),
     "expert parallelism": ("overlap_expert_comm", "dispatch_once_per_node"),
     "context parallelism, whose work and bytes have tests of their own": ("balanced_cp", "cp_grad_bytes"),
-    "kernels of a GPU": ("fused_cp_blocks",),
     "fp8": ("fp8_activations",),
     "what the plan decides (tp_overlap)": ("async_tp",),
     "moments of another storage": ("moment_bytes",),

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from muster.layout.context_parallel import AttentionBlock, BlockMask
+from muster.model.block_kernels import fused_backward, fused_forward, has_block_kernel, trim_block
 from muster.model.chunk_sizes import chunk_elements
 from muster.model.decoder import Attention
 from muster.model.kernels import accumulation_dtype, soft_cap_, soft_cap_slope_
-
-_forward_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +103,9 @@ class BlockGradients:
 def _pieces(q_BHSd: Tensor, blocks: Sequence[AttentionBlock], rule: ScoreRule) -> Iterator[AttentionBlock]:
     """Yield the blocks, those without a fused kernel in pieces of some queries each, whose scores are in memory."""
     for block in blocks:
-        if _has_kernel(q_BHSd, block, rule):
-            yield block
+        if has_block_kernel(q_BHSd, block, rule.softcap):
+            if seen_block := trim_block(block, rule.window):
+                yield seen_block
             continue
         batch, heads, *_ = q_BHSd[_slices(block, block.queries)].shape
         # Under a window, as many queries as it is wide see less than twice as many keys.
@@ -135,8 +134,8 @@ def block_forward(
     q_BHSd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, block: AttentionBlock, rule: ScoreRule
 ) -> tuple[Tensor, Tensor]:
     """Return output (B, H, S, d) and log-sum-exp (B, H, S) of one block; −∞ for queries that see none of the keys."""
-    if _has_kernel(q_BHSd, block, rule):
-        return _forward_cpu(q_BHSd, k_BKTd, v_BKTd, 0.0, block.mask == "causal", scale=rule.scale)
+    if has_block_kernel(q_BHSd, block, rule.softcap):
+        return fused_forward(q_BHSd, k_BKTd, v_BKTd, block, rule.scale, rule.window)
     s_BKGST = _scores(q_BHSd, k_BKTd, block, rule)
     lse_BKGS = s_BKGST.logsumexp(-1)
     p_BKGST = (s_BKGST - lse_BKGS.unsqueeze(-1)).exp_().nan_to_num_(0.0).to(v_BKTd.dtype)
@@ -155,9 +154,9 @@ def block_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return one block's terms of the gradients of queries, keys and values, from the complete output and
     log-sum-exp."""
-    if _has_kernel(q_BHSd, block, rule):
-        saved = (x.contiguous() for x in (out_BHSd, lse_BHS))
-        return _backward_cpu(grad_BHSd, q_BHSd, k_BKTd, v_BKTd, *saved, 0.0, block.mask == "causal", scale=rule.scale)
+    if has_block_kernel(q_BHSd, block, rule.softcap):
+        saved = grad_BHSd, q_BHSd, k_BKTd, v_BKTd, out_BHSd, lse_BHS
+        return fused_backward(*saved, block, rule.scale, rule.window)
     groups = q_BHSd.shape[1] // k_BKTd.shape[1]
     grad_BKGSd, out_BKGSd, q_BKGSd = (x.unflatten(1, (-1, groups)) for x in (grad_BHSd, out_BHSd, q_BHSd))
     s_BKGST = _scores(q_BHSd, k_BKTd, block, rule)
@@ -171,11 +170,6 @@ def block_backward(
     ds_BKGST = ds_BKGST.mul_(rule.scale).to(q_BHSd.dtype)
     grad_q_BHSd = (ds_BKGST @ k_BKTd.unsqueeze(2)).flatten(1, 2)
     return grad_q_BHSd, (ds_BKGST.mT @ q_BKGSd).sum(2), grad_v_BKTd
-
-
-def _has_kernel(q_BHSd: Tensor, block: AttentionBlock, rule: ScoreRule) -> bool:
-    """Return True where PyTorch has a fused kernel that returns the log-sum-exp."""
-    return q_BHSd.device.type == "cpu" and block.mask != "band" and rule.softcap is None
 
 
 def _scores(q_BHSd: Tensor, k_BKTd: Tensor, block: AttentionBlock, rule: ScoreRule) -> Tensor:

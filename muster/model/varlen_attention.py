@@ -213,8 +213,13 @@ def has_varlen_attention(x: Tensor, head_dim: int) -> bool:
     """Return True if `varlen_attention` runs on the device of a tensor, in its dtype."""
     if x.device.type != "cuda":
         return x.device.type == "cpu"
+    return fits_flash_attention(x, head_dim) and gpu_kernel() is not None
+
+
+def fits_flash_attention(x: Tensor, head_dim: int) -> bool:
+    """Return True if FlashAttention-2 runs on the GPU of a tensor, in its dtype."""
     fits = x.dtype in (torch.bfloat16, torch.float16) and head_dim <= MAX_HEAD_DIM and head_dim % 8 == 0
-    return fits and _has_flash_attention(x.device) and gpu_kernel() is not None
+    return fits and x.device.type == "cuda" and _has_flash_attention(x.device)
 
 
 def varlen_attention(

@@ -13,6 +13,7 @@ from muster.planner.request import PlanRequest
 from muster.schedule.action import Kind
 from muster.spec.context_kinds import CONTEXT_KINDS
 from muster.spec.context_rules import context_violations, group_degrees
+from muster.spec.frameworks import MUSTER
 from muster.spec.plan import Mesh, Plan
 from muster.spec.workload import Workload
 
@@ -24,10 +25,10 @@ CONTEXT_FIELDS = ("cp_comm_type", "cp_ulysses_degree", "cp_window_size")
 def context_fields(request: PlanRequest, tp: int, cp: int) -> dict[str, Any]:
     """Return the fields of a plan that say how context-parallel ranks communicate: the required ones, or the fastest.
 
-    Where the framework's blocks run in a fused kernel, attention hides the transfers of a ring, and nothing is faster.
+    Other frameworks have not all kinds, and keep the ring.
     """
     base = {name: request.fixed.get(name, getattr(request.base, name)) for name in CONTEXT_FIELDS}
-    if cp == 1 or base["cp_comm_type"] != "p2p" or request.framework.fused_cp_blocks:
+    if cp == 1 or base["cp_comm_type"] != "p2p" or request.framework.name != MUSTER.name:
         return base
     known = request.cost_cache.tables(
         request.model, request.workload.seq_len, request.cluster, request.framework

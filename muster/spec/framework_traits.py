@@ -75,9 +75,6 @@ class FrameworkTraits(Frozen):
     kernel of its own (lists of tensors, as in DeepSpeed's first ZeRO-3)."""
     balanced_cp: bool = True
     """Context-parallel ranks have equal shares of the causal mask; otherwise the last has most."""
-    fused_cp_blocks: bool = True
-    """On a GPU, blocks of context-parallel attention (p2p, all_gather) run in a fused kernel; otherwise pieces of their
-    scores are in memory. a2a calls the kernel for whole sequences."""
     cp_grad_bytes: PositiveInt | None = None
     """Bytes per element of the key/value gradients that travel around the ring of p2p, cp hops; None: those of the
     compute dtype, cp − 1 hops."""

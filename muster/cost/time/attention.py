@@ -2,7 +2,7 @@
 
 from muster.cost.context_traffic import AttentionShape
 from muster.cost.time.collectives import all_reduce_s
-from muster.cost.time.context_parallel import add_context_transfers
+from muster.cost.time.context_parallel import add_block_merges, add_context_transfers
 from muster.cost.time.kernels import flash_attention_s, matmul_s, stream_s, sustained_flops_per_s
 from muster.cost.time.sublayer import LayerContext, SublayerCost, add_tp_entry, add_tp_exit, norm_bytes
 from muster.spec.device import AttentionKernel, DeviceSpec
@@ -19,6 +19,8 @@ SOFT_CAP_BYTES = (76, 136)
 """Bytes (forward, backward) per visible score of attention that caps scores outside of a fused kernel
 (`muster.model.soft_capped_attention`): scale, tanh, mask and softmax in float32, and in the backward once more, with
 the gradients of softmax and cap."""
+FLASH_ELEMENT_BYTES = 2
+"""Bytes per element of what FlashAttention's kernels take: blocks in float32 have their scores in memory."""
 _FLASH_KERNELS: tuple[AttentionKernel, ...] = ("flash3", "flash2", "flash1")
 
 
@@ -129,9 +131,8 @@ def _add_scores(
     span = min(window or seq_len, seq_len)
     seen = (span * (seq_len - span) + span * span / 2) / seq_len
     in_blocks = at.context.ring > 1 and at.device.kind != "cpu"
-    if (at.model.attention_softcap is not None and not at.framework.fused_soft_cap) or (
-        in_blocks and not at.framework.fused_cp_blocks
-    ):
+    is_capped = at.model.attention_softcap is not None and not at.framework.fused_soft_cap
+    if is_capped or (in_blocks and at.element_bytes != FLASH_ELEMENT_BYTES):
         forward_s, backward_s = _soft_capped_scores_s(at, heads, qk_dim, seen)
         kernels = 12.0
     elif kernel in _FLASH_KERNELS:
@@ -151,6 +152,8 @@ def _add_scores(
     if at.cp.size > 1:
         shape = AttentionShape(round(at.tokens), round(heads), max(1, round(kv_width / qk_dim)), qk_dim)
         add_context_transfers(at, part, shape, forward_s, backward_s)
+        if in_blocks:
+            add_block_merges(at, part, shape)
 
 
 def _soft_capped_scores_s(at: LayerContext, heads: float, head_dim: float, seen: float) -> tuple[float, float]:

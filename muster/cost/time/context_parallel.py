@@ -7,9 +7,15 @@ from math import ceil
 
 from muster.cost.context_traffic import AttentionShape, Transfer, attention_transfers
 from muster.cost.time.collectives import CommGroup, all_gather_s, all_to_all_s, p2p_s, reduce_scatter_s
+from muster.cost.time.kernels import stream_s
 from muster.cost.time.pass_cost import PassCost
 from muster.cost.time.sublayer import LayerContext, SublayerCost
 from muster.spec.context_kinds import ContextRanks
+
+MERGE_BYTES, MERGE_KERNELS = 26, 10
+"""Bytes per element of a block's output in two bytes that is merged in float32, and kernels for a block."""
+ADD_BYTES = 10
+"""Bytes per element of a gradient in two bytes that is added in float32."""
 
 
 def add_context_transfers(
@@ -29,6 +35,22 @@ def add_context_transfers(
         )
     _add_pass(at, part.forward, forward, forward_s)
     _add_pass(at, part.input_grads, backward, backward_s)
+
+
+def add_block_merges(at: LayerContext, part: SublayerCost, shape: AttentionShape) -> None:
+    """Add what merging the blocks of a ring moves in memory (`muster.model.block_attention`).
+
+    A rank's queries, all of them, see half the keys of each other rank, and half of them a block more of its own. Each
+    output is read, converted to float32 and added to the scaled sum: 26 bytes per element. In the backward a term of
+    each gradient is added, and those of keys and values also begin at zero and join the sum of the ranks before.
+    """
+    ring, device = at.context.ring, at.device
+    forward = (ring + 0.5) * MERGE_BYTES * shape.queries
+    backward = ring * (ADD_BYTES * shape.queries + (ADD_BYTES + 16) * shape.keys_and_values)
+    kernels = (2 * ring + 1) * MERGE_KERNELS
+    part.forward.add(forward_s := stream_s(device, forward, kernels), kernels)
+    part.attention_core.add(forward_s, kernels)
+    part.input_grads.add(stream_s(device, backward, kernels), kernels)
 
 
 def _add_pass(at: LayerContext, cost: PassCost, transfers: tuple[Transfer, ...], scores_s: float) -> None:
