@@ -119,13 +119,25 @@ def test_a_plan_that_nothing_else_makes_fit_offloads() -> None:
 
 def test_offload_is_chosen_where_it_takes_less_than_recompute() -> None:
     """A wide model computes long for each byte that a layer saves, so that copies are hidden."""
-    request = tight(replace(pipeline(), model=MODEL.model_copy(update={"hidden_size": 4096, "num_heads": 32})), 0.4)
+    request = tight(replace(pipeline(), model=MODEL.model_copy(update={"hidden_size": 4096, "num_heads": 32})), 0.5)
     found, other = search(request, 1).best[0], search(without(request), 1).best[0]
     assert offloads(found.plan)
     assert found.value < other.value
     reasons = find_reasons(FirstPlan(found, PlanEvaluator(request), 0.0), [], SearchBudget())
     said = next(reason.sentence for reason in reasons if reason.comparison.name == "the same plan without offload")
     assert "slower" in said or "doesn't fit" in said
+
+
+def test_elementwise_recompute_is_weighed_with_the_time_of_eager_blocks() -> None:
+    """Full recompute of a few layers leaves the others compiled: faster than elementwise recompute of more of them."""
+    request = without(tight(replace(pipeline(), model=MODEL.model_copy(update={"hidden_size": 4096})), 0.4))
+    found, evaluator = search(request, 1).best[0], PlanEvaluator(request)
+    assert found.prediction.compiled
+    plain = with_policy(found.plan, LayerPolicy("none"))
+    fitting = {one.prediction.compiled: one for one in map(evaluator.evaluate, evaluator.memory_budget.fit(plain)[0])}
+    assert fitting[True].value == found.value < fitting[False].value
+    assert {strategy.recompute for strategy in fitting[True].plan.strategies} == {"none", "full"}
+    assert "elementwise" in {strategy.recompute for strategy in fitting[False].plan.strategies}
 
 
 @pytest.mark.parametrize("part", [0.1, 0.3])

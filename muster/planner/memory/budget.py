@@ -34,7 +34,9 @@ from muster.schedule.build import nothing_to_offload_error, schedule_for_plan
 from muster.schedule.message_liveness import Column, schedule_message_counts
 from muster.schedule.offload import CopyOverlaps, count_copy_overlaps
 from muster.schedule.schedule import Schedule
+from muster.spec.compilation import compiles
 from muster.spec.errors import InfeasibleError
+from muster.spec.frameworks import MUSTER
 from muster.spec.plan import Offload, Plan
 from muster.spec.supported import unsupported_features
 
@@ -47,7 +49,8 @@ its limit, it has to free that much more."""
 class PendingFit:
     """A plan that doesn't fit, with what is needed to make it fit."""
 
-    fitter: MemoryFitter
+    fitters: list[MemoryFitter]
+    """Fitters by what blocks do: compiled, and eager where elementwise recompute stands against compile."""
     may_offload: bool
     """True if it may offload as well as recompute."""
     excess_bytes: list[float]
@@ -214,14 +217,20 @@ class MemoryBudget:
         host_excess = self.host_excess_bytes(plan)
         if max(excess) <= 0 and host_excess <= 0:
             return [plan] if self.request.is_simple_enough(plan) else [], max(excess)
-        fitter, may_offload = self._fitter(plan)
-        added_s = fitter.added_s(excess) if len(fitter.policies) > 1 else None
-        if added_s is None:
-            return self._with_uniform_fits(fitter, self._smallest(fitter)), max(*excess, host_excess)
-        return PendingFit(fitter, may_offload, excess, added_s), max(*excess, host_excess)
+        fitters, may_offload = self._fitters_of(plan)
+        fitters = [fitter for fitter in fitters if len(fitter.policies) > 1]
+        added_s = [found for fitter in fitters if (found := fitter.added_s(excess)) is not None]
+        if not added_s:
+            return self._with_uniform_fits(fitters, self._smallest(fitters)), max(*excess, host_excess)
+        least_s = [min(of_rank) for of_rank in zip(*added_s, strict=True)]
+        return PendingFit(fitters, may_offload, excess, least_s), max(*excess, host_excess)
 
-    def _fitter(self, plan: Plan) -> tuple[MemoryFitter, bool]:
-        """Return the fitter of a plan, and True if it may offload as well as recompute."""
+    def _fitters_of(self, plan: Plan) -> tuple[list[MemoryFitter], bool]:
+        """Return the fitters of a plan, and True if they may offload as well as recompute.
+
+        Blocks with elementwise recompute can't be compiled. So where blocks are compiled by default, there are two: one
+        without it, and one with it and the times of eager blocks.
+        """
         policy = LayerPolicy(plan.default_strategy.recompute, plan.default_strategy.offload)
         request = self.request
         is_fixed = request.fixed.get("recompute") is not None or policy.recompute != "none"
@@ -230,20 +239,44 @@ class MemoryBudget:
         may_offload = policy.offload == "none" and "offload" not in request.fixed and host is not None
         offloads: tuple[Offload, ...] = ("none", "activations") if may_offload else (policy.offload,)
         policies = [LayerPolicy(*pair) for pair in product(modes, offloads)]
-        key = plan, *policies, self.head_room
+        compiled = compiles(plan, request.model, request.cluster.device.kind, request.framework or MUSTER)
+        if is_fixed or not compiled or (plan.compile and not request.runnable):
+            return [self._fitter(plan, policies, host)], may_offload
+        of_compiled = [policy for policy in policies if policy.recompute != "elementwise"]
+        found = [self._fitter(plan, of_compiled, host)]
+        if plan.compile is None:
+            found.append(self._fitter(plan, policies, host, eager=True))
+        return found, may_offload
+
+    def _fitter(
+        self, plan: Plan, policies: list[LayerPolicy], host: HostLink | None, eager: bool = False
+    ) -> MemoryFitter:
+        key = plan, *policies, eager, self.head_room
         if key not in self._fitters:
-            own = request.model, request.workload, self._orders_of(plan), self.costs.pass_times
-            stages = stage_layers(plan, *own, policies, host)
-            self._fitters[key] = MemoryFitter(plan, request.model.num_layers, policies, stages)
-        return self._fitters[key], may_offload
+            request, times_of = self.request, self.costs.pass_times
+            own = request.model, request.workload, self._orders_of(plan)
+            stages = stage_layers(plan, *own, self._eager_times if eager else times_of, policies, host)
+            extra_s = None
+            if eager:
+                extra_s = (self._eager_times(plan).backward_s - times_of(plan).backward_s).tolist()
+            self._fitters[key] = MemoryFitter(plan, request.model.num_layers, policies, stages, extra_s)
+        return self._fitters[key]
+
+    def _eager_times(self, plan: Plan) -> PassTimes:
+        """Return the times of a plan's passes if its blocks aren't compiled."""
+        return self.costs.pass_times(plan.model_copy(update={"compile": False}))
 
     def finish_fit(self, pending: "PendingFit") -> list[Plan]:
         """Return the plan with the cheapest recompute by layer that makes it fit, and with the cheapest recompute and
         offload. Where simple plans are wanted, those with one policy for all layers are tried too."""
-        fitter = pending.fitter
         simpler_than = self.request.simpler_than
         if simpler_than is not None and not simpler_than.differs_by_layer:
-            return self._with_uniform_fits(fitter, [])
+            return self._with_uniform_fits(pending.fitters, [])
+        found = [plan for fitter in pending.fitters for plan in self._fits_by_layer(fitter, pending)]
+        return self._with_uniform_fits(pending.fitters, found or self._smallest(pending.fitters))
+
+    def _fits_by_layer(self, fitter: MemoryFitter, pending: "PendingFit") -> list[Plan]:
+        """Return a fitter's plan with the cheapest recompute, and the one with the cheapest recompute and offload."""
         found: list[Plan] = []
         policies = list(fitter.policies)
         without_offload = [policy for policy in policies if policy.offload == "none"]
@@ -252,32 +285,35 @@ class MemoryBudget:
             if len(allowed) > 1:
                 fitted = self._fit_within(fitter, pending.excess_bytes, allowed)
             changed = fitted and fitted[0]
-            if changed is not None and changed not in found:
+            if changed is not None and changed not in found and fitter.is_for(changed):
                 found.append(changed)
             if changed is not None and not fitter.waits:
                 break  # copies that no pass waits for cost nothing: fewer policies give no faster plan
-        return self._with_uniform_fits(fitter, found or self._smallest(fitter))
+        return found
 
-    def _with_uniform_fits(self, fitter: MemoryFitter, found: list[Plan]) -> list[Plan]:
+    def _with_uniform_fits(self, fitters: list[MemoryFitter], found: list[Plan]) -> list[Plan]:
         """Return what was found; where simple plans are wanted, those of it and of `uniform_fits` that are."""
         if self.request.simpler_than is None:
             return found
         return [
-            plan for plan in dict.fromkeys([*found, *self._uniform_fits(fitter)]) if self.request.is_simple_enough(plan)
+            plan
+            for plan in dict.fromkeys([*found, *self._uniform_fits(fitters)])
+            if self.request.is_simple_enough(plan)
         ]
 
     def uniform_fits(self, plan: Plan) -> list[Plan]:
         """Return a plan that doesn't fit with the least recompute of all layers alike that makes it fit: alone, and
-        with all layers offloading."""
-        return self._uniform_fits(self._fitter(plan)[0])
+        with all layers offloading; where blocks are compiled by default, each compiled and eager."""
+        return self._uniform_fits(self._fitters_of(plan)[0])
 
-    def _uniform_fits(self, fitter: MemoryFitter) -> list[Plan]:
+    def _uniform_fits(self, fitters: list[MemoryFitter]) -> list[Plan]:
         found: list[Plan] = []
-        for offload in dict.fromkeys(policy.offload for policy in fitter.policies):
-            plans = (with_policy(fitter.plan, policy) for policy in fitter.policies if policy.offload == offload)
-            fitting = (plan for plan in plans if plan != fitter.plan and self._fits_and_runs(plan))
-            found += islice(fitting, 1)
-        return found
+        for fitter in fitters:
+            for offload in dict.fromkeys(policy.offload for policy in fitter.policies):
+                plans = (with_policy(fitter.plan, policy) for policy in fitter.policies if policy.offload == offload)
+                fitting = (plan for plan in plans if plan != fitter.plan and self._fits_and_runs(plan))
+                found += islice(fitting, 1)
+        return list(dict.fromkeys(found))
 
     def _fits_and_runs(self, plan: Plan) -> bool:
         if self.request.runnable and unsupported_features(plan, self.request.model):
@@ -287,18 +323,21 @@ class MemoryBudget:
         except InfeasibleError:  # nothing that it offloads is saved for long enough
             return False
 
-    def _smallest(self, fitter: MemoryFitter) -> list[Plan]:
-        """Return the plan with all layers recomputed as far as allowed, and the one with the policies that free most,
+    def _smallest(self, fitters: list[MemoryFitter]) -> list[Plan]:
+        """Return the plans with all layers recomputed as far as allowed, and those with the policies that free most,
         where they fit.
 
-        They may fit although no choice of the fitter does, which knows the memory of layers but for what lives within a
+        They may fit although no choice of a fitter does, which knows the memory of layers but for what lives within a
         pass only.
         """
-        if len(fitter.policies) == 1:
-            return []
-        plans = [with_policy(fitter.plan, fitter.policies[fitter.full_recompute]), fitter.fit_most()]
-        changed = [plan for plan in dict.fromkeys(plans) if plan != fitter.plan]
-        return [plan for plan in changed if self._fits_and_runs(plan)]
+        plans = [
+            plan
+            for fitter in fitters
+            if len(fitter.policies) > 1
+            for plan in (with_policy(fitter.plan, fitter.policies[fitter.full_recompute]), fitter.fit_most())
+            if plan != fitter.plan
+        ]
+        return [plan for plan in dict.fromkeys(plans) if self._fits_and_runs(plan)]
 
     def _fit_within(
         self, fitter: MemoryFitter, excess_bytes: list[float], policies: list[LayerPolicy]
@@ -326,10 +365,12 @@ class MemoryBudget:
         pending, _ = self.start_fit(with_policy(plan, LayerPolicy(recompute_modes(request)[0])))
         if not isinstance(pending, PendingFit) or not pending.may_offload:
             return plan
-        fitter = pending.fitter
-        policies = list(fitter.policies)
-        fitted = self._fit_within(fitter, pending.excess_bytes, policies)
-        if fitted is None or fitted[0] != plan:
+        for fitter in pending.fitters:
+            policies = list(fitter.policies)
+            fitted = self._fit_within(fitter, pending.excess_bytes, policies)
+            if fitted is not None and fitted[0] == plan:
+                break
+        else:
             return plan
         _, excess = fitted
         for _ in range(_FIT_ATTEMPTS):

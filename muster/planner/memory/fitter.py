@@ -176,20 +176,33 @@ class MemoryFitter:
     """
 
     def __init__(
-        self, plan: Plan, num_layers: int, policies: Sequence[LayerPolicy], stages: Sequence[StageLayers]
+        self,
+        plan: Plan,
+        num_layers: int,
+        policies: Sequence[LayerPolicy],
+        stages: Sequence[StageLayers],
+        eager_s: Sequence[float] | None = None,
     ) -> None:
-        """`stages` are those of `plan`, whose layers all have the first of `policies`."""
+        """`stages` are those of `plan`, whose layers all have the first of `policies`; where their times are those of
+        eager blocks, `eager_s` has the seconds by which a backward of each stage is longer than a compiled one."""
         self.plan = plan
+        self._is_eager = eager_s is not None
+        self._eager_s = [0.0] * plan.pp
         self.policies = policies
         self.num_layers = num_layers
         self.ranks: list[list[StageLayers]] = [[] for _ in range(plan.pp)]
         for stage, layers in enumerate(stages):
             self.ranks[plan.pp_rank(stage)].append(layers)
+            self._eager_s[plan.pp_rank(stage)] += 0.0 if eager_s is None else max(0.0, eager_s[stage])
         self.waits = False
         """True if the last fitted plan waits for copies."""
         self.freed_bytes: list[float] = []
         """Bytes that the last fitted plan frees, by pipeline rank."""
         self._options: dict[tuple[int, ...], list[list[list[Option]]]] = {}
+
+    def is_for(self, plan: Plan) -> bool:
+        """Return True unless the times are those of eager blocks, and those of this plan would be compiled."""
+        return not self._is_eager or any(strategy.recompute == "elementwise" for strategy in plan.strategies)
 
     def fit(self, excess_bytes: Sequence[float], policies: Sequence[LayerPolicy]) -> Plan | None:
         """Return the plan with the cheapest policies by layer that free `excess_bytes` on each pipeline rank; None
@@ -256,14 +269,14 @@ class MemoryFitter:
             return None
         found: list[float] = []
         options = self._options[tuple(range(len(self.policies)))]
-        for stages, choice, stage_options in zip(self.ranks, choices, options, strict=True):
+        for stages, choice, stage_options, eager_s in zip(self.ranks, choices, options, self._eager_s, strict=True):
             # Passes that recompute are longer and hide more of a copy, so that recompute and waits may overlap: their
             # sum may be twice the true time, but no more.
             waits = any(option.label[1] for of_stage in stage_options for option in of_stage)
             all_recomputed_s = sum(layers.all_layers_s(self.full_recompute) for layers in stages)
             least_s = min(choice.time_s / (2 if waits else 1), all_recomputed_s)
             is_additive = self.plan.pipeline_replicas == 1 and all(layers.is_additive for layers in stages)
-            found.append(least_s if is_additive else 0.0)
+            found.append(eager_s + least_s if is_additive else 0.0)
         return found
 
     def _choices(self, excess_bytes: Sequence[float], policies: Sequence[LayerPolicy]) -> list[Choice] | None:
