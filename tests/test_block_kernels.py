@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from muster.cost.time.context_parallel import MERGE_BYTES, MERGE_KERNELS
 from muster.layout.context_parallel import AttentionBlock, attention_blocks, kept_positions
 from muster.model import block_attention, block_kernels
 from muster.model.block_attention import BlockGradients, MergedAttention, ScoreRule
@@ -134,3 +136,27 @@ def test_pytorch_takes_the_arguments_on_a_gpu_and_returns_these_shapes(mask: Any
         assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, q.shape[:3], torch.float32)
         grads = fused_backward(grad, q, k, v, out, lse, block, 0.1, 7 if mask == "band" else None)
         assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the operators that make or change tensors, and the bytes that they read and write of large ones."""
+
+    def __init__(self, large: int) -> None:
+        super().__init__()
+        self.large, self.number, self.num_bytes = large, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.number += 1
+            tensors = [x for x in (*args, out) if isinstance(x, Tensor) and x.numel() == self.large]
+            self.num_bytes += sum(x.numel() * x.element_size() for x in tensors)
+        return out
+
+
+def test_merging_a_block_takes_the_kernels_and_bytes_of_the_cost_model() -> None:
+    q, lse = torch.randn(2, 4, 16, 8, dtype=torch.bfloat16), torch.randn(2, 4, 16)
+    merged = MergedAttention(q)
+    with Kernels(q.numel()) as kernels:
+        merged.merge(q, lse)
+    assert (kernels.num_bytes, kernels.number) == (MERGE_BYTES * q.numel(), MERGE_KERNELS)

@@ -234,7 +234,11 @@ def blocking_launches(patch: pytest.MonkeyPatch) -> bool:
 NOT_RUN = {
     "all of one kind": ("name", "storage"),
     "expert parallelism": ("overlap_expert_comm", "dispatch_once_per_node"),
-    "context parallelism, whose work and bytes have tests of their own": ("balanced_cp", "cp_grad_bytes"),
+    "context parallelism, whose work and bytes have tests of their own": (
+        "balanced_cp",
+        "fused_cp_merge",
+        "cp_grad_bytes",
+    ),
     "fp8": ("fp8_activations",),
     "what the plan decides (tp_overlap)": ("async_tp",),
     "moments of another storage": ("moment_bytes",),

@@ -75,6 +75,8 @@ class FrameworkTraits(Frozen):
     kernel of its own (lists of tensors, as in DeepSpeed's first ZeRO-3)."""
     balanced_cp: bool = True
     """Context-parallel ranks have equal shares of the causal mask; otherwise the last has most."""
+    fused_cp_merge: bool = True
+    """Results of a ring's blocks are merged by a kernel of their own; otherwise operator by operator, in float32."""
     cp_grad_bytes: PositiveInt | None = None
     """Bytes per element of the key/value gradients that travel around the ring of p2p, cp hops; None: those of the
     compute dtype, cp − 1 hops."""

@@ -14,7 +14,7 @@ from muster.spec.suggest import did_you_mean
 # weights' (tensor_parallel.py). model/: torch's fused RMSNorm and scaled_dot_product_attention, whose kernel for bf16
 # is FlashAttention-2, for documents and windows by its variable-length interface (varlen_attention.py); operators one
 # by one, or compiled block by block (compile.py), never the loss, which keeps its gradient (loss.py). Blocks of a
-# ring are merged in float32 (model/block_attention.py, parallel/cp_ring.py).
+# ring are merged in float32, operator by operator (model/block_attention.py, parallel/cp_ring.py).
 # A test counts each of these traits in a step (tests/test_framework_traits.py).
 MUSTER = FrameworkTraits(
     name="muster",
@@ -30,6 +30,7 @@ MUSTER = FrameworkTraits(
     fused_grad_accumulation=False,
     overlap_grad_reduce=False,
     overlap_param_gather=False,
+    fused_cp_merge=False,
     cp_grad_bytes=4,
 )
 

@@ -152,7 +152,7 @@ def _add_scores(
     if at.cp.size > 1:
         shape = AttentionShape(round(at.tokens), round(heads), max(1, round(kv_width / qk_dim)), qk_dim)
         add_context_transfers(at, part, shape, forward_s, backward_s)
-        if in_blocks:
+        if in_blocks and not at.framework.fused_cp_merge:
             add_block_merges(at, part, shape)
 
 

@@ -12,7 +12,7 @@ from muster.cost.time.pass_cost import PassCost
 from muster.cost.time.sublayer import LayerContext, SublayerCost
 from muster.spec.context_kinds import ContextRanks
 
-MERGE_BYTES, MERGE_KERNELS = 26, 10
+MERGE_BYTES, MERGE_KERNELS = 26, 11
 """Bytes per element of a block's output in two bytes that is merged in float32, and kernels for a block."""
 ADD_BYTES = 10
 """Bytes per element of a gradient in two bytes that is added in float32."""
