@@ -15,7 +15,7 @@ from muster.cost.time.context_parallel import MERGE_BYTES, MERGE_KERNELS
 from muster.layout.context_parallel import AttentionBlock, attention_blocks, kept_positions
 from muster.model import block_attention, block_kernels
 from muster.model.block_attention import BlockGradients, MergedAttention, ScoreRule
-from muster.model.block_kernels import fused_backward, fused_forward, trim_block
+from muster.model.block_kernels import SavedAttention, fused_backward, fused_forward, trim_block
 
 LENGTH = 48
 DOCUMENTS = {"one": None, "packed": (20, 5, 23, 17, 31)}
@@ -134,7 +134,7 @@ def test_pytorch_takes_the_arguments_on_a_gpu_and_returns_these_shapes(mask: Any
         block = AttentionBlock(None, range(16), range(16), mask, 3 if mask == "band" else 0)
         out, lse = fused_forward(q, k, v, block, 0.1, 7 if mask == "band" else None)
         assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, q.shape[:3], torch.float32)
-        grads = fused_backward(grad, q, k, v, out, lse, block, 0.1, 7 if mask == "band" else None)
+        grads = fused_backward(SavedAttention(grad, q, k, v, out, lse), block, 0.1, 7 if mask == "band" else None)
         assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 

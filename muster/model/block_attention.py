@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from muster.layout.context_parallel import AttentionBlock, BlockMask
-from muster.model.block_kernels import fused_backward, fused_forward, has_block_kernel, trim_block
+from muster.model.block_kernels import SavedAttention, fused_backward, fused_forward, has_block_kernel, trim_block
 from muster.model.chunk_sizes import chunk_elements
 from muster.model.decoder import Attention
 from muster.model.kernels import accumulation_dtype, soft_cap_, soft_cap_slope_
@@ -86,16 +86,8 @@ class BlockGradients:
         """Add the gradients of some blocks, those of keys and values to `grad_k_BKTd` and `grad_v_BKTd`."""
         for block in _pieces(self._q, blocks, self._rule):
             rows, keys = _slices(block, block.queries), _slices(block, block.keys)
-            grads = block_backward(
-                self._grad[rows],
-                self._q[rows],
-                k_BKTd[keys],
-                v_BKTd[keys],
-                self._out[rows],
-                self._lse[rows],
-                block,
-                self._rule,
-            )
+            saved = self._grad[rows], self._q[rows], k_BKTd[keys], v_BKTd[keys], self._out[rows], self._lse[rows]
+            grads = block_backward(SavedAttention(*saved), block, self._rule)
             for total, grad in zip((self.q_BHSd[rows], grad_k_BKTd[keys], grad_v_BKTd[keys]), grads, strict=True):
                 total += grad
 
@@ -142,21 +134,11 @@ def block_forward(
     return (p_BKGST @ v_BKTd.unsqueeze(2)).flatten(1, 2), lse_BKGS.flatten(1, 2)
 
 
-def block_backward(
-    grad_BHSd: Tensor,
-    q_BHSd: Tensor,
-    k_BKTd: Tensor,
-    v_BKTd: Tensor,
-    out_BHSd: Tensor,
-    lse_BHS: Tensor,
-    block: AttentionBlock,
-    rule: ScoreRule,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return one block's terms of the gradients of queries, keys and values, from the complete output and
-    log-sum-exp."""
-    if has_block_kernel(q_BHSd, block, rule.softcap):
-        saved = grad_BHSd, q_BHSd, k_BKTd, v_BKTd, out_BHSd, lse_BHS
-        return fused_backward(*saved, block, rule.scale, rule.window)
+def block_backward(saved: SavedAttention, block: AttentionBlock, rule: ScoreRule) -> tuple[Tensor, Tensor, Tensor]:
+    """Return one block's terms of the gradients of queries, keys and values."""
+    if has_block_kernel(saved.q_BHSd, block, rule.softcap):
+        return fused_backward(saved, block, rule.scale, rule.window)
+    grad_BHSd, q_BHSd, k_BKTd, v_BKTd, out_BHSd, lse_BHS = saved
     groups = q_BHSd.shape[1] // k_BKTd.shape[1]
     grad_BKGSd, out_BKGSd, q_BKGSd = (x.unflatten(1, (-1, groups)) for x in (grad_BHSd, out_BHSd, q_BHSd))
     s_BKGST = _scores(q_BHSd, k_BKTd, block, rule)

@@ -7,6 +7,8 @@ that diagonal. It returns +∞ for queries that see no key, so `trim_block` leav
 Suffixes of tensors: B sequences, H query heads, K key/value heads, S queries, T keys, d head width.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,19 @@ _forward_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _forward_gpu = torch.ops.aten._flash_attention_forward
 _backward_gpu = torch.ops.aten._flash_attention_backward
+
+
+class SavedAttention(NamedTuple):
+    """Tensors from which a block's terms of the gradients are computed: those of its queries and keys."""
+
+    grad_BHSd: Tensor
+    q_BHSd: Tensor
+    k_BKTd: Tensor
+    v_BKTd: Tensor
+    out_BHSd: Tensor
+    """The complete output, of all blocks."""
+    lse_BHS: Tensor
+    """The complete log-sum-exp."""
 
 
 def has_block_kernel(q_BHSd: Tensor, block: AttentionBlock, softcap: float | None) -> bool:
@@ -61,39 +76,24 @@ def flash_forward(
 
 
 def fused_backward(
-    grad_BHSd: Tensor,
-    q_BHSd: Tensor,
-    k_BKTd: Tensor,
-    v_BKTd: Tensor,
-    out_BHSd: Tensor,
-    lse_BHS: Tensor,
-    block: AttentionBlock,
-    scale: float,
-    window: int | None,
+    saved: SavedAttention, block: AttentionBlock, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the block's terms of the gradients of queries, keys and values, from the complete output and
-    log-sum-exp."""
-    if q_BHSd.device.type == "cpu":
-        saved = out_BHSd.contiguous(), lse_BHS.contiguous()
-        return _backward_cpu(grad_BHSd, q_BHSd, k_BKTd, v_BKTd, *saved, 0.0, block.mask == "causal", scale=scale)
-    return flash_backward(grad_BHSd, q_BHSd, k_BKTd, v_BKTd, out_BHSd, lse_BHS, block, scale, window)
+    """Return the block's terms of the gradients of queries, keys and values."""
+    if saved.q_BHSd.device.type == "cpu":
+        *tensors, out_BHSd, lse_BHS = saved
+        complete = out_BHSd.contiguous(), lse_BHS.contiguous()
+        return _backward_cpu(*tensors, *complete, 0.0, block.mask == "causal", scale=scale)
+    return flash_backward(saved, block, scale, window)
 
 
 def flash_backward(
-    grad_BHSd: Tensor,
-    q_BHSd: Tensor,
-    k_BKTd: Tensor,
-    v_BKTd: Tensor,
-    out_BHSd: Tensor,
-    lse_BHS: Tensor,
-    block: AttentionBlock,
-    scale: float,
-    window: int | None,
+    saved: SavedAttention, block: AttentionBlock, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `fused_backward` returns, on a GPU."""
-    tensors = (x.transpose(1, 2) for x in (grad_BHSd, q_BHSd, k_BKTd, v_BKTd, out_BHSd))
-    lengths = q_BHSd.shape[2], k_BKTd.shape[2]
-    no_dropout = (torch.empty(shape, dtype=torch.uint64, device=q_BHSd.device) for shape in ((2,), ()))
+    *tensors_BHSd, lse_BHS = saved
+    tensors = (x.transpose(1, 2) for x in tensors_BHSd)
+    lengths = saved.q_BHSd.shape[2], saved.k_BKTd.shape[2]
+    no_dropout = (torch.empty(shape, dtype=torch.uint64, device=lse_BHS.device) for shape in ((2,), ()))
     left, right = _reach(block, window)
     grads = _backward_gpu(
         *tensors,
