@@ -40,14 +40,17 @@ def add_context_transfers(
 def add_block_merges(at: LayerContext, part: SublayerCost, shape: AttentionShape) -> None:
     """Add what merging the blocks of a ring moves in memory (`muster.model.block_attention`).
 
-    A rank's queries, all of them, see half the keys of each other rank, and half of them a block more of its own. Each
-    output is read, converted to float32 and added to the scaled sum: 26 bytes per element. In the backward a term of
-    each gradient is added, and those of keys and values also begin at zero and join the sum of the ranks before.
+    In a ring a rank's queries see half the keys of each other rank, in two blocks, and half of them a block more of its
+    own. Where all keys are gathered, the early and the late queries have two blocks each. Each output is read, converted
+    to float32 and added to the scaled sum: 26 bytes per element. In the backward a term of each gradient is added, and
+    those of keys and values also begin at zero, and join the sum of the ranks before or are converted and cut by rank.
     """
     ring, device = at.context.ring, at.device
-    forward = (ring + 0.5) * MERGE_BYTES * shape.queries
-    backward = ring * (ADD_BYTES * shape.queries + (ADD_BYTES + 16) * shape.keys_and_values)
-    kernels = (2 * ring + 1) * MERGE_KERNELS
+    blocks = 4.0 if at.context.kind == "all_gather" else 2 * ring + 1
+    rounds = blocks / 2  # through all of a rank's queries
+    forward = rounds * MERGE_BYTES * shape.queries
+    backward = rounds * ADD_BYTES * shape.queries + ring * (ADD_BYTES + 16) * shape.keys_and_values
+    kernels = blocks * MERGE_KERNELS
     part.forward.add(forward_s := stream_s(device, forward, kernels), kernels)
     part.attention_core.add(forward_s, kernels)
     part.input_grads.add(stream_s(device, backward, kernels), kernels)
