@@ -5,16 +5,23 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from kubernetes_validate import ValidationError
 
+from muster.cli.plan import _write
 from muster.config.cluster_files import load_cluster
+from muster.config.load_config import load_plan
+from muster.config.named_model import load_model
+from muster.planner.heterogeneous import PlanSearch
 from muster.planner.launch_files import LAUNCHERS, check_launch, render_launch_files
 from muster.planner.launch_spec import LaunchSpec, NodeKind, launch_spec_of
+from muster.planner.node_order import reorder_nodes
 from muster.spec.errors import InfeasibleError
 from muster.spec.plan import Plan
+from muster.spec.plan_name import parse_plan_name
 from tests.launch_linters import check_kubernetes, check_sbatch, kubernetes_objects, shellcheck
 
 WORDS = ("big", "run.yaml", "plan.yaml")
@@ -124,6 +131,20 @@ def test_unequal_nodes_are_components_in_the_order_of_the_list(tmp_path: Path) -
     assert [(one["nodes"], one["gpus-per-node"]) for one in components] == [("2", "h100:8"), ("2", "a100:8")]
     components = check_sbatch(file_of("slurm", job_of("kinds interleaved")), tmp_path)
     assert [(one["nodes"], one["gpus-per-node"]) for one in components] == [("2", "h100:8"), ("2", "a100:8")]
+
+
+def test_an_answer_for_nodes_in_another_order_is_launched_on_the_listed_ones(tmp_path: Path) -> None:
+    order, plan = CASES["two kinds"][1], parse_plan_name("dp16-pp2-l10.22")
+    request = SimpleNamespace(cluster=reorder_nodes(load_cluster("16xh100+16xa100"), order), model=load_model("gpt2"))
+    result = SimpleNamespace(best=[SimpleNamespace(plan=plan)], evaluator=SimpleNamespace(request=request))
+    answer = SimpleNamespace(result=result, search=PlanSearch(result, order), request=request)  # type: ignore[arg-type]
+    args = SimpleNamespace(output=tmp_path / "plan.yaml", launch="slurm", run_file=None)
+    plan_file, job_file = _write(args, answer)  # type: ignore[arg-type]
+    components = check_sbatch(job_file.read_text(), tmp_path)
+    assert [(one["nodes"], one["gpus-per-node"]) for one in components] == [("2", "h100:8"), ("2", "a100:8")]
+    assert "for node in 2 3 1 0;" in job_file.read_text()
+    assert "2,3,1,0 (--node-order of muster predict)" in plan_file.read_text()
+    assert load_plan(plan_file) == plan
 
 
 FAKE_SCONTROL = """#!/usr/bin/env bash

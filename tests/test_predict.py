@@ -20,7 +20,7 @@ from muster.schedule.build import build_program
 from muster.simulate.breakdown import breakdown
 from muster.simulate.predict import predict
 from muster.spec.device import LinkSpec, Nics
-from muster.spec.errors import InfeasibleError
+from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.frameworks import framework_named
 from muster.spec.model import ModelSpec
 from muster.spec.plan import LayerStrategy, Plan
@@ -83,6 +83,19 @@ def test_one_device_waits_for_no_world(capsys):
     assert one.parts.optimizer_s > 0
     assert main(["predict", "--model", "tiny", "--cluster", "1xh100", "--plan", "dp1"]) == 0
     assert "waiting for" not in capsys.readouterr().out
+
+
+def test_nodes_get_their_ranks_in_the_order_that_is_said():
+    question = {"plan": "dp8-pp2-l4.8", "seq_len": 512, "global_batch": 16}
+    step_s = {
+        (cluster, order): predict_input("gpt2", cluster, **question, node_order=order).step_time_s
+        for cluster, order in (("8xh100+8xa100", None), ("8xh100+8xa100", "1,0"))
+    }
+    assert step_s["8xh100+8xa100", "1,0"] == predict_input("gpt2", "8xa100+8xh100", **question).step_time_s
+    assert len(set(step_s.values())) > 1
+    for order in ("0", "0,0", "0,2", "a,b"):
+        with pytest.raises(ConfigError, match="expected each node from 0 to 1 once, got"):
+            predict_input("gpt2", "8xh100+8xa100", **question, node_order=order)
 
 
 def test_a_refused_plan_says_why():

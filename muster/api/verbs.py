@@ -1,6 +1,7 @@
 """Python forms of `muster plan` and `muster predict`: typed results, and exceptions instead of exit codes."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from muster.api.inputs import (
     resolve_planned_model,
 )
 from muster.planner.answer import PlanAnswer, answer_request
+from muster.planner.node_order import reorder_nodes
 from muster.planner.request import OBJECTIVES, Objective, PlanRequest, build_request
 from muster.planner.search_budget import SearchBudget
 from muster.planner.training_cost import DEVICE_MTBF_HOURS, BatchRamp, TrainingConditions
@@ -205,6 +207,18 @@ def _resolve_framework(framework: str | FrameworkTraits, cluster: ClusterSpec) -
     return found
 
 
+def _in_node_order(cluster: ClusterSpec, node_order: str | Sequence[int] | None) -> ClusterSpec:
+    """Return the cluster with its nodes in an order such as "2,3,0,1"; raises ConfigError."""
+    if node_order is None:
+        return cluster
+    words = node_order.split(",") if isinstance(node_order, str) else [str(node) for node in node_order]
+    order = [int(word) for word in words if word.strip().isdigit()]
+    if len(order) != len(words) or sorted(order) != list(range(cluster.num_nodes)):
+        found = ",".join(words)
+        raise ConfigError(f"--node-order: expected each node from 0 to {cluster.num_nodes - 1} once, got {found}")
+    return reorder_nodes(cluster, order)
+
+
 def predict(
     model: str | Path | ModelSpec | None,
     cluster: str | Path | ClusterSpec,
@@ -214,12 +228,14 @@ def predict(
     global_batch: int | None = None,
     framework: str | FrameworkTraits = MUSTER.name,
     compile: bool | None = None,
+    node_order: str | Sequence[int] | None = None,
 ) -> Prediction:
     """Predict a plan's step: its time, where the time goes, and each rank's memory; the arguments are the flags of
     `muster predict`.
 
     A run file that is given as the plan also supplies model, sequence length, batch and optimizer where these are None.
-    `compile`: as the plan says where it is None. `.to_json()` is the verb's JSON. If the plan doesn't fit in memory,
+    `compile`: as the plan says where it is None. `node_order`: the cluster's nodes in the order of their ranks, as
+    `muster plan` names it; None: as listed. `.to_json()` is the verb's JSON. If the plan doesn't fit in memory,
     `.fits` is False. Raises ConfigError, InfeasibleError.
     """
     given = resolve_plan_input(plan)
@@ -229,7 +245,7 @@ def predict(
     length = given.seq_len if seq_len is None else seq_len
     batch = given.global_batch_size if global_batch is None else global_batch
     workload = default_workload(spread, default_seq_len(length, spec), batch)
-    devices = resolve_cluster(cluster)
+    devices = _in_node_order(resolve_cluster(cluster), node_order)
     return predict_plan(
         spec,
         spread,

@@ -14,6 +14,8 @@ from muster.cli.planning_flags import add_planning_flags, add_training_flags, re
 from muster.spec.errors import ConfigError, InfeasibleError, MusterError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from muster.planner.answer import PlanAnswer
     from muster.planner.request import PlanRequest
     from muster.planner.search_budget import SearchBudget
@@ -268,19 +270,27 @@ def _write(args: argparse.Namespace, answer: "PlanAnswer") -> list[Path]:
     if not (args.output or args.launch):
         return []
     plan_file = args.output or Path("plan.yaml")
-    _write_plan(plan_file, answer.result.best[0].plan)
+    _write_plan(plan_file, answer.result.best[0].plan, answer.search.node_order)
     return [plan_file, *(_launch(args, answer) if args.launch else ())]
 
 
-def _write_plan(path: Path, plan: "Plan") -> None:
-    """Write plan.yaml, whole or not at all."""
+def _write_plan(path: Path, plan: "Plan", node_order: "Sequence[int] | None") -> None:
+    """Write plan.yaml, whole or not at all; with the order of unequal nodes as a comment."""
     from muster.config.load_config import plan_yaml
     from muster.config.yaml_writer import write_atomically
 
     try:
-        write_atomically(path, plan_yaml(plan))
+        write_atomically(path, _node_order_comment(node_order) + plan_yaml(plan))
     except OSError as error:
         raise MusterError(f"the plan can't be written to {path}: {error.strerror}") from None
+
+
+def _node_order_comment(node_order: "Sequence[int] | None") -> str:
+    """Return a comment that names the order in which nodes get their ranks, where it isn't as listed."""
+    if node_order is None or list(node_order) == sorted(node_order):
+        return ""
+    order = ",".join(map(str, node_order))
+    return f"# For the cluster's nodes in this order: {order} (--node-order of muster predict)\n"
 
 
 def _launch(args: argparse.Namespace, answer: "PlanAnswer") -> list[Path]:
@@ -290,7 +300,7 @@ def _launch(args: argparse.Namespace, answer: "PlanAnswer") -> list[Path]:
 
     plan_file = args.output or Path("plan.yaml")
     plan = answer.result.best[0].plan
-    cluster = answer.request.cluster
+    cluster = answer.search.listed_cluster
     name = f"muster-{answer.request.model.name}"
     run_file = args.run_file or "run.yaml"
     job = launch_spec_of(plan, cluster, name, run_file, str(plan_file), answer.search.node_order)

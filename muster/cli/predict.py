@@ -55,6 +55,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     add_planning_flags(parser, f"{MICRO_BATCHES_PER_PIPELINE_RANK} micro-batches per pipeline rank")
     add_training_flags(parser)
+    add(
+        "--node-order",
+        metavar="N,N,…",
+        help="nodes of the cluster, counted from 0, in the order of their ranks, as muster plan names it"
+        " (default: as listed)",
+    )
     add("--json", action="store_true", help="print one JSON object")
     add("--trace", type=Path, metavar="FILE", help="write the step as a trace for Perfetto or chrome://tracing")
     add("--html", type=Path, metavar="FILE", help="write the prediction as a page")
@@ -74,6 +80,7 @@ def _predict(args: argparse.Namespace) -> "Prediction":
         global_batch=args.global_batch,
         framework=args.framework,
         compile=args.compile,
+        node_order=args.node_order,
     )
 
 

@@ -16,6 +16,7 @@ from muster.planner.request import PlanRequest
 from muster.planner.search import evaluate_seeds, search
 from muster.planner.search_budget import SearchBudget, simulation_work
 from muster.planner.search_result import SearchResult, total_counts
+from muster.spec.cluster import ClusterSpec
 from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.plan import Plan
 
@@ -77,6 +78,14 @@ class PlanSearch:
     def request(self) -> PlanRequest:
         """Request with the cluster's nodes in `node_order`."""
         return self.result.evaluator.request
+
+    @property
+    def listed_cluster(self) -> ClusterSpec:
+        """Cluster with its nodes as they were listed."""
+        order = self.node_order
+        if order is None:
+            return self.request.cluster
+        return reorder_nodes(self.request.cluster, sorted(range(len(order)), key=order.__getitem__))
 
 
 def find_best_plans(request: PlanRequest, top: int, budget: SearchBudget | None = None) -> PlanSearch:

@@ -1,5 +1,6 @@
 """Answer of `muster plan`, for people and as JSON."""
 
+from collections.abc import Sequence
 from math import inf
 from typing import Any
 
@@ -112,12 +113,19 @@ def _node_order_lines(arranged: PlanSearch) -> list[str]:
     if arranged.node_order is None:
         return []
     lines = [f"nodes     order of the listed ones: {' '.join(map(str, arranged.node_order))}"]
+    if not _is_as_listed(arranged.node_order):
+        order = ",".join(map(str, arranged.node_order))
+        lines.append(f"          (to predict the plan in it: muster predict … --node-order {order})")
     if arranged.naive_step_s is not None:
         best = arranged.result.best[0].prediction
         gain = arranged.naive_step_s / best.step_time_s
         lines.append(f"          {gain:.2f} times as fast as the best plan for nodes as listed and equal stages,")
         lines.append(f"          which takes {format_seconds(arranged.naive_step_s)} a step{_naive_cost(arranged)}")
     return lines
+
+
+def _is_as_listed(node_order: Sequence[int]) -> bool:
+    return list(node_order) == sorted(node_order)
 
 
 def _naive_cost(arranged: PlanSearch) -> str:
