@@ -189,6 +189,7 @@ SLIPS = {
     "device: {like: h100, matmul_rates: {bf16: [[1e9, 1200e12]]}}": "989.4e12 is below the measured 1.2e15",
     "device: {like: h100, memory_bytes: 80}": "memory_bytes 80 means 80 bytes; 80 GB is 80e9",
     "device: {like: h100, memory_bandwidth_bytes_per_s: 3350}": "3350 GB/s is 3.35e12",
+    "device: {like: h100, memory_bandwidth_bytes_per_s: 3.35e9}": "3.35 TB/s is 3.35e12",
     "device: {like: h100, watts: 0.7}": "watts 0.7 means 0.7 W; 0.7 kW is 700",
     "host_memory_bytes: 2000": "host_memory_bytes 2000 means 2000 bytes; 2000 GB is 2e12",
 }

@@ -109,6 +109,7 @@ def test_plan_and_predict_agree_on_energy_and_cost(capsys):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (["--tokens", "15"], "--tokens 15 is less than one sequence of 4,096 tokens: 15 trillion are 15T"),
         (["--mtbf", "100"], "--mtbf 100.0 is of a whole training: add its --tokens"),
         (["--tokens", "1T", "--mtbf", "-1"], "expected hours above 0"),
         (["--tokens", "1T", "--batch-ramp", "32"], "expected START,STEP,SAMPLES"),

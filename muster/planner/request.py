@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from muster.config.step_law import STEP_LAW_SOURCE, non_embedding_parameters, step_law
 from muster.cost.time.cost_cache import CostCache
 from muster.planner.simplicity import PREDICTION_ERROR, Simplicity, simplicity
-from muster.planner.training_cost import TrainingConditions
+from muster.planner.training_cost import TrainingConditions, require_a_sequence
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.formatting import format_bytes
@@ -229,6 +229,7 @@ def _resolve_batch(
     batch = requested
     derived: list[str] = []
     if tokens is not None:
+        require_a_sequence(tokens, seq_len)
         law = step_law(non_embedding_parameters(model), tokens)
         if batch is None:
             batch = round_batch(law.batch_tokens / seq_len, num_devices)

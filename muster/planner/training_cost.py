@@ -95,6 +95,14 @@ class TrainingCost:
         return (self.steps_h + self.ramp_h) / self.hours
 
 
+def require_a_sequence(tokens: float, seq_len: int) -> None:
+    """Raise ConfigError for tokens of a whole training that are less than one sequence."""
+    if tokens < seq_len:
+        raise ConfigError(
+            f"--tokens {tokens:g} is less than one sequence of {seq_len:,} tokens: {tokens:g} trillion are {tokens:g}T"
+        )
+
+
 def training_cost(prediction: Prediction, tokens: float, conditions: TrainingConditions | None = None) -> TrainingCost:
     """Return the cost of training on `tokens` tokens with checkpoints, failures and restarts.
 
@@ -107,9 +115,10 @@ def training_cost(prediction: Prediction, tokens: float, conditions: TrainingCon
     Example: 405B parameters on 16,384 devices that fail every 50,000 h each: M is 3.1 h; 4.9 TB take 9 s to write, so
     that a checkpoint is made every 1.5 minutes, and a failure costs 11 minutes: 6 % of the time.
 
-    Raises ConfigError where failures come faster than restarts.
+    Raises ConfigError for less than one sequence, and where failures come faster than restarts.
     """
     conditions = conditions or TrainingConditions()
+    require_a_sequence(tokens, prediction.workload.seq_len)
     step_s, workload, plan = prediction.step_time_s, prediction.workload, prediction.plan
     steps = ceil(tokens / workload.tokens_per_step)
     added_steps, ramp_s = _ramp(prediction, conditions.batch_ramp, tokens) if conditions.batch_ramp else (0, 0.0)

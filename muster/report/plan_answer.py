@@ -85,7 +85,7 @@ def _part_lines(answer: PlanAnswer) -> list[str]:
     if whole is None:
         return []
     step_s = answer.first.prediction.step_time_s
-    at_best = f", {1 - whole.gap:.0%} of that at best" if whole.gap > 0 else ""
+    at_best = f" (or less, but at least {1 - whole.gap:.0%} of that)" if whole.gap > 0 else ""
     return [
         f"          faster alone: {format_seconds(step_s)} a step; all {whole.cluster.num_devices:,} devices take"
         f" {format_seconds(whole.best.prediction.step_time_s)}{at_best}",

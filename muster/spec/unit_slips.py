@@ -16,6 +16,8 @@ _FASTEST_NIC_BYTES_PER_S = 1.1e11
 """Rate of one network card of 800 Gbit/s, with a margin: 400e9 was meant in bits."""
 _FASTEST_FABRIC_BYTES_PER_S = 2.5e12
 """Rate of one device's fabric, above that of the fastest that is announced."""
+_LEAST_MEMORY_BYTES_PER_S = 5e10
+"""Rate of a device's memory below that of the slowest GPU that trains: 3.35e9 was meant in TB/s."""
 _LONGEST_LATENCY_S = {"wan": 1.0}
 _LONGEST_LOCAL_LATENCY_S = 5e-3
 """Longest plausible latency: half of the way around the world, or within a site."""
@@ -76,6 +78,11 @@ def _device_slips(device: DeviceSpec, place: str) -> Iterator[str]:
     for name in ("memory_bandwidth_bytes_per_s", "host_bandwidth_bytes_per_s"):
         yield from _small_bytes(getattr(device, name), f"{place}.{name}", 1e8, " a second")
     moved = device.memory_bandwidth_bytes_per_s
+    if moved is not None and 1e8 <= moved < _LEAST_MEMORY_BYTES_PER_S:
+        yield (
+            f"{place}.memory_bandwidth_bytes_per_s {_short(moved)} means {moved / 1e9:g} GB/s, less than any GPU's;"
+            f" {moved / 1e9:g} TB/s is {_short(moved * 1e3)}"
+        )
     if moved is not None and moved > 2.5e13:
         yield (
             f"{place}.memory_bandwidth_bytes_per_s {_short(moved)} means {moved / 1e12:g} TB/s;"
