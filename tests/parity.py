@@ -25,7 +25,7 @@ from muster.data.store import TokenStore
 from muster.data.tokenizer import ByteTokenizer
 from muster.layout.context_parallel import AttentionBlock
 from muster.model import block_attention
-from muster.model.block_attention import block_forward
+from muster.model.block_attention import block_forward, block_scores
 from muster.model.decoder import Decoder
 from muster.model.documents import Documents
 from muster.model.grouped_matmul import grouped_linears, grouped_weight_grad
@@ -44,7 +44,7 @@ from muster.parallel.weight_grad_store import WeightGradStore
 from muster.parallel.world import open_world
 from muster.schedule.resolve import resolve_schedule
 from muster.spec.model import ModelSpec
-from muster.spec.model_components import MoeSpec, RopeScaling
+from muster.spec.model_components import LinearAttentionSpec, MoeSpec, RopeScaling
 from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
@@ -56,6 +56,19 @@ from muster.train.trainer import Trainer
 from tests.optim_ranks import plain_newton_schulz
 
 CPU = torch.device("cpu")
+
+
+def linear_layers(kind: str, *layers: int) -> LinearAttentionSpec:
+    return LinearAttentionSpec(
+        kind=kind,  # type: ignore[arg-type]
+        layers=layers or (0, 2, 3),
+        num_key_heads=4,
+        num_value_heads=4,
+        key_head_dim=6,
+        value_head_dim=10,
+    )
+
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": {
@@ -139,6 +152,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
             aux_loss_coef=0.05,
         )
     },
+    "linear": {"linear_attention": linear_layers("linear_attn")},
+    "simple_gla": {"linear_attention": linear_layers("simple_gla")},
+    "gla": {"linear_attention": linear_layers("gla"), "qk_norm": True, "head_dim": 12},
+    "only gla": {"linear_attention": linear_layers("gla", 0, 1, 2, 3), "position": "none"},
     "olmo2": {"norm_placement": "post", "qk_norm": True, "qk_norm_width": "projection"},
 }
 
@@ -590,6 +607,18 @@ def mask_off_by_one() -> Iterator[None]:
 
 
 @contextmanager
+def row_off_by_one() -> Iterator[None]:
+    """Of a row of scores, the keys of another rank begin one position too late."""
+
+    def faulty(*arguments: Any) -> Tensor:
+        scores_BKGST = block_scores(*arguments)
+        return scores_BKGST.roll(1, -1) if arguments[2].mask == "none" else scores_BKGST
+
+    with patch("muster.parallel.cp_rsa.block_scores", faulty):
+        yield
+
+
+@contextmanager
 def dropped_lse() -> Iterator[None]:
     """A block's log-sum-exp counts as 0."""
 
@@ -649,12 +678,38 @@ def repeated_balance() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def forgotten_decay() -> Iterator[None]:
+    """A state that comes from other ranks isn't decayed on its way past a rank's positions."""
+
+    def faulty(states_RBHde: Tensor, kept_RBHd1: Tensor, ranks: Any) -> Tensor:
+        return sum((states_RBHde[rank] for rank in ranks), torch.zeros_like(states_RBHde[0]))
+
+    with patch("muster.parallel.cp_states._handed_on", faulty):
+        yield
+
+
+@contextmanager
+def blocks_out_of_order() -> Iterator[None]:
+    """The blocks of a state that is handed on are put together in the wrong order."""
+    cat = torch.cat
+
+    def faulty(parts: Any, dim: int = 0) -> Tensor:
+        return cat(parts[::-1], dim=dim)
+
+    with patch("muster.parallel.cp_states.torch.cat", faulty):
+        yield
+
+
 FAULTS = {
+    "forgotten decay": forgotten_decay,
+    "blocks out of order": blocks_out_of_order,
     "unsorted rows": unsorted_rows,
     "averaged experts": averaged_experts,
     "repeated balance": repeated_balance,
     None: no_fault,
     "mask off by one": mask_off_by_one,
+    "row off by one": row_off_by_one,
     "dropped lse": dropped_lse,
     "labels not shifted": labels_not_shifted,
     "dropped gradient": dropped_gradient,

@@ -59,7 +59,13 @@ EXACT = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
 }
-OWN = {"demo": 2_460_480, "tiny": 427_200, "tiny-moe": 1_204_928}
+OWN = {
+    "demo": 2_460_480,
+    "tiny": 427_200,
+    "tiny-linear": 461_280,
+    "tiny-moe": 1_204_928,
+    "gla-1.3b-hybrid": 1_365_210_112,
+}
 ROUNDED = {
     "gpt3-175b": 174.6,  # arXiv:2005.14165, table D.1
     # arXiv:2104.04473, table 1

@@ -16,9 +16,9 @@ from tests.test_parity import GRADIENT_TOLERANCE, cache, check_parity, run  # no
 from tests.train_runs import QUICK, losses, train
 
 KINDS = {
-    2: ("", "a", "u", "b", "t"),
-    4: ("", "a", "u", "u2", "w2", "b", "t"),
-    8: ("", "a", "u2", "u4", "u2w2", "w2", "w4", "b", "t"),
+    2: ("", "a", "u", "b", "t", "s"),
+    4: ("", "a", "u", "u2", "w2", "b", "t", "s"),
+    8: ("", "a", "u2", "u4", "u2w2", "w2", "w4", "b", "t", "s"),
 }
 """Letters of the kinds that so many context-parallel ranks can have."""
 FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox", "olmo2")
@@ -144,6 +144,7 @@ def test_sown_bugs_are_caught(cache: Path) -> None:  # noqa: F811
         for fault, plans in {
             "mask off by one": ("cp2", "cp2a", "cp2b", "cp2t"),
             "dropped lse": ("cp2", "cp2a", "cp2b", "cp2t"),
+            "row off by one": ("cp2s",),
             "labels not shifted": ("cp2u",),
         }.items()
         for plan in plans
@@ -232,6 +233,9 @@ def test_ranks_have_equal_work(window: int | None) -> None:
         "cp4w2-mb1-bf16",
         "cp4b-mb1-bf16",
         "cp4t-mb1-bf16",
+        "cp4s-mb1-bf16",
+        "cp4l-mb1-z1-bf16",
+        "cp4z-mb1-bf16",
         "dp2-tp2-sp-cp2u-mb1-z1-bf16",
     ],
 )

@@ -4,17 +4,18 @@ The rule: whatever a linear layer, a norm or a kernel with a backward of its own
 counts once even where two operations read it. Example: the output of attention is read by the attention kernel's
 backward and is also the input of the output projection, and still is one tensor.
 
-Dense layers follow `muster.model` tensor by tensor. Experts, latent and linear attention, cp, ep and unfused attention,
-which the runtime lacks, follow the same rule.
+Layers follow `muster.model` tensor by tensor. Latent attention, the gated delta rule and unfused attention, which the
+runtime lacks, follow the same rule.
 """
 
 from dataclasses import dataclass
 
-from muster.cost.context_traffic import AttentionShape
+from muster.cost.context_traffic import AttentionShape, StateShape, state_saved_numel
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.layout.tensor_layout import chunk_bounds, tp_shard
-from muster.spec.context_kinds import ContextRanks
+from muster.spec.context_kinds import CONTEXT_KINDS, ContextRanks
 from muster.spec.model import ModelSpec
+from muster.spec.model_components import DECAY_RANK
 from muster.spec.plan import Mesh, Plan, Precision, Recompute
 from muster.spec.plugin_model import LayerTrace, plugin_model
 from muster.spec.workload import Workload
@@ -47,6 +48,11 @@ class PassSizes:
         return -(-self.tokens // self.sequence_tiles)
 
     @property
+    def sequences(self) -> int:
+        """Sequences that the tokens are of."""
+        return max(1, self.tokens * self.mesh.sequence_shards // self.seq_len)
+
+    @property
     def hidden_bytes(self) -> int:
         """Bytes of the hidden state on the rank, sharded along the sequence under sequence parallelism."""
         return self.hidden_tokens * self.local_model.hidden_size * compute_bytes(self.precision)
@@ -60,7 +66,15 @@ class PassSizes:
     def attention(self) -> AttentionShape:
         """Positions and heads of the rank's attention."""
         own = self.local_model
-        return AttentionShape(self.tokens, own.num_heads, own.num_kv_heads, own.head_dim)
+        return AttentionShape(self.tokens, own.num_heads, own.num_kv_heads, own.head_dim, self.seq_len)
+
+    @property
+    def states(self) -> StateShape | None:
+        """States of the rank's linear attention; None without any."""
+        if (linear := self.model.linear_attention) is None:
+            return None
+        heads = linear.num_value_heads // self.mesh.tp
+        return StateShape(self.sequences, heads, linear.key_head_dim, linear.value_head_dim)
 
     @property
     def routed_tokens(self) -> int:
@@ -98,7 +112,7 @@ def _local_model(spec: ModelSpec, tp: int, index: int) -> ModelSpec:
     """Return the model with the widths of the shard of rank `index` of `tp`."""
 
     def rows(name: str, count: int) -> int:
-        return tp_shard(spec, f"layers.0.{name}.weight", (count, spec.hidden_size), tp, index)[0].size[0]
+        return tp_shard(spec, f"{name}.weight", (count, spec.hidden_size), tp, index)[0].size[0]
 
     widths = {
         "num_heads": rows("attn.q", spec.num_heads * spec.head_dim) // spec.head_dim,
@@ -162,21 +176,34 @@ def attention_activation_bytes(sizes: PassSizes, layer: int) -> int:
     own, tokens, precision = sizes.local_model, sizes.tokens, sizes.precision
     size = compute_bytes(precision)
     if own.has_linear_attention(layer):
-        linear = own.linear_attention
-        assert linear is not None
-        keys = linear.num_key_heads * linear.key_head_dim // sizes.mesh.tp
-        values = linear.num_value_heads * linear.value_head_dim // sizes.mesh.tp
-        # q, k, v before and after the convolution, the gate, the output before and after its norm (arXiv:2412.06464)
-        return tokens * size * (2 * (2 * keys + values) + 3 * values)
+        return _linear_attention_bytes(sizes)
     if own.mla is not None:
         return tokens * _mla_elements_per_token(own) * size + tokens * own.num_heads * master_bytes(precision)
     if sizes.context.ulysses == 1:
-        return softmax_attention_saved_bytes(own, tokens, precision)
+        saves_scores = sizes.context.size > 1 and CONTEXT_KINDS[sizes.context.kind].saves_scores
+        return softmax_attention_saved_bytes(own, tokens, precision) + attention_score_bytes(sizes) * saves_scores
     # Where ranks exchange heads, neighbours have the same key/value head if there are fewer than ranks. The output is
     # saved as attention makes it, more positions of some heads, and once more as the output projection gets it.
     own = own.model_copy(update={"num_kv_heads": max(own.num_kv_heads, sizes.context.ulysses)})
     output = tokens * own.num_heads * own.head_dim * size
     return softmax_attention_saved_bytes(own, tokens, precision) + output
+
+
+def _linear_attention_bytes(sizes: PassSizes) -> int:
+    """Return the bytes that linear attention saves: queries, keys and values (under the gated delta rule before and
+    after a convolution), the gate, the output before its norm, after it, and gated, a statistic for each head; logits
+    of decays with their input; over several ranks what an exchange of states
+    leaves."""
+    linear, tokens, tp = sizes.model.linear_attention, sizes.tokens, sizes.mesh.tp
+    assert linear is not None
+    keys, values, size = linear.k_width // tp, linear.v_width // tp, compute_bytes(sizes.precision)
+    if linear.kind == "gated_deltanet":
+        return tokens * size * (2 * (2 * keys + values) + 3 * values)
+    master, heads = master_bytes(sizes.precision), linear.num_value_heads // tp
+    width = 2 * keys + 5 * values + linear.decay_width // tp + DECAY_RANK * (linear.kind == "gla")
+    assert sizes.states is not None
+    states = state_saved_numel(sizes.context, sizes.states)
+    return tokens * (width * size + heads * master) + states * master
 
 
 def _mla_elements_per_token(own: ModelSpec) -> int:

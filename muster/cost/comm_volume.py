@@ -11,7 +11,7 @@ from muster.config.freezing import is_frozen
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import whole_matrix_precision, whole_matrix_shapes
 from muster.cost.activations import offloaded_activation_bytes, pass_sizes
-from muster.cost.context_traffic import attention_transfers
+from muster.cost.context_traffic import attention_transfers, state_transfers
 from muster.cost.expert_traffic import count_bytes, dispatch_transfers
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.layout.matrix_owners import OwnedMatrix, assign_owners, sent_numel
@@ -147,14 +147,16 @@ def context_axis_bytes(
     """Return the bytes that the attention of one stage's layers passes to context-parallel collectives, or sends, by
     kind; full recompute repeats the forward's (`attention_transfers`)."""
     sizes, layers = pass_sizes(spec, plan, workload, stage, at.tp), plan.layers(stage, spec.num_layers)
-    again = sum(plan.strategy(layer).recompute == "full" for layer in layers)
     count = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
-    forward, backward = attention_transfers(sizes.context, sizes.attention)
+    softmax = attention_transfers(sizes.context, sizes.attention)
+    linear = None if (states := sizes.states) is None else state_transfers(sizes.context, states, at.cp)
     sent = Counter[str]()
-    for transfers, times in ((forward, len(layers) + again), (backward, len(layers))):
-        for one in transfers:
+    for layer in layers:
+        found = linear if linear is not None and spec.has_linear_attention(layer) else softmax
+        again = found.forward if plan.strategy(layer).recompute == "full" else ()
+        for one in (*found.forward, *again, *found.backward):
             size = master_bytes(plan.precision) if one.in_master_dtype else compute_bytes(plan.precision)
-            sent[one.kind] += count * times * one.calls * one.numel * size
+            sent[one.kind] += count * one.calls * one.numel * size
     if spec.moe is not None and spec.moe.aux_loss_coef and sizes.mesh.cp > 1:
         # The choices of each expert in each sequence, whose positions lie on several ranks.
         sets = plan.local_micro_batch_size(stage) if spec.moe.aux_loss_scope == "sequence" else 1

@@ -5,6 +5,7 @@ buffers. The kinds of `muster.spec.context_kinds` make these calls and no others
 """
 
 from collections.abc import Callable
+from math import gcd
 from typing import Literal, NamedTuple
 
 from muster.spec.context_kinds import ContextRanks, CpCommType
@@ -40,6 +41,13 @@ class AttentionShape(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
+    seq_len: int = 0
+    """Positions of a sequence; for the bytes of scores alone."""
+
+    @property
+    def scores(self) -> int:
+        """Elements of the scores of the queries and the keys of whole sequences."""
+        return self.tokens * self.heads * self.seq_len
 
     @property
     def queries(self) -> int:
@@ -57,6 +65,20 @@ class AttentionShape(NamedTuple):
         return AttentionShape(
             self.tokens * ranks, self.heads // ranks, max(self.kv_heads, ranks) // ranks, self.head_dim
         )
+
+
+class StateShape(NamedTuple):
+    """States of a layer's linear attention on one rank."""
+
+    sequences: int
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of all states."""
+        return self.sequences * self.heads * self.key_dim * self.value_dim
 
 
 def attention_transfers(ranks: ContextRanks, shape: AttentionShape) -> AttentionTransfers:
@@ -97,6 +119,55 @@ def attention_workspace(ranks: ContextRanks, shape: AttentionShape, compute: int
         exchange,
         attention_workspace(ContextRanks("p2p", ranks.ring, window=ranks.window), inside, compute, master, backward),
     )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Linear attention
+
+
+STATE_BLOCKS = 8
+"""Blocks of a state that is handed on from rank to rank, at most."""
+
+
+def num_state_blocks(key_dim: int) -> int:
+    """Return the blocks in which a state is handed on: so many that they are equal."""
+    return gcd(STATE_BLOCKS, key_dim)
+
+
+def state_transfers(ranks: ContextRanks, shape: StateShape, index: int = 0) -> AttentionTransfers:
+    """Return the transfers of the states of one layer's linear attention on rank `index`, in the master dtype.
+
+    lasp2: an all-gather of the states, with the part that a rank keeps of an earlier one, for each element of the keys,
+    and in the backward of their gradients (arXiv:2502.07563 §3.2). zeco: blocks of one state to the next rank, in the
+    backward to the one before (arXiv:2507.01004 §3).
+    """
+    if ranks.size == 1:
+        return AttentionTransfers((), ())
+    if ranks.kind == "lasp2":
+        kept = shape.numel // shape.value_dim
+        return AttentionTransfers(
+            (Transfer("all_gather", 1, shape.numel + kept, in_master_dtype=True),),
+            (Transfer("all_gather", 1, shape.numel, in_master_dtype=True),),
+        )
+    blocks = num_state_blocks(shape.key_dim)
+    hop = Transfer("send", blocks, shape.numel // blocks, in_master_dtype=True)
+    return AttentionTransfers((hop,) * (index < ranks.size - 1), (hop,) * (index > 0))
+
+
+def state_saved_numel(ranks: ContextRanks, shape: StateShape) -> int:
+    """Return the elements that a layer saves of an exchange of states, in the master dtype: the state before the rank's
+    positions, and the part that it keeps of it, or all ranks keep."""
+    if ranks.size == 1:
+        return 0
+    return shape.numel + shape.numel // shape.value_dim * (ranks.size if ranks.kind == "lasp2" else 1)
+
+
+def state_workspace(ranks: ContextRanks, shape: StateShape, master: int) -> int:
+    """Return the temporary bytes of an exchange of states: all ranks' ones and the own beside what it keeps, or one
+    that arrives and one that leaves, in blocks and whole."""
+    if ranks.size == 1:
+        return 0
+    return (ranks.size + 3 if ranks.kind == "lasp2" else 4) * shape.numel * master
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -193,6 +264,23 @@ def _token_ring_workspace(ranks: ContextRanks, shape: AttentionShape, compute: i
     return shape.queries * (2 * master + 6 * compute)
 
 
+def _rsa_transfers(ranks: ContextRanks, shape: AttentionShape) -> AttentionTransfers:
+    """Return the hops of keys and of values, which go around one after the other; in the backward again, and the
+    reduce-scatter of the gradients of keys and values of the whole sequence."""
+    hops = Transfer("send", 2 * (ranks.ring - 1), shape.keys_and_values // 2)
+    return AttentionTransfers((hops,), (hops, Transfer("reduce_scatter", 1, ranks.ring * shape.keys_and_values)))
+
+
+def _rsa_workspace(ranks: ContextRanks, shape: AttentionShape, compute: int, master: int, backward: bool) -> int:
+    """Return the bytes of the scores in the master dtype beside the copy that a log-sum-exp makes, less those of the
+    probabilities, which are saved; in the backward of their gradient and its product with them, and of the gradients of
+    keys and values of the whole sequence twice; and of a block and the next."""
+    summed = _summed(shape, compute, master, backward) + shape.keys_and_values * compute
+    if not backward:
+        return shape.scores * (2 * master - compute) + summed
+    return 2 * shape.scores * master + summed + 2 * ranks.ring * shape.keys_and_values * compute
+
+
 def _all_gather_transfers(ranks: ContextRanks, shape: AttentionShape) -> AttentionTransfers:
     """Return the gathers of keys and values, once each way, and the reduce-scatter of their gradients."""
     gather = Transfer("all_gather", 1, shape.keys_and_values)
@@ -219,5 +307,9 @@ _KINDS: dict[CpCommType | Literal["double ring"], _Kind] = {
     "double ring": _Kind(_double_ring_transfers, _double_ring_workspace),
     "burst": _Kind(_burst_transfers, _burst_workspace),
     "token_ring": _Kind(_token_ring_transfers, _token_ring_workspace),
+    "rsa": _Kind(_rsa_transfers, _rsa_workspace),
     "all_gather": _Kind(_all_gather_transfers, _all_gather_workspace),
+    # Attention with a softmax beside linear attention.
+    "lasp2": _Kind(_all_gather_transfers, _all_gather_workspace),
+    "zeco": _Kind(_all_gather_transfers, _all_gather_workspace),
 }

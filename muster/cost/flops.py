@@ -9,10 +9,11 @@ def forward_flops_per_token(spec: ModelSpec, seq_len: int, causal: bool = False)
 
     2 per weight of a matmul: all weights except norms and the embedding's lookup; of the experts only a token's
     `top_k`; the head once more for each of `mtp_layers`. Attention takes 2 · seq_len · heads · (key width + value
-    width) in each layer with softmax attention. Following PaLM (arXiv:2204.02311, appendix B) and Megatron-LM
-    (arXiv:2104.04473, appendix) the causal mask is not discounted; with `causal`, only the scores count that the mask
-    and a sliding window leave, about half, as FlashAttention-2 counts (arXiv:2307.08691 §4.1). A plugin's layers count
-    by the matmuls of a traced forward.
+    width) in each layer with softmax attention, linear attention 4 · heads · key width · value width to add to its
+    state and to read it (the gated delta rule reads it twice). Following PaLM (arXiv:2204.02311, appendix B) and
+    Megatron-LM (arXiv:2104.04473, appendix) the causal mask is not discounted; with `causal`, only the scores count
+    that the mask and a sliding window leave, about half, as FlashAttention-2 counts (arXiv:2307.08691 §4.1). A plugin's
+    layers count by the matmuls of a traced forward.
 
     Example: 7 · 10⁹ weights at a short sequence need about 14 GFLOPs per token forward, 42 with the backward.
     """
@@ -26,7 +27,11 @@ def forward_flops_per_token(spec: ModelSpec, seq_len: int, causal: bool = False)
         if len(shape) > 1 and name not in looked_up and not name.endswith(".bias")
     )
     heads = spec.tied_embeddings + spec.mtp_layers
-    return 2 * (matrices + heads * spec.vocab_size * spec.hidden_size) + _score_flops(spec, seq_len, causal)
+    return (
+        2 * (matrices + heads * spec.vocab_size * spec.hidden_size)
+        + _score_flops(spec, seq_len, causal)
+        + _state_flops(spec)
+    )
 
 
 def _score_flops(spec: ModelSpec, seq_len: int, causal: bool) -> int:
@@ -40,6 +45,12 @@ def _score_flops(spec: ModelSpec, seq_len: int, causal: bool) -> int:
         seen = sum(window * (2 * seq_len - window + 1) for window in windows)
         return 2 * spec.num_heads * widths * seen // (2 * seq_len)
     return 2 * seq_len * spec.num_heads * widths * (len(layers) + spec.mtp_layers)
+
+
+def _state_flops(spec: ModelSpec) -> int:
+    if (linear := spec.linear_attention) is None:
+        return 0
+    return len(linear.layers) * linear.state_numel * (6 if linear.kind == "gated_deltanet" else 4)
 
 
 def train_flops_per_token(spec: ModelSpec, seq_len: int, causal: bool = False) -> int:

@@ -28,15 +28,18 @@ class AttentionBlock(NamedTuple):
     """Position of the first query minus that of the first key."""
 
 
-def kept_positions(length: int, cp: int, index: int) -> tuple[range, ...]:
+def kept_positions(length: int, cp: int, index: int, is_contiguous: bool = False) -> tuple[range, ...]:
     """Return the positions of a sequence that rank `index` of `cp` keeps, in the order in which it holds them.
 
     Zigzag: of 2 · cp chunks, rank r keeps chunks r and 2 · cp − 1 − r, an early and a late one, so that all ranks see
     equally many keys under a causal mask (Megatron-LM's context parallelism; arXiv:2310.01889 has contiguous shards).
-    Rank 1 of 2 keeps positions 2–3 and 4–5 of 8. `length` is a multiple of 2 · cp.
+    Rank 1 of 2 keeps positions 2–3 and 4–5 of 8. `length` is a multiple of 2 · cp. Linear attention, whose states go
+    from one position to the next, and whose work is the same for all, wants consecutive ones (`is_contiguous`).
     """
     if cp == 1:
         return (range(length),)
+    if is_contiguous:
+        return (range(index * (length // cp), (index + 1) * (length // cp)),)
     chunk = length // (2 * cp)
     return tuple(range(n * chunk, (n + 1) * chunk) for n in (index, 2 * cp - 1 - index))
 

@@ -87,8 +87,9 @@ def stages_on(plan: Plan, pp_rank: int) -> list[int]:
 def tp_shard(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, index: int) -> tuple[Box, int, int]:
     """Return rank `index` of `tp`'s shard of a parameter: (box, number of its copies, index of this copy).
 
-    Sharded are rows of q, k, v, gate, up, head and embedding with their biases, and columns of o and down, of each of
-    the stacked experts too; norms, routers, the biases of o and down and learned positions are replicated. Query and
+    Sharded are rows of q, k, v, gate, up, head and embedding, and of decays of linear attention, with their biases, and
+    columns of o and down, of each of the stacked experts too; norms, routers, the first of two matrices for decays, the
+    biases of o and down and learned positions are replicated. Query and
     key/value heads stay whole; with more ranks than key/value heads, neighbours hold the same one. Vocabulary entries
     and inner widths that `tp` doesn't divide give the last ranks fewer. Norms over all heads together are sharded as
     the rows of q and k.
@@ -99,10 +100,12 @@ def tp_shard(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, index:
         return whole, 1, 0
     if _is_whole(kind, leaf):
         return whole, tp, index
-    if kind in ("k", "v") and tp > spec.num_kv_heads:
+    is_linear = spec.has_linear_attention_parameter(name)
+    if kind in ("k", "v") and tp > spec.num_kv_heads and not is_linear:
         copies = tp // spec.num_kv_heads
         return _cut(whole, 0, index // copies * spec.head_dim, spec.head_dim), copies, index % copies
-    unit = spec.head_dim if kind in ("q", "k", "v", "o") else 1
+    # Heads of linear attention stay whole too, as tp divides their number.
+    unit = spec.head_dim if kind in ("q", "k", "v", "o") and not is_linear else 1
     dim = _tensor_dim(kind, shape)
     start, count = chunk_bounds(shape[dim] // unit, tp, index)
     return _cut(whole, dim, start * unit, count * unit), 1, 0
@@ -125,7 +128,7 @@ def _kind_and_leaf(spec: ModelSpec, name: str) -> tuple[str, str]:
 
 def _is_whole(kind: str, leaf: str) -> bool:
     """Return True for a parameter that every tensor-parallel rank has in full."""
-    whole = kind.endswith("norm") or kind in ("positions", *_ROUTING)
+    whole = kind.endswith("norm") or kind in ("positions", "decay_down", *_ROUTING)
     return whole or (leaf == "bias" and kind in ("o", "down"))
 
 
@@ -210,8 +213,9 @@ def tp_partial_grad_copies(spec: ModelSpec, names: Iterable[str], tp: int, sp: b
     """Return the parameters, with their number of copies, that several tensor-parallel ranks hold and each use on a
     part of the data only, or for a part of each expert's output: their gradients are summed.
 
-    Under sequence parallelism these are all replicated parameters; norms of queries and keys always, as each rank has
-    other heads; routers always; key and value heads where several ranks hold the same one.
+    Under sequence parallelism these are all replicated parameters; norms of queries and keys, and what makes outputs
+    and decays of linear attention, always, as each rank has other heads; routers always; key and value heads where
+    several ranks hold the same one.
     """
     if tp == 1:
         return {}
@@ -219,9 +223,9 @@ def tp_partial_grad_copies(spec: ModelSpec, names: Iterable[str], tp: int, sp: b
     found = {}
     for name in names:
         kind, leaf = _kind_and_leaf(spec, name)
-        if kind in ("q_norm", "k_norm", *_ROUTING):
+        if kind in ("q_norm", "k_norm", "out_norm", "decay_down", *_ROUTING):
             found[name] = tp
-        elif kind in ("k", "v") and kv_copies > 1:
+        elif kind in ("k", "v") and kv_copies > 1 and not spec.has_linear_attention_parameter(name):
             found[name] = kv_copies
         elif sp and _is_whole(kind, leaf):
             found[name] = tp

@@ -50,7 +50,7 @@ class MergedAttention:
     ) -> None:
         """Add the attention of the queries to the keys of some blocks."""
         for block in _pieces(q_BHSd, blocks, rule):
-            rows, keys = _slices(block, block.queries), _slices(block, block.keys)
+            rows, keys = block_slices(block, block.queries), block_slices(block, block.keys)
             out, lse = block_forward(q_BHSd[rows], k_BKTd[keys], v_BKTd[keys], block, rule)
             self._merge(rows, out, lse)
 
@@ -85,7 +85,7 @@ class BlockGradients:
     ) -> None:
         """Add the gradients of some blocks, those of keys and values to `grad_k_BKTd` and `grad_v_BKTd`."""
         for block in _pieces(self._q, blocks, self._rule):
-            rows, keys = _slices(block, block.queries), _slices(block, block.keys)
+            rows, keys = block_slices(block, block.queries), block_slices(block, block.keys)
             saved = self._grad[rows], self._q[rows], k_BKTd[keys], v_BKTd[keys], self._out[rows], self._lse[rows]
             grads = block_backward(SavedAttention(*saved), block, self._rule)
             for total, grad in zip((self.q_BHSd[rows], grad_k_BKTd[keys], grad_v_BKTd[keys]), grads, strict=True):
@@ -99,7 +99,7 @@ def _pieces(q_BHSd: Tensor, blocks: Sequence[AttentionBlock], rule: ScoreRule) -
             if seen_block := trim_block(block, rule.window):
                 yield seen_block
             continue
-        batch, heads, *_ = q_BHSd[_slices(block, block.queries)].shape
+        batch, heads, *_ = q_BHSd[block_slices(block, block.queries)].shape
         # Under a window, as many queries as it is wide see less than twice as many keys.
         seen = len(block.keys) if rule.window is None else min(len(block.keys), 2 * rule.window)
         size = max(1, chunk_elements("attention", q_BHSd.device.type) // (batch * heads * seen))
@@ -113,7 +113,7 @@ def _pieces(q_BHSd: Tensor, blocks: Sequence[AttentionBlock], rule: ScoreRule) -
                 yield AttentionBlock(block.sequence, queries, keys, mask, start + block.offset - first)
 
 
-def _slices(block: AttentionBlock, positions: range) -> tuple[slice, slice, slice]:
+def block_slices(block: AttentionBlock, positions: range) -> tuple[slice, slice, slice]:
     batch = slice(None) if block.sequence is None else slice(block.sequence, block.sequence + 1)
     return batch, slice(None), slice(positions.start, positions.stop)
 
@@ -128,7 +128,7 @@ def block_forward(
     """Return output (B, H, S, d) and log-sum-exp (B, H, S) of one block; −∞ for queries that see none of the keys."""
     if has_block_kernel(q_BHSd, block, rule.softcap):
         return fused_forward(q_BHSd, k_BKTd, v_BKTd, block, rule.scale, rule.window)
-    s_BKGST = _scores(q_BHSd, k_BKTd, block, rule)
+    s_BKGST = block_scores(q_BHSd, k_BKTd, block, rule)
     lse_BKGS = s_BKGST.logsumexp(-1)
     p_BKGST = (s_BKGST - lse_BKGS.unsqueeze(-1)).exp_().nan_to_num_(0.0).to(v_BKTd.dtype)
     return (p_BKGST @ v_BKTd.unsqueeze(2)).flatten(1, 2), lse_BKGS.flatten(1, 2)
@@ -141,7 +141,7 @@ def block_backward(saved: SavedAttention, block: AttentionBlock, rule: ScoreRule
     grad_BHSd, q_BHSd, k_BKTd, v_BKTd, out_BHSd, lse_BHS = saved
     groups = q_BHSd.shape[1] // k_BKTd.shape[1]
     grad_BKGSd, out_BKGSd, q_BKGSd = (x.unflatten(1, (-1, groups)) for x in (grad_BHSd, out_BHSd, q_BHSd))
-    s_BKGST = _scores(q_BHSd, k_BKTd, block, rule)
+    s_BKGST = block_scores(q_BHSd, k_BKTd, block, rule)
     p_BKGST = (s_BKGST - lse_BHS.unflatten(1, (-1, groups)).unsqueeze(-1)).exp_()
     grad_v_BKTd = (p_BKGST.to(v_BKTd.dtype).mT @ grad_BKGSd).sum(2)
     # Of a softmax: p · (dL/dp − Σ dL/dp · p), where that sum is grad · out (arXiv:2205.14135 §B.4).
@@ -154,7 +154,7 @@ def block_backward(saved: SavedAttention, block: AttentionBlock, rule: ScoreRule
     return grad_q_BHSd, (ds_BKGST.mT @ q_BKGSd).sum(2), grad_v_BKTd
 
 
-def _scores(q_BHSd: Tensor, k_BKTd: Tensor, block: AttentionBlock, rule: ScoreRule) -> Tensor:
+def block_scores(q_BHSd: Tensor, k_BKTd: Tensor, block: AttentionBlock, rule: ScoreRule) -> Tensor:
     """Return the scores of a block (B, K, G, S, T), −∞ where a query doesn't see a key."""
     q_BKGSd = q_BHSd.unflatten(1, (k_BKTd.shape[1], -1))
     s_BKGST = (q_BKGSd @ k_BKTd.unsqueeze(2).mT).to(accumulation_dtype(q_BHSd.dtype)).mul_(rule.scale)

@@ -15,31 +15,17 @@ from torch import Tensor, nn
 from muster.model.documents import Documents, per_document_attention
 from muster.model.dtypes import DTYPES
 from muster.model.experts import MoeMlp
-from muster.model.kernels import activate, apply_rotary, gated_activation, rms_norm, soft_cap
+from muster.model.kernels import activate, apply_rotary, gated_activation, soft_cap
+from muster.model.linear_attention import LinearAttention
+from muster.model.norms import RmsNorm, make_norm, make_norms
 from muster.model.plugin_layer import make_plugin_layer
 from muster.model.positions import PositionState
+from muster.model.projections import project_in, project_normed, project_out, recomputable
 from muster.model.routing import RouterState
 from muster.model.soft_capped_attention import soft_capped_attention
 from muster.model.varlen_attention import varlen_attention
 from muster.spec.model import ModelSpec
 from muster.spec.plugin_model import plugin_model
-
-
-def project_in(x_BSD: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-    """Apply several linear layers to one hidden state; tensor parallelism replaces this function."""
-    return tuple(linear(x_BSD) for linear in linears)
-
-
-def project_out(x: Tensor, linear: nn.Linear) -> Tensor:
-    """Apply the linear layer that leads back to the hidden state; tensor parallelism replaces this function."""
-    return linear(x)
-
-
-def recomputable(
-    make: Callable[..., Tensor], inputs: tuple[Tensor, ...], consume: Callable[..., Any], *args: Any
-) -> Any:
-    """Return consume(make(*inputs), *args); a hook for recompute, which then doesn't save the result of `make`."""
-    return consume(make(*inputs), *args)
 
 
 def core_attention(
@@ -70,47 +56,6 @@ def __getattr__(name: str) -> Callable[..., Any]:
     if name not in old_names:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return old_names[name]
-
-
-class RmsNorm(nn.Module):
-    """Root-mean-square norm with a weight (D), to which `offset` is added."""
-
-    def __init__(self, width: int, eps: float, offset: float = 0.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((width,), 1.0 - offset))
-        self.eps = eps
-        self.offset = offset
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return rms_norm(x_BSD, self.weight, self.eps, self.offset)
-
-
-class LayerNorm(nn.Module):
-    """Layer norm with weight (D) and bias (D): mean 0 and variance 1 over the last dimension (arXiv:1607.06450)."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width))
-        self.eps = eps
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return F.layer_norm(x_BSD, (x_BSD.shape[-1],), self.weight, self.bias, self.eps)
-
-
-Norm = RmsNorm | LayerNorm
-
-
-def make_norm(spec: ModelSpec) -> Norm:
-    """Build a norm of the hidden state, of the model's kind."""
-    if spec.norm == "layer":
-        return LayerNorm(spec.hidden_size, spec.norm_eps)
-    return RmsNorm(spec.hidden_size, spec.norm_eps, float(spec.norm_unit_offset))
-
-
-def make_norms(spec: ModelSpec) -> tuple[Norm | None, Norm | None]:
-    """Build the norms of a sublayer's input and of its output, where the model has them."""
-    return make_norm(spec) if spec.has_pre_norms else None, make_norm(spec) if spec.has_post_norms else None
 
 
 def normalize_projections(q: Tensor, k: Tensor, q_norm: RmsNorm, k_norm: RmsNorm) -> tuple[Tensor, Tensor]:
@@ -189,7 +134,7 @@ class Attention(nn.Module):
         `cos` and `sin` (S or B, S; 1, rotary_dim) are None without rotary positions, `mask` (S, S) is None without a
         window, `documents` is None if each sequence is one document.
         """
-        q, k, v = _project_normed(self, norm, x_BSD, self.q, self.k, self.v)
+        q, k, v = project_normed(self, norm, x_BSD, self.q, self.k, self.v)
         if self.norms_projections and self.q_norm is not None and self.k_norm is not None:
             q, k = self.normalize_projections(q, k, self.q_norm, self.k_norm)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
@@ -219,17 +164,12 @@ class Mlp(nn.Module):
 
     def forward(self, x_BSD: Tensor, norm: nn.Module | None) -> Tensor:
         linears = (self.up,) if self.gate is None else (self.gate, self.up)
-        inner = _project_normed(self, norm, x_BSD, *linears)
+        inner = project_normed(self, norm, x_BSD, *linears)
         return self.recomputable(self._activate, inner, self.project_out, self.down)
 
 
-def _project_normed(
-    part: "Attention | Mlp", norm: nn.Module | None, x_BSD: Tensor, *linears: nn.Linear
-) -> tuple[Tensor, ...]:
-    """Apply a sublayer's first linear layers to the hidden state, or to its norm where there is one."""
-    if norm is None:
-        return part.project_in(x_BSD, *linears)
-    return part.recomputable(norm, (x_BSD,), part.project_in, *linears)
+def _softmax_attention(spec: ModelSpec, layer: int) -> Attention:
+    return Attention(spec, spec.attention_window(layer), has_rotary=layer not in spec.nope_layers)
 
 
 class Layer(nn.Module):
@@ -241,7 +181,7 @@ class Layer(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int, router_state: RouterState | None = None) -> None:
         super().__init__()
         self.attn_norm, post_norm = make_norms(spec)
-        self.attn = Attention(spec, spec.attention_window(layer), has_rotary=layer not in spec.nope_layers)
+        self.attn = LinearAttention(spec) if spec.has_linear_attention(layer) else _softmax_attention(spec, layer)
         self.attn_post_norm = post_norm
         self.mlp_norm, post_norm = make_norms(spec)
         has_experts = spec.has_experts(layer)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,6 +20,11 @@ class Documents:
     """Lengths of all documents, sequence after sequence; those of one sequence add up to S."""
     starts: Tensor
     """First position of each document among those of all sequences, and the end of the last: int32."""
+
+    @cached_property
+    def begins_BS(self) -> Tensor:
+        """True where a document begins."""
+        return self.positions_BS == 0
 
     @staticmethod
     def from_positions(positions_BS: Tensor, device: torch.device) -> "Documents | None":

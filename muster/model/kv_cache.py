@@ -1,4 +1,5 @@
-"""Key/value cache of a decoder, with which each new token costs one position."""
+"""Cache of a decoder, with which each new token costs one position: keys and values of attention, states of linear
+attention."""
 
 from functools import partial
 from types import TracebackType
@@ -7,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from muster.model.chunked_recurrence import Operands, read_segment
 from muster.model.decoder import Attention, Decoder
+from muster.model.linear_attention import LinearAttention
 from muster.model.soft_capped_attention import soft_capped_scores_attention
 
 LayerCache = dict[str, Tensor]
@@ -33,6 +36,8 @@ class KvCache:
     def __enter__(self) -> "KvCache":
         for attention in self._attentions():
             attention.core_attention = partial(self._cached_attention, {})  # type: ignore[method-assign]
+        for linear in self._linear_attentions():
+            linear.attend = partial(self._continued_recurrence, {})  # type: ignore[method-assign]
         self.model.position_state.starts_B = self.starts_B if self._padded else None
         return self
 
@@ -41,11 +46,16 @@ class KvCache:
     ) -> None:
         for attention in self._attentions():
             del attention.core_attention
+        for linear in self._linear_attentions():
+            del linear.attend
         self.model.position_state.offset = 0
         self.model.position_state.starts_B = None
 
     def _attentions(self) -> list[Attention]:
         return [part for part in self.model.modules() if isinstance(part, Attention)]
+
+    def _linear_attentions(self) -> list[LinearAttention]:
+        return [part for part in self.model.modules() if isinstance(part, LinearAttention)]
 
     @torch.no_grad()
     def read(self, tokens_BS: Tensor) -> Tensor:
@@ -102,6 +112,23 @@ class KvCache:
             )
         grouped = q_BHSd.shape[1] != k_BKSd.shape[1]
         return F.scaled_dot_product_attention(q_BHSd, *whole, attn_mask=visible, scale=scale, enable_gqa=grouped)
+
+    def _continued_recurrence(
+        self,
+        layer_cache: LayerCache,
+        attention: LinearAttention,
+        qkv: tuple[Tensor, ...],
+        logits: Tensor | None,
+        _: object,
+    ) -> Tensor:
+        """Return the outputs of the new positions, which follow the state of those before; a text begins anew behind
+        its padding."""
+        begins_BS = None
+        if self._padded:
+            new_S = torch.arange(self.length, self.length + qkv[0].shape[2], device=self.starts_B.device)
+            begins_BS = new_S == self.starts_B.unsqueeze(1)
+        out, layer_cache["state"] = read_segment(Operands(*qkv, logits, begins_BS), layer_cache.get("state"))
+        return out
 
 
 class UncachedReader:

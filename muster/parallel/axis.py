@@ -67,6 +67,8 @@ class ContextAxis:
     """Distance of its neighbours in the group."""
     ulysses: "ContextAxis | None" = None
     """Part of it that exchanges positions for heads with this rank, where only a part does."""
+    is_contiguous: bool = False
+    """Each rank keeps consecutive positions."""
     window: int = 1
     """Ranks of each inner ring where its ring is a double one, else 1."""
     second_group: dist.ProcessGroup | None = None
@@ -119,6 +121,16 @@ class ContextAxis:
         """Start to send a contiguous tensor to the next rank of the ring, or to one some hops on, and to receive that
         of the rank as far before."""
         return _ring_shift(self.group, self.index, self.size, x, self.first, self.stride, hops)
+
+    def send_on(self, x: Tensor, hops: int) -> PendingTensor:
+        """Start to send a contiguous tensor to the rank some hops on (before this one where negative)."""
+        peer = self.first + (self.index + hops) * self.stride
+        return PendingTensor([dist.isend(x, group=self.group, group_dst=peer)], lambda: x)
+
+    def receive(self, like: Tensor, hops: int) -> PendingTensor:
+        """Start to receive a tensor of the same shape from the rank some hops before."""
+        received, peer = torch.empty_like(like), self.first + (self.index - hops) * self.stride
+        return PendingTensor([dist.irecv(received, group=self.group, group_src=peer)], lambda: received)
 
     def second_ring(self) -> "ContextAxis":
         """Return the same ranks with the other group, whose sends don't wait for those of this one."""

@@ -1,14 +1,15 @@
 """Context parallelism: each rank keeps some positions of every sequence, and attention sees those of all ranks.
 
-The model knows of it at one seam, `Attention.attend`, which gets the queries, keys and values of this rank's positions.
-Everything else works on a position alone. A kind of context parallelism is one class of a `ContextAxis` and a row of
-`muster.spec.context_kinds`; what it sends stands in `muster.cost.context_traffic`, from which costs and counts of bytes
-are made.
+The model knows of it at one seam, `Attention.attend`, which gets the queries, keys and values of this rank's positions;
+linear attention has the same seam, behind which ranks exchange states. Everything else works on a position alone. A
+kind of context parallelism is one class of a `ContextAxis` and a row of `muster.spec.context_kinds`; what it sends
+stands in `muster.cost.context_traffic`, from which costs and counts of bytes are made.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from muster.layout.context_parallel import kept_positions
 from muster.model.decoder import Attention, Decoder
 from muster.model.documents import Documents
+from muster.model.linear_attention import LinearAttention, StateExchange, chunked_recurrence
 from muster.parallel.axis import ContextAxis
 from muster.spec.context_kinds import CONTEXT_KINDS, ContextRanks
 
@@ -27,23 +29,42 @@ def apply_context_parallel(module: Decoder, axis: ContextAxis, context: ContextR
     """Let the attention of a stage see the positions of all context-parallel ranks, and its routers balance the load of
     whole sequences."""
     module.router_state.sum_counts = lambda counts_BE: axis.all_reduce(counts_BE).wait()
-    file, name = CONTEXT_KINDS[context.kind].attention.split(":")
-    attend: Attend = getattr(import_module(f"muster.parallel.{file}"), name)(axis)
+    row = CONTEXT_KINDS[context.kind]
+    attend: Attend = _load(row.attention)(axis)
+    exchange: StateExchange | None = None if row.states is None else _load(row.states)(axis)
     # Without a ring the model's own attention sees whole sequences, with its mask.
     module.position_state.makes_masks = context.ring == 1
     for part in module.modules():
         if isinstance(part, Attention):
             part.attend = attend  # type: ignore[method-assign]
+        if isinstance(part, LinearAttention):
+            part.attend = partial(_attend_with_states, exchange)  # type: ignore[method-assign]
+
+
+def _load(place: str) -> Any:
+    """Return the class at a place such as `cp_ring:RingAttention`."""
+    file, name = place.split(":")
+    return getattr(import_module(f"muster.parallel.{file}"), name)
+
+
+def _attend_with_states(
+    exchange: StateExchange,
+    attention: LinearAttention,
+    qkv: tuple[Tensor, ...],
+    logits: Tensor | None,
+    documents: Documents | None,
+) -> Tensor:
+    return chunked_recurrence(exchange, qkv, logits, documents)
 
 
 def keep_positions(module: Decoder, axis: ContextAxis, length: int, device: torch.device) -> None:
     """Tell a stage which positions its next pass is of, where this rank keeps `length` of each sequence."""
     state = module.position_state
     state.whole_length = length * axis.size
-    state.positions_S = _position_index(state.whole_length, axis.size, axis.index, device)
+    state.positions_S = _position_index(state.whole_length, axis.size, axis.index, axis.is_contiguous, device)
 
 
 @lru_cache(maxsize=64)
-def _position_index(length: int, cp: int, index: int, device: torch.device) -> Tensor:
-    runs = kept_positions(length, cp, index)
+def _position_index(length: int, cp: int, index: int, is_contiguous: bool, device: torch.device) -> Tensor:
+    runs = kept_positions(length, cp, index, is_contiguous)
     return torch.tensor([position for run in runs for position in run], device=device)

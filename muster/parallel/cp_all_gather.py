@@ -2,7 +2,8 @@
 
 Every rank gathers the keys and values of the whole sequence and attends to them with its own queries; the backward
 gathers them again, so that no rank saves more than its own, and reduce-scatters their gradients (Llama 3,
-arXiv:2407.21783 §3.3.2; Megatron-LM's cp_comm_type all_gather).
+arXiv:2407.21783 §3.3.2; Megatron-LM's cp_comm_type all_gather). Beside linear attention ranks keep consecutive
+positions, so that the last one computes most scores (LASP-2H, arXiv:2502.07563 §3.3).
 
 Suffixes of tensors: C context-parallel ranks, B sequences, H query heads, K key/value heads, s positions of this rank,
 S positions of the whole sequence, d head width; 2 stands for keys and values.
@@ -31,7 +32,7 @@ class AllGatherAttention:
     ) -> Tensor:
         """Return the output (B, H, s, d) of this rank's queries."""
         length = qkv[0].shape[2] * self._axis.size
-        own = kept_positions(length, self._axis.size, self._axis.index)
+        own = kept_positions(length, self._axis.size, self._axis.index, self._axis.is_contiguous)
         lengths = None if documents is None else documents.lengths
         blocks = attention_blocks(length, own, (range(length),), attention.window, lengths)
         return _AllGatherAttention.apply(self._axis, *qkv, blocks, score_rule(attention))  # type: ignore[return-value]
@@ -64,7 +65,7 @@ class _AllGatherAttention(torch.autograd.Function):
         summed = BlockGradients(grads[0], q_BHsd, out_BHsd, lse_BHs, ctx.rule)
         summed.add(k_BKSd, v_BKSd, ctx.blocks, *grad_2BKSd)
         del k_BKSd, v_BKSd
-        by_rank = _by_rank(grad_2BKSd.to(k_BKsd.dtype), ctx.axis.size)
+        by_rank = _by_rank(grad_2BKSd.to(k_BKsd.dtype), ctx.axis)
         del grad_2BKSd
         grad_k_BKsd, grad_v_BKsd = ctx.axis.reduce_scatter(by_rank).wait()
         return None, summed.q_BHSd.to(q_BHsd.dtype), grad_k_BKsd, grad_v_BKsd, None, None
@@ -73,12 +74,17 @@ class _AllGatherAttention(torch.autograd.Function):
 def _gather(axis: ContextAxis, k_BKsd: Tensor, v_BKsd: Tensor) -> Tensor:
     """Return keys and values of the whole sequence, in order: (2, B, K, S, d)."""
     gathered_C2BKsd = axis.all_gather(torch.stack((k_BKsd, v_BKsd))).wait()
+    if axis.is_contiguous:
+        return torch.cat(tuple(gathered_C2BKsd), dim=3)
     halves = [rank.chunk(2, dim=3) for rank in gathered_C2BKsd]
     return torch.cat([halves[rank][place] for rank, place in chunk_places(axis.size)], dim=3)
 
 
-def _by_rank(x_2BKSd: Tensor, ranks: int) -> Tensor:
+def _by_rank(x_2BKSd: Tensor, axis: ContextAxis) -> Tensor:
     """Return the positions that each rank keeps: (C, 2, B, K, s, d)."""
+    ranks = axis.size
+    if axis.is_contiguous:
+        return torch.stack(x_2BKSd.chunk(ranks, dim=3))
     chunks = x_2BKSd.chunk(2 * ranks, dim=3)
     found = x_2BKSd.new_empty(ranks, *x_2BKSd.shape[:3], x_2BKSd.shape[3] // ranks, x_2BKSd.shape[4])
     for chunk, (rank, place) in zip(chunks, chunk_places(ranks), strict=True):

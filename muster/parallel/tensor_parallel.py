@@ -21,6 +21,7 @@ from muster.model.decoder import Attention, Decoder, RmsNorm
 from muster.model.experts import Experts, MoeMlp
 from muster.model.grouped_matmul import grouped_linears
 from muster.model.kernels import accumulation_dtype, soft_cap_, soft_cap_slope_
+from muster.model.linear_attention import LinearAttention
 from muster.model.loss import LossSums, softmax_gradient_
 from muster.model.plugin_layer import PROJECT_IN, PROJECT_OUT
 from muster.parallel.axis import PendingTensor, TensorAxis
@@ -344,11 +345,11 @@ def apply_parallel_linears(module: Decoder, axis: TensorAxis | None, weight_grad
                 setattr(part, name, linear)
         if isinstance(part, Experts):
             part.grouped_linears = partial(grouped_linears, weight_grad=weight_grads.compute_or_defer_grouped)  # type: ignore[method-assign]
-        if isinstance(part, MoeMlp):
+        if isinstance(part, MoeMlp | LinearAttention):
             part.local_linears = partial(column_parallel_linear, None, weight_grads)  # type: ignore[method-assign]
-            if axis is not None:
-                part.enter = partial(_EnterTensorParallelRegion.apply, axis)  # type: ignore[method-assign]
-                part.leave = partial(_ReduceFromTensorParallelRegion.apply, axis)  # type: ignore[method-assign]
+        if isinstance(part, MoeMlp) and axis is not None:
+            part.enter = partial(_EnterTensorParallelRegion.apply, axis)  # type: ignore[method-assign]
+            part.leave = partial(_ReduceFromTensorParallelRegion.apply, axis)  # type: ignore[method-assign]
     module.project_logits = partial(vocab_parallel_logits, axis, weight_grads)  # type: ignore[assignment]
 
 

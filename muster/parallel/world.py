@@ -64,6 +64,7 @@ class World:
             context.size,
             self.at.cp,
             ulysses=neighbours,
+            is_contiguous=context.is_contiguous,
             window=context.window,
             second_group=self.groups.second_ring,
         )

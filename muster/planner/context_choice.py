@@ -25,7 +25,7 @@ CONTEXT_FIELDS = ("cp_comm_type", "cp_ulysses_degree", "cp_window_size")
 def context_fields(request: PlanRequest, tp: int, cp: int) -> dict[str, Any]:
     """Return the fields of a plan that say how context-parallel ranks communicate: the required ones, or the fastest.
 
-    Other frameworks have not all kinds, and keep the ring.
+    Other frameworks have not all kinds, and keep the ring. Linear attention has kinds of its own.
     """
     base = {name: request.fixed.get(name, getattr(request.base, name)) for name in CONTEXT_FIELDS}
     if cp == 1 or base["cp_comm_type"] != "p2p" or request.framework.name != MUSTER.name:
@@ -41,6 +41,8 @@ def context_fields(request: PlanRequest, tp: int, cp: int) -> dict[str, Any]:
 
 def _fastest(request: PlanRequest, tp: int, cp: int) -> dict[str, Any]:
     plans = list(_candidates(request, tp, cp))
+    if not plans:  # of a fixed kind that the model can't have: a rule says so
+        return {name: getattr(request.base, name) for name in CONTEXT_FIELDS}
     seconds = [_passes_s(request, plan) for plan in plans]
     best = min(range(len(plans)), key=seconds.__getitem__)
     chosen = plans[best if seconds[best] < (1 - LEAST_GAIN) * seconds[0] else 0]
@@ -48,9 +50,11 @@ def _fastest(request: PlanRequest, tp: int, cp: int) -> dict[str, Any]:
 
 
 def _candidates(request: PlanRequest, tp: int, cp: int) -> Iterator[Plan]:
-    """Yield a plan of each kind that the model's heads allow, the ring first."""
+    """Yield a plan of each kind that the model's attention allows, the ring first, if there is one."""
     devices = min(group.domain_devices for group in request.cluster.groups)
     for kind, row in CONTEXT_KINDS.items():
+        if row.saves_scores:  # never the least time or memory
+            continue
         for degree in group_degrees(cp) if row.has_groups else [1]:
             one_ring = Plan(tp=tp, cp=cp, cp_comm_type=kind, cp_ulysses_degree=degree, precision=request.precision)
             if list(context_violations(one_ring, Mesh(tp=tp, cp=cp), request.model)):

@@ -6,13 +6,16 @@ A new kind is a row here, its transfers and buffers in `muster.cost.context_traf
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p", "burst", "token_ring"]
+CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p", "burst", "token_ring", "rsa", "lasp2", "zeco"]
 """Communication of context-parallel attention. p2p: blocks of keys and values travel around a ring
 (arXiv:2310.01889). all_gather: every rank gathers all keys and values. a2a: the ranks exchange positions for heads, so
 that each computes whole sequences of some heads (Ulysses, arXiv:2309.14509). a2a+p2p: neighbours exchange heads, and
 rings join their groups (USP, arXiv:2405.07719). burst: as p2p, but in the backward queries and the gradients of outputs
 travel instead (BurstAttention, arXiv:2403.09347). token_ring: queries travel around a ring, and their outputs and
-gradients the other way (TokenRing, arXiv:2412.20501)."""
+gradients the other way (TokenRing, arXiv:2412.20501). rsa: keys, and after a softmax of whole rows values, travel
+around a ring (arXiv:2105.13120). lasp2: layers with linear attention gather the states of all
+ranks, others keys and values (LASP-2H, arXiv:2502.07563). zeco: states go from rank to rank in blocks (ZeCO,
+arXiv:2507.01004)."""
 CP_COMM_TYPES: tuple[CpCommType, ...] = get_args(CpCommType)
 
 
@@ -34,6 +37,11 @@ class ContextKind:
     """True if its ring may have inner ones, of `cp_window_size` ranks."""
     has_groups: bool = False
     """True if groups of `cp_ulysses_degree` neighbours do."""
+    saves_scores: bool = False
+    """True if the probabilities of all positions of the sequence are in memory from forward to backward."""
+    states: str | None = None
+    """Class of `muster/parallel` that exchanges the states of linear attention, as `file:class`. Each rank then keeps
+    consecutive positions, since states are handed on in order; None: an early and a late run of them."""
 
 
 CONTEXT_KINDS: dict[CpCommType, ContextKind] = {
@@ -45,6 +53,9 @@ CONTEXT_KINDS: dict[CpCommType, ContextKind] = {
     ),
     "burst": ContextKind("b", "cp_burst:BurstAttention", has_windows=False),
     "token_ring": ContextKind("t", "cp_token_ring:TokenRingAttention", sends_back=True),
+    "rsa": ContextKind("s", "cp_rsa:RingSelfAttention", saves_scores=True),
+    "lasp2": ContextKind("l", "cp_all_gather:AllGatherAttention", states="cp_states:GatheredStates"),
+    "zeco": ContextKind("z", "cp_all_gather:AllGatherAttention", states="cp_states:ScannedStates"),
 }
 
 
@@ -65,6 +76,11 @@ class ContextRanks(NamedTuple):
     def ring(self) -> int:
         """Ranks that hold different positions of the same heads while attention is computed."""
         return self.size // self.ulysses
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True if each rank keeps consecutive positions."""
+        return CONTEXT_KINDS[self.kind].states is not None
 
     @property
     def has_second_ring(self) -> bool:

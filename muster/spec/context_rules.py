@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from muster.spec.context_kinds import CONTEXT_KINDS
+from muster.spec.context_kinds import CONTEXT_KINDS, CpCommType
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Mesh, Plan
 from muster.spec.rules import Rule, setting
@@ -103,6 +103,8 @@ def context_violations(plan: Plan, mesh: Mesh, model: ModelSpec) -> Iterator[str
     parallelism."""
     ranks = plan.context_ranks(mesh)
     row = CONTEXT_KINDS[ranks.kind]
+    if mesh.cp > 1 and _has_states(model) != ranks.is_contiguous:
+        yield _wrong_states(ranks.kind, _has_states(model))
     if model.sliding_window is not None and mesh.cp > 1 and not row.has_windows:
         yield (
             f"cp_comm_type {ranks.kind} sends queries past all keys, most of which a sliding window of"
@@ -126,6 +128,21 @@ def context_violations(plan: Plan, mesh: Mesh, model: ModelSpec) -> Iterator[str
     )
 
 
+def _has_states(model: ModelSpec) -> bool:
+    """Return True for a model whose linear attention may exchange states; the gated delta rule's are no sums."""
+    return model.linear_attention is not None and model.linear_attention.kind != "gated_deltanet"
+
+
+def _wrong_states(kind: str, has_states: bool) -> str:
+    if not has_states:
+        return (
+            f"cp_comm_type {kind} exchanges the states of linear attention, which the model hasn't: p2p, all_gather and"
+            " a2a are for attention with a softmax"
+        )
+    kinds = " and ".join(name for name, row in CONTEXT_KINDS.items() if row.states is not None)
+    return f"cp_comm_type {kind} has no exchange for the states of linear attention: {kinds} have one"
+
+
 def with_possible_kind(plan: Plan, model: ModelSpec) -> Plan:
     """Return the plan with the nearest kind of context parallelism that the model's attention can be computed by: the
     largest groups that divide the heads, or a ring."""
@@ -133,6 +150,9 @@ def with_possible_kind(plan: Plan, model: ModelSpec) -> Plan:
     if not list(context_violations(plan, mesh, model)):
         return plan
     ranks = plan.context_ranks(mesh)
+    if mesh.cp > 1 and (_has_states(model) or ranks.is_contiguous):
+        kind: CpCommType = "lasp2" if _has_states(model) else "all_gather"
+        return plan.model_copy(update={"cp_comm_type": kind, "cp_ulysses_degree": 1, "cp_window_size": 1})
     for degree in reversed(group_degrees(mesh.cp)):
         if CONTEXT_KINDS[ranks.kind].exchanges_heads and divides_exchanged_heads(model, mesh.tp, degree):
             return _with_inner_rings(plan.model_copy(update={"cp_comm_type": "a2a+p2p", "cp_ulysses_degree": degree}))

@@ -15,7 +15,8 @@ def cut_violations(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator
     """Yield a sentence for each width, number of heads or experts, or length that an axis doesn't divide."""
     for mesh in plan.distinct_meshes:
         yield from _width(mesh, model)
-        yield from _positions(mesh, workload, any(strategy.sp for strategy in plan.strategies))
+        is_contiguous = plan.context_ranks(mesh).is_contiguous
+        yield from _positions(mesh, workload, any(strategy.sp for strategy in plan.strategies), is_contiguous)
         yield from context_violations(plan, mesh, model)
         yield from _experts(mesh, model)
     if model.position == "learned" and (model.max_positions or 0) < workload.seq_len:
@@ -39,15 +40,17 @@ def _width(mesh: Mesh, model: ModelSpec) -> Iterator[str]:
         yield f"tp {mesh.tp} leaves a rank without any of the model's {model.vocab_size} vocabulary entries"
 
 
-def _positions(mesh: Mesh, workload: Workload, sp: bool) -> Iterator[str]:
+def _positions(mesh: Mesh, workload: Workload, sp: bool, is_contiguous: bool) -> Iterator[str]:
     degrees = " × ".join(f"{axis} {getattr(mesh, axis)}" for axis in SEQUENCE_AXES)
     # Each rank takes an early and a late chunk, so that all have equal work under the causal mask.
-    chunks = mesh.sequence_shards * (2 if mesh.sequence_shards > 1 else 1)
+    halves = 2 if mesh.sequence_shards > 1 and not is_contiguous else 1
+    chunks = mesh.sequence_shards * halves
     sp_shards = mesh.tp * mesh.sequence_shards if sp and mesh.tp > 1 else 1
     nearest = _nearest_multiples(workload.seq_len, lcm(chunks, sp_shards))
     if workload.seq_len % chunks:
         yield (
-            f"seq_len {workload.seq_len} is not a multiple of {chunks} (two for each rank of {degrees}), as {nearest}"
+            f"seq_len {workload.seq_len} is not a multiple of {chunks} ({'two' if halves == 2 else 'one'} for each rank"
+            f" of {degrees}), as {nearest}"
             " would be"
         )
     if workload.seq_len % sp_shards:

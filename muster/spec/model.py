@@ -9,6 +9,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from muster.spec.base import Frozen
 from muster.spec.model_components import (
+    DECAY_RANK,
     Activation,
     LinearAttentionSpec,
     MlaSpec,
@@ -160,6 +161,11 @@ class ModelSpec(Frozen):
             )
         if self.qk_norm_width != "head" and not self.qk_norm:
             raise ValueError(f"qk_norm_width is {self.qk_norm_width}, but the model has no qk_norm")
+        if self.linear_attention is not None and max(self.linear_attention.layers, default=0) >= self.num_layers:
+            raise ValueError(
+                f"linear_attention.layers names layer {max(self.linear_attention.layers)}, but the last of num_layers"
+                f" {self.num_layers} is {self.num_layers - 1}"
+            )
         return self
 
     @property
@@ -186,6 +192,12 @@ class ModelSpec(Frozen):
     def has_linear_attention(self, layer: int) -> bool:
         """Return True if this layer's attention is linear."""
         return self.linear_attention is not None and layer in self.linear_attention.layers
+
+    def has_linear_attention_parameter(self, name: str) -> bool:
+        """Return True if a parameter is of a layer's linear attention."""
+        parts = name.split(".")
+        in_attention = self.linear_attention is not None and parts[0] == "layers" and parts[2] == "attn"
+        return in_attention and self.has_linear_attention(int(parts[1]))
 
     @property
     def num_parameters(self) -> int:
@@ -325,22 +337,33 @@ def _latent_attention(spec: ModelSpec, mla: MlaSpec, prefix: str) -> NamedShapes
 
 
 def _linear_attention(spec: ModelSpec, prefix: str) -> NamedShapes:
-    """Yield the parameters of linear attention: queries, keys, values and an output gate; per value head a step width
-    (b) and a decay (a, decay, step); a short convolution over queries, keys and values; a norm over each head's output
-    (arXiv:2412.06464)."""
+    """Yield the parameters of linear attention: queries, keys, values and an output gate; a norm over each head's
+    output. A decay for each head or, through two narrow matrices, for each element of the keys (arXiv:2312.06635 §4.4);
+    or those of the gated delta rule."""
     linear = spec.linear_attention
     assert linear is not None
-    heads = linear.num_value_heads
-    head_dim = linear.value_head_dim
-    k_width = linear.num_key_heads * linear.key_head_dim
-    v_width = heads * head_dim
-    for name, width in (("q", k_width), ("k", k_width), ("v", v_width), ("gate", v_width), ("b", heads), ("a", heads)):
+    widths = {"q": linear.k_width, "k": linear.k_width, "v": linear.v_width, "gate": linear.v_width}
+    for name, width in widths.items():
         yield f"{prefix}{name}.weight", (width, spec.hidden_size)
-    yield prefix + "conv.weight", (2 * k_width + v_width, linear.conv_size)
-    yield prefix + "decay", (heads,)
-    yield prefix + "step", (heads,)
-    yield prefix + "out_norm.weight", (head_dim,)
-    yield prefix + "o.weight", (spec.hidden_size, v_width)
+    if linear.kind == "simple_gla":
+        yield from _linear(prefix + "decay", True, linear.decay_width, spec.hidden_size)
+    elif linear.kind == "gla":
+        yield prefix + "decay_down.weight", (DECAY_RANK, spec.hidden_size)
+        yield from _linear(prefix + "decay", True, linear.decay_width, DECAY_RANK)
+    elif linear.kind == "gated_deltanet":
+        yield from _delta_rule(spec, linear, prefix)
+    yield prefix + "out_norm.weight", (linear.value_head_dim,)
+    yield prefix + "o.weight", (spec.hidden_size, linear.v_width)
+
+
+def _delta_rule(spec: ModelSpec, linear: LinearAttentionSpec, prefix: str) -> NamedShapes:
+    """Yield the parameters of the gated delta rule: per value head a step width (b) and a decay (a, decay, step); a
+    short convolution over queries, keys and values (arXiv:2412.06464)."""
+    for name in ("b", "a"):
+        yield f"{prefix}{name}.weight", (linear.num_value_heads, spec.hidden_size)
+    yield prefix + "conv.weight", (2 * linear.k_width + linear.v_width, linear.conv_size)
+    yield prefix + "decay", (linear.num_value_heads,)
+    yield prefix + "step", (linear.num_value_heads,)
 
 
 def _mlp(spec: ModelSpec, prefix: str, inner: int, *experts: int) -> NamedShapes:

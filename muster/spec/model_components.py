@@ -138,9 +138,26 @@ class MlaSpec(Frozen):
     """Elements of a value."""
 
 
-class LinearAttentionSpec(Frozen):
-    """Layers whose attention is a recurrence over a state per head: the gated delta rule (arXiv:2412.06464)."""
+LinearAttentionKind = Literal["gated_deltanet", "linear_attn", "simple_gla", "gla"]
+"""Recurrence of linear attention, by the names of flash-linear-attention. linear_attn: states add up (arXiv:2006.16236
+§3.3). simple_gla: they decay by a number for each head and position (arXiv:2405.21060 §3). gla: by a vector of the
+key's width (arXiv:2312.06635 §4). gated_deltanet: a decay, and each key's old value is taken out first
+(arXiv:2412.06464)."""
+PLAIN_CHUNK, DECAYED_CHUNK = 64, 16
+"""Positions that the runtime's linear attention computes as matmuls, without and with decay. With decay they are as
+many as a decay's logarithm is divided by, so that its inverse over a chunk stays in float32's range up to logits of
+−88."""
+DECAY_RANK = 16
+"""Inner width of the two matrices that make the decays of `gla` (arXiv:2312.06635 §4.4)."""
 
+
+class LinearAttentionSpec(Frozen):
+    """Layers whose attention is a recurrence over a state per head, without a softmax."""
+
+    kind: LinearAttentionKind = "gated_deltanet"
+    """Recurrence, by the names of flash-linear-attention: linear_attn without decay (arXiv:2006.16236), simple_gla with
+    one for each head (arXiv:2405.21060), gla with one for each element of a key (arXiv:2312.06635), gated_deltanet the
+    gated delta rule (arXiv:2412.06464), which the runtime lacks."""
     layers: tuple[NonNegativeInt, ...]
     """Layers with linear attention, counted from 0; all others have the model's ordinary attention."""
     num_key_heads: PositiveInt
@@ -152,4 +169,38 @@ class LinearAttentionSpec(Frozen):
     value_head_dim: PositiveInt
     """Elements of a value."""
     conv_size: PositiveInt = 4
-    """Positions covered by the convolution before the recurrence."""
+    """Positions covered by the convolution before the recurrence of gated_deltanet."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "LinearAttentionSpec":
+        if self.kind != "gated_deltanet" and self.num_key_heads != self.num_value_heads:
+            raise ValueError(
+                f"linear_attention.kind {self.kind} has as many heads of values as of keys, got"
+                f" num_value_heads {self.num_value_heads} and num_key_heads {self.num_key_heads}"
+            )
+        return self
+
+    @property
+    def k_width(self) -> int:
+        """Elements of all queries, or keys, of a position."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def v_width(self) -> int:
+        """Elements of all values of a position."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def decay_width(self) -> int:
+        """Elements of a position's decays; 0 without any."""
+        return {"linear_attn": 0, "gla": self.k_width}.get(self.kind, self.num_value_heads)
+
+    @property
+    def chunk(self) -> int:
+        """Positions that are computed as matmuls."""
+        return DECAYED_CHUNK if self.decay_width else PLAIN_CHUNK
+
+    @property
+    def state_numel(self) -> int:
+        """Elements of the state of all heads after one position."""
+        return self.num_value_heads * self.key_head_dim * self.value_head_dim

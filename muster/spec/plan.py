@@ -186,7 +186,10 @@ class Plan(Frozen):
     """Communication of attention between the context-parallel ranks. p2p: keys and values travel around a ring.
     all_gather: every rank gathers all of them. a2a: ranks exchange positions for heads (Ulysses). a2a+p2p: groups of
     neighbours exchange heads, and a ring joins the groups (USP). burst: a ring, whose backward sends queries and
-    gradients of outputs instead (BurstAttention). token_ring: queries travel around a ring, results the other way."""
+    gradients of outputs instead (BurstAttention). token_ring: queries travel around a ring, results the other way. rsa:
+    keys and then values travel around a ring, and all scores are in memory between (RSA). lasp2: layers with linear
+    attention gather all ranks' states, others keys and values (LASP-2H). zeco: states go from rank to rank in blocks
+    (ZeCO)."""
     cp_ulysses_degree: PositiveInt = 1
     """Ranks of each group that exchanges heads under a2a+p2p."""
     cp_window_size: PositiveInt = 1

@@ -12,6 +12,7 @@ from muster.spec.rules import Rule, as_by_default, broken_rules, in_every_layer,
 
 __all__ = [
     "EXPERT_RULES",
+    "LINEAR_ATTENTION_RULES",
     "RUNTIME_RULES",
     "SUPPORTED_AXES",
     "SUPPORTED_PRECISIONS",
@@ -191,6 +192,15 @@ EXPERT_RULES: tuple[Rule, ...] = (
 )
 """Things that the runtime can't do for a model with experts."""
 
+LINEAR_ATTENTION_RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda plan: plan.compile,
+        "compile of linear attention (it has no parity test yet)",
+        setting(compile=False),
+    ),
+)
+"""Things that the runtime can't do for a model with linear attention."""
+
 _UNSUPPORTED_MODELS: tuple[tuple[str, Callable[[ModelSpec], bool]], ...] = (
     (
         "a sigmoid router's bias (moe.router_bias), which balances the load from step to step",
@@ -202,7 +212,10 @@ _UNSUPPORTED_MODELS: tuple[tuple[str, Callable[[ModelSpec], bool]], ...] = (
         lambda model: model.moe is not None and model.parallel_residual,
     ),
     ("latent attention (mla)", lambda model: model.mla is not None),
-    ("linear attention", lambda model: model.linear_attention is not None),
+    (
+        "the gated delta rule (linear_attention.kind gated_deltanet; linear_attn, simple_gla and gla run)",
+        lambda model: model.linear_attention is not None and model.linear_attention.kind == "gated_deltanet",
+    ),
     ("heads that predict further tokens (mtp_layers)", lambda model: model.mtp_layers > 0),
     ("attention sinks", lambda model: model.attention_sinks),
 )
@@ -211,7 +224,13 @@ _UNSUPPORTED_MODELS: tuple[tuple[str, Callable[[ModelSpec], bool]], ...] = (
 
 def runtime_rules(model: ModelSpec | None) -> tuple[Rule, ...]:
     """Return the rules that plans for a model keep; None: those of every model."""
-    return RUNTIME_RULES if model is None or model.moe is None else (*RUNTIME_RULES, *EXPERT_RULES)
+    if model is None:
+        return RUNTIME_RULES
+    return (
+        *RUNTIME_RULES,
+        *(EXPERT_RULES if model.moe is not None else ()),
+        *(LINEAR_ATTENTION_RULES if model.linear_attention is not None else ()),
+    )
 
 
 def unsupported_features(plan: Plan, model: ModelSpec | None = None) -> list[str]:

@@ -109,10 +109,10 @@ class BatchLoader:
 
         Labels were shifted before, so a token and its label stay together on one rank.
         """
-        cp = self.plan.mesh(self.world.at.pp).cp
-        if cp == 1:
+        context = self.plan.context_ranks(self.plan.mesh(self.world.at.pp))
+        if context.size == 1:
             return x_BS
-        runs = kept_positions(x_BS.shape[1], cp, self.world.at.cp)
+        runs = kept_positions(x_BS.shape[1], context.size, self.world.at.cp, context.is_contiguous)
         return torch.cat([x_BS[:, run.start : run.stop] for run in runs], dim=1)
 
     def _documents(self, positions_BS: Tensor) -> Documents | None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from muster.cost.activations import mlp_inner_bytes, saved_mlp_bytes
 from muster.cost.context_traffic import attention_workspace
 from muster.cost.memory.kernel_workspace import KernelWorkspace
+from muster.cost.memory.linear_attention import recurrence_workspace
 from muster.cost.memory.native_storage import NativeStorage
 from muster.cost.memory.param_shards import NO_PARAMS, ParamShard
 from muster.cost.memory.stage_memory import PeakCandidate
@@ -266,7 +267,7 @@ class BackwardPeaks:
         mlp = again + inner + matrix + kept + sizes.hidden_bytes
         if self._is_tiled:
             mlp = again + self._tiled_mlp_workspace(product, inner, matrix)
-        attention = self._attention_workspace(backward=True)
+        attention = self._attention_workspace(layer, backward=True)
         if attention and how == "full":
             attention += again
         norm_is_tiled = self._is_tiled and not sizes.local_model.has_post_norms
@@ -319,9 +320,12 @@ class BackwardPeaks:
             (1 + gated) * matrices - product + waiting,
         )
 
-    def _attention_workspace(self, backward: bool) -> int:
-        """Return the temporary bytes of attention over several ranks or with soft caps. A fused kernel has none."""
+    def _attention_workspace(self, layer: int, backward: bool) -> int:
+        """Return the temporary bytes of attention over several ranks, with soft caps or without a softmax. A fused
+        kernel has none."""
         sizes = self.sizes
+        if sizes.model.has_linear_attention(layer):
+            return recurrence_workspace(sizes, self.compute_size, self.master_size, backward)
         exchanged = attention_workspace(sizes.context, sizes.attention, self.compute_size, self.master_size, backward)
         if exchanged and backward:  # the gradient of its output
             exchanged += sizes.attention.queries * self.compute_size

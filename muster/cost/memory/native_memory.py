@@ -109,7 +109,7 @@ class _StagePeaks(BackwardPeaks):
         moved = sizes.hidden_bytes if sizes.mesh.tp > 1 else 0
         if sizes.hidden_tokens < sizes.tokens and sizes.tokens > sizes.seq_len:
             moved += sizes.full_hidden_bytes  # a reduce-scatter gathers each rank's part of several sequences
-        attention = self._attention_workspace(backward=False) - saved_mlp_bytes(sizes, layer)
+        attention = self._attention_workspace(layer, backward=False) - saved_mlp_bytes(sizes, layer)
         if self._is_tiled:  # the whole output, and all that one tile makes
             made = (2 + sizes.local_model.gated) * product
             tile = self._of_tile(made + 2 * sizes.full_hidden_bytes + moved)

@@ -18,6 +18,7 @@ from muster.cost.activations import (
     norm_saved_bytes,
     pass_sizes,
 )
+from muster.cost.memory.linear_attention import deferred_width
 from muster.cost.memory.param_shards import ParamShard, StageParamShards, layer_type, stage_param_shards
 from muster.cost.memory.terms import MemoryTerms
 from muster.cost.precision_bytes import compute_bytes, master_bytes
@@ -185,6 +186,8 @@ class NativeStorage:
         """Return the bytes that one layer saves from I to W, whatever its recompute."""
         own, sizes = self.sizes.local_model, self.sizes
         width = (2 * own.num_heads + 2 * own.num_kv_heads) * own.head_dim
+        if own.has_linear_attention(layer):
+            width = deferred_width(sizes)
         ends = 4 * sizes.full_hidden_bytes
         if (moe := own.moe) is not None and own.has_experts(layer):  # rows of experts, and those of shared ones
             ends = (2 + 2 * bool(moe.shared_size)) * sizes.full_hidden_bytes + 2 * sizes.routed_row_bytes

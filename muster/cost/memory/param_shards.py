@@ -187,15 +187,16 @@ def _param_numels(spec: ModelSpec, mesh: Mesh, name: str, shape: tuple[int, ...]
 def _shard_by_tp(spec: ModelSpec, name: str, size: list[int], tp: int) -> None:
     """Change `size` to that on the first of `tp` ranks, as `muster.layout.tensor_layout.tp_shard` does."""
     kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
-    is_bias = name.endswith(".bias")
+    is_bias, is_linear = name.endswith(".bias"), spec.has_linear_attention_parameter(name)
     if kind in ("q_norm", "k_norm") and spec.qk_norm_width == "projection":
         kind = kind[0]
     if tp == 1 or (kind in _ROW_PARALLEL and is_bias) or ".shared_gate" in name or "join" in name:
         return
     if kind in _ROW_PARALLEL:
         size[-1] = ceil(size[-1] / tp)
-    elif kind in ("k", "v") and tp > spec.num_kv_heads and spec.linear_attention is None:
+    elif kind in ("k", "v") and tp > spec.num_kv_heads and not is_linear:
         size[0] = spec.head_dim
     elif kind in _COLUMN_PARALLEL or kind in _PER_HEAD_VECTORS:
-        unit = spec.head_dim if kind in ("q", "k", "v") and size[0] % (tp * spec.head_dim) else 1
+        is_head = kind in ("q", "k", "v") and not is_linear
+        unit = spec.head_dim if is_head and size[0] % (tp * spec.head_dim) else 1
         size[0] = ceil(size[0] / unit / tp) * unit

@@ -1,12 +1,14 @@
 """Time of attention: its matmuls, its scores, and what context-parallel ranks send."""
 
-from muster.cost.context_traffic import AttentionShape
+from muster.cost.context_traffic import AttentionShape, StateShape
 from muster.cost.time.collectives import all_reduce_s
-from muster.cost.time.context_parallel import add_block_merges, add_context_transfers
+from muster.cost.time.context_parallel import add_block_merges, add_context_transfers, add_state_transfers
 from muster.cost.time.kernels import flash_attention_s, matmul_s, stream_s, sustained_flops_per_s
 from muster.cost.time.sublayer import LayerContext, SublayerCost, add_tp_entry, add_tp_exit, norm_bytes
+from muster.spec.context_kinds import CONTEXT_KINDS
 from muster.spec.device import AttentionKernel, DeviceSpec
 from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.model_components import DECAY_RANK, PLAIN_CHUNK
 from muster.spec.plan import LayerStrategy
 
 EAGER_ROPE_BYTES = (20, 24)
@@ -21,6 +23,9 @@ SOFT_CAP_BYTES = (76, 136)
 the gradients of softmax and cap."""
 FLASH_ELEMENT_BYTES = 2
 """Bytes per element of what FlashAttention's kernels take: blocks in float32 have their scores in memory."""
+CHUNK_BYTES, CHUNK_KERNELS = 24, 20
+"""Bytes per element of queries, keys and values, and kernels, with which a forward of linear attention decays and
+splits them into chunks in float32: three reads and three writes of four bytes each."""
 _FLASH_KERNELS: tuple[AttentionKernel, ...] = ("flash3", "flash2", "flash1")
 
 
@@ -83,26 +88,36 @@ def add_latent_attention(at: LayerContext, part: SublayerCost) -> None:
 
 
 def add_linear_attention(at: LayerContext, part: SublayerCost) -> None:
-    """Add linear attention by the gated delta rule in chunks of 64 positions (arXiv:2412.06464 §3.3).
+    """Add linear attention in chunks (arXiv:2312.06635 §4.2, arXiv:2412.06464 §3.3).
 
     Within a chunk there are matmuls of chunk × chunk, between chunks reads and writes of a state of key_dim ×
-    value_dim. They reach a quarter of the sustained rate, since they are small and wait for each other.
+    value_dim. They reach a quarter of the sustained rate, since they are small and wait for each other. Muster's own
+    chunks are passes of many kernels over operands in the master dtype (`muster.model.chunked_recurrence`).
     """
     linear, tp, tokens = at.model.linear_attention, at.tp.size, at.tokens
     assert linear is not None
-    k_width = linear.num_key_heads * linear.key_head_dim / tp
-    v_width = linear.num_value_heads * linear.value_head_dim / tp
+    k_width, v_width, heads = linear.k_width / tp, linear.v_width / tp, linear.num_value_heads / tp
+    is_delta = linear.kind == "gated_deltanet"
+    decays = 2 * heads if is_delta else DECAY_RANK if linear.kind == "gla" else linear.decay_width / tp
     add_tp_entry(at, part)
-    part.add_linear(at, tokens, 2 * k_width + 2 * v_width + 2 * linear.num_value_heads / tp, at.model.hidden_size)
+    part.add_linear(at, tokens, 2 * k_width + 2 * v_width + decays, at.model.hidden_size)
+    if linear.kind == "gla":
+        part.add_linear(at, tokens, k_width, DECAY_RANK)
     moved = tokens * (2 * k_width + 2 * v_width) * at.element_bytes
     part.add_elementwise(at, 3 * moved, 5 * moved, 4)
-    chunk, heads = 64, linear.num_value_heads / tp
+    chunk = PLAIN_CHUNK if is_delta else linear.chunk
     k_dim, v_dim = linear.key_head_dim, linear.value_head_dim
-    flops = tokens * heads * (2 * chunk * (2 * k_dim + 2 * v_dim) + 4 * k_dim * v_dim)
-    seconds = flops / (0.25 * sustained_flops_per_s(at.device, at.high_precision))
-    part.forward.add(seconds, 4)
-    part.attention_core.add(seconds, 4)
-    part.input_grads.add(2.5 * seconds, 8)
+    flops = tokens * heads * (2 * chunk * (2 if is_delta else 1) * (k_dim + v_dim) + 4 * k_dim * v_dim)
+    seconds, kernels = flops / (0.25 * sustained_flops_per_s(at.device, at.high_precision)), 4.0
+    if not is_delta:
+        seconds += stream_s(at.device, CHUNK_BYTES * tokens * (2 * k_width + v_width), CHUNK_KERNELS)
+        kernels = CHUNK_KERNELS + at.seq_len / at.cp.size / chunk
+    part.forward.add(seconds, kernels)
+    part.attention_core.add(seconds, kernels)
+    part.input_grads.add(2.5 * seconds, 2.5 * kernels)
+    if not is_delta and at.cp.size > 1:
+        states = StateShape(max(1, round(at.sequences)), round(heads), k_dim, v_dim)
+        add_state_transfers(at, part, states, seconds)
     part.add_linear(at, tokens, at.model.hidden_size, v_width)
     add_tp_exit(at, part)
 
@@ -131,10 +146,14 @@ def _add_scores(
     span = min(window or seq_len, seq_len)
     seen = (span * (seq_len - span) + span * span / 2) / seq_len
     in_blocks = at.context.ring > 1 and at.device.kind != "cpu"
+    in_blocks = in_blocks and not CONTEXT_KINDS[at.context.kind].saves_scores
     is_capped = at.model.attention_softcap is not None and not at.framework.fused_soft_cap
     if is_capped or (in_blocks and at.element_bytes != FLASH_ELEMENT_BYTES):
         forward_s, backward_s = _soft_capped_scores_s(at, heads, qk_dim, seen)
         kernels = 12.0
+    elif at.cp.size > 1 and CONTEXT_KINDS[at.context.kind].saves_scores:
+        forward_s, backward_s = _unfused_scores_s(at, heads, qk_dim, "unfused")
+        kernels = 8.0
     elif kernel in _FLASH_KERNELS:
         dim = (qk_dim + v_dim) / 2
         forward_s = flash_attention_s(device, kernel, at.tokens, seen, heads, dim, at.high_precision)
@@ -143,7 +162,7 @@ def _add_scores(
     else:
         forward_s, backward_s = _unfused_scores_s(at, heads, qk_dim, kernel)
         kernels = 4.0 if kernel == "fused" else 8.0
-    if not at.framework.balanced_cp:
+    if not at.framework.balanced_cp or (at.cp.size > 1 and at.context.is_contiguous):
         # The last rank's queries see all keys of the others, and half of its own; on average they see half of all.
         forward_s, backward_s = ((2 - 1 / at.cp.size) * seconds for seconds in (forward_s, backward_s))
     part.forward.add(forward_s, kernels)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 
-from muster.cost.context_traffic import AttentionShape, Transfer, attention_transfers
+from muster.cost.context_traffic import AttentionShape, StateShape, Transfer, attention_transfers, state_transfers
 from muster.cost.time.collectives import CommGroup, all_gather_s, all_to_all_s, p2p_s, reduce_scatter_s
 from muster.cost.time.kernels import stream_s
 from muster.cost.time.pass_cost import PassCost
@@ -41,13 +41,13 @@ def add_block_merges(at: LayerContext, part: SublayerCost, shape: AttentionShape
     """Add what merging the blocks of a ring moves in memory (`muster.model.block_attention`).
 
     In a ring a rank's queries see half the keys of each other rank, in two blocks, and half of them a block more of its
-    own. Where all keys are gathered, the early and the late queries have two blocks each. Each output is read,
-    converted  to float32 and added to the scaled sum: 26 bytes per element. In the backward a term of each gradient is
-    added, and  those of keys and values also begin at zero, and join the sum of the ranks before or are converted and
-    cut by rank.
+    own. Where all keys are gathered, the early and the late queries have two blocks each, consecutive ones two. Each
+    output is read, converted  to float32 and added to the scaled sum: 26 bytes per element. In the backward a term of
+    each gradient is added, and  those of keys and values also begin at zero, and join the sum of the ranks before or
+    are converted and cut by rank.
     """
     ring, device = at.context.ring, at.device
-    blocks = 4.0 if at.context.kind == "all_gather" else 2 * ring + 1
+    blocks = 2.0 if at.context.is_contiguous else 4.0 if at.context.kind == "all_gather" else 2 * ring + 1
     rounds = blocks / 2  # through all of a rank's queries
     forward = rounds * MERGE_BYTES * shape.queries
     backward = rounds * ADD_BYTES * shape.queries + ring * (ADD_BYTES + 16) * shape.keys_and_values
@@ -55,6 +55,18 @@ def add_block_merges(at: LayerContext, part: SublayerCost, shape: AttentionShape
     part.forward.add(forward_s := stream_s(device, forward, kernels), kernels)
     part.attention_core.add(forward_s, kernels)
     part.input_grads.add(stream_s(device, backward, kernels), kernels)
+
+
+def add_state_transfers(at: LayerContext, part: SublayerCost, shape: StateShape, scores_s: float) -> None:
+    """Add the exchange of linear attention's states (`state_transfers`) to a layer whose chunks take some seconds.
+
+    An all-gather overlaps with the outputs of a rank's own positions, half of the work; blocks that are handed on reach
+    the last rank after a hop for each rank and each further block, of which the outputs hide as much.
+    """
+    for cost, transfers in zip((part.forward, part.input_grads), state_transfers(at.context, shape, 1), strict=True):
+        for one in transfers:
+            hops = at.cp.size - 2 + one.calls if one.kind == "send" else one.calls
+            cost.add_overlapped("cp", hops * _transfer_s(at, one), scores_s / 2)
 
 
 def _add_pass(at: LayerContext, cost: PassCost, transfers: tuple[Transfer, ...], scores_s: float) -> None:

@@ -13,9 +13,9 @@ from math import prod
 
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import mean_update_bytes
-from muster.cost.activations import offloaded_activation_bytes
+from muster.cost.activations import offloaded_activation_bytes, pass_sizes
 from muster.cost.comm_volume import STEP_REPORT_BYTES
-from muster.cost.context_traffic import AttentionShape, attention_transfers
+from muster.cost.context_traffic import AttentionShape, attention_transfers, state_transfers
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.cost.time.attention import SOFT_CAP_BYTES
 from muster.cost.time.op_times import OpTimes, P2PTime
@@ -23,11 +23,16 @@ from muster.cost.time.rate_interpolation import RateInterpolator
 from muster.cost.time.trained_parts import trained_parts
 from muster.layout.tensor_layout import chunk_bounds, stage_shards, stages_on
 from muster.schedule.action import Kind
+from muster.spec.context_kinds import CONTEXT_KINDS
 from muster.spec.errors import InfeasibleError
 from muster.spec.machine_rates import MachineRates
 from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Plan
 from muster.spec.workload import Workload
+
+RSA_PASSES = 3
+"""Sums of two tensors that take as long as the passes over all scores which ring self-attention makes: a fill, a
+softmax of two passes, and copies of blocks; in the backward a product, a difference and another product."""
 
 
 def profiled_times(
@@ -71,6 +76,7 @@ def _reject_unsupported(model: ModelSpec, plan: Plan, machine: MachineRates) -> 
         "a vocabulary that is spread": plan.vocab_parallel,
         "mixtures of experts": model.moe is not None,
         "latent attention": model.mla is not None,
+        "the gated delta rule": model.linear_attention is not None and model.linear_attention.kind == "gated_deltanet",
         "layers of a plugin, which it has not measured": model.architecture is not None,
     }
     if found := [what for what, wanted in refused.items() if wanted]:
@@ -164,9 +170,9 @@ class _StagePasses:
         """Yield (kind, seconds of local work, axis → seconds of exposed communication)."""
         cost, known = _StageCost(), {}
         for index, layer in enumerate(self.layers):
-            key = self.plan.strategy(layer).recompute
+            key = self.plan.strategy(layer).recompute, self.model.has_linear_attention(layer)
             if key not in known:
-                known[key] = self._layer(self.param_shapes[str(layer)], key)
+                known[key] = self._layer(self.param_shapes[str(layer)], *key)
             has_backward, share = (True, 1.0) if self.trained is None else self.trained.layers[index]
             cost.add(known[key].with_backward(has_backward, share * has_backward))
         cost.add(self._embedding_and_head(self.param_shapes.get("", {})))
@@ -194,7 +200,7 @@ class _StagePasses:
         base, layer = (self.rates.overhead(overhead_name(level, kind, part)) for part in ("base", "layer"))
         return max(0.0, base + layer * len(self.layers))
 
-    def _layer(self, parts: dict[str, tuple[int, ...]], recompute: str) -> _StageCost:
+    def _layer(self, parts: dict[str, tuple[int, ...]], recompute: str, is_linear: bool) -> _StageCost:
         rates, cost, d = self.rates, _StageCost(), self.model.head_dim
         for shape in parts.values():
             if len(shape) == 2:
@@ -202,15 +208,15 @@ class _StagePasses:
         norms = sum(name.endswith("norm.weight") for name in parts)
         heads, kv_heads = (parts[f"attn.{one}.weight"][0] // d for one in ("q", "k"))
         inner = parts["mlp.up.weight"][0]
-        turned = (heads, kv_heads) if self.model.position == "rope" else ()
+        turned = (heads, kv_heads) if self.model.position == "rope" and not is_linear else ()
         for direction in ("forward", "backward"):
             cheap_s = norms * rates.kernel(f"norm {direction}", self.hidden_elements)
             # An activation without a gate moves about half of the bytes of one with a gate.
             cheap_s += rates.kernel(f"gated {direction}", self.tokens * inner) / (1 if self.model.gated else 2)
             time_s = cheap_s + 2 * rates.kernel("add", self.hidden_elements)
             time_s += sum(rates.kernel(f"rotary {direction}", self.tokens * count * d) for count in turned)
-            time_s += self.rows * heads * rates.attention(direction, self.seq_len, d) / self.mesh.cp
-            if self.model.attention_softcap is not None:
+            time_s += self._recurrence_s(direction) if is_linear else self._attention_s(direction, heads, d)
+            if self.model.attention_softcap is not None and not is_linear:
                 # Passes over the visible scores, by the rate of a sum, which moves three elements for each.
                 moved = SOFT_CAP_BYTES[direction == "backward"] / (3 * master_bytes(self.plan.precision))
                 time_s += moved * rates.kernel("add", self.tokens * heads * self.seq_len // 2)
@@ -224,8 +230,31 @@ class _StagePasses:
         if self.plan.sequence_tiles > 1:
             matrices = [shape for name, shape in parts.items() if name.startswith("mlp.") and len(shape) == 2]
             cost.weight_grad_s += self._summed_tiles_s(sum(map(prod, matrices)))
-        self._add_context(cost, heads, kv_heads, recompute == "full")
+        shape = AttentionShape(self.tokens, heads, kv_heads, d)
+        self._add_context(cost, None if is_linear else shape, recompute == "full")
         return cost
+
+    def _attention_s(self, direction: str, heads: int, head_dim: int) -> float:
+        """Return the seconds of attention with a softmax; of consecutive positions the last rank's see most."""
+        is_contiguous = self.mesh.cp > 1 and self.plan.context_ranks(self.mesh).is_contiguous
+        share = (2 - 1 / self.mesh.cp if is_contiguous else 1) / self.mesh.cp
+        time_s = self.rows * heads * self.rates.attention(direction, self.seq_len, head_dim) * share
+        if self.mesh.cp > 1 and CONTEXT_KINDS[self.plan.cp_comm_type].saves_scores:
+            time_s += RSA_PASSES * self.rates.kernel("add", self.tokens * heads * self.seq_len)
+        return time_s
+
+    def _recurrence_s(self, direction: str) -> float:
+        """Return the seconds of linear attention: within chunks scores and outputs, and states; and the passes over its
+        operands. The backward makes chunks and states again, and has two matmuls for each of these."""
+        linear, rates, tokens = self.model.linear_attention, self.rates, self.tokens
+        assert linear is not None
+        heads, chunk = linear.num_value_heads // self.mesh.tp, linear.chunk
+        d, e = linear.key_head_dim, linear.value_head_dim
+        products_s = sum(
+            rates.matmul("forward", tokens, inner, outer) for inner, outer in ((d, chunk), (chunk, e), (d, e), (e, d))
+        )
+        passes_s = 6 * rates.kernel("add", tokens * heads * (2 * d + e))
+        return (heads * products_s + passes_s) * (1 if direction == "forward" else 3)
 
     def _tiles_again_s(self, parts: dict[str, tuple[int, ...]], recompute: str) -> float:
         """Return the seconds in which a backward repeats the MLP's tiles; 0 without any.
@@ -247,17 +276,25 @@ class _StagePasses:
         """Return the seconds in which the gradients of matrices are added up over tiles."""
         return (self.plan.sequence_tiles - 1) * self.rates.kernel("add", numbers)
 
-    def _add_context(self, cost: _StageCost, heads: int, kv_heads: int, again: bool) -> None:
-        """Add the transfers of context-parallel attention. On a CPU those of a ring take the cores that compute, so
-        none is hidden; an all-to-all takes as long as a reduce-scatter, which sends as many bytes."""
+    def _add_context(self, cost: _StageCost, shape: AttentionShape | None, again: bool) -> None:
+        """Add the transfers of context-parallel attention, or of the states of linear attention (None). On a CPU those
+        of a ring take the cores that compute, so none is hidden; an all-to-all takes as long as a reduce-scatter, which
+        sends as many bytes."""
         plan, context = self.plan, self.plan.context_ranks(self.mesh)
-        found = attention_transfers(context, AttentionShape(self.tokens, heads, kv_heads, self.model.head_dim))
+        if shape is not None:
+            found = attention_transfers(context, shape)
+        else:
+            states = pass_sizes(self.model, plan, self.workload, self.stage).states
+            assert states is not None
+            found = state_transfers(context, states, 1)
         for own, exposed in ((found.forward, cost.forward_exposed_s), (found.backward, cost.backward_exposed_s)):
             for one in own:
                 size = master_bytes(plan.precision) if one.in_master_dtype else self.size
                 kind = "reduce_scatter" if one.kind == "all_to_all" else one.kind
                 ranks = 2 if kind == "send" else context.ulysses if one.among == "ulysses" else context.ring
-                exposed["cp"] += one.calls * self.rates.collective(kind, ranks, one.numel * size)
+                # A block that is handed on reaches the last rank after a hop for each.
+                calls = one.calls + (context.size - 2) * (shape is None and kind == "send")
+                exposed["cp"] += calls * self.rates.collective(kind, ranks, one.numel * size)
         if again:
             cost.backward_exposed_s["cp"] += cost.forward_exposed_s["cp"]
 

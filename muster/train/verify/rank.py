@@ -81,6 +81,7 @@ class TracingTrainer(Trainer):
             return  # a backward computes this part of the forward again
         at, plan, spec = self.world.at, self.plan, self.config.model
         tp, cp = plan.mesh(at.pp).tp, plan.mesh(at.pp).cp
+        is_contiguous = plan.context_ranks(plan.mesh(at.pp)).is_contiguous
         positions, width = self.sketches.whole_shape(part)
         cut_along_sequence, cut_along_width = output.shape[1] < positions // cp, output.shape[2] < width
         if at.tp and not cut_along_sequence and not cut_along_width:
@@ -91,7 +92,7 @@ class TracingTrainer(Trainer):
         held = range(first, first + output.shape[1])
         for rows, sample in samples_of_micro_batch(plan, at, self._micro_batch, self.config.train.global_batch_size):
             start = 0
-            for run in kept_positions(positions, cp, at.cp):
+            for run in kept_positions(positions, cp, at.cp, is_contiguous):
                 begin, end = max(held.start, start), min(held.stop, start + len(run))
                 if begin < end:
                     parts = output[rows, begin - first : end - first]
