@@ -283,7 +283,7 @@ def test_models_that_cannot_be_are_refused() -> None:
         ("gla", "dp1-fp32", 4096),
         ("simple_gla", "tp2-sp-relem", 4096),
         ("gla", "cp4l", 16384),
-        ("gla", "cp4z-rfull", 8192),
+        ("gla", "cp4z", 8192),
     ],
 )
 def test_forecast_is_what_pytorch_counts(kind: str, name: str, seq_len: int) -> None:

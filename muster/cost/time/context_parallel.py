@@ -42,8 +42,8 @@ def add_block_merges(at: LayerContext, part: SublayerCost, shape: AttentionShape
 
     In a ring a rank's queries see half the keys of each other rank, in two blocks, and half of them a block more of its
     own. Where all keys are gathered, the early and the late queries have two blocks each, consecutive ones two. Each
-    output is read, converted  to float32 and added to the scaled sum: 26 bytes per element. In the backward a term of
-    each gradient is added, and  those of keys and values also begin at zero, and join the sum of the ranks before or
+    output is read, converted to float32 and added to the scaled sum: 26 bytes per element. In the backward a term of
+    each gradient is added, and those of keys and values also begin at zero, and join the sum of the ranks before or
     are converted and cut by rank.
     """
     ring, device = at.context.ring, at.device
