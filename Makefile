@@ -1,6 +1,7 @@
 # make demo    set up, then train a small language model on four local processes
 # make test    set up, then lint and run the tests (minutes)
 # make soak    the full numbers behind the tests, in parts of up to ten minutes; make soak PART=3 or PART=parity runs one
+# make test-oldest  a few tests on the oldest PyTorch that Muster runs on, where its wheel for CPUs installs in two minutes
 # make bench   compare a training step with other trainers (installs them)
 # make lint    style and types
 # make docs    build the pages of docs/ as a site, in build/docs
@@ -27,7 +28,12 @@ DEV := .venv/.muster-dev-$(DIGEST)
 BENCH := .venv/.muster-bench-$(DIGEST)
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 
-.PHONY: demo test soak bench lint docs clean
+# A wheel for CPUs alone, beside the one in .venv: those on PyPI bring gigabytes of CUDA.
+OLDEST_TORCH := 2.11.0+cpu
+OLDEST := build/torch-$(OLDEST_TORCH)
+OLDEST_TESTS := tests/test_model.py tests/test_optim.py tests/test_varlen_attention.py tests/test_process_groups.py
+
+.PHONY: demo test test-oldest soak bench lint docs clean
 
 demo: $(DEV)
 	exec .venv/bin/muster train --preset demo --run runs/demo $(ARGS)
@@ -35,6 +41,21 @@ demo: $(DEV)
 test: $(DEV)
 	.venv/bin/ruff check --quiet
 	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-oldest: $(DEV)
+	if [ ! -e $(OLDEST)/complete ]; then
+	  rm -rf $(OLDEST)
+	  # Without the libraries that a build for CUDA depends on, only one for CPUs can be imported.
+	  if timeout 120 .venv/bin/pip install --quiet --retries 1 --timeout 20 --disable-pip-version-check --no-deps \
+	      --target $(OLDEST) torch==$(OLDEST_TORCH) 2>/dev/null && PYTHONPATH=$(OLDEST) .venv/bin/python -c "import torch" 2>/dev/null; then
+	    touch $(OLDEST)/complete
+	  else
+	    rm -rf $(OLDEST)
+	    echo "torch $(OLDEST_TORCH) can't be installed here within two minutes: nothing was tested on it"
+	    exit 0
+	  fi
+	fi
+	PYTHONPATH=$(OLDEST) $(PYTEST) -n $(JOBS) $(OLDEST_TESTS) $(PYTEST_ARGS)
 
 soak: $(DEV)
 	failed=
