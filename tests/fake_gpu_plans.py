@@ -4,6 +4,9 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from muster.schedule.build import build_program
+from muster.schedule.resolve import resolve_schedule
+from muster.spec.errors import InfeasibleError
 from muster.spec.legality import plan_violations
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
@@ -16,6 +19,7 @@ Case = dict[str, Any]
 KINDS: dict[str, Case] = {
     "bf16": {},
     "fp16": {"precision": "fp16"},
+    "fp8": {"precision": "fp8"},
     "z1": {"words": ("dp2", "z1")},
     "z2": {"words": ("dp2", "z2")},
     "z3": {"words": ("dp2", "z3")},
@@ -27,20 +31,30 @@ KINDS: dict[str, Case] = {
     "compile": {"changes": {"compile": True}},
 }
 """Kinds of plans by name: what each adds to a schedule."""
-ALTERNATIVES = (("z1", "z2", "z3", "tp-sp"), ("bf16", "fp16"), ("spread vocabulary", "offload", "compile"), ("packed",))
+ALTERNATIVES = (
+    ("z1", "z2", "z3", "tp-sp"),
+    ("bf16", "fp16", "fp8"),
+    ("spread vocabulary", "offload", "compile"),
+    ("packed",),
+)
 
 
 def case_of(schedule: str, kinds: Sequence[str]) -> Case | None:
     """Return the case of a schedule with all of these kinds; None where no such plan is legal or can be run."""
+    # Where pipelines are short, few schedules keep activations long enough to offload them.
+    cases = (_case(schedule, kinds, pp) for pp in ((2, 4) if "offload" in kinds else (2,)))
+    return next(filter(is_runnable, cases), None)
+
+
+def _case(schedule: str, kinds: Sequence[str], pp: int) -> Case:
     entry = find_schedule(schedule)
     chunks = "" if entry.default_chunks == 1 else f"v{entry.default_chunks}"
     added = [KINDS[kind] for kind in kinds]
     words = [word for one in added for word in one.get("words", ())]
     options = {key: value for one in added for key, value in one.items() if key != "words"}
-    name = "-".join([*words[:1], f"pp2{chunks}", f"s{schedule.replace('-', '')}", *words[1:]])
-    batch = 8 if {"z1", "z2", "z3"} & set(kinds) else 4
-    case = {"plan": name, "layers": 2 * entry.default_chunks // entry.default_replicas, "batch": batch, **options}
-    return case if is_runnable(case) else None
+    name = "-".join([*words[:1], f"pp{pp}{chunks}", f"s{schedule.replace('-', '')}", *words[1:]])
+    batch = (2 * pp) * (2 if {"z1", "z2", "z3"} & set(kinds) else 1)
+    return {"plan": name, "layers": pp * entry.default_chunks // entry.default_replicas, "batch": batch, **options}
 
 
 def is_runnable(case: Case) -> bool:
@@ -48,8 +62,15 @@ def is_runnable(case: Case) -> bool:
     plan = plan_of(case)
     config = small_run(layers=case["layers"], family=case.get("family", "llama"), tied=case.get("tied", False))
     workload = config.workload.model_copy(update={"global_batch_size": case["batch"]})
-    problems = plan_violations(plan, config.model, workload, plan.world_size)
-    return not problems and not unsupported_features(plan, config.model)
+    if plan_violations(plan, config.model, workload, plan.world_size) or unsupported_features(plan, config.model):
+        return False
+    if plan.default_strategy.offload == "none":
+        return True
+    try:
+        build_program(resolve_schedule(plan, config.model, workload), config.model, workload)
+    except InfeasibleError:  # nothing is saved for long enough
+        return False
+    return True
 
 
 def plan_of(case: Case) -> Plan:

@@ -114,7 +114,7 @@ def test_where_torch_is_needed_and_missing_the_sentence_says_so(tmp_path, argume
         ("train --preset tiny --parallel no/plan.yaml", 2, "there is no file no/plan.yaml"),
         ("train --preset tiny --nproc 4 --parallel dp2", 3, "nearest: dp2-pp2-mb1-fp32, dp2x2-mb1-fp32, dp4-mb1-fp32"),
         ("train --preset tiny --nproc 11", 3, "nearest with 10 processes: dp2-pp5-mb1-fp32"),
-        ("train --preset tiny --parallel dp1-fp8", 3, "torchao"),
+        ("train --preset tiny --parallel tp2-fp8", 3, "fp8 with tensor parallelism"),
         ("train --preset tiny --parallel pp2-szbv", 3, "schedule zb-v runs 2 stages on each pipeline rank"),
         ("train --preset demo --parallel.recompute full", 2, "parallel.recompute: unknown key"),
         ("program", 2, "expected a plan such as dp2-pp2-mb4, or --check FILE"),

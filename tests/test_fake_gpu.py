@@ -169,7 +169,7 @@ def check(case: dict[str, Any]) -> None:
 
 SMALL = {"layers": 2, "batch": 4}
 EXAMPLES = [
-    {"plan": "dp2-z3", "packing": "document_mask", **SMALL},
+    {"plan": "dp2-z3", "packing": "document_mask", "precision": "fp8", **SMALL},
     {"plan": "tp2-sp", "precision": "fp16", "family": "qwen3", **SMALL},
     {"plan": "pp2-szbh1", "tied": True, **SMALL},
     {"plan": "pp2-vocab", "z_loss": 0.1, **SMALL},
@@ -189,12 +189,15 @@ def test_a_step_waits_once_its_streams_wait_for_each_other_and_all_ranks_meet(ca
 
 
 def test_every_kind_of_plan_is_stepped_under_all_schedules_that_can_run_it() -> None:
-    """Splitting a backward, as a searched schedule may, stands against compile; two replicas against a vocabulary that
-    is spread over pipeline ranks."""
+    """Splitting a backward, as a searched schedule may, stands against compile and fp8; two replicas against a
+    vocabulary that is spread over pipeline ranks."""
     missing = {(name, kind) for kind in KINDS for name in SCHEDULES if case_of(name, [kind]) is None}
     split = {name for name, entry in SCHEDULES.items() if entry.split_backward or entry.searched}
     replicated = {name for name, entry in SCHEDULES.items() if entry.default_replicas > 1}
-    assert missing == {(name, "compile") for name in split} | {(name, "spread vocabulary") for name in replicated}
+    assert missing == {
+        *((name, kind) for name in split for kind in ("compile", "fp8")),
+        *((name, "spread vocabulary") for name in replicated),
+    }
 
 
 ALL = [case for size in (1, 2, 4) for case in CASES[size] if "sexact" not in case["plan"]]

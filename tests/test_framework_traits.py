@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from muster.cost.time.layer import LOGIT_BYTES
+from muster.cost.time.sublayer import FP8_CAST_BYTES, FP8_LAYOUT_BYTES
 from muster.model import decoder
 from muster.parallel import compile as compiling
 from muster.parallel.axis import PendingTensor
@@ -231,6 +232,22 @@ def blocking_launches(patch: pytest.MonkeyPatch) -> bool:
     return len(step("dp1").syncs) > 1
 
 
+def recasts_fp8(patch: pytest.MonkeyPatch) -> bool:
+    """The bytes that casts move beside a step in bf16 are those that predictions count of each linear layer."""
+
+    def moved(**case: Any) -> int:
+        others = ("mm", "_scaled_mm", "_unsafe_view")
+        return sum(one.moved_bytes for one in step("dp1", **case).operators if one.name not in others)
+
+    cast, laid, expected = FP8_CAST_BYTES[False], FP8_LAYOUT_BYTES, 0
+    for size_in, size_out in ((32, 32), (32, 16), (32, 16), (32, 32), (32, 48), (32, 48), (48, 32)):
+        x, y, weight = 16 * size_in, 16 * size_out, size_in * size_out
+        expected += cast * (2 * x + y + 2 * weight) + laid * (x + y + weight)
+    counted = (moved(precision="fp8") - moved()) / (LAYERS * MICRO_BATCHES)
+    assert counted == pytest.approx(expected, rel=0.03)
+    return True
+
+
 NOT_RUN = {
     "all of one kind": ("name", "storage"),
     "expert parallelism": ("overlap_expert_comm", "dispatch_once_per_node"),
@@ -252,7 +269,7 @@ CHECKS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
         loss_keeps_gradient, early_stop_recompute, gathered_logits, dropout, fused_grad_accumulation, grad_bytes,
         all_reduce_grads, replica_reduce_once,
         overlap_grad_reduce, overlap_param_gather, per_parameter_collectives, broadcast_updates, overlap_p2p,
-        scatter_gather_p2p, joint_input_grad_reduce, overlap_tp_grad_reduce, blocking_launches,
+        scatter_gather_p2p, joint_input_grad_reduce, overlap_tp_grad_reduce, blocking_launches, recasts_fp8,
     )
 }  # fmt: skip
 
@@ -265,6 +282,7 @@ OWN_STEPS = (
     "compiles_by_default",
     "grad_bytes",
     "early_stop_recompute",
+    "recasts_fp8",
 )
 """Traits whose check runs more steps than others need."""
 

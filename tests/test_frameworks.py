@@ -8,10 +8,13 @@ from muster.cli.main import main
 from muster.config.named_model import load_model
 from muster.schedule.action import Kind
 from muster.schedule.build import build_program
+from muster.simulate.predict import predict as simulate_plan
 from muster.spec.errors import ConfigError
 from muster.spec.frameworks import FRAMEWORKS, MUSTER
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
+from muster.validate.case import row_inputs
+from muster.validate.summary import shipped_rows
 
 ASKED = ("llama3-8b", "8xh100", "dp8-mb1-z1")
 
@@ -83,6 +86,34 @@ def test_the_nearest_framework_is_named():
 def test_the_flag_knows_all_frameworks():
     assert tuple(FRAMEWORKS) == FRAMEWORK_NAMES
     assert FRAMEWORKS[FRAMEWORK_NAMES[0]] is MUSTER
+
+
+def test_fp8_is_predicted_faster_where_devices_have_it_and_as_bf16_elsewhere():
+    seconds = {
+        (cluster, precision): predict("llama3-8b", cluster, f"dp8-mb1-{precision}", global_batch=16).step_time_s
+        for cluster in ("8xh100", "8xa100-80")
+        for precision in ("bf16", "fp8")
+    }
+    assert 1.1 < seconds["8xh100", "bf16"] / seconds["8xh100", "fp8"] < 1.6
+    assert seconds["8xa100-80", "bf16"] == seconds["8xa100-80", "fp8"]
+
+
+@pytest.mark.parametrize(("devices", "compiled"), [(8, False), (8, True), (128, False), (128, True)])
+def test_muster_is_predicted_within_12_percent_of_torchtitans_published_throughput(devices: int, compiled: bool):
+    """Both run fully_shard around plain blocks. Eager, with the RMSNorm that torchtitan's PyTorch had: not fused."""
+    (row,) = [
+        row
+        for row in shipped_rows()
+        if row.source.startswith("TorchTitan benchmarks (Dec") and (row.n_gpus, row.tp) == (devices, 1)
+        if (row.precision, row.compile) == ("bf16", "yes" if compiled else "no")
+    ]
+    inputs = row_inputs(row)
+    program = MUSTER if compiled else MUSTER.model_copy(update={"fused_norms": False})
+    spread = inputs.cases[0].plan.model_copy(update={"compile": compiled})
+    found = simulate_plan(inputs.model, spread, inputs.workload, inputs.cluster, framework=program)
+    assert row.value is not None
+    tokens_per_s = inputs.workload.tokens_per_step / found.step_time_s / devices
+    assert tokens_per_s == pytest.approx(row.value, rel=0.12)
 
 
 def test_a_plan_that_leaves_compile_out_is_compiled_by_muster_on_gpus_where_it_can_be():

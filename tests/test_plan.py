@@ -454,7 +454,7 @@ def test_a_plan_without_problems_covers_ranks_batch_and_layers(plan, world_size)
         ),
         (Plan(pp=2, stages=tuple(StageSpec(layers=4, ranks=(n,)) for n in (1, 0))), "a list of its own ranks"),
         (Plan(pp=2, schedule="zb-h1", compile=True), "compile with a schedule whose backward is split"),
-        (Plan(precision="fp8"), "torchao"),
+        (Plan(precision="fp8", tp=2), "fp8 with tensor parallelism"),
         (Plan(default_strategy=LayerStrategy(recompute="core_attention")), "recompute of attention alone"),
         (Plan(default_strategy=LayerStrategy(attention="unfused")), "unfused attention"),
         (
@@ -518,7 +518,7 @@ def test_a_plan_that_can_run_is_the_nearest_to_itself(shard, replicate, pp, micr
         ("pp2-l3.6-sgpipe-z1", 2, ["pp2-mb1-z1-sgpipe-bf16", "dp2-mb1-z1-sgpipe-bf16", "dp2x1-mb1-z1-sgpipe-bf16"]),
         ("dp11", 11, []),
         ("pp2-mb24", 4, ["pp4-mb24-bf16", "dp2-pp2-mb12-bf16", "dp2x1-pp2-mb12-bf16"]),
-        ("pp2-l3.5-relem-fp8", 2, ["pp2-mb1-relem-bf16-l3.5", "dp2-mb1-relem-bf16", "dp2x1-mb1-relem-bf16"]),
+        ("pp2-l3.5-rcore", 2, ["pp2-mb1-relem-bf16-l3.5", "dp2-mb1-relem-bf16", "dp2x1-mb1-relem-bf16"]),
     ],
 )
 def test_the_nearest_by_example(name, world_size, nearest):

@@ -578,7 +578,6 @@ def test_the_table_fits_80_columns(capsys) -> None:
         (["--require", "l3.3.3.1"], 3, "its stages hold 10 layers"),
         (["--require", "sp-tp1"], 3, "tp is 1; there are plans without sp"),
         (["--require", "rcore"], 3, "can't be run yet; there are plans without rcore"),
-        (["--precision", "fp8", "--cluster", "4xh100"], 3, "fp8 (it needs torchao's scaled matmuls"),
         (["--require", "sauto"], 2, "--parallel.schedule auto"),
         (["--require", "z4"], 2, "did you mean 'z3'?"),
         (["--objective", "speed"], 2, "expected one of time, cost, energy, memory; did you mean 'time'?"),

@@ -48,9 +48,13 @@ SOUND = [
     {"plan": "pp2-szbh1", "family": "gpt2", "precision": "bf16"},
     {"plan": "dp2-z1", "frozen": True},
     {"plan": "cp2a", "family": "qwen3"},
+    {"plan": "dp2-z3-mb2-rfull", "precision": "fp8"},
     {"plan": "pp2-szbh1", "freeze": ("embed.*", "layers.[01].*", "*norm.*"), "tied": True},
 ]
 MORE_SOUND = [
+    {"plan": "pp2-vocab-relem", "precision": "fp8", "tied": True},
+    {"plan": "dp2-z1", "precision": "fp8", "family": "gpt2"},
+    {"plan": "dp2-z3", "precision": "fp8", "compile": True},
     {"plan": "dp2-z1"},
     {"plan": "pp2", "tied": True, "precision": "fp64"},
     {"plan": "dp2-relem"},
@@ -97,7 +101,7 @@ def verdicts_of(cases: list[dict[str, Any]], folder: Path) -> list[ParityResult]
     asked = []
     for index, case in enumerate(cases):
         config, place = config_of(case, folder), folder / str(index)
-        plan = parse_plan_name(case["plan"], Plan(precision=case.get("precision", "fp32")))
+        plan = parse_plan_name(case["plan"], Plan(precision=case.get("precision", "fp32"), compile=case.get("compile")))
         open_dataset(config, place)
         write_run_files(ResolvedConfig(config.model_copy(update={"parallel": plan}), {}, False), plan, place)
         asked.append({"folder": str(place), "bug": case.get("bug"), "frozen": "frozen" in case})

@@ -40,7 +40,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
         "Train a few steps under the run's own plan and under others, and compare each with plain PyTorch on one"
         " process. Exit code 1: a plan differs by more than the tolerance.",
         usage="muster verify [RUN.yaml] [--preset NAME] [--against PLAN …] [flags] [--section.key VALUE …]",
-        epilog="The default tolerance depends on the precision: fp64 1e-10, fp32 1e-5, bf16 3e-2.",
+        epilog="The default tolerance depends on the precision: fp64 1e-10, fp32 1e-5, bf16 3e-2, fp8 1e-1.",
     )
     parser.add_argument("file", nargs="?", type=Path, metavar="RUN.yaml", help="a run file or a run directory")
     parser.add_argument("--preset", metavar="NAME", help="a run file that comes with Muster: demo or tiny")
@@ -55,7 +55,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
     parser.add_argument("--steps", type=positive_int, default=3, metavar="N", help="steps to compare (default: 3)")
     parser.add_argument("--tolerance", type=_tolerance, metavar="X", help="allowed relative difference")
     parser.add_argument(
-        "--precision", metavar="P", help="precision of all plans: fp64, fp32 or bf16 (default: as each plan says)"
+        "--precision", metavar="P", help="precision of all plans: fp64, fp32, bf16 or fp8 (default: as each plan says)"
     )
     parser.add_argument("--model", metavar="NAME", help="a model that comes with Muster, such as tiny or llama3-8b")
     parser.add_argument("--json", action="store_true", help="print one JSON object, with every parameter's differences")

@@ -7,4 +7,5 @@ DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "fp8": torch.bfloat16,  # of everything but the matmuls of blocks (`muster.model.float8`)
 }

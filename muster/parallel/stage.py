@@ -20,6 +20,7 @@ from muster.layout.tensor_layout import (
 )
 from muster.model.decoder import Decoder
 from muster.model.dtypes import DTYPES
+from muster.model.float8 import apply_float8, has_float8
 from muster.model.init import fill_initial_parts
 from muster.model.kernels import soft_cap
 from muster.model.loss import LossSums, loss_sums, plugin_loss_sums
@@ -159,6 +160,9 @@ class DecoderStage:
         self._zero: ZeroLevel = strategy.zero if world.groups.data_mesh() is not None else "z2"
         if self.tp_axis is not None or split_backward:
             apply_parallel_linears(self.module, self.tp_axis, self._weight_grads)
+        if plan.precision == "fp8" and has_float8(world.device):
+            for block in self.module.blocks():
+                apply_float8(block)
         if is_compiled(plan, spec, world.device):
             compile_blocks(self.module, world.device)
         self._offload = self.offload_type(world.device)

@@ -32,6 +32,7 @@ MUSTER = FrameworkTraits(
     overlap_param_gather=False,
     fused_cp_merge=False,
     cp_grad_bytes=4,
+    recasts_fp8=True,
 )
 
 # Megatron-Core with the flags of NVIDIA's published runs: --use-distributed-optimizer, --overlap-grad-reduce and

@@ -51,6 +51,10 @@ def _compile_rule(has: Callable[[Plan], bool], sentence: str) -> Rule:
     return Rule(lambda plan: plan.compile is True and has(plan), sentence, setting(compile=False))
 
 
+def _fp8_rule(has: Callable[[Plan], bool], what: str) -> Rule:
+    return Rule(lambda plan: plan.precision == "fp8" and has(plan), f"fp8 with {what}", setting(precision="bf16"))
+
+
 RUNTIME_RULES: tuple[Rule, ...] = (
     *(_axis_rule(axis) for axis in MESH_AXIS_TABLE if not axis.supported),
     Rule(
@@ -105,11 +109,10 @@ RUNTIME_RULES: tuple[Rule, ...] = (
         "sequence_tiles with vocab_parallel (its passes over a part of the vocabulary aren't tiled)",
         setting(sequence_tiles=1),
     ),
-    Rule(
-        lambda plan: plan.precision not in SUPPORTED_PRECISIONS,
-        "fp8 (it needs torchao's scaled matmuls and a GPU that has them)",
-        setting(precision="bf16"),
-    ),
+    _fp8_rule(lambda plan: plan.uses_axis("tp"), "tensor parallelism (its matmuls of sharded weights are in bf16)"),
+    _fp8_rule(lambda plan: plan.split_backward, "a schedule whose backward is split (W's matmuls are in bf16)"),
+    _fp8_rule(lambda plan: plan.uses_axis("cp"), "context parallelism (it has no parity test yet)"),
+    _fp8_rule(lambda plan: plan.sequence_tiles > 1, "sequence_tiles (it has no parity test yet)"),
     Rule(
         lambda plan: plan.vocab_parallel and plan.uses_axis("tp"),
         "vocab_parallel with tensor parallelism (the vocabulary is sharded over the pipeline ranks alone)",
@@ -173,6 +176,11 @@ EXPERT_RULES: tuple[Rule, ...] = (
         lambda plan: plan.sequence_tiles > 1,
         "tiles of experts (their rows are sorted over all positions)",
         setting(sequence_tiles=1),
+    ),
+    Rule(
+        lambda plan: plan.precision == "fp8",
+        "fp8 with experts (their grouped matmuls are in bf16)",
+        setting(precision="bf16"),
     ),
     Rule(
         lambda plan: plan.compile,

@@ -18,6 +18,7 @@ from muster.config.run_config import RunConfig
 from muster.cost.memory.device_overhead import device_overhead
 from muster.cost.memory.forecast import forecast_memory
 from muster.cost.memory.rank_memory import rank_memory
+from muster.model.float8 import float8_note
 from muster.parallel.compile import eager_note
 from muster.parallel.op_profile import StageProfile
 from muster.report.console import table_console
@@ -49,6 +50,8 @@ def print_plan(trainer: Trainer, predicted: Timeline) -> None:
     config, plan = trainer.config, trainer.plan
     print(plan_lines(plan, config.model, config.workload, plan.num_micro_batches(config.workload)))
     if note := eager_note(plan, config.model, trainer.world.device):
+        print(note)
+    if plan.precision == "fp8" and (note := float8_note(trainer.world.device)):
         print(note)
     step, idle = format_seconds(predicted.makespan_s), breakdown(predicted).bubble_fraction
     print(f"predicted step: {step}, {idle:.0%} of it idle, from passes timed on this machine")

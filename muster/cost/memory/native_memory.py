@@ -3,6 +3,8 @@
 Follows the runtime buffer by buffer, as `muster.cost.memory.native_storage`; `native_backward` has the backwards.
 """
 
+from dataclasses import replace
+
 from muster.config.optim_config import OptimConfig
 from muster.cost.activations import (
     mlp_inner_bytes,
@@ -50,8 +52,8 @@ def native_stage_memory(
         deferred=own.deferred(),
         vocab_parallel=MemoryTerms(logits=moments.vocab_saved_bytes),
         peak_candidates={
-            Kind.F: tuple(moments.forward()),
-            Kind.B: tuple(moments.backward()),
+            Kind.F: _beside_fp8(moments.forward(), own),
+            Kind.B: _beside_fp8(moments.backward(), own),
             **moments.split_backward(),
             **moments.vocab_parallel_peaks(),
             "gather F": (moments.gather_before_forward(),),
@@ -68,6 +70,17 @@ def native_stage_memory(
         embedding_gradients=embedding_gradients,
         message_bytes=own.sizes.hidden_bytes,
     )
+
+
+def _beside_fp8(moments: list[PeakCandidate], stage: NativeStorage) -> tuple[PeakCandidate, ...]:
+    """Return the moments with what a linear layer in fp8 holds beside them: its operands in fp8, two of them in another
+    layout, too (`muster.model.float8`)."""
+    if stage.plan.precision != "fp8":
+        return tuple(moments)
+    own, tokens = stage.sizes.local_model, stage.sizes.tokens
+    widest = max(own.intermediate_size, own.num_heads * own.head_dim)
+    held = MemoryTerms(workspace=2 * (tokens * (own.hidden_size + widest) + own.hidden_size * widest))
+    return tuple(replace(moment, extra=moment.extra + held) for moment in moments)
 
 
 class _StagePeaks(BackwardPeaks):

@@ -70,7 +70,7 @@ def _add_mlp(at: LayerContext, part: SublayerCost, inner: float) -> None:
 def _add_mlp_matmuls(at: LayerContext, part: SublayerCost, tokens: float, inner: float, experts: float = 1) -> None:
     """Add the up (and gate) projection, the activation and the down projection."""
     gated = at.model.gated
-    part.add_linear(at, tokens, (1 + gated) * inner, at.model.hidden_size, experts)
+    part.add_linear(at, tokens, (1 + gated) * inner, at.model.hidden_size, experts, 1 + gated)
     numbers = tokens * inner * at.element_bytes
     forward, backward = (3, 5) if gated else (2, 3)
     extra = 1.0 if at.framework.fused_elementwise else 5 / 3

@@ -20,6 +20,13 @@ EAGER_NORM_BYTES = (45, 115)
 square, mean, multiplication, cast, multiplication by the weight (Llama's published code, and autograd's for it)."""
 
 
+FP8_CAST_BYTES = {False: 9, True: 5}
+"""Bytes that an eager, or a compiled, cast of an element of 2 bytes to fp8 moves: read for the largest value, scaled,
+cast."""
+FP8_LAYOUT_BYTES = 2
+"""Bytes that another memory layout of an fp8 element moves."""
+
+
 @dataclass(frozen=True)
 class LayerContext:
     """Everything that a layer's times depend on, as one rank sees it."""
@@ -58,8 +65,9 @@ class LayerContext:
 
     @cached_property
     def matmul_precision(self) -> Precision:
-        """Precision of the layers' matmuls."""
-        return self.precision
+        """Precision of the layers' matmuls; Muster's are in bf16 on devices without fp8."""
+        lacks_fp8 = self.framework.recasts_fp8 and self.device.peak_precision("fp8") != "fp8"
+        return "bf16" if self.precision == "fp8" and lacks_fp8 else self.precision
 
     @cached_property
     def high_precision(self) -> Precision:
@@ -126,9 +134,15 @@ class SublayerCost:
         self.input_grads.add(stream_s(at.device, backward, kernels), kernels)
 
     def add_linear(
-        self, at: LayerContext, tokens: float, out_features: float, in_features: float, num_experts: float = 1
+        self,
+        at: LayerContext,
+        tokens: float,
+        out_features: float,
+        in_features: float,
+        num_experts: float = 1,
+        num_linears: int = 1,
     ) -> None:
-        """Add a linear layer: one matmul forward, two backward.
+        """Add a linear layer, or `num_linears` that share their input: one matmul forward, two backward.
 
         `tokens` rows are shared by `num_experts` weights. fp8 casts the operands, and their transposes for the weights'
         gradients.
@@ -149,10 +163,29 @@ class SublayerCost:
             # Either added to the sum, or cast into the buffer that is reduced and divided by the number of ranks.
             moved = out_features * in_features * groups * (at.element_bytes + (1.5 if once else 1.0) * summed)
             self.weight_grads.add(stream_s(device, moved))
-        if precision == "fp8":
+        if precision == "fp8" and at.framework.recasts_fp8:
+            self._add_fp8_casts(
+                at, tokens * in_features, tokens * out_features, out_features * in_features, num_linears
+            )
+        elif precision == "fp8":
             self.forward.add(stream_s(device, 4 * tokens * in_features))
             self.input_grads.add(stream_s(device, 4 * tokens * out_features))
             self.weight_grads.add(stream_s(device, 4 * out_features * in_features * groups))
+
+    def _add_fp8_casts(self, at: LayerContext, inputs: float, outputs: float, weights: float, num_linears: int) -> None:
+        """Add the casts of linear layers' inputs, output gradients and weights, of so many elements, in every pass that
+        reads them (`muster.model.float8`). A compiler casts an input that several layers share once."""
+        fused = at.framework.fused_elementwise
+        cast, inputs = FP8_CAST_BYTES[bool(fused)], inputs * (1 if fused else num_linears)
+        kernels = 2 if fused else 4
+        moved = (
+            (self.forward, cast * (inputs + weights), 2),
+            (self.input_grads, cast * (outputs + weights) + FP8_LAYOUT_BYTES * weights, 2),
+            (self.weight_grads, cast * inputs + FP8_LAYOUT_BYTES * (inputs + outputs), 1),
+        )
+        for spent, num_bytes, operands in moved:
+            count = kernels * operands * num_linears
+            spent.add(stream_s(at.device, num_bytes, count), count)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from muster.data.dataset import IGNORE_INDEX, SampleStream
 from muster.layout.tensor_layout import Box, TensorLayout
 from muster.model.decoder import Decoder
 from muster.model.documents import Documents
+from muster.model.float8 import apply_float8, has_float8
 from muster.model.init import init_stage
 from muster.model.kernels import accumulation_dtype
 from muster.optim.base import Optimizer
@@ -84,6 +85,9 @@ class Reference:
         init_stage(model, spec, self.config.seed)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and not is_frozen(self.config.optim, name))
+        if self.precision == "fp8" and has_float8(device):
+            for block in model.blocks():
+                apply_float8(block)
         return model.to(device, master_dtype(self.precision))
 
     def _new_optimizer(self, model: Decoder) -> Optimizer:

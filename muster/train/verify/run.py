@@ -23,7 +23,7 @@ from muster.train.verify.compare import compare
 from muster.train.verify.padded import PaddedDataset
 from muster.train.verify.reference import Reference
 
-TOLERANCES: dict[Precision, float] = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 3e-2}
+TOLERANCES: dict[Precision, float] = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 3e-2, "fp8": 1e-1}
 """Relative change of an element that another order of additions may cause, by precision."""
 
 Progress = Callable[[str], None]
