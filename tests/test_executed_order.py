@@ -73,9 +73,8 @@ def with_slower_links(cluster: ClusterSpec, factor: float) -> ClusterSpec:
     return cluster.model_copy(update={"groups": tuple(groups)})
 
 
-@pytest.mark.parametrize(
-    ("gather_s", "factor", "first"), [(0.2, 1, "z3"), pytest.param(4.0, 60, "z1", marks=pytest.mark.soak)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("gather_s", "factor", "first"), [(0.2, 1, "z3"), (4.0, 60, "z1")])
 def test_z1_and_z3_are_predicted_in_the_order_in_which_they_are_executed(
     gather_s: float, factor: float, first: str
 ) -> None:
