@@ -28,6 +28,7 @@ from muster.model import block_attention
 from muster.model.block_attention import block_forward, block_scores
 from muster.model.decoder import Decoder
 from muster.model.documents import Documents
+from muster.model.dropout import sample_keys
 from muster.model.grouped_matmul import grouped_linears, grouped_weight_grad
 from muster.model.init import draw, initial_value
 from muster.model.loss import cross_entropy_sum
@@ -156,6 +157,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "simple_gla": {"linear_attention": linear_layers("simple_gla")},
     "gla": {"linear_attention": linear_layers("gla"), "qk_norm": True, "head_dim": 12},
     "only gla": {"linear_attention": linear_layers("gla", 0, 1, 2, 3), "position": "none"},
+    "dropout": {
+        "position": "learned",
+        "max_positions": 16,
+        "sliding_window": 5,
+        "window_layers": (1,),
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.2,
+        "embedding_dropout": 0.05,
+    },
+    "hidden dropout": {"norm_placement": "both", "hidden_dropout": 0.3, "embedding_dropout": 0.2},
     "olmo2": {"norm_placement": "post", "qk_norm": True, "qk_norm_width": "projection"},
 }
 
@@ -267,7 +278,8 @@ def reference(
     first: dict[str, Tensor] = {}
     for step in range(steps):
         batch = dataset.train_batch(step * size, size)
-        loss, z_loss = sums_of(model, batch, dataset.lengths(np.arange(step * size, (step + 1) * size)))
+        model.dropout_state.keys_B = keys_B = sample_keys(config.seed, range(step * size, (step + 1) * size), CPU)
+        loss, z_loss = sums_of(model, batch, dataset.lengths(np.arange(step * size, (step + 1) * size)), keys_B)
         loss = loss / batch.num_valid_tokens
         model.zero_grad()
         model.router_state.loss_weight = 1 / batch.num_valid_tokens
@@ -288,13 +300,16 @@ def reference(
         muon_step(matrices, momenta, optimizer.param_groups[0]["lr"], optim)
         losses.append(loss.item())
     held_out = dataset.validation_batch(0, size)
+    model.dropout_state.keys_B = None
     with torch.no_grad():
         loss, _ = sums_of(model, held_out, dataset.lengths(np.arange(size), validation=True))
         losses.append(float(loss) / held_out.num_valid_tokens)
     return losses, first
 
 
-def sums_of(model: Decoder, batch: Batch, lengths_B: np.ndarray | None) -> tuple[Tensor, Tensor]:
+def sums_of(
+    model: Decoder, batch: Batch, lengths_B: np.ndarray | None, keys_B: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Cross-entropy and log² Z, summed over a batch; samples of unequal lengths each alone and without padding."""
     tokens_BS, labels_BS = torch.from_numpy(batch.tokens_BS), torch.from_numpy(batch.labels_BS)
     parts = [(tokens_BS, labels_BS)]
@@ -306,7 +321,9 @@ def sums_of(model: Decoder, batch: Batch, lengths_B: np.ndarray | None) -> tuple
     sums = []
     if batch.positions_BS is not None:
         model.position_state.documents = Documents.from_positions(torch.from_numpy(batch.positions_BS), CPU)
-    for tokens, labels in parts:
+    for row, (tokens, labels) in enumerate(parts):
+        if keys_B is not None and len(parts) > 1:
+            model.dropout_state.keys_B = keys_B[row : row + 1]
         logits = model(tokens)
         log_z = torch.logsumexp(logits, -1)[labels >= 0]
         sums.append(torch.stack((cross_entropy_sum(logits, labels), log_z.square().sum())))

@@ -14,7 +14,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "context": ("test_context_parallel.py", "test_linear_attention.py", "test_tiling.py"),
     "experts": ("test_experts.py",),
-    "parity": ("test_parity.py", "test_verify.py", "test_post_validation.py", "test_extend.py"),
+    "parity": ("test_parity.py", "test_dropout.py", "test_verify.py", "test_post_validation.py", "test_extend.py"),
     "gpu": ("test_fake_gpu.py", "test_framework_traits.py", "test_executed_order.py"),
     "gpu-schedules": (
         "test_fake_gpu.py::test_steps_of_every_schedule_with_each_kind_of_plan_wait_once_and_all_ranks_meet",

@@ -99,6 +99,8 @@ def test_the_best_checkpoint_is_kept_and_named(tmp_path: Path) -> None:
         named_checkpoint(tmp_path / "run@5")
     with pytest.raises(ConfigError, match="run@emma: expected .*run@best, .*run@STEP or .*run@ema; did you mean 'ema'"):
         named_checkpoint(tmp_path / "run@emma")
+    with pytest.raises(ConfigError, match="run@best@2 names two checkpoints: expected .*run@best or .*run@2"):
+        named_checkpoint(tmp_path / "run@best@2")
     with pytest.raises(ConfigError, match="the average comes last, write .*run@best@ema"):
         named_checkpoint(tmp_path / "run@ema@best")
 

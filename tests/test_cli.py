@@ -237,9 +237,10 @@ def test_predict_reads_the_plan_of_a_run_file(tmp_path, capsys):
     command = ["predict", "--model", "tiny", "--cluster", "2xh100", "--plan", str(file), "--json"]
     assert main(command) == 0
     assert json.loads(capsys.readouterr().out)["plan"].startswith("tp2-mb1")
-    file.write_text("extends: tiny\nparallel: auto\n")
-    assert main(command) == 2
-    assert "leaves its plan to 'auto'" in capsys.readouterr().err
+    file.write_text("extends: tiny\nparallel: {plan: auto, micro_batch_size: 2}\n")
+    assert main(command) == 0
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    assert "mb2" in plan.split("-"), "it is planned for the cluster first"
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,8 @@ def test_a_fine_tuned_model_is_the_same_in_transformers(
     write_base_model(kind, base)
     write_dialogues(project / "talks.json")
     (project / "sft.yaml").write_text(RUN_FILE)
-    ended = train(project / "sft.yaml", "--run", run, "--parallel", plan, *QUICK)
+    dropout = [f"--model.{rate}_dropout=0.1" for rate in ("hidden", "attention")]
+    ended = train(project / "sft.yaml", "--run", run, "--parallel", plan, *dropout, *QUICK)
     assert ended.code == 0, ended.err
     elsewhere = tmp_path / "second"
     elsewhere.mkdir()

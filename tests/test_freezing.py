@@ -75,6 +75,16 @@ def test_the_forecast_knows_what_is_frozen(name: str, patterns: tuple[str, ...])
     assert forecast.ranks[-1].terms.total == pytest.approx(found.peak_bytes, rel=0.03)
 
 
+def test_stages_that_are_alike_but_for_what_is_frozen_need_different_memory() -> None:
+    """The middle stages of four have a layer each, of which one is frozen."""
+    plan, optim = parse_plan_name("pp4-fp32"), frozen("embed.*", "layers.[01].*")
+    cluster = single_node_cluster(DeviceSpec(name="cpu", kind="cpu"), 4)
+    program = build_program(plan, SPEC, WORKLOAD)
+    _, second, third, _ = forecast_memory(SPEC, plan, WORKLOAD, cluster, program, optim=optim).ranks
+    layer = prod((64, 64)) * 4 + 3 * 64 * 176 + 2 * 64
+    assert (second.terms.gradients, third.terms.gradients) == (0, 4 * layer)
+
+
 PATTERNS = [
     ("embed.*", "layers.[01].*"),
     ("embed.*", "layers.[0-2].*", "layers.3.mlp.*"),
@@ -127,3 +137,15 @@ def test_a_prediction_has_no_backward_of_frozen_layers(cluster: ClusterSpec, nam
     assert half["F", 0] == whole["F", 0]
     assert mlp["I", 0] == whole["I", 0]
     assert mlp["W", 1] < whole["W", 1]
+
+
+def test_frozen_shards_of_the_vocabulary_have_no_gradient_to_compute() -> None:
+    plan = parse_plan_name("pp2-vocab-fp32")
+
+    def seconds(optim: OptimConfig | None, kind: str) -> float:
+        times = plan_times(SPEC, plan, WORKLOAD, load_cluster("2xh100"), optim=optim).seconds
+        return sum(time_s for (own, _), time_s in times.items() if own == kind)
+
+    for kind, pattern in (("T", "head.*"), ("EMB_W", "embed.*")):
+        assert seconds(frozen("norm.*"), kind) == seconds(None, kind) > 0
+        assert seconds(frozen(pattern), kind) == 0 < seconds(frozen(pattern), "S")

@@ -107,8 +107,9 @@ def test_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     blend = [(part.source, part.weight) for part in config.data.blend]
     assert blend == [(f"{tmp_path}/a_document", 0.3), (f"{tmp_path}/b_document", 0.7)]
     left = {one["option"]: one["reason"] for one in said["not_carried"]}
-    assert left.keys() == {"master_port", "hidden-dropout", "tokenizer-type", "some-new-thing"}
-    assert left["hidden-dropout"] == "Muster has no dropout"
+    assert left.keys() == {"master_port", "tokenizer-type", "some-new-thing"}
+    rates = config.model.attention_dropout, config.model.hidden_dropout, config.model.embedding_dropout
+    assert rates == (0, 0.1, 0.1), "Megatron-LM's default is 0.1"
     assert (said["program"], said["missing"]) == ("Megatron-LM", ["data.tokenizer"])
     assert said["origins"]["parallel.vpp"] == "num-layers-per-virtual-pipeline-stage"
     assert said["origins"]["optim.beta2"] == "default of Megatron-LM"

@@ -14,7 +14,7 @@ from muster.config.named_model import load_model
 from muster.layout.mesh import coordinates_of
 from muster.layout.tensor_layout import Box, TensorLayout, stage_layouts
 from muster.model import init
-from muster.model import soft_capped_attention as soft_capped
+from muster.model import piecewise_attention as soft_capped
 from muster.model.decoder import Decoder, core_attention
 from muster.model.init import draw, fill_initial_parts, init_stage, initial_value, keyed_generator
 from muster.model.kernels import activate, apply_rotary, gated_activation, rms_norm, soft_cap

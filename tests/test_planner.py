@@ -20,6 +20,7 @@ from muster.cli.main import main
 from muster.config.cluster_files import load_cluster
 from muster.config.load_config import load_plan
 from muster.config.named_model import load_model
+from muster.config.optim_config import OptimConfig
 from muster.cost.memory.forecast import MEMORY_HEADROOM, forecast_memory
 from muster.planner.alternatives import FirstPlan
 from muster.planner.balance import RankLoad, balance_layers, min_busiest_rank_s, rank_loads
@@ -41,6 +42,7 @@ from muster.planner.search_result import SearchResult
 from muster.planner.space import draft_plans, mesh_shapes, schedule_choices
 from muster.schedule.build import build_program, schedule_for_plan
 from muster.schedule.one_f_one_b import one_f_one_b
+from muster.simulate.predict import predict
 from muster.spec.errors import InfeasibleError
 from muster.spec.frameworks import MEGATRON
 from muster.spec.legality import plan_violations
@@ -212,6 +214,17 @@ def test_no_bound_is_above_a_simulated_time_where_some_layers_have_experts() -> 
     few = with_experts(MoeSpec(num_experts=8, top_k=2, expert_size=512, dense_layers=1))
     workload = Workload(seq_len=512, global_batch_size=8)
     assert_bounds_hold(PlanRequest(few, load_cluster("4xa100"), workload, fixed={"cp": 1, "tp": 1}))
+
+
+def test_no_bound_is_above_a_simulated_time_where_layers_are_frozen() -> None:
+    """Two of four layers have no backward; and the search finds the best by the times of what is trained."""
+    optim = OptimConfig(lr=1e-3, freeze=("embed.*", "layers.[01].*", "*.mlp.*"), ema_decay=0.99)
+    request = PlanRequest(SMALL, load_cluster("4xh100"), WORK, fixed={"cp": 1, "tp": 1}, optim=optim)
+    assert_bounds_hold(request)
+    assert_finds_the_best(request, "frozen")
+    plan = search(request, 1).best[0]
+    assert plan.prediction.step_time_s == predict(SMALL, plan.plan, WORK, request.cluster, optim=optim).step_time_s
+    assert plan.prediction.step_time_s < predict(SMALL, plan.plan, WORK, request.cluster).step_time_s
 
 
 def assert_bounds_hold(request: PlanRequest) -> None:

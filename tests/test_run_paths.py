@@ -10,6 +10,7 @@ from muster.api.run import Run
 from muster.config.load_config import load_run_config, write_run_files
 from muster.config.run_config import RunConfig
 from muster.planner.auto import resolve_plan
+from muster.spec.errors import ConfigError
 from muster.train.data import run_tokenizer
 from muster.train.resume_check import config_changes
 from muster.train.run_tokenizer import keep_tokenizer, with_settled_bos
@@ -118,3 +119,12 @@ def test_what_a_run_file_names_and_is_not_there_is_said_with_its_whole_path(key,
     file = write(tmp_path / "deep", f"{section}: {{{name}: ./nowhere}}\n")
     assert main(["train", str(file), "--run", str(tmp_path / "run"), "--parallel", "dp1"]) == 2
     assert f"{tmp_path}/deep/nowhere" in capsys.readouterr().err
+
+
+def test_a_directory_as_a_model_is_told_to_be_named_by_its_kind(tmp_path):
+    (tmp_path / "base").mkdir()
+    file = tmp_path / "run.yaml"
+    for name in ("base", "./base"):
+        file.write_text(f"extends: tiny\nmodel: {name}\n")
+        with pytest.raises(ConfigError, match=f"model {name} is a directory: .* write hf:{name}"):
+            load_run_config(None, file, [])

@@ -18,7 +18,9 @@ from muster.api.inputs import (
     resolve_plan_input,
     resolve_planned_model,
 )
+from muster.config.load_config import load_run_config
 from muster.planner.answer import PlanAnswer, answer_request
+from muster.planner.auto import plan_for_cluster
 from muster.planner.node_order import reorder_nodes
 from muster.planner.request import OBJECTIVES, Objective, PlanRequest, build_request
 from muster.planner.search_budget import SearchBudget
@@ -195,6 +197,13 @@ def check_batch_ramp(conditions: TrainingConditions, global_batch: int) -> None:
         )
 
 
+def _planned(run_file: Path, cluster: ClusterSpec, seq_len: int | None, global_batch: int | None) -> Plan:
+    """Return the plan that `auto` chooses for a run file on a cluster, with another length or batch where given."""
+    changed = {"train.seq_len": seq_len, "train.global_batch_size": global_batch}
+    overrides = [(key, value) for key, value in changed.items() if value is not None]
+    return plan_for_cluster(load_run_config(None, run_file, overrides), cluster)
+
+
 def _resolve_framework(framework: str | FrameworkTraits, cluster: ClusterSpec) -> FrameworkTraits:
     """Return the framework's traits. Raises ConfigError for an unknown one, or another than Muster on a profiled
     machine."""
@@ -236,16 +245,18 @@ def predict(
     A run file that is given as the plan also supplies model, sequence length, batch and optimizer where these are None.
     `compile`: as the plan says where it is None. `node_order`: the cluster's nodes in the order of their ranks, as
     `muster plan` names it; None: as listed. `.to_json()` is the verb's JSON. If the plan doesn't fit in memory,
-    `.fits` is False. Raises ConfigError, InfeasibleError.
+    `.fits` is False. A run file whose plan is `auto` is planned for the cluster first. Raises ConfigError,
+    InfeasibleError.
     """
-    given = resolve_plan_input(plan)
+    given, devices = resolve_plan_input(plan), _in_node_order(resolve_cluster(cluster), node_order)
     spec, spread = resolve_planned_model(model, plan, given), given.plan
+    if given.is_auto:
+        spread = _planned(Path(str(plan)), devices, seq_len, global_batch)
     if compile is not None:
         spread = spread.model_copy(update={"compile": compile})
     length = given.seq_len if seq_len is None else seq_len
     batch = given.global_batch_size if global_batch is None else global_batch
     workload = default_workload(spread, default_seq_len(length, spec), batch)
-    devices = _in_node_order(resolve_cluster(cluster), node_order)
     return predict_plan(
         spec,
         spread,

@@ -23,8 +23,6 @@ LATEST = "latest"
 BEST = "best"
 AVERAGE = "ema"
 """Name of the moving average of the weights: `RUN@ema`, `RUN@best@ema`, `RUN@150@ema`."""
-TOKENIZER_FOLDER = "tokenizer"
-"""Folder in a run directory with the run's tokenizer, and the configuration files of the model that it began with."""
 _NAME = re.compile(r"step-\d{8,}")
 
 
@@ -44,6 +42,9 @@ def named_checkpoint(path: Path) -> Path:
     if run.endswith(f"@{AVERAGE}") and (name == BEST or name.isdecimal()):
         first = run.removesuffix(f"@{AVERAGE}")
         raise ConfigError(f"{path}: the average comes last, write {first}@{name}@{AVERAGE}")
+    whole, _, other = run.rpartition("@")
+    if whole and (other == BEST or other.isdecimal()) and (name == BEST or name.isdecimal()) and Path(whole).is_dir():
+        raise ConfigError(f"{path} names two checkpoints: expected {whole}@{other} or {whole}@{name}")
     if not (name == BEST or name.isdecimal()):
         if "/" in name or not Path(run).is_dir():
             return path

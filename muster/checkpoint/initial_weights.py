@@ -11,9 +11,9 @@ from muster.checkpoint.model_directory import ModelDirectory, model_weights, ope
 from muster.checkpoint.tensors import TensorMeta, TensorSource, split_into_boxes
 from muster.layout.tensor_layout import Box, slices_within
 from muster.spec.errors import ConfigError
-from muster.spec.model import ModelSpec
+from muster.spec.model import DROPOUT_RATES, ModelSpec
 
-IRRELEVANT_FIELDS = {"name", "init_std", "scaled_residual", "max_positions"}
+IRRELEVANT_FIELDS = {"name", "init_std", "scaled_residual", "max_positions", *DROPOUT_RATES}
 """Fields of a ModelSpec that don't affect the meaning of weights."""
 
 

@@ -9,7 +9,6 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from muster.checkpoint.checkpoint_dir import (
-    TOKENIZER_FOLDER,
     find_latest,
     list_checkpoints,
     named_checkpoint,
@@ -30,6 +29,7 @@ from muster.checkpoint.hf_mapping import from_hf, from_weight_map
 from muster.checkpoint.manifest import MANIFEST, Manifest
 from muster.checkpoint.remapped import RenamedTensors, check_shapes
 from muster.checkpoint.tensors import TensorSource
+from muster.config.attempt_files import TOKENIZER_FOLDER
 from muster.config.migrations import migrate
 from muster.config.optimizer_state import EMA_STATE
 from muster.interop.hf_config import load_hf_model

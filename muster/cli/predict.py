@@ -51,7 +51,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add(
         "--plan",
         metavar="PLAN",
-        help="plan: a name such as dp8-tp4-pp2, a plan file, or a run file, with its model, step and optimizer",
+        help="plan: a name such as dp8-tp4-pp2, a plan file, or a run file, with its model, step and optimizer"
+        " (whose plan, where it is auto, is searched for)",
     )
     add_planning_flags(parser, f"{MICRO_BATCHES_PER_PIPELINE_RANK} micro-batches per pipeline rank")
     add_training_flags(parser)

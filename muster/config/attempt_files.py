@@ -5,8 +5,14 @@ The ranks read `config.next.yaml` and `plan.next.yaml`. An attempt that fails be
 """
 
 import os
+import shutil
 from pathlib import Path
 from typing import NamedTuple
+
+TOKENIZER_FOLDER = "tokenizer"
+"""Folder in a run directory with the run's tokenizer, and the configuration files of the model that it began with."""
+NEXT_TOKENIZER_FOLDER = "tokenizer.next"
+"""Folder with another tokenizer that an attempt at resuming brings, which the ranks read; empty: it has none."""
 
 
 class AttemptFiles(NamedTuple):
@@ -22,11 +28,25 @@ def attempt_files(run_dir: Path) -> AttemptFiles:
 
 
 def adopt_attempt_files(run_dir: Path) -> None:
-    """Make the attempt's configuration and plan, where it has written them, the run's. Raises OSError."""
+    """Make the attempt's configuration and plan, where it has written them, the run's, and its tokenizer, where that is
+    another. Raises OSError."""
     files = attempt_files(run_dir)
+    if (run_dir / NEXT_TOKENIZER_FOLDER).exists():
+        _adopt_tokenizer(run_dir, files.config)
     for draft, path in ((files.plan, run_dir / "plan.yaml"), (files.config, run_dir / "config.yaml")):
         if draft.exists():
             os.replace(draft, path)
+
+
+def _adopt_tokenizer(run_dir: Path, config: Path) -> None:
+    """Copy the attempt's tokenizer, which the ranks go on to read where it is, to the place of the run's."""
+    folder, waiting = run_dir / TOKENIZER_FOLDER, run_dir / NEXT_TOKENIZER_FOLDER
+    shutil.rmtree(folder, ignore_errors=True)
+    if any(waiting.iterdir()):
+        shutil.copytree(waiting, folder)
+    if config.exists():
+        text = config.read_text(encoding="utf-8")
+        config.write_text(text.replace(f"{NEXT_TOKENIZER_FOLDER}/", f"{TOKENIZER_FOLDER}/"), encoding="utf-8")
 
 
 def attempt_id(run_dir: Path) -> int:

@@ -11,11 +11,12 @@ from muster.spec.model import ModelSpec, parameter_shapes, stage_parameter_shape
 
 def is_frozen(optim: OptimConfig | None, name: str) -> bool:
     """Return True for a parameter that the run leaves as it is."""
-    return optim is not None and _matches(optim.freeze, name)
+    return optim is not None and matches_pattern(optim.freeze, name)
 
 
 @lru_cache(maxsize=1 << 16)
-def _matches(patterns: tuple[str, ...], name: str) -> bool:
+def matches_pattern(patterns: tuple[str, ...], name: str) -> bool:
+    """Return True for a name that matches one of the patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -23,15 +24,15 @@ def is_frozen_up_to(optim: OptimConfig | None, spec: ModelSpec, num_layers: int)
     """Return True where the embedding and the first `num_layers` layers are frozen: no gradient is needed in them."""
     if optim is None or not optim.freeze:
         return False
-    return num_layers <= _frozen_prefix(optim.freeze, spec)  # pyright: ignore[reportArgumentType] -- frozen models are hashable
+    return num_layers <= frozen_prefix(optim.freeze, spec)  # pyright: ignore[reportArgumentType] -- frozen models are hashable
 
 
 @lru_cache(maxsize=256)
-def _frozen_prefix(patterns: tuple[str, ...], spec: ModelSpec) -> int:
+def frozen_prefix(patterns: tuple[str, ...], spec: ModelSpec) -> int:
     """Return how many first layers are frozen along with the embedding; −1 where the embedding is trained."""
 
     def all_frozen(names: Iterable[tuple[str, tuple[int, ...]]]) -> bool:
-        return all(_matches(patterns, name) for name, _ in names)
+        return all(matches_pattern(patterns, name) for name, _ in names)
 
     if not all_frozen(stage_parameter_shapes(spec, range(0), first=True, last=False)):
         return -1
@@ -52,7 +53,7 @@ def newly_trained(before: Iterable[str], optim: OptimConfig, spec: ModelSpec) ->
     """Return the parameters that the run trains and that the patterns `before` froze."""
     patterns = tuple(before)
     names = (name for name, _ in parameter_shapes(spec))
-    return [name for name in names if _matches(patterns, name) and not is_frozen(optim, name)]
+    return [name for name in names if matches_pattern(patterns, name) and not is_frozen(optim, name)]
 
 
 def check_patterns(optim: OptimConfig, spec: ModelSpec) -> None:

@@ -156,6 +156,8 @@ class PlanInput:
     seq_len: int | None = None
     global_batch_size: int | None = None
     optim: OptimConfig | None = None
+    is_auto: bool = False
+    """True where the run file leaves the plan to `auto`; `plan` has what it says beside."""
 
 
 def load_plan_input(path: Path) -> PlanInput:
@@ -167,11 +169,6 @@ def load_plan_input(path: Path) -> PlanInput:
     merged = MergedConfig()
     for below in _chain(layer, [str(path.resolve())]):
         merged.add(below)
-    if merged.plan_is_auto:
-        raise ConfigError(
-            f"{path} leaves its plan to 'auto', which chooses it when the run starts:"
-            " give a plan's name, or the plan.yaml of the run directory"
-        )
     merged.resolve_paths()
     _put_steps(merged)
     for key, (value, origin) in step_law_values(merged.values).items():
@@ -183,6 +180,7 @@ def load_plan_input(path: Path) -> PlanInput:
         train.seq_len if train is not None and "train.seq_len" in merged.values else None,
         train.global_batch_size if train is not None and "train.global_batch_size" in merged.values else None,
         _section(merged, "optim", OptimConfig, {"lr": 1.0}),
+        merged.plan_is_auto,
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from muster.catalog import names
 from muster.config.config_layers import (
     ConfigLayer,
     looks_like_path,
@@ -17,6 +18,7 @@ from muster.interop.hf_config import load_hf_model
 from muster.plugins.registry import find_component
 from muster.spec.config_errors import ConfigSchema, config_error
 from muster.spec.dotted_keys import flatten, unflatten
+from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
 
 HF_PREFIX = "hf:"
@@ -44,6 +46,8 @@ def read_model_layer(name: str, folder: Path = Path()) -> ConfigLayer:
         return ConfigLayer(f"model {name}", dict(flatten(spec.model_dump(mode="json", exclude_defaults=True))), folder)
     if (part := find_component("model", name)) is not None:
         return plugin_model_layer(name, part.target.spec_values)
+    if (folder / name).is_dir() and name not in names("models"):
+        raise ConfigError(f"model {name} is a directory: for the model of a Hugging Face directory write hf:{name}")
     return read_file_layer(folder / name) if looks_like_path(name) else read_catalog_layer("models", name)
 
 

@@ -16,7 +16,7 @@ from muster.interop.families.family import Config
 from muster.interop.families.unsupported import NEAREST_FAMILY
 from muster.spec.config_errors import ConfigSchema, error_sentence
 from muster.spec.errors import ConfigError, InfeasibleError
-from muster.spec.model import ModelSpec
+from muster.spec.model import DROPOUT_RATES, ModelSpec
 from muster.spec.suggest import did_you_mean
 
 _ONLY_IN_SPEC = {"name", "scaled_residual"}
@@ -62,12 +62,14 @@ def spec_from_hf_config(config: Config, name: str = "custom") -> ModelSpec:
         if config.get(key) not in (None, expected):
             raise ConfigError(f"{key} is {config[key]!r}, expected {expected!r}: nothing else is supported")
     try:
-        return ModelSpec.model_validate({"name": name, **FAMILIES[kind].read(config)})
+        return ModelSpec.model_validate(
+            {"name": name, **FAMILIES[kind].read(config), **FAMILIES[kind].read_dropout(config)}
+        )
     except KeyError as error:
         raise ConfigError(f"{error.args[0]}: missing, required by model_type {kind}") from None
     except ValidationError as error:
         message = error_sentence(error.errors()[0], ConfigSchema(ModelSpec), {})
-        raise ConfigError(_in_words_of(message, FAMILIES[kind].keys)) from None
+        raise ConfigError(_in_words_of(message, {**FAMILIES[kind].keys, **FAMILIES[kind].dropout})) from None
 
 
 def _unknown(config: Config) -> str:
@@ -103,6 +105,7 @@ def hf_config_from_spec(spec: ModelSpec, preferred: str | None = None) -> dict[s
         if family.write is None:
             continue
         config = {"architectures": [family.architecture], "model_type": kind, **family.write(spec)}
+        config |= family.write_dropout(spec)
         try:
             lost = _differences(spec, spec_from_hf_config(config, spec.name))
         except ConfigError:
@@ -121,12 +124,14 @@ def hf_config_from_spec(spec: ModelSpec, preferred: str | None = None) -> dict[s
 
 def _differences(spec: ModelSpec, other: ModelSpec) -> list[str]:
     fields = set(ModelSpec.model_fields) - _ONLY_IN_SPEC
-    spec, other = (_without_router_losses(one) for one in (spec, other))
+    spec, other = (_without_training(one) for one in (spec, other))
     return sorted(field for field in fields if getattr(spec, field) != getattr(other, field))
 
 
-def _without_router_losses(spec: ModelSpec) -> ModelSpec:
-    """Return a model without what only its training needs of the router."""
+def _without_training(spec: ModelSpec) -> ModelSpec:
+    """Return a model without what only its training needs: dropout, and losses of the router."""
+    if spec.has_dropout:
+        spec = spec.model_copy(update=dict.fromkeys(DROPOUT_RATES, 0.0))
     if spec.moe is None:
         return spec
     losses = {"aux_loss_coef": 0.0, "aux_loss_scope": "sequence", "router_z_loss_coef": 0.0}

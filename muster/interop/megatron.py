@@ -15,7 +15,6 @@ _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
 _SHARDING = {"no_shard": None, "optim": "z1", "optim_grads": "z2", "optim_grads_params": "z3"}
 _CP_COMM_TYPES = {"p2p", "all_gather", "a2a", "a2a+p2p"}
 _GPT2_WORDS = 50257
-_DROPOUT = "Muster has no dropout"
 _KERNELS = "a run file doesn't choose kernels"
 _ALWAYS = "always on in Muster"
 _REASONS = {
@@ -58,10 +57,6 @@ def read_megatron(text: str, nproc: int | None) -> ConfigConversion:
     _train(found)
     _optim(found)
     _data(found)
-    for option in ("attention-dropout", "hidden-dropout"):
-        if found.number(option, 0.1) != 0:
-            found.options = {**found.options, option: found.take(option, "0.1 (default)")}
-            found.drop(option, _DROPOUT)
     found.drop_rest(_REASONS)
     return found
 
@@ -87,6 +82,9 @@ def _model(found: ConfigConversion) -> None:
     if found.take("group-query-attention"):
         carry("model.num_kv_heads", "num-query-groups", 1)
     carry("model.head_dim", "kv-channels")
+    carry("model.attention_dropout", "attention-dropout", 0.1)
+    hidden_dropout = carry("model.hidden_dropout", "hidden-dropout", 0.1)
+    put("model.embedding_dropout", hidden_dropout, "hidden-dropout")  # LanguageModelEmbedding drops at the same rate
     norm = found.take("normalization", "LayerNorm")
     put("model.norm", "rms" if norm == "RMSNorm" else "layer", "normalization")
     carry("model.norm_eps", "norm-epsilon", 1e-5)

@@ -1,4 +1,5 @@
-"""Sizes of the pieces in which large tensors are processed: logits by the loss, scores by soft-capped attention.
+"""Sizes of the pieces in which large tensors are processed: logits by the loss, scores by piecewise attention, numbers
+that decide on dropout.
 
 On a CPU they stay in a core's cache; elsewhere they are large enough to fill a device.
 """
@@ -12,9 +13,11 @@ from muster.cost.memory.kernel_workspace import DEFAULT_KERNEL_WORKSPACE, KERNEL
 _WORKSPACES = dict(KERNEL_WORKSPACES)
 
 
-def chunk_elements(kind: Literal["loss", "attention"], device_type: str) -> int:
+def chunk_elements(kind: Literal["loss", "attention", "dropout"], device_type: str) -> int:
     """Return the elements of one piece on a type of device."""
     workspace: KernelWorkspace = _WORKSPACES.get(device_type, DEFAULT_KERNEL_WORKSPACE)
+    if kind == "dropout":
+        return workspace.dropout_chunk_numbers
     return workspace.loss_chunk_logits if kind == "loss" else workspace.attention_chunk_scores
 
 

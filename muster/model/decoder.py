@@ -13,16 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from muster.model.documents import Documents, per_document_attention
+from muster.model.dropout import AFTER_ATTENTION, AFTER_MLP, DropoutState, LayerDropout, ScoreDropout, drop_hidden
 from muster.model.dtypes import DTYPES
 from muster.model.experts import MoeMlp
 from muster.model.kernels import activate, apply_rotary, gated_activation, soft_cap
 from muster.model.linear_attention import LinearAttention
 from muster.model.norms import RmsNorm, make_norm, make_norms
+from muster.model.piecewise_attention import ScoreRules, piecewise_attention, soft_capped_attention
 from muster.model.plugin_layer import make_plugin_layer
 from muster.model.positions import PositionState
 from muster.model.projections import project_in, project_normed, project_out, recomputable
 from muster.model.routing import RouterState
-from muster.model.soft_capped_attention import soft_capped_attention
 from muster.model.varlen_attention import varlen_attention
 from muster.spec.model import ModelSpec
 from muster.spec.plugin_model import plugin_model
@@ -83,14 +84,34 @@ def attend(
     return per_document_attention(core, documents, qkv_BHSd, mask_SS, window)
 
 
+def attend_with_dropout(
+    attention: "Attention", qkv_BHSd: tuple[Tensor, ...], documents: Documents | None, dropout: LayerDropout
+) -> Tensor:
+    """Return attention (B, H, S, d) of which some probabilities are dropped; each position's document is known from
+    its position in it."""
+    starts_BS = None
+    if documents is not None:
+        starts_BS = torch.arange(documents.positions_BS.shape[1], device=documents.positions_BS.device)
+        starts_BS = starts_BS - documents.positions_BS
+    rules = ScoreRules(
+        attention.scale or attention.head_dim**-0.5,
+        attention.window,
+        attention.softcap,
+        ScoreDropout(dropout, attention.first_head),
+        starts_BS,
+    )
+    return piecewise_attention(*qkv_BHSd, rules)
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention; the numbers of heads follow from the widths of the weights.
 
-    Seven functions are attributes so that they can be replaced: `project_in` and `project_out`, through which the
+    Eight functions are attributes so that they can be replaced: `project_in` and `project_out`, through which the
     hidden state enters and leaves, and `normalize_projections`, by tensor parallelism; `attend`, where queries meet
     keys and values of the whole sequence, by context parallelism; `core_attention`, the kernel, by a key/value cache;
-    `varlen_attention`, the kernel for documents and windows, by a compiler, which leaves it as it is; and
-    `recomputable`, where a linear layer reads a tensor that is cheap to make again, by elementwise recompute.
+    `varlen_attention`, the kernel for documents and windows, and `attend_with_dropout` by a compiler, which leaves them
+    as they are; and `recomputable`, where a linear layer reads a tensor that is cheap to make again, by elementwise
+    recompute.
     """
 
     project_in = staticmethod(project_in)
@@ -99,11 +120,14 @@ class Attention(nn.Module):
     attend: Callable[["Attention", tuple[Tensor, ...], Tensor | None, Documents | None], Tensor] = staticmethod(attend)
     core_attention = staticmethod(core_attention)
     varlen_attention = staticmethod(varlen_attention)
+    attend_with_dropout = staticmethod(attend_with_dropout)
     recomputable = staticmethod(recomputable)
 
     def __init__(self, spec: ModelSpec, window: int | None = None, has_rotary: bool = True) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
+        self.first_head = 0
+        """Index, in the whole model, of the first query head, which tensor parallelism sets."""
         self.window = window
         self.has_rotary = has_rotary
         self.scale = None if spec.query_pre_attn_scalar is None else spec.query_pre_attn_scalar**-0.5
@@ -128,11 +152,12 @@ class Attention(nn.Module):
         sin: Tensor | None,
         mask: Tensor | None = None,
         documents: Documents | None = None,
+        dropout: LayerDropout | None = None,
     ) -> Tensor:
         """Return the attention's output (B, S, D), to be added to the residual.
 
         `cos` and `sin` (S or B, S; 1, rotary_dim) are None without rotary positions, `mask` (S, S) is None without a
-        window, `documents` is None if each sequence is one document.
+        window, `documents` is None if each sequence is one document, `dropout` is None if nothing is dropped.
         """
         q, k, v = project_normed(self, norm, x_BSD, self.q, self.k, self.v)
         if self.norms_projections and self.q_norm is not None and self.k_norm is not None:
@@ -144,7 +169,10 @@ class Attention(nn.Module):
             q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         # The attention kernels take strided heads: a copy into (B, H, S) order would gain nothing.
         qkv_BHSd = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        out_BHSd = self.attend(self, qkv_BHSd, mask, documents)
+        if dropout is not None and dropout.attention:
+            out_BHSd = self.attend_with_dropout(self, qkv_BHSd, documents, dropout)
+        else:
+            out_BHSd = self.attend(self, qkv_BHSd, mask, documents)
         return self.project_out(out_BHSd.transpose(1, 2).flatten(2), self.o)
 
 
@@ -175,8 +203,11 @@ def _softmax_attention(spec: ModelSpec, layer: int) -> Attention:
 class Layer(nn.Module):
     """One decoder layer: attention and MLP or experts, added to the residual stream one after the other, or together.
 
-    `attn_norm` and `mlp_norm` are of their inputs, `attn_post_norm` and `mlp_post_norm` of their outputs.
+    `attn_norm` and `mlp_norm` are of their inputs, `attn_post_norm` and `mlp_post_norm` of their outputs, which dropout
+    follows; a compiler replaces `drop_hidden`.
     """
+
+    drop_hidden = staticmethod(drop_hidden)
 
     def __init__(self, spec: ModelSpec, layer: int, router_state: RouterState | None = None) -> None:
         super().__init__()
@@ -196,15 +227,21 @@ class Layer(nn.Module):
         sin: Tensor | None,
         mask: Tensor | None,
         documents: Documents | None = None,
+        dropout: LayerDropout | None = None,
     ) -> Tensor:
         # Added in place: autograd saves the output neither of a linear layer nor of a norm, and fresh memory costs time
         # on a CPU.
-        y_BSD = self.attn(x_BSD, self.attn_norm, cos, sin, mask, documents)
-        if self.parallel_residual:
-            return self.mlp(x_BSD, self.mlp_norm).add_(y_BSD).add_(x_BSD)
-        x_BSD = (y_BSD if self.attn_post_norm is None else self.attn_post_norm(y_BSD)).add_(x_BSD)
-        y_BSD = self.mlp(x_BSD, self.mlp_norm)
-        return (y_BSD if self.mlp_post_norm is None else self.mlp_post_norm(y_BSD)).add_(x_BSD)
+        y_BSD = self.attn(x_BSD, self.attn_norm, cos, sin, mask, documents, dropout)
+        if self.attn_post_norm is not None:
+            y_BSD = self.attn_post_norm(y_BSD)
+        y_BSD = self.drop_hidden(y_BSD, dropout, AFTER_ATTENTION)
+        if not self.parallel_residual:
+            x_BSD = y_BSD.add_(x_BSD)
+        z_BSD = self.mlp(x_BSD, self.mlp_norm)
+        if self.mlp_post_norm is not None:
+            z_BSD = self.mlp_post_norm(z_BSD)
+        z_BSD = self.drop_hidden(z_BSD, dropout, AFTER_MLP)
+        return z_BSD.add_(y_BSD).add_(x_BSD) if self.parallel_residual else z_BSD.add_(x_BSD)
 
 
 def _rounded(value: float) -> dict[torch.dtype, float]:
@@ -234,6 +271,8 @@ class Decoder(nn.Module):
         self.has_vocab = has_vocab
         self.position_state = PositionState(spec)
         self.router_state = RouterState()
+        self.dropout_state = DropoutState(spec)
+        self.begins_model = first
         self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size) if self.first else None
         learned = first and spec.position == "learned"
         self.positions = nn.Embedding(spec.max_positions or 0, spec.hidden_size) if learned else None
@@ -282,13 +321,20 @@ class Decoder(nn.Module):
             x_BSD = x_BSD * self._embedding_scale[x_BSD.dtype]
         if self.positions is not None:
             x_BSD = x_BSD + self.position_state.learned_rows(self.positions.weight, x_BSD)
+        positions_S = None
+        if self.dropout_state.is_active:
+            positions_S = self.position_state.positions_in_sample(x_BSD)
+            x_BSD = self.dropout_state.drop_embeddings(x_BSD, positions_S) if self.begins_model else x_BSD
         angles: dict[bool, tuple[Tensor | None, Tensor | None]] = {}
-        for layer in self.blocks():
+        for index, layer in cast(Iterator[tuple[str, Layer]], self.layers.items()):
             window = getattr(getattr(layer, "attn", None), "window", None)
             kind = self.position_state.has_own_angles(window)
             if kind not in angles:
                 angles[kind] = self.position_state.rotary_cos_sin(x_BSD, window)
-            x_BSD = layer(x_BSD, *angles[kind], self.position_state.mask(window, x_BSD), self.position_state.documents)
+            mask, documents = self.position_state.mask(window, x_BSD), self.position_state.documents
+            # A plugin's layers know no dropout.
+            dropout = () if positions_S is None else (self.dropout_state.of_layer(int(index), positions_S),)
+            x_BSD = layer(x_BSD, *angles[kind], mask, documents, *dropout)
         return x_BSD
 
     def logits(self, x_BSD: Tensor) -> Tensor:

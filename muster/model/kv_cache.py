@@ -11,7 +11,7 @@ from torch import Tensor
 from muster.model.chunked_recurrence import Operands, read_segment
 from muster.model.decoder import Attention, Decoder
 from muster.model.linear_attention import LinearAttention
-from muster.model.soft_capped_attention import soft_capped_scores_attention
+from muster.model.piecewise_attention import soft_capped_scores_attention
 
 LayerCache = dict[str, Tensor]
 

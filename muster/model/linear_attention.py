@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from muster.model.chunked_recurrence import Chunks, Operands
 from muster.model.documents import Documents
+from muster.model.dropout import LayerDropout
 from muster.model.kernels import gated_activation
 from muster.model.norms import RmsNorm
 from muster.model.projections import project_in, project_normed, project_out, recomputable
@@ -145,9 +146,11 @@ class LinearAttention(nn.Module):
         sin: Tensor | None,
         mask: Tensor | None = None,
         documents: Documents | None = None,
+        dropout: LayerDropout | None = None,
     ) -> Tensor:
         """Return the attention's output (B, S, D), to be added to the residual; the order of positions is in the states
-        alone, so that `cos`, `sin` and `mask` are left out."""
+        alone, so that `cos`, `sin` and `mask` are left out, and there are no probabilities that `dropout` could
+        drop."""
         decay = self.decay_down or self.decay
         linears = (self.q, self.k, self.v, self.gate) if decay is None else (self.q, self.k, self.v, self.gate, decay)
         q, k, v, gate, *logits = project_normed(self, norm, x_BSD, *linears)

@@ -166,6 +166,14 @@ class PositionState:
             self._masks[window] = mask = window_mask(length, window, *kind)
         return mask if len(mask) == length else mask[:length, :length]
 
+    def positions_in_sample(self, x_BSD: Tensor) -> Tensor:
+        """Return the position of each hidden state in its sample, whatever its document: (S)."""
+        count = x_BSD.shape[1]
+        begin = self.offset + self.sequence_shard * count
+        if self.positions_S is not None:
+            return self.positions_S[begin : begin + count]
+        return torch.arange(begin, begin + count, device=x_BSD.device)
+
     def learned_rows(self, weight_PD: Tensor, x_BSD: Tensor) -> Tensor:
         """Return the rows of a table of learned positions (P, D) for the hidden states: (S, D) or (B, S, D)."""
         count = x_BSD.shape[1]

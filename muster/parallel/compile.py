@@ -58,6 +58,9 @@ def compile_blocks(module: Decoder, device: torch.device) -> None:
         for part in block.modules():
             if isinstance(part, Attention):  # one call on a GPU, else pieces in a loop, which would be unrolled
                 part.varlen_attention = opaque.setdefault(varlen_attention, torch.compiler.disable(varlen_attention))
+            for seam in ("drop_hidden", "attend_with_dropout"):  # which draw piece by piece, too
+                if module.dropout_state.is_used and (drop := getattr(part, seam, None)) is not None:
+                    setattr(part, seam, opaque.setdefault(drop, torch.compiler.disable(drop)))
             if getattr(part, "softcap", None) is not None:  # likewise
                 part.core_attention = opaque.setdefault(core_attention, torch.compiler.disable(core_attention))
             for seam in {*PROJECT_IN, *PROJECT_OUT, "normalize_projections"} & vars(part).keys():

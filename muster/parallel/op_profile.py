@@ -10,6 +10,7 @@ from time import perf_counter, process_time
 import torch
 
 from muster.cost.time.op_times import OpTimes
+from muster.model.dropout import sample_keys
 from muster.model.saved_tensors import count_saved_bytes
 from muster.parallel.device_clock import synchronize
 from muster.parallel.fsdp import gradient_bytes
@@ -195,7 +196,8 @@ def _profile_stage(stage: DecoderStage, clock: _InstructionTimer, backwards: lis
     """Time the passes of one micro-batch, with each kind of backward in the Program; return the bytes that a first one
     saves."""
     tokens = torch.randint(stage.spec.vocab_size, stage.micro_batch_shape, device=stage.world.device)
-    stage.inputs = StageInputs((tokens,), (tokens,), tokens.numel())
+    keys = sample_keys(0, range(len(tokens)), stage.world.device)
+    stage.inputs = StageInputs((tokens,), (tokens,), tokens.numel(), dropout_keys_M=(keys,))
     saved = count_saved_bytes(
         lambda: _time_forward_backward(stage, clock, backwards[0]), stage.module.resident_tensors()
     )

@@ -231,6 +231,8 @@ class DecoderStage:
         self.module.position_state.documents = (
             None if self.inputs.documents_M is None else self.inputs.documents_M[micro_batch]
         )
+        keys_M = self.inputs.dropout_keys_M if torch.is_grad_enabled() else None
+        self.module.dropout_state.keys_B = None if keys_M is None else keys_M[micro_batch]
         is_tiled = self.computes_loss and self.world.plan.sequence_tiles > 1
         if is_tiled:
             self.module.reduce_hidden = partial(self._tiled_losses, self.inputs.labels_M[micro_batch], self.inputs)

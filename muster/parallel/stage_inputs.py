@@ -26,3 +26,5 @@ class StageInputs:
     """A plugin's loss of logits (N, V) and labels (N), summed over the labels that count; None: cross-entropy."""
     documents_M: tuple[Documents | None, ...] | None = None
     """Documents of each micro-batch; None if every sequence is one document."""
+    dropout_keys_M: tuple[Tensor, ...] | None = None
+    """Key of each sample of each micro-batch (`muster.model.dropout.sample_keys`); None: nothing is dropped."""

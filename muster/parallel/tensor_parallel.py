@@ -343,6 +343,8 @@ def apply_parallel_linears(module: Decoder, axis: TensorAxis | None, weight_grad
         for name, linear in linears.items():
             if hasattr(part, name):
                 setattr(part, name, linear)
+        if isinstance(part, Attention) and axis is not None:
+            part.first_head = axis.index * (len(part.q.weight) // part.head_dim)
         if isinstance(part, Experts):
             part.grouped_linears = partial(grouped_linears, weight_grad=weight_grads.compute_or_defer_grouped)  # type: ignore[method-assign]
         if isinstance(part, MoeMlp | LinearAttention):

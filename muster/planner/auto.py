@@ -143,13 +143,11 @@ def _search_process_counts(
     for count in _process_counts(world_size, measured is not None):
         machine = _machine(count, nodes, measured)
         request = request_of_config(resolved, machine.cluster)
-        budget = SearchBudget.start(SEARCH_EFFORT)
-        found = trim_offload(search(request, 1, budget), budget)
+        found, budget = _search(request)
         if not found.best:
             refusal = refusal or _explain_refusal(request, found)
         elif (rank := (not found.leaves_head_room, found.best[0].prediction.step_time_s)) < best_rank:
-            simplest = find_simplest(found.best[0], found.best, found.evaluator, budget.renew(SIMPLE_EFFORT))
-            best = simplest.evaluated, machine
+            best = _simplest(found, budget), machine
             best_rank = rank
         if best is not None and measured is None:
             break
@@ -157,6 +155,26 @@ def _search_process_counts(
         assert refusal is not None
         raise refusal
     return best
+
+
+def plan_for_cluster(resolved: ResolvedConfig, cluster: ClusterSpec) -> Plan:
+    """Return the plan that a run with `parallel: auto` would get on all devices of a cluster. Raises
+    InfeasibleError."""
+    request = request_of_config(resolved, cluster)
+    found, budget = _search(request)
+    if not found.best:
+        raise _explain_refusal(request, found)
+    return _with_requested_schedule(_simplest(found, budget).plan, resolved.config.parallel)
+
+
+def _search(request: PlanRequest) -> tuple[SearchResult, SearchBudget]:
+    budget = SearchBudget.start(SEARCH_EFFORT)
+    return trim_offload(search(request, 1, budget), budget), budget
+
+
+def _simplest(found: SearchResult, budget: SearchBudget) -> EvaluatedPlan:
+    """Return the simplest plan about as good as the best."""
+    return find_simplest(found.best[0], found.best, found.evaluator, budget.renew(SIMPLE_EFFORT)).evaluated
 
 
 def _require_parts_run(config: RunConfig) -> None:
@@ -194,7 +212,15 @@ def request_of_config(resolved: ResolvedConfig, cluster: ClusterSpec) -> PlanReq
     if plan.overrides:  # which say all of a strategy
         fixed |= {name: getattr(plan.default_strategy, name) for name in ("zero", "sp", "recompute", "offload")}
     return PlanRequest(
-        config.model, cluster, config.workload, "time", plan.precision, fixed, runnable=True, template=plan
+        config.model,
+        cluster,
+        config.workload,
+        "time",
+        plan.precision,
+        fixed,
+        runnable=True,
+        template=plan,
+        optim=config.optim if config.optim.name in OPTIMIZERS else None,
     )
 
 

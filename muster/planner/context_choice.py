@@ -71,7 +71,7 @@ def _passes_s(request: PlanRequest, plan: Plan) -> float:
     one_sequence = Workload(seq_len=request.workload.seq_len, global_batch_size=1)
     own = request.model, plan, one_sequence, request.cluster, request.framework
     if request.cluster.device.rates is not None:
-        times = plan_times(*own, cache=request.cost_cache)
+        times = plan_times(*own, cache=request.cost_cache, optim=request.optim)
         return times.seconds[Kind.F, 0] + times.seconds[Kind.B, 0]
-    passes_s = StageTimes(place_plan(*own, cache=request.cost_cache), 0).passes_s
+    passes_s = StageTimes(place_plan(*own, cache=request.cost_cache, optim=request.optim), 0).passes_s
     return passes_s[Kind.F] + passes_s[Kind.B]

@@ -222,7 +222,7 @@ class _LocalSearch:
         if passes > MAX_PASSES or plan_violations(plan, request.model, request.workload, request.cluster.num_devices):
             return
         own = request.model, plan, request.workload, request.cluster, request.framework
-        times = plan_times(*own, cache=request.cost_cache)
+        times = plan_times(*own, cache=request.cost_cache, optim=request.optim)
         stages = range(plan.num_stages)
         forward_s, inputs_s, weights_s = (
             tuple(times.seconds[kind, stage] for stage in stages) for kind in (Kind.F, Kind.I, Kind.W)

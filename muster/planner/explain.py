@@ -191,5 +191,7 @@ def _has_plans(request: PlanRequest) -> bool:
 
 def training_state_bytes(request: PlanRequest) -> int:
     """Return the bytes of all parameters, gradients and optimizer state, once."""
-    held = native_stage_memory(request.model, request.base, request.workload, 0, DEFAULT_KERNEL_WORKSPACE)
+    held = native_stage_memory(
+        request.model, request.base, request.workload, 0, DEFAULT_KERNEL_WORKSPACE, request.optim
+    )
     return held.resident.parameters + held.resident.optimizer + held.gradients

@@ -31,7 +31,7 @@ class PlanCosts:
         if plan not in self._op_times:
             request = self.request
             own = request.model, plan, request.workload, request.cluster, request.framework
-            self._op_times[plan] = plan_times(*own, cache=request.cost_cache)
+            self._op_times[plan] = plan_times(*own, cache=request.cost_cache, optim=request.optim)
         return self._op_times[plan]
 
     def pass_times(self, plan: Plan) -> PassTimes:
@@ -44,11 +44,13 @@ class PlanCosts:
         """Return a plan with its ranks laid on the cluster."""
         request = self.request
         own = request.model, plan, request.workload, request.cluster, request.framework
-        return place_plan(*own, cache=request.cost_cache)
+        return place_plan(*own, cache=request.cost_cache, optim=request.optim)
 
     @cached_property
     def has_uniform_layers(self) -> bool:
         """True if all layers of the model take the same time."""
+        if self.request.optim is not None and self.request.optim.freeze:
+            return False
         plan = make_plan(self.request, MeshShape(1, 1, 1, 1, 1, 1), (1, 1, "z1"))
         return self.placed(plan).cache.layers_are_alike and not self.request.base.overrides
 

@@ -58,7 +58,7 @@ class PlanEvaluator:
         program = self.costs.program(plan)
         times = None if plan.uneven_micro_batches else self.costs.op_times(plan)
         own = request.model, plan, request.workload, request.cluster, program, times, request.framework
-        prediction = predict(*own, cache=request.cost_cache)
+        prediction = predict(*own, cache=request.cost_cache, optim=request.optim)
         if request.objective == "memory":
             value = float(max(rank.total for rank in prediction.memory))
         else:

@@ -6,6 +6,7 @@ from functools import lru_cache
 from math import log2, sqrt
 from typing import Any, Literal, get_args
 
+from muster.config.optim_config import OptimConfig
 from muster.config.step_law import STEP_LAW_SOURCE, non_embedding_parameters, step_law
 from muster.cost.time.cost_cache import CostCache
 from muster.planner.simplicity import PREDICTION_ERROR, Simplicity, simplicity
@@ -61,6 +62,8 @@ class PlanRequest:
     """Tokens of the whole training, where they are known: its cost is shown then."""
     conditions: TrainingConditions = TrainingConditions()
     """Conditions of the whole training, such as failures."""
+    optim: OptimConfig | None = None
+    """Optimizer, with its moving average and what it freezes; None: AdamW of all parameters."""
     derived_lines: tuple[str, ...] = ()
     """Line for each value that was left out and derived from others."""
     cost_cache: CostCache = field(default_factory=CostCache, compare=False, repr=False)

@@ -103,7 +103,7 @@ def _forecast(request: PlanRequest, plan: Plan, budget: MemoryBudget) -> Smalles
     workload = request.workload.model_copy(update={"global_batch_size": batch})
     try:
         program = build_program(plan, model, workload)
-        ranks = forecast_memory(model, plan, workload, cluster, program, request.framework).ranks
+        ranks = forecast_memory(model, plan, workload, cluster, program, request.framework, optim=request.optim).ranks
     except MusterError:
         return None
     limits = [budget.limit_bytes(one.rank) or inf for one in ranks]

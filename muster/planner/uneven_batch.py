@@ -114,7 +114,7 @@ class BatchSplitter:
         first rank's pipeline, and the ranks."""
         request = self.request
         own = request.model, plan, request.workload, request.cluster, request.framework
-        placed = place_plan(*own, cache=request.cost_cache)
+        placed = place_plan(*own, cache=request.cost_cache, optim=request.optim)
         groups = self._groups_of(placed, links)
         if len(groups) == 1:
             return [(pass_times_of_placed(placed), ranks) for ranks in groups]

@@ -31,7 +31,6 @@ def compiles(plan: Plan, model: ModelSpec, device_kind: str, framework: Framewor
     or where it doesn't, on GPUs if that is the framework's default and nothing in plan or model stands against it."""
     if plan.compile is not None:
         return plan.compile
-    is_default = (
-        framework.compiles_by_default and device_kind == "gpu" and model.moe is None and model.linear_attention is None
-    )
+    has_opaque_parts = model.moe is not None or model.linear_attention is not None or model.has_dropout
+    is_default = framework.compiles_by_default and device_kind == "gpu" and not has_opaque_parts
     return is_default and not any(has(plan) for has, _ in AGAINST_COMPILE)

@@ -49,7 +49,10 @@ class FrameworkTraits(Frozen):
     """The loss is composed of framework functions, in float32, on the logits of the complete vocabulary, which every
     tensor-parallel rank gathers (Aleph Alpha's scaling: lm_head.py, cross_entropy.py)."""
     dropout: bool = False
-    """Dropout after attention and MLP, and on attention's probabilities."""
+    """Dropout after attention and MLP, and on attention's probabilities, whatever the model says."""
+    counted_dropout: bool = False
+    """A model's dropout computes its masks from counters, in kernels of its own, again in the backward; otherwise they
+    are drawn in the kernels of what is dropped, and stored."""
     fused_grad_accumulation: bool = True
     """The matmul that makes a weight gradient accumulates it over micro-batches; otherwise a separate pass does."""
     grad_bytes: PositiveInt = 4

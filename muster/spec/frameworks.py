@@ -20,6 +20,7 @@ MUSTER = FrameworkTraits(
     name="muster",
     attention="flash2",
     fused_soft_cap=False,
+    counted_dropout=True,
     compiles_by_default=True,
     fused_elementwise=None,
     fused_norms=True,

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from muster.spec.base import Frozen
+from muster.spec.base import Fraction, Frozen
 from muster.spec.model_components import (
     DECAY_RANK,
     Activation,
@@ -19,6 +19,8 @@ from muster.spec.model_components import (
 )
 from muster.spec.plugin_model import plugin_model
 
+DROPOUT_RATES = ("hidden_dropout", "attention_dropout", "embedding_dropout")
+"""Fields of a ModelSpec that matter in training alone."""
 NamedShapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
@@ -113,6 +115,14 @@ class ModelSpec(Frozen):
     mtp_layers: NonNegativeInt = 0
     """Multi-token-prediction layers after the last, each of which predicts one token further, with the model's
     embedding and head (arXiv:2412.19437 §2.2)."""
+    hidden_dropout: Fraction = 0.0
+    """Dropout rate, in training, of the outputs of attention and MLP before they are added to the residual
+    (arXiv:1207.0580). Every plan drops the same elements: a mask follows from the seed, the sample and the position."""
+    attention_dropout: Fraction = 0.0
+    """Dropout rate, in training, of attention's probabilities. It has no fused kernel: attention is computed piece by
+    piece, several times as slowly."""
+    embedding_dropout: Fraction = 0.0
+    """Dropout rate, in training, of the embeddings, with learned positions added."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights (GPT-2, and most decoders since)."""
     scaled_residual: bool = True
@@ -159,6 +169,11 @@ class ModelSpec(Frozen):
             raise ValueError(
                 "window_rope_theta is for layers with a sliding_window and rotary positions; there are none"
             )
+        if self.architecture is not None and self.has_dropout:
+            raise ValueError(
+                f"dropout is for the layers that Muster knows, but architecture is {self.architecture}: its own layers"
+                " may drop elements themselves; leave the rates out"
+            )
         if self.qk_norm_width != "head" and not self.qk_norm:
             raise ValueError(f"qk_norm_width is {self.qk_norm_width}, but the model has no qk_norm")
         if self.linear_attention is not None and max(self.linear_attention.layers, default=0) >= self.num_layers:
@@ -167,6 +182,11 @@ class ModelSpec(Frozen):
                 f" {self.num_layers} is {self.num_layers - 1}"
             )
         return self
+
+    @property
+    def has_dropout(self) -> bool:
+        """True if training drops elements."""
+        return any(getattr(self, rate) for rate in DROPOUT_RATES)
 
     @property
     def has_pre_norms(self) -> bool:

@@ -5,6 +5,7 @@ _STEPS = "train.steps"
 _SEQ_LEN = "train.seq_len"
 _RECOMPUTE = "parallel.default_strategy.recompute"
 _PRECISION = "parallel.precision"
+_DROPOUT = "model.hidden_dropout (beside model.attention_dropout and model.embedding_dropout)"
 _LORA = "Muster trains all weights and has no LoRA"
 
 OTHER_NAMES: dict[str, str] = {
@@ -13,7 +14,10 @@ OTHER_NAMES: dict[str, str] = {
     "adam_epsilon": "optim.eps",
     "batch_size": "train.global_batch_size",
     "bf16": _PRECISION,
+    "attn_pdrop": "model.attention_dropout",
     "block_size": _SEQ_LEN,
+    "dropout": _DROPOUT,
+    "dropout_rate": _DROPOUT,
     "early_stopping": "train.early_stopping_patience (with train.early_stopping_min_delta)",
     "early_stopping_threshold": "train.early_stopping_min_delta",
     "load_best_model_at_end": "train.keep_best",
@@ -23,6 +27,7 @@ OTHER_NAMES: dict[str, str] = {
     "dataset": "data.source",
     "dataset_name": "data.source",
     "dataset_path": "data.source",
+    "embd_pdrop": "model.embedding_dropout",
     "eval_steps": "eval.every",
     "eval_strategy": "eval.every",
     "evaluation_strategy": "eval.every",
@@ -49,6 +54,7 @@ OTHER_NAMES: dict[str, str] = {
     "optimizer": "optim",
     "per_device_eval_batch_size": _BATCH,
     "per_device_train_batch_size": _BATCH,
+    "resid_pdrop": "model.hidden_dropout",
     "save_steps": "train.save_every",
     "save_total_limit": "train.keep_last",
     "scheduler": "optim.schedule",
@@ -72,6 +78,7 @@ WITHOUT_KEY: dict[str, str] = {
     ),
     "lora": _LORA,
     "lora_alpha": _LORA,
+    "lora_dropout": _LORA,
     "lora_rank": _LORA,
     "output_dir": "muster train --run names the directory",
     "unfrozen_parameters": "optim.freeze names those that are frozen",

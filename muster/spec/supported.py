@@ -209,6 +209,15 @@ LINEAR_ATTENTION_RULES: tuple[Rule, ...] = (
 )
 """Things that the runtime can't do for a model with linear attention."""
 
+ATTENTION_DROPOUT_RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda plan: plan.uses_axis("cp"),
+        "attention_dropout with context parallelism (whose kernels for blocks of a sequence drop nothing)",
+        setting(cp=1),
+    ),
+)
+"""Things that the runtime can't do for a model with dropout of attention's probabilities."""
+
 _UNSUPPORTED_MODELS: tuple[tuple[str, Callable[[ModelSpec], bool]], ...] = (
     (
         "a sigmoid router's bias (moe.router_bias), which balances the load from step to step",
@@ -238,6 +247,7 @@ def runtime_rules(model: ModelSpec | None) -> tuple[Rule, ...]:
         *RUNTIME_RULES,
         *(EXPERT_RULES if model.moe is not None else ()),
         *(LINEAR_ATTENTION_RULES if model.linear_attention is not None else ()),
+        *(ATTENTION_DROPOUT_RULES if model.attention_dropout else ()),
     )
 
 

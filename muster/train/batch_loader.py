@@ -9,11 +9,12 @@ from torch import Tensor
 
 from muster.config.run_config import RunConfig
 from muster.data.dataset import Batch, SampleStream, require_known_ids
-from muster.data.dp_slice import read_dp_slice
+from muster.data.dp_slice import read_dp_slice, samples_of_micro_batch
 from muster.data.length_bucketing import BucketedStep, bucket_by_length
 from muster.layout.context_parallel import kept_positions
 from muster.layout.mesh import dp_index_of
 from muster.model.documents import Documents
+from muster.model.dropout import sample_keys
 from muster.model.host_copies import to_device
 from muster.parallel.stage import DecoderStage
 from muster.parallel.stage_inputs import StageInputs
@@ -88,7 +89,10 @@ class BatchLoader:
                 positions = torch.from_numpy(batch.positions_BS).view(shape)
                 documents = tuple(self._documents(one) for one in positions)
         local_tokens_M, local_labels_M = (tuple(map(self._cut, xs)) for xs in (tokens_M, labels_M))
-        feed = StageInputs(local_tokens_M, local_labels_M, share.num_valid, train.z_loss, loss_scale, loss, documents)
+        keys_M = self._dropout_keys(share) if self.config.model.has_dropout else None
+        feed = StageInputs(
+            local_tokens_M, local_labels_M, share.num_valid, train.z_loss, loss_scale, loss, documents, keys_M
+        )
         for stage in self.stages.values():
             stage.inputs = feed
             if stage.vocab is not None:
@@ -119,6 +123,17 @@ class BatchLoader:
         """Return the documents of a micro-batch; their lengths are those in whole sequences."""
         whole = Documents.from_positions(positions_BS, self.world.device)
         return None if whole is None else replace(whole, positions_BS=self._cut(whole.positions_BS))
+
+    def _dropout_keys(self, share: LocalBatch) -> tuple[Tensor, ...]:
+        """Return the keys of each micro-batch's samples, in the order of its rows."""
+        count, keys_M = self.config.train.global_batch_size, []
+        places = np.arange(count) if share.arrangement is None else share.arrangement.samples_B
+        for micro_batch in range(self.num_micro_batches):
+            runs = samples_of_micro_batch(self.plan, self.world.at, micro_batch, count)
+            own = [places[first : first + rows.stop - rows.start] for rows, first in runs]
+            samples = (share.first_sample + np.concatenate(own)).tolist()
+            keys_M.append(sample_keys(self.config.seed, samples, self.world.device))
+        return tuple(keys_M)
 
     def num_epochs(self, num_samples: int) -> float:
         """Return the number of passes over the training samples that `num_samples` make up."""

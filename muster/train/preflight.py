@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from muster.checkpoint.checkpoint_dir import TOKENIZER_FOLDER, find_latest, step_of
+from muster.checkpoint.checkpoint_dir import find_latest, step_of
 from muster.checkpoint.manifest import read_manifest
 from muster.checkpoint.remote import RemoteCheckpoints
+from muster.config.attempt_files import TOKENIZER_FOLDER
 from muster.config.freezing import frozen_numel
 from muster.config.load_config import ResolvedConfig, derived_value_lines, with_steps_from_epochs
 from muster.config.run_config import RunConfig

@@ -36,7 +36,7 @@ def prepare(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOptions)
         if not resumes:
             remove_previous_results(run_dir, everything=options.fresh)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        kept = keep_tokenizer(passed.resolved, run_dir, passed.initial_model, passed.dataset)
+        kept = keep_tokenizer(passed.resolved, run_dir, passed.initial_model, passed.dataset, resumes)
         write_attempt_files(kept, passed.plan, run_dir, resumes)
         record_in_memory_identity(run_dir, config, passed.dataset, resumes)
     return True

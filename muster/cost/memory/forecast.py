@@ -154,16 +154,18 @@ def peak_bytes_by_pp_rank(
     orders: Sequence[AllocationOrder],
     cache: StageMemoryCache | None = None,
     framework: FrameworkTraits | None = None,
+    optim: OptimConfig | None = None,
 ) -> list[tuple[int, int]]:
     """Return (world rank, peak bytes) of each pipeline rank: the total of `forecast_memory`.
 
-    `orders`: allocation orders, which plans with one schedule share. `framework`: as there. `cache`: memory of stages
-    of plans with this one's `stage_memory_family`; it is extended.
+    `orders`: allocation orders, which plans with one schedule share. `framework`, `optim`: as there. `cache`:
+    memory of stages of plans with this one's `stage_memory_family`; it is extended.
     """
     found = []
     instructions: InstructionMemoryCache = {}
     tightest = _tightest_ranks(plan, cluster)
-    for pp_rank, stages in enumerate(_stage_memory_by_pp_rank(model, plan, workload, cluster, framework, cache=cache)):
+    own = model, plan, workload, cluster, framework
+    for pp_rank, stages in enumerate(_stage_memory_by_pp_rank(*own, cache=cache, optim=optim)):
         _, total = find_peak(orders[pp_rank], stages, instructions)
         rank = tightest[pp_rank]
         resident = sum(stage.resident.total for stage in stages.values())
@@ -223,7 +225,7 @@ def _stage_memory_by_pp_rank(
     cache = {} if cache is None else cache
     found: list[dict[int, StageMemory]] = [{} for _ in range(plan.pp)]
     for stage, pp_rank in enumerate(plan.placement):
-        key = stage_memory_key(model, plan, stage)
+        key = stage_memory_key(model, plan, stage, optim)
         if key not in cache:
             cache[key] = (
                 megatron_stage_memory(model, plan, workload, stage, framework)
@@ -257,10 +259,12 @@ def stage_memory_family(plan: Plan) -> Hashable:
     )
 
 
-def stage_memory_key(model: ModelSpec, plan: Plan, stage: int) -> Hashable:
+def stage_memory_key(model: ModelSpec, plan: Plan, stage: int, optim: OptimConfig | None = None) -> Hashable:
     """Return a key that is equal for stages with equal memory: layer types and strategies, ends of the model, mesh,
-    neighbours on the same rank, vocabulary shard."""
+    neighbours on the same rank, vocabulary shard; where parameters are frozen, the layers themselves."""
     layers = plan.layers(stage, model.num_layers)
+    if optim is not None and optim.freeze:
+        return layers, plan, stage
     pp_rank = plan.pp_rank(stage)
     neighbours = [0 <= other < plan.num_stages and plan.pp_rank(other) == pp_rank for other in (stage - 1, stage + 1)]
     vocab_shard = plan.vocab_parallel and (pp_rank, has_vocab_shard(plan, stage))

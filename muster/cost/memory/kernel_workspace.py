@@ -12,7 +12,9 @@ class KernelWorkspace:
     loss_chunk_logits: int
     """Logits that the loss processes at once (`muster.model.loss`)."""
     attention_chunk_scores: int = 1 << 25
-    """Scores that soft-capped attention processes at once (`muster.model.soft_capped_attention`)."""
+    """Scores that piecewise attention processes at once (`muster.model.piecewise_attention`)."""
+    dropout_chunk_numbers: int = 1 << 22
+    """Random numbers of 64 bits that dropout draws at once (`muster.model.dropout`)."""
     stages_collectives: bool = False
     """True if collectives copy their data to one more buffer, as gloo does."""
 
@@ -24,6 +26,7 @@ KERNEL_WORKSPACES = {
         fused_norm=False,
         loss_chunk_logits=CPU_LOSS_CHUNK_LOGITS,
         attention_chunk_scores=1 << 20,
+        dropout_chunk_numbers=1 << 15,
         stages_collectives=True,
     )
 }

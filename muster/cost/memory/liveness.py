@@ -314,6 +314,10 @@ def _gather_candidates(kind: Kind, memory: StageMemory) -> tuple[PeakCandidate, 
     return memory.peak_candidates.get("gather F" if kind == Kind.F else "gather B", ())
 
 
+def _first_head_candidates(memory: StageMemory) -> tuple[PeakCandidate, ...]:
+    return memory.peak_candidates.get("first T", ())
+
+
 def _memory_of_stage(stages: Mapping[int, StageMemory], stage: int) -> StageMemory:
     """Return a stage's memory; for a stage of another rank, the memory of this rank's first stage."""
     return stages[stage] if stage in stages else next(iter(stages.values()))
@@ -341,9 +345,11 @@ def find_peak(
             before[gathered] += memory.gathered_params
             peak[gathered] = np.maximum(peak[gathered], gather_peak[order.codes[gathered]])
             after[resharded] -= memory.gathered_params
-        for kind, gradients in ((Kind.T, memory.head_gradients), (Kind.EMB_W, memory.embedding_gradients)):
-            if gradients and (position := order.first_position(kind)) < len(before):
-                (before if memory.accumulates_gradients else after)[position] += gradients
+        if memory.head_gradients and (position := order.first_position(Kind.T)) < len(before):
+            after[position] += memory.head_gradients
+            peak[position] = max([peak[position], *(one.extra.total for one in _first_head_candidates(memory))])
+        if memory.embedding_gradients and (position := order.first_position(Kind.EMB_W)) < len(before):
+            (before if memory.accumulates_gradients else after)[position] += memory.embedding_gradients
         if memory.pending_gradients:
             made, taken = order.pending_positions(stage, memory.accumulates_gradients)
             after[made] += memory.pending_gradients
@@ -392,6 +398,8 @@ def _terms_at(
         and position in order.pending_positions(stage, own.accumulates_gradients)[0]
     ):
         candidates += own.peak_candidates.get("pending", ())
+    if position == order.first_position(Kind.T):
+        candidates += _first_head_candidates(own)
     done[kind, stage] += kind in (Kind.F, Kind.S, Kind.RELOAD)
     in_vocab_passes = sum(done[Kind.S, index] - done[Kind.T, index] for index in stages)
     peak = max(candidates, key=lambda one: one.extra.total + (one.first_gradients if is_first else 0))
@@ -403,7 +411,7 @@ def _terms_at(
         is_gathered = np.count_nonzero(gathered <= position) > np.count_nonzero(resharded < position)
         has_gradients = order.first_backwards.get(index, position) < position
         made_at = position + memory.accumulates_gradients  # reduced ones are made as the pass ends
-        of_head = memory.head_gradients * (order.first_position(Kind.T) < made_at)
+        of_head = memory.head_gradients * (order.first_position(Kind.T) < position)
         of_embedding = memory.embedding_gradients * (order.first_position(Kind.EMB_W) < made_at)
         made, taken = order.pending_positions(index, memory.accumulates_gradients)
         is_pending = np.count_nonzero(made < position) > np.count_nonzero(taken <= position)

@@ -321,27 +321,30 @@ class BackwardPeaks:
         )
 
     def _attention_workspace(self, layer: int, backward: bool) -> int:
-        """Return the temporary bytes of attention over several ranks, with soft caps or without a softmax. A fused
-        kernel has none."""
+        """Return the temporary bytes of attention over several ranks, with soft caps or dropout, or without softmax.
+        A fused kernel has none."""
         sizes = self.sizes
         if sizes.model.has_linear_attention(layer):
             return recurrence_workspace(sizes, self.compute_size, self.master_size, backward)
         exchanged = attention_workspace(sizes.context, sizes.attention, self.compute_size, self.master_size, backward)
         if exchanged and backward:  # the gradient of its output
             exchanged += sizes.attention.queries * self.compute_size
-        return exchanged + (0 if sizes.local_model.attention_softcap is None else self._soft_cap_workspace(backward))
+        is_piecewise = sizes.local_model.attention_softcap is not None or sizes.local_model.attention_dropout
+        return exchanged + (self._piece_workspace(backward) if is_piecewise else 0)
 
-    def _soft_cap_workspace(self, backward: bool) -> int:
-        """Return the temporary bytes of soft-capped attention: of a piece of the scores, the capped ones and their
+    def _piece_workspace(self, backward: bool) -> int:
+        """Return the temporary bytes of piecewise attention: of a piece of the scores, the capped ones and their
         copies in the compute dtype; in the backward also their softmax and its gradient, and the gradients of keys and
-        values in the master dtype."""
+        values in the master dtype. Dropout has a mask, and beside it some of the numbers that it follows from."""
         own, sizes = self.sizes.local_model, self.sizes
         scores = min(self.kernel_workspace.attention_chunk_scores, sizes.tokens * own.num_heads * sizes.seq_len)
         converted = self.compute_size * (self.compute_size != self.master_size)
+        numbers = min(self.kernel_workspace.dropout_chunk_numbers, scores // 4)
+        mask = (scores + 16 * numbers) * bool(own.attention_dropout)
         if not backward:
-            return scores * (self.master_size + converted)
+            return scores * (self.master_size + converted) + mask
         width = own.num_heads * self.compute_size + 2 * own.num_kv_heads * (self.master_size + converted)
-        return scores * (3 * self.master_size + converted) + sizes.tokens * own.head_dim * width
+        return scores * (3 * self.master_size + converted) + mask + sizes.tokens * own.head_dim * width
 
     @property
     def _norm_workspace(self) -> int:
@@ -430,6 +433,12 @@ class BackwardPeaks:
         )
         return PeakCandidate("embedding and head", extra, 0 if self.holds_replica_sums else layers)
 
+    @property
+    def _own_gradients(self) -> int:
+        """Bytes of accumulated gradients without those of a vocabulary shard, which other passes compute."""
+        vocab = self.stage.gradients_of(self.param_shards.vocab) if self.plan.vocab_parallel else 0
+        return self.stage.gradients - vocab
+
     def weights(self) -> list[PeakCandidate]:
         """Return the moments of W: the head's gradient beside all operands; the gradients of all matrices; then, where
         they are reduced, the reductions from the last bucket of layers to embedding and head."""
@@ -442,7 +451,7 @@ class BackwardPeaks:
             # With master copies a gradient in the compute dtype is beside its sum.
             beside = MemoryTerms(workspace=made * self.stage.has_master_copies)
             begin = PeakCandidate("head", beside, self.pending_gradients + made // self.compute_size * self.master_size)
-            return [begin, PeakCandidate("weights", deferred, self.stage.gradients)]
+            return [begin, PeakCandidate("weights", deferred, self._own_gradients)]
         made = sum(held.unsharded_numel for held in layers) * self.compute_size
         # In a step's first W the gradients that I made are pending, later on they are part of accumulated gradients.
         first, pending = self.pending_gradients, MemoryTerms(workspace=self.pending_gradients)
@@ -457,7 +466,7 @@ class BackwardPeaks:
         if not self.stage.reduces_in_passes:  # converted or added one by one
             last = max((held.unsharded_numel for held in layers), default=0) * self.compute_size
             rest = deferred + MemoryTerms(workspace=max(head, last))
-            return [*moments, PeakCandidate("accumulating", rest, self.stage.gradients)]
+            return [*moments, PeakCandidate("accumulating", rest, self._own_gradients)]
         summed = 0
         buckets = self.param_shards.buckets(self.plan.bucket_layers)
         for held in (*reversed(buckets), self.root):

@@ -141,7 +141,8 @@ class _StagePeaks(BackwardPeaks):
 
         S: logits and the softmax, which is saved, in the master dtype, and the softmax in the compute dtype beside its
         product with the head and the labels' rows, or both of these twice as they are put together. T: the
-        last of these, and the head's gradient; then its reduction. EMB_W: the embedding's gradient, and its reduction.
+        last of these, and the head's gradient; then its reduction, or in a step's first T its sum. EMB_W: the
+        embedding's gradient, and its reduction.
         """
         if not has_vocab_shard(self.plan, self.stage.index):
             return {}
@@ -154,13 +155,22 @@ class _StagePeaks(BackwardPeaks):
         buffers, gradients = self._reduction_bytes(ParamShard(matrix, shard, matrix), self.master_size)
         reduced = MemoryTerms(communication=buffers, workspace=gradients) if self.stage.reduces_in_passes else None
         head = MemoryTerms(logits=converted, workspace=matrix * self.compute_size)
+        has_copies = self.compute_size != self.master_size  # whose gradients are added to sums
         embedding = MemoryTerms(
-            workspace=self.sizes.full_hidden_bytes + matrix * self.compute_size * (not self._adds_in_place)
+            workspace=self.sizes.full_hidden_bytes
+            + matrix * self.compute_size * (self.stage.reduces_in_passes or has_copies)
+        )
+        vocab_gradients = self.stage.gradients_of(self.param_shards.vocab)
+        summed = MemoryTerms(
+            logits=-self.vocab_saved_bytes,
+            gradients=vocab_gradients // (1 if self.stage.spec.tied_embeddings else 2),
+            workspace=matrix * self.compute_size * has_copies,
         )
         after = reduced and reduced + MemoryTerms(logits=-self.vocab_saved_bytes)
         return {
             Kind.S: (PeakCandidate("scores", MemoryTerms(logits=num_logits * self.master_size, workspace=terms)),),
             Kind.T: _moments(("head", head), ("reducing the head", after)),
+            "first T": _moments(("sum of the head's", None if self.stage.reduces_in_passes else summed)),
             Kind.EMB_W: _moments(("embedding", embedding), ("reducing the embedding", reduced)),
         }
 

@@ -200,9 +200,11 @@ def _without_freezing(optim: OptimConfig) -> OptimConfig:
     return optim.model_copy(update={"freeze": ()}) if optim.freeze else optim
 
 
-def native_saved_per_micro_batch(spec: ModelSpec, plan: Plan, workload: Workload, stage: int) -> MemoryTerms:
+def native_saved_per_micro_batch(
+    spec: ModelSpec, plan: Plan, workload: Workload, stage: int, optim: OptimConfig | None = None
+) -> MemoryTerms:
     """Return the bytes that each micro-batch saves from F to B on one stage."""
-    return NativeStorage(spec, plan, workload, stage).saved_per_micro_batch()
+    return NativeStorage(spec, plan, workload, stage, optim).saved_per_micro_batch()
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +225,13 @@ class MemoryLowerBound:
     """Smallest number of bytes that a layer saves of a micro-batch from I to W, whatever its recompute."""
 
 
-def memory_lower_bound(spec: ModelSpec, plan: Plan, workload: Workload) -> MemoryLowerBound:
+def memory_lower_bound(
+    spec: ModelSpec, plan: Plan, workload: Workload, optim: OptimConfig | None = None
+) -> MemoryLowerBound:
     """Return the lower bound for a plan with all layers on one stage."""
-    own = NativeStorage(spec, plan, workload, 0)
+    own = NativeStorage(spec, plan, workload, 0, optim)
     state = own.state_bytes(own.param_shards.total)
+    freezes = optim is not None and bool(optim.freeze)  # whose gradients need no operands
     one_of_each = dict(zip(own.param_shards.layers, own.layers, strict=True))
     return MemoryLowerBound(
         state=state,
@@ -234,5 +239,5 @@ def memory_lower_bound(spec: ModelSpec, plan: Plan, workload: Workload) -> Memor
         resident=own.parameters + own.optimizer,
         layer_activations=own.layer_activation_bytes(0),
         min_layer_state=min(map(own.state_bytes, one_of_each)),
-        min_layer_deferred=min(map(own.deferred_layer_bytes, one_of_each.values())),
+        min_layer_deferred=0 if freezes else min(map(own.deferred_layer_bytes, one_of_each.values())),
     )

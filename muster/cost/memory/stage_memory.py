@@ -44,7 +44,7 @@ class StageMemory:
     """Saved tensors of each micro-batch, held from S to T under a vocabulary-parallel head."""
     peak_candidates: Mapping[str, tuple[PeakCandidate, ...]]
     """Kind of instruction → candidates; `gather F` and `gather B`: more candidates if the pass gathers parameters,
-    `pending`: if it makes pending gradients."""
+    `pending`: if it makes pending gradients, `first T`: at a step's first T."""
     freed_by_reduction: int = 0
     """Part of `gradients` that REDUCE_GRAD frees, since each rank keeps its shard only."""
     pending_gradients: int = 0

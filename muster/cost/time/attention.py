@@ -4,7 +4,14 @@ from muster.cost.context_traffic import AttentionShape, StateShape
 from muster.cost.time.collectives import all_reduce_s
 from muster.cost.time.context_parallel import add_block_merges, add_context_transfers, add_state_transfers
 from muster.cost.time.kernels import flash_attention_s, matmul_s, stream_s, sustained_flops_per_s
-from muster.cost.time.sublayer import LayerContext, SublayerCost, add_tp_entry, add_tp_exit, norm_bytes
+from muster.cost.time.sublayer import (
+    LayerContext,
+    SublayerCost,
+    add_dropout,
+    add_tp_entry,
+    add_tp_exit,
+    norm_bytes,
+)
 from muster.spec.context_kinds import CONTEXT_KINDS
 from muster.spec.device import AttentionKernel, DeviceSpec
 from muster.spec.framework_traits import FrameworkTraits
@@ -18,8 +25,8 @@ HEAD_TRANSPOSE_BYTES = (4, 4)
 """Bytes (forward, backward) per element of queries, keys, values and outputs that are transposed so that each head is
 contiguous."""
 SOFT_CAP_BYTES = (76, 136)
-"""Bytes (forward, backward) per visible score of attention that caps scores outside of a fused kernel
-(`muster.model.soft_capped_attention`): scale, tanh, mask and softmax in float32, and in the backward once more, with
+"""Bytes (forward, backward) per visible score of attention that caps or drops scores outside of a fused kernel
+(`muster.model.piecewise_attention`): scale, tanh, mask and softmax in float32, and in the backward once more, with
 the gradients of softmax and cap."""
 FLASH_ELEMENT_BYTES = 2
 """Bytes per element of what FlashAttention's kernels take: blocks in float32 have their scores in memory."""
@@ -147,8 +154,9 @@ def _add_scores(
     seen = (span * (seq_len - span) + span * span / 2) / seq_len
     in_blocks = at.context.ring > 1 and at.device.kind != "cpu"
     in_blocks = in_blocks and not CONTEXT_KINDS[at.context.kind].saves_scores
+    drops = bool(at.model.attention_dropout) and at.framework.counted_dropout
     is_capped = at.model.attention_softcap is not None and not at.framework.fused_soft_cap
-    if is_capped or (in_blocks and at.element_bytes != FLASH_ELEMENT_BYTES):
+    if is_capped or drops or (in_blocks and at.element_bytes != FLASH_ELEMENT_BYTES):
         forward_s, backward_s = _soft_capped_scores_s(at, heads, qk_dim, seen)
         kernels = 12.0
     elif at.cp.size > 1 and CONTEXT_KINDS[at.context.kind].saves_scores:
@@ -168,6 +176,7 @@ def _add_scores(
     part.forward.add(forward_s, kernels)
     part.attention_core.add(forward_s, kernels)
     part.input_grads.add(backward_s, 2 * kernels)
+    add_dropout(at, part, at.tokens * heads * seen, at.model.attention_dropout)
     if at.cp.size > 1:
         shape = AttentionShape(round(at.tokens), round(heads), max(1, round(kv_width / qk_dim)), qk_dim)
         add_context_transfers(at, part, shape, forward_s, backward_s)

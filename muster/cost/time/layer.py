@@ -11,6 +11,7 @@ from muster.cost.time.sublayer import (
     LayerContext,
     LayerPasses,
     SublayerCost,
+    add_dropout,
     add_norm_and_residual,
     add_tp_entry,
     add_tp_exit,
@@ -220,4 +221,5 @@ def embedding_passes(at: LayerContext) -> LayerPasses:
     part.forward.add(stream_s(at.device, 2 * numbers * at.element_bytes))
     part.weight_grads.add(stream_s(at.device, numbers * (at.element_bytes + 2 * at.framework.grad_bytes)), 3)
     add_tp_exit(at, part)
+    add_dropout(at, part, at.norm_tokens * at.model.hidden_size, at.model.embedding_dropout)
     return LayerPasses(part.forward, part.input_grads, part.weight_grads, PassCost())

@@ -18,7 +18,6 @@ from muster.cost.time.op_times import OpTimes, P2PTime
 from muster.cost.time.profiled_times import profiled_times
 from muster.cost.time.rank_placement import PlacedPlan
 from muster.cost.time.stage_times import StageTimes, example_stage_times
-from muster.cost.time.trained_parts import trained_parts
 from muster.layout.stage_resharding import stage_transfers
 from muster.schedule.action import Kind
 from muster.spec.cluster import ClusterSpec
@@ -62,13 +61,9 @@ def plan_times(
     """
     if cluster.device.rates is not None:
         return profiled_times(model, plan, workload, cluster.device.rates, optim)
-    setting = place_plan(model, plan, workload, cluster, framework, data_rank, cache)
+    setting = place_plan(model, plan, workload, cluster, framework, data_rank, cache, optim)
     examples = example_stage_times(setting)
-    if optim is not None and optim.freeze:
-        frozen = (trained_parts(optim, model, plan, stage) for stage in range(plan.num_stages))
-        stages = [StageTimes(setting, stage, trained) for stage, trained in enumerate(frozen)]
-    else:
-        stages = [examples[kind] for kind in setting.stage_kinds.kind_by_stage.tolist()]
+    stages = [examples[kind] for kind in setting.stage_kinds.kind_by_stage.tolist()]
     seconds = {(kind, stage): time_s for stage, at in enumerate(stages) for kind, time_s in at.seconds.items()}
     exposed_s = {(kind, stage): waits_s for stage, at in enumerate(stages) for kind, waits_s in at.exposed_s.items()}
     for stage in _stages_with_step_sums(setting):
@@ -78,7 +73,7 @@ def plan_times(
         seconds.update(_vocab_parallel_times(setting))
     whole = setting if data_rank is None else replace(setting, data_rank=None)  # all wait for the slowest
     seconds[Kind.GRAD_NORM, -1], seconds[Kind.STEP, -1] = per_step_s(
-        whole, examples if data_rank is None else example_stage_times(whole), optim
+        whole, examples if data_rank is None else example_stage_times(whole)
     )
     hops = {}
     for stage, pair in enumerate(stage_p2p_times(setting)):
@@ -109,6 +104,7 @@ def place_plan(
     framework: FrameworkTraits | None = None,
     data_rank: int | None = None,
     cache: CostCache | None = None,
+    optim: OptimConfig | None = None,
 ) -> PlacedPlan:
     """Return the plan laid on the cluster's devices, with the cost tables of `cache` (None: new ones).
 
@@ -122,7 +118,7 @@ def place_plan(
     framework = framework or MUSTER
     framework = framework.for_plan(compiles(plan, model, cluster.device.kind, framework))
     tables = (cache or CostCache()).tables(model, workload.seq_len, cluster, framework)
-    return PlacedPlan(model, plan, workload, cluster, framework, world_size, tables, data_rank)
+    return PlacedPlan(model, plan, workload, cluster, framework, world_size, tables, data_rank, optim)
 
 
 def data_ranks_by_kind(setting: PlacedPlan, links: bool = True) -> dict[Hashable, list[int]]:
@@ -151,14 +147,12 @@ def data_ranks_by_kind(setting: PlacedPlan, links: bool = True) -> dict[Hashable
     return found
 
 
-def per_step_s(
-    setting: PlacedPlan, examples: Sequence[StageTimes], optim: OptimConfig | None = None
-) -> tuple[float, float]:
+def per_step_s(setting: PlacedPlan, examples: Sequence[StageTimes]) -> tuple[float, float]:
     """Return the seconds of gradient norm and optimizer step on the slowest rank, from `example_stage_times`.
 
     The update streams the bytes that the optimizer's entry in `muster.config.optimizers` declares; None: AdamW.
     """
-    update_bytes = _update_bytes(setting.model, optim)
+    update_bytes = _update_bytes(setting.model, setting.optim)
     owned = np.array([at.param_communication.shard_numel for at in examples])[setting.stage_kinds.kind_by_stage]
     held = np.bincount(setting.placement, owned, setting.plan.pp)
     if setting.cluster.is_uniform:
@@ -309,14 +303,19 @@ def _vocab_parallel_times(setting: PlacedPlan) -> Iterator[tuple[tuple[str, int]
     pipeline = setting.axis_group(0, "pp") if plan.is_uniform else setting.single_rank
     for rank in range(plan.pp):
         stage = next(stage for stage in range(plan.num_stages) if plan.pp_rank(stage) == rank)
-        at = StageTimes(setting, stage).layer_context
+        times = StageTimes(setting, stage)
+        at = times.layer_context
+        trains_embedding, trains_head = (
+            (True, True) if times.trained is None else (times.trained.embedding, times.trained.head)
+        )
         hidden, wide = at.hidden_bytes, at.high_precision
         score_s = matmul_s(at.device, at.tokens, words, model.hidden_size, wide)
         logits_s = stream_s(at.device, 3 * at.element_bytes * at.tokens * words, 2)
         yield (Kind.EMB_F, stage), stream_s(at.device, 2 * hidden / plan.pp)
         yield (Kind.S, stage), 2 * score_s + logits_s
-        yield (Kind.T, stage), score_s + stream_s(at.device, at.element_bytes * at.tokens * words)
-        yield (Kind.EMB_W, stage), stream_s(at.device, 3 * hidden / plan.pp)
+        gradient_s = score_s + stream_s(at.device, at.element_bytes * at.tokens * words)
+        yield (Kind.T, stage), gradient_s * trains_head
+        yield (Kind.EMB_W, stage), stream_s(at.device, 3 * hidden / plan.pp) * trains_embedding
         for kind, size in (
             (Kind.EMB_REDUCE, hidden),
             (Kind.HIDDEN_BCAST, hidden),

@@ -33,6 +33,9 @@ from muster.spec.workload import Workload
 RSA_PASSES = 3
 """Sums of two tensors that take as long as the passes over all scores which ring self-attention makes: a fill, a
 softmax of two passes, and copies of blocks; in the backward a product, a difference and another product."""
+DROPOUT_SUMS = 20
+"""Sums of an element in the time of which a CPU core drops or keeps one: multiplications of 64 bits have no vector form
+there (`muster.model.dropout`, 3.7 ns beside 0.17 ns)."""
 
 
 def profiled_times(
@@ -216,10 +219,14 @@ class _StagePasses:
             time_s = cheap_s + 2 * rates.kernel("add", self.hidden_elements)
             time_s += sum(rates.kernel(f"rotary {direction}", self.tokens * count * d) for count in turned)
             time_s += self._recurrence_s(direction) if is_linear else self._attention_s(direction, heads, d)
-            if self.model.attention_softcap is not None and not is_linear:
+            is_piecewise = self.model.attention_softcap is not None or self.model.attention_dropout
+            if is_piecewise and not is_linear:
                 # Passes over the visible scores, by the rate of a sum, which moves three elements for each.
                 moved = SOFT_CAP_BYTES[direction == "backward"] / (3 * master_bytes(self.plan.precision))
                 time_s += moved * rates.kernel("add", self.tokens * heads * self.seq_len // 2)
+            time_s += self._dropout_s(2 * self.hidden_elements, direction, self.model.hidden_dropout)
+            scores = 0 if is_linear else self.tokens * heads * self.seq_len // 2
+            time_s += self._dropout_s(scores, direction, self.model.attention_dropout)
             if direction == "forward":
                 cost.forward_s += time_s
                 again_s = cheap_s if recompute == "elementwise" else cost.forward_s if recompute == "full" else 0.0
@@ -255,6 +262,11 @@ class _StagePasses:
         )
         passes_s = 6 * rates.kernel("add", tokens * heads * (2 * d + e))
         return (heads * products_s + passes_s) * (1 if direction == "forward" else 3)
+
+    def _dropout_s(self, numbers: int, direction: str, rate: float) -> float:
+        """Return the seconds to drop some of so many elements."""
+        sums = DROPOUT_SUMS + (direction == "backward")  # which copies the gradient
+        return self.rates.kernel("add", numbers) * sums if rate else 0.0
 
     def _tiles_again_s(self, parts: dict[str, tuple[int, ...]], recompute: str) -> float:
         """Return the seconds in which a backward repeats the MLP's tiles; 0 without any.
@@ -333,6 +345,12 @@ class _StagePasses:
         if self.plan.is_first(self.stage):
             numbers = prod(parts.get("embed.weight", ()))
             cost.forward_s += rates.kernel("embedding forward", self.tokens * self.model.hidden_size)
+            for direction in ("forward", "backward"):
+                dropped_s = self._dropout_s(self.hidden_elements, direction, self.model.embedding_dropout)
+                if direction == "forward":
+                    cost.forward_s += dropped_s
+                else:
+                    cost.input_grad_s += dropped_s
             if self.trained is None or self.trained.embedding:
                 cost.weight_grad_s += rates.kernel("embedding backward", numbers)
             cost.forward_exposed_s["tp"] += rates.collective(

@@ -9,9 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from muster.config.optim_config import OptimConfig
 from muster.cost.time.collectives import CommGroup, all_reduce_s, make_comm_group, p2p_s
 from muster.cost.time.cost_cache import CostTables, LayerKind, StageKinds
 from muster.cost.time.kernels import sustained_flops_per_s
+from muster.cost.time.trained_parts import trained_parts
 from muster.layout.mesh import axis_sizes
 from muster.spec.cluster import ClusterSpec
 from muster.spec.device import DeviceSpec
@@ -56,6 +58,8 @@ class PlacedPlan:
     cache: CostTables
     data_rank: int | None = None
     """Data-parallel rank whose pipeline is timed; None: the slowest of each stage's ranks and links."""
+    optim: OptimConfig | None = None
+    """Optimizer, and what it freezes; None: AdamW of all parameters."""
 
     @cached_property
     def num_nodes(self) -> int:
@@ -204,7 +208,11 @@ class PlacedPlan:
 
     @cached_property
     def _layer_keys(self) -> list[Hashable]:
-        """For each stage of one replica, a key that is equal where the layers are alike."""
+        """For each stage of one replica, a key that is equal where the layers are alike, and as much of them is
+        trained."""
+        if self.optim is not None and self.optim.freeze:
+            kinds = (tuple(map(self.layer_kind, layers)) for layers in self.layers)
+            return [(kind, trained_parts(self.optim, self.model, self.plan, at)) for at, kind in enumerate(kinds)]
         if self.plan.overrides:
             return [tuple(map(self.layer_kind, layers)) for layers in self.layers]
         if self.cache.layers_are_alike:

@@ -12,7 +12,7 @@ from muster.cost.time.param_communication import ParamCommunication
 from muster.cost.time.pass_cost import PassCost
 from muster.cost.time.rank_placement import PlacedPlan
 from muster.cost.time.sublayer import LayerContext, LayerPasses
-from muster.cost.time.trained_parts import TrainedParts
+from muster.cost.time.trained_parts import trained_parts
 
 STRAGGLER_SHARE = 0.005
 """Share of the passes' time that ranks lose to the slowest of them per doubling of nodes, where data-parallel ranks
@@ -32,11 +32,10 @@ class StageTimes:
     all plans that agree in these.
     """
 
-    def __init__(self, placed: PlacedPlan, stage: int, trained: TrainedParts | None = None) -> None:
-        """Place the stage. `trained` are its trained parts where parameters are frozen; None: all of it."""
+    def __init__(self, placed: PlacedPlan, stage: int) -> None:
         self.placed = placed
         self.stage = stage
-        self.trained = trained
+        self.trained = trained_parts(placed.optim, placed.model, placed.plan, stage)
         self.mesh = placed.mesh(stage)
         self.layers = placed.layers[stage % placed.stages_per_replica]
         self.groups = placed.stage_groups(stage)
@@ -130,7 +129,7 @@ class StageTimes:
         is_alike = self.param_communication.per_micro_batch_s(self.layers) == (0, 0) and len(self._layer_counts) == 1
         has_mtp = self.placed.plan.is_last(self.stage) and self.placed.model.mtp_layers > 0
         is_device_bound = all(costs[kind].compute_s >= costs[kind].kernels * self.launch_s for kind in ("B", "I"))
-        return seconds, exposed_s, is_alike and is_device_bound and not has_mtp
+        return seconds, exposed_s, is_alike and is_device_bound and not has_mtp and self.trained is None
 
     @cached_property
     def _key(self) -> tuple:

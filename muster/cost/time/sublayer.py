@@ -15,6 +15,10 @@ from muster.spec.plan import LayerStrategy, Precision
 
 CAST_NORM_BYTES = (20, 32)
 """Bytes per element (forward, backward) of a norm's kernel between casts to float32 and back, as in eager programs."""
+DROPOUT_BYTES = 58
+"""Bytes per element that dropout moves to find the elements that stay (`muster.model.dropout`): 13 operations on a
+quarter of a 64-bit number, a comparison, a negation and a fill."""
+DROPOUT_KERNELS = 17
 EAGER_NORM_BYTES = (45, 115)
 """Bytes per element (forward, backward) of an RMSNorm whose operators are kernels of their own in float32: cast,
 square, mean, multiplication, cast, multiplication by the weight (Llama's published code, and autograd's for it)."""
@@ -263,6 +267,19 @@ def add_norm_and_residual(at: LayerContext, part: SublayerCost) -> None:
         part.forward.add(stream_s(at.device, forward * numbers, kernels), kernels)
         part.input_grads.add(stream_s(at.device, backward * numbers, kernels), kernels)
     part.add_elementwise(at, 3 * numbers * at.element_bytes + kept, 3 * numbers * at.element_bytes + kept)
+    add_dropout(at, part, numbers, at.model.hidden_dropout)
+
+
+def add_dropout(at: LayerContext, part: SublayerCost, numbers: float, rate: float) -> None:
+    """Add dropout of so many elements, which elementwise recompute doesn't repeat: counted, each pass finds the mask
+    and changes the elements in place, the backward in a copy; otherwise a byte per element is stored and read."""
+    if not rate:
+        return
+    if not at.framework.counted_dropout:
+        part.add_elementwise(at, numbers, numbers, 0)
+        return
+    for spent, moved in ((part.forward, 4), (part.input_grads, 6)):
+        spent.add(stream_s(at.device, numbers * (DROPOUT_BYTES + moved * at.element_bytes)), DROPOUT_KERNELS)
 
 
 def norm_bytes(at: LayerContext, norm: str) -> tuple[int, int]:

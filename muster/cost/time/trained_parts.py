@@ -6,9 +6,10 @@ gradient, so that there is no backward at all.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
-from muster.config.freezing import is_frozen, is_frozen_up_to
+from muster.config.freezing import frozen_prefix, matches_pattern
 from muster.config.optim_config import OptimConfig
 from muster.spec.model import ModelSpec, layer_parameter_shapes, stage_parameter_shapes
 from muster.spec.plan import Plan
@@ -40,19 +41,24 @@ def trained_parts(optim: OptimConfig | None, spec: ModelSpec, plan: Plan, stage:
     if optim is None or not optim.freeze:
         return None
     layers = plan.layers(stage, spec.num_layers)
-    first, last = plan.is_first(stage), plan.is_last(stage)
+    return trained_parts_of(optim.freeze, spec, layers, plan.is_first(stage), plan.is_last(stage))
+
+
+@lru_cache(maxsize=4096)
+def trained_parts_of(
+    patterns: tuple[str, ...], spec: ModelSpec, layers: range, first: bool, last: bool
+) -> TrainedParts:
+    """Return the trained parts of a run of layers where these patterns freeze parameters."""
     own = list(stage_parameter_shapes(spec, layers, first, last))
     head = "embed.weight" if spec.tied_embeddings else "head.weight"
-    all_frozen_below = is_frozen_up_to(optim, spec, spec.num_layers)
+    frozen_layers = frozen_prefix(patterns, spec)
+    all_frozen_below = frozen_layers >= spec.num_layers
     return TrainedParts(
-        layers=tuple(
-            (not is_frozen_up_to(optim, spec, layer + 1), _trained_share(optim, _matrices(spec, layer)))
-            for layer in layers
-        ),
-        embedding=not is_frozen(optim, "embed.weight"),
-        head=not is_frozen(optim, head),
-        head_input=not (all_frozen_below and is_frozen(optim, "norm.weight")),
-        gradient_share=_trained_share(optim, own),
+        layers=tuple((layer >= frozen_layers, _trained_share(patterns, _matrices(spec, layer))) for layer in layers),
+        embedding=not matches_pattern(patterns, "embed.weight"),
+        head=not matches_pattern(patterns, head),
+        head_input=not (all_frozen_below and matches_pattern(patterns, "norm.weight")),
+        gradient_share=_trained_share(patterns, own),
     )
 
 
@@ -60,6 +66,6 @@ def _matrices(spec: ModelSpec, layer: int) -> Iterable[tuple[str, tuple[int, ...
     return ((name, shape) for name, shape in layer_parameter_shapes(spec, layer) if len(shape) > 1)
 
 
-def _trained_share(optim: OptimConfig, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> float:
-    sizes = [(prod(shape), not is_frozen(optim, name)) for name, shape in shapes]
+def _trained_share(patterns: tuple[str, ...], shapes: Iterable[tuple[str, tuple[int, ...]]]) -> float:
+    sizes = [(prod(shape), not matches_pattern(patterns, name)) for name, shape in shapes]
     return sum(size for size, trained in sizes if trained) / max(1, sum(size for size, _ in sizes))

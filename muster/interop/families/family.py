@@ -30,6 +30,19 @@ class ModelFamily:
     """The weight map, for the families that can be written."""
     keys: Mapping[str, str] = field(default_factory=lambda: SHARED_KEYS)
     """Key of a config.json behind a field of a ModelSpec, where it has another name; error messages name it."""
+    dropout: Mapping[str, str] = field(default_factory=lambda: {"attention_dropout": "attention_dropout"})
+    """Key of a config.json behind each rate of dropout that the family's layers apply."""
+    default_dropout: float = 0.0
+    """Rates where the keys are left out."""
+
+    def read_dropout(self, config: Config) -> dict[str, Any]:
+        """Return the rates of dropout in a config.json, with which `transformers` would train."""
+        given = {field: config.get(key) for field, key in self.dropout.items()}
+        return {field: self.default_dropout if rate is None else rate for field, rate in given.items()}
+
+    def write_dropout(self, spec: ModelSpec) -> dict[str, Any]:
+        """Return the keys for a model's rates of dropout, as far as the family has them."""
+        return {key: getattr(spec, field) for field, key in reversed(self.dropout.items())}
 
 
 AUX_LOSS_KEY, AUX_LOSS_DEFAULT = "router_aux_loss_coef", 0.001

@@ -53,7 +53,6 @@ def write_gpt2(spec: ModelSpec) -> dict[str, Any]:
         "activation_function": HF_ACTIVATIONS[spec.activation],
         "initializer_range": spec.init_std,
         "tie_word_embeddings": spec.tied_embeddings,
-        **{f"{part}_pdrop": 0.0 for part in ("resid", "embd", "attn")},
     }
 
 
@@ -86,4 +85,5 @@ def weight_links(spec: ModelSpec) -> Iterator[WeightLink]:
             yield link_whole(name, f"{prefix}.{_NAMES[part]}.{leaf}", shape, transposed=is_matrix)
 
 
-GPT2 = ModelFamily("GPT2LMHeadModel", read_gpt2, write_gpt2, weight_links, _KEYS)
+_DROPOUT = {"hidden_dropout": "resid_pdrop", "embedding_dropout": "embd_pdrop", "attention_dropout": "attn_pdrop"}
+GPT2 = ModelFamily("GPT2LMHeadModel", read_gpt2, write_gpt2, weight_links, _KEYS, _DROPOUT, default_dropout=0.1)

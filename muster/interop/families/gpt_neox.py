@@ -72,8 +72,6 @@ def write_gpt_neox(spec: ModelSpec) -> dict[str, Any]:
         "rotary_emb_base": rope["rope_theta"],
         **({} if rope["rope_scaling"] is None else {"rope_scaling": rope["rope_scaling"]}),
         **({} if spec.max_positions is None else {"max_position_embeddings": spec.max_positions}),
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
     }
 
 
@@ -112,4 +110,9 @@ def _link_heads(spec: ModelSpec, name: str, hf_name: str, shape: tuple[int, ...]
         yield WeightLink(name, Box((own, *others), size), hf_name, Box((hf, *others), size))
 
 
-GPT_NEOX = ModelFamily("GPTNeoXForCausalLM", read_gpt_neox, write_gpt_neox, weight_links, _KEYS)
+_DROPOUT = {
+    "hidden_dropout": "hidden_dropout",
+    "embedding_dropout": "hidden_dropout",
+    "attention_dropout": "attention_dropout",
+}
+GPT_NEOX = ModelFamily("GPTNeoXForCausalLM", read_gpt_neox, write_gpt_neox, weight_links, _KEYS, _DROPOUT)

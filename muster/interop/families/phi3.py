@@ -29,4 +29,5 @@ def read_phi3(config: Config) -> dict[str, Any]:
     return read_mistral({"rms_norm_eps": 1e-5, **config})
 
 
-PHI3 = ModelFamily("Phi3ForCausalLM", read_phi3, write_mistral, weight_links)
+_DROPOUT = {"hidden_dropout": "resid_pdrop", "attention_dropout": "attention_dropout"}
+PHI3 = ModelFamily("Phi3ForCausalLM", read_phi3, write_mistral, weight_links, dropout=_DROPOUT)

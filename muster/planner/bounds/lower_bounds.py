@@ -178,4 +178,6 @@ class LowerBounds:
     def _all_layers_comm_s(self, times: StageTimes) -> float:
         """Return the communication of all layers for a micro-batch; parameters are gathered in forward and backward."""
         gather_s, reduce_s = times.param_communication.per_micro_batch_s(range(self.request.model.num_layers))
+        if times.trained is not None:
+            return gather_s  # backwards of frozen layers gather and reduce nothing
         return 2 * gather_s + reduce_s

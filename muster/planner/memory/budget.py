@@ -165,7 +165,10 @@ class MemoryBudget:
             request = self.request
             alone = make_plan(request, replace(shape, pp=1, micro_batch_size=1), sharding, recompute="full")
             overhead = min(device_overhead(group.device, alone, 0, 0).total for group in request.cluster.groups)
-            self._min_stages[key] = memory_lower_bound(request.model, alone, request.workload), overhead
+            self._min_stages[key] = (
+                memory_lower_bound(request.model, alone, request.workload, request.optim),
+                overhead,
+            )
         return self._min_stages[key]
 
     def excess_bytes(self, plan: Plan) -> list[float]:
@@ -174,7 +177,9 @@ class MemoryBudget:
             request = self.request
             own = request.model, plan, request.workload, request.cluster
             cache = self._stage_memory.setdefault(stage_memory_family(plan), {})
-            self._peaks[plan] = peak_bytes_by_pp_rank(*own, self._orders_of(plan), cache, request.framework)
+            self._peaks[plan] = peak_bytes_by_pp_rank(
+                *own, self._orders_of(plan), cache, request.framework, request.optim
+            )
         peaks = self._peaks[plan]
         limits = [self.limit_bytes(rank) for rank, _ in peaks]
         return [
@@ -255,7 +260,7 @@ class MemoryBudget:
         if key not in self._fitters:
             request, times_of = self.request, self.costs.pass_times
             own = request.model, request.workload, self._orders_of(plan)
-            stages = stage_layers(plan, *own, self._eager_times if eager else times_of, policies, host)
+            stages = stage_layers(plan, *own, self._eager_times if eager else times_of, policies, host, request.optim)
             extra_s = None
             if eager:
                 extra_s = (self._eager_times(plan).backward_s - times_of(plan).backward_s).tolist()

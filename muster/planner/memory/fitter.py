@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from muster.config.optim_config import OptimConfig
 from muster.cost.activations import offloaded_activation_bytes
 from muster.cost.memory.forecast import stage_memory_key
 from muster.cost.memory.liveness import AllocationOrder
@@ -351,10 +352,11 @@ def stage_layers(
     pass_times_of: Callable[[Plan], PassTimes],
     policies: Sequence[LayerPolicy],
     host: HostLink | None,
+    optim: OptimConfig | None = None,
 ) -> list[StageLayers]:
     """Return the layers of each stage of a plan whose layers all have the first of `policies`; `orders`: its
     allocations."""
-    saved_bytes = _saved_bytes(plan, model, workload, policies)
+    saved_bytes = _saved_bytes(plan, model, workload, policies, optim)
     added_s, pass_s, is_additive = _recompute_times(plan, model, pass_times_of, policies)
     micro_batches = plan.num_micro_batches(workload)
     found: list[StageLayers] = []
@@ -410,7 +412,11 @@ def _copy_wait_s(
 
 
 def _saved_bytes(
-    plan: Plan, model: ModelSpec, workload: Workload, policies: Sequence[LayerPolicy]
+    plan: Plan,
+    model: ModelSpec,
+    workload: Workload,
+    policies: Sequence[LayerPolicy],
+    optim: OptimConfig | None = None,
 ) -> list[dict[Recompute, float]]:
     """Return, for each stage and recompute mode, the bytes that a layer saves for a micro-batch."""
     modes: set[Recompute] = {"full", *(policy.recompute for policy in policies)}
@@ -419,10 +425,10 @@ def _saved_bytes(
     by_kind: dict[Hashable, dict[Recompute, float]] = {}
     found: list[dict[Recompute, float]] = []
     for stage in range(plan.stages_per_replica):
-        kind = stage_memory_key(model, plan, stage)
+        kind = stage_memory_key(model, plan, stage, optim)
         if kind not in by_kind:
             saved = {
-                mode: native_saved_per_micro_batch(model, changed, workload, stage).total
+                mode: native_saved_per_micro_batch(model, changed, workload, stage, optim).total
                 for mode, changed in plans.items()
             }
             num_layers = max(1, len(plan.layers(stage, model.num_layers)))

@@ -18,6 +18,7 @@ from muster.data.dataset import IGNORE_INDEX, SampleStream
 from muster.layout.tensor_layout import Box, TensorLayout
 from muster.model.decoder import Decoder
 from muster.model.documents import Documents
+from muster.model.dropout import sample_keys
 from muster.model.float8 import apply_float8, has_float8
 from muster.model.init import init_stage
 from muster.model.kernels import accumulation_dtype
@@ -112,6 +113,8 @@ class Reference:
             if batch.positions_BS is not None:
                 positions_BS = torch.from_numpy(batch.positions_BS[first : first + size])
                 model.position_state.documents = Documents.from_positions(positions_BS, self._device)
+            samples = range(step * count + first, step * count + min(first + size, count))
+            model.dropout_state.keys_B = sample_keys(self.config.seed, samples, self._device)
             logits_BSV = functional_call(model, cast, (tokens_BS[first : first + size],))
             logits_NV = logits_BSV.flatten(0, 1).to(accumulation_dtype(logits_BSV.dtype))
             labels_N = labels_BS[first : first + size].flatten()

@@ -1,4 +1,5 @@
-"""Causal attention with soft-capped scores (Gemma 2, arXiv:2408.00118 §2), which PyTorch's fused kernels don't have.
+"""Causal attention in PyTorch's own operations, with what its fused kernels don't have: soft-capped scores (Gemma 2,
+arXiv:2408.00118 §2), and dropout whose masks every plan shares (`muster.model.dropout`).
 
 Some rows of the scores are in memory at a time, as in flash attention (arXiv:2205.14135, arXiv:2307.08691): the forward
 saves queries, keys, values, the output and the log-sum-exp of each row, and the backward computes the scores again.
@@ -8,58 +9,82 @@ Suffixes of tensors: B sequences, S positions, H query heads, K key/value heads,
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from muster.model.chunk_sizes import chunk_elements
+from muster.model.dropout import ScoreDropout
 from muster.model.kernels import accumulation_dtype, soft_cap_, soft_cap_slope_
 
 
-class _SoftCappedAttention(torch.autograd.Function):
+@dataclass(frozen=True, eq=False)
+class ScoreRules:
+    """Rules by which scores become probabilities."""
+
+    scale: float
+    """Factor of the scores."""
+    window: int | None = None
+    """Positions that a position sees, itself the last of them; None: all before it."""
+    softcap: float | None = None
+    """Bound of the scaled scores."""
+    dropout: ScoreDropout | None = None
+    """Dropout of the probabilities."""
+    starts_BS: Tensor | None = None
+    """First position of each position's document, before which it sees none; None: 0."""
+
+
+class _PiecewiseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, window: int | None, scale: float, softcap: float
-    ) -> Tensor:
+    def forward(ctx: Any, q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, rules: ScoreRules) -> Tensor:
         batch, heads, length, width = q_BHSd.shape
         out_BSHd = q_BHSd.new_empty(batch, length, heads, width)
         lse_BHS = q_BHSd.new_empty(batch, heads, length, dtype=accumulation_dtype(q_BHSd.dtype))
-        for rows, keys in _pieces(q_BHSd, window):
-            p_BKGRT = _scores(q_BHSd, k_BKSd, rows, keys, window, scale, softcap)
+        for rows, keys in _pieces(q_BHSd, rules.window):
+            p_BKGRT = _scores(q_BHSd, k_BKSd, rows, keys, rules)
             max_BKGR1 = p_BKGRT.amax(-1, keepdim=True)
             sum_BKGR1 = p_BKGRT.sub_(max_BKGR1).exp_().sum(-1, keepdim=True)
             lse_BHS[:, :, rows] = sum_BKGR1.log().add_(max_BKGR1).squeeze(-1).flatten(1, 2)
-            p_BKGRT = p_BKGRT.div_(sum_BKGR1).to(v_BKSd.dtype)
+            p_BKGRT = _dropped_(p_BKGRT.div_(sum_BKGR1), rules, rows, keys).to(v_BKSd.dtype)
             out_BSHd[:, rows] = _matmul(p_BKGRT, v_BKSd[:, :, keys]).flatten(1, 2).transpose(1, 2)
-        ctx.window, ctx.scale, ctx.softcap = window, scale, softcap
+        ctx.rules = rules
         ctx.save_for_backward(q_BHSd, k_BKSd, v_BKSd, out_BSHd, lse_BHS)
         return out_BSHd.transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_BHSd, k_BKSd, v_BKSd, out_BSHd, lse_BHS = ctx.saved_tensors
-        grad_BHSd = grads[0]
+        grad_BHSd, rules = grads[0], ctx.rules
         groups = q_BHSd.shape[1] // k_BKSd.shape[1]
         grad_q_BHSd = torch.empty_like(q_BHSd)
         grad_k_BKSd, grad_v_BKSd = (torch.zeros_like(x, dtype=lse_BHS.dtype) for x in (k_BKSd, v_BKSd))
-        for rows, keys in _pieces(q_BHSd, ctx.window):
-            y_BKGRT = _scores(q_BHSd, k_BKSd, rows, keys, ctx.window, ctx.scale, ctx.softcap)
+        for rows, keys in _pieces(q_BHSd, rules.window):
+            y_BKGRT = _scores(q_BHSd, k_BKSd, rows, keys, rules)
             grad_BKGRd, out_BKGRd, q_BKGRd = (
                 x[:, :, rows].unflatten(1, (-1, groups)) for x in (grad_BHSd, out_BSHd.transpose(1, 2), q_BHSd)
             )
             p_BKGRT = (y_BKGRT - lse_BHS[:, :, rows].unflatten(1, (-1, groups)).unsqueeze(-1)).exp_()
-            grad_v_BKSd[:, :, keys] += _matmul_transposed(p_BKGRT.to(v_BKSd.dtype), grad_BKGRd)
             # d p / d y of a softmax: p · (dL/dp − Σ dL/dp · p), where that sum is grad · out (arXiv:2205.14135 §B.4).
             product_BKGR1 = (grad_BKGRd.to(lse_BHS.dtype) * out_BKGRd).sum(-1, keepdim=True)
-            ds_BKGRT = _matmul(grad_BKGRd, v_BKSd[:, :, keys].mT).to(lse_BHS.dtype).sub_(product_BKGR1).mul_(p_BKGRT)
+            ds_BKGRT = _matmul(grad_BKGRd, v_BKSd[:, :, keys].mT).to(lse_BHS.dtype)
+            ds_BKGRT = _dropped_(ds_BKGRT, rules, rows, keys).sub_(product_BKGR1).mul_(p_BKGRT)
+            p_BKGRT = _dropped_(p_BKGRT, rules, rows, keys).to(v_BKSd.dtype)
+            grad_v_BKSd[:, :, keys] += _matmul_transposed(p_BKGRT, grad_BKGRd)
             del p_BKGRT
-            # Hidden scores are −∞ instead of capped; their p, and with it the gradient, is 0 whatever the slope.
-            slope_BKGRT = soft_cap_slope_(y_BKGRT.clamp_(min=-ctx.softcap), ctx.softcap)
-            ds_BKGRT = ds_BKGRT.mul_(slope_BKGRT).mul_(ctx.scale).to(q_BHSd.dtype)
+            if rules.softcap is not None:
+                # Hidden scores are −∞ instead of capped; their p, and with it the gradient, is 0 whatever the slope.
+                ds_BKGRT.mul_(soft_cap_slope_(y_BKGRT.clamp_(min=-rules.softcap), rules.softcap))
+            ds_BKGRT = ds_BKGRT.mul_(rules.scale).to(q_BHSd.dtype)
             grad_q_BHSd[:, :, rows] = _matmul(ds_BKGRT, k_BKSd[:, :, keys]).flatten(1, 2)
             grad_k_BKSd[:, :, keys] += _matmul_transposed(ds_BKGRT, q_BKGRd)
-        return grad_q_BHSd, grad_k_BKSd.to(k_BKSd.dtype), grad_v_BKSd.to(v_BKSd.dtype), None, None, None
+        return grad_q_BHSd, grad_k_BKSd.to(k_BKSd.dtype), grad_v_BKSd.to(v_BKSd.dtype), None
+
+
+def piecewise_attention(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, rules: ScoreRules) -> Tensor:
+    """Return causal attention (B, H, S, d) by these rules."""
+    return _PiecewiseAttention.apply(q_BHSd, k_BKSd, v_BKSd, rules)  # type: ignore[return-value]
 
 
 def soft_capped_attention(
@@ -67,7 +92,7 @@ def soft_capped_attention(
 ) -> Tensor:
     """Return causal attention (B, H, S, d) as far as `window` reaches, whose scores are multiplied by `scale` and then
     soft-capped."""
-    return _SoftCappedAttention.apply(q_BHSd, k_BKSd, v_BKSd, window, scale, softcap)  # type: ignore[return-value]
+    return piecewise_attention(q_BHSd, k_BKSd, v_BKSd, ScoreRules(scale, window, softcap))
 
 
 def soft_capped_scores_attention(
@@ -91,17 +116,29 @@ def _pieces(q_BHSd: Tensor, window: int | None) -> Iterator[tuple[slice, slice]]
         yield slice(start, end), slice(0 if window is None else max(0, start - window + 1), end)
 
 
-def _scores(
-    q_BHSd: Tensor, k_BKSd: Tensor, rows: slice, keys: slice, window: int | None, scale: float, softcap: float
-) -> Tensor:
-    """Return the capped scores of a piece (B, K, G, R, T), −∞ where a row doesn't see a key."""
+def _scores(q_BHSd: Tensor, k_BKSd: Tensor, rows: slice, keys: slice, rules: ScoreRules) -> Tensor:
+    """Return the scores of a piece (B, K, G, R, T), −∞ where a row doesn't see a key."""
     q_BKGRd = q_BHSd[:, :, rows].unflatten(1, (k_BKSd.shape[1], -1))
-    y_BKGRT = _matmul(q_BKGRd, k_BKSd[:, :, keys].mT).to(accumulation_dtype(q_BHSd.dtype))
-    y_BKGRT = soft_cap_(y_BKGRT.mul_(scale), softcap)
-    behind_RT = torch.arange(rows.start, rows.stop, device=q_BHSd.device).unsqueeze(1)
-    behind_RT = behind_RT - torch.arange(keys.start, keys.stop, device=q_BHSd.device)
-    hidden_RT = behind_RT < 0 if window is None else (behind_RT < 0) | (behind_RT >= window)
+    y_BKGRT = _matmul(q_BKGRd, k_BKSd[:, :, keys].mT).to(accumulation_dtype(q_BHSd.dtype)).mul_(rules.scale)
+    if rules.softcap is not None:
+        soft_cap_(y_BKGRT, rules.softcap)
+    row_R1 = torch.arange(rows.start, rows.stop, device=q_BHSd.device).unsqueeze(1)
+    key_T = torch.arange(keys.start, keys.stop, device=q_BHSd.device)
+    behind_RT = row_R1 - key_T
+    hidden_RT = behind_RT < 0 if rules.window is None else (behind_RT < 0) | (behind_RT >= rules.window)
+    if rules.starts_BS is not None:
+        hidden_BRT = hidden_RT | (key_T < rules.starts_BS[:, rows].unsqueeze(2))
+        return y_BKGRT.masked_fill_(hidden_BRT[:, None, None], -torch.inf)
     return y_BKGRT.masked_fill_(hidden_RT, -torch.inf)
+
+
+def _dropped_(p_BKGRT: Tensor, rules: ScoreRules, rows: slice, keys: slice) -> Tensor:
+    """Replace a piece's probabilities, or the gradients after them, by those after dropout."""
+    if rules.dropout is None:
+        return p_BKGRT
+    heads = p_BKGRT.shape[1] * p_BKGRT.shape[2]
+    kept_BHRT = rules.dropout.kept(heads, rows, keys)
+    return p_BKGRT.masked_fill_(kept_BHRT.logical_not_().view(p_BKGRT.shape), 0).mul_(rules.dropout.scale)
 
 
 def _matmul(x_BKGRn: Tensor, y_BKnm: Tensor) -> Tensor:
