@@ -44,11 +44,14 @@ class Count(TorchDispatchMode):
             if group is not None:
                 self.axes[group.group_name] = "cp"
         if (experts := world.groups.experts) is not None:
-            self.axes[experts.group.group_name] = "ep"
+            for axis in (experts, experts.inner, experts.outer):
+                if axis is not None:
+                    self.axes[axis.group.group_name] = "ep"
         if (edp := world.groups.expert_data_mesh()) is not None and edp.size(edp.ndim - 1) > 1:
             self.axes[edp.get_group(edp.ndim - 1).group_name] = "edp"
         self.sent: dict[str, Counter[str]] = defaultdict(Counter)
         self.calls: Counter[str] = Counter()
+        self.expert_messages = 0
         self.instruction = ""
 
     def label(self, do: Callable[[Instruction], None]) -> Callable[[Instruction], None]:
@@ -67,14 +70,19 @@ class Count(TorchDispatchMode):
             if kind == "broadcast" and args[2] != dist.ProcessGroup.unbox(args[1]).rank():  # type: ignore[attr-defined]
                 return func(*args, **(kwargs or {}))
             axis = _AXES.get(self.instruction) or self._axis(args)
+            if axis == "ep":
+                self.expert_messages += self._group(args).size() - 1
             kind = self.instruction if axis == "pp" else kind
             self.calls[kind] += 1
             self.sent[axis][kind] += sum(tensor.nbytes for tensor in given)
         return func(*args, **(kwargs or {}))
 
     def _axis(self, args: Any) -> str:
+        return self.axes[self._group(args).group_name]
+
+    def _group(self, args: Any) -> dist.ProcessGroup:
         groups = (arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()))
-        return self.axes[dist.ProcessGroup.unbox(next(groups)).group_name]  # type: ignore[attr-defined]
+        return dist.ProcessGroup.unbox(next(groups))  # type: ignore[attr-defined]
 
 
 def count(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]) -> list[dict[str, Any]]:
@@ -104,6 +112,17 @@ def count(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]
                 counter.sent["host"] = Counter(OFFLOAD=moved // 2, RELOAD=moved // 2)
             predicted = comm_volume.step_comm_bytes(config.model, plan, config.workload, rank, config.optim)
             found.append(
-                {"plan": name, "counted": counter.sent, "predicted": predicted, "calls": counter.calls, "begun": begun}
+                {
+                    "plan": name,
+                    "counted": counter.sent,
+                    "predicted": predicted,
+                    "calls": counter.calls,
+                    "begun": begun,
+                    "messages": counter.expert_messages,
+                    "predicted messages": sum(
+                        comm_volume.expert_axis_messages(config.model, plan, config.workload, stage, world.at)
+                        for stage in trainer.stages
+                    ),
+                }
             )
     return found

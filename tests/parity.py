@@ -33,16 +33,16 @@ from muster.model.grouped_matmul import grouped_linears, grouped_weight_grad
 from muster.model.init import draw, initial_value
 from muster.model.loss import cross_entropy_sum
 from muster.model.recompute import _RecomputedTensor
-from muster.model.routing import RouterState
+from muster.model.routing import Router, RouterState
 from muster.optim.lr import learning_rate
-from muster.parallel import expert_parallel, op_profile, tensor_parallel
+from muster.parallel import ep_all_to_all, op_profile, tensor_parallel
 from muster.parallel.axis import TensorAxis
 from muster.parallel.offload import ActivationOffload
 from muster.parallel.p2p import PendingReceive
 from muster.parallel.stage import DecoderStage
 from muster.parallel.vocab_loss import CombinedLoss, hidden_gradient
 from muster.parallel.weight_grad_store import WeightGradStore
-from muster.parallel.world import open_world
+from muster.parallel.world import World, open_world
 from muster.schedule.resolve import resolve_schedule
 from muster.spec.model import ModelSpec
 from muster.spec.model_components import LinearAttentionSpec, MoeSpec, RopeScaling
@@ -167,14 +167,36 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "embedding_dropout": 0.05,
     },
     "hidden dropout": {"norm_placement": "both", "hidden_dropout": 0.3, "embedding_dropout": 0.2},
+    "balanced": {
+        "moe": MoeSpec(
+            num_experts=8,
+            top_k=2,
+            expert_size=10,
+            router="sigmoid",
+            router_bias=True,
+            router_bias_update_rate=0.05,
+            aux_loss_coef=0.0,
+        )
+    },
+    "capacity": {
+        "moe": MoeSpec(num_experts=4, top_k=2, expert_size=12, shared_size=8, capacity_factor=0.8, aux_loss_coef=0.05)
+    },
+    # Positions are learned, since equal tokens that begin a sequence would score alike for an expert that takes one.
+    "choice": {
+        "position": "learned",
+        "max_positions": 16,
+        "moe": MoeSpec(num_experts=4, top_k=2, expert_size=12, router="expert_choice", router_z_loss_coef=0.01),
+    },
     "olmo2": {"norm_placement": "post", "qk_norm": True, "qk_norm_width": "projection"},
 }
 
 
 def start_value(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """The initial value, with noise on norms and biases: ones and zeros would hide what is done to them twice."""
+    """The initial value, with noise on norms and biases: ones and zeros would hide what is done to them twice. Without
+    noise stays the bias of a choice of experts, which all tokens would make alike."""
     value = initial_value(spec, name, shape, seed)
-    return value + draw(f"noise/{name}", shape, seed, 0.1) if len(shape) == 1 else value
+    is_noisy = len(shape) == 1 and not name.endswith(".expert_bias")
+    return value + draw(f"noise/{name}", shape, seed, 0.1) if is_noisy else value
 
 
 def small_run(
@@ -297,6 +319,7 @@ def reference(
                 schedule=optim.schedule,
             )
         optimizer.step()
+        balance_experts(model)
         muon_step(matrices, momenta, optimizer.param_groups[0]["lr"], optim)
         losses.append(loss.item())
     held_out = dataset.validation_batch(0, size)
@@ -305,6 +328,15 @@ def reference(
         loss, _ = sums_of(model, held_out, dataset.lengths(np.arange(size), validation=True))
         losses.append(float(loss) / held_out.num_valid_tokens)
     return losses, first
+
+
+@torch.no_grad()
+def balance_experts(model: Decoder) -> None:
+    """Move the biases of sigmoid routers towards an even load of the step."""
+    for part in model.modules():
+        if isinstance(part, Router) and (load_F := part.pop_load()) is not None and part.expert_bias is not None:
+            load_E = load_F[:-1].double()
+            part.expert_bias += part.moe.router_bias_update_rate * torch.sign(load_E.mean() - load_E)
 
 
 def sums_of(
@@ -664,10 +696,10 @@ def labels_not_shifted() -> Iterator[None]:
 def unsorted_rows() -> Iterator[None]:
     """Rows that arrive from other ranks are taken for sorted by expert."""
 
-    def faulty(received_Pe: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    def faulty(counts: Tensor, dims: Any, num_rows: int) -> tuple[Tensor, Tensor]:
         return torch.arange(num_rows), torch.arange(num_rows)
 
-    with patch.object(expert_parallel, "_by_expert", faulty):
+    with patch.object(ep_all_to_all, "block_order", faulty):
         yield
 
 
@@ -707,6 +739,21 @@ def forgotten_decay() -> Iterator[None]:
 
 
 @contextmanager
+def own_load_alone() -> Iterator[None]:
+    """Each rank moves the biases of experts by the load of its own tokens."""
+    all_reduce = World.all_reduce
+
+    def faulty(self: World, values: Tensor) -> Tensor:
+        own = values.clone()
+        values = all_reduce(self, values)
+        values[8:] = own[8:]
+        return values
+
+    with patch.object(World, "all_reduce", faulty):
+        yield
+
+
+@contextmanager
 def blocks_out_of_order() -> Iterator[None]:
     """The blocks of a state that is handed on are put together in the wrong order."""
     cat = torch.cat
@@ -718,9 +765,22 @@ def blocks_out_of_order() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def load_of_one_micro_batch() -> Iterator[None]:
+    """The biases of experts move by the load of the last micro-batch alone."""
+
+    def faulty(self: Router, load_F: Tensor) -> None:
+        self._load_F = load_F
+
+    with patch.object(Router, "add_load", faulty):
+        yield
+
+
 FAULTS = {
     "forgotten decay": forgotten_decay,
     "blocks out of order": blocks_out_of_order,
+    "own load alone": own_load_alone,
+    "load of one micro-batch": load_of_one_micro_batch,
     "unsorted rows": unsorted_rows,
     "averaged experts": averaged_experts,
     "repeated balance": repeated_balance,

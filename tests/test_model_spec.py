@@ -103,7 +103,6 @@ def test_impossible_models_are_refused(fields, sentence):
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"moe": EXPERTS.model_copy(update={"router": "sigmoid", "router_bias": True})}, "sigmoid router's bias"),
         ({"moe": EXPERTS, "mlp_bias": True}, "biases of experts"),
         ({"mla": MlaSpec(kv_lora_rank=8, nope_head_dim=4, rope_head_dim=2, v_head_dim=4)}, "latent attention"),
         ({"mtp_layers": 1, "attention_sinks": True}, "further tokens .* and attention sinks"),

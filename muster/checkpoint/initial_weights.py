@@ -1,8 +1,9 @@
 """Initial weights from a directory of any format; each rank reads only its own shards."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -13,7 +14,10 @@ from muster.layout.tensor_layout import Box, slices_within
 from muster.spec.errors import ConfigError
 from muster.spec.model import DROPOUT_RATES, ModelSpec
 
-IRRELEVANT_FIELDS = {"name", "init_std", "scaled_residual", "max_positions", *DROPOUT_RATES}
+IRRELEVANT_FIELDS = {"name", "init_std", "scaled_residual", "max_positions", *DROPOUT_RATES} | {
+    f"moe.{name}"
+    for name in ("aux_loss_coef", "aux_loss_scope", "router_z_loss_coef", "router_bias_update_rate", "capacity_factor")
+}
 """Fields of a ModelSpec that don't affect the meaning of weights."""
 
 
@@ -24,14 +28,22 @@ def check_initial_weights(path: Path, spec: ModelSpec) -> ModelDirectory:
     """
     directory = open_directory(path)
     if (found := directory.model) is not None:
-        theirs, ours = found.model_dump(mode="json"), spec.model_dump(mode="json")
+        theirs, ours = _by_path(found.model_dump(mode="json")), _by_path(spec.model_dump(mode="json"))
         free = IRRELEVANT_FIELDS - ({"max_positions"} if spec.position == "learned" else set())
-        if changed := [key for key in ours if theirs[key] != ours[key] and key not in free]:
-            differences = "; ".join(f"{key} is {theirs[key]} there, {ours[key]} in the run" for key in changed)
+        if changed := [key for key in theirs | ours if theirs.get(key) != ours.get(key) and key not in free]:
+            differences = "; ".join(f"{key} is {theirs.get(key)} there, {ours.get(key)} in the run" for key in changed)
             hint = f"give --model hf:{path}" if directory.format == "hf" else "give the model of that directory"
             raise ConfigError(f"train.init_from: {path} holds another model ({differences}): {hint}")
     model_weights(_with_model(directory, spec))
     return directory
+
+
+def _by_path(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings by their paths, such as `moe.num_experts`."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _by_path(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
 
 
 def load_initial_weights(path: Path, spec: ModelSpec, shards: Iterable[LocalShard]) -> None:

@@ -10,7 +10,12 @@ from muster.spec.model import ModelSpec, parameter_shapes, stage_parameter_shape
 
 
 def is_frozen(optim: OptimConfig | None, name: str) -> bool:
-    """Return True for a parameter that the run leaves as it is."""
+    """Return True for a parameter without a gradient, which the optimizer leaves as it is."""
+    return name.endswith(".router.expert_bias") or matches_freeze(optim, name)
+
+
+def matches_freeze(optim: OptimConfig | None, name: str) -> bool:
+    """Return True for a parameter that the run is told to leave as it is."""
     return optim is not None and matches_pattern(optim.freeze, name)
 
 

@@ -14,6 +14,7 @@ from muster.cost.context_traffic import AttentionShape, StateShape, state_saved_
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.layout.tensor_layout import chunk_bounds, tp_shard
 from muster.spec.context_kinds import CONTEXT_KINDS, ContextRanks
+from muster.spec.expert_kinds import ExpertDispatch
 from muster.spec.model import ModelSpec
 from muster.spec.model_components import DECAY_RANK
 from muster.spec.plan import Mesh, Plan, Precision, Recompute
@@ -41,6 +42,9 @@ class PassSizes:
     seq_len: int
     context: ContextRanks = ContextRanks()
     sequence_tiles: int = 1
+    routes_own_tokens: bool = False
+    """Each tensor-parallel rank routes a part of the positions (`Plan.routes_own_tokens`)."""
+    dispatch: ExpertDispatch = ExpertDispatch()
 
     @property
     def tile_tokens(self) -> int:
@@ -79,7 +83,7 @@ class PassSizes:
     @property
     def routed_tokens(self) -> int:
         """Tokens whose experts the rank chooses: all of `tokens` where its tensor-parallel ranks share each expert."""
-        return self.tokens if self.mesh.etp > 1 else self.hidden_tokens
+        return self.tokens // self.mesh.tp if self.routes_own_tokens else self.tokens
 
     @property
     def expert_tokens(self) -> int:
@@ -105,7 +109,9 @@ def pass_sizes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, tp_i
     hidden_tokens = tokens // mesh.tp if sp else tokens
     local_model = _local_model(spec, mesh.tp, tp_index)
     own = local_model, mesh, tokens, hidden_tokens, plan.precision, spec, workload.seq_len
-    return PassSizes(*own, plan.context_ranks(mesh), plan.sequence_tiles)
+    return PassSizes(
+        *own, plan.context_ranks(mesh), plan.sequence_tiles, plan.routes_own_tokens(mesh), plan.expert_dispatch(mesh)
+    )
 
 
 def _local_model(spec: ModelSpec, tp: int, index: int) -> ModelSpec:
@@ -218,15 +224,32 @@ def _mla_elements_per_token(own: ModelSpec) -> int:
 
 def saved_mlp_bytes(sizes: PassSizes, layer: int) -> int:
     """Return the bytes that a layer's MLP saves from its forward to its backward: none where it is tiled."""
-    return mlp_activation_bytes(sizes, layer) if sizes.sequence_tiles == 1 else 0
+    if sizes.sequence_tiles > 1:
+        return 0
+    return mlp_activation_bytes(sizes, layer) + _own_token_bytes(sizes, layer)
+
+
+def _own_token_bytes(sizes: PassSizes, layer: int) -> int:
+    """Return the bytes that experts save where each tensor-parallel rank routes a part of the positions, beside the
+    norm's output.
+
+    Under sequence parallelism, the whole hidden state that enters shared experts; otherwise the part that is routed,
+    and without shared experts nothing reads the whole.
+    """
+    if not (sizes.routes_own_tokens and sizes.local_model.has_experts(layer)):
+        return 0
+    moe, whole = sizes.local_model.moe, sizes.full_hidden_bytes
+    assert moe is not None
+    if sizes.hidden_tokens < sizes.tokens:
+        return whole if moe.shared_size else 0
+    return whole // sizes.mesh.tp - (0 if moe.shared_size else whole)
 
 
 def mlp_activation_bytes(sizes: PassSizes, layer: int) -> int:
     """Return the bytes that a layer's MLP saves, without its norm.
 
     Experts save the router's probabilities, the dispatched rows, each expert's inner activations, and the rows that are
-    combined; of each token the choices with their weights, before and after these are scaled, and of each row its place
-    in the order by token and in that by expert; after an exchange also in that by source.
+    combined; of each token the choices with their weights, before and after these are scaled; and orders of rows.
     """
     own, size = sizes.local_model, compute_bytes(sizes.precision)
     if (trace := _plugin_layer_trace(sizes)) is not None:
@@ -238,15 +261,42 @@ def mlp_activation_bytes(sizes: PassSizes, layer: int) -> int:
     tokens, master = sizes.routed_tokens, master_bytes(sizes.precision)
     router = tokens * moe.num_experts * master * (1 + bool(moe.router_z_loss_coef))
     choices = tokens * moe.top_k * (_INDEX_BYTES + (1 + moe.norm_top_k) * master) + tokens * moe.norm_top_k * master
-    orders = sizes.expert_tokens * 2 * _INDEX_BYTES * (2 if sizes.mesh.ep > 1 else 1)
+    orders = _row_order_bytes(sizes)
     rows = sizes.expert_tokens * (own.hidden_size + inner * moe.expert_size // sizes.mesh.etp) * size
     combined = sizes.expert_tokens * own.hidden_size * size
     shared = sizes.tokens * inner * moe.shared_size // sizes.mesh.tp * size
     if moe.shared_gate:
-        shared += tokens * (own.hidden_size + 1) * size
+        shared += sizes.tokens * (own.hidden_size + 1) * size
     # Under sequence parallelism the norm's output is saved whole, as it enters the experts.
-    entered = (tokens - sizes.hidden_tokens) * own.hidden_size * size
+    entered = max(0, tokens - sizes.hidden_tokens) * own.hidden_size * size
     return router + choices + orders + rows + combined + shared + entered
+
+
+def _row_order_bytes(sizes: PassSizes) -> int:
+    """Return the bytes that say where rows of experts come from and go to.
+
+    A row has its place in the order by token and in that by expert; in a list of any pairs all pairs have the one, and
+    the rank's rows a token and a weight. After each step of an exchange two more orders follow.
+    """
+    moe, rows, dispatch = sizes.local_model.moe, sizes.expert_tokens, sizes.dispatch
+    assert moe is not None
+    reorders = {"all_to_all": dispatch.size > 1, "hierarchical": 3}.get(dispatch.kind, 0)
+    total = rows * 2 * _INDEX_BYTES * (1 + reorders)
+    if dispatch.kind in ("slicing", "all_gather") or moe.needs_whole_sequences:
+        pairs = sizes.routed_tokens * moe.top_k * (dispatch.size if dispatch.kind == "all_gather" else 1)
+        total += (pairs - rows) * _INDEX_BYTES + rows * master_bytes(sizes.precision)
+    return total
+
+
+def dispatched_bytes(sizes: PassSizes) -> int:
+    """Return the bytes of hidden states that come from other ranks, or go to them, with the tokens of one layer."""
+    if sizes.dispatch.size == 1 or sizes.dispatch.kind == "slicing":
+        return 0
+    if sizes.dispatch.kind == "all_gather":
+        return (
+            sizes.dispatch.size * sizes.routed_tokens * sizes.local_model.hidden_size * compute_bytes(sizes.precision)
+        )
+    return sizes.routed_row_bytes
 
 
 def mlp_inner_bytes(sizes: PassSizes, layer: int) -> int:

@@ -5,14 +5,14 @@ same bytes at the calls.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from muster.config.freezing import is_frozen
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import whole_matrix_precision, whole_matrix_shapes
 from muster.cost.activations import offloaded_activation_bytes, pass_sizes
 from muster.cost.context_traffic import attention_transfers, state_transfers
-from muster.cost.expert_traffic import count_bytes, dispatch_transfers
+from muster.cost.expert_traffic import ExpertCall, RoutedShape, dispatch_calls
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.layout.matrix_owners import OwnedMatrix, assign_owners, sent_numel
 from muster.layout.mesh import MeshCoordinates, coordinates_of, dp_index_of, rank_at, ranks_of_pp_rank
@@ -37,6 +37,12 @@ from muster.spec.workload import Workload
 STEP_REPORT_BYTES = 8 * 8
 """Bytes that GRAD_NORM all-reduces in float64: the squares of the gradients, the loss, the z-loss, the two losses of
 routers, the request to stop, and two flags: a save is in progress, a save has failed."""
+
+
+def step_report_bytes(spec: ModelSpec) -> int:
+    """Return the bytes that GRAD_NORM all-reduces: with experts also how often each was chosen in each layer, and how
+    many choices were dropped."""
+    return STEP_REPORT_BYTES + (0 if spec.moe is None else 8 * len(spec.expert_layers) * (spec.moe.num_experts + 1))
 
 
 def step_comm_bytes(
@@ -66,7 +72,7 @@ def step_comm_bytes(
     if any(plan.offloaded_layers(stage, spec.num_layers) for stage in stages_on(plan, at.pp)):
         sent["host"] = _host_bytes(spec, plan, workload, at)
     if plan.world_size > 1:
-        sent["world"]["all_reduce"] = STEP_REPORT_BYTES
+        sent["world"]["all_reduce"] = step_report_bytes(spec)
     sent["optimizer"] = Counter(send=whole_matrix_bytes(spec, plan, rank, optim))
     return {axis: dict(+kinds) for axis, kinds in sent.items() if +kinds}
 
@@ -102,13 +108,19 @@ def tensor_axis_bytes(
     hidden = positions * spec.hidden_size * compute_bytes(plan.precision)
     layers = plan.layers(stage, spec.num_layers)
     strategy, first, last = plan.strategy(layers.start), plan.is_first(stage), plan.is_last(stage)
-    entering, leaving = 2 * len(layers) + last, 2 * len(layers)
-    # Experts keep the whole hidden state that entered, and have no matmul that a ring could overlap.
-    experts = [layer for layer in layers if spec.has_experts(layer)]
-    experts_again = sum(plan.strategy(layer).recompute == "full" for layer in experts)
-    again = sum(plan.strategy(layer).recompute == "full" for layer in layers)
+    # Experts keep the whole hidden state that entered, and have no matmul that a ring could overlap. Where each rank
+    # routes its own tokens, shared ones alone are entered.
+    routed = [layer for layer in layers if spec.has_experts(layer)]
+    own_tokens, shares = plan.routes_own_tokens(plan.mesh(stage)), spec.moe is not None and spec.moe.shared_size > 0
+    experts = routed if shares or not own_tokens else []
+    skipped = [] if experts else routed
+    entering, leaving = 2 * len(layers) - len(skipped) + last, 2 * len(layers) - len(skipped)
+    again, experts_again, skipped_again = (
+        sum(plan.strategy(layer).recompute == "full" for layer in some) for some in (layers, experts, skipped)
+    )
     is_async, is_tiled = strategy.tp_overlap == "async_tp", plan.sequence_tiles > 1
-    entries_again, exits_again = 2 * again, again * (1 + (spec.has_post_norms or is_async))
+    entries_again = 2 * again - skipped_again
+    exits_again = again + (again - skipped_again) * (spec.has_post_norms or is_async)
     if is_tiled:  # each MLP once more, and the head; full recompute stops before the MLP unless a norm reads its output
         entries_again = again * (1 + spec.has_post_norms) + len(layers) + last
         exits_again = again * (1 + spec.has_post_norms) + len(layers)
@@ -123,6 +135,11 @@ def tensor_axis_bytes(
         sent["reduce_scatter"] += count * (entering + leaving + first + exits_again) * hidden
     else:
         sent["all_reduce"] += count * (entering + leaving + first + exits_again) * hidden
+    if own_tokens and spec.moe is not None:
+        routed_again = sum(plan.strategy(layer).recompute == "full" for layer in routed)
+        if not strategy.sp:  # parts are gathered, in the forward results and in the backward gradients
+            sent["all_gather"] += count * (2 * len(routed) + spec.has_post_norms * routed_again) * (hidden // tp)
+        sent["all_reduce"] += count * (len(routed) + routed_again) * _balance_bytes(spec, plan, stage)
     if spec.qk_norm and spec.qk_norm_width == "projection":
         # The mean squares of a position's queries and keys, and in the backward their terms of the gradient.
         sent["all_reduce"] += count * (2 * len(layers) + again) * 2 * positions * master_bytes(plan.precision)
@@ -157,34 +174,63 @@ def context_axis_bytes(
         for one in (*found.forward, *again, *found.backward):
             size = master_bytes(plan.precision) if one.in_master_dtype else compute_bytes(plan.precision)
             sent[one.kind] += count * one.calls * one.numel * size
-    if spec.moe is not None and spec.moe.aux_loss_coef and sizes.mesh.cp > 1:
-        # The choices of each expert in each sequence, whose positions lie on several ranks.
-        sets = plan.local_micro_batch_size(stage) if spec.moe.aux_loss_scope == "sequence" else 1
+    if sizes.mesh.cp > 1:
         balanced = [layer for layer in layers if spec.has_experts(layer)]
         times = len(balanced) + sum(plan.strategy(layer).recompute == "full" for layer in balanced)
-        sent["all_reduce"] += count * times * sets * spec.moe.num_experts * master_bytes(plan.precision)
+        sent["all_reduce"] += count * times * _balance_bytes(spec, plan, stage)
     return sent
+
+
+def _balance_bytes(spec: ModelSpec, plan: Plan, stage: int) -> int:
+    """Return the bytes of the choices of each expert in each sequence, whose positions lie on several ranks: what the
+    load-balancing loss sums in one forward of a layer."""
+    if spec.moe is None or not spec.moe.aux_loss_coef:
+        return 0
+    sets = plan.local_micro_batch_size(stage) if spec.moe.aux_loss_scope == "sequence" else 1
+    return sets * spec.moe.num_experts * master_bytes(plan.precision)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Expert parallelism
 
 
-def expert_axis_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates) -> Counter[str]:
-    """Return the bytes that one stage's layers with experts pass to the collectives that take tokens to them, by kind;
-    full recompute repeats the forward's (`dispatch_transfers`)."""
-    sizes, sent = pass_sizes(spec, plan, workload, stage, at.tp), Counter[str]()
+def expert_axis_calls(
+    spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates
+) -> Iterator[tuple[int, ExpertCall]]:
+    """Yield the collectives that take tokens of one stage's layers to their experts and back, and how often a step
+    makes each; full recompute repeats the forward's (`dispatch_calls`)."""
+    moe, sizes = spec.moe, pass_sizes(spec, plan, workload, stage, at.tp)
     layers = [layer for layer in plan.layers(stage, spec.num_layers) if spec.has_experts(layer)]
-    if spec.moe is None or sizes.mesh.ep == 1:
-        return sent
+    if moe is None:
+        return
     count = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
-    forwards = len(layers) + sum(plan.strategy(layer).recompute == "full" for layer in layers)
-    sent["all_to_all"] += count * forwards * count_bytes(sizes.mesh.ep, spec.moe.num_experts)
-    rows = sizes.routed_tokens * spec.moe.top_k
-    for one in dispatch_transfers(sizes.mesh.ep, rows, spec.hidden_size):
-        size = compute_bytes(plan.precision)
-        sent[one.kind] += count * (forwards + len(layers)) * one.calls * one.numel * size
+    again = sum(plan.strategy(layer).recompute == "full" for layer in layers)
+    sequences = plan.local_micro_batch_size(stage)
+    shape = RoutedShape(
+        sizes.routed_tokens,
+        sequences * moe.pairs_per_sequence(sizes.routed_tokens // sequences),
+        spec.hidden_size * compute_bytes(plan.precision),
+        master_bytes(plan.precision),
+        moe.num_experts,
+        moe.needs_whole_sequences,
+        moe.shared_size > 0 or spec.has_post_norms,
+    )
+    calls = dispatch_calls(plan.expert_dispatch(sizes.mesh), shape)
+    for some, times in ((calls.forward, len(layers)), (calls.repeated, again), (calls.backward, len(layers))):
+        yield from ((count * times, call) for call in some)
+
+
+def expert_axis_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates) -> Counter[str]:
+    """Return the bytes that one stage's layers with experts pass to these collectives, by kind."""
+    sent = Counter[str]()
+    for times, call in expert_axis_calls(spec, plan, workload, stage, at):
+        sent[call.kind] += times * call.nbytes
     return sent
+
+
+def expert_axis_messages(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates) -> int:
+    """Return the messages that one stage's layers with experts send in them: one to each other rank of a group."""
+    return sum(times * call.messages for times, call in expert_axis_calls(spec, plan, workload, stage, at))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

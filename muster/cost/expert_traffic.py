@@ -1,25 +1,109 @@
 """Transfers of expert parallelism: what a rank passes to the collectives of its experts' layers, by kind.
 
-From here `muster.cost.comm_volume` takes bytes. The dispatchers of `muster.parallel.expert_parallel` make these calls
-and no others: a test counts them. Rows that come back depend on the routing; counted as many as were sent, which is
-what they are over all ranks together.
+From here `muster.cost.comm_volume` takes bytes, and `muster.cost.time.layer` times. The dispatchers of
+`muster.spec.expert_kinds` make these calls and no others: a test counts them and their messages. Rows that come back,
+or are passed on, depend on the routing; counted as many as were sent, which is what they are over all ranks together.
 """
 
-from muster.cost.context_traffic import Transfer
+from typing import Literal, NamedTuple
+
+from muster.spec.expert_kinds import ExpertDispatch
 
 COUNT_BYTES = 8
-"""Bytes of the number of rows of one expert, an int64."""
+"""Bytes of the number of rows of one expert, of an expert's number or a token's, an int64."""
 
 
-def dispatch_transfers(ep: int, rows: int, hidden_size: int) -> tuple[Transfer, ...]:
-    """Return the transfers of one forward of a layer whose rank sends `rows` hidden states to their experts: an
-    all-to-all there, and one back (arXiv:2006.16668 §3.2). The backward makes the same, with their gradients.
+class ExpertCall(NamedTuple):
+    """One collective of the ranks that share a layer's experts."""
+
+    kind: Literal["all_to_all", "all_gather", "reduce_scatter"]
+    nbytes: int
+    """Bytes of the tensor that it is given."""
+    ranks: int
+    """Ranks of its group, to each other of which it sends a message, or which a ring passes through."""
+    among: Literal["all", "inner", "outer"] = "all"
+    """Ranks of the group: all that share the experts, neighbours, or those with the same place in other groups."""
+
+    @property
+    def messages(self) -> int:
+        """Messages that a rank sends."""
+        return self.ranks - 1
+
+
+class ExpertCalls(NamedTuple):
+    """Collectives of one layer over one micro-batch."""
+
+    forward: tuple[ExpertCall, ...]
+    repeated: tuple[ExpertCall, ...]
+    """Calls that full recompute repeats."""
+    backward: tuple[ExpertCall, ...]
+
+
+class RoutedShape(NamedTuple):
+    """Tokens of one rank on their way to experts."""
+
+    tokens: int
+    pairs: int
+    """Pairs of a token and an expert."""
+    row_bytes: int
+    """Bytes of a hidden state."""
+    weight_bytes: int
+    """Bytes of a pair's weight."""
+    num_experts: int
+    has_list: bool = False
+    """Pairs are a list, with the token of each."""
+    result_is_repeated: bool = False
+    """Full recompute goes on behind the experts' results: to shared experts, or to a norm of the output."""
+
+
+def dispatch_calls(dispatch: ExpertDispatch, shape: RoutedShape) -> ExpertCalls:
+    """Return the collectives of one layer.
+
+    all_to_all: numbers of rows, then the rows to their experts and back, chunk by chunk; the backward sends their
+    gradients (arXiv:2006.16668 §3.2). hierarchical: each of these once among neighbours and once between groups
+    (arXiv:2206.03382 §4.3). all_gather: hidden states, weights and experts' numbers; the backward reduce-scatters
+    gradients (arXiv:2505.11432 §3.2). slicing: none; where the hidden state leaves, tensor parallelism sums it.
 
     Example: 1,024 tokens with 2 experts each send 2,048 rows and get as many back.
     """
-    return () if ep == 1 else (Transfer("all_to_all", 2, rows * hidden_size),)
+    if dispatch.size == 1 or dispatch.kind == "slicing":
+        return ExpertCalls((), (), ())
+    return {"all_to_all": _all_to_all, "hierarchical": _hierarchical, "all_gather": _all_gather}[dispatch.kind](
+        dispatch, shape
+    )
 
 
-def count_bytes(ep: int, num_experts: int) -> int:
-    """Return the bytes of the numbers of rows, which a forward exchanges before the rows."""
-    return 0 if ep == 1 else num_experts * COUNT_BYTES
+def _all_to_all(dispatch: ExpertDispatch, shape: RoutedShape) -> ExpertCalls:
+    chunks, ranks = dispatch.chunks, dispatch.size
+    base, rest = divmod(shape.tokens, chunks)
+    k = shape.pairs // shape.tokens if shape.tokens else 0
+    sizes = [shape.pairs] if chunks == 1 else [k * (base + (chunk < rest)) for chunk in range(chunks)]
+    rows = tuple(ExpertCall("all_to_all", size * shape.row_bytes, ranks) for size in sizes)
+    counts = ExpertCall("all_to_all", chunks * shape.num_experts * COUNT_BYTES, ranks)
+    forward = (counts, *rows, *rows)
+    return ExpertCalls(forward, forward, (*rows, *rows))
+
+
+def _hierarchical(dispatch: ExpertDispatch, shape: RoutedShape) -> ExpertCalls:
+    counts, rows = shape.num_experts * COUNT_BYTES, shape.pairs * shape.row_bytes
+
+    def both(nbytes: int) -> tuple[ExpertCall, ExpertCall]:
+        inner = ExpertCall("all_to_all", nbytes, dispatch.inner, "inner")
+        return inner, ExpertCall("all_to_all", nbytes, dispatch.outer, "outer")
+
+    forward = (*both(counts), *both(rows), *both(rows))
+    return ExpertCalls(forward, forward, (*both(rows), *both(rows)))
+
+
+def _all_gather(dispatch: ExpertDispatch, shape: RoutedShape) -> ExpertCalls:
+    ranks, states, weights = dispatch.size, shape.tokens * shape.row_bytes, shape.pairs * shape.weight_bytes
+    gathered = (states, weights, *[shape.pairs * COUNT_BYTES] * (1 + shape.has_list))
+    gathers = tuple(ExpertCall("all_gather", nbytes, ranks) for nbytes in gathered)
+    out = ExpertCall("reduce_scatter", ranks * states, ranks)
+    backward = (
+        ExpertCall("all_gather", states, ranks),
+        ExpertCall("reduce_scatter", ranks * states, ranks),
+        ExpertCall("reduce_scatter", ranks * weights, ranks),
+    )
+    repeated = (*gathers, out) if shape.result_is_repeated else gathers
+    return ExpertCalls((*gathers, out), repeated, backward)

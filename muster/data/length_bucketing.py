@@ -47,6 +47,7 @@ def _length_multiple(plan: Plan, num_layers: int) -> int:
     """Return the divisor of a micro-batch's length, which context and sequence parallelism cut over ranks."""
     cut = [2 * mesh.sequence_shards if mesh.sequence_shards > 1 else 1 for mesh in plan.distinct_meshes]
     for stage in range(plan.num_stages):
-        if plan.strategy(plan.layers(stage, num_layers).start).sp:
+        own_tokens = plan.uses_axis("ep") and plan.routes_own_tokens(plan.mesh(stage))
+        if own_tokens or plan.strategy(plan.layers(stage, num_layers).start).sp:
             cut.append(plan.mesh(stage).sequence_shards * plan.mesh(stage).tp)
     return math.lcm(LENGTH_MULTIPLE, *cut)

@@ -1,66 +1,27 @@
 """Mixture of experts in the place of the MLP, as single-device code: router, dispatch, experts, combination.
 
-Tokens are permuted so that each expert's lie together, and every expert computes all of its tokens, however many they
-are (dropless; MegaBlocks, arXiv:2211.15841). Suffixes: N tokens, k experts per token, R = N · k rows, D hidden width, E
-experts, I inner width.
+Tokens are permuted so that each expert's lie together, and every expert computes all of its rows, however many they
+are (MegaBlocks, arXiv:2211.15841). Suffixes: R rows, D hidden width, E experts, I inner width.
 """
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from muster.model.expert_rows import ExpertRows
 from muster.model.grouped_matmul import Segments, StackedLinear, grouped_linears
 from muster.model.kernels import activate, gated_activation
-from muster.model.routing import Router, RouterState
+from muster.model.routing import Router, RouterState, Routing
 from muster.spec.model import ModelSpec
 
 Recomputable = Callable[..., Any]
 """The hook for recompute of `muster.model.decoder`."""
 ComputeRows = Callable[[Tensor, Segments], Tensor]
 """Experts of rows (R, D) that are sorted by expert."""
-Dispatch = Callable[[ComputeRows, Tensor, Tensor], Tensor]
-"""Gets experts, rows sorted by expert and the number of rows of each; returns the results of these rows."""
-
-
-class _Permute(torch.autograd.Function):
-    """Rows of all (token, expert) pairs, sorted by expert; saves the order alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, order_R: Tensor, place_R: Tensor, k: int) -> Tensor:
-        ctx.k = k
-        ctx.save_for_backward(place_R)
-        return x_ND.index_select(0, order_R // k)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (place_R,) = ctx.saved_tensors
-        return grads[0].index_select(0, place_R).unflatten(0, (-1, ctx.k)).sum(1), None, None, None
-
-
-class _Combine(torch.autograd.Function):
-    """Weighted sum of each token's k rows; saves the rows in the tokens' order, the weights and the order."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, y_RD: Tensor, weight_Nk: Tensor, order_R: Tensor, place_R: Tensor, shape: torch.Size
-    ) -> Tensor:
-        rows_NkD = y_RD.index_select(0, place_R).unflatten(0, weight_Nk.shape)
-        ctx.save_for_backward(rows_NkD, weight_Nk, order_R)
-        y_BSD = y_RD.new_empty(shape)  # no view, since the residual is added to it in place
-        torch.bmm(weight_Nk.to(y_RD.dtype).unsqueeze(1), rows_NkD, out=y_BSD.view(len(weight_Nk), 1, -1))
-        return y_BSD
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        rows_NkD, weight_Nk, order_R = ctx.saved_tensors
-        grad_ND = grads[0].flatten(0, 1)
-        grad_weight_Nk = torch.bmm(rows_NkD, grad_ND.unsqueeze(-1)).squeeze(-1)
-        grad_RD = grad_ND.index_select(0, order_R // weight_Nk.shape[1])
-        factor_R = weight_Nk.flatten().index_select(0, order_R).to(grad_RD.dtype)
-        return grad_RD.mul_(factor_R.unsqueeze(1)), grad_weight_Nk.to(weight_Nk.dtype), None, None, None
+Dispatch = Callable[[ComputeRows, Tensor, Routing], Tensor]
+"""Gets experts, hidden states (B, S, D) and the chosen experts; returns the weighted sums of their results."""
 
 
 def local_linears(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
@@ -68,10 +29,12 @@ def local_linears(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
     return tuple(linear(x) for linear in linears)
 
 
-def compute_here(experts: ComputeRows, x_RD: Tensor, counts_E: Tensor) -> Tensor:
-    """Let this process's experts compute all rows, sorted by expert; a dispatcher of expert parallelism replaces this
-    function."""
-    return experts(x_RD, Segments(counts_E, len(x_RD)))
+def compute_here(experts: ComputeRows, x_BSD: Tensor, routing: Routing) -> Tensor:
+    """Let this process's experts compute all rows; a dispatcher of expert parallelism replaces this function."""
+    rows = ExpertRows(routing)
+    y_RD = rows.permute(x_BSD.flatten(0, 1))  # one name for all, so that none keeps what was read
+    y_RD = experts(y_RD, Segments(rows.counts_E, len(y_RD)))
+    return rows.combine(y_RD, x_BSD.shape)
 
 
 def unchanged(x_BSD: Tensor) -> Tensor:
@@ -121,13 +84,15 @@ class SharedExpert(nn.Module):
 class MoeMlp(nn.Module):
     """Router, routed experts and shared experts of one layer.
 
-    Five functions are attributes so that they can be replaced: `enter` and `leave`, where the hidden state comes and
-    where partial sums go, by tensor parallelism; `dispatch`, which takes rows to their experts and back, by expert
-    parallelism; `local_linears`, by deferred weight gradients; `recomputable` as in `Attention`.
+    Some functions are attributes so that they can be replaced: `enter` and `leave`, where the hidden state comes and
+    where partial sums go, and `shared_ends`, the same of shared experts where theirs are others, by tensor parallelism;
+    `dispatch`, which takes rows to their experts and back, by expert parallelism; `local_linears`, by deferred weight
+    gradients; `recomputable` as in `Attention`.
     """
 
     enter: Callable[[Tensor], Tensor] = staticmethod(unchanged)
     leave: Callable[[Tensor], Tensor] = staticmethod(unchanged)
+    shared_ends: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None
     dispatch: Dispatch = staticmethod(compute_here)
     local_linears = staticmethod(local_linears)
 
@@ -149,24 +114,15 @@ class MoeMlp(nn.Module):
         return self.recomputable(norm, (x_BSD,), self._compute)
 
     def _compute(self, x_BSD: Tensor) -> Tensor:
-        x_BSD = self.enter(x_BSD)
-        y_BSD = self._routed(x_BSD)
-        if self.shared is not None:
-            y_BSD = y_BSD + self._shared(x_BSD)
-        return self.leave(y_BSD)
-
-    def _routed(self, x_BSD: Tensor) -> Tensor:
-        weight_Nk, expert_Nk = self.router(x_BSD)
-        # Stable, so that an expert's rows keep the tokens' order whatever else changes.
-        order_R = expert_Nk.flatten().argsort(stable=True)
-        place_R = torch.empty_like(order_R)
-        place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
-        counts_E = torch.zeros(self.router.moe.num_experts, dtype=torch.int64, device=order_R.device)
-        counts_E.scatter_add_(0, expert_Nk.flatten(), torch.ones_like(order_R))
-        rows_RD = _Permute.apply(x_BSD.flatten(0, 1), order_R, place_R, expert_Nk.shape[1])
-        made_RD = self.dispatch(self.experts, rows_RD, counts_E)
-        del rows_RD
-        return _Combine.apply(made_RD, weight_Nk, order_R, place_R, x_BSD.shape)  # type: ignore[return-value]
+        inside_BSD = self.enter(x_BSD)
+        y_BSD = self.dispatch(self.experts, inside_BSD, self.router(inside_BSD))
+        if self.shared is None:
+            return self.leave(y_BSD)
+        if self.shared_ends is None:
+            return self.leave(y_BSD + self._shared(inside_BSD))
+        enter_shared, leave_shared = self.shared_ends
+        shared_BSD = self._shared(enter_shared(x_BSD))  # both before they leave, which recompute then needn't repeat
+        return self.leave(y_BSD) + leave_shared(shared_BSD)
 
     def _shared(self, x_BSD: Tensor) -> Tensor:
         own = self.shared

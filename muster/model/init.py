@@ -50,7 +50,7 @@ def initial_value(
     """
     if name.endswith("norm.weight"):
         return torch.full(shape, 0.0 if spec.norm_unit_offset else 1.0, dtype=dtype, device="cpu")
-    if name.endswith(".bias"):
+    if name.endswith((".bias", ".expert_bias")):
         return torch.zeros(shape, dtype=dtype, device="cpu")
     return draw(name, shape, seed, _std(spec, name), dtype)
 

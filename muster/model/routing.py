@@ -1,6 +1,7 @@
-"""Routers of experts: scores, the choice of each token's experts, and the losses that keep the load even.
+"""Routers of experts: scores, the choice of experts, their capacity, and what keeps the load even.
 
-Suffixes: N tokens, E experts, k experts per token, B sequences, S positions.
+Suffixes: N tokens, E experts, F = E + 1, k experts per token, B sequences, S positions, C capacity, R pairs of a token
+and an expert.
 """
 
 from collections.abc import Callable
@@ -15,11 +16,19 @@ from muster.spec.model_components import MoeSpec
 
 
 class Routing(NamedTuple):
-    """The chosen experts of each token."""
+    """The chosen pairs of tokens and experts: k of each token (N, k), or a list of any pairs (R)."""
 
-    weight_Nk: Tensor
-    """Factor of each chosen expert's output, in the dtype of scores."""
-    expert_Nk: Tensor
+    weight: Tensor
+    """Factor of each expert's output, in the dtype of scores."""
+    expert: Tensor
+    """Expert of each pair; `num_experts` where the pair is dropped."""
+    num_experts: int
+    token_R: Tensor | None = None
+    """Token of each pair of a list."""
+    num_dropped: Tensor | None = None
+    """Number of dropped pairs; None where none can be."""
+    expected_dropped: int = 0
+    """Dropped pairs under fake tensors, which have no values."""
 
 
 def _as_it_is(counts_BE: Tensor) -> Tensor:
@@ -53,25 +62,30 @@ class RouterState:
         return sums
 
 
-class _AddLosses(torch.autograd.Function):
-    """The routing weights unchanged; the backward begins the gradient of the losses [2]."""
+class _CountInBackward(torch.autograd.Function):
+    """The routing weights unchanged; the backward begins the gradient of the losses [2] and counts the load (F)."""
 
     @staticmethod
-    def forward(ctx: Any, weight_Nk: Tensor, losses: Tensor, state: RouterState) -> Tensor:
-        ctx.losses, ctx.state = losses.detach(), state
-        return weight_Nk.clone()
+    def forward(ctx: Any, weight: Tensor, losses: Tensor | None, load_F: Tensor, router: "Router") -> Tensor:
+        ctx.losses, ctx.load_F, ctx.router = None if losses is None else losses.detach(), load_F, router
+        return weight.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        ctx.state.add(ctx.losses)
-        return grads[0], torch.full_like(ctx.losses, ctx.state.loss_weight), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        ctx.router.add_load(ctx.load_F)
+        if ctx.losses is None:
+            return grads[0], None, None, None
+        state = ctx.router.state
+        state.add(ctx.losses)
+        return grads[0], torch.full_like(ctx.losses, state.loss_weight), None, None
 
 
 class Router(nn.Module):
-    """Scores of the experts for each token, from one matrix (E, D); softmax or sigmoid as `MoeSpec.router` says.
+    """Scores of the experts for each token, from one matrix (E, D), and a choice by `MoeSpec.router`.
 
     softmax: Mixtral, Qwen-MoE, and with k = 1 and unscaled weights Switch (arXiv:2101.03961 §2.1). sigmoid: DeepSeek-V3
-    (arXiv:2412.19437 §2.1.2), whose bias takes part in the choice alone and has no gradient.
+    (arXiv:2412.19437 §2.1.2), whose `expert_bias` takes part in the choice alone and has no gradient. expert_choice:
+    each expert takes the tokens that score highest for it (arXiv:2202.09368 §3.2).
     """
 
     def __init__(self, moe: MoeSpec, hidden_size: int, state: RouterState) -> None:
@@ -79,32 +93,43 @@ class Router(nn.Module):
         self.moe, self.state = moe, state
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size))
         nn.init.normal_(self.weight, std=hidden_size**-0.5)
-        self.bias = nn.Parameter(torch.zeros(moe.num_experts)) if moe.router_bias else None
-        if self.bias is not None and moe.router == "sigmoid":
-            self.bias.requires_grad_(False)
+        self.bias = nn.Parameter(torch.zeros(moe.num_experts)) if moe.router_bias and not moe.has_expert_bias else None
+        self.expert_bias: nn.Parameter | None = None
+        if moe.has_expert_bias:
+            self.expert_bias = nn.Parameter(torch.zeros(moe.num_experts), requires_grad=False)
+        self._load_F: Tensor | None = None
 
     def forward(self, x_BSD: Tensor) -> Routing:
         """Choose the experts of hidden states (B, S, D)."""
         moe, dtype = self.moe, accumulation_dtype(x_BSD.dtype)
         is_sigmoid = moe.router == "sigmoid"
-        logits_BSE = F.linear(x_BSD, self.weight, None if is_sigmoid else self.bias).to(dtype)
+        logits_BSE = F.linear(x_BSD, self.weight, self.bias).to(dtype)
         scores_BSE = logits_BSE.sigmoid() if is_sigmoid else logits_BSE.softmax(-1)
-        scores_NE = scores_BSE.flatten(0, 1)
-        expert_Nk = self._choose(scores_NE.detach())
-        weight_Nk = scores_NE.gather(1, expert_Nk)
-        if moe.norm_top_k:
-            weight_Nk = weight_Nk / (weight_Nk.sum(1, keepdim=True) + (1e-20 if is_sigmoid else 0))
-        if moe.route_scale != 1:
-            weight_Nk = weight_Nk * moe.route_scale
-        if torch.is_grad_enabled() and (moe.aux_loss_coef or moe.router_z_loss_coef):
-            weight_Nk = _AddLosses.apply(weight_Nk, self._losses(logits_BSE, scores_BSE, expert_Nk), self.state)
-        return Routing(weight_Nk, expert_Nk)
+        if moe.router == "expert_choice":
+            routing, chosen_BSk = self._choose_tokens(scores_BSE), None
+        else:
+            scores_NE = scores_BSE.flatten(0, 1)
+            expert_Nk = self._choose(scores_NE.detach())
+            weight_Nk = scores_NE.gather(1, expert_Nk)
+            if moe.norm_top_k:
+                weight_Nk = weight_Nk / (weight_Nk.sum(1, keepdim=True) + (1e-20 if is_sigmoid else 0))
+            if moe.route_scale != 1:
+                weight_Nk = weight_Nk * moe.route_scale
+            chosen_BSk = expert_Nk.view(*x_BSD.shape[:2], -1)
+            routing = self._within_capacity(weight_Nk, chosen_BSk)
+        if not torch.is_grad_enabled():
+            return routing
+        losses = None
+        if moe.aux_loss_coef or moe.router_z_loss_coef:
+            losses = self._losses(logits_BSE, scores_BSE, chosen_BSk)
+        load_F = self._load_of(routing.expert if chosen_BSk is None else chosen_BSk, routing.num_dropped)
+        return routing._replace(weight=_CountInBackward.apply(routing.weight, losses, load_F, self))
 
     def _choose(self, scores_NE: Tensor) -> Tensor:
         """Return the experts with the highest scores, of the groups that have the best ones (N, k)."""
         moe = self.moe
-        if moe.router == "sigmoid" and self.bias is not None:
-            scores_NE = scores_NE + self.bias
+        if self.expert_bias is not None:
+            scores_NE = scores_NE + self.expert_bias
         if moe.num_groups > 1:
             by_group_NGe = scores_NE.unflatten(1, (moe.num_groups, -1))
             # The two best of a group together with sigmoid scores (DeepSeek-V3), else the best one (DeepSeek-V2).
@@ -115,19 +140,66 @@ class Router(nn.Module):
             scores_NE = by_group_NGe.masked_fill(~open_NG.unsqueeze(-1), float("-inf")).flatten(1)
         return scores_NE.topk(moe.top_k, dim=-1, sorted=False).indices
 
-    def _losses(self, logits_BSE: Tensor, scores_BSE: Tensor, expert_Nk: Tensor) -> Tensor:
+    # ------------------------------------------------------------------------------------------------------------------
+    # Capacity
+
+    def _choose_tokens(self, scores_BSE: Tensor) -> Routing:
+        """Let each expert take the positions of each sequence that score highest for it."""
+        sequences, positions, experts = scores_BSE.shape
+        capacity = self.moe.capacity(positions)
+        weight_BEC, position_BEC = scores_BSE.transpose(1, 2).topk(capacity, dim=-1, sorted=False)
+        device = scores_BSE.device
+        first_B11 = torch.arange(sequences, device=device).view(-1, 1, 1) * positions
+        expert_1E1 = torch.arange(experts, device=device).view(1, -1, 1)
+        expert_R = expert_1E1.expand_as(position_BEC).flatten()
+        return Routing(weight_BEC.flatten(), expert_R, experts, (position_BEC + first_B11).flatten())
+
+    def _within_capacity(self, weight_Nk: Tensor, chosen_BSk: Tensor) -> Routing:
+        """Drop what exceeds an expert's capacity in a sequence: later positions, so that none depends on a later one
+        or on another sequence."""
+        moe, expert_Nk = self.moe, chosen_BSk.flatten(0, 1)
+        if moe.capacity_factor is None:
+            return Routing(weight_Nk, expert_Nk, moe.num_experts)
+        place_BR = _place_among_equals(chosen_BSk.flatten(1), moe.num_experts)
+        is_dropped_R = (place_BR >= self.moe.capacity(chosen_BSk.shape[1])).flatten()
+        expert_R = expert_Nk.flatten().masked_fill(is_dropped_R, moe.num_experts)
+        token_R = torch.arange(len(expert_Nk), device=expert_R.device).repeat_interleave(moe.top_k)
+        return Routing(weight_Nk.flatten(), expert_R, moe.num_experts, token_R, is_dropped_R.sum())
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Load
+
+    def _load_of(self, expert: Tensor, num_dropped: Tensor | None) -> Tensor:
+        """Return the choices of each expert, dropped ones included, and the number of those (F)."""
+        load_F = torch.zeros(self.moe.num_experts + 1, dtype=torch.int64, device=expert.device)
+        load_F.scatter_add_(0, expert.flatten(), torch.ones_like(expert).flatten())
+        if num_dropped is not None:
+            load_F[-1] = num_dropped
+        return load_F
+
+    def add_load(self, load_F: Tensor) -> None:
+        """Add the load of one micro-batch."""
+        self._load_F = load_F if self._load_F is None else self._load_F + load_F
+
+    def pop_load(self) -> Tensor | None:
+        """Return the choices of each expert since the last call and the number of dropped ones, int64 (F); None where
+        there was no backward."""
+        load_F, self._load_F = self._load_F, None
+        return load_F
+
+    def _losses(self, logits_BSE: Tensor, scores_BSE: Tensor, chosen_BSk: Tensor | None) -> Tensor:
         """Return the load-balancing loss and the z-loss with their coefficients, each summed over the tokens: [2].
 
         Balance of a set of T tokens: T · E · Σ_e f_e · P_e, where f_e is expert e's share of the T · k choices and P_e
         its mean score (arXiv:2101.03961 §2.2). The sets are sequences (DeepSeek-V3's, arXiv:2412.19437 §2.1.2), or the
-        whole micro-batch. The z-loss is log² of the sum of the logits' exponentials (arXiv:2202.08906 §2.2).
+        whole micro-batch. Where experts choose, the load is even, and there is no such loss. The z-loss is log² of the
+        sum of the logits' exponentials (arXiv:2202.08906 §2.2).
         """
         moe, zero = self.moe, logits_BSE.new_zeros(())
         balance = z_loss = zero
-        if moe.aux_loss_coef:
+        if moe.aux_loss_coef and chosen_BSk is not None:
             if moe.router == "sigmoid":
                 scores_BSE = scores_BSE / (scores_BSE.sum(-1, keepdim=True) + 1e-20)
-            chosen_BSk = expert_Nk.view(*scores_BSE.shape[:2], -1)
             if moe.aux_loss_scope == "micro_batch":
                 scores_BSE, chosen_BSk = scores_BSE.flatten(0, 1)[None], chosen_BSk.flatten(0, 1)[None]
             chosen_BC = chosen_BSk.flatten(1)
@@ -139,3 +211,23 @@ class Router(nn.Module):
         if moe.router_z_loss_coef:
             z_loss = moe.router_z_loss_coef * logits_BSE.logsumexp(-1).square().sum()
         return torch.stack((balance, z_loss))
+
+
+def _place_among_equals(expert_BR: Tensor, num_experts: int) -> Tensor:
+    """Return how many earlier pairs of the same sequence have the same expert (B, R)."""
+    order_BR = expert_BR.argsort(dim=1, stable=True)
+    counts_BE = torch.zeros(len(expert_BR), num_experts, dtype=torch.int64, device=expert_BR.device)
+    counts_BE.scatter_add_(1, expert_BR, torch.ones_like(expert_BR))
+    first_BE = counts_BE.cumsum(1) - counts_BE
+    sorted_BR = torch.arange(expert_BR.shape[1], device=expert_BR.device) - first_BE.gather(
+        1, expert_BR.gather(1, order_BR)
+    )
+    return torch.empty_like(order_BR).scatter_(1, order_BR, sorted_BR)
+
+
+@torch.no_grad()
+def update_expert_bias(bias_e: Tensor, load_E: Tensor, rows: slice, rate: float) -> None:
+    """Raise in place the bias of experts that got fewer tokens than the mean, and lower that of others, by `rate`
+    (arXiv:2408.15664 §3.1). `load_E` counts the whole step on all ranks; `bias_e` are its `rows` of the bias."""
+    load_E = load_E.to(bias_e.device, torch.float64)
+    bias_e += (rate * torch.sign(load_E.mean() - load_E))[rows].to(bias_e.dtype)

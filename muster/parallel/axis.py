@@ -144,11 +144,31 @@ class ExpertAxis:
     group: dist.ProcessGroup
     size: int
     index: int
+    inner: "ExpertAxis | None" = None
+    """Neighbours among which the first step of a hierarchical exchange goes."""
+    outer: "ExpertAxis | None" = None
+    """Ranks with the same place in other groups of neighbours."""
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Exchange rows: `sent` of them go to each rank, `received` come from each, both in the ranks' order."""
-        y = x.new_empty(sum(received), *x.shape[1:])
-        dist.all_to_all_single(y, x.contiguous(), list(received), list(sent), group=self.group)
+        return self.start_all_to_all(x, sent, received).wait()
+
+    def start_all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> PendingTensor:
+        """Start to exchange rows as `all_to_all` does; the result keeps `x` alive until it is waited for."""
+        x, y = x.contiguous(), x.new_empty(sum(received), *x.shape[1:])
+        work = dist.all_to_all_single(y, x, list(received), list(sent), group=self.group, async_op=True)
+        return PendingTensor([work], lambda _sent=x: y)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return the rows of all ranks in their order: (N, …) → (ranks · N, …)."""
+        y = x.new_empty(self.size * len(x), *x.shape[1:])
+        all_gather_into_tensor(y, x.contiguous(), group=self.group)
+        return y
+
+    def reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return this rank's part of the sum over the ranks, in `out` if it is given: (ranks · N, …) → (N, …)."""
+        y = x.new_empty(len(x) // self.size, *x.shape[1:]) if out is None else out
+        reduce_scatter_tensor(y, x.contiguous(), group=self.group)
         return y
 
 

@@ -33,7 +33,7 @@ def build_inference_decoder(
         apply_projection_norms(module, spec, axis)
         apply_parallel_linears(module, axis, WeightGradStore())
     module.to_empty(device=device)
-    plan = Plan(tp=1 if axis is None else axis.size)
+    plan = Plan() if axis is None else Plan(tp=axis.size, etp=axis.size)
     at = MeshCoordinates(0, 0, 0, 0, 0 if axis is None else axis.index)
     return module, {layout.name: layout for layout in stage_layouts(spec, plan, 0, at)}
 

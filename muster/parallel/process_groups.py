@@ -75,7 +75,17 @@ class ProcessGroups:
 
     def _expert_axis(self, own: ExpertCoordinates) -> ExpertAxis:
         ranks = self._expert_ranks(self._at.dp_replicate, edp=own.edp, etp=own.etp)
-        return ExpertAxis(_new_group(ranks), len(ranks), own.ep)
+        axis = ExpertAxis(_new_group(ranks), len(ranks), own.ep)
+        inner = self._plan.expert_dispatch(self._plan.mesh(self._at.pp)).inner
+        if inner == 1:
+            return axis
+        group, place = divmod(own.ep, inner)
+        near, far = ranks[group * inner : (group + 1) * inner], ranks[place::inner]
+        return replace(
+            axis,
+            inner=ExpertAxis(_new_group(near), len(near), place),
+            outer=ExpertAxis(_new_group(far), len(far), group),
+        )
 
     def _make_expert_data_mesh(self, own: ExpertCoordinates) -> DeviceMesh:
         mesh = self._plan.mesh(self._at.pp)

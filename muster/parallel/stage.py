@@ -14,12 +14,14 @@ from muster.layout.tensor_layout import (
     TensorLayout,
     chunk_bounds,
     has_vocab_shard,
+    is_expert,
     stage_layouts,
     tp_partial_grad_copies,
     tp_shard,
 )
 from muster.model.decoder import Decoder
 from muster.model.dtypes import DTYPES
+from muster.model.experts import MoeMlp
 from muster.model.float8 import apply_float8, has_float8
 from muster.model.init import fill_initial_parts
 from muster.model.kernels import soft_cap
@@ -126,9 +128,7 @@ class DecoderStage:
         optim: OptimConfig | None = None,
     ) -> None:
         plan = world.plan
-        self.index = index
-        self.spec = spec
-        self.world = world
+        self.index, self.spec, self.world = index, spec, world
         self.is_first, self.is_last = plan.is_first(index), plan.is_last(index)
         self.reads_tokens = self.is_first and not plan.vocab_parallel
         self.computes_loss = self.is_last and not plan.vocab_parallel
@@ -146,20 +146,21 @@ class DecoderStage:
         self.module.caps_logits = False
         self.module.to(master_dtype(plan.precision))
         self.tp_axis = world.tensor_axis(strategy)
+        self._routes_own_tokens = plan.routes_own_tokens(plan.mesh(index))
         self._vocab_start = 0
         if self.tp_axis is not None:
-            self._vocab_start = shard_weights(self.module, spec, self.tp_axis)
+            self._vocab_start = shard_weights(self.module, spec, self.tp_axis, slices_experts=plan.mesh(index).etp > 1)
             apply_vocab_parallel_embedding(self.module, self.tp_axis, self._vocab_start, seq_len)
             apply_projection_norms(self.module, spec, self.tp_axis)
         self.context_axis = world.context_axis()
         if self.context_axis is not None:
             apply_context_parallel(self.module, self.context_axis, plan.context_ranks(plan.mesh(index)))
-        apply_expert_parallel(self.module, world.expert_axis())
+        apply_expert_parallel(self.module, world.expert_axis(), plan.expert_dispatch(plan.mesh(index)))
         self._weight_grads = WeightGradStore()
         # A rank that shares its parameters with no other reduces in its backwards: see `apply_fsdp`.
         self._zero: ZeroLevel = strategy.zero if world.groups.data_mesh() is not None else "z2"
         if self.tp_axis is not None or split_backward:
-            apply_parallel_linears(self.module, self.tp_axis, self._weight_grads)
+            apply_parallel_linears(self.module, self.tp_axis, self._weight_grads, self._routes_own_tokens)
         if plan.precision == "fp8" and has_float8(world.device):
             for block in self.module.blocks():
                 apply_float8(block)
@@ -236,8 +237,9 @@ class DecoderStage:
         is_tiled = self.computes_loss and self.world.plan.sequence_tiles > 1
         if is_tiled:
             self.module.reduce_hidden = partial(self._tiled_losses, self.inputs.labels_M[micro_batch], self.inputs)
-        # Under tensor parallelism each rank makes a part of the gradients of routers, and so of those of their losses.
-        tp = 1 if self.tp_axis is None else self.tp_axis.size
+        # Tensor-parallel ranks that route the same tokens each make a part of the gradients of routers, and so of those
+        # of their losses.
+        tp = 1 if self.tp_axis is None or self._routes_own_tokens else self.tp_axis.size
         self.module.router_state.loss_weight = self.inputs.loss_scale / self.inputs.num_valid / tp
         y = self.module(x)
         if self.computes_loss:
@@ -375,6 +377,18 @@ class DecoderStage:
         for local in self.parameters.values():
             local.grad = None
 
+    def pop_router_load(self) -> Tensor | None:
+        """Return the choices of each expert since the last call and the number of dropped ones, summed over this rank's
+        tokens: float64 [layers with experts of the whole model, E + 1]; None in a model without experts."""
+        if self.spec.moe is None:
+            return None
+        layers = self.spec.expert_layers
+        total = torch.zeros(len(layers), self.spec.moe.num_experts + 1, dtype=torch.float64, device=self.world.device)
+        for layer, block in zip(self.layers, self.module.blocks(), strict=True):
+            if isinstance(block.mlp, MoeMlp) and (load := block.mlp.router.pop_load()) is not None:
+                total[layers.index(layer)] += load
+        return total if self.world.at.tp == 0 or self._routes_own_tokens else torch.zeros_like(total)
+
     def pop_losses(self) -> Tensor:
         """Return the losses summed over this rank's tokens since the last call: float64 [NUM_LOSSES]. The first two are
         zeros unless the stage is the last, the others unless it has experts."""
@@ -382,18 +396,20 @@ class DecoderStage:
             for losses in self.vocab.pop_losses():
                 self._losses[:2] += losses
         router_losses = self.module.router_state.pop_sums()
-        if router_losses is not None and self.world.at.tp == 0:
+        if router_losses is not None and (self.world.at.tp == 0 or self._routes_own_tokens):
             self._losses[2:] += router_losses
         losses = self._losses
         self._losses = torch.zeros_like(losses)
         return losses
 
 
-def shard_weights(module: Decoder, spec: ModelSpec, axis: TensorAxis) -> int:
-    """Give the parameters of a whole stage on the meta device this rank's tensor-parallel shapes; return its first
-    vocabulary entry."""
+def shard_weights(module: Decoder, spec: ModelSpec, axis: TensorAxis, slices_experts: bool = True) -> int:
+    """Give the parameters of a whole stage on the meta device this rank's tensor-parallel shapes, those of experts
+    where these are sliced, too; return its first vocabulary entry."""
     vocab_start = 0
     for name, parameter in list(module.named_parameters()):
+        if is_expert(name) and not slices_experts:
+            continue
         box, *_ = tp_shard(spec, name, tuple(parameter.shape), axis.size, axis.index)
         owner, _, leaf = name.rpartition(".")
         shard = torch.nn.Parameter(parameter.new_empty(box.size), parameter.requires_grad)

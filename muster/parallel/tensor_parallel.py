@@ -178,6 +178,33 @@ class _EnterTensorParallelRegion(torch.autograd.Function):
         return None, axis.all_reduce(grads[0].contiguous().clone()).wait()
 
 
+class _SplitPositions(torch.autograd.Function):
+    """This rank's part of the positions of a hidden state that all ranks have; the backward gathers the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: TensorAxis, x_BSD: Tensor) -> Tensor:
+        ctx.axis = axis
+        return x_BSD.unflatten(1, (axis.size, -1))[:, axis.index].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.axis.all_gather(grads[0]).wait()
+
+
+class _GatherPositions(torch.autograd.Function):
+    """Hidden state of all positions, of which each rank has a part; every rank has the same gradient of it."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: TensorAxis, x_BsD: Tensor) -> Tensor:
+        ctx.axis = axis
+        y_BSD = axis.all_gather(x_BsD).wait()
+        return y_BSD.clone() if y_BSD._is_view() else y_BSD  # no view, since the residual is added to it in place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, grads[0].unflatten(1, (ctx.axis.size, -1))[:, ctx.axis.index].contiguous()
+
+
 def column_parallel_linear(
     axis: TensorAxis | None, weight_grads: WeightGradStore, x: Tensor, *linears: nn.Linear
 ) -> tuple[Tensor, ...]:
@@ -334,9 +361,12 @@ def vocab_parallel_loss(
 # Around a decoder
 
 
-def apply_parallel_linears(module: Decoder, axis: TensorAxis | None, weight_grads: WeightGradStore) -> None:
+def apply_parallel_linears(
+    module: Decoder, axis: TensorAxis | None, weight_grads: WeightGradStore, routes_own_tokens: bool = False
+) -> None:
     """Replace a decoder's linear layers by ones whose weight gradients can be deferred, with collectives if there is an
-    axis; its parameters already have this rank's shapes."""
+    axis; its parameters already have this rank's shapes. With `routes_own_tokens` each rank sends a part of the
+    positions to the experts, which are whole."""
     linears = dict.fromkeys(PROJECT_IN, partial(column_parallel_linear, axis, weight_grads))
     linears |= dict.fromkeys(PROJECT_OUT, partial(row_parallel_linear, axis, weight_grads))
     for part in module.modules():
@@ -350,9 +380,25 @@ def apply_parallel_linears(module: Decoder, axis: TensorAxis | None, weight_grad
         if isinstance(part, MoeMlp | LinearAttention):
             part.local_linears = partial(column_parallel_linear, None, weight_grads)  # type: ignore[method-assign]
         if isinstance(part, MoeMlp) and axis is not None:
-            part.enter = partial(_EnterTensorParallelRegion.apply, axis)  # type: ignore[method-assign]
-            part.leave = partial(_ReduceFromTensorParallelRegion.apply, axis)  # type: ignore[method-assign]
+            _set_ends_of_experts(part, axis, routes_own_tokens)
+    if axis is not None and routes_own_tokens:
+        sum_before = module.router_state.sum_counts
+        module.router_state.sum_counts = lambda counts_BE: axis.all_reduce(sum_before(counts_BE)).wait()
     module.project_logits = partial(vocab_parallel_logits, axis, weight_grads)  # type: ignore[assignment]
+
+
+def _set_ends_of_experts(part: MoeMlp, axis: TensorAxis, routes_own_tokens: bool) -> None:
+    """Let the hidden state enter and leave a layer's experts as it does an MLP; or, where each rank routes its own
+    tokens, shared experts alone: under sequence parallelism it lies in parts already, else it is cut and gathered."""
+    enter = partial(_EnterTensorParallelRegion.apply, axis)
+    leave = partial(_ReduceFromTensorParallelRegion.apply, axis)
+    if not routes_own_tokens:
+        part.enter, part.leave = enter, leave  # type: ignore[method-assign]
+        return
+    part.shared_ends = enter, leave  # type: ignore[assignment]
+    if not axis.sequence_parallel:
+        part.enter = partial(_SplitPositions.apply, axis)  # type: ignore[method-assign]
+        part.leave = partial(_GatherPositions.apply, axis)  # type: ignore[method-assign]
 
 
 def apply_projection_norms(module: Decoder, spec: ModelSpec, axis: TensorAxis) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from muster.planner.dispatch_choice import dispatch_fields
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
 from muster.planner.space import is_admitted
@@ -47,7 +48,7 @@ def _all_changes(plan: Plan, request: PlanRequest) -> Iterator[Change]:
             yield from _degree_change(plan, request, axis, grows)
     for degree in (plan.ep * 2, plan.ep // 2):
         if request.model.moe is not None and degree and plan.ep % min(degree, plan.ep) == 0:
-            yield Change(f"ep {degree}", plan.model_copy(update={"ep": degree}))
+            yield Change(f"ep {degree}", _with_fastest_dispatcher(plan.model_copy(update={"ep": degree}), request))
     for size in (plan.micro_batch_size * 2, plan.micro_batch_size / 2):
         if size >= 1 and size == int(size):
             yield Change(f"micro-batches of {int(size)}", plan.model_copy(update={"micro_batch_size": int(size)}))
@@ -112,7 +113,15 @@ def _with_degrees(plan: Plan, degrees: dict[str, int], request: PlanRequest) -> 
         strategy["sp"] = request.fixed.get("sp", True)
     if plan.mesh(0).dp_size == 1 < changed.mesh(0).dp_size:
         strategy["zero"] = request.fixed.get("zero", "z1")
-    return _with_strategy(changed, **strategy) if strategy else changed
+    return _with_fastest_dispatcher(_with_strategy(changed, **strategy) if strategy else changed, request)
+
+
+def _with_fastest_dispatcher(plan: Plan, request: PlanRequest) -> Plan:
+    """Return the plan with the dispatcher of tokens that suits its degrees."""
+    if request.model.moe is None:
+        return plan
+    own = plan.tp, plan.cp, plan.ep, plan.default_strategy.sp
+    return plan.model_copy(update=dispatch_fields(request, *own))
 
 
 def _is_legal(plan: Plan, request: PlanRequest) -> bool:

@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from muster.planner.context_choice import context_fields
+from muster.planner.dispatch_choice import dispatch_fields
 from muster.planner.node_order import is_heterogeneous
 from muster.planner.request import PlanRequest
 from muster.planner.simplicity import least_simplicity
@@ -263,6 +264,7 @@ def make_plan(
             "cp": shape.cp,
             **context_fields(request, shape.tp, shape.cp),
             "ep": shape.ep,
+            **dispatch_fields(request, shape.tp, shape.cp, shape.ep, request.fixed.get("sp", can_cut_positions)),
             "micro_batch_size": shape.micro_batch_size,
             "sequence_tiles": request.fixed.get("sequence_tiles", request.base.sequence_tiles),
             "axis_order": axis_order,

@@ -7,6 +7,7 @@ from statistics import median
 
 from muster.report.charts import Chart, Series, draw_chart, draw_legend
 from muster.report.curves import Point, finite_values, metric_points, smooth
+from muster.report.expert_load import draw_expert_load
 from muster.report.gantt import draw_timelines
 from muster.report.html import Html, element, join
 from muster.report.report_data import PredictedVsMeasured, ReportData
@@ -50,6 +51,7 @@ def render_report(data: ReportData, refresh_s: int | None = None) -> str:
         data.title,
         _header(data),
         section("Training", _charts(data)),
+        section("Load of experts", load) if (load := draw_expert_load(data.metrics)) else "",
         _timelines(data),
         section("Prediction against measurement", _comparison(data.comparison)) if data.comparison else "",
         section("A sample", _sample(data)) if data.sample_prompt or data.sample_text else "",

@@ -92,6 +92,9 @@ class FrameworkTraits(Frozen):
     """The experts' all-to-alls overlap the passes of another micro-batch (DualPipe)."""
     dispatch_once_per_node: bool = False
     """A token crosses the network once per node that holds experts of it; otherwise once per expert."""
+    experts_in_tp_region: bool = False
+    """The hidden state is gathered before it is routed, as for an MLP, where tensor-parallel ranks share each expert;
+    otherwise the rows of experts are."""
     overlap_p2p: bool = True
     """P2p transfers between stages overlap the passes; otherwise each is exposed."""
     scatter_gather_p2p: bool = False

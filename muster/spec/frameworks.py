@@ -34,6 +34,7 @@ MUSTER = FrameworkTraits(
     fused_cp_merge=False,
     cp_grad_bytes=4,
     recasts_fp8=True,
+    experts_in_tp_region=True,
 )
 
 # Megatron-Core with the flags of NVIDIA's published runs: --use-distributed-optimizer, --overlap-grad-reduce and

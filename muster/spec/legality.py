@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from muster.spec.context_rules import CONTEXT_RULES
 from muster.spec.errors import InfeasibleError
+from muster.spec.expert_rules import DISPATCHER_RULES
 from muster.spec.mesh_axes import MESH_AXES, SEQUENCE_AXES
 from muster.spec.mesh_cuts import cut_violations, homeless_experts, with_placed_experts
 from muster.spec.model import ModelSpec
@@ -302,6 +303,7 @@ LEGAL_RULES: tuple[Rule, ...] = (
         homeless_experts,
         with_placed_experts,
     ),
+    *DISPATCHER_RULES,
 )
 """Combinations within a plan that no runtime could give a meaning; checks against model and batch are functions."""
 

@@ -15,8 +15,9 @@ def cut_violations(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator
     """Yield a sentence for each width, number of heads or experts, or length that an axis doesn't divide."""
     for mesh in plan.distinct_meshes:
         yield from _width(mesh, model)
-        is_contiguous = plan.context_ranks(mesh).is_contiguous
-        yield from _positions(mesh, workload, any(strategy.sp for strategy in plan.strategies), is_contiguous)
+        own_tokens = model.moe is not None and plan.routes_own_tokens(mesh)
+        cuts = any(strategy.sp for strategy in plan.strategies), own_tokens, plan.context_ranks(mesh).is_contiguous
+        yield from _positions(mesh, workload, *cuts)
         yield from context_violations(plan, mesh, model)
         yield from _experts(mesh, model)
     if model.position == "learned" and (model.max_positions or 0) < workload.seq_len:
@@ -40,12 +41,12 @@ def _width(mesh: Mesh, model: ModelSpec) -> Iterator[str]:
         yield f"tp {mesh.tp} leaves a rank without any of the model's {model.vocab_size} vocabulary entries"
 
 
-def _positions(mesh: Mesh, workload: Workload, sp: bool, is_contiguous: bool) -> Iterator[str]:
+def _positions(mesh: Mesh, workload: Workload, sp: bool, own_tokens: bool, is_contiguous: bool) -> Iterator[str]:
     degrees = " × ".join(f"{axis} {getattr(mesh, axis)}" for axis in SEQUENCE_AXES)
     # Each rank takes an early and a late chunk, so that all have equal work under the causal mask.
     halves = 2 if mesh.sequence_shards > 1 and not is_contiguous else 1
     chunks = mesh.sequence_shards * halves
-    sp_shards = mesh.tp * mesh.sequence_shards if sp and mesh.tp > 1 else 1
+    sp_shards = mesh.tp * mesh.sequence_shards if (sp or own_tokens) and mesh.tp > 1 else 1
     nearest = _nearest_multiples(workload.seq_len, lcm(chunks, sp_shards))
     if workload.seq_len % chunks:
         yield (
@@ -55,8 +56,8 @@ def _positions(mesh: Mesh, workload: Workload, sp: bool, is_contiguous: bool) ->
         )
     if workload.seq_len % sp_shards:
         yield (
-            f"seq_len {workload.seq_len} is not a multiple of tp {mesh.tp} × {degrees}, over which sp shards it, as"
-            f" {nearest} would be"
+            f"seq_len {workload.seq_len} is not a multiple of tp {mesh.tp} × {degrees}, over which"
+            f" {'sp shards it' if sp else 'its tokens go to experts (etp 1)'}, as {nearest} would be"
         )
 
 

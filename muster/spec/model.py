@@ -202,6 +202,11 @@ class ModelSpec(Frozen):
         """Return the positions that each position of this layer attends to; None: all before it."""
         return self.sliding_window if self.window_layers is None or layer in self.window_layers else None
 
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Layers with experts."""
+        return tuple(layer for layer in range(self.num_layers) if self.has_experts(layer))
+
     def has_experts(self, layer: int) -> bool:
         """Return True if this layer's MLP is a choice of experts; `mtp_layers` are like the last layer."""
         if self.moe is None:
@@ -395,7 +400,11 @@ def _mlp(spec: ModelSpec, prefix: str, inner: int, *experts: int) -> NamedShapes
 def _experts(spec: ModelSpec, prefix: str) -> NamedShapes:
     moe = spec.moe
     assert moe is not None
-    yield from _linear(prefix + "router", moe.router_bias, moe.num_experts, spec.hidden_size)
+    yield from _linear(
+        prefix + "router", moe.router_bias and not moe.has_expert_bias, moe.num_experts, spec.hidden_size
+    )
+    if moe.has_expert_bias:
+        yield prefix + "router.expert_bias", (moe.num_experts,)
     yield from _mlp(spec, prefix + "experts.", moe.expert_size, moe.num_experts)
     if moe.shared_size:
         yield from _mlp(spec, prefix + "shared.", moe.shared_size)

@@ -1,6 +1,6 @@
 """Components that some decoders have: scaled rotary positions, experts, latent and linear attention."""
 
-from math import log
+from math import ceil, log
 from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -87,11 +87,20 @@ class MoeSpec(Frozen):
     """First layers, which have an ordinary MLP."""
     every: PositiveInt = 1
     """Interval of layers with experts after the dense ones: the last of each so many has experts."""
-    router: Literal["softmax", "sigmoid"] = "softmax"
-    """Function that makes scores of the router's logits."""
+    router: Literal["softmax", "sigmoid", "expert_choice"] = "softmax"
+    """Function that makes scores of the router's logits, of which each token takes the highest. expert_choice: each
+    expert takes the positions of a sequence that score highest for it by a softmax, as many as its capacity, later ones
+    too (arXiv:2202.09368)."""
     router_bias: bool = False
     """One bias per expert, added to its logit (softmax), or to its score when experts are chosen (sigmoid;
-    arXiv:2412.19437 §2.1.2)."""
+    arXiv:2412.19437 §2.1.2); the latter is moved after each step, so that the load becomes even."""
+    router_bias_update_rate: NonNegativeFloat = 0.001
+    """Distance by which the bias of a sigmoid router moves in a step, up for experts with less than the mean load, down
+    for others (arXiv:2408.15664 §3.1)."""
+    capacity_factor: PositiveFloat | None = None
+    """Capacity of an expert in each sequence, relative to its even share of the positions times top_k: pairs of later
+    positions are dropped (arXiv:2006.16668 §2.2). None: every expert takes all (dropless), or its even share
+    (expert_choice)."""
     norm_top_k: bool = True
     """The weights of the chosen experts are scaled to sum to 1."""
     route_scale: PositiveFloat = 1.0
@@ -120,7 +129,30 @@ class MoeSpec(Frozen):
             )
         if self.shared_gate and not self.shared_size:
             raise ValueError("moe.shared_gate is for shared experts, but moe.shared_size is 0")
+        if self.router == "expert_choice" and (self.router_bias or self.num_groups > 1):
+            raise ValueError("moe.router expert_choice has no router_bias and no num_groups, which tokens choose by")
         return self
+
+    @property
+    def has_expert_bias(self) -> bool:
+        """True where a bias balances the load: it takes part in the choice alone and is moved after each step."""
+        return self.router == "sigmoid" and self.router_bias
+
+    def capacity(self, positions: int) -> int:
+        """Return the most positions of a sequence that an expert takes: its even share times the capacity factor
+        (arXiv:2006.16668 §2.2)."""
+        return min(positions, ceil((self.capacity_factor or 1.0) * positions * self.top_k / self.num_experts))
+
+    def pairs_per_sequence(self, positions: int) -> int:
+        """Return the pairs of a token and an expert in so many positions of a sequence, before any are dropped."""
+        if self.router == "expert_choice":
+            return self.num_experts * self.capacity(positions)
+        return positions * self.top_k
+
+    @property
+    def needs_whole_sequences(self) -> bool:
+        """True where the choice of a position's experts depends on others of its sequence: capacity."""
+        return self.capacity_factor is not None or self.router == "expert_choice"
 
 
 class MlaSpec(Frozen):

@@ -14,6 +14,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 from muster.spec.base import Frozen
 from muster.spec.context_kinds import ContextRanks, CpCommType, context_ranks
 from muster.spec.errors import InfeasibleError, MusterError
+from muster.spec.expert_kinds import DISPATCHERS, EpDispatcher, ExpertDispatch, usual_inner_size
 from muster.spec.mesh_axes import (
     BATCH_AXES,
     EXPERT_RANK_AXES,
@@ -201,6 +202,17 @@ class Plan(Frozen):
     """Expert-parallel ranks, over which experts are distributed. They are ranks of dp_shard, cp and tp."""
     etp: PositiveInt = 1
     """Ranks over which each expert is sharded; neighbours among the same ranks."""
+    ep_dispatcher: EpDispatcher = "all_to_all"
+    """Way of tokens to the experts of other ranks. all_to_all: rows go to the ranks of their experts and back.
+    hierarchical: in two steps, within groups of neighbours and between these (Tutel). all_gather: every rank gets all
+    tokens, and their results are reduce-scattered. slicing: tensor-parallel ranks, which have the same tokens, take the
+    rows of their own experts (PPMoE)."""
+    ep_inner_size: PositiveInt | None = None
+    """Neighbouring ranks that exchange tokens first under the hierarchical dispatcher, best those of a node; None: as
+    many as make fewest messages."""
+    ep_chunks: PositiveInt = 1
+    """Chunks of a rank's tokens that travel to experts and back one after another, beside the experts' work on others
+    (Tutel's pipelining degree)."""
     schedule: str = DEFAULT_SCHEDULE
     """Pipeline schedule."""
     pinned_schedule: PinnedSchedule | None = None
@@ -355,6 +367,18 @@ class Plan(Frozen):
             return stage_mesh
         return _default_mesh(*_MESH_DEGREES(self))
 
+    def routes_own_tokens(self, mesh: Mesh) -> bool:
+        """Return True where each tensor-parallel rank of a mesh sends a part of the positions to whole experts (etp 1),
+        instead of computing all of them by its slice of each expert (arXiv:2504.14960 §3.2)."""
+        return mesh.tp > 1 and mesh.etp == 1 and not DISPATCHERS[self.ep_dispatcher].shares_tokens
+
+    def expert_dispatch(self, mesh: Mesh) -> ExpertDispatch:
+        """Return the expert-parallel ranks of a mesh with their dispatcher."""
+        inner = 1
+        if self.ep_dispatcher == "hierarchical":
+            inner = self.ep_inner_size or usual_inner_size(mesh.ep)
+        return ExpertDispatch(self.ep_dispatcher, mesh.ep, inner, self.ep_chunks)
+
     @property
     def distinct_meshes(self) -> list[Mesh]:
         """Meshes of all stages, each different one once."""
@@ -458,7 +482,10 @@ class Plan(Frozen):
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-_ADDED_LATER = ("cp_comm_type", "cp_ulysses_degree", "cp_window_size", "sequence_tiles")
+_ADDED_LATER = (
+    *("cp_comm_type", "cp_ulysses_degree", "cp_window_size", "sequence_tiles"),
+    *("ep_dispatcher", "ep_inner_size", "ep_chunks"),
+)
 """Fields of a plan that are younger than the hashes in files."""
 
 

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from muster.spec.context_kinds import CONTEXT_KINDS
 from muster.spec.errors import ConfigError
+from muster.spec.expert_kinds import DISPATCHERS
 from muster.spec.former_names import current_plan_part, report_renames
 from muster.spec.mesh_axes import DEGREE_FIELDS
 from muster.spec.plan import LayerStrategy, Offload, Plan, Precision, Recompute, StageSpec
@@ -20,12 +21,13 @@ _RECOMPUTE: dict[str, Recompute] = {
     "full": "full",
 }
 _OFFLOAD: dict[str, Offload] = {"act": "activations", "opt": "optimizer", "all": "all"}
+_EP_WORDS = {name: kind.word for name, kind in DISPATCHERS.items()}
 _CP_WORDS = {name: kind.word for name, kind in CONTEXT_KINDS.items()}
 _DEFAULTS = Plan()
 
 _NAMED_AXES = tuple(axis for axis in DEGREE_FIELDS if not axis.startswith("dp_"))
-_PLAIN_AXES = tuple(axis for axis in _NAMED_AXES if axis not in ("pp", "tp", "cp"))
-"""Axes that a name gives as the axis and its degree alone, such as `ep2`."""
+_PLAIN_AXES = tuple(axis for axis in _NAMED_AXES if axis not in ("pp", "tp", "cp", "ep"))
+"""Axes that a name gives as the axis and its degree alone, such as `etp2`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,16 @@ def _context_parallel(degree: str, word: str, ulysses: str | None, window: str |
     return fields
 
 
+def _expert_parallel(degree: str, word: str, inner: str | None) -> dict[str, Any]:
+    """Return the fields of `ep8`, `ep8g`, `ep8h`, `ep8h4`."""
+    fields: dict[str, Any] = {"ep": int(degree)}
+    if word:
+        fields["ep_dispatcher"] = next(kind for kind, own in _EP_WORDS.items() if own == word)
+    if inner is not None:
+        fields["ep_inner_size"] = int(inner)
+    return fields
+
+
 _LAYER_RUN = r"\d{1,9}(?:x[1-9]\d{0,3})?"
 """Layers of a stage, or of several stages in a row: `3`, or `3x4` for four stages of 3 layers."""
 _MAX_STAGES = 10_000
@@ -93,6 +105,12 @@ _NAME_PARTS = (
         rf"cp(\d{{1,9}})([{''.join(sorted(set(_CP_WORDS.values())))}]?)((?<=u)\d{{1,9}})?(?:w(\d{{1,9}}))?",
         _context_parallel,
     ),
+    _NamePart(
+        ", ".join([*("epN" + word for word in _EP_WORDS.values()), "epNhL"]),
+        rf"ep(\d{{1,9}})([{''.join(_EP_WORDS.values())}]?)((?<=h)\d{{1,9}})?",
+        _expert_parallel,
+    ),
+    _degree("ep_chunks", "epover"),
     *(_degree(axis, axis) for axis in _PLAIN_AXES),
     _degree("micro_batch_size", "mb"),
     _degree("sequence_tiles", "tile"),
@@ -184,6 +202,10 @@ def _format_parts(plan: Plan) -> list[str]:
         f"tp{plan.tp}" + ("-sp" if strategy.sp else ""): plan.tp > 1 or strategy.sp,
         f"pp{plan.pp}" + (f"v{plan.vpp}" if plan.vpp > 1 else ""): plan.num_stages > 1,
         f"cp{plan.cp}" + _cp_word(plan): plan.cp > 1 or plan.cp_comm_type != "p2p" or plan.cp_window_size > 1,
+        f"ep{plan.ep}{_EP_WORDS[plan.ep_dispatcher]}{plan.ep_inner_size or ''}": plan.ep > 1
+        or plan.ep_dispatcher != "all_to_all"
+        or plan.ep_inner_size is not None,
+        f"epover{plan.ep_chunks}": plan.ep_chunks > 1,
         **{f"{axis}{getattr(plan, axis)}": getattr(plan, axis) > 1 for axis in _PLAIN_AXES},
     }
     rest = {
@@ -290,7 +312,7 @@ def _suggestion(token: str) -> str:
         *get_args(Precision),
     ]
     fixed += ["s" + word for word in _schedule_names()]
-    numbered = [word + (number[0] if number else "N") for word in ("dp", *_NAMED_AXES, "mb", "tile")]
+    numbered = [word + (number[0] if number else "N") for word in ("dp", *_NAMED_AXES, "epover", "mb", "tile")]
     if not number:
         return did_you_mean(token.lower(), fixed) or did_you_mean(token.lower(), numbered)
     level = [f"z{max(1, min(3, int(number[0])))}"] if re.fullmatch(r"(z|zero)-?\d+", token.lower(), re.ASCII) else []

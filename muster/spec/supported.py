@@ -161,10 +161,25 @@ def _sliced(mesh: Mesh) -> Mesh:
     return mesh.model_copy(update={"etp": mesh.tp, "ep": gcd(mesh.ep, mesh.state_shards)})
 
 
+def _has_placed_slices(mesh: Mesh) -> bool:
+    """Return True where experts are sliced as attention is, or whole ones lie on different tensor-parallel ranks."""
+    return mesh.etp == mesh.tp or (mesh.etp == 1 and mesh.ep % mesh.tp == 0)
+
+
+def _misplaced_slices(plan: Plan) -> str:
+    mesh = next(mesh for mesh in plan.distinct_meshes if not _has_placed_slices(mesh))
+    if mesh.etp > 1:
+        return f"experts in {mesh.etp} slices under tp {mesh.tp} (they are sliced as attention is, or not at all)"
+    return (
+        f"whole experts (etp 1) under tp {mesh.tp} with ep {mesh.ep} (tensor-parallel ranks have slices of the same"
+        f" experts, etp {mesh.tp}, or different experts, ep a multiple of {mesh.tp})"
+    )
+
+
 EXPERT_RULES: tuple[Rule, ...] = (
     Rule(
-        lambda plan: any(mesh.etp != mesh.tp for mesh in plan.distinct_meshes),
-        "experts that tensor-parallel ranks don't share as they share attention (etp other than tp)",
+        lambda plan: not all(map(_has_placed_slices, plan.distinct_meshes)),
+        _misplaced_slices,
         _with_expert_slices,
     ),
     Rule(
@@ -218,11 +233,26 @@ ATTENTION_DROPOUT_RULES: tuple[Rule, ...] = (
 )
 """Things that the runtime can't do for a model with dropout of attention's probabilities."""
 
-_UNSUPPORTED_MODELS: tuple[tuple[str, Callable[[ModelSpec], bool]], ...] = (
-    (
-        "a sigmoid router's bias (moe.router_bias), which balances the load from step to step",
-        lambda model: model.moe is not None and model.moe.router == "sigmoid" and model.moe.router_bias,
+CAPACITY_RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda plan: plan.uses_axis("cp"),
+        "a capacity of experts with context parallelism (it counts the positions of whole sequences)",
+        setting(cp=1, cp_comm_type="p2p", cp_ulysses_degree=1, cp_window_size=1),
     ),
+    Rule(
+        lambda plan: any(map(plan.routes_own_tokens, plan.distinct_meshes)),
+        "a capacity of experts where tensor-parallel ranks route parts of a sequence (it counts whole ones: etp as tp)",
+        _with_expert_slices,
+    ),
+    Rule(
+        lambda plan: plan.ep_chunks > 1,
+        "chunks of tokens on their way to experts that have a capacity (it counts the positions of whole sequences)",
+        setting(ep_chunks=1),
+    ),
+)
+"""Things that the runtime can't do where an expert takes no more than so many positions of a sequence."""
+
+_UNSUPPORTED_MODELS: tuple[tuple[str, Callable[[ModelSpec], bool]], ...] = (
     ("biases of experts (mlp_bias)", lambda model: model.moe is not None and model.mlp_bias),
     (
         "experts beside attention (parallel_residual)",
@@ -243,9 +273,11 @@ def runtime_rules(model: ModelSpec | None) -> tuple[Rule, ...]:
     """Return the rules that plans for a model keep; None: those of every model."""
     if model is None:
         return RUNTIME_RULES
+    moe = model.moe
     return (
         *RUNTIME_RULES,
-        *(EXPERT_RULES if model.moe is not None else ()),
+        *(EXPERT_RULES if moe is not None else ()),
+        *(CAPACITY_RULES if moe is not None and moe.needs_whole_sequences else ()),
         *(LINEAR_ATTENTION_RULES if model.linear_attention is not None else ()),
         *(ATTENTION_DROPOUT_RULES if model.attention_dropout else ()),
     )

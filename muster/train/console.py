@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from muster.report.expert_load import load_in_words
 from muster.spec.formatting import format_count, format_seconds
 
 
@@ -55,6 +56,7 @@ class TrainingDisplay:
             eta = format_seconds((self.total_steps - number) * row["time/step"])
             self.console.print(
                 f"step {number}/{self.total_steps} loss {loss} gnorm {norm} lr {row['train/lr']:.2e} "
-                f"tok/s {format_count(speed)} mfu {mfu} step {format_seconds(row['time/step'])} eta {eta}",
+                f"tok/s {format_count(speed)} mfu {mfu} step {format_seconds(row['time/step'])} eta {eta}"
+                f"{load_in_words(row)}",
                 soft_wrap=True,
             )

@@ -192,6 +192,7 @@ class _FakeTrainer(CountedTrainer):
         for stage in self.stages.values():
             stage.attach_local_gradients()
             stage.pop_losses()
+            stage.pop_router_load()
         self.updater.state.grad_norm = 2 * self.config.optim.clip_norm
 
 

@@ -42,6 +42,11 @@ def metrics_row(
         row["train/load_balancing_loss"] = result.load_balancing_loss
     if result.router_z_loss:
         row["train/router_z_loss"] = result.router_z_loss
+    for load in result.expert_load:
+        row[f"experts/max_over_mean/{load.layer}"] = load.max_over_mean
+        row[f"experts/entropy/{load.layer}"] = load.entropy
+        if load.dropped:
+            row[f"experts/dropped/{load.layer}"] = load.dropped
     if result.skip_reason:
         row["skipped"] = result.skip_reason
     return null_non_finite(row)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from muster.checkpoint.local_shard import LocalShard
-from muster.config.freezing import is_frozen
+from muster.config.freezing import is_frozen, matches_freeze
 from muster.config.run_config import RunConfig
 from muster.layout.tensor_layout import TensorLayout
+from muster.model.routing import update_expert_bias
 from muster.optim.base import StateStarts
 from muster.optim.build import build_optimizer
 from muster.parallel.stage import DecoderStage
@@ -20,6 +21,9 @@ from muster.train.gradients import find_tied_copies, sum_of_squares
 from muster.train.loss_scale import LossScale
 from muster.train.step_skipper import StepSkipper
 from muster.train.step_state import StepHooks, StepState, no_step
+
+NUM_STATISTICS = 8
+"""Numbers that ranks sum in a step of any model."""
 
 
 class ParameterUpdater:
@@ -74,12 +78,13 @@ class ParameterUpdater:
             self._read_sums(self.state, sums)
 
     def local_statistics(self) -> Tensor:
-        """This rank's part of the statistics, from its complete gradients, which are unscaled on the way: float64 [8].
+        """This rank's part of the statistics, from its complete gradients, which are unscaled on the way: float64 [8],
+        or more in a model with experts.
 
         (squared gradient norm, sums of the losses as `DecoderStage.pop_losses` has them, stop requested, is saving, a
-        save failed).
+        save failed; `DecoderStage.pop_router_load`).
         """
-        sums = torch.zeros(8, dtype=torch.float64, device=self.world.device)
+        sums = torch.zeros(NUM_STATISTICS, dtype=torch.float64, device=self.world.device)
         for stage in self.stages.values():
             stage.attach_local_gradients()
         if self._sums_tied_copies:
@@ -97,7 +102,8 @@ class ParameterUpdater:
             sums[1:5] += stage.pop_losses()
         sums[5] = self.hooks.stop_requested()
         sums[6], sums[7] = self.hooks.save_status()
-        return sums
+        loads = [load for stage in self.stages.values() if (load := stage.pop_router_load()) is not None]
+        return torch.cat((sums, torch.stack(loads).sum(0).flatten())) if loads else sums
 
     def decide_step(self, state: StepState, sums: Tensor) -> None:
         """Complete the state of a step from the sums over all ranks, and decide whether it is skipped."""
@@ -109,7 +115,11 @@ class ParameterUpdater:
     def _read_sums(self, state: StepState, sums: Tensor) -> None:
         """Read the sums over all ranks: the one moment of a step at which the host waits for its device."""
         self.world.heartbeat.wait()
-        squares, *losses, stop, saving, save_failed = sums.tolist()
+        values = sums.tolist()
+        squares, *losses, stop, saving, save_failed = values[:NUM_STATISTICS]
+        moe = self.config.model.moe
+        if moe is not None and len(values) > NUM_STATISTICS:
+            state.router_load = torch.tensor(values[NUM_STATISTICS:], dtype=torch.float64).view(-1, moe.num_experts + 1)
         state.loss, state.z_loss, state.load_balancing_loss, state.router_z_loss = (
             loss / state.num_valid for loss in losses
         )
@@ -142,6 +152,21 @@ class ParameterUpdater:
         self.hooks.before_update()
         self.optimizer.step(self.state.learning_rate)
         self.sync_tied_copies()
+        self._balance_experts()
+
+    def _balance_experts(self) -> None:
+        """Move the biases that balance experts by the load of the whole step on all ranks."""
+        model, load_LF = self.config.model, self.state.router_load
+        if model.moe is None or not model.moe.has_expert_bias or load_LF is None:
+            return
+        for stage in self.stages.values():
+            for load_F, layer in zip(load_LF, model.expert_layers, strict=True):
+                name = f"layers.{layer}.mlp.router.expert_bias"
+                layout = stage.layouts.get(name)
+                if layout is None or not layout.boxes or matches_freeze(self.config.optim, name):
+                    continue
+                rate, (rows,) = model.moe.router_bias_update_rate, layout.boxes[0].slices
+                update_expert_bias(stage.parameters[name], load_F[:-1], rows, rate)
 
     def drop_gradients(self) -> None:
         """Free the gradients and the gathered parameters, which are out of date after a step."""

@@ -1,6 +1,32 @@
 """Result of a training step."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import log
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """Load of one layer's experts in a step."""
+
+    layer: int
+    max_over_mean: float
+    """Tokens of the expert that was chosen most, relative to the mean; 1 where the load is even."""
+    entropy: float
+    """Entropy of the experts' shares, relative to that of an even load: 1 at most."""
+    dropped: float
+    """Share of the choices that exceeded an expert's capacity."""
+
+
+def expert_load(layer: int, counts: Iterable[float], dropped: float) -> ExpertLoad:
+    """Return the load of a layer from the choices of each expert, and the number of those that were dropped."""
+    chosen = list(counts)
+    total = sum(chosen)
+    if not total:
+        return ExpertLoad(layer, 1.0, 1.0, 0.0)
+    shares = [count / total for count in chosen]
+    entropy = -sum(share * log(share) for share in shares if share) / log(len(shares)) if len(shares) > 1 else 1.0
+    return ExpertLoad(layer, max(shares) * len(shares), entropy, dropped / total)
 
 
 @dataclass(frozen=True)
@@ -34,3 +60,5 @@ class StepResult:
     """Sum of the layers' load-balancing losses with their coefficient, by the divisor of the loss."""
     router_z_loss: float = 0.0
     """Sum of the z-losses of the layers' routers, likewise."""
+    expert_load: tuple[ExpertLoad, ...] = ()
+    """Load of each layer with experts, in the layers' order."""

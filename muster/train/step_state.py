@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 
 @dataclass
 class StepState:
@@ -26,6 +28,9 @@ class StepState:
     """Sum of the z-losses of the layers' routers, likewise."""
     grad_norm: float = math.nan
     """Global gradient norm before clipping."""
+    router_load: Tensor | None = None
+    """Choices of each expert in the step and the number of dropped ones, on the host: float64 [layers with experts,
+    E + 1]; None in a model without experts."""
     skip_reason: str | None = None
     """Reason why the step changes nothing; None when it is applied."""
     stop_requested: bool = False

@@ -30,7 +30,7 @@ from muster.train.custom_step import CustomStep
 from muster.train.evaluator import Evaluator
 from muster.train.gradients import add_replica_gradients
 from muster.train.parameter_updater import ParameterUpdater
-from muster.train.step_result import StepResult
+from muster.train.step_result import ExpertLoad, StepResult, expert_load
 from muster.train.step_state import StepHooks, StepState, no_step
 
 KEPT_STEPS = 64
@@ -190,6 +190,7 @@ class Trainer:
             z_loss=state.z_loss,
             load_balancing_loss=state.load_balancing_loss,
             router_z_loss=state.router_z_loss,
+            expert_load=self._expert_load(state),
             grad_norm=state.grad_norm,
             learning_rate=state.learning_rate,
             num_tokens=state.num_tokens,
@@ -202,6 +203,12 @@ class Trainer:
             is_saving=state.is_saving,
             save_failed=state.save_failed,
         )
+
+    def _expert_load(self, state: StepState) -> tuple[ExpertLoad, ...]:
+        if state.router_load is None:
+            return ()
+        rows = zip(self.config.model.expert_layers, state.router_load.tolist(), strict=True)
+        return tuple(expert_load(layer, row[:-1], row[-1]) for layer, row in rows)
 
     def profile(self) -> StageProfile:
         """Time every instruction and count bytes; afterwards parameters and optimizer are as new."""

@@ -9,7 +9,7 @@ the operands of its weights' gradients, from which W computes them all before it
 
 from dataclasses import replace
 
-from muster.cost.activations import mlp_inner_bytes, saved_mlp_bytes
+from muster.cost.activations import dispatched_bytes, mlp_inner_bytes, saved_mlp_bytes
 from muster.cost.context_traffic import attention_workspace
 from muster.cost.memory.kernel_workspace import KernelWorkspace
 from muster.cost.memory.linear_attention import recurrence_workspace
@@ -262,8 +262,8 @@ class BackwardPeaks:
         if sizes.local_model.has_experts(layer):
             rows = sizes.routed_row_bytes
             inner, matrix, kept = self._experts_workspace(product, weights), 0, kept + rows * (not weights)
-            if how == "full" and sizes.mesh.ep > 1:  # rows that were sent, beside those that come back
-                inner = max(inner, 2 * rows)
+            if how == "full":  # rows that were sent, beside those that come back
+                inner = max(inner, 2 * dispatched_bytes(sizes))
         mlp = again + inner + matrix + kept + sizes.hidden_bytes
         if self._is_tiled:
             mlp = again + self._tiled_mlp_workspace(product, inner, matrix)

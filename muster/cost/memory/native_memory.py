@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from muster.config.optim_config import OptimConfig
 from muster.cost.activations import (
+    dispatched_bytes,
     mlp_inner_bytes,
     offloaded_activation_bytes,
     saved_mlp_bytes,
@@ -116,7 +117,7 @@ class _StagePeaks(BackwardPeaks):
             how, (2 + sizes.local_model.gated) * product
         )
         if sizes.local_model.has_experts(layer):  # the experts' results beside those in the tokens' order
-            rows, sent = sizes.routed_row_bytes, sizes.routed_row_bytes * (sizes.mesh.ep > 1)
+            rows, sent = sizes.routed_row_bytes, dispatched_bytes(sizes)
             made = max(made, rows) if how != "full" else max(rows + made, 3 * rows)
             made += sent
         moved = sizes.hidden_bytes if sizes.mesh.tp > 1 else 0

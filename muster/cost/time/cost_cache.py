@@ -64,6 +64,8 @@ class CostTables:
     """Type of the slowest of a stage's devices."""
     context_fields: dict[tuple, dict[str, Any]] = field(default_factory=dict)
     """Fields of a plan that say how context-parallel ranks communicate fastest, by their degrees."""
+    dispatch_fields: dict[tuple, dict[str, Any]] = field(default_factory=dict)
+    """Fields of a plan that say how tokens get to experts fastest, by their degrees."""
     stage_kinds: dict[tuple, StageKinds] = field(default_factory=dict)
     """Stages, or p2p transfers between stages, sorted into kinds that cost the same."""
 

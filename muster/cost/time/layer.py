@@ -52,7 +52,7 @@ def layer_passes(at: LayerContext, layer: int) -> LayerPasses:
     add_norm_and_residual(at.tile, mlp)
     mlp.repeat_for_tiles(at, (2 + model.gated) * model.intermediate_size * model.hidden_size / at.tp.size)
     if model.has_experts(layer):
-        _add_expert_all_to_all(at, attention, mlp)
+        _add_expert_exchange(at, attention, mlp)
     forward = attention.forward + mlp.forward
     return LayerPasses(
         forward,
@@ -85,44 +85,74 @@ def _add_experts(at: LayerContext, part: SublayerCost) -> None:
     """Add router, dispatch, grouped matmuls over the local experts, and combine (arXiv:2101.03961 §2).
 
     Tokens are assumed to be distributed evenly over experts. Each rank dispatches the tokens of its own part of the
-    sequence.
+    sequence, or all where the hidden state enters experts as it does an MLP.
     """
     model, moe = at.model, at.model.moe
     assert moe is not None
-    own = at.norm_tokens if at.strategy.sp else at.tokens / at.tp.size
-    sent = own * moe.top_k
+    rows = at.routed_tokens * moe.top_k * at.etp
+    own = at.tokens if at.experts_like_mlp else at.routed_tokens
     hidden = model.hidden_size * at.element_bytes
     part.add_elementwise(at, 2 * own * moe.num_experts * 4 + own * hidden, 3 * own * moe.num_experts * 4, 6)
-    permuted = 4 * sent * hidden / PERMUTE_RATE
+    permuted = 4 * (rows if at.experts_like_mlp else rows / at.etp) * hidden / PERMUTE_RATE
     part.add_elementwise(at, permuted, permuted, 4)
-    if at.etp > 1:
-        for spent in (part.forward, part.input_grads):
-            gathered = sent * hidden * at.etp
+    for spent in (part.forward, part.input_grads):
+        if at.experts_like_mlp:
+            continue
+        if at.etp > 1:
+            gathered = rows * hidden
             spent.add_exposed("tp", all_gather_s(at.tp, gathered) + reduce_scatter_s(at.tp, gathered))
-    _add_mlp_matmuls(at, part, sent * at.etp, moe.expert_size / at.etp, moe.num_experts / at.ep.size)
-    if moe.shared_size:
+        elif at.tp.size > 1 and at.framework.experts_in_tp_region and not at.strategy.sp:
+            # Each rank routes a part of the positions, and gathers the others.
+            spent.add_exposed("tp", all_gather_s(at.tp, at.tokens * hidden))
+    if at.experts_like_mlp:
+        add_tp_entry(at, part)
+    _add_mlp_matmuls(at, part, rows, moe.expert_size / at.etp, moe.num_experts / at.ep.size)
+    if moe.shared_size and at.experts_like_mlp:
+        _add_mlp_matmuls(at, part, at.tokens, moe.shared_size / at.tp.size)
+    elif moe.shared_size:
         _add_mlp(at, part, moe.shared_size)
+    if at.experts_like_mlp:
+        add_tp_exit(at, part)
 
 
-def _add_expert_all_to_all(at: LayerContext, attention: SublayerCost, mlp: SublayerCost) -> None:
-    """Add the all-to-alls of tokens to their experts' ranks and back, and of their gradients.
+def _add_expert_exchange(at: LayerContext, attention: SublayerCost, mlp: SublayerCost) -> None:
+    """Add the exchange of tokens with their experts' ranks, and of gradients.
 
-    They are exposed, or overlap with the passes of another micro-batch (arXiv:2412.19437 §3.2.1).
+    It is exposed, or overlaps with the passes of another micro-batch (arXiv:2412.19437 §3.2.1); in chunks, all but the
+    first there and the last back overlap with the experts' own matmuls (arXiv:2206.03382 §4.2).
     """
-    moe, software = at.model.moe, at.framework
-    assert moe is not None
-    own = at.norm_tokens if at.strategy.sp else at.tokens / at.tp.size
-    # Experts of a group lie on one node; a token crosses the network once for each node (§3.2.2).
-    reached = min(moe.top_groups, at.ep.num_domains) if moe.num_groups > 1 else min(moe.top_k, at.ep.num_domains)
-    crossing = min(1.0, reached / moe.top_k) if software.dispatch_once_per_node else 1.0
-    exchange_s = 2 * all_to_all_s(at.ep, own * moe.top_k * at.model.hidden_size * at.element_bytes, crossing)
+    exchange_s, chunks = _exchange_s(at), at.dispatch.chunks
     backward_s = sum(one.compute_s for part in (attention, mlp) for one in (part.input_grads, part.weight_grads))
-    passes = ((mlp.forward, attention.forward.compute_s + mlp.forward.compute_s), (mlp.input_grads, backward_s))
-    for spent, compute_s in passes:
-        if software.overlap_expert_comm:
+    experts_s = mlp.matmuls.compute_s
+    passes = (
+        (mlp.forward, attention.forward.compute_s + mlp.forward.compute_s, experts_s),
+        (mlp.input_grads, backward_s, 2 * experts_s),
+    )
+    for spent, compute_s, matmuls_s in passes:
+        if at.framework.overlap_expert_comm:
             spent.add_overlapped("ep", exchange_s, compute_s)
         else:
-            spent.add_exposed("ep", exchange_s)
+            spent.add_exposed("ep", exchange_s / chunks)
+            spent.add_overlapped("ep", exchange_s * (1 - 1 / chunks), matmuls_s * (1 - 1 / chunks))
+
+
+def _exchange_s(at: LayerContext) -> float:
+    """Return the seconds of a forward's exchange, by dispatcher; a backward's takes as long."""
+    moe = at.model.moe
+    assert moe is not None
+    states = at.routed_tokens * at.model.hidden_size * at.element_bytes
+    rows, chunks = states * moe.top_k, at.dispatch.chunks
+    match at.dispatch.kind:
+        case "slicing":
+            return 0.0
+        case "all_gather":
+            return all_gather_s(at.ep, at.ep.size * states) + reduce_scatter_s(at.ep, at.ep.size * states)
+        case "hierarchical" if at.ep_levels is not None:
+            return sum(2 * all_to_all_s(group, rows) for group in at.ep_levels)
+    # Experts of a group lie on one node; a token crosses the network once for each node (arXiv:2412.19437 §3.2.2).
+    reached = min(moe.top_groups, at.ep.num_domains) if moe.num_groups > 1 else min(moe.top_k, at.ep.num_domains)
+    crossing = min(1.0, reached / moe.top_k) if at.framework.dispatch_once_per_node else 1.0
+    return 2 * chunks * all_to_all_s(at.ep, rows / chunks, crossing)
 
 
 def _recompute_cost(at: LayerContext, attention: SublayerCost, mlp: SublayerCost) -> PassCost:

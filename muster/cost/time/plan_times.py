@@ -9,7 +9,7 @@ import numpy as np
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import mean_update_bytes
 from muster.cost.activations import offloaded_activation_bytes
-from muster.cost.comm_volume import STEP_REPORT_BYTES
+from muster.cost.comm_volume import step_report_bytes
 from muster.cost.precision_bytes import compute_bytes
 from muster.cost.time.collectives import CommGroup, all_reduce_s, p2p_s
 from muster.cost.time.cost_cache import CostCache
@@ -161,7 +161,7 @@ def per_step_s(setting: PlacedPlan, examples: Sequence[StageTimes]) -> tuple[flo
         kinds = zip(setting.placement, setting.stage_kinds.kind_by_stage.tolist(), strict=True)
         devices = {rank: examples[kind].device for rank, kind in kinds}
         most = [(device, float(held[rank])) for rank, device in devices.items()]
-    norm_s = all_reduce_s(setting.group(0, ((1, setting.world_size),)), STEP_REPORT_BYTES)
+    norm_s = all_reduce_s(setting.group(0, ((1, setting.world_size),)), step_report_bytes(setting.model))
     norm_s += max(stream_s(device, GRAD_NORM_BYTES * count) for device, count in most)
     return norm_s, STEP_HOST_S + max(stream_s(device, update_bytes * count) for device, count in most)
 

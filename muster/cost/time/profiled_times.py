@@ -14,7 +14,7 @@ from math import prod
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import mean_update_bytes
 from muster.cost.activations import offloaded_activation_bytes, pass_sizes
-from muster.cost.comm_volume import STEP_REPORT_BYTES
+from muster.cost.comm_volume import step_report_bytes
 from muster.cost.context_traffic import AttentionShape, attention_transfers, state_transfers
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.cost.time.attention import SOFT_CAP_BYTES
@@ -469,7 +469,7 @@ def _per_step_times(
     if optim is not None:
         shapes = dict(parameter_shapes(model))
         updated = round(total * mean_update_bytes(optim, shapes, 4, 2) / mean_update_bytes(None, shapes, 4, 2))
-    all_reduce_s = rates.collective("all_reduce", plan.world_size, STEP_REPORT_BYTES)
+    all_reduce_s = rates.collective("all_reduce", plan.world_size, step_report_bytes(model))
     contention = rates.contention(level)
     return {
         Kind.GRAD_NORM: contention * (all_reduce_s + rates.kernel("gradient norm", total) + overhead(Kind.GRAD_NORM)),

@@ -245,6 +245,7 @@ class PlacedPlan:
                 tp=self.axis_group(stage, "tp"),
                 cp=self.axis_group(stage, "cp"),
                 ep=self.expert_group(stage),
+                ep_levels=self.expert_levels(stage),
             )
         return self._stage_groups[location]
 
@@ -339,6 +340,23 @@ class PlacedPlan:
         sizes, strides = self._axis_sizes_and_strides[self.placement[stage]]
         return self.group(self.first_rank(stage), _expert_steps(sizes, strides, self.mesh(stage)))
 
+    def expert_levels(self, stage: int) -> tuple[CommGroup, CommGroup] | None:
+        """Return the groups of the two steps of a hierarchical exchange; None under other dispatchers."""
+        inner = self.plan.expert_dispatch(self.mesh(stage)).inner
+        if inner == 1:
+            return None
+        sizes, strides = self._axis_sizes_and_strides[self.placement[stage]]
+        near, far = [], []
+        for stride, size in _expert_steps(sizes, strides, self.mesh(stage)):
+            taken = gcd(inner, size)
+            inner //= taken
+            near.append((stride, taken))
+            far.append((stride * taken, size // taken))
+        first = self.first_rank(stage)
+        levels = (tuple(step for step in steps if step[1] > 1) for steps in (near, far))
+        inside, between = (self.group(first, steps) for steps in levels)
+        return inside, between
+
 
 def _expert_steps(sizes: dict[str, int], strides: dict[str, int], mesh: Mesh) -> tuple[tuple[int, int], ...]:
     """Return (stride, size) of the axes that expert parallelism takes its ranks of, innermost first."""
@@ -365,11 +383,13 @@ class StageGroups(NamedTuple):
     tp: CommGroup
     cp: CommGroup
     ep: CommGroup
+    ep_levels: tuple[CommGroup, CommGroup] | None = None
+    """Neighbours, and ranks of different groups of neighbours, in a hierarchical exchange."""
 
     @property
     def layer_key(self) -> tuple[Hashable, ...]:
         """Device and groups that a layer's own kernels and collectives depend on."""
-        return self.device_type, self.tp, self.cp, self.ep
+        return self.device_type, self.tp, self.cp, self.ep, self.ep_levels
 
 
 def axis_strides(sizes: dict[str, int]) -> dict[str, int]:

@@ -63,6 +63,8 @@ class StageTimes:
             placed.plan.context_ranks(self.mesh),
             placed.plan.sequence_tiles,
             self._is_data_parallel,
+            placed.plan.expert_dispatch(self.mesh),
+            self.groups.ep_levels,
         )
 
     @property
@@ -241,7 +243,7 @@ class StageTimes:
         plan = self.placed.plan
         known = self.placed.cache.layer_passes
         own = plan.precision, plan.local_micro_batch_size(self.stage), self.mesh.etp, self._is_data_parallel
-        own = *own, plan.context_ranks(self.mesh), plan.sequence_tiles
+        own = *own, plan.context_ranks(self.mesh), plan.sequence_tiles, plan.expert_dispatch(self.mesh)
         key = kind, *own, self.groups.layer_key
         if key not in known:
             known[key] = layer_passes(replace(self.layer_context, strategy=kind.strategy), self._example_layers[kind])

@@ -9,6 +9,7 @@ from muster.cost.time.kernels import grouped_matmul_s, matmul_s, stream_s
 from muster.cost.time.pass_cost import PassCost
 from muster.spec.context_kinds import ContextRanks
 from muster.spec.device import DeviceSpec
+from muster.spec.expert_kinds import DISPATCHERS, ExpertDispatch
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.model import ModelSpec
 from muster.spec.plan import LayerStrategy, Precision
@@ -51,6 +52,9 @@ class LayerContext:
     sequence_tiles: int = 1
     is_data_parallel: bool = False
     """True if there are data-parallel ranks, over which z2 and z3 reduce gradients in every backward."""
+    dispatch: ExpertDispatch = ExpertDispatch()
+    ep_levels: tuple[CommGroup, CommGroup] | None = None
+    """Groups of the two steps of a hierarchical exchange of tokens."""
 
     @property
     def tokens(self) -> float:
@@ -61,6 +65,17 @@ class LayerContext:
     def norm_tokens(self) -> float:
         """Positions of the hidden state between matmuls: divided by tp under sequence parallelism."""
         return self.tokens / self.tp.size if self.strategy.sp else self.tokens
+
+    @property
+    def routed_tokens(self) -> float:
+        """Positions that the rank sends to experts: a part where tensor-parallel ranks send different ones."""
+        return self.norm_tokens if self.strategy.sp else self.tokens / self.tp.size
+
+    @property
+    def experts_like_mlp(self) -> bool:
+        """True where the whole hidden state enters and leaves experts as it does an MLP."""
+        shares = self.etp > 1 or DISPATCHERS[self.dispatch.kind].shares_tokens
+        return self.framework.experts_in_tp_region and shares and self.tp.size > 1
 
     @cached_property
     def element_bytes(self) -> int:

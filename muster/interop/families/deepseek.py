@@ -141,7 +141,9 @@ def _in_layer(name: str, shape: tuple[int, ...], prefix: str, part: str) -> Iter
         matrix = LAYER_NAMES[module.rpartition(".")[2]]
         yield from link_stacked(name, [f"{prefix}.mlp.experts.{i}.{matrix}.{leaf}" for i in range(shape[0])], shape)
     elif module == "mlp.router":
-        yield link_whole(name, f"{prefix}.mlp.gate.{'e_score_correction_bias' if leaf == 'bias' else leaf}", shape)
+        yield link_whole(
+            name, f"{prefix}.mlp.gate.{'e_score_correction_bias' if leaf == 'expert_bias' else leaf}", shape
+        )
     else:
         words = {"shared": "shared_experts", **LAYER_NAMES, **_ATTENTION, **_FURTHER}
         yield link_whole(

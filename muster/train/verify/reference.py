@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from muster.config.freezing import is_frozen
+from muster.config.freezing import is_frozen, matches_freeze
 from muster.config.run_config import RunConfig
 from muster.data.dataset import IGNORE_INDEX, SampleStream
 from muster.layout.tensor_layout import Box, TensorLayout
@@ -22,6 +22,7 @@ from muster.model.dropout import sample_keys
 from muster.model.float8 import apply_float8, has_float8
 from muster.model.init import init_stage
 from muster.model.kernels import accumulation_dtype
+from muster.model.routing import Router, update_expert_bias
 from muster.optim.base import Optimizer
 from muster.optim.build import build_optimizer
 from muster.optim.lr import lr_at_step
@@ -50,6 +51,8 @@ class Reference:
         """Gradients of the first step, before clipping, on the CPU; zeros for `frozen` parameters."""
         self.frozen: set[str] = set()
         """Parameters that have no gradient, because they don't require one or no layer uses them."""
+        self._first_load: dict[str, Tensor | None] = {}
+        """Choices of each expert in the first step, by router."""
         self.trace = self._run()
 
     def updated_parameters(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -58,6 +61,7 @@ class Reference:
         for name, parameter in model.named_parameters():
             parameter.grad = None if name in self.frozen else gradients[name]
         self._clip_and_step(model, self._new_optimizer(model), 0)
+        self._balance_experts(model, self._first_load)
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def _run(self) -> Trace:
@@ -77,6 +81,9 @@ class Reference:
                     for name, parameter in model.named_parameters()
                 }
             grad_norms.append(self._clip_and_step(model, optimizer, step))
+            load = {name: part.pop_load() for name, part in model.named_modules() if isinstance(part, Router)}
+            self._first_load = self._first_load or load
+            self._balance_experts(model, load)
             model.zero_grad()
         return Trace(losses, grad_norms, torch.stack(sketches).numpy())
 
@@ -129,6 +136,16 @@ class Reference:
             ((loss + self.config.train.z_loss * z_loss) / num_valid).backward()
             total += float(loss.detach())
         return total / num_valid
+
+    def _balance_experts(self, model: Decoder, load: Mapping[str, Tensor | None]) -> None:
+        """Move the biases that balance experts, after a step with this load."""
+        moe = self.config.model.moe
+        for name, load_F in load.items():
+            bias = model.get_submodule(name).expert_bias
+            if moe is None or not isinstance(bias, Tensor) or load_F is None:
+                continue
+            if not matches_freeze(self.config.optim, f"{name}.expert_bias"):
+                update_expert_bias(bias, load_F[:-1], slice(None), moe.router_bias_update_rate)
 
     def _clip_and_step(self, model: Decoder, optimizer: Optimizer, step: int) -> float:
         """Clip and step. Returns the gradient norm before clipping."""

@@ -1,0 +1,91 @@
+"""Dispatch of tokens by all-to-all.
+
+Suffixes: P expert-parallel ranks, c chunks, E experts, e experts of this rank, r rows received, D hidden width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muster.model.expert_rows import ExpertRows
+from muster.model.experts import ComputeRows
+from muster.model.grouped_matmul import Segments, host_counts
+from muster.model.routing import Routing
+from muster.parallel.axis import ExpertAxis
+from muster.parallel.expert_exchange import Exchange, FinishExchange, Flight, Reorder, StartExchange, block_order
+from muster.spec.expert_kinds import ExpertDispatch
+
+
+class AllToAll:
+    """Rows go to the ranks of their experts, are sorted by expert there, computed, and come back in their order
+    (arXiv:2006.16668 §3.2). Two all-to-alls of rows each way, after one of the numbers of rows.
+
+    With several chunks, each a part of the tokens, all set out at once; while experts compute one, others travel
+    (Tutel, arXiv:2206.03382 §4.2). The backward, which runs the same steps from the last to the first, overlaps, too.
+    """
+
+    def __init__(self, axis: ExpertAxis, dispatch: ExpertDispatch) -> None:
+        self.axis, self.chunks = axis, dispatch.chunks
+
+    def __call__(self, experts: ComputeRows, x_BSD: Tensor, routing: Routing) -> Tensor:
+        if self.chunks > 1:
+            return self._in_chunks(experts, x_BSD, routing)
+        rows, ranks = ExpertRows(routing), self.axis.size
+        sent_Pe = rows.counts_E.view(ranks, -1)
+        received_Pe = self.axis.all_to_all(sent_Pe, [1] * ranks, [1] * ranks)
+        y_rD: Any = rows.permute(x_BSD.flatten(0, 1))  # one name for all, so that none keeps what was read
+        sent, received = (host_counts(counts.sum(1), len(y_rD)) for counts in (sent_Pe, received_Pe))
+        order_r, inverse_r = block_order(received_Pe, (1, 0), sum(received))
+        y_rD = Exchange.apply(self.axis, y_rD, sent, received)
+        y_rD = Reorder.apply(y_rD, order_r, inverse_r)
+        y_rD = experts(y_rD, Segments(received_Pe.sum(0), sum(received)))
+        y_rD = Reorder.apply(y_rD, inverse_r, order_r)
+        y_rD = Exchange.apply(self.axis, y_rD, received, sent)
+        return rows.combine(y_rD, x_BSD.shape)
+
+    def _in_chunks(self, experts: ComputeRows, x_BSD: Tensor, routing: Routing) -> Tensor:
+        x_ND, ranks = x_BSD.flatten(0, 1), self.axis.size
+        parts = zip(routing.weight.tensor_split(self.chunks), routing.expert.tensor_split(self.chunks), strict=True)
+        rows_c = [ExpertRows(Routing(weight, expert, routing.num_experts)) for weight, expert in parts]
+        sent_Pce = torch.stack([rows.counts_E.view(ranks, -1) for rows in rows_c], 1)
+        received_Pce = self.axis.all_to_all(sent_Pce, [1] * ranks, [1] * ranks)
+        flights, travelling = [], []
+        for chunk, (rows, x_nD) in enumerate(zip(rows_c, x_ND.tensor_split(self.chunks), strict=True)):
+            y_rD: Any = rows.permute(x_nD)
+            sent, received = (
+                host_counts(counts_Pce[:, chunk].sum(1), len(y_rD)) for counts_Pce in (sent_Pce, received_Pce)
+            )
+            flights.append(Flight(self.axis, sent, received))
+            travelling.append(StartExchange.apply(flights[-1], y_rD))
+        returning = []
+        for chunk, flight in enumerate(flights):
+            counts_Pe = received_Pce[:, chunk]
+            order_r, inverse_r = block_order(counts_Pe, (1, 0), sum(flight.received))
+            y_rD = FinishExchange.apply(flight, travelling[chunk])
+            travelling[chunk] = None
+            y_rD = Reorder.apply(y_rD, order_r, inverse_r)
+            y_rD = experts(y_rD, Segments(counts_Pe.sum(0), sum(flight.received)))
+            y_rD = Reorder.apply(y_rD, inverse_r, order_r)
+            back = Flight(self.axis, flight.received, flight.sent)
+            returning.append((back, StartExchange.apply(back, y_rD)))
+        made = [
+            rows.combine(FinishExchange.apply(*back), torch.Size((1, rows.num_tokens, x_ND.shape[1])))  # type: ignore[arg-type]
+            for rows, back in zip(rows_c, returning, strict=True)
+        ]
+        return _Join.apply(x_BSD.shape, *made)  # type: ignore[return-value]
+
+
+class _Join(torch.autograd.Function):
+    """Chunks of tokens (1, n, D) as one tensor (B, S, D), which is no view, as the residual is added to it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: torch.Size, *parts: Tensor) -> Tensor:
+        ctx.sizes = [part.shape[1] for part in parts]
+        y_BSD = parts[0].new_empty(shape)
+        torch.cat(parts, 1, out=y_BSD.view(1, -1, shape[-1]))
+        return y_BSD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *grads[0].flatten(0, 1)[None].split(ctx.sizes, 1)

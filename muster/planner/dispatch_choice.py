@@ -1,0 +1,79 @@
+"""The dispatcher of tokens to experts for a shape: the one whose passes are predicted to take the least time.
+
+One for each triple of degrees (tp, cp, ep), so that a search has as many plans as with one dispatcher. A layer's time
+decides, in which the bytes by link, and the matmuls that hide them, have their parts.
+"""
+
+from collections.abc import Iterator
+from math import lcm
+from typing import Any
+
+from muster.cost.time.plan_times import place_plan
+from muster.cost.time.stage_times import StageTimes
+from muster.planner.request import PlanRequest
+from muster.schedule.action import Kind
+from muster.spec.plan import Plan
+from muster.spec.supported import unsupported_features
+from muster.spec.workload import Workload
+
+LEAST_GAIN = 0.005
+"""Part of the time that another dispatcher than the plain all-to-all must save to be chosen."""
+DISPATCH_FIELDS = ("ep_dispatcher", "ep_inner_size", "ep_chunks")
+CHUNK_COUNTS = (2, 4)
+"""Numbers of chunks in flight that are tried."""
+
+
+def dispatch_fields(request: PlanRequest, tp: int, cp: int, ep: int, sp: bool) -> dict[str, Any]:
+    """Return the fields of a plan that say how tokens get to experts: the required ones, or the fastest.
+
+    Programs other than Muster send rows by the plain all-to-all.
+    """
+    base = {name: request.fixed.get(name, getattr(request.base, name)) for name in DISPATCH_FIELDS}
+    is_chosen = any(name in request.fixed for name in DISPATCH_FIELDS) or base["ep_dispatcher"] != "all_to_all"
+    if ep == 1 or is_chosen or request.framework.storage == "megatron" or request.cluster.device.rates is not None:
+        return base
+    known = request.cost_cache.tables(
+        request.model, request.workload.seq_len, request.cluster, request.framework
+    ).dispatch_fields
+    key = tp, cp, ep, sp, request.precision
+    if key not in known:
+        known[key] = _fastest(request, tp, cp, ep, sp)
+    return known[key]
+
+
+def _fastest(request: PlanRequest, tp: int, cp: int, ep: int, sp: bool) -> dict[str, Any]:
+    plain = _plain_plan(request, tp, cp, ep, sp)
+    plans = [plain]
+    if plain.world_size <= request.cluster.num_devices:
+        plans += [plan for plan in _others(request, plain) if not unsupported_features(plan, request.model)]
+    seconds = [_passes_s(request, plan) for plan in plans] if len(plans) > 1 else [0.0]
+    best = min(range(len(plans)), key=seconds.__getitem__)
+    chosen = plans[best if seconds[best] < (1 - LEAST_GAIN) * seconds[0] else 0]
+    return {name: getattr(chosen, name) for name in DISPATCH_FIELDS}
+
+
+def _plain_plan(request: PlanRequest, tp: int, cp: int, ep: int, sp: bool) -> Plan:
+    data = lcm(ep, tp * cp) // (tp * cp)
+    strategy = request.base.default_strategy.model_copy(update={"sp": sp and tp > 1})
+    own = {"tp": tp, "cp": cp, "ep": ep, "dp_shard": data, "etp": request.base.etp}
+    return Plan(**own, precision=request.precision, default_strategy=strategy)
+
+
+def _others(request: PlanRequest, plain: Plan) -> Iterator[Plan]:
+    """Yield the plan with each other dispatcher that has a meaning for its degrees."""
+    yield plain.model_copy(update={"ep_dispatcher": "all_gather"})
+    if (plain.ep, plain.etp) == (plain.tp, 1):
+        yield plain.model_copy(update={"ep_dispatcher": "slicing"})
+    devices = min(group.domain_devices for group in request.cluster.groups)
+    if 1 < devices < plain.ep and plain.ep % devices == 0:
+        yield plain.model_copy(update={"ep_dispatcher": "hierarchical", "ep_inner_size": devices})
+    for count in CHUNK_COUNTS:
+        yield plain.model_copy(update={"ep_chunks": count})
+
+
+def _passes_s(request: PlanRequest, plan: Plan) -> float:
+    """Return the seconds of one micro-batch's forward and backward through all layers."""
+    one_sequence = Workload(seq_len=request.workload.seq_len, global_batch_size=plan.mesh(0).dp_size)
+    placed = place_plan(request.model, plan, one_sequence, request.cluster, request.framework, cache=request.cost_cache)
+    passes_s = StageTimes(placed, 0).passes_s
+    return passes_s[Kind.F] + passes_s[Kind.B]
