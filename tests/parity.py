@@ -23,7 +23,7 @@ from muster.data.dataset import Batch, Dataset, Packing, SampleStream
 from muster.data.prepare import PrepareOptions, open_or_prepare
 from muster.data.store import TokenStore
 from muster.data.tokenizer import ByteTokenizer
-from muster.layout.context_parallel import AttentionBlock
+from muster.layout.context_parallel import AttentionBlock, packed_blocks
 from muster.model import block_attention
 from muster.model.block_attention import block_forward, block_scores
 from muster.model.decoder import Decoder
@@ -51,6 +51,7 @@ from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 from muster.train.batch_loader import BatchLoader
 from muster.train.finalize import _memory_terms
+from muster.train.grouped_batches import GroupedStep, GroupReader
 from muster.train.prefetch import LocalBatch
 from muster.train.schedule_refinement import refine_schedule_from_profile
 from muster.train.trainer import Trainer
@@ -680,6 +681,31 @@ def dropped_lse() -> Iterator[None]:
 
 
 @contextmanager
+def unshared_keys() -> Iterator[None]:
+    """Ranks of a dynamic group see their own keys of each document alone."""
+
+    def faulty(lengths: Any, cp: int, queries_of: int, keys_of: int, window: int | None) -> Any:
+        return packed_blocks(lengths, cp, queries_of, keys_of, window) if queries_of == keys_of else ()
+
+    with patch("muster.parallel.cp_ring.packed_blocks", faulty):
+        yield
+
+
+@contextmanager
+def padding_counts() -> Iterator[None]:
+    """A rank without a group, and padding, count as labels."""
+    read = GroupReader.read
+
+    def faulty(*arguments: Any) -> GroupedStep:
+        step = read(*arguments)
+        counted = (one._replace(labels_S=np.maximum(one.labels_S, 0)) for one in step.micro_batches)
+        return replace(step, micro_batches=tuple(counted))
+
+    with patch.object(GroupReader, "read", faulty):
+        yield
+
+
+@contextmanager
 def labels_not_shifted() -> Iterator[None]:
     """Labels are those of the token itself instead of the next one."""
 
@@ -787,6 +813,8 @@ FAULTS = {
     None: no_fault,
     "mask off by one": mask_off_by_one,
     "row off by one": row_off_by_one,
+    "unshared keys": unshared_keys,
+    "padding counts": padding_counts,
     "dropped lse": dropped_lse,
     "labels not shifted": labels_not_shifted,
     "dropped gradient": dropped_gradient,

@@ -73,6 +73,23 @@ def attention_blocks(
     return tuple(blocks)
 
 
+@lru_cache(maxsize=256)
+def packed_blocks(
+    lengths: tuple[int, ...], cp: int, queries_of: int, keys_of: int, window: int | None
+) -> tuple[AttentionBlock, ...]:
+    """Return the blocks of one rank's queries and another's keys of documents that lie one behind another, each cut
+    over `cp` ranks by itself (`kept_positions`); each rank holds an equal part of every document."""
+    blocks: list[AttentionBlock] = []
+    start = 0
+    for length in lengths:
+        kept = (kept_positions(length, cp, rank) for rank in (queries_of, keys_of))
+        for block in attention_blocks(length, *kept, window):
+            moved = (range(part.start + start, part.stop + start) for part in (block.queries, block.keys))
+            blocks.append(AttentionBlock(None, *moved, block.mask, block.offset))
+        start += length // cp
+    return tuple(blocks)
+
+
 def _documents_by_sequence(lengths: Iterable[int], length: int) -> Iterator[list[range]]:
     """Yield the positions of each sequence's documents."""
     bounds: list[range] = []

@@ -20,6 +20,9 @@ class Documents:
     """Lengths of all documents, sequence after sequence; those of one sequence add up to S."""
     starts: Tensor
     """First position of each document among those of all sequences, and the end of the last: int32."""
+    num_shards: int | None = None
+    """Parts into which each document is cut by itself, of which these are one; `lengths` and `starts` are of whole
+    documents. None: documents are whole, or cut with their sequence."""
 
     @cached_property
     def begins_BS(self) -> Tensor:

@@ -6,7 +6,7 @@ kind of context parallelism is one class of a `ContextAxis` and a row of `muster
 stands in `muster.cost.context_traffic`, from which costs and counts of bytes are made.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from muster.layout.context_parallel import kept_positions
+from muster.model import decoder
 from muster.model.decoder import Attention, Decoder
 from muster.model.documents import Documents
 from muster.model.linear_attention import LinearAttention, StateExchange, chunked_recurrence
@@ -55,6 +56,34 @@ def _attend_with_states(
     documents: Documents | None,
 ) -> Tensor:
     return chunked_recurrence(exchange, qkv, logits, documents)
+
+
+def apply_context_groups(module: Decoder, blocks: Mapping[int, ContextAxis]) -> None:
+    """Let attention see the positions of the group of ranks that a micro-batch's documents are cut over (`cpdyn`);
+    without `blocks` it stays as it is."""
+    if not blocks:
+        return
+    kind = _load(CONTEXT_KINDS["p2p"].attention)
+    by_size: dict[int, Attend] = {size: kind(axis) for size, axis in blocks.items()}
+
+    def attend(
+        attention: Attention, qkv: tuple[Tensor, ...], mask: Tensor | None, documents: Documents | None
+    ) -> Tensor:
+        size = None if documents is None else documents.num_shards
+        of_group = decoder.attend if size == 1 else by_size[size or max(by_size)]
+        return of_group(attention, qkv, mask, documents)
+
+    for part in module.modules():
+        if isinstance(part, Attention):
+            part.attend = attend  # type: ignore[method-assign]
+
+
+def keep_group_positions(module: Decoder, documents: Documents, length: int) -> None:
+    """Tell a stage that its next pass is of `length` positions of documents that a group of ranks shares."""
+    state = module.position_state
+    assert documents.num_shards is not None
+    state.whole_length, state.positions_S = length * documents.num_shards, None
+    state.makes_masks = documents.num_shards == 1
 
 
 def keep_positions(module: Decoder, axis: ContextAxis, length: int, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muster.layout.context_parallel import AttentionBlock, attention_blocks, kept_positions
+from muster.layout.context_parallel import AttentionBlock, attention_blocks, kept_positions, packed_blocks
 from muster.model.block_attention import BlockGradients, MergedAttention, ScoreRule, score_rule
 from muster.model.decoder import Attention
 from muster.model.documents import Documents
@@ -45,6 +45,9 @@ def blocks_by_source(
     axis: ContextAxis, attention: Attention, q_BHsd: Tensor, documents: Documents | None
 ) -> BlocksBySource:
     """Return the blocks of this rank's queries and each rank's keys."""
+    if documents is not None and documents.num_shards is not None:
+        own = documents.lengths, axis.size, axis.index
+        return tuple(packed_blocks(*own, rank, attention.window) for rank in range(axis.size))
     length = q_BHsd.shape[2] * axis.size
     kept = [kept_positions(length, axis.size, rank) for rank in range(axis.size)]
     lengths = None if documents is None else documents.lengths

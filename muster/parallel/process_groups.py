@@ -47,6 +47,8 @@ class ProcessGroups:
         context = plan.context_ranks(mesh)
         self.second_ring = _new_group(ranks_along(plan, at, ("cp",))) if context.has_second_ring else None
         """The context-parallel ranks once more, for sends that overlap with those in their other group."""
+        self.context_blocks = self._context_blocks() if plan.dynamic_context_parallel else {}
+        """Aligned blocks of 2, 4, 8 … context-parallel ranks that this one belongs to, all but the whole, by size."""
         own = expert_coordinates(plan, at)
         self.experts = self._expert_axis(own) if mesh.ep > 1 else None
         """Ranks that share the experts of this rank's tokens; None where each has all."""
@@ -127,6 +129,14 @@ class ProcessGroups:
             return None
         first = self._at.cp // context.ulysses * context.ulysses
         return _new_group(ranks_along(self._plan, self._at, ("cp",))[first : first + context.ulysses])
+
+    def _context_blocks(self) -> dict[int, dist.ProcessGroup]:
+        ranks, found, size = ranks_along(self._plan, self._at, ("cp",)), {}, 2
+        while size < len(ranks):
+            first = self._at.cp // size * size
+            found[size] = _new_group(ranks[first : first + size])
+            size *= 2
+        return found
 
     def _pipeline_axis(self) -> PipelineAxis:
         """Make the group of ranks with one member on each pipeline rank that this one belongs to."""

@@ -31,7 +31,12 @@ from muster.model.tiling import apply_tiles, compute_in_tiles, tile_rows
 from muster.parallel import tensor_parallel
 from muster.parallel.axis import TensorAxis
 from muster.parallel.compile import compile_blocks, is_compiled
-from muster.parallel.context_parallel import apply_context_parallel, keep_positions
+from muster.parallel.context_parallel import (
+    apply_context_groups,
+    apply_context_parallel,
+    keep_group_positions,
+    keep_positions,
+)
 from muster.parallel.expert_parallel import apply_expert_parallel
 from muster.parallel.fsdp import (
     apply_fsdp,
@@ -155,6 +160,7 @@ class DecoderStage:
         self.context_axis = world.context_axis()
         if self.context_axis is not None:
             apply_context_parallel(self.module, self.context_axis, plan.context_ranks(plan.mesh(index)))
+            apply_context_groups(self.module, world.context_blocks())
         apply_expert_parallel(self.module, world.expert_axis(), plan.expert_dispatch(plan.mesh(index)))
         self._weight_grads = WeightGradStore()
         # A rank that shares its parameters with no other reduces in its backwards: see `apply_fsdp`.
@@ -227,11 +233,12 @@ class DecoderStage:
             x.requires_grad_(True)
         if self.tp_axis is not None:
             self.module.position_state.seq_len = self._seq_len(micro_batch)
-        if self.context_axis is not None:
+        documents = None if self.inputs.documents_M is None else self.inputs.documents_M[micro_batch]
+        if documents is not None and documents.num_shards is not None:
+            keep_group_positions(self.module, documents, self._seq_len(micro_batch))
+        elif self.context_axis is not None:
             keep_positions(self.module, self.context_axis, self._seq_len(micro_batch), self.world.device)
-        self.module.position_state.documents = (
-            None if self.inputs.documents_M is None else self.inputs.documents_M[micro_batch]
-        )
+        self.module.position_state.documents = documents
         keys_M = self.inputs.dropout_keys_M if torch.is_grad_enabled() else None
         self.module.dropout_state.keys_B = None if keys_M is None else keys_M[micro_batch]
         is_tiled = self.computes_loss and self.world.plan.sequence_tiles > 1

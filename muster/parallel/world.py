@@ -69,6 +69,17 @@ class World:
             second_group=self.groups.second_ring,
         )
 
+    def context_blocks(self) -> dict[int, ContextAxis]:
+        """Return the blocks of context-parallel ranks that this one is in, by size; all of them are the last. Empty but
+        under `cpdyn`."""
+        whole = self.context_axis()
+        if whole is None or not self.plan.dynamic_context_parallel:
+            return {}
+        blocks = {
+            size: ContextAxis(group, size, self.at.cp % size) for size, group in self.groups.context_blocks.items()
+        }
+        return {**blocks, whole.size: whole}
+
     def expert_axis(self) -> ExpertAxis | None:
         """Return the ranks that share this one's experts with it; None where it has all."""
         return self.groups.experts

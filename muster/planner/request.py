@@ -185,6 +185,11 @@ def fixed_fields(name_parts: str) -> dict[str, Any]:
     `dp8` fixes one replica, as it does in a name. Raises ConfigError.
     """
     fixed = parse_name_parts(name_parts) if name_parts else {}
+    if "dynamic_context_parallel" in fixed:
+        raise ConfigError(
+            "cpdyn can't be required of a search, to which all sequences are equally long: require cpN, and put cpdyn"
+            " behind it in the plan that is found"
+        )
     return {"dp_replicate": 1, **fixed} if "dp_shard" in fixed else fixed
 
 

@@ -83,6 +83,19 @@ CONTEXT_RULES = (
     ),
     Rule(_without_groups, _odd_groups, _with_groups),
     Rule(_without_inner_rings, _odd_inner_rings, _with_inner_rings),
+    Rule(
+        lambda plan: plan.dynamic_context_parallel and any(mesh.cp & (mesh.cp - 1) for mesh in plan.distinct_meshes),
+        lambda plan: (
+            f"cpdyn halves the context-parallel ranks again and again, which cp {plan.mesh(0).cp} isn't made for: legal"
+            " are powers of two"
+        ),
+        setting(dynamic_context_parallel=False),
+    ),
+    Rule(
+        lambda plan: plan.dynamic_context_parallel and not plan.uses_axis("cp"),
+        "cpdyn assigns sequences to groups of context-parallel ranks, but cp is 1",
+        setting(dynamic_context_parallel=False),
+    ),
 )
 """Combinations of the context-parallel fields of a plan that no runtime could give a meaning."""
 

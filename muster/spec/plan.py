@@ -195,6 +195,10 @@ class Plan(Frozen):
     """Ranks of each group that exchanges heads under a2a+p2p."""
     cp_window_size: PositiveInt = 1
     """Ranks of each inner ring of a double ring (LoongTrain), under p2p and a2a+p2p; 1: a single ring."""
+    dynamic_context_parallel: bool = False
+    """Sequences of unequal lengths are assigned, step by step, to groups of context-parallel ranks: each to as many
+    neighbours (a power of two) as it needs. A rank holds the positions of micro_batch_size · seq_len / cp at once
+    (arXiv:2412.01523, arXiv:2502.21231)."""
     sequence_tiles: PositiveInt = 1
     """Parts of a micro-batch's positions on a rank that pass the MLPs, and head and loss, one after another. Each is
     computed again in the backward, so that the inner tensors of one part live at a time (arXiv:2506.13996 §3.1)."""
@@ -483,7 +487,7 @@ class Plan(Frozen):
 
 
 _ADDED_LATER = (
-    *("cp_comm_type", "cp_ulysses_degree", "cp_window_size", "sequence_tiles"),
+    *("cp_comm_type", "cp_ulysses_degree", "cp_window_size", "dynamic_context_parallel", "sequence_tiles"),
     *("ep_dispatcher", "ep_inner_size", "ep_chunks"),
 )
 """Fields of a plan that are younger than the hashes in files."""

@@ -105,6 +105,7 @@ _NAME_PARTS = (
         rf"cp(\d{{1,9}})([{''.join(sorted(set(_CP_WORDS.values())))}]?)((?<=u)\d{{1,9}})?(?:w(\d{{1,9}}))?",
         _context_parallel,
     ),
+    _NamePart("cpdyn", "cpdyn", lambda: {"dynamic_context_parallel": True}),
     _NamePart(
         ", ".join([*("epN" + word for word in _EP_WORDS.values()), "epNhL"]),
         rf"ep(\d{{1,9}})([{''.join(_EP_WORDS.values())}]?)((?<=h)\d{{1,9}})?",
@@ -202,6 +203,7 @@ def _format_parts(plan: Plan) -> list[str]:
         f"tp{plan.tp}" + ("-sp" if strategy.sp else ""): plan.tp > 1 or strategy.sp,
         f"pp{plan.pp}" + (f"v{plan.vpp}" if plan.vpp > 1 else ""): plan.num_stages > 1,
         f"cp{plan.cp}" + _cp_word(plan): plan.cp > 1 or plan.cp_comm_type != "p2p" or plan.cp_window_size > 1,
+        "cpdyn": plan.dynamic_context_parallel,
         f"ep{plan.ep}{_EP_WORDS[plan.ep_dispatcher]}{plan.ep_inner_size or ''}": plan.ep > 1
         or plan.ep_dispatcher != "all_to_all"
         or plan.ep_inner_size is not None,
@@ -303,6 +305,7 @@ def _suggestion(token: str) -> str:
     number = re.search(r"\d+", token)
     fixed = [
         "sp",
+        "cpdyn",
         "vocab",
         "z1",
         "z2",

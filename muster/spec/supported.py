@@ -55,6 +55,12 @@ def _fp8_rule(has: Callable[[Plan], bool], what: str) -> Rule:
     return Rule(lambda plan: plan.precision == "fp8" and has(plan), f"fp8 with {what}", setting(precision="bf16"))
 
 
+def _dynamic_rule(has: Callable[[Plan], bool], sentence: str) -> Rule:
+    return Rule(
+        lambda plan: plan.dynamic_context_parallel and has(plan), sentence, setting(dynamic_context_parallel=False)
+    )
+
+
 RUNTIME_RULES: tuple[Rule, ...] = (
     *(_axis_rule(axis) for axis in MESH_AXIS_TABLE if not axis.supported),
     Rule(
@@ -94,6 +100,23 @@ RUNTIME_RULES: tuple[Rule, ...] = (
         "stages with different cp (neighbouring stages keep the same positions of a sequence)",
         lambda plan: plan.model_copy(update={"stages": ()}),
     ),
+    _dynamic_rule(
+        lambda plan: plan.pp > 1,
+        "cpdyn with pipeline ranks (the number of micro-batches changes from step to step)",
+    ),
+    _dynamic_rule(
+        lambda plan: any(mesh.dp_size > 1 for mesh in plan.distinct_meshes),
+        "cpdyn beside data-parallel ranks (its groups are parts of all ranks: cp8-cpdyn stands for dp2-cp4-cpdyn)",
+    ),
+    _dynamic_rule(
+        lambda plan: plan.cp_comm_type != "p2p" or plan.cp_window_size > 1,
+        "cpdyn with another kind of context parallelism than a single ring (p2p)",
+    ),
+    _dynamic_rule(
+        lambda plan: any(strategy.sp for strategy in plan.strategies),
+        "cpdyn with sp (a group's positions needn't divide by tp)",
+    ),
+    _dynamic_rule(lambda plan: plan.sequence_tiles > 1, "cpdyn with sequence_tiles (it has no parity test yet)"),
     Rule(
         lambda plan: plan.post_validation and plan.uses_axis("cp"),
         "post_validation with context parallelism (it has no parity test yet)",
@@ -188,6 +211,11 @@ EXPERT_RULES: tuple[Rule, ...] = (
         setting(uneven_micro_batches=()),
     ),
     Rule(
+        lambda plan: plan.dynamic_context_parallel,
+        "cpdyn in a model with experts (their load is balanced over whole sequences)",
+        setting(dynamic_context_parallel=False),
+    ),
+    Rule(
         lambda plan: plan.sequence_tiles > 1,
         "tiles of experts (their rows are sorted over all positions)",
         setting(sequence_tiles=1),
@@ -232,6 +260,11 @@ ATTENTION_DROPOUT_RULES: tuple[Rule, ...] = (
     ),
 )
 """Things that the runtime can't do for a model with dropout of attention's probabilities."""
+
+GROUP_DROPOUT_RULES: tuple[Rule, ...] = (
+    _dynamic_rule(lambda plan: True, "cpdyn in a model with dropout (whose keys are of whole samples)"),
+)
+"""Things that the runtime can't do for a model with dropout."""
 
 CAPACITY_RULES: tuple[Rule, ...] = (
     Rule(
@@ -280,6 +313,7 @@ def runtime_rules(model: ModelSpec | None) -> tuple[Rule, ...]:
         *(CAPACITY_RULES if moe is not None and moe.needs_whole_sequences else ()),
         *(LINEAR_ATTENTION_RULES if model.linear_attention is not None else ()),
         *(ATTENTION_DROPOUT_RULES if model.attention_dropout else ()),
+        *(GROUP_DROPOUT_RULES if model.has_dropout else ()),
     )
 
 

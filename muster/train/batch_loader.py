@@ -21,6 +21,7 @@ from muster.parallel.stage_inputs import StageInputs
 from muster.parallel.world import World
 from muster.plugins.registry import get_component
 from muster.spec.plan import Plan
+from muster.train.grouped_batches import GroupedStep, GroupReader
 from muster.train.prefetch import LocalBatch, Prefetcher
 
 
@@ -39,7 +40,10 @@ class BatchLoader:
         self.needs_data = config.data.packing != "concatenate" or plan.vocab_parallel
         """True when a stage of this rank needs data."""
         self.needs_data |= any(stage.is_first or stage.is_last for stage in stages.values())
+        self._groups = GroupReader(config, plan, world.at.cp) if plan.dynamic_context_parallel else None
         self._prefetcher = Prefetcher(self._read_training)
+        self.fed_groups: GroupedStep | None = None
+        """Micro-batches that the stages were given last, where samples are assigned to groups of ranks."""
         self._last_fed: tuple[LocalBatch, tuple[Tensor, ...]] | None = None
         """Batch of the last step and the tokens of its micro-batches, before they were cut for the first stage."""
 
@@ -47,6 +51,11 @@ class BatchLoader:
         """Return the training batch that begins with global sample `first`; the following one is read in the
         background."""
         return self._prefetcher.take(first, self.config.train.global_batch_size)
+
+    @property
+    def num_fed_micro_batches(self) -> int:
+        """Micro-batches of the batch that the stages were given last; under `cpdyn` each has its own number."""
+        return self.num_micro_batches if self.fed_groups is None else len(self.fed_groups.micro_batches)
 
     def _read_training(self, first: int, count: int) -> LocalBatch:
         return self.read_batch(self.dataset, first, count)
@@ -57,7 +66,15 @@ class BatchLoader:
         seq_len = self.config.train.seq_len
         arrangement = None
         num_tokens = count * seq_len
-        if (lengths_B := dataset.lengths(index, validation)) is not None:
+        # A batch of ignored labels alone has a loss of 0, not 0 / 0.
+        num_valid = 1 if validation else max(1, dataset.num_valid_tokens(first, count))
+        lengths_B = dataset.lengths(index, validation)
+        if self._groups is not None:
+            if lengths_B is None:
+                lengths_B = np.full(count, seq_len)
+            groups = self._groups.read(dataset, index, lengths_B, validation)
+            return LocalBatch(first, None, num_valid, int(lengths_B.sum()), groups=groups)
+        if lengths_B is not None:
             arrangement = bucket_by_length(lengths_B, self.plan, self.config.model.num_layers, seq_len)
             index = index[arrangement.samples_B]
             num_tokens = int(lengths_B.sum())
@@ -68,8 +85,6 @@ class BatchLoader:
         batch = read_dp_slice(read, self.plan, self.world.at, 0, count) if self.needs_data else None
         if batch is not None:
             require_known_ids(batch, self.config.model.vocab_size)
-        # A batch of ignored labels alone has a loss of 0, not 0 / 0.
-        num_valid = 1 if validation else max(1, dataset.num_valid_tokens(first, count))
         return LocalBatch(first, batch, num_valid, num_tokens, arrangement)
 
     def feed_stages(self, share: LocalBatch, loss_scale: float = 1.0) -> None:
@@ -89,7 +104,13 @@ class BatchLoader:
                 positions = torch.from_numpy(batch.positions_BS).view(shape)
                 documents = tuple(self._documents(one) for one in positions)
         local_tokens_M, local_labels_M = (tuple(map(self._cut, xs)) for xs in (tokens_M, labels_M))
-        keys_M = self._dropout_keys(share) if self.config.model.has_dropout else None
+        if (groups := share.groups) is not None:
+            device = self.world.device
+            local_tokens_M, local_labels_M = (groups.tensors(name, device) for name in ("tokens_S", "labels_S"))
+            documents = tuple(one.documents(device) for one in groups.micro_batches)
+            self.fed_groups = groups
+        drops = self.config.model.has_dropout and share.groups is None
+        keys_M = self._dropout_keys(share) if drops else None
         feed = StageInputs(
             local_tokens_M, local_labels_M, share.num_valid, train.z_loss, loss_scale, loss, documents, keys_M
         )
@@ -144,11 +165,16 @@ class BatchLoader:
         batch.
 
         Nothing on ranks without the first stage, and of context-parallel ranks, which have parts of the same samples,
-        only on the first.
+        only on the first, of groups of them on the first of each.
         """
-        if self._last_fed is None or self.world.at.cp > 0:
+        if self._last_fed is None:
             return
         share, tokens_M = self._last_fed
+        if share.groups is not None:
+            yield from share.groups.led_samples
+            return
+        if self.world.at.cp > 0:
+            return
         at, count = dp_index_of(self.plan, self.world.at), self.config.train.global_batch_size
         places = self.plan.sample_range(at, count)
         rows = (row for tokens_BS in tokens_M for row in tokens_BS.cpu().numpy())

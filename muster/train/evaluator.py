@@ -12,14 +12,22 @@ from muster.train.batch_loader import BatchLoader
 class Evaluator:
     """Runs the plan's forwards over validation samples.
 
-    `make_executor(has_heartbeat)` makes the executor; the first run has no heartbeat, since it may compile for minutes.
+    `make_executor(has_heartbeat, micro_batches)` makes the executor; the first run has no heartbeat, since it may
+    compile for minutes.
     """
 
-    def __init__(self, batch_loader: BatchLoader, make_executor: Callable[[bool], Executor]) -> None:
+    def __init__(self, batch_loader: BatchLoader, make_executor: Callable[[bool, int], Executor]) -> None:
         self._batch_loader = batch_loader
         self._make_executor = make_executor
-        self._executor = make_executor(False)
+        self._executors: dict[int, Executor] = {}
+        """Executors by their number of micro-batches."""
         self._has_run = False
+
+    def _executor(self) -> Executor:
+        count = self._batch_loader.num_fed_micro_batches
+        if count not in self._executors:
+            self._executors[count] = self._make_executor(self._has_run, count)
+        return self._executors[count]
 
     def mean_loss(self, num_batches: int, source: str | None = None) -> float | None:
         """Return the mean loss over the first `num_batches` validation batches, of one source or of all.
@@ -39,21 +47,19 @@ class Evaluator:
             for index in range(num_batches):
                 batch = loader.read_batch(dataset, index * batch_size, batch_size, validation=True)
                 loader.feed_stages(batch)
-                self._executor.run()
+                self._executor().run()
                 for stage in stages.values():
                     sums[0] += stage.pop_losses()[0]
-                    # Tensor- and context-parallel ranks have the same samples; a second replica is idle.
-                    if (
-                        stage.index == loader.plan.stages_per_replica - 1
-                        and batch.batch is not None
-                        and world.at.tp == world.at.cp == 0
-                    ):
-                        sums[1] += batch.batch.num_valid_tokens
+                    # Tensor- and context-parallel ranks have the same samples, but groups have parts of them; a second
+                    # replica is idle.
+                    counts = world.at.tp == 0 and (world.at.cp == 0 or batch.groups is not None)
+                    if stage.index == loader.plan.stages_per_replica - 1 and counts:
+                        sums[1] += batch.num_local_valid
         for stage in stages.values():
             stage.reshard()
         total, count = world.all_reduce(sums).tolist()
         world.heartbeat.update("finish")
         if num_batches and not self._has_run:
             self._has_run = True
-            self._executor = self._make_executor(True)
+            self._executors.clear()
         return total / count if count else None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from muster.data.dataset import Batch
 from muster.data.length_bucketing import BucketedStep
+from muster.train.grouped_batches import GroupedStep
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,15 @@ class LocalBatch:
     """Positions of the whole step that are no padding."""
     arrangement: BucketedStep | None = None
     """Placement of the samples, if they are bucketed by length."""
+    groups: GroupedStep | None = None
+    """This rank's micro-batches in place of `batch`, if samples are assigned to groups of ranks."""
+
+    @property
+    def num_local_valid(self) -> int:
+        """Number of labels that count among those that this rank has read."""
+        if self.groups is not None:
+            return self.groups.num_valid
+        return 0 if self.batch is None else self.batch.num_valid_tokens
 
 
 class Prefetcher:

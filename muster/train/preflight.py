@@ -28,6 +28,7 @@ from muster.train.data import (
     open_dataset,
     trial_dataset,
 )
+from muster.train.grouped_batches import require_unequal_lengths
 from muster.train.memory_preflight import require_memory
 from muster.train.resume_check import check_config_unchanged, check_data_unchanged
 from muster.train.resume_point import ResumePoint, find_resume_point
@@ -94,6 +95,7 @@ def preflight(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOption
     """
     plan = chosen.plan
     require_device(plan)
+    require_unequal_lengths(resolved.config, plan)
     require_trackers(resolved.config.tracking)
     resolved = with_settled_bos(resolved)
     run_dir = options.run_dir

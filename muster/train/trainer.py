@@ -79,11 +79,15 @@ class Trainer:
         self._routes = make_routes(config.model, world, workload.seq_len, self.stages)
         self._tied_routes = tied_embedding_routes(config.model, world, self.stages)
         self._executor = self._make_step_executor()
+        self._group_executors: dict[int, Executor] = {}
+        """Executors by micro-batches, where each step has its own number."""
         self._set_backwards_per_step()
         self.batch_loader = BatchLoader(config, plan, world, dataset, self.stages)
-        evaluation = build_program(plan, config.model, workload, train=False, data_rank=dp_index_of(plan, world.at))
         self.evaluator = Evaluator(
-            self.batch_loader, lambda has_heartbeat: self.make_executor(evaluation, has_heartbeat=has_heartbeat)
+            self.batch_loader,
+            lambda has_heartbeat, count: self.make_executor(
+                self._program_of(plan, count, train=False), has_heartbeat=has_heartbeat
+            ),
         )
         self.step_count = 0
         """Completed steps, skipped ones included."""
@@ -98,10 +102,13 @@ class Trainer:
         self.peak_by_stage = report.peak_by_stage[self.world.at.pp]
         self.peak_logits = report.peak_logits[self.world.at.pp]
 
-    def _program_of(self, plan: Plan) -> Program:
-        """Build the program of a plan with the number of micro-batches of this rank's data-parallel index."""
-        dp_index = dp_index_of(plan, self.world.at)
-        return build_program(plan, self.config.model, self.config.workload, data_rank=dp_index)
+    def _program_of(self, plan: Plan, count: int | None = None, train: bool = True) -> Program:
+        """Build the program of a plan with the number of micro-batches of this rank's data-parallel index; `count` is
+        another number under `cpdyn`, where each step has its own."""
+        dp_index, workload = dp_index_of(plan, self.world.at), self.config.workload
+        if plan.dynamic_context_parallel and count is not None:
+            workload = workload.model_copy(update={"global_batch_size": count * plan.micro_batch_size})
+        return build_program(plan, self.config.model, workload, train=train, data_rank=dp_index)
 
     def use_order(self, order: PinnedSchedule) -> None:
         """Continue with another order of the plan's schedule, which leaves the stages on their ranks."""
@@ -114,6 +121,17 @@ class Trainer:
         waiting = self.plan.model_copy(update={"post_validation": False})
         handlers = {} if self._custom_step is None else self._custom_step.handlers
         return self.make_executor(self._program_of(waiting), handlers)
+
+    def _executor_of_step(self) -> Executor:
+        """Return the executor of a step with as many micro-batches as its batch has."""
+        count = self.batch_loader.num_fed_micro_batches
+        if not self.plan.dynamic_context_parallel:
+            return self._executor
+        if count not in self._group_executors:
+            check(program := self._program_of(self.plan, count))
+            handlers = {} if self._custom_step is None else self._custom_step.handlers
+            self._group_executors[count] = self.make_executor(program, handlers)
+        return self._group_executors[count]
 
     def make_executor(
         self, program: Program, handlers: Mapping[Kind, Handler] | None = None, has_heartbeat: bool = True
@@ -143,9 +161,10 @@ class Trainer:
         start_s = perf_counter()
         state = self.load_batch()
         data_s = perf_counter() - start_s
-        record = self._executor.run()
+        executor = self._executor_of_step()
+        record = executor.run()
         if self._custom_step is not None:
-            self._custom_step.run(self._executor.run)
+            self._custom_step.run(executor.run)
         self.count_finished_step(record)
         return self.result(state, perf_counter() - start_s, data_s)
 

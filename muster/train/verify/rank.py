@@ -84,12 +84,18 @@ class TracingTrainer(Trainer):
         is_contiguous = plan.context_ranks(plan.mesh(at.pp)).is_contiguous
         positions, width = self.sketches.whole_shape(part)
         cut_along_sequence, cut_along_width = output.shape[1] < positions // cp, output.shape[2] < width
+        cut_along_sequence &= not plan.dynamic_context_parallel
         if at.tp and not cut_along_sequence and not cut_along_width:
             return  # its neighbours have the same
         words, *_ = tp_shard(spec, "head.weight", (spec.vocab_size, spec.hidden_size), tp, at.tp)
         column = words.start[0] if cut_along_width else 0
         first = at.tp * output.shape[1] if cut_along_sequence else 0
         held = range(first, first + output.shape[1])
+        if (groups := self.batch_loader.fed_groups) is not None:
+            for sample, start, run in groups.micro_batches[self._micro_batch].held_positions():
+                parts = output[:, start : start + len(run)]
+                self.sketches.add(part, parts, sample, position=run.start, column=column)
+            return
         for rows, sample in samples_of_micro_batch(plan, at, self._micro_batch, self.config.train.global_batch_size):
             start = 0
             for run in kept_positions(positions, cp, at.cp, is_contiguous):
