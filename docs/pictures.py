@@ -102,6 +102,12 @@ def pipeline(name: str) -> Callable[[], str]:
     return draw
 
 
+def slices() -> str:
+    """Return the picture of two micro-batches in four slices each on four ranks."""
+    request = CompareRequest(4, 2, None, (1.0, 1.0, 1.0), 0.0, inf, None, False, num_slices=4)
+    return schedule_svg(*make_with_best_chunks("1f1b", request))
+
+
 def bars(
     title: str,
     facts: str,
@@ -208,6 +214,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "boxes": boxes,
     "1f1b": pipeline("1f1b"),
     "zb-h1": pipeline("zb-h1"),
+    "slices": slices,
     "memory": memory,
     "step": step,
     "search": search,

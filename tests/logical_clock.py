@@ -98,12 +98,14 @@ class LogicalExecutor(Executor):
     """Executor in which a message arrives a p2p time after it was made."""
 
     clock: Clock
+    p2p_s = P2P_S
 
     def _complete(self, wait: Wait) -> None:
         super()._complete(wait)
-        kind, stage, micro_batch, *_ = self.lanes[wait.lane][wait.index].action
-        message = (self._inputs if kind == "RECV_F" else self._output_gradients)[stage, micro_batch]
-        self.clock.now_s = max(self.clock.now_s, message.item() + P2P_S)
+        action = self.lanes[wait.lane][wait.index].action
+        kept = self._inputs if action.kind == "RECV_F" else self._output_gradients
+        message = kept[action.stage, self.program.unit(action)]
+        self.clock.now_s = max(self.clock.now_s, message.item() + self.p2p_s)
 
 
 def seconds(kind: str, stage: int) -> float:
@@ -118,6 +120,40 @@ def on_rank(rank: int, world_size: int, store: dist.Store, payload: list[Any]) -
     dist.barrier()
     dist.destroy_process_group()
     return found
+
+
+class SlicedStage(LogicalStage):
+    """A stage whose passes over slices take their shares of the time of a micro-batch."""
+
+    shares: list[float]
+
+    def _take_slice(self, kind: str, part: int) -> Tensor:
+        self.clock.now_s += SECONDS[kind] * self.shares[part]
+        return torch.tensor([self.clock.now_s], dtype=torch.float64)
+
+    def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
+        return self._take_slice("F", micro_batch % len(self.shares))
+
+    def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor:
+        return self._take_slice("B", micro_batch % len(self.shares))
+
+
+def run_slices(rank: int, world_size: int, store: dist.Store, payload: dict[str, list[float]]) -> tuple[float, float]:
+    """The end of this rank's last pass, and the time of all of its passes, over one micro-batch in slices."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    shares = payload["seconds"]
+    program = lower(make_schedule("1f1b", ScheduleSpec(world_size, 1, num_slices=len(shares))), LoweringOptions())
+    clock = Clock()
+    stage = SlicedStage(rank, clock, [0])
+    stage.shares = shares
+    handlers: dict[str, Callable[[Action], None]] = {"GRAD_NORM": lambda _: dist.barrier(), "STEP": lambda _: None}
+    routes = direct_routes(program.placement)
+    executor = LogicalExecutor(program, rank, rank, {rank: stage}, routes, handlers, HostClock(clock))
+    executor.clock, executor.p2p_s = clock, 0.0
+    passes = [event for event in executor.run().events() if event.action.kind in PASSES]
+    dist.barrier()
+    dist.destroy_process_group()
+    return passes[-1].end_s, sum(event.duration_s for event in passes)
 
 
 def schedules_that_run(num_ranks: int, num_micro_batches: int) -> list[dict[str, Any]]:

@@ -12,7 +12,10 @@ PARTS: dict[str, tuple[str, ...]] = {
         "test_memory_forecast.py::test_forecast_of_random_split_backwards_of_wide_models_is_what_pytorch_counts",
         "test_memory_forecast.py::test_forecast_of_random_vocabulary_shards_of_wide_models_is_what_pytorch_counts",
     ),
-    "context": ("test_context_parallel.py", "test_dynamic_groups.py", "test_linear_attention.py", "test_tiling.py"),
+    "context": (
+        *("test_context_parallel.py", "test_dynamic_groups.py", "test_linear_attention.py", "test_tiling.py"),
+        "test_sequence_slices.py",
+    ),
     "experts": ("test_experts.py",),
     "parity": ("test_parity.py", "test_dropout.py", "test_verify.py", "test_post_validation.py", "test_extend.py"),
     "gpu": ("test_fake_gpu.py", "test_framework_traits.py", "test_executed_order.py"),

@@ -79,6 +79,7 @@ SOWN = [
         "found": ("update", "embed.weight"),
         "says": "(copy 2 of 2)",
     },
+    {"plan": "pp2-slice4", "bug": "dropped_key_gradients", "found": ("backward", "layers.3.attn.v.weight")},
     {"plan": "dp2-z2", "bug": "gradients_pile_up", "found": ("later", "embed")},
 ]
 

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from muster.model.decoder import Decoder
 from muster.model.loss import LossSums
+from muster.model.sliced_attention import KeptKeys
 from muster.parallel import stage, tensor_parallel
 from muster.parallel.stage import DecoderStage
 from muster.train.trainer import Trainer
@@ -109,6 +111,11 @@ def gradients_pile_up() -> AbstractContextManager:
     return patch.object(DecoderStage, "zero_grad", lambda self: None)
 
 
+def dropped_key_gradients() -> AbstractContextManager:
+    """What a later slice adds to the gradients of a sequence's keys and values is lost."""
+    return patch.object(KeptKeys, "gradients", lambda self: torch.zeros_like(self.kv_2BKSd))
+
+
 BUGS: dict[str | None, Callable[[], AbstractContextManager]] = {
     None: nullcontext,
     **{
@@ -122,6 +129,7 @@ BUGS: dict[str | None, Callable[[], AbstractContextManager]] = {
             untied_gradients,
             stale_tied_weight,
             gradients_pile_up,
+            dropped_key_gradients,
         )
     },
 }

@@ -73,6 +73,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help="maximum activations that a rank may keep (default: no limit)",
     )
     add("--replicas", type=positive_int, metavar="R", help="copies of the model: 2 run in opposite directions")
+    add(
+        "--slices",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="slices of a sequence, of equal work (default: 1)",
+    )
     add("--fill", action="store_true", help="2bp-*: put weight backwards into idle slots instead of at the end")
     add(
         "--vocab-parallel", metavar="S", help="spread a vocabulary over the ranks; a rank's share of the logits takes S"
@@ -86,6 +93,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         raise ConfigError("expected one of NAME (such as 1f1b), --file FILE, --compare and --list")
     if (args.list or args.compare) and (args.json or args.svg or args.trace):
         raise ConfigError("--json, --svg and --trace need a single schedule: leave out --list or --compare")
+    if args.vocab_parallel is not None and args.slices > 1:
+        raise ConfigError("--vocab-parallel has passes for whole micro-batches: leave out --slices")
     if args.vocab_parallel is not None and (args.list or args.compare or args.file):
         raise ConfigError("--vocab-parallel needs a schedule's name: leave out --list, --compare or --file")
     args.times = _times(args.times)
@@ -146,7 +155,7 @@ def _request(args: argparse.Namespace) -> "CompareRequest":
             raise ConfigError(
                 f"--{flag} is missing: expected the number of {flag.replace('microbatches', 'micro-batches')}"
             )
-    size = args.ranks * args.microbatches * (args.vpp or 1)
+    size = args.ranks * args.microbatches * (args.vpp or 1) * args.slices
     if size > _MAX_SIZE:
         raise ConfigError(
             f"ranks × micro-batches × vpp are {size:,}, too many to draw: expected at most {_MAX_SIZE:,}."
@@ -155,7 +164,15 @@ def _request(args: argparse.Namespace) -> "CompareRequest":
     if size > _ANNOUNCED_SIZE:
         print(f"scheduling {size:,} stages × micro-batches …", file=sys.stderr, flush=True)
     return CompareRequest(
-        args.ranks, args.microbatches, args.vpp, args.times, args.p2p_time, args.memory_limit, args.replicas, args.fill
+        args.ranks,
+        args.microbatches,
+        args.vpp,
+        args.times,
+        args.p2p_time,
+        args.memory_limit,
+        args.replicas,
+        args.fill,
+        args.slices,
     )
 
 
@@ -220,6 +237,8 @@ def _read(args: argparse.Namespace) -> "tuple[Schedule, Timing]":
         raise ConfigError(f"can't read {args.file}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{args.file} is not a schedule: {error}") from None
+    if args.slices > 1:
+        raise ConfigError("--slices is set by the file and can't be given too")
     chunks = len(schedule.placement) / max(1, len(schedule.ranks))
     if chunks != int(chunks):
         raise ConfigError(
@@ -233,6 +252,7 @@ def _read(args: argparse.Namespace) -> "tuple[Schedule, Timing]":
         p2p_s=args.p2p_time,
         memory_limit=args.memory_limit,
         replicas=schedule.replicas,
+        num_slices=schedule.num_slices,
     )
     return time_within_limit(schedule, setting)
 

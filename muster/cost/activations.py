@@ -45,6 +45,10 @@ class PassSizes:
     routes_own_tokens: bool = False
     """Each tensor-parallel rank routes a part of the positions (`Plan.routes_own_tokens`)."""
     dispatch: ExpertDispatch = ExpertDispatch()
+    is_sliced: bool = False
+    """True for a slice of sequences, whose keys and values are kept beside what autograd saves."""
+    earlier_positions: int = 0
+    """Positions of a sequence before those of a slice."""
 
     @property
     def tile_tokens(self) -> int:
@@ -110,7 +114,13 @@ def pass_sizes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, tp_i
     local_model = _local_model(spec, mesh.tp, tp_index)
     own = local_model, mesh, tokens, hidden_tokens, plan.precision, spec, workload.seq_len
     return PassSizes(
-        *own, plan.context_ranks(mesh), plan.sequence_tiles, plan.routes_own_tokens(mesh), plan.expert_dispatch(mesh)
+        *own,
+        plan.context_ranks(mesh),
+        plan.sequence_tiles,
+        plan.routes_own_tokens(mesh),
+        plan.expert_dispatch(mesh),
+        plan.sequence_slices > 1,
+        workload.earlier_positions,
     )
 
 
@@ -185,6 +195,9 @@ def attention_activation_bytes(sizes: PassSizes, layer: int) -> int:
         return _linear_attention_bytes(sizes)
     if own.mla is not None:
         return tokens * _mla_elements_per_token(own) * size + tokens * own.num_heads * master_bytes(precision)
+    if sizes.is_sliced:
+        kept = tokens * 2 * own.num_kv_heads * own.head_dim * size
+        return softmax_attention_saved_bytes(own, tokens, precision) - kept
     if sizes.context.ulysses == 1:
         saves_scores = sizes.context.size > 1 and CONTEXT_KINDS[sizes.context.kind].saves_scores
         return softmax_attention_saved_bytes(own, tokens, precision) + attention_score_bytes(sizes) * saves_scores

@@ -259,7 +259,7 @@ def shard_axis_bytes(
     ranks = mesh.expert_state_shards if experts else mesh.state_shards
     if ranks == 1 or (experts and mesh.ep == 1):
         return Counter()
-    passes = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
+    passes = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at)) * plan.sequence_slices
 
     def gathers(name: str) -> int:
         in_layer = name.startswith("layers.")
@@ -296,7 +296,8 @@ def _reduced_numel(
     """Return the elements of the gradients that a rank reduces in a step; frozen parameters have none. `experts` as in
     `_padded_numel`."""
     is_once = once or _zero(spec, plan, stage) == "z1"
-    times = 1 if is_once else plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
+    passes = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at)) * plan.sequence_slices
+    times = 1 if is_once else passes
     twice = not is_once and plan.vocab_parallel and spec.tied_embeddings  # after T, and after EW
 
     def reductions(name: str) -> int:

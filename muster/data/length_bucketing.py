@@ -50,4 +50,4 @@ def _length_multiple(plan: Plan, num_layers: int) -> int:
         own_tokens = plan.uses_axis("ep") and plan.routes_own_tokens(plan.mesh(stage))
         if own_tokens or plan.strategy(plan.layers(stage, num_layers).start).sp:
             cut.append(plan.mesh(stage).sequence_shards * plan.mesh(stage).tp)
-    return math.lcm(LENGTH_MULTIPLE, *cut)
+    return math.lcm(LENGTH_MULTIPLE, *cut, plan.sequence_slices * plan.slice_unit)

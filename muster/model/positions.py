@@ -98,6 +98,8 @@ class PositionState:
         in order."""
         self.whole_length: int | None = None
         """Positions of the sequence that `positions_S` are of."""
+        self.table_length: int | None = None
+        """Positions that tables of angles are made for where `offset` varies; None: as many as are read."""
         self.makes_masks = True
         """False where attention itself hides what a window doesn't reach."""
         self.knows_attention = False
@@ -126,7 +128,8 @@ class PositionState:
         end, kind = self.offset + (self.whole_length or self._length(x_BSD)), (x_BSD.dtype, x_BSD.device)
         tables = self._cos_sin.get(is_local)
         if tables is None or len(tables[0]) < end or (tables[0].dtype, tables[0].device) != kind:
-            size = end if self.offset == 0 else 2 * end  # else generation would need a new table for each token
+            # Generation would need a new table for each token.
+            size = self.table_length or (end if self.offset == 0 else 2 * end)
             self._cos_sin[is_local] = tables = self._tables(size, x_BSD, is_local)
         if self.documents is not None:
             return tables[0][self.documents.positions_BS], tables[1][self.documents.positions_BS]
@@ -177,9 +180,10 @@ class PositionState:
     def learned_rows(self, weight_PD: Tensor, x_BSD: Tensor) -> Tensor:
         """Return the rows of a table of learned positions (P, D) for the hidden states: (S, D) or (B, S, D)."""
         count = x_BSD.shape[1]
-        begin = self.offset + self.sequence_shard * count
+        shard = self.sequence_shard * count
+        begin = self.offset + shard
         if self.documents is not None:
-            return weight_PD[self.documents.positions_BS[:, begin : begin + count]]
+            return weight_PD[self.documents.positions_BS[:, shard : shard + count]]
         if self.positions_S is not None:
             return weight_PD[self.positions_S[begin : begin + count]]
         if self.starts_B is None:

@@ -1,6 +1,6 @@
 """Observation of the tensors that autograd saves for the backward: the measured side of activation memory."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -30,23 +30,35 @@ def observe_saved_tensors(observer: Callable[[Tensor], None]) -> Iterator[None]:
 
 
 def count_saved_bytes(fn: Callable[[], object], params: Iterable[Tensor]) -> int:
-    """Return the bytes that autograd saves while the graph of fn's result lives: distinct storages without those of
-    `params`.
+    """Return the bytes that autograd saves while the graph of fn's result lives, without those of `params`. `fn` runs a
+    forward pass."""
+    return count_saved_bytes_of_each([fn], params)[0]
 
-    `params` is read after `fn` has run, so a generator yields parameters that were gathered meanwhile; a storage that
-    was freed again (such as a resharded parameter's) counts nothing. `fn` runs a forward pass.
+
+def count_saved_bytes_of_each(
+    forwards: Sequence[Callable[[], object]], params: Iterable[Tensor], backward: Callable[[], object] = lambda: None
+) -> list[int]:
+    """Return the bytes that autograd saves in each of some forwards while the graphs of their results live: distinct
+    storages without those of `params`.
+
+    `params` is read after the forwards and `backward` have run, so a generator yields parameters that were gathered
+    meanwhile; a storage that was freed again (such as a resharded parameter's) counts nothing.
     """
-    saved: dict[int, torch.UntypedStorage] = {}
+    found: list[dict[int, torch.UntypedStorage]] = []
+    results = []
+    for forward in forwards:
+        saved: dict[int, torch.UntypedStorage] = {}
 
-    def see(tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        saved[storage._cdata] = storage
+        def see(tensor: Tensor, saved: dict[int, torch.UntypedStorage] = saved) -> None:
+            storage = tensor.untyped_storage()
+            saved[storage._cdata] = storage
 
-    with observe_saved_tensors(see):
-        result = fn()
-    for param in params:
-        saved.pop(param.untyped_storage()._cdata, None)
-    total = sum(storage.nbytes() for storage in saved.values())
-    del result  # the graph had to live until here, or freed storages would have been reused and counted once
+        with observe_saved_tensors(see):
+            results.append(forward())
+        found.append(saved)
+    backward()
+    others = {param.untyped_storage()._cdata for param in params}
+    totals = [sum(one.nbytes() for place, one in saved.items() if place not in others) for saved in found]
+    del results  # the graphs had to live until here, or freed storages would have been reused and counted once
 
-    return total
+    return totals

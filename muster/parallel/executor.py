@@ -59,7 +59,7 @@ class Executor:
             Kind.B: self._backward,
             Kind.I: self._backward,
             Kind.W: lambda instruction: self.stages[instruction.action.stage].backward_weight(
-                instruction.action.micro_batch
+                program.unit(instruction.action)
             ),
             Kind.SEND_F: self._send,
             Kind.SEND_B: self._send,
@@ -168,7 +168,7 @@ class Executor:
     # Passes
 
     def _forward(self, instruction: Instruction) -> None:
-        _, stage, micro_batch, *_ = instruction.action
+        stage, micro_batch = instruction.action.stage, self.program.unit(instruction.action)
         y = self.stages[stage].forward(micro_batch, self._inputs.pop((stage, micro_batch), None))
         if self.program.is_last(stage):
             if self._vocab_parallel:
@@ -180,7 +180,8 @@ class Executor:
             self._outputs[stage, micro_batch] = y.detach()
 
     def _backward(self, instruction: Instruction) -> None:
-        kind, stage, micro_batch, *_ = instruction.action
+        kind, stage, *_ = instruction.action
+        micro_batch = self.program.unit(instruction.action)
         backward = self.stages[stage].backward if kind == Kind.B else self.stages[stage].backward_input
         d = backward(micro_batch, self._output_gradients.pop((stage, micro_batch), None))
         if d is None:
@@ -194,15 +195,17 @@ class Executor:
             self._input_gradients[stage, micro_batch] = d
 
     def _copy(self, instruction: Instruction) -> None:
-        kind, stage, micro_batch, *_ = instruction.action
+        kind, stage, *_ = instruction.action
         copy = self.stages[stage].offload if kind == Kind.OFFLOAD else self.stages[stage].reload
-        self._pending_copies[Wait("host_copy", self._cursor["host_copy"] - 1)] = copy(micro_batch)
+        copied = copy(self.program.unit(instruction.action))
+        self._pending_copies[Wait("host_copy", self._cursor["host_copy"] - 1)] = copied
 
     # ------------------------------------------------------------------------------------------------------------------
     # Transfers
 
     def _send(self, instruction: Instruction) -> None:
-        kind, stage, micro_batch, *_ = instruction.action
+        kind, stage, *_ = instruction.action
+        micro_batch = self.program.unit(instruction.action)
         buffers = self._outputs if kind == Kind.SEND_F else self._input_gradients
         tensor = buffers.pop((stage, micro_batch))
         receiver = matching_transfer(instruction.action).stage
@@ -217,7 +220,8 @@ class Executor:
             work.wait()
 
     def _receive(self, instruction: Instruction) -> None:
-        kind, stage, micro_batch, *_ = instruction.action
+        kind, stage, *_ = instruction.action
+        micro_batch = self.program.unit(instruction.action)
         tensor = self.stages[stage].receive_buffer(micro_batch)
         route = self.routes[stage, matching_transfer(instruction.action).stage]
         wait = Wait("p2p", self._cursor["p2p"] - 1)

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import mean, median
 from time import perf_counter, process_time
+from typing import Any
 
 import torch
 
 from muster.cost.time.op_times import OpTimes
 from muster.model.dropout import sample_keys
-from muster.model.saved_tensors import count_saved_bytes
+from muster.model.saved_tensors import count_saved_bytes_of_each
 from muster.parallel.device_clock import synchronize
 from muster.parallel.fsdp import gradient_bytes
 from muster.parallel.p2p import P2PRoute
@@ -29,6 +30,10 @@ PASS_REPEATS = 8
 """Repetitions of a pass; the same on every rank, since ranks may communicate within a pass."""
 
 
+TimedKey = tuple[Any, ...]
+"""(kind, stage) of an instruction, or (kind, stage, slice)."""
+
+
 @dataclass(frozen=True)
 class StageProfile:
     """Results of a short profile."""
@@ -36,8 +41,9 @@ class StageProfile:
     times: OpTimes
     gradients_bytes: int
     """Bytes of gradients that this rank holds at a step's peak, before they are reduced."""
-    saved_bytes: dict[int, int]
-    """Activations that one micro-batch saves for its backward, by stage of this rank."""
+    saved_bytes: dict[int, tuple[int, ...]]
+    """Activations that one micro-batch saves for its backward, by stage of this rank; those of each of its slices,
+    the first with the keys and values of all."""
     vocab_bytes: int
     """Bytes that one micro-batch keeps from pass S to pass T under vocabulary parallelism."""
 
@@ -61,7 +67,7 @@ def profile_stages(
     kinds = {item.action.kind for lanes in program.ranks for item in lanes.get("compute", ())}
     backwards = [kind for kind in (Kind.I, Kind.B) if kind in kinds]
     copies = any(lanes.get("host_copy") for lanes in program.ranks)
-    saved: dict[int, int] = {}
+    saved: dict[int, tuple[int, ...]] = {}
     vocab_bytes = 0
     for repeat in range(REPEATS):
         for index, stage in sorted(stages.items()):
@@ -92,7 +98,19 @@ def profile_stages(
             clock.time_together((kind, -1), lambda kind=kind: handlers[kind](Action(kind)))
     processes = tuple(world.plan.mesh(pp_rank).num_ranks for pp_rank in range(world.plan.pp))
     merged, p2p_s = _mean_over_ranks(world.all_gather_object((clock.seconds(), _measure_p2p(stages, world, routes))))
-    return StageProfile(OpTimes(merged, p2p_s, cores, processes), gradients, saved, vocab_bytes)
+    whole = {key[:2]: time_s for key, time_s in merged.items() if not any(key[2:])}
+    times = OpTimes(whole, p2p_s, cores, processes, slices=_times_of_slices(merged, p2p_s, next(iter(stages.values()))))
+    return StageProfile(times, gradients, saved, vocab_bytes)
+
+
+def _times_of_slices(merged: Mapping[TimedKey, float], p2p_s: float, stage: DecoderStage) -> tuple[OpTimes, ...]:
+    """Return the times of each slice of a sequence; `p2p_s`: of a transfer of the first. Empty without slices."""
+    lengths = [len(positions) for positions in stage.default_slices]
+    found = []
+    for part, length in enumerate(lengths if len(lengths) > 1 else ()):
+        own = {key[:2]: time_s for key, time_s in merged.items() if key[2:] == (part,)}
+        found.append(OpTimes(own, p2p_s * length / lengths[0]))
+    return tuple(found)
 
 
 def _gradient_exchanges(plan: Plan) -> Iterator[list[Action]]:
@@ -113,17 +131,17 @@ class _InstructionTimer:
 
     def __init__(self, world: World, ranks_per_core: float) -> None:
         self._world, self._ranks_per_core = world, ranks_per_core
-        self._wall_s: dict[tuple[str, int], list[float]] = {}
-        self._cpu_s: dict[tuple[str, int], list[float]] = {}
+        self._wall_s: dict[TimedKey, list[float]] = {}
+        self._cpu_s: dict[TimedKey, list[float]] = {}
 
-    def time_together(self, key: tuple[str, int], run: Callable[[], object] | None) -> None:
+    def time_together(self, key: TimedKey, run: Callable[[], object] | None) -> None:
         """Time an instruction that ranks start at the same moment; None on the ranks of a stage that has no such
         instruction."""
         self._world.barrier()
         if run is not None:
             self.time(key, run)
 
-    def time(self, key: tuple[str, int], run: Callable[[], object]) -> None:
+    def time(self, key: TimedKey, run: Callable[[], object]) -> None:
         self._synchronize()
         start_s, start_cpu_s = perf_counter(), process_time()
         run()
@@ -131,7 +149,7 @@ class _InstructionTimer:
         self._wall_s.setdefault(key, []).append(perf_counter() - start_s)
         self._cpu_s.setdefault(key, []).append(process_time() - start_cpu_s)
 
-    def seconds(self) -> dict[tuple[str, int], float]:
+    def seconds(self) -> dict[TimedKey, float]:
         """Return means over the later half of the repetitions; the first ones pay for fresh memory and cold caches."""
         shares_s = {key: _mean_of_later_half(times) / self._ranks_per_core for key, times in self._wall_s.items()}
         if self._ranks_per_core == 1:
@@ -147,19 +165,35 @@ def _mean_of_later_half(values: list[float]) -> float:
 
 
 def _time_forward_backward(stage: DecoderStage, clock: _InstructionTimer, backward: str, copies: bool = False) -> None:
-    """Time forward and backward of one micro-batch with random data: the backward whole (B), or in two passes (I, W).
-    With `copies` the saved activations are offloaded and reloaded in between."""
-    x = None if stage.reads_tokens else stage.receive_buffer(0).normal_()
-    gradient = None if stage.computes_loss else stage.receive_buffer(0).normal_()
-    clock.time((Kind.F, stage.index), lambda: stage.forward(0, x))
-    if copies:
-        clock.time((Kind.OFFLOAD, stage.index), lambda: stage.offload(0)())
-        clock.time((Kind.RELOAD, stage.index), lambda: stage.reload(0)())
-    if backward == Kind.I:
-        clock.time((Kind.I, stage.index), lambda: stage.backward_input(0, gradient))
-        clock.time((Kind.W, stage.index), lambda: stage.backward_weight(0))
-    else:
-        clock.time((Kind.B, stage.index), lambda: stage.backward(0, gradient))
+    """Time forward and backward of one micro-batch, slice by slice, with random data: the backward whole (B), or in two
+    passes (I, W). With `copies` the saved activations are offloaded and reloaded in between."""
+    parts = range(len(stage.default_slices))
+    for part in parts:
+        _time_forward(stage, clock, part)
+        if copies:
+            clock.time(_key(Kind.OFFLOAD, stage, part), lambda part=part: stage.offload(part)())
+            clock.time(_key(Kind.RELOAD, stage, part), lambda part=part: stage.reload(part)())
+    _time_backwards(stage, clock, backward)
+
+
+def _key(kind: Kind, stage: DecoderStage, part: int) -> TimedKey:
+    return (kind, stage.index) if len(stage.default_slices) == 1 else (kind, stage.index, part)
+
+
+def _time_forward(stage: DecoderStage, clock: _InstructionTimer, part: int) -> None:
+    x = None if stage.reads_tokens else stage.receive_buffer(part).normal_()
+    clock.time(_key(Kind.F, stage, part), lambda: stage.forward(part, x))
+
+
+def _time_backwards(stage: DecoderStage, clock: _InstructionTimer, backward: str) -> None:
+    for part in reversed(range(len(stage.default_slices))):
+        gradient = None if stage.computes_loss else stage.receive_buffer(part).normal_()
+        if backward == Kind.I:
+            inputs = partial(stage.backward_input, part, gradient)
+            clock.time(_key(Kind.I, stage, part), inputs)
+            clock.time(_key(Kind.W, stage, part), partial(stage.backward_weight, part))
+        else:
+            clock.time(_key(Kind.B, stage, part), partial(stage.backward, part, gradient))
 
 
 def _time_vocab_passes(stage: DecoderStage, vocab: VocabShard, clock: _InstructionTimer) -> int:
@@ -192,19 +226,28 @@ def _time_vocab_passes(stage: DecoderStage, vocab: VocabShard, clock: _Instructi
     return saved_bytes
 
 
-def _profile_stage(stage: DecoderStage, clock: _InstructionTimer, backwards: list[Kind]) -> int:
+def _profile_stage(stage: DecoderStage, clock: _InstructionTimer, backwards: list[Kind]) -> tuple[int, ...]:
     """Time the passes of one micro-batch, with each kind of backward in the Program; return the bytes that a first one
-    saves."""
+    saves, slice by slice."""
     tokens = torch.randint(stage.spec.vocab_size, stage.micro_batch_shape, device=stage.world.device)
-    keys = sample_keys(0, range(len(tokens)), stage.world.device)
-    stage.inputs = StageInputs((tokens,), (tokens,), tokens.numel(), dropout_keys_M=(keys,))
-    saved = count_saved_bytes(
-        lambda: _time_forward_backward(stage, clock, backwards[0]), stage.module.resident_tensors()
-    )
+    lengths = [len(positions) for positions in stage.default_slices]
+    slices = (tokens,) if len(lengths) == 1 else tuple(part.clone() for part in tokens.split(lengths, dim=1))
+    keys = (sample_keys(0, range(len(tokens)), stage.world.device),) * len(slices)
+    stage.inputs = StageInputs(slices, slices, tokens.numel(), dropout_keys_M=keys)
+    kept_bytes = 0
+
+    def run_backwards() -> None:
+        nonlocal kept_bytes
+        kept_bytes = stage.kept_bytes
+        _time_backwards(stage, clock, backwards[0])
+
+    forwards = [partial(_time_forward, stage, clock, part) for part in range(len(lengths))]
+    saved = count_saved_bytes_of_each(forwards, stage.module.resident_tensors(), run_backwards)
+    saved[0] += kept_bytes
     for _ in range(PASS_REPEATS):
         for kind in backwards:
             _time_forward_backward(stage, clock, kind)
-    return saved
+    return tuple(saved)
 
 
 def _measure_p2p(stages: Mapping[int, DecoderStage], world: World, routes: Mapping[tuple[int, int], P2PRoute]) -> float:
@@ -242,10 +285,10 @@ def _measure_p2p(stages: Mapping[int, DecoderStage], world: World, routes: Mappi
 
 
 def _mean_over_ranks(
-    values: list[tuple[dict[tuple[str, int], float], float]],
-) -> tuple[dict[tuple[str, int], float], float]:
+    values: list[tuple[dict[TimedKey, float], float]],
+) -> tuple[dict[TimedKey, float], float]:
     """Return the mean over ranks of each time, and of the measured p2p transfers."""
-    by_key: dict[tuple[str, int], list[float]] = {}
+    by_key: dict[TimedKey, list[float]] = {}
     for seconds, _ in values:
         for key, time_s in seconds.items():
             by_key.setdefault(key, []).append(time_s)

@@ -1,7 +1,8 @@
 """Pipeline stages at run time: the module, its parallelism, and the tensors that passes keep for later passes."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -10,6 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from muster.config.freezing import is_frozen, is_frozen_up_to
 from muster.config.optim_config import OptimConfig
+from muster.layout.sequence_slices import sequence_slices
 from muster.layout.tensor_layout import (
     TensorLayout,
     chunk_bounds,
@@ -27,6 +29,7 @@ from muster.model.init import fill_initial_parts
 from muster.model.kernels import soft_cap
 from muster.model.loss import LossSums, loss_sums, plugin_loss_sums
 from muster.model.recompute import apply_recompute
+from muster.model.sliced_attention import SliceState, apply_slices
 from muster.model.tiling import apply_tiles, compute_in_tiles, tile_rows
 from muster.parallel import tensor_parallel
 from muster.parallel.axis import TensorAxis
@@ -72,7 +75,10 @@ NUM_LOSSES = 4
 
 
 class Stage(Protocol):
-    """Interface of a stage for the executor."""
+    """Interface of a stage for the executor.
+
+    Where sequences are cut into slices, `micro_batch` numbers the slices of all micro-batches (`Program.unit`).
+    """
 
     def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
         """Run the forward of one micro-batch and return the stage's output; the first stage reads its own input and
@@ -161,6 +167,7 @@ class DecoderStage:
         if self.context_axis is not None:
             apply_context_parallel(self.module, self.context_axis, plan.context_ranks(plan.mesh(index)))
             apply_context_groups(self.module, world.context_blocks())
+        self._slices = apply_slices(self.module) if plan.sequence_slices > 1 else None
         apply_expert_parallel(self.module, world.expert_axis(), plan.expert_dispatch(plan.mesh(index)))
         self._weight_grads = WeightGradStore()
         # A rank that shares its parameters with no other reduces in its backwards: see `apply_fsdp`.
@@ -189,11 +196,10 @@ class DecoderStage:
         self.inputs: StageInputs | None = None
         self._losses = torch.zeros(NUM_LOSSES, dtype=torch.float64, device=world.device)
         self.backwards_per_step: int | None = None
-        """Micro-batches of a step; under z2 and z3 the last one's gradients are all-reduced over the replicas, with the
-        sum of the others'."""
+        """With replicas, the step's last backward all-reduces, under z2 and z3, the gradients of all."""
         self._num_backwards = 0
-        once = strategy.zero != "z1" and plan.reduces_replicas_once
-        self._sums_over_replicas_once = once and plan.mesh(index).dp_replicate > 1
+        has_replicas = strategy.zero != "z1" and plan.mesh(index).dp_replicate > 1
+        self._sums_over_replicas_once = has_replicas and plan.reduces_replicas_once
         self.vocab: VocabShard | None = None
         if has_vocab_shard(plan, index):
             ends = plan.pp_rank(0), plan.pp_rank(plan.stages_per_replica - 1)
@@ -233,6 +239,8 @@ class DecoderStage:
             x.requires_grad_(True)
         if self.tp_axis is not None:
             self.module.position_state.seq_len = self._seq_len(micro_batch)
+        if self._slices is not None:
+            self._enter_slice(self._slices, micro_batch)
         documents = None if self.inputs.documents_M is None else self.inputs.documents_M[micro_batch]
         if documents is not None and documents.num_shards is not None:
             keep_group_positions(self.module, documents, self._seq_len(micro_batch))
@@ -263,7 +271,22 @@ class DecoderStage:
             start = (y if self.computes_loss else get_gradient_edge(y)) if y.requires_grad else None
             self._saved[micro_batch] = (None if self.reads_tokens else x, start)
             self._offload.end_forward(micro_batch, y)
+        elif self._slices is not None and self._slices.positions.stop == self._slices.length:
+            self._slices.drop()
         return y
+
+    def _enter_slice(self, state: SliceState, unit: int) -> None:
+        """Tell the layers which slice the next pass is of."""
+        state.micro_batch, part = divmod(unit, self.world.plan.sequence_slices)
+        slices = self.default_slices
+        if self.inputs is not None and self.inputs.tokens_M:
+            first = unit - part
+            lengths = [tokens.shape[1] for tokens in self.inputs.tokens_M[first : first + len(slices)]]
+            ends = list(accumulate(lengths, initial=0))
+            slices = tuple(range(*ends_of_slice) for ends_of_slice in pairwise(ends))
+        state.positions, state.length = slices[part], slices[-1].stop
+        positions = self.module.position_state
+        positions.offset, positions.table_length = state.positions.start, state.length
 
     def _tiled_losses(self, labels_BS: Tensor, inputs: StageInputs, x_BSD: Tensor) -> Tensor:
         """Return the sums of the losses (3) of hidden states after the last norm, from logits of a tile at a time."""
@@ -303,9 +326,14 @@ class DecoderStage:
     def _backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
         x, start = self._saved.pop(micro_batch)
         self._offload.discard(micro_batch)
+        if self._slices is not None:
+            self._enter_slice(self._slices, micro_batch)
+        if start is not None:
+            torch.autograd.backward(start, gradient)
+        if self._slices is not None and self._slices.positions.start == 0:
+            self._slices.drop()
         if start is None:
             return None if x is None else torch.zeros_like(x)
-        torch.autograd.backward(start, gradient)
         if x is not None and x.grad is None and not self._needs_input_gradient:
             return torch.zeros_like(x)
         return None if x is None else x.grad
@@ -343,6 +371,16 @@ class DecoderStage:
         """Bytes copied to and from host memory so far."""
         return self._offload.copied_bytes
 
+    @cached_property
+    def default_slices(self) -> tuple[range, ...]:
+        """Slices of sequences of full length."""
+        return sequence_slices(self.spec, self.world.plan, self.micro_batch_shape[1])
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the keys and values that are kept for later slices."""
+        return 0 if self._slices is None else self._slices.num_bytes
+
     def receive_buffer(self, micro_batch: int) -> Tensor:
         length = self._seq_len(micro_batch) // self._sequence_shards
         shape = (self.micro_batch_shape[0], length, self.spec.hidden_size)
@@ -351,7 +389,11 @@ class DecoderStage:
     def _seq_len(self, micro_batch: int) -> int:
         """Return the positions of a micro-batch's sequences, of which tensor-parallel ranks see all."""
         tokens_M = self.inputs.tokens_M if self.inputs is not None else ()
-        return tokens_M[micro_batch].shape[1] if tokens_M else self.micro_batch_shape[1]
+        if tokens_M:
+            return tokens_M[micro_batch].shape[1]
+        if self._slices is not None:
+            return len(self.default_slices[micro_batch % len(self.default_slices)])
+        return self.micro_batch_shape[1]
 
     def unshard(self) -> None:
         unshard(self.module)

@@ -10,7 +10,10 @@ from muster.model.documents import Documents
 
 @dataclass
 class StageInputs:
-    """One rank's data of one step, by micro-batch, and the constants that turn its logits into a loss."""
+    """One rank's data of one step, by micro-batch, and the constants that turn its logits into a loss.
+
+    Where sequences are cut into slices, each slice of a micro-batch has an entry of its own.
+    """
 
     tokens_M: tuple[Tensor, ...]
     """Tokens of each micro-batch, (B, S); S may differ between micro-batches. Empty on a rank that needs no data."""

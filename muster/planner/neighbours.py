@@ -60,6 +60,8 @@ def _all_changes(plan: Plan, request: PlanRequest) -> Iterator[Change]:
             yield Change(f"recompute {mode}", with_all_layers(plan, recompute=mode), may_refit=False)
     if plan.sequence_tiles > 1:
         yield Change("no tiles", plan.model_copy(update={"sequence_tiles": 1}))
+    if plan.sequence_slices > 1:
+        yield Change("no slices", plan.model_copy(update={"sequence_slices": 1}))
     if any(strategy.offload != "none" for strategy in plan.strategies):
         yield Change("no offload", with_all_layers(plan, offload="none"), may_refit=False)
     if plan.pp > 1 and any(strategy.offload != "activations" for strategy in plan.strategies):

@@ -94,6 +94,7 @@ class PlanCosts:
             plan.pp,
             plan.vpp,
             plan.num_micro_batches(self.request.workload),
+            plan.sequence_slices,
             strategy.zero,
             plan.mesh(0).dp_size > 1,
             plan.tp,

@@ -49,6 +49,7 @@ def mechanisms(plan: Plan) -> list[str]:
         "unequal shares of the batch": bool(plan.uneven_micro_batches),
         "recompute": any(strategy.recompute != "none" for strategy in strategies),
         "tiles": plan.sequence_tiles > 1,
+        "slices": plan.sequence_slices > 1,
         "offload": any(strategy.offload != "none" for strategy in strategies),
         "a schedule searched for its times": plan.pinned_schedule is not None,
     }

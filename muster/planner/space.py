@@ -267,6 +267,7 @@ def make_plan(
             **dispatch_fields(request, shape.tp, shape.cp, shape.ep, request.fixed.get("sp", can_cut_positions)),
             "micro_batch_size": shape.micro_batch_size,
             "sequence_tiles": request.fixed.get("sequence_tiles", request.base.sequence_tiles),
+            "sequence_slices": request.fixed.get("sequence_slices", request.base.sequence_slices),
             "axis_order": axis_order,
             "default_strategy": _strategy(
                 request.base.default_strategy,  # pyright: ignore[reportArgumentType] -- frozen models are hashable
@@ -290,6 +291,18 @@ def schedule_options(request: PlanRequest, pp: int) -> list[tuple[str, int]]:
 
     They are those that the planner searches (`PlannerTraits`), or the required one even where it isn't searched.
     """
+    found = _schedule_options(request, pp)
+    if not has_slices(request):
+        return found
+    return [option for option in found if pp > 1 and SCHEDULES[option[0]].has_slices]
+
+
+def has_slices(request: PlanRequest) -> bool:
+    """Return True if sequences pass through the pipeline in slices, which a search tries where they are required."""
+    return request.fixed.get("sequence_slices", request.base.sequence_slices) > 1
+
+
+def _schedule_options(request: PlanRequest, pp: int) -> list[tuple[str, int]]:
     num_layers = request.model.num_layers
     required = request.fixed.get("schedule", "")
     if required in SCHEDULES and not SCHEDULES[required].planner.searchable:

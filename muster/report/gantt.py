@@ -13,7 +13,7 @@ from muster.report.html import Html, element, join
 from muster.report.palette import PAINTS, Paint, paint_of
 from muster.report.scales import nice_ticks, time_labels
 from muster.report.timeline_rows import TimelineRows, median_pass_s, timeline_rows
-from muster.schedule.action import KINDS, Lane
+from muster.schedule.action import KINDS, Lane, unit_label
 from muster.simulate.timeline import Event, Timeline
 from muster.spec.formatting import format_fraction, format_seconds
 
@@ -207,10 +207,11 @@ def _boxes(events: Sequence[Event], start_s: float, top: int, thick: int, frame:
 def _numbers(rows: TimelineRows, band: _Band, row_px: int, frame: _Frame) -> Html:
     """Return the micro-batch numbers of compute boxes that are wide enough for them."""
     words: dict[Paint, list[Html]] = defaultdict(list)
+    has_slices = any(event.action.slice for events in rows.events.values() for event in events)
     for index, rank in enumerate(rows.ranks):
         middle = f"{index * row_px + band.top + band.thick / 2 + 4:g}"
         for event in rows.events.get((rank, "compute"), []):
-            number = str(event.action.micro_batch)
+            number = unit_label(event.action, has_slices)
             if event.action.micro_batch < 0 or frame.pixels(event.duration_s) < _DIGIT_PX * len(number) + 3:
                 continue
             at = frame.percent((event.start_s + event.end_s) / 2 - rows.start_s)

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from muster.report.palette import PALE_TEXT, paint_of
 from muster.report.timeline_rows import evenly_spaced
-from muster.schedule.action import Kind
+from muster.schedule.action import Action, Kind, unit_label
 from muster.schedule.schedule import Schedule
 from muster.schedule.timing import Timing
 from muster.spec.formatting import format_fraction
@@ -38,7 +38,7 @@ _NAMES = {
 
 def schedule_summary(schedule: Schedule, timing: Timing) -> Text:
     """Return size, makespan, bubble and peak activations in four lines."""
-    text = Text(f"{schedule.name}: {len(schedule.ranks)} ranks, {schedule.num_micro_batches} micro-batches")
+    text = Text(f"{schedule.name}: {len(schedule.ranks)} ranks, {schedule.size_text}")
     text.append(f", {schedule.chunks} stages per rank" if schedule.chunks > 1 else "")
     text.append(f", {schedule.replicas} replicas" if schedule.replicas > 1 else "")
     text.append(f"\nmakespan {timing.makespan_s:.6g}, bubble {timing.bubble_s:.6g} ({_bubble_fraction(timing)} of it)")
@@ -112,7 +112,8 @@ def grid_text(schedule: Schedule, timing: Timing, width: int = 80) -> Text:
 
 def _scale_of(schedule: Schedule, timing: Timing, columns: int, max_pages: int) -> _Scale:
     """Return a scale that gives the shortest pass room for its name, unless that takes too many pages."""
-    name = len(f"F{schedule.num_micro_batches - 1}")
+    last = Action(Kind.F, 0, schedule.num_micro_batches - 1, schedule.num_slices - 1)
+    name = len(f"F{unit_label(last, schedule.num_slices > 1)}")
     durations_s = (
         end_s - begin_s
         for begins, ends in zip(timing.begin_s, timing.end_s, strict=True)
@@ -146,7 +147,9 @@ def _row(schedule: Schedule, timing: Timing, rank: int, columns: Sequence[int], 
         else:
             action = schedule.ranks[rank][passes[column]]
             letters = _letters(action.kind)
-            name = f"{letters}{action.micro_batch}" if scale.in_full else letters * (end - column)
+            name = (
+                f"{letters}{unit_label(action, schedule.num_slices > 1)}" if scale.in_full else letters * (end - column)
+            )
             text.append_text(_box(action.kind, name, held.index(action.stage) % 2 == 1, end - column))
         column = end
     return text

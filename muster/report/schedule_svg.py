@@ -7,7 +7,7 @@ from muster.report.html import Html, element, join
 from muster.report.palette import PAINTS, Paint, paint_of
 from muster.report.scales import nice_ticks, tick_labels
 from muster.report.standalone_svg import fill_attributes, standalone_svg, stroke_attributes, text_attributes
-from muster.schedule.action import Action
+from muster.schedule.action import Action, Kind, unit_label
 from muster.schedule.schedule import Schedule
 from muster.schedule.timing import Timing
 
@@ -22,7 +22,7 @@ def schedule_svg(schedule: Schedule, timing: Timing) -> str:
     micro-batch; those of a rank's second, fourth … stage are lighter."""
     scale_px = _scale_px(schedule, timing)
     width_px, height_px = round(timing.makespan_s * scale_px), _ROW_PX * len(schedule.ranks)
-    title = f"{schedule.name}: {len(schedule.ranks)} ranks, {schedule.num_micro_batches} micro-batches"
+    title = f"{schedule.name}: {len(schedule.ranks)} ranks, {schedule.size_text}"
     facts = f"makespan {timing.makespan_s:.6g}, bubble {timing.bubble_s:.6g}"
     full_px = (_LEFT_PX + width_px + _RIGHT_PX, _TOP_PX + height_px + _BOTTOM_PX)
     body = join(
@@ -39,7 +39,8 @@ def schedule_svg(schedule: Schedule, timing: Timing) -> str:
 
 def _scale_px(schedule: Schedule, timing: Timing) -> float:
     """Return pixels per second that give the shortest pass room for its number, within bounds for the whole."""
-    wanted_px = _DIGIT_PX * len(str(schedule.num_micro_batches - 1)) + 8
+    last = Action(Kind.F, 0, schedule.num_micro_batches - 1, schedule.num_slices - 1)
+    wanted_px = _DIGIT_PX * len(unit_label(last, schedule.num_slices > 1)) + 8
     passes = (one for rank in range(len(schedule.ranks)) for one in _passes(schedule, timing, rank))
     shortest_s = min((end_s - begin_s for _, begin_s, end_s in passes), default=1.0)
     if not timing.makespan_s:
@@ -94,7 +95,7 @@ def _row(schedule: Schedule, timing: Timing, rank: int, scale_px: float) -> Html
     numbers: defaultdict[tuple[Paint, bool], list[Html]] = defaultdict(list)
     for action, begin_s, end_s in _passes(schedule, timing, rank):
         colour = (paint_of(action.kind), held.index(action.stage) % 2 == 1)
-        number = str(action.micro_batch)
+        number = unit_label(action, schedule.num_slices > 1)
         left_px, box_px = _LEFT_PX + begin_s * scale_px, (end_s - begin_s) * scale_px
         gap_px = 1.0 if box_px > 6 else 0.0
         pieces[colour].append(f"M{left_px:.1f} {middle_px:g}h{box_px - gap_px:.1f}")

@@ -15,9 +15,12 @@ def chrome_trace(timeline: Timeline, name: str) -> dict[str, Any]:
         title = f"rank {rank}" + ("" if lane == "compute" else f" {lane}")
         events.append({"name": "thread_name", "ph": "M", "pid": 1, "tid": thread, "args": {"name": title}})
         events.append({"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": thread, "args": {"sort_index": thread}})
+    has_slices = any(event.action.slice for event in timeline.events)
     for event in timeline.events:
         action = event.action
         arguments = {key: value for key in ("stage", "micro_batch") if (value := getattr(action, key)) >= 0}
+        if has_slices and action.micro_batch >= 0:
+            arguments["slice"] = action.slice
         events.append(
             {
                 "name": str(action),

@@ -152,6 +152,11 @@ class Action(NamedTuple):
         return text + (f".{self.slice}" if self.slice else "") + (f"v{self.version}" if self.version else "")
 
 
+def unit_label(action: Action, has_slices: bool) -> str:
+    """Return the micro-batch of a pass in a picture, or micro-batch and slice: `2`, `2.0`."""
+    return f"{action.micro_batch}.{action.slice}" if has_slices else str(action.micro_batch)
+
+
 def actions_of_stage(kind: Kind, stage: int, micro_batches: int) -> list[Action]:
     """Return one action for each micro-batch.
 

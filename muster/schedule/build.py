@@ -39,7 +39,14 @@ def schedule_for_plan(plan: Plan, num_micro_batches: int) -> Schedule:
     if plan.schedule_entry.searched:
         raise MusterError(f"schedule {plan.schedule} is yet to be found for the plan: resolve it first")
     return make_schedule(
-        plan.schedule, ScheduleSpec(plan.pp, num_micro_batches, plan.vpp, replicas=plan.pipeline_replicas)
+        plan.schedule,
+        ScheduleSpec(
+            plan.pp,
+            num_micro_batches,
+            plan.vpp,
+            replicas=plan.pipeline_replicas,
+            num_slices=plan.sequence_slices,
+        ),
     )
 
 
@@ -56,7 +63,7 @@ def build_program(
     num_micro_batches = plan.num_micro_batches(workload, data_rank)
     schedule = schedule_for_plan(plan, num_micro_batches)
     if not train:
-        schedule = forward_only(schedule.placement[: schedule.depth], num_micro_batches)
+        schedule = forward_only(schedule.placement[: schedule.depth], num_micro_batches, schedule.num_slices)
     stages = range(plan.num_stages)
     names = [name for name, _ in parameter_shapes(model)]
     tensor_axes = {

@@ -18,6 +18,8 @@ from muster.schedule.dry_run import dry_run
 from muster.schedule.gc_pause import gc_paused
 from muster.schedule.peer_check import check_collectives, check_transfers
 from muster.schedule.program import Program, ProgramError, stages_of_action
+from muster.schedule.timing import WHY_AFTER
+from muster.spec.units import pluralize
 
 __all__ = ["ProgramError", "CheckReport", "check"]
 
@@ -27,7 +29,8 @@ class CheckReport:
     """Facts about a Program that can be run."""
 
     peak_activations: tuple[int, ...]
-    """Per rank, the most activations saved for backwards at once, in micro-batches on one stage."""
+    """Per rank, the most activations saved for backwards at once, in micro-batches on one stage, or in slices of
+    them."""
     peak_by_stage: tuple[dict[int, int], ...]
     """Per rank, the same peak by stage."""
     peak_logits: tuple[int, ...]
@@ -42,6 +45,7 @@ def check(program: Program, max_activations: int | None = None) -> CheckReport:
     with gc_paused():
         _check_shape(program)
         _check_passes(program)
+        _check_slices(program)
         _check_vocab_passes(program)
         for rank in range(program.num_ranks):
             _check_waits(program, rank)
@@ -73,6 +77,10 @@ def _check_shape(program: Program) -> None:
             late = [one for one in actions if one[2] >= program.num_micro_batches]
             if late:
                 raise ProgramError(_out_of_range(program, rank, str(late[0])))
+            beyond = [one for one in actions if not 0 <= one[3] < program.num_slices]
+            if beyond:
+                slices = pluralize(program.num_slices, "slice")
+                raise ProgramError(f"{beyond[0]} on rank {rank} is outside of {slices} per sequence")
             if len(seen) + len(actions) > len(seen := seen.union(actions)):
                 twice = next(one for one in actions if actions.count(one) > 1)
                 raise ProgramError(f"{twice} is on rank {rank} twice")
@@ -103,16 +111,20 @@ def _check_passes(program: Program) -> None:
     Duplicates on a rank and passes on the wrong rank are already refused.
     """
     passes: dict[str, set[tuple[int, int]]] = {kind: set() for kind in PASSES}
+    slices = program.num_slices
     for lanes in program.ranks:
-        for (kind, stage, micro_batch, _, _), _, _ in lanes.get("compute", ()):
+        for (kind, stage, micro_batch, part, _), _, _ in lanes.get("compute", ()):
             if kind in passes:
-                passes[kind].add((micro_batch, stage))
+                passes[kind].add((micro_batch * slices + part, stage))
     split = passes[Kind.I] | passes[Kind.W]
     if both := passes[Kind.B] & split:
-        micro_batch, stage = min(both)
-        other = Action(Kind.I if (micro_batch, stage) in passes[Kind.I] else Kind.W, stage, micro_batch)
-        raise ProgramError(f"rank {program.placement[stage]} has both {Action(Kind.B, stage, micro_batch)} and {other}")
-    wanted = {(micro_batch, stage) for micro_batch, stages in _stage_routes(program, passes) for stage in stages}
+        unit, stage = min(both)
+        one, other = (
+            Action(kind, stage, *divmod(unit, slices))
+            for kind in (Kind.B, Kind.I if (unit, stage) in passes[Kind.I] else Kind.W)
+        )
+        raise ProgramError(f"rank {program.placement[stage]} has both {one} and {other}")
+    wanted = {(unit, stage) for unit, stages in _stage_routes(program, passes) for stage in stages}
     missing = [(Kind.F, wanted - passes[Kind.F])]
     if passes[Kind.B] or split:
         missing += [
@@ -122,8 +134,25 @@ def _check_passes(program: Program) -> None:
         ]
     for kind, places in missing:
         if places:
-            micro_batch, stage = min(places)
-            raise ProgramError(f"{Action(kind, stage, micro_batch)} is missing on rank {program.placement[stage]}")
+            unit, stage = min(places)
+            missed = Action(kind, stage, *divmod(unit, slices))
+            raise ProgramError(f"{missed} is missing on rank {program.placement[stage]}")
+
+
+def _check_slices(program: Program) -> None:
+    """Check that forwards of a sequence's slices run from the first to the last, and backwards from the last to the
+    first."""
+    for rank, lanes in enumerate(program.ranks if program.num_slices > 1 else ()):
+        done: set[Action] = set()
+        for action, _, _ in lanes.get("compute", ()):
+            is_backward = action.kind in BACKWARDS
+            other = action.slice + (1 if is_backward else -1)
+            if (is_backward or action.kind == Kind.F) and 0 <= other < program.num_slices:
+                kinds = BACKWARDS if is_backward else (Kind.F,)
+                needed = [action._replace(kind=kind, slice=other) for kind in kinds]
+                if not done.intersection(needed):
+                    raise ProgramError(f"{action} on rank {rank} comes before {needed[0]}{WHY_AFTER[is_backward]}")
+            done.add(action)
 
 
 def _check_vocab_passes(program: Program) -> None:
@@ -144,18 +173,19 @@ def _check_vocab_passes(program: Program) -> None:
 
 
 def _stage_routes(program: Program, passes: Mapping[str, set[tuple[int, int]]]) -> Iterator[tuple[int, range]]:
-    """Yield each micro-batch with its stages: those of the replica that any of its passes is in."""
+    """Yield each slice of a micro-batch, by its number among all, with its stages: those of the replica that any of its
+    passes is in."""
     depth = program.depth
-    found = {(micro_batch, stage) for places in passes.values() for micro_batch, stage in places}
-    replicas: dict[int, dict[int, int]] = {micro_batch: {} for micro_batch in range(program.num_micro_batches)}
-    for micro_batch, stage in found:
-        replicas[micro_batch][stage // depth] = stage
-    for micro_batch, stages in replicas.items():
+    found = {place for places in passes.values() for place in places}
+    replicas: dict[int, dict[int, int]] = {unit: {} for unit in range(program.num_micro_batches * program.num_slices)}
+    for unit, stage in found:
+        replicas[unit][stage // depth] = stage
+    for unit, stages in replicas.items():
         if len(stages) > 1:
             one, other, *_ = (f"stage {stage} on rank {program.placement[stage]}" for stage in sorted(stages.values()))
-            raise ProgramError(f"micro-batch {micro_batch} runs through two replicas: {one}, {other}")
+            raise ProgramError(f"micro-batch {unit // program.num_slices} runs through two replicas: {one}, {other}")
         first = min(stages, default=0) * depth
-        yield micro_batch, range(first, first + depth)
+        yield unit, range(first, first + depth)
 
 
 def _check_waits(program: Program, rank: int) -> None:

@@ -26,6 +26,7 @@ class CompareRequest:
     memory_limit: float
     replicas: int | None
     fill: bool
+    num_slices: int = 1
 
     def spec(self, entry: ScheduleEntry) -> ScheduleSpec:
         """Return the spec for one schedule. Raises InfeasibleError for impossible numbers."""
@@ -38,6 +39,7 @@ class CompareRequest:
             memory_limit=self.memory_limit,
             replicas=self.replicas or entry.default_replicas,
             fill=self.fill,
+            num_slices=self.num_slices,
         )
 
 

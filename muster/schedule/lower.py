@@ -76,7 +76,8 @@ class ProgramDraft:
         ranks: tuple[dict[Lane, tuple[Instruction, ...]], ...] = tuple(
             {lane: tuple(items) for lane, items in lanes.items() if items} for lanes in self.ranks
         )
-        return Program(schedule.name, schedule.placement, schedule.num_micro_batches, ranks, schedule.replicas)
+        sizes = schedule.num_micro_batches, ranks, schedule.replicas, schedule.num_slices
+        return Program(schedule.name, schedule.placement, *sizes)
 
 
 def lower(schedule: Schedule, options: LoweringOptions) -> Program:

@@ -20,15 +20,15 @@ MIN_OFFLOAD_GAP = 2 * PASSES_FOR_COPY + 2
 
 def offload_intervals(order: Sequence[Action], stages: Collection[int]) -> Iterator[tuple[int, int]]:
     """Yield the index of each forward of `stages` whose activations can be offloaded, and of its first backward."""
-    forwards: dict[tuple[int, int], int] = {}
+    forwards: dict[tuple[int, int, int], int] = {}
     # Looking up a member of an enumeration costs more than the rest of the loop.
     forward = Kind.F
     backwards = (Kind.B, Kind.I)
-    for place, (kind, stage, micro_batch, *_) in enumerate(order):
+    for place, (kind, stage, micro_batch, part, _) in enumerate(order):
         if kind == forward and stage in stages:
-            forwards[stage, micro_batch] = place
+            forwards[stage, micro_batch, part] = place
         elif kind in backwards:
-            first = forwards.get((stage, micro_batch), place)
+            first = forwards.get((stage, micro_batch, part), place)
             if place - first >= MIN_OFFLOAD_GAP:
                 yield first, place
 
@@ -42,10 +42,10 @@ def order_with_copies(order: Sequence[Action], stages: Collection[int]) -> list[
     actions = []
     for place, action in enumerate(order):
         if place in before:
-            actions.append(Action(Kind.OFFLOAD, before[place].stage, before[place].micro_batch))
+            actions.append(before[place]._replace(kind=Kind.OFFLOAD))
         actions.append(action)
         if place in after:
-            actions.append(Action(Kind.RELOAD, after[place].stage, after[place].micro_batch))
+            actions.append(after[place]._replace(kind=Kind.RELOAD))
     return actions
 
 
@@ -80,7 +80,7 @@ def add_copy_lane(
     waiting = list(compute)
     for place, (after, kind, reader, named_by) in enumerate(sorted(begun)):
         action = compute[named_by].action
-        lane.append(Instruction(Action(kind, action.stage, action.micro_batch), None, (Wait("compute", after),)))
+        lane.append(Instruction(action._replace(kind=kind), None, (Wait("compute", after),)))
         item = waiting[reader]
         waiting[reader] = item._replace(waits=(*item.waits, Wait("host_copy", place)))
     return waiting, lane

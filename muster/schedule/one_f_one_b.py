@@ -3,21 +3,27 @@
 from muster.schedule.action import Action, Kind
 from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import ScheduleSpec
+from muster.schedule.slices import backward_units, forward_units
 
 
 def one_f_one_b(spec: ScheduleSpec) -> Schedule:
     """One stage per rank. Bubble (p − 1)(tF + tB) as GPipe's; rank r keeps the activations of min(p − r, m)
-    micro-batches. With one stage it is gradient accumulation."""
-    num_stages, num_micro_batches = spec.num_ranks, spec.num_micro_batches
-    ranks = tuple(_rank_order(stage, num_stages, num_micro_batches) for stage in range(num_stages))
-    return Schedule("1f1b", tuple(range(num_stages)), num_micro_batches, ranks)
+    micro-batches. With one stage it is gradient accumulation.
+
+    With n slices per sequence, slices take turns as micro-batches do otherwise: bubble (p − 1)(tF + tB) / n, and rank r
+    keeps p − r + n − 1 slices, since a micro-batch's first backward needs all of its forwards (Seq1F1B,
+    arXiv:2406.03488).
+    """
+    num_stages = spec.num_ranks
+    ranks = tuple(_rank_order(stage, spec) for stage in range(num_stages))
+    return Schedule("1f1b", tuple(range(num_stages)), spec.num_micro_batches, ranks, num_slices=spec.num_slices)
 
 
-def _rank_order(stage: int, num_stages: int, num_micro_batches: int) -> tuple[Action, ...]:
-    warm_up = min(num_stages - stage - 1, num_micro_batches)
-    order = [Action(Kind.F, stage, index) for index in range(warm_up)]
-    for index in range(num_micro_batches):
-        if warm_up + index < num_micro_batches:
-            order.append(Action(Kind.F, stage, warm_up + index))
-        order.append(Action(Kind.B, stage, index))
+def _rank_order(stage: int, spec: ScheduleSpec) -> tuple[Action, ...]:
+    forwards = [Action(Kind.F, stage, *unit) for unit in forward_units(spec.num_micro_batches, spec.num_slices)]
+    backwards = [Action(Kind.B, stage, *unit) for unit in backward_units(spec.num_micro_batches, spec.num_slices)]
+    warm_up = min(spec.num_ranks - stage - 1 + spec.num_slices - 1, len(forwards))
+    order = forwards[:warm_up]
+    for index, backward in enumerate(backwards):
+        order += [*forwards[warm_up + index : warm_up + index + 1], backward]
     return tuple(order)

@@ -1,8 +1,9 @@
 """Programs: the instructions of every pipeline rank in one step, lane by lane, with explicit waits."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from muster.config.migrations import INSTRUCTIONS
 from muster.config.migrations import LANES as FORMER_LANES
@@ -58,6 +59,8 @@ class Program:
     ranks: tuple[dict[Lane, tuple[Instruction, ...]], ...]
     replicas: int = 1
     """Copies of the model; stages are numbered copy by copy, see `Schedule`."""
+    num_slices: int = 1
+    """Slices of each sequence, of which each pass and each transfer takes one."""
 
     @property
     def num_ranks(self) -> int:
@@ -72,6 +75,16 @@ class Program:
     def depth(self) -> int:
         """Number of stages of one replica."""
         return len(self.placement) // self.replicas
+
+    def unit(self, action: Action) -> int:
+        """Return the number of an action's slice among those of all micro-batches; without slices, its micro-batch."""
+        return action.micro_batch * self.num_slices + action.slice
+
+    def timed_as(self, instructions: Sequence[Instruction]) -> list[tuple[Any, ...]]:
+        """Return for each instruction the fields of an action that takes as long: (kind, stage), and the slice."""
+        if self.num_slices == 1:
+            return [action[:2] for action, _, _ in instructions]
+        return [(*action[:2], min(action[2], 0), action[3]) for action, _, _ in instructions]
 
     def is_first(self, stage: int) -> bool:
         """Return True for a stage that reads the data: none comes before it."""
@@ -123,6 +136,7 @@ def format_program(program: Program) -> str:
         f"program {VERSION} schedule={program.schedule} ranks={program.num_ranks}"
         f" micro_batches={program.num_micro_batches} placement={placement}"
         + (f" replicas={program.replicas}" if program.replicas > 1 else "")
+        + (f" slices={program.num_slices}" if program.num_slices > 1 else "")
     ]
     for rank, lanes in enumerate(program.ranks):
         for lane in LANES:
@@ -133,6 +147,7 @@ def format_program(program: Program) -> str:
 
 _HEAD = re.compile(
     r"program (\d+) schedule=(\S+) ranks=(\d+) micro_batches=(\d+) placement=([\d,]+)(?: replicas=(\d+))?"
+    r"(?: slices=(\d+))?"
 )
 _LINE = re.compile(r"rank (\d+) (\w+):\s*(.*)")
 _INSTRUCTION = re.compile(r"([^<>@]+)(?:[<>](\d+))?(?:@(\S+))?")
@@ -148,7 +163,7 @@ def parse_program(text: str) -> Program:
     head = _HEAD.fullmatch(lines[0]) if lines else None
     if head is None:
         raise ValueError(f"a program begins with 'program {VERSION} schedule=… ranks=… micro_batches=… placement=…'")
-    version, name, num_ranks, num_micro_batches, places, copies = head.groups()
+    version, name, num_ranks, num_micro_batches, places, copies, slices = head.groups()
     if int(version) > VERSION:
         raise ValueError(f"the program has version {version}, of a newer Muster; this one reads up to {VERSION}")
     is_former = int(version) == 1
@@ -163,7 +178,7 @@ def parse_program(text: str) -> Program:
     replicas = int(copies or 1)
     if not replicas or len(placement) % replicas:
         raise ValueError(f"{len(placement)} stages don't spread over {replicas} replicas")
-    return Program(name, placement, int(num_micro_batches), ranks, replicas)
+    return Program(name, placement, int(num_micro_batches), ranks, replicas, int(slices or 1))
 
 
 def parse_lane(text: str, is_former: bool = False) -> Lane | None:

@@ -29,6 +29,9 @@ def make_schedule(name: str, spec: ScheduleSpec) -> Schedule:
             f"schedule {name} runs {entry.replicas} {'copy' if entry.replicas == 1 else 'copies'} of the model,"
             f" got replicas {spec.replicas}; the nearest that runs has {entry.replicas}"
         )
+    if spec.num_slices > 1 and not entry.has_slices:
+        legal = ", ".join(other for other, one in SCHEDULES.items() if one.has_slices)
+        raise InfeasibleError(f"schedule {name} has no order for slices of sequences; those that have: {legal}")
     return schedule_function(entry)(spec)
 
 

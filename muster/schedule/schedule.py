@@ -19,6 +19,19 @@ class Schedule:
     num_micro_batches: int
     ranks: tuple[tuple[Action, ...], ...]
     replicas: int = 1
+    num_slices: int = 1
+    """Slices of each sequence, of which each pass takes one; see `muster.schedule.slices`."""
+
+    @property
+    def num_units(self) -> int:
+        """Number of slices of all micro-batches: of a stage's passes of each kind."""
+        return self.num_micro_batches * self.num_slices
+
+    @property
+    def size_text(self) -> str:
+        """Micro-batches, and slices, in words."""
+        slices = f" of {self.num_slices} slices" if self.num_slices > 1 else ""
+        return f"{self.num_micro_batches} micro-batch{'es' if self.num_micro_batches != 1 else ''}{slices}"
 
     @property
     def num_stages(self) -> int:

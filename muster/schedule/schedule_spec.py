@@ -35,9 +35,11 @@ class ScheduleSpec:
     """Rank of each stage, if a search must keep to it; empty: free."""
     fill: bool = False
     """True (2BP only): weight backwards fill idle slots. False: they come last."""
+    num_slices: int = 1
+    """Slices of each sequence, of equal work: each takes 1 / num_slices of its micro-batch's times and activations."""
 
     def __post_init__(self) -> None:
-        for name in ("num_ranks", "num_micro_batches", "chunks", "replicas"):
+        for name in ("num_ranks", "num_micro_batches", "chunks", "replicas", "num_slices"):
             if getattr(self, name) < 1:
                 raise InfeasibleError(f"a schedule needs {name} of at least 1, got {getattr(self, name)}")
         if self.chunks % self.replicas:

@@ -22,6 +22,7 @@ def schedule_to_json(schedule: Schedule, timing: Timing, gap: OptimalityGap | No
         "name": schedule.name,
         "n_ranks": len(schedule.ranks),
         "n_microbatches": schedule.num_micro_batches,
+        **({"n_slices": schedule.num_slices} if schedule.num_slices > 1 else {}),
         "stages": [
             {"index": index, "depth": index % schedule.depth, "rank": rank, "replica": index // schedule.depth}
             for index, rank in enumerate(schedule.placement)
@@ -46,11 +47,11 @@ def schedule_from_json(data: Any) -> Schedule:
         depth = len(places) // replicas
         ranks = tuple(tuple(parse_action(text) for text in order) for order in data["ranks"])
         placement = tuple(int(stage["rank"]) for stage in stages)
-        name, count = str(data["name"]), int(data["n_microbatches"])
+        name, count, slices = str(data["name"]), int(data["n_microbatches"]), int(data.get("n_slices", 1))
     except KeyError as error:
         raise ValueError(f"key {error} is missing") from None
     except (TypeError, AttributeError):
         raise ValueError("expected one object as 'muster schedule NAME --json' prints it") from None
     if places != [(index, *divmod(index, depth)) for index in range(replicas * depth)]:
         raise ValueError("stages are numbered replica by replica, in each by depth: index = replica × depths + depth")
-    return Schedule(name, placement, count, ranks, replicas)
+    return Schedule(name, placement, count, ranks, replicas, slices)

@@ -8,6 +8,7 @@ from muster.schedule.action import BACKWARDS, Action, Kind
 from muster.schedule.program import ProgramError
 from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import ScheduleSpec
+from muster.spec.units import pluralize
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:
-    """Seconds of each stage's passes by depth and of a p2p transfer, and the size of one stage's activations."""
+    """Seconds of each stage's passes by depth and of a p2p transfer, and the size of one stage's activations: of a
+    micro-batch, or of one of its slices."""
 
     forward_s: Sequence[float]
     input_backward_s: Sequence[float]
@@ -52,16 +54,26 @@ class PassTimes:
     stage_activation: float = 1.0
 
 
+WHY_AFTER = (
+    ", whose keys and values it reads",
+    ", which adds to the gradients of its keys and values",
+)
+"""Reasons why a forward, and a backward, of a slice comes after that of another slice of its sequence."""
+
+
 def time_schedule(schedule: Schedule, spec: ScheduleSpec) -> Timing:
     """Return `time_passes` with the times of a spec. Raises ProgramError also if the two differ in size."""
-    size = (schedule.num_stages, schedule.replicas, schedule.num_micro_batches)
-    if size != (spec.depth * spec.replicas, spec.replicas, spec.num_micro_batches):
+    size = (schedule.num_stages, schedule.replicas, schedule.num_units)
+    if size != (spec.depth * spec.replicas, spec.replicas, spec.num_micro_batches * spec.num_slices):
         raise ProgramError(
             f"schedule {schedule.name} has {size[0]} stages, {size[1]} replicas and {size[2]} micro-batches,"
-            f" its setting {spec.depth * spec.replicas}, {spec.replicas} and {spec.num_micro_batches}"
+            f" its setting {spec.depth * spec.replicas}, {spec.replicas} and {spec.num_micro_batches * spec.num_slices}"
         )
+    share = 1 / spec.num_slices
     times_s = (spec.forward_s, spec.input_backward_s, spec.weight_backward_s)
-    return time_passes(schedule, PassTimes(*times_s, spec.p2p_s, spec.stage_activation))
+    if spec.num_slices > 1:
+        times_s = tuple(tuple(time_s * share for time_s in times) for times in times_s)
+    return time_passes(schedule, PassTimes(*times_s, spec.p2p_s * share, spec.stage_activation * share))
 
 
 def time_passes(schedule: Schedule, times: PassTimes) -> Timing:
@@ -94,7 +106,8 @@ def _check_shape(schedule: Schedule) -> None:
         kinds, stages, micro_batches, slices, versions = zip(*order, strict=True)
         held = {stage for stage, holder in enumerate(schedule.placement) if holder == rank}
         good = held.issuperset(stages) and min(micro_batches) >= 0 and max(micro_batches) < schedule.num_micro_batches
-        good = good and {Kind.F, Kind.B, Kind.I, Kind.W}.issuperset(kinds) and not any(slices) and not any(versions)
+        good = good and {Kind.F, Kind.B, Kind.I, Kind.W}.issuperset(kinds) and not any(versions)
+        good = good and min(slices) >= 0 and max(slices) < schedule.num_slices
         if not good or len(set(order)) < len(order):
             raise ProgramError(_wrong_shape(schedule, rank))
 
@@ -113,8 +126,10 @@ def _wrong_shape(schedule: Schedule, rank: int) -> str:
             return (
                 f"{action} is on rank {rank}, but stage {action.stage} lies on rank {schedule.placement[action.stage]}"
             )
-        if action.slice or action.version:
-            return f"{action} on rank {rank} is of a slice or version, which no schedule has yet"
+        if not 0 <= action.slice < schedule.num_slices:
+            return f"{action} on rank {rank} is outside of {pluralize(schedule.num_slices, 'slice')} per sequence"
+        if action.version:
+            return f"{action} on rank {rank} is of a version, which no schedule has yet"
         if action in seen:
             return f"{action} is on rank {rank} twice"
         seen.add(action)
@@ -131,10 +146,10 @@ class _TimingWalk:
         self.begin_s: list[list[float]] = [[] for _ in range(count)]
         self.end_s: list[list[float]] = [[] for _ in range(count)]
         self.work_s, self.peak_activation = [0.0] * count, [0.0] * count
-        self.backwards = schedule.num_stages * schedule.num_micro_batches
+        self.backwards = schedule.num_stages * schedule.num_units
         self.finished_s = [-1.0] * (2 * self.backwards)
-        """Seconds when the forward of stage × micro-batch is over; from `backwards` on, the same for B or I. −1: not
-        yet."""
+        """Seconds when the forward of stage × unit is over, a unit being a micro-batch or a slice of one; from
+        `backwards` on, the same for B or I. −1: not yet."""
         placement = schedule.placement
         self.p2p_s = [times.p2p_s * (one != other) for one, other in pairwise(placement)]
         """P2p seconds from each stage to the next one, or back."""
@@ -157,19 +172,22 @@ class _TimingWalk:
     def _walk(self, rank: int) -> Iterator[int]:
         """Yield each index into `finished_s` that the rank waits for."""
         over_s, waiting, times, p2p_s = self.finished_s, self.waiting, self.times, self.p2p_s
-        depth, count, backwards = self.schedule.depth, self.schedule.num_micro_batches, self.backwards
+        depth, count, backwards = self.schedule.depth, self.schedule.num_units, self.backwards
+        slices = self.schedule.num_slices
         begin, end = self.begin_s[rank].append, self.end_s[rank].append
         time_s = work_s = 0.0
         alive = peak = 0
         split: set[int] = set()
-        """Stage × micro-batch pairs whose I is over and whose W is not."""
-        for kind, stage, micro_batch, _, _ in self.schedule.ranks[rank]:
+        """Stage × unit pairs whose I is over and whose W is not."""
+        for kind, stage, micro_batch, part, _ in self.schedule.ranks[rank]:
             level = stage % depth
-            place = stage * count + micro_batch
+            place = stage * count + micro_batch * slices + part
             source = -1
             transfer_s = 0.0
             if kind == Kind.F:
                 duration_s = times.forward_s[level]
+                if part and over_s[place - 1] < 0:
+                    raise ProgramError(self._wrong_slice(Action(kind, stage, micro_batch, part), rank))
                 if level:
                     source = place - count
                     transfer_s = p2p_s[stage - 1]
@@ -178,13 +196,16 @@ class _TimingWalk:
             elif kind == Kind.W:
                 duration_s = times.weight_backward_s[level]
                 if place not in split:
-                    raise ProgramError(f"{stage}W{micro_batch} on rank {rank} has no {stage}I{micro_batch} before it")
+                    action = Action(kind, stage, micro_batch, part)
+                    raise ProgramError(f"{action} on rank {rank} has no {action._replace(kind=Kind.I)} before it")
                 split.remove(place)
                 alive -= 1
             else:
                 duration_s = times.input_backward_s[level]
                 if over_s[place] < 0 or over_s[place + backwards] >= 0:
-                    raise ProgramError(self._wrong_backward(Action(kind, stage, micro_batch), rank))
+                    raise ProgramError(self._wrong_backward(Action(kind, stage, micro_batch, part), rank))
+                if part < slices - 1 and over_s[place + backwards + 1] < 0:
+                    raise ProgramError(self._wrong_slice(Action(kind, stage, micro_batch, part), rank))
                 if kind == Kind.B:
                     duration_s += times.weight_backward_s[level]
                     alive -= 1
@@ -207,25 +228,33 @@ class _TimingWalk:
                 if place in waiting:
                     self.ready.append(waiting.pop(place))
         if split:
-            stage, micro_batch = divmod(min(split), count)
-            raise ProgramError(f"{stage}W{micro_batch} is missing on rank {rank}")
+            raise ProgramError(f"{self._action(Kind.W, min(split))} is missing on rank {rank}")
         self.work_s[rank], self.peak_activation[rank] = work_s, peak * times.stage_activation
 
+    def _action(self, kind: Kind, place: int) -> Action:
+        """Return the pass at a stage × unit pair."""
+        stage, unit = divmod(place, self.schedule.num_units)
+        return Action(kind, stage, *divmod(unit, self.schedule.num_slices))
+
     def _wrong_backward(self, action: Action, rank: int) -> str:
-        _, stage, micro_batch, *_ = action
-        if self.finished_s[stage * self.schedule.num_micro_batches + micro_batch] < 0:
-            return f"{action} on rank {rank} has no {stage}F{micro_batch} before it"
-        return f"rank {rank} has both {stage}B{micro_batch} and {stage}I{micro_batch}"
+        _, stage, micro_batch, part, _ = action
+        unit = micro_batch * self.schedule.num_slices + part
+        if self.finished_s[stage * self.schedule.num_units + unit] < 0:
+            return f"{action} on rank {rank} has no {action._replace(kind=Kind.F)} before it"
+        return f"rank {rank} has both {action._replace(kind=Kind.B)} and {action._replace(kind=Kind.I)}"
+
+    def _wrong_slice(self, action: Action, rank: int) -> str:
+        needed = action._replace(slice=action.slice + (-1 if action.kind == Kind.F else 1))
+        return f"{action} on rank {rank} comes before {needed}{WHY_AFTER[action.kind != Kind.F]}"
 
     def _describe_deadlock(self) -> str:
         """Return a sentence about the missing pass or, if none is missing, about who waits for whom."""
         words = []
         for place, rank in self.waiting.items():
             backward, rest = divmod(place, self.backwards)
-            stage, micro_batch = divmod(rest, self.schedule.num_micro_batches)
-            wanted = [Action(kind, stage, micro_batch) for kind in (BACKWARDS if backward else (Kind.F,))]
+            wanted = [self._action(kind, rest) for kind in (BACKWARDS if backward else (Kind.F,))]
             action = self.schedule.ranks[rank][len(self.end_s[rank])]
-            holder = self.schedule.placement[stage]
+            holder = self.schedule.placement[wanted[0].stage]
             found = [one for one in wanted if one in self.schedule.ranks[holder]]
             if not found:
                 return f"{wanted[0]} is missing on rank {holder}; {action} on rank {rank} waits for it"
@@ -234,16 +263,18 @@ class _TimingWalk:
 
     def _check_complete(self) -> None:
         """Check that every micro-batch runs through one replica: forward and, if there is any backward, backward."""
-        schedule, count = self.schedule, self.schedule.num_micro_batches
+        schedule, count, slices = self.schedule, self.schedule.num_units, self.schedule.num_slices
         trains = max(self.finished_s[self.backwards :]) >= 0
-        for micro_batch in range(count):
+        for unit in range(count):
+            micro_batch = unit // slices
             first = range(0, schedule.num_stages, schedule.depth)
-            begun = [stage for stage in first if self.finished_s[stage * count + micro_batch] >= 0]
+            begun = [stage for stage in first if self.finished_s[stage * count + unit] >= 0]
             if len(begun) > 1:
                 one, other, *_ = (f"{stage}F{micro_batch} on rank {schedule.placement[stage]}" for stage in begun)
                 raise ProgramError(f"micro-batch {micro_batch} runs through two replicas: {one}, {other}")
             start = begun[0] if begun else 0
             for stage in range(start, start + schedule.depth):
                 for kind, offset in ((Kind.F, 0), (Kind.B, self.backwards)) if trains else ((Kind.F, 0),):
-                    if self.finished_s[offset + stage * count + micro_batch] < 0:
-                        raise ProgramError(f"{stage}{kind}{micro_batch} is missing on rank {schedule.placement[stage]}")
+                    if self.finished_s[offset + stage * count + unit] < 0:
+                        missing = self._action(kind, stage * count + unit)
+                        raise ProgramError(f"{missing} is missing on rank {schedule.placement[stage]}")

@@ -44,7 +44,10 @@ def lanes_with_transfers(
     longest = max(map(len, schedule.ranks))
     after_compute = _waits("compute", longest)
     after_p2p = _waits("p2p", 4 * longest)
-    return [_lanes(order, rank, transfers, after_compute, after_p2p) for rank, order in enumerate(schedule.ranks)]
+    return [
+        _lanes(order, rank, transfers, schedule.num_slices, after_compute, after_p2p)
+        for rank, order in enumerate(schedule.ranks)
+    ]
 
 
 def _waits(lane: Lane, count: int) -> list[tuple[Wait, ...]]:
@@ -60,7 +63,8 @@ class Transfers:
     stage: Column
     """Stage of the sender; that of the receiver is `target_stage`."""
     target_stage: Column
-    micro_batch: Column
+    unit: Column
+    """Number of the slice among those of all micro-batches; without slices the micro-batch."""
     source: Column
     target: Column
     producer: Column
@@ -81,27 +85,30 @@ def schedule_transfers(schedule: Schedule, ends_s: Sequence[Sequence[float]] | N
         ends_s = time_passes(schedule, PassTimes(unit_s, unit_s, unit_s)).end_s
     rank = np.repeat(np.arange(len(schedule.ranks)), [len(order) for order in schedule.ranks])
     position = np.concatenate([np.arange(len(order)) for order in schedule.ranks])
-    kinds, stages, micro_batches, *_ = zip(*chain.from_iterable(schedule.ranks), strict=True)
-    kind, stage, micro_batch = (np.array(column) for column in ([_PASSES[k] for k in kinds], stages, micro_batches))
+    kinds, stages, micro_batches, slices, _ = zip(*chain.from_iterable(schedule.ranks), strict=True)
+    kind, stage, unit = (np.array(column) for column in ([_PASSES[k] for k in kinds], stages, micro_batches))
+    if schedule.num_slices > 1:
+        unit = unit * schedule.num_slices + np.array(slices)
     backward = np.minimum(kind, 1)
     level = stage % schedule.depth
     passes_on = np.where(backward, level > 0, level < schedule.depth - 1) & (kind < _PASSES[Kind.W])
     reader_stage = np.where(passes_on, stage + 1 - 2 * backward, stage)
     target = np.array(schedule.placement)[reader_stage]
-    place = np.zeros((2, schedule.num_stages, schedule.num_micro_batches), np.int64)
+    place = np.zeros((2, schedule.num_stages, schedule.num_units), np.int64)
     chains = kind < _PASSES[Kind.W]
-    place[backward[chains], stage[chains], micro_batch[chains]] = position[chains]
+    place[backward[chains], stage[chains], unit[chains]] = position[chains]
     moved = np.flatnonzero(passes_on & (target != rank))
     ready_s = np.fromiter(chain.from_iterable(ends_s), np.float64)
-    moved = moved[np.lexsort((micro_batch[moved], stage[moved], kind[moved], ready_s[moved]))]
-    back, to, unit = backward[moved], reader_stage[moved], micro_batch[moved]
-    return Transfers(back, stage[moved], to, unit, rank[moved], target[moved], position[moved], place[back, to, unit])
+    moved = moved[np.lexsort((unit[moved], stage[moved], kind[moved], ready_s[moved]))]
+    back, to, sent = backward[moved], reader_stage[moved], unit[moved]
+    return Transfers(back, stage[moved], to, sent, rank[moved], target[moved], position[moved], place[back, to, sent])
 
 
 def _lanes(
     order: Sequence[Action],
     rank: int,
     all_transfers: Transfers,
+    num_slices: int,
     after_compute: Sequence[tuple[Wait, ...]],
     after_p2p: Sequence[tuple[Wait, ...]],
 ) -> tuple[list[Instruction], list[Instruction]]:
@@ -111,8 +118,8 @@ def _lanes(
     waits = t.waits(mine, sends)
     names = (_TRANSFERS[code] for code in (2 * t.backward[mine] + ~sends).tolist())
     stages = np.where(sends, t.stage[mine], t.target_stage[mine]).tolist()
-    units = t.micro_batch[mine].tolist()
-    actions = map(tuple.__new__, repeat(Action), zip(names, stages, units, repeat(0), repeat(0), strict=False))
+    places = (column.tolist() for column in np.divmod(t.unit[mine], num_slices))
+    actions = map(tuple.__new__, repeat(Action), zip(names, stages, *places, repeat(0), strict=False))
     peers = np.where(sends, t.target[mine], t.source[mine]).tolist()
     p2p = _instructions(actions, peers, [after_compute[index] for index in waits.tolist()])
 

@@ -376,12 +376,12 @@ def _exposed_in_passes(program: Program, times: OpTimes) -> dict[tuple[str, str]
     """Return (kind, axis) → exposed seconds of communication within passes and the optimizer step, as means over the
     pipeline ranks."""
     total_s: defaultdict[tuple[str, str], float] = defaultdict(float)
-    if not times.exposed_s:
+    if not times.exposed_s and not times.slices:
         return total_s
     for lanes in program.ranks:
-        for pair, count in Counter(action[:2] for action, _, _ in lanes.get("compute", ())).items():
-            for axis, time_s in times.exposed_in(Action(*pair)).items():
-                total_s[pair[0], axis] += count * time_s / program.num_ranks
+        for timed, count in Counter(program.timed_as(lanes.get("compute", ()))).items():
+            for axis, time_s in times.exposed_in(Action(*timed)).items():
+                total_s[timed[0], axis] += count * time_s / program.num_ranks
     return total_s
 
 

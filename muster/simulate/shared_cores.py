@@ -144,7 +144,8 @@ class _SharedCoreSimulation:
             if instruction.action.kind in SENDS:
                 assert instruction.peer is not None
                 receive: InstructionIndex = (instruction.peer, lane, self.receives[rank, instruction.peer].pop())
-                transfer = self.times.p2p_time(instruction.action.stage, matching_transfer(instruction.action).stage)
+                ends = instruction.action.stage, matching_transfer(instruction.action).stage
+                transfer = self.times.p2p_time(*ends, instruction.action.slice)
                 begin_s = max(self.now_s, self.out_free_s[rank])
                 self.begin_s[place] = self.begin_s[receive] = begin_s
                 self.out_free_s[rank] = begin_s + transfer.send_busy_s

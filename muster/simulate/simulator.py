@@ -143,8 +143,8 @@ class _Simulation:
             compute = lanes.get("compute", ())
             begin_s, end_s = (np.array(times_s[rank]["compute"]) for times_s in (self.begin_s, self.end_s))
             compute_s: defaultdict[str, float] = defaultdict(float)
-            for kind, count in Counter(action[:2] for action, _, _ in compute).items():
-                compute_s[kind[0]] += count * self.times.duration_s(Action(*kind))
+            for action, count in Counter(self.program.timed_as(compute)).items():
+                compute_s[action[0]] += count * self.times.duration_s(Action(*action))
             together = zip(lanes.get("collective", ()), self.collective_spans_s[rank], strict=True)
             waits: list[tuple[str, Column, Column]] = [
                 (item.action.kind, np.array([begin]), np.array([end])) for item, (begin, end) in together
@@ -262,7 +262,7 @@ class _Simulation:
             end_s["collective"].append(time_s)
 
     def _durations_s(self, instructions: tuple[Instruction, ...]) -> list[float]:
-        kinds = [action[:2] for action, _, _ in instructions]
+        kinds = self.program.timed_as(instructions)
         known_s = {kind: self.times.duration_s(Action(*kind)) for kind in set(kinds)}
         return [known_s[kind] for kind in kinds]
 

@@ -32,11 +32,13 @@ class Transfers:
         )
         after = np.array([own[0][1] if len(own) == 1 else max((i for _, i in own), default=-1) for own in waits])
         backward, stage = np.array([action[0] == Kind.SEND_B for action in actions]), np.array([a[1] for a in actions])
-        self.stages: NDArray[np.int64] = np.zeros((self.count, 2), np.int64)
-        """The sender's and the receiver's stage of each transfer."""
+        self.stages: NDArray[np.int64] = np.zeros((self.count, 3), np.int64)
+        """The sender's and the receiver's stage of each transfer, and its slice."""
         if sends.any():
             self.stages[numbers[sends], 0] = stage[sends]
             self.stages[numbers[sends], 1] = (stage + 1 - 2 * backward)[sends]
+            if program.num_slices > 1:
+                self.stages[numbers[sends], 2] = np.array([action[3] for action in actions])[sends]
         self.numbers: list[IndexColumn] = np.split(numbers, ends)
         """Per rank, the number of each entry of its p2p lane."""
         self.sends: list[list[int]] = []
@@ -49,8 +51,8 @@ class Transfers:
 
     def durations_s(self, times: OpTimes) -> tuple[list[float], list[float]]:
         """Return for each transfer its duration, and the time for which it occupies its sender's outgoing link."""
-        pairs, inverse = np.unique(self.stages, axis=0, return_inverse=True)
-        durations = np.array([times.p2p_time(*pair) for pair in pairs.tolist()]).reshape(-1, 2)[inverse.reshape(-1)]
+        kinds, inverse = np.unique(self.stages, axis=0, return_inverse=True)
+        durations = np.array([times.p2p_time(*kind) for kind in kinds.tolist()]).reshape(-1, 2)[inverse.reshape(-1)]
         return durations[:, 0].tolist(), durations[:, 1].tolist()
 
     def awaited(self, rank: int, compute: Sequence[Instruction]) -> list[int]:

@@ -37,6 +37,7 @@ def plan_violations(plan: Plan, model: ModelSpec, workload: Workload, world_size
         broken_rules(LEGAL_RULES, plan),
         _plugin(plan, model),
         _tiles(plan, model, workload),
+        _slices(plan, model, workload),
     )
     return [problem for check in checks for problem in check]
 
@@ -247,6 +248,23 @@ def _tiles(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:
             )
 
 
+def _slices(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:
+    """Check the slices in which sequences pass through the pipeline."""
+    if plan.sequence_slices == 1:
+        return
+    if plugin_model(model) is not None:
+        yield (
+            f"sequence_slices need attention that sees the slices before, not the layers of model {model.name}: legal"
+            " is sequence_slices 1"
+        )
+    if plan.sequence_slices > workload.seq_len // plan.slice_unit:
+        each = f" in multiples of {plan.slice_unit}" if plan.slice_unit > 1 else ""
+        yield (
+            f"sequence_slices {plan.sequence_slices} cut the {pluralize(workload.seq_len, 'position')} of a"
+            f" sequence{each}: legal are 1 to {workload.seq_len // plan.slice_unit}"
+        )
+
+
 def _replicas(plan: Plan, workload: Workload) -> Iterator[str]:
     """Check that each copy of the model in one pipeline has micro-batches."""
     shares = plan.uneven_micro_batches or (1,)
@@ -298,6 +316,19 @@ LEGAL_RULES: tuple[Rule, ...] = (
         in_every_layer(lambda strategy: strategy.model_copy(update={"sp": False, "tp_overlap": "none"})),
     ),
     *CONTEXT_RULES,
+    Rule(
+        lambda plan: plan.sequence_slices > 1 and plan.pp == 1,
+        "sequence_slices follow each other through pipeline ranks, but pp is 1",
+        setting(sequence_slices=1),
+    ),
+    Rule(
+        lambda plan: plan.sequence_slices > 1 and not plan.schedule_entry.has_slices,
+        lambda plan: (
+            f"schedule {plan.schedule} has no order for slices of sequences (sequence_slices {plan.sequence_slices});"
+            f" those that have: {', '.join(name for name, entry in SCHEDULES.items() if entry.has_slices)}"
+        ),
+        setting(sequence_slices=1),
+    ),
     Rule(
         lambda plan: any(mesh.expert_ranks % (mesh.ep * mesh.etp) for mesh in plan.distinct_meshes),
         homeless_experts,

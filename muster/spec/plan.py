@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, groupby
-from math import gcd, prod
+from math import gcd, lcm, prod
 from operator import attrgetter
 from typing import Any, Literal, get_args
 
@@ -202,6 +202,9 @@ class Plan(Frozen):
     sequence_tiles: PositiveInt = 1
     """Parts of a micro-batch's positions on a rank that pass the MLPs, and head and loss, one after another. Each is
     computed again in the backward, so that the inner tensors of one part live at a time (arXiv:2506.13996 §3.1)."""
+    sequence_slices: PositiveInt = 1
+    """Slices of every sequence, which pass through the pipeline one after another; they have equal work, so that
+    earlier ones, which see fewer keys, are longer (SPPO)."""
     ep: PositiveInt = 1
     """Expert-parallel ranks, over which experts are distributed. They are ranks of dp_shard, cp and tp."""
     etp: PositiveInt = 1
@@ -393,6 +396,12 @@ class Plan(Frozen):
         """Return True if some stage has several ranks on an axis."""
         return any(getattr(mesh, axis) > 1 for mesh in self.distinct_meshes)
 
+    @property
+    def slice_unit(self) -> int:
+        """Positions that every slice of a sequence has a multiple of: those that sequence parallelism shares out."""
+        has_sp = any(strategy.sp for strategy in self.strategies)
+        return lcm(*(mesh.tp for mesh in self.distinct_meshes)) if has_sp else 1
+
     def context_ranks(self, mesh: Mesh) -> ContextRanks:
         """Return the context-parallel ranks of the stages with one of the plan's meshes."""
         return context_ranks(self.cp_comm_type, mesh.cp, self.cp_ulysses_degree, self.cp_window_size)
@@ -488,7 +497,7 @@ class Plan(Frozen):
 
 _ADDED_LATER = (
     *("cp_comm_type", "cp_ulysses_degree", "cp_window_size", "dynamic_context_parallel", "sequence_tiles"),
-    *("ep_dispatcher", "ep_inner_size", "ep_chunks"),
+    *("ep_dispatcher", "ep_inner_size", "ep_chunks", "sequence_slices"),
 )
 """Fields of a plan that are younger than the hashes in files."""
 

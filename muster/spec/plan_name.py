@@ -115,6 +115,7 @@ _NAME_PARTS = (
     *(_degree(axis, axis) for axis in _PLAIN_AXES),
     _degree("micro_batch_size", "mb"),
     _degree("sequence_tiles", "tile"),
+    _degree("sequence_slices", "slice"),
     _NamePart(
         "unevenA.B",
         r"uneven(\d{1,9}(?:\.\d{1,9})*)",
@@ -213,6 +214,7 @@ def _format_parts(plan: Plan) -> list[str]:
     rest = {
         f"mb{plan.micro_batch_size}": True,
         f"tile{plan.sequence_tiles}": plan.sequence_tiles > 1,
+        f"slice{plan.sequence_slices}": plan.sequence_slices > 1,
         "uneven" + ".".join(map(str, plan.uneven_micro_batches)): bool(plan.uneven_micro_batches),
         strategy.zero: strategy.zero != "z3",
         "s" + plan.schedule.replace("-", ""): plan.schedule != DEFAULT_SCHEDULE,
@@ -315,7 +317,7 @@ def _suggestion(token: str) -> str:
         *get_args(Precision),
     ]
     fixed += ["s" + word for word in _schedule_names()]
-    numbered = [word + (number[0] if number else "N") for word in ("dp", *_NAMED_AXES, "epover", "mb", "tile")]
+    numbered = [word + (number[0] if number else "N") for word in ("dp", *_NAMED_AXES, "epover", "mb", "tile", "slice")]
     if not number:
         return did_you_mean(token.lower(), fixed) or did_you_mean(token.lower(), numbered)
     level = [f"z{max(1, min(3, int(number[0])))}"] if re.fullmatch(r"(z|zero)-?\d+", token.lower(), re.ASCII) else []

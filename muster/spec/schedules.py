@@ -72,6 +72,8 @@ class ScheduleEntry:
     """True if stages run there and back over the ranks (0 1 2 2 1 0), not round and round (0 1 2 0 1 2)."""
     split_backward: bool = False
     """True if backwards are split into I (for inputs) and a later W (for weights)."""
+    has_slices: bool = False
+    """True if it also has an order for slices of sequences."""
     usual_free_chunks: int = 2
     """Default for stages per rank, if the schedule leaves them free."""
     compared_chunks: tuple[int, ...] = ()
@@ -106,12 +108,17 @@ DEFAULT_SCHEDULE = "1f1b"
 
 SCHEDULES: dict[str, ScheduleEntry] = {
     "gpipe": ScheduleEntry(
-        "gpipe:gpipe", "all forwards, then all backwards; bubble (p−1)(tF+tB), memory m", 1, planner=LATE
+        "gpipe:gpipe",
+        "all forwards, then all backwards; bubble (p−1)(tF+tB), memory m",
+        1,
+        has_slices=True,
+        planner=LATE,
     ),
     "1f1b": ScheduleEntry(
         "one_f_one_b:one_f_one_b",
         "one forward, one backward in turn; bubble (p−1)(tF+tB), memory p",
         1,
+        has_slices=True,
         planner=PlannerTraits(searchable=True, compared_with_chunks=1, max_in_flight=(1, 0)),
     ),
     "interleaved": ScheduleEntry(

@@ -136,6 +136,27 @@ RUNTIME_RULES: tuple[Rule, ...] = (
     _fp8_rule(lambda plan: plan.split_backward, "a schedule whose backward is split (W's matmuls are in bf16)"),
     _fp8_rule(lambda plan: plan.uses_axis("cp"), "context parallelism (it has no parity test yet)"),
     _fp8_rule(lambda plan: plan.sequence_tiles > 1, "sequence_tiles (it has no parity test yet)"),
+    _fp8_rule(lambda plan: plan.sequence_slices > 1, "sequence_slices (it has no parity test yet)"),
+    Rule(
+        lambda plan: plan.sequence_slices > 1 and plan.uses_axis("cp"),
+        "sequence_slices with context parallelism (its ranks keep an early and a late part of every sequence)",
+        setting(sequence_slices=1),
+    ),
+    Rule(
+        lambda plan: plan.sequence_slices > 1 and plan.vocab_parallel,
+        "sequence_slices with vocab_parallel (the vocabulary's passes take whole micro-batches)",
+        setting(vocab_parallel=False),
+    ),
+    Rule(
+        lambda plan: plan.sequence_slices > 1 and plan.post_validation,
+        "sequence_slices with post_validation (it has no parity test yet)",
+        setting(post_validation=False),
+    ),
+    Rule(
+        lambda plan: plan.sequence_slices > 1 and any(s.offload in ("activations", "all") for s in plan.strategies),
+        "sequence_slices with offload of activations (it has no parity test yet)",
+        setting(sequence_slices=1),
+    ),
     Rule(
         lambda plan: plan.vocab_parallel and plan.uses_axis("tp"),
         "vocab_parallel with tensor parallelism (the vocabulary is sharded over the pipeline ranks alone)",
@@ -226,6 +247,11 @@ EXPERT_RULES: tuple[Rule, ...] = (
         setting(precision="bf16"),
     ),
     Rule(
+        lambda plan: plan.sequence_slices > 1,
+        "sequence_slices of a model with experts (their load is balanced within whole sequences)",
+        setting(sequence_slices=1),
+    ),
+    Rule(
         lambda plan: plan.compile,
         "compile of experts (the rows of each change from batch to batch)",
         setting(compile=False),
@@ -249,6 +275,11 @@ LINEAR_ATTENTION_RULES: tuple[Rule, ...] = (
         "compile of linear attention (it has no parity test yet)",
         setting(compile=False),
     ),
+    Rule(
+        lambda plan: plan.sequence_slices > 1,
+        "sequence_slices with linear attention (no state is handed from slice to slice)",
+        setting(sequence_slices=1),
+    ),
 )
 """Things that the runtime can't do for a model with linear attention."""
 
@@ -263,6 +294,11 @@ ATTENTION_DROPOUT_RULES: tuple[Rule, ...] = (
 
 GROUP_DROPOUT_RULES: tuple[Rule, ...] = (
     _dynamic_rule(lambda plan: True, "cpdyn in a model with dropout (whose keys are of whole samples)"),
+    Rule(
+        lambda plan: plan.sequence_slices > 1,
+        "sequence_slices with dropout (it has no parity test yet)",
+        setting(sequence_slices=1),
+    ),
 )
 """Things that the runtime can't do for a model with dropout."""
 

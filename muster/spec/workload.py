@@ -1,6 +1,6 @@
 """The workload: the amount of data in one step."""
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from muster.spec.base import Frozen
 
@@ -14,6 +14,8 @@ class Workload(Frozen):
     seq_len: PositiveInt
     global_batch_size: PositiveInt
     """Sequences per optimizer step, over all ranks."""
+    earlier_positions: NonNegativeInt = 0
+    """Positions before these `seq_len` whose keys attention sees, too: 0 but in the cost of a slice of sequences."""
 
     @property
     def tokens_per_step(self) -> int:

@@ -13,6 +13,7 @@ from muster.data.dp_slice import read_dp_slice, samples_of_micro_batch
 from muster.data.length_bucketing import BucketedStep, bucket_by_length
 from muster.layout.context_parallel import kept_positions
 from muster.layout.mesh import dp_index_of
+from muster.layout.sequence_slices import sequence_slices
 from muster.model.documents import Documents
 from muster.model.dropout import sample_keys
 from muster.model.host_copies import to_device
@@ -102,8 +103,10 @@ class BatchLoader:
             )
             if batch.positions_BS is not None:
                 positions = torch.from_numpy(batch.positions_BS).view(shape)
-                documents = tuple(self._documents(one) for one in positions)
-        local_tokens_M, local_labels_M = (tuple(map(self._cut, xs)) for xs in (tokens_M, labels_M))
+                documents = tuple(part for one in positions for part in self._documents(one))
+        local_tokens_M, local_labels_M = (
+            tuple(part_BS for x_BS in xs for part_BS in self._slices(self._cut(x_BS))) for xs in (tokens_M, labels_M)
+        )
         if (groups := share.groups) is not None:
             device = self.world.device
             local_tokens_M, local_labels_M = (groups.tensors(name, device) for name in ("tokens_S", "labels_S"))
@@ -140,10 +143,19 @@ class BatchLoader:
         runs = kept_positions(x_BS.shape[1], context.size, self.world.at.cp, context.is_contiguous)
         return torch.cat([x_BS[:, run.start : run.stop] for run in runs], dim=1)
 
-    def _documents(self, positions_BS: Tensor) -> Documents | None:
-        """Return the documents of a micro-batch; their lengths are those in whole sequences."""
+    def _slices(self, x_BS: Tensor) -> list[Tensor]:
+        """Return the slices in which sequences pass through the pipeline."""
+        if self.plan.sequence_slices == 1:
+            return [x_BS]
+        found = sequence_slices(self.config.model, self.plan, x_BS.shape[1])
+        return [x_BS[:, positions.start : positions.stop].contiguous() for positions in found]
+
+    def _documents(self, positions_BS: Tensor) -> list[Documents | None]:
+        """Return the documents of each slice of a micro-batch; their lengths are those in whole sequences."""
         whole = Documents.from_positions(positions_BS, self.world.device)
-        return None if whole is None else replace(whole, positions_BS=self._cut(whole.positions_BS))
+        if whole is None:
+            return [None] * self.plan.sequence_slices
+        return [replace(whole, positions_BS=part_BS) for part_BS in self._slices(self._cut(whole.positions_BS))]
 
     def _dropout_keys(self, share: LocalBatch) -> tuple[Tensor, ...]:
         """Return the keys of each micro-batch's samples, in the order of its rows."""

@@ -6,6 +6,7 @@ import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from operator import mul
 from pathlib import Path
 from statistics import median
 from time import time
@@ -17,7 +18,7 @@ from muster.config.local_machine import detect_machine
 from muster.config.run_config import RunConfig
 from muster.cost.memory.device_overhead import device_overhead
 from muster.cost.memory.forecast import forecast_memory
-from muster.cost.memory.rank_memory import rank_memory
+from muster.cost.memory.rank_memory import peak_slices, rank_memory
 from muster.model.float8 import float8_note
 from muster.parallel.compile import eager_note
 from muster.parallel.op_profile import StageProfile
@@ -147,17 +148,25 @@ def _measured_timeline(trainer: Trainer) -> Timeline:
 
 def _memory_terms(trainer: Trainer, profile: StageProfile) -> dict[str, tuple[int, int]]:
     """Return this rank's bytes by term: (predicted, counted)."""
-    live, config = trainer.peak_by_stage, trainer.config
+    config = trainer.config
+    live: Mapping[int, int | tuple[int, ...]] = trainer.peak_by_stage
+    if trainer.plan.sequence_slices > 1:
+        live = peak_slices(trainer.program, trainer.world.at.pp, profile.saved_bytes)
     rank, words = trainer.world.rank, trainer.peak_logits
     terms = rank_memory(config.model, trainer.plan, config.workload, rank, live, config.optim, words)
     counted = {
         "parameters": sum(local.nbytes for stage in trainer.stages.values() for local in stage.parameters.values()),
         "gradients": profile.gradients_bytes,
         "optimizer": sum(tensor.nbytes for _, tensor in trainer.updater.optimizer.state().values()),
-        "activations": sum(size * live[stage] for stage, size in profile.saved_bytes.items())
+        "activations": sum(_live_bytes(sizes, live[stage]) for stage, sizes in profile.saved_bytes.items())
         + words * profile.vocab_bytes,
     }
     return {term: (getattr(terms, term), count) for term, count in counted.items()}
+
+
+def _live_bytes(sizes: tuple[int, ...], live: int | tuple[int, ...]) -> int:
+    """Return the bytes of so many micro-batches, or of so many of each slice."""
+    return sum(sizes) * live if isinstance(live, int) else sum(map(mul, sizes, live))
 
 
 def _comparison(

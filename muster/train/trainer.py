@@ -75,7 +75,8 @@ class Trainer:
         }
         custom_step = config.train.training_step
         self._custom_step = None if custom_step is None else CustomStep(self.updater, custom_step)
-        make_routes = variable_length_routes if config.data.packing == "none" else stage_routes
+        has_lengths = config.data.packing == "none" or plan.sequence_slices > 1
+        make_routes = variable_length_routes if has_lengths else stage_routes
         self._routes = make_routes(config.model, world, workload.seq_len, self.stages)
         self._tied_routes = tied_embedding_routes(config.model, world, self.stages)
         self._executor = self._make_step_executor()
@@ -248,7 +249,7 @@ class Trainer:
         dp_index = dp_index_of(self.plan, self.world.at)
         for stage in self.stages.values():
             count = self.plan.num_stage_micro_batches(stage.index, self.config.workload, dp_index)
-            stage.backwards_per_step = count if known else None
+            stage.backwards_per_step = count * self.plan.sequence_slices if known else None
 
     # ------------------------------------------------------------------------------------------------------------------
     # Instructions that are no stage's own

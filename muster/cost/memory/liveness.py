@@ -35,8 +35,8 @@ from muster.schedule.program import Instruction, Program
 from muster.schedule.schedule import Schedule
 from muster.schedule.vocab_buffers import vocab_buffer_counts
 
-InstructionKey = tuple[Kind, int]
-"""Kind and stage of an instruction."""
+InstructionKey = tuple[Kind, int, int]
+"""Kind, stage and slice of an instruction."""
 IndexArray = NDArray[np.intp]
 """Positions of instructions in an order."""
 
@@ -61,12 +61,12 @@ class AllocationOrder:
     def __init__(self, actions: Sequence[Action], messages: Mapping[int, IndexArray] | None = None) -> None:
         """Index the instructions; `messages`: stage → buffers (`schedule_message_counts`)."""
         self.actions = actions
-        pairs = list(map(itemgetter(0, 1), actions))
-        self.keys: tuple[InstructionKey, ...] = tuple(dict.fromkeys(pairs))
+        keys = list(map(itemgetter(0, 1, 3), actions))
+        self.keys: tuple[InstructionKey, ...] = tuple(dict.fromkeys(keys))
         codes = {key: code for code, key in enumerate(self.keys)}
-        self.codes: IndexArray = np.fromiter(map(codes.__getitem__, pairs), np.intp, len(pairs))
+        self.codes: IndexArray = np.fromiter(map(codes.__getitem__, keys), np.intp, len(keys))
         """Index into `keys` of each action."""
-        is_pass = np.array([kind in _COMPUTE for kind, _ in self.keys], np.intp)[self.codes]
+        is_pass = np.array([kind in _COMPUTE for kind, *_ in self.keys], np.intp)[self.codes]
         # A host copy is counted with the pass that comes after it.
         times = 2 * (np.cumsum(is_pass) - is_pass) + 1
         self.messages: dict[int, IndexArray] = {
@@ -78,14 +78,14 @@ class AllocationOrder:
 
     def positions(self, stage: int, kinds: frozenset[str]) -> IndexArray:
         """Return the positions of a stage's instructions of some kinds."""
-        wanted = np.array([kind in kinds and key_stage == stage for kind, key_stage in self.keys], bool)
+        wanted = np.array([kind in kinds and key_stage == stage for kind, key_stage, _ in self.keys], bool)
         return np.flatnonzero(wanted[self.codes]) if len(wanted) else np.empty(0, np.intp)
 
     @cached_property
     def first_backwards(self) -> dict[int, int]:
         """Stage → position of its first backward for weights."""
         found = {}
-        for stage in {stage for _, stage in self.keys}:
+        for stage in {stage for _, stage, _ in self.keys}:
             positions = self.positions(stage, _WEIGHT_BACKWARDS)
             if len(positions):
                 found[stage] = int(positions[0])
@@ -93,7 +93,7 @@ class AllocationOrder:
 
     def first_position(self, kind: Kind) -> int:
         """Return the position of the rank's first instruction of a kind, or the number of instructions."""
-        wanted = np.array([own == kind for own, _ in self.keys], bool)
+        wanted = np.array([own == kind for own, *_ in self.keys], bool)
         found = np.flatnonzero(wanted[self.codes]) if wanted.any() else np.empty(0, np.intp)
         return int(found[0]) if len(found) else len(self.codes)
 
@@ -104,7 +104,7 @@ class AllocationOrder:
         `accumulates`: gradients stay unreduced until the step, so that only those before its first W or B are pending.
         """
         key = stage, accumulates
-        if (Kind.I, stage) not in self.keys:
+        if not any(own[:2] == (Kind.I, stage) for own in self.keys):
             return np.empty(0, np.intp), np.empty(0, np.intp)
         if key not in self._pending:
             used = self.positions(stage, _WEIGHT_BACKWARDS | {Kind.I})
@@ -146,32 +146,34 @@ class AllocationOrder:
         return self._counts_at_most({Kind.F: 1, Kind.B: -1, Kind.W: -1, Kind.OFFLOAD: -1, Kind.RELOAD: 1})
 
     def _counts_at_most(self, changes: Mapping[str, int]) -> dict[int, int]:
-        """Return stage → count at the moment of the rank's largest total; `changes`: kind → change of the count."""
-        change = np.array([changes.get(kind, 0) for kind, _ in self.keys], np.intp)
-        stages = {stage for kind, stage in self.keys if kind == Kind.F}
+        """Return stage → count at the moment of the rank's largest total; `changes`: kind → change of the count. Of
+        slices, as many as make up a micro-batch count as one."""
+        change = np.array([changes.get(kind, 0) for kind, *_ in self.keys], np.intp)
+        stages = {stage for kind, stage, _ in self.keys if kind == Kind.F}
         if not stages:
             return {}
         place = int(np.argmax(np.cumsum(change[self.codes])))
         counts = np.bincount(self.codes[: place + 1], minlength=len(self.keys)) * change
         most = dict.fromkeys(sorted(stages), 0)
-        for (_, stage), count in zip(self.keys, counts.tolist(), strict=True):
+        for (_, stage, _), count in zip(self.keys, counts.tolist(), strict=True):
             if count:
                 most[stage] += count
-        return most
+        num_slices = 1 + max(part for _, _, part in self.keys)
+        return {stage: -(-count // num_slices) for stage, count in most.items()}
 
     def max_host_bytes(self, sizes: Mapping[int, int]) -> int:
         """Return the peak bytes of offloaded activations in host memory, where they stay from their forward to their
         backward; `sizes`: stage → offloaded bytes of a micro-batch."""
-        if not any(kind == Kind.OFFLOAD for kind, _ in self.keys):
+        if not any(kind == Kind.OFFLOAD for kind, *_ in self.keys):
             return 0
         change = np.zeros(len(self.codes) + 1, np.int64)
         # Looking up a member of an enumeration costs more than the rest of the loop.
         offload = Kind.OFFLOAD
         forward = Kind.F
         passes = (Kind.F, Kind.B, Kind.I)
-        offloaded = {action[1:3] for action in self.actions if action[0] == offload}
-        for position, (kind, stage, micro_batch, *_) in enumerate(self.actions):
-            if (stage, micro_batch) in offloaded and kind in passes:
+        offloaded = {action[1:4] for action in self.actions if action[0] == offload}
+        for position, (kind, stage, *unit, _) in enumerate(self.actions):
+            if (stage, *unit) in offloaded and kind in passes:
                 change[position] += sizes.get(stage, 0) * (1 if kind == forward else -1)
         return int(np.cumsum(change).max(initial=0))
 
@@ -291,10 +293,14 @@ def _make_instruction_memory(kind: Kind, memory: StageMemory) -> InstructionMemo
     if kind in _WEIGHT_BACKWARDS:
         first = max((one.extra.total + one.first_gradients for one in candidates), default=0) - memory.gradients
     before = {Kind.F: saved, Kind.S: logits, Kind.RELOAD: offloaded}
+    made, freed = (
+        memory.kept_gradients * is_so for is_so in (memory.makes_kept_gradients, memory.frees_kept_gradients)
+    )
+    before |= {Kind.B: made, Kind.I: made}
     after = {
         Kind.OFFLOAD: -offloaded,
-        Kind.B: -saved,
-        Kind.I: deferred - saved,
+        Kind.B: -saved - freed,
+        Kind.I: deferred - saved - freed,
         Kind.W: -deferred,
         Kind.T: -logits,
         Kind.REDUCE_GRAD: -memory.freed_by_reduction,
@@ -330,7 +336,10 @@ def find_peak(
     resident = sum(stage.resident.total for stage in stages.values())
     if not len(order.codes):
         return 0, resident
-    by_key = [_instruction_memory(kind, _memory_of_stage(stages, stage), cache) for kind, stage in order.keys]
+    by_key = [
+        _instruction_memory(kind, _memory_of_stage(stages, stage).of_slice(part), cache)
+        for kind, stage, part in order.keys
+    ]
     table = np.array([(memory.before, memory.after, memory.peak) for memory in by_key], np.int64)
     before, after, peak = table[order.codes].T
     # Gradients are allocated by the first backward of a step and stay until the optimizer step.
@@ -370,8 +379,7 @@ def peak_terms(
     cache = {} if cache is None else cache
     position, _ = find_peak(order, stages, cache)
     moment, terms = _terms_at(order, position, stages, cache)
-    kind, stage, micro_batch = order.actions[position][:3]
-    return f"{stage}{kind}{micro_batch if micro_batch >= 0 else ''}, {moment}", terms
+    return f"{order.actions[position]}, {moment}", terms
 
 
 def _terms_at(
@@ -384,8 +392,8 @@ def _terms_at(
     """
     counts = np.bincount(order.codes[:position], minlength=len(order.keys)).tolist()
     done = defaultdict(int, zip(order.keys, counts, strict=True))
-    kind, stage = order.keys[order.codes[position]]
-    own = _memory_of_stage(stages, stage)
+    kind, stage, part = order.keys[order.codes[position]]
+    own = _memory_of_stage(stages, stage).of_slice(part)
     is_first = order.first_backwards.get(stage) == position
     candidates = list(_instruction_memory(kind, own, cache).peak_candidates)
     if own.gathered_params and stage in stages:
@@ -400,13 +408,11 @@ def _terms_at(
         candidates += own.peak_candidates.get("pending", ())
     if position == order.first_position(Kind.T):
         candidates += _first_head_candidates(own)
-    done[kind, stage] += kind in (Kind.F, Kind.S, Kind.RELOAD)
-    in_vocab_passes = sum(done[Kind.S, index] - done[Kind.T, index] for index in stages)
+    done[kind, stage, part] += kind in (Kind.F, Kind.S, Kind.RELOAD)
+    in_vocab_passes = sum(done[Kind.S, index, 0] - done[Kind.T, index, 0] for index in stages)
     peak = max(candidates, key=lambda one: one.extra.total + (one.first_gradients if is_first else 0))
     terms = peak.extra + MemoryTerms(gradients=peak.first_gradients if is_first else 0)
     for index, memory in stages.items():
-        backwards = done[Kind.B, index] + done[Kind.I, index]
-        deferred = done[Kind.I, index] - done[Kind.W, index]
         gathered, resharded = order.gather_positions(index, not memory.keeps_gathered)
         is_gathered = np.count_nonzero(gathered <= position) > np.count_nonzero(resharded < position)
         has_gradients = order.first_backwards.get(index, position) < position
@@ -415,10 +421,14 @@ def _terms_at(
         of_embedding = memory.embedding_gradients * (order.first_position(Kind.EMB_W) < made_at)
         made, taken = order.pending_positions(index, memory.accumulates_gradients)
         is_pending = np.count_nonzero(made < position) > np.count_nonzero(taken <= position)
-        terms += (
-            memory.resident + memory.saved.scaled(done[Kind.F, index] - backwards) + memory.deferred.scaled(deferred)
-        )
-        terms += memory.offloaded.scaled(done[Kind.RELOAD, index] - done[Kind.OFFLOAD, index])
+        terms += memory.resident
+        for number, one in enumerate(memory.slices or (memory,)):
+            terms += _terms_of_slice(one, index, number, done)
+        if memory.slices:
+            begun = done[Kind.B, index, len(memory.slices) - 1] + done[Kind.I, index, len(memory.slices) - 1]
+            begun += (kind, stage, part) in [(one, index, len(memory.slices) - 1) for one in (Kind.B, Kind.I)]
+            summing = begun - done[Kind.B, index, 0] - done[Kind.I, index, 0]
+            terms += MemoryTerms(workspace=summing * memory.slices[0].kept_gradients)
         terms += memory.vocab_parallel.scaled(in_vocab_passes) + MemoryTerms(
             workspace=memory.pending_gradients if is_pending else 0,
             communication=int(order.messages[index][position]) * memory.message_bytes if index in order.messages else 0,
@@ -426,6 +436,16 @@ def _terms_at(
             gradients=memory.gradients * has_gradients
             + of_head
             + of_embedding
-            - memory.freed_by_reduction * done[Kind.REDUCE_GRAD, index],
+            - memory.freed_by_reduction * done[Kind.REDUCE_GRAD, index, 0],
         )
     return peak.name, terms
+
+
+def _terms_of_slice(memory: StageMemory, stage: int, part: int, done: Mapping[InstructionKey, int]) -> MemoryTerms:
+    """Return what a stage holds of one slice, or of whole micro-batches, after so many instructions of each kind."""
+    forwards, backwards = done[Kind.F, stage, part], done[Kind.B, stage, part] + done[Kind.I, stage, part]
+    deferred = done[Kind.I, stage, part] - done[Kind.W, stage, part]
+    returned = done[Kind.RELOAD, stage, part] - done[Kind.OFFLOAD, stage, part]
+    return (
+        memory.saved.scaled(forwards - backwards) + memory.deferred.scaled(deferred) + memory.offloaded.scaled(returned)
+    )

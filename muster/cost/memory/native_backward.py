@@ -327,10 +327,22 @@ class BackwardPeaks:
         if sizes.model.has_linear_attention(layer):
             return recurrence_workspace(sizes, self.compute_size, self.master_size, backward)
         exchanged = attention_workspace(sizes.context, sizes.attention, self.compute_size, self.master_size, backward)
+        if sizes.is_sliced:
+            exchanged = self._sliced_attention_workspace(backward)
         if exchanged and backward:  # the gradient of its output
             exchanged += sizes.attention.queries * self.compute_size
         is_piecewise = sizes.local_model.attention_softcap is not None or sizes.local_model.attention_dropout
         return exchanged + (self._piece_workspace(backward) if is_piecewise else 0)
+
+    def _sliced_attention_workspace(self, backward: bool) -> int:
+        """Return the temporary bytes of a slice's attention: the output, or the gradient of the queries, summed in the
+        master dtype and of one block of keys, and as it is returned; in the backward also the gradients of the keys and
+        values of the slices before."""
+        shape = self.sizes.attention
+        summed = shape.queries * (self.master_size + 2 * self.compute_size)
+        earlier = self.sizes.earlier_positions * self.sizes.tokens // self.sizes.seq_len
+        keys = shape.keys_and_values * (earlier + self.sizes.tokens) // self.sizes.tokens
+        return summed + keys * self.compute_size * backward
 
     def _piece_workspace(self, backward: bool) -> int:
         """Return the temporary bytes of piecewise attention: of a piece of the scores, the capped ones and their

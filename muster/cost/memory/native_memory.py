@@ -19,6 +19,7 @@ from muster.cost.memory.native_storage import NativeStorage
 from muster.cost.memory.param_shards import ParamShard
 from muster.cost.memory.stage_memory import PeakCandidate, StageMemory
 from muster.cost.memory.terms import MemoryTerms
+from muster.cost.sequence_slices import kept_bytes, slice_workloads
 from muster.layout.tensor_layout import chunk_bounds, has_vocab_shard
 from muster.schedule.action import Kind
 from muster.spec.model import ModelSpec
@@ -37,6 +38,39 @@ def native_stage_memory(
     optim: OptimConfig | None = None,
 ) -> StageMemory:
     """Return the memory of a stage in native storage. The optimizer is AdamW if `optim` is None."""
+    if plan.sequence_slices == 1:
+        return _pass_memory(spec, plan, workload, stage, kernel_workspace, optim)
+    parts = slice_workloads(spec, plan, workload)
+    slices = [_pass_memory(spec, plan, part, stage, kernel_workspace, optim) for part in parts]
+    own = NativeStorage(spec, plan, workload, stage, optim)
+    kept = kept_bytes(own.sizes, len(own.layers), workload.seq_len)
+    gradients = kept // own.compute_size * own.master_size
+    slices = [
+        replace(
+            one,
+            saved=one.saved + MemoryTerms(activations=kept * (part == 0)),
+            kept_gradients=gradients,
+            makes_kept_gradients=part == len(slices) - 1,
+            frees_kept_gradients=part == 0,
+        )
+        for part, one in enumerate(slices)
+    ]
+    return replace(slices[0], resident=_resident(own), slices=tuple(slices))
+
+
+def _resident(own: NativeStorage) -> MemoryTerms:
+    return MemoryTerms(parameters=own.parameters, optimizer=own.optimizer, workspace=own.rotary_bytes)
+
+
+def _pass_memory(
+    spec: ModelSpec,
+    plan: Plan,
+    workload: Workload,
+    stage: int,
+    kernel_workspace: KernelWorkspace,
+    optim: OptimConfig | None,
+) -> StageMemory:
+    """Return the memory of a stage whose passes take the whole of a workload's sequences."""
     own = NativeStorage(spec, plan, workload, stage, optim)
     moments = _StagePeaks(own, kernel_workspace, workload)
     gathered = own.param_shards.root if own.zero == "z3" else own.param_shards.total
@@ -44,7 +78,7 @@ def native_stage_memory(
     embedding_gradients = 0 if spec.tied_embeddings else vocab_gradients // 2
     head_gradients = vocab_gradients - embedding_gradients
     return StageMemory(
-        resident=MemoryTerms(parameters=own.parameters, optimizer=own.optimizer, workspace=own.rotary_bytes),
+        resident=_resident(own),
         gathered_params=0 if own.is_unsharded else gathered.unsharded_numel * own.compute_size,
         keeps_gathered=own.zero != "z3",
         gradients=own.gradients - head_gradients - embedding_gradients,

@@ -19,8 +19,11 @@ from muster.cost.activations import (
 )
 from muster.cost.memory.terms import MemoryTerms
 from muster.cost.precision_bytes import master_bytes
+from muster.cost.sequence_slices import kept_bytes, slice_workloads
 from muster.layout.mesh import MeshCoordinates, coordinates_of
 from muster.layout.tensor_layout import stage_layouts, stage_shards, stages_on
+from muster.schedule.action import Kind
+from muster.schedule.program import Program
 from muster.spec.errors import InfeasibleError
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan, ZeroLevel
@@ -35,13 +38,14 @@ def rank_memory(
     plan: Plan,
     workload: Workload,
     rank: int,
-    live_micro_batches: Mapping[int, int] | int,
+    live_micro_batches: Mapping[int, int | tuple[int, ...]] | int,
     optim: OptimConfig | None = None,
     live_vocab_micro_batches: int = 0,
 ) -> MemoryTerms:
     """Return the bytes that world rank `rank` holds at its peak, over its stages.
 
     `live_micro_batches` are those between forward and backward at that time, by stage, or one number for each stage;
+    of each slice where sequences are cut into slices;
     `live_vocab_micro_batches` those between S and T under vocabulary parallelism. The optimizer is AdamW unless `optim`
     is given.
     """
@@ -64,10 +68,11 @@ def stage_terms(
     workload: Workload,
     stage: int,
     at: MeshCoordinates,
-    live_micro_batches: int,
+    live_micro_batches: int | tuple[int, ...],
     optim: OptimConfig | None = None,
 ) -> MemoryTerms:
-    """Return the bytes that the rank at `at` holds for one stage with `live_micro_batches` in flight.
+    """Return the bytes that the rank at `at` holds for one stage with `live_micro_batches` in flight, or so many of
+    each slice.
 
     Raises InfeasibleError if the plan uses a feature without a formula.
     """
@@ -76,8 +81,46 @@ def stage_terms(
         parameters=stage_parameter_bytes(spec, plan, stage, at),
         gradients=gradient_bytes(spec, plan, stage, at, optim),
         optimizer=optimizer_bytes(spec, plan, stage, at, optim),
-        activations=live_micro_batches * activation_bytes(spec, plan, workload, stage, at.tp, optim),
+        activations=_live_activation_bytes(spec, plan, workload, stage, at.tp, live_micro_batches, optim),
     )
+
+
+def _live_activation_bytes(
+    spec: ModelSpec,
+    plan: Plan,
+    workload: Workload,
+    stage: int,
+    tp_index: int,
+    live: int | tuple[int, ...],
+    optim: OptimConfig | None,
+) -> int:
+    """Return the bytes of some micro-batches, or of so many of each slice; the first slice of a sequence lives as long
+    as the keys and values of all."""
+    parts = slice_workloads(spec, plan, workload)
+    each = [activation_bytes(spec, plan, part, stage, tp_index, optim) for part in parts]
+    if plan.sequence_slices > 1:
+        sizes = pass_sizes(spec, plan, parts[0], stage, tp_index)
+        each[0] += kept_bytes(sizes, len(plan.layers(stage, spec.num_layers)), workload.seq_len)
+    counts = (live,) * len(each) if isinstance(live, int) else live
+    return sum(count * size for count, size in zip(counts, each, strict=True))
+
+
+def peak_slices(program: Program, pp_rank: int, sizes: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+    """Return by stage how many of each slice a pipeline rank holds between forward and backward when these take most
+    bytes; `sizes`: bytes of each slice, by stage."""
+    held = {stage: [0] * len(own) for stage, own in sizes.items()}
+    most, at_most = 0, held
+    now = 0
+    for item in program.ranks[pp_rank].get("compute", ()):
+        kind, stage, _, part, _ = item.action
+        change = {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(kind, 0)
+        if not change:
+            continue
+        held[stage][part] += change
+        now += change * sizes[stage][part]
+        if now > most:
+            most, at_most = now, {stage: counts.copy() for stage, counts in held.items()}
+    return {stage: tuple(counts) for stage, counts in at_most.items()}
 
 
 def _reject_unknown(plan: Plan, stage: int, num_layers: int) -> None:

@@ -57,3 +57,16 @@ class StageMemory:
     """Gradients of a vocabulary shard's head, or tied embedding, held from the first T on."""
     embedding_gradients: int = 0
     """Gradients of its embedding, held from the first EMB_W on."""
+    slices: tuple["StageMemory", ...] = ()
+    """Memory of each slice where sequences are cut, for its passes; `saved` of the first has the keys and values that
+    all keep. Empty: there are none."""
+    kept_gradients: int = 0
+    """Gradients of the kept keys and values, held from the backward of a sequence's last slice to that of the first."""
+    makes_kept_gradients: bool = False
+    """True for the last slice."""
+    frees_kept_gradients: bool = False
+    """True for the first slice."""
+
+    def of_slice(self, part: int) -> "StageMemory":
+        """Return the memory of the passes of a slice."""
+        return self.slices[part] if self.slices else self

@@ -2,7 +2,12 @@
 
 from muster.cost.context_traffic import AttentionShape, StateShape
 from muster.cost.time.collectives import all_reduce_s
-from muster.cost.time.context_parallel import add_block_merges, add_context_transfers, add_state_transfers
+from muster.cost.time.context_parallel import (
+    add_block_merges,
+    add_context_transfers,
+    add_slice_merges,
+    add_state_transfers,
+)
 from muster.cost.time.kernels import flash_attention_s, matmul_s, stream_s, sustained_flops_per_s
 from muster.cost.time.sublayer import (
     LayerContext,
@@ -150,9 +155,8 @@ def _add_scores(
 ) -> None:
     """Add the scores and their matmuls, and what context parallelism sends (arXiv:2310.01889 §3)."""
     kernel, device, seq_len = choose_attention_kernel(at.device, at.framework, at.strategy), at.device, at.seq_len
-    span = min(window or seq_len, seq_len)
-    seen = (span * (seq_len - span) + span * span / 2) / seq_len
-    in_blocks = at.context.ring > 1 and at.device.kind != "cpu"
+    seen = (_seen_pairs(at.earlier_positions + seq_len, window) - _seen_pairs(at.earlier_positions, window)) / seq_len
+    in_blocks = (at.context.ring > 1 or at.is_sliced) and at.device.kind != "cpu"
     in_blocks = in_blocks and not CONTEXT_KINDS[at.context.kind].saves_scores
     drops = bool(at.model.attention_dropout) and at.framework.counted_dropout
     is_capped = at.model.attention_softcap is not None and not at.framework.fused_soft_cap
@@ -177,11 +181,19 @@ def _add_scores(
     part.attention_core.add(forward_s, kernels)
     part.input_grads.add(backward_s, 2 * kernels)
     add_dropout(at, part, at.tokens * heads * seen, at.model.attention_dropout)
+    shape = AttentionShape(round(at.tokens), round(heads), max(1, round(kv_width / qk_dim)), qk_dim)
+    if at.is_sliced and not at.framework.fused_cp_merge:
+        add_slice_merges(at, part, shape)
     if at.cp.size > 1:
-        shape = AttentionShape(round(at.tokens), round(heads), max(1, round(kv_width / qk_dim)), qk_dim)
         add_context_transfers(at, part, shape, forward_s, backward_s)
         if in_blocks and not at.framework.fused_cp_merge:
             add_block_merges(at, part, shape)
+
+
+def _seen_pairs(end: int, window: int | None) -> float:
+    """Return the pairs of one of a sequence's first positions and a position that it sees, under a causal mask."""
+    span = end if window is None else min(end, window)
+    return span * (end - span) + span * span / 2
 
 
 def _soft_capped_scores_s(at: LayerContext, heads: float, head_dim: float, seen: float) -> tuple[float, float]:

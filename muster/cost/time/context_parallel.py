@@ -69,6 +69,18 @@ def add_state_transfers(at: LayerContext, part: SublayerCost, shape: StateShape,
             cost.add_overlapped("cp", hops * _transfer_s(at, one), scores_s / 2)
 
 
+def add_slice_merges(at: LayerContext, part: SublayerCost, shape: AttentionShape) -> None:
+    """Add what merging the blocks of a slice of sequences moves in memory: its own keys, and those of the slices before
+    it. In the backward a term of the gradients of queries and of all these keys and values is added."""
+    blocks = 2.0 if at.earlier_positions else 1.0
+    seen = 1 + at.earlier_positions / at.seq_len
+    forward_s = stream_s(at.device, blocks * MERGE_BYTES * shape.queries, blocks * MERGE_KERNELS)
+    moved = ADD_BYTES * (blocks * shape.queries + seen * shape.keys_and_values)
+    part.forward.add(forward_s, blocks * MERGE_KERNELS)
+    part.attention_core.add(forward_s, blocks * MERGE_KERNELS)
+    part.input_grads.add(stream_s(at.device, moved, blocks * MERGE_KERNELS), blocks * MERGE_KERNELS)
+
+
 def _add_pass(at: LayerContext, cost: PassCost, transfers: tuple[Transfer, ...], scores_s: float) -> None:
     sends_s: defaultdict[str, float] = defaultdict(float)
     for one in transfers:

@@ -41,18 +41,26 @@ class OpTimes:
     instruction; the axes are tp, cp, ep and dp."""
     data_s: float = 0.0
     """Seconds until a step's data has arrived, before its first instruction."""
+    slices: tuple["OpTimes", ...] = ()
+    """Times of the passes, copies and transfers of each slice of sequences, where they are cut; empty: those above."""
 
     def duration_s(self, action: Action) -> float:
         """Return the seconds of one action; an action that was never timed takes none."""
+        if self.slices and action.micro_batch >= 0:
+            return self.slices[action.slice].duration_s(action)
         found = self.seconds.get((action.kind, action.stage))
         return self.seconds.get((action.kind, -1), 0.0) if found is None else found
 
     def exposed_in(self, action: Action) -> Mapping[str, float]:
         """Return axis → seconds of exposed communication within one action."""
+        if self.slices and action.micro_batch >= 0:
+            return self.slices[action.slice].exposed_in(action)
         return self.exposed_s.get((action.kind, action.stage)) or self.exposed_s.get((action.kind, -1), {})
 
-    def p2p_time(self, source: int, target: int) -> P2PTime:
-        """Return the time of a transfer from one stage to another."""
+    def p2p_time(self, source: int, target: int, part: int = 0) -> P2PTime:
+        """Return the time of a transfer of a slice, or of a micro-batch, from one stage to another."""
+        if self.slices:
+            return self.slices[part].p2p_time(source, target)
         return self.p2p_times.get((source, target)) or P2PTime(self.p2p_s)
 
     def pass_times(self, num_stages: int) -> PassTimes:

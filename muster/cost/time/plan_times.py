@@ -11,6 +11,7 @@ from muster.config.optimizer_state import mean_update_bytes
 from muster.cost.activations import offloaded_activation_bytes
 from muster.cost.comm_volume import step_report_bytes
 from muster.cost.precision_bytes import compute_bytes
+from muster.cost.sequence_slices import slice_workloads
 from muster.cost.time.collectives import CommGroup, all_reduce_s, p2p_s
 from muster.cost.time.cost_cache import CostCache
 from muster.cost.time.kernels import matmul_s, stream_s
@@ -50,7 +51,8 @@ def plan_times(
     cache: CostCache | None = None,
     optim: OptimConfig | None = None,
 ) -> OpTimes:
-    """Return the seconds of each (kind, stage) of the plan's Program, and of each p2p transfer between stages.
+    """Return the seconds of each (kind, stage) of the plan's Program, and of each p2p transfer between stages; of every
+    slice where sequences are cut into slices.
 
     The plan's ranks are laid on the cluster's devices in order. The times are those of the pipeline of `data_rank`, or
     of the slowest device and link of each stage where it is None. On a measured machine they are those of Muster's own
@@ -59,6 +61,27 @@ def plan_times(
 
     Raises InfeasibleError where the cluster has fewer devices, ConfigError where a device's rates are unknown.
     """
+    own = cluster, framework, data_rank
+    times = _micro_batch_times(model, plan, workload, *own, cache, optim)
+    if plan.sequence_slices == 1:
+        return times
+    # Cost tables are for one sequence length and one number of positions before it.
+    parts = slice_workloads(model, plan, workload)
+    slices = (_micro_batch_times(model, plan, part, *own, CostCache(), optim) for part in parts)
+    return replace(times, slices=tuple(slices))
+
+
+def _micro_batch_times(
+    model: ModelSpec,
+    plan: Plan,
+    workload: Workload,
+    cluster: ClusterSpec,
+    framework: FrameworkTraits | None,
+    data_rank: int | None,
+    cache: CostCache | None,
+    optim: OptimConfig | None,
+) -> OpTimes:
+    """Return `plan_times` where a pass takes the whole of a workload's sequences."""
     if cluster.device.rates is not None:
         return profiled_times(model, plan, workload, cluster.device.rates, optim)
     setting = place_plan(model, plan, workload, cluster, framework, data_rank, cache, optim)

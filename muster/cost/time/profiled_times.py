@@ -223,7 +223,9 @@ class _StagePasses:
             if is_piecewise and not is_linear:
                 # Passes over the visible scores, by the rate of a sum, which moves three elements for each.
                 moved = SOFT_CAP_BYTES[direction == "backward"] / (3 * master_bytes(self.plan.precision))
-                time_s += moved * rates.kernel("add", self.tokens * heads * self.seq_len // 2)
+                time_s += moved * rates.kernel(
+                    "add", self.tokens * heads * (self.seq_len // 2 + self.workload.earlier_positions)
+                )
             time_s += self._dropout_s(2 * self.hidden_elements, direction, self.model.hidden_dropout)
             scores = 0 if is_linear else self.tokens * heads * self.seq_len // 2
             time_s += self._dropout_s(scores, direction, self.model.attention_dropout)
@@ -245,7 +247,7 @@ class _StagePasses:
         """Return the seconds of attention with a softmax; of consecutive positions the last rank's see most."""
         is_contiguous = self.mesh.cp > 1 and self.plan.context_ranks(self.mesh).is_contiguous
         share = (2 - 1 / self.mesh.cp if is_contiguous else 1) / self.mesh.cp
-        time_s = self.rows * heads * self.rates.attention(direction, self.seq_len, head_dim) * share
+        time_s = self.rows * heads * self._scores_s(direction, head_dim) * share
         if self.mesh.cp > 1 and CONTEXT_KINDS[self.plan.cp_comm_type].saves_scores:
             time_s += RSA_PASSES * self.rates.kernel("add", self.tokens * heads * self.seq_len)
         return time_s
@@ -267,6 +269,15 @@ class _StagePasses:
         """Return the seconds to drop some of so many elements."""
         sums = DROPOUT_SUMS + (direction == "backward")  # which copies the gradient
         return self.rates.kernel("add", numbers) * sums if rate else 0.0
+
+    def _scores_s(self, direction: str, head_dim: int) -> float:
+        """Return the seconds of one head's attention in one sequence: among its own positions, and to those of the
+        slices before it, at the rate of all of them."""
+        earlier, time_s = self.workload.earlier_positions, self.rates.attention(direction, self.seq_len, head_dim)
+        if not earlier:
+            return time_s
+        whole = earlier + self.seq_len
+        return time_s + 2 * earlier * self.seq_len / whole**2 * self.rates.attention(direction, whole, head_dim)
 
     def _tiles_again_s(self, parts: dict[str, tuple[int, ...]], recompute: str) -> float:
         """Return the seconds in which a backward repeats the MLP's tiles; 0 without any.

@@ -65,6 +65,8 @@ class StageTimes:
             self._is_data_parallel,
             placed.plan.expert_dispatch(self.mesh),
             self.groups.ep_levels,
+            placed.workload.earlier_positions,
+            placed.plan.sequence_slices > 1,
         )
 
     @property
@@ -244,6 +246,7 @@ class StageTimes:
         known = self.placed.cache.layer_passes
         own = plan.precision, plan.local_micro_batch_size(self.stage), self.mesh.etp, self._is_data_parallel
         own = *own, plan.context_ranks(self.mesh), plan.sequence_tiles, plan.expert_dispatch(self.mesh)
+        own = *own, plan.sequence_slices > 1
         key = kind, *own, self.groups.layer_key
         if key not in known:
             known[key] = layer_passes(replace(self.layer_context, strategy=kind.strategy), self._example_layers[kind])

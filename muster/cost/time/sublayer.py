@@ -55,6 +55,10 @@ class LayerContext:
     dispatch: ExpertDispatch = ExpertDispatch()
     ep_levels: tuple[CommGroup, CommGroup] | None = None
     """Groups of the two steps of a hierarchical exchange of tokens."""
+    earlier_positions: int = 0
+    """Positions of the sequence before these whose keys attention sees, too: of the slices before this one."""
+    is_sliced: bool = False
+    """True for a slice of sequences."""
 
     @property
     def tokens(self) -> float:

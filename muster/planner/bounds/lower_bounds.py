@@ -20,7 +20,15 @@ from muster.planner.bounds.step_bound import choice_bound_s, step_bound_s
 from muster.planner.memory.budget import MemoryBudget
 from muster.planner.plan_costs import PlanCosts
 from muster.planner.request import PlanRequest
-from muster.planner.space import DataSharding, MeshShape, ScheduleChoice, axis_orders, plan_of_choice, recompute_modes
+from muster.planner.space import (
+    DataSharding,
+    MeshShape,
+    ScheduleChoice,
+    axis_orders,
+    has_slices,
+    plan_of_choice,
+    recompute_modes,
+)
 from muster.planner.uneven_batch import BatchSplitter
 from muster.spec.plan import Plan, StageSpec, split_evenly
 from muster.spec.schedules import DEFAULT_SCHEDULE
@@ -118,8 +126,11 @@ class LowerBounds:
         return self._value(max(passes_s, self.memory_budget.offload_bound_s(plan, times)))
 
     def _value(self, step_s: float) -> float:
-        """Return the value of a step in the unit of the objective."""
-        return 0.0 if self.request.objective == "memory" else step_s * self.value_per_second
+        """Return the value of a step in the unit of the objective; 0 with slices of sequences, whose pipeline fills and
+        drains faster."""
+        if self.request.objective == "memory" or has_slices(self.request):
+            return 0.0
+        return step_s * self.value_per_second
 
     def _micro_batches(self, shape: MeshShape) -> int:
         return self.request.workload.global_batch_size // shape.data // shape.micro_batch_size

@@ -242,6 +242,7 @@ class MemoryBudget:
         modes = (policy.recompute,) if is_fixed else RECOMPUTE_MODES
         host = self._host_link(plan)
         may_offload = policy.offload == "none" and "offload" not in request.fixed and host is not None
+        may_offload = may_offload and plan.sequence_slices == 1
         offloads: tuple[Offload, ...] = ("none", "activations") if may_offload else (policy.offload,)
         policies = [LayerPolicy(*pair) for pair in product(modes, offloads)]
         compiled = compiles(plan, request.model, request.cluster.device.kind, request.framework or MUSTER)
@@ -425,7 +426,11 @@ class MemoryBudget:
     def _needs_program(self, plan: Plan) -> bool:
         """Return True if only lowering tells what allocates and frees memory."""
         return (
-            plan.pipeline_replicas > 1 or plan.vocab_parallel or plan.pinned_schedule is not None or not plan.is_uniform
+            plan.pipeline_replicas > 1
+            or plan.vocab_parallel
+            or plan.pinned_schedule is not None
+            or not plan.is_uniform
+            or plan.sequence_slices > 1
         )
 
     def _orders_of(self, plan: Plan) -> tuple[AllocationOrder, ...]:
@@ -469,7 +474,8 @@ class MemoryBudget:
         return self._orders[*key, *ends, offloads]
 
     def _schedule_key(self, plan: Plan) -> tuple:
-        return plan.schedule, plan.pinned_schedule, plan.pp, plan.vpp, plan.num_micro_batches(self.request.workload)
+        count = plan.num_micro_batches(self.request.workload)
+        return plan.schedule, plan.pinned_schedule, plan.pp, plan.vpp, plan.sequence_slices, count
 
     def _schedule(self, plan: Plan) -> Schedule:
         key = self._schedule_key(plan)

@@ -1,7 +1,7 @@
 """One rank of a plan under verification: trains a few steps and saves what is compared with the reference."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from muster.data.dataset import SampleStream
 from muster.data.dp_slice import samples_of_micro_batch
 from muster.launch.rank_process import exit_process, rank_main
 from muster.layout.context_parallel import kept_positions
+from muster.layout.sequence_slices import sequence_slices
 from muster.layout.tensor_layout import tp_shard
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World, open_world
@@ -83,7 +84,11 @@ class TracingTrainer(Trainer):
         tp, cp = plan.mesh(at.pp).tp, plan.mesh(at.pp).cp
         is_contiguous = plan.context_ranks(plan.mesh(at.pp)).is_contiguous
         positions, width = self.sketches.whole_shape(part)
-        cut_along_sequence, cut_along_width = output.shape[1] < positions // cp, output.shape[2] < width
+        micro_batch, index = divmod(self._micro_batch, plan.sequence_slices)
+        runs: Sequence[range] = kept_positions(positions, cp, at.cp, is_contiguous)
+        if plan.sequence_slices > 1:
+            runs = sequence_slices(spec, plan, positions)[index : index + 1]
+        cut_along_sequence, cut_along_width = output.shape[1] < sum(map(len, runs)), output.shape[2] < width
         cut_along_sequence &= not plan.dynamic_context_parallel
         if at.tp and not cut_along_sequence and not cut_along_width:
             return  # its neighbours have the same
@@ -96,9 +101,9 @@ class TracingTrainer(Trainer):
                 parts = output[:, start : start + len(run)]
                 self.sketches.add(part, parts, sample, position=run.start, column=column)
             return
-        for rows, sample in samples_of_micro_batch(plan, at, self._micro_batch, self.config.train.global_batch_size):
+        for rows, sample in samples_of_micro_batch(plan, at, micro_batch, self.config.train.global_batch_size):
             start = 0
-            for run in kept_positions(positions, cp, at.cp, is_contiguous):
+            for run in runs:
                 begin, end = max(held.start, start), min(held.stop, start + len(run))
                 if begin < end:
                     parts = output[rows, begin - first : end - first]
