@@ -10,23 +10,26 @@ from test_planner import instance
 
 from muster.config.cluster_files import load_cluster
 from muster.config.named_model import load_model
+from muster.planner.alternatives import Alternative, FirstPlan, compare_alternative, find_alternative
 from muster.planner.answer import answer_request
 from muster.planner.cluster_parts import cluster_parts, least_step_s
 from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.memory.budget import MemoryBudget
 from muster.planner.plan_evaluator import PlanEvaluator
-from muster.planner.request import PlanRequest, build_request
+from muster.planner.request import PlanRequest, build_request, require_more
 from muster.planner.search import search
 from muster.planner.search_budget import SearchBudget, fit_work, simulation_work
+from muster.planner.search_result import SearchResult
 from muster.planner.simple_first import find_simplest
 from muster.planner.simplicity import PREDICTION_ERROR, Simplicity, mechanisms, simplest, simplicity
 from muster.planner.space import draft_plans, mesh_shapes, schedule_choices, used_axes
 from muster.planner.what_if import what_if
+from muster.planner.word_changes import changed_plans
 from muster.report.plan_answer import print_answer
 from muster.spec.cluster import ClusterSpec, NetworkTier
 from muster.spec.device import LinkSpec
 from muster.spec.plan import LayerOverride, LayerStrategy, Plan, StageSpec
-from muster.spec.plan_name import parse_plan_name
+from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.spec.workload import Workload
 
 PAIRS = (
@@ -159,6 +162,65 @@ def test_the_cost_of_a_requirement_is_told(capsys) -> None:
     print_answer(answer, explain=False)
     slower = answer.first.prediction.step_time_s / free.prediction.step_time_s - 1
     assert f"required  tp4: {slower:.1%} slower than what is found without it" in capsys.readouterr().out
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One word of the first plan
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "first", "changes"),
+    [
+        (
+            "mixtral-8x7b",
+            "32xh100",
+            "dp8-pp4-ep8-mb1-z1-bf16",
+            {
+                "szbh1": "dp8-pp4-ep8-mb1-z1-szbh1-bf16",
+                "sinterleaved": "dp8-pp4v8-ep8-mb1-z1-sinterleaved-bf16",
+                "dp8-z3": "dp8-pp4-ep8-mb1-bf16",
+                "pp2": "dp16-pp2-ep8-mb1-z1-bf16",
+            },
+        ),
+        ("qwen3-30b-a3b", "16xh100", "dp8-pp2-ep8-mb1-z1-bf16", {"ep16": "dp16-ep16-mb1-z1-bf16"}),
+    ],
+)
+def test_searches_for_reasons_begin_with_the_first_plan_with_one_word_changed(
+    model: str, cluster: str, first: str, changes: dict[str, str]
+) -> None:
+    evaluator = PlanEvaluator(_request(model, cluster, 4096, 1024))
+    for part, name in changes.items():
+        narrow = evaluator.narrowed(require_more(evaluator.request, part))
+        begin = changed_plans([parse_plan_name(first)], narrow, SearchBudget())
+        assert name in [format_plan_name(plan) for plan in begin], part
+
+
+def test_no_reason_is_worse_than_the_first_plan_with_one_word_changed() -> None:
+    """However little work each has."""
+    evaluator = PlanEvaluator(_request("tiny", "8xh100", 256, 32))
+    first = evaluator.evaluate(parse_plan_name("dp4-pp2-mb2-z1-bf16"))
+    for part, name in {"szbh1": "dp4-pp2-mb2-z1-szbh1-bf16", "dp4-z3": "dp4-pp2-mb2-bf16"}.items():
+        narrow = evaluator.narrowed(require_more(evaluator.request, part))
+        best = find_alternative(part, narrow, SearchBudget(10.0), centres=[first.plan]).best
+        assert best is not None, part
+        assert best.value <= evaluator.evaluate(parse_plan_name(name)).value, part
+
+
+def test_what_was_not_looked_at_is_not_said_not_to_fit() -> None:
+    evaluator = PlanEvaluator(_request("tiny", "4xh100", 256, 16))
+    first = evaluator.evaluate(parse_plan_name("dp4-mb4-bf16"))
+    nothing = find_alternative("tp 2", evaluator.narrowed(require_more(evaluator.request, "tp2")), SearchBudget(0.0))
+    told = compare_alternative(FirstPlan(first, evaluator, 0.0), nothing)
+    assert told.sentence == "not searched (more --effort or --time-limit)"
+
+
+def test_the_upper_end_of_an_interval_counts_the_best_plan_that_was_found() -> None:
+    evaluator = PlanEvaluator(_request("tiny", "4xh100", 256, 16))
+    slow, fast = (evaluator.evaluate(parse_plan_name(name)) for name in ("dp4-mb1-bf16", "dp4-mb4-bf16"))
+    assert fast.value < slow.value
+    unfinished = Alternative("mb", SearchResult(evaluator, [slow], 0.0, None), fast, proven=False)
+    assert unfinished.most_value == fast.value * (1 + PREDICTION_ERROR)
+    assert unfinished.least_value == 0.0
 
 
 @pytest.mark.soak

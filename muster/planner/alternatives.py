@@ -20,6 +20,7 @@ from muster.planner.search_result import SearchResult
 from muster.planner.simple_first import find_simplest
 from muster.planner.simplicity import mechanisms
 from muster.planner.space import is_admitted
+from muster.planner.word_changes import changed_plans
 from muster.simulate.predict import Prediction
 from muster.spec.formatting import format_seconds
 from muster.spec.plan import Plan
@@ -28,6 +29,8 @@ SAME_SPEED_TOLERANCE = 0.005
 """Relative difference of step times below which plans count as equally fast."""
 
 NOT_FINISHED = "not finished (more --effort or --time-limit)"
+
+NOT_SEARCHED = "not searched (more --effort or --time-limit)"
 
 LESS_AND_MORE = {
     "time": ("faster", "slower"),
@@ -76,14 +79,16 @@ class Alternative:
     @property
     def least_value(self) -> float:
         """Value that no plan is better than."""
-        return min([self.result.open_bound, *(one.value for one in self.result.best)])
+        found = [*self.result.best, *([self.best] if self.best else ())]
+        return min([self.result.open_bound, *(one.value for one in found)])
 
     @property
     def most_value(self) -> float | None:
         """Value of the answer after more work, at most; None where no plan was found."""
         if self.best is None or self.proven:
             return self.best and self.best.value
-        return self.result.best[0].value * (1 + self.result.evaluator.request.tolerance)
+        found = min(self.best.value, self.result.best[0].value)
+        return found * (1 + self.result.evaluator.request.tolerance)
 
 
 def find_alternatives(
@@ -92,9 +97,10 @@ def find_alternatives(
     known: Sequence[EvaluatedPlan],
     budget: SearchBudget,
     notable: Sequence[FoundPlan] = (),
+    centres: Sequence[Plan] = (),
 ) -> list[Alternative]:
     """Search for the best plan of each evaluator's request. `known` and `notable`: plans to begin with, which fit in
-    the memory of the first evaluator.
+    the memory of the first evaluator; `centres`: plans whose nearest ones that meet the request are tried first.
 
     Each may take `FAIR_SHARES` times its equal part of what is left, since most need less.
     """
@@ -104,7 +110,7 @@ def find_alternatives(
         met = [one for one in known if _meets(evaluator, one.plan, weighs)]
         part = budget.share(min(1.0, FAIR_SHARES / (len(names) - len(found))))
         seen = fitting_notable(evaluator, notable, weighs)
-        found.append(find_alternative(name, evaluator, part, met, seen))
+        found.append(find_alternative(name, evaluator, part, met, seen, centres))
     return found
 
 
@@ -119,11 +125,14 @@ def find_alternative(
     budget: SearchBudget,
     known: Sequence[EvaluatedPlan] = (),
     notable: Sequence[FoundPlan] = (),
+    centres: Sequence[Plan] = (),
 ) -> Alternative:
-    """Search for the best plan of an evaluator's request. `known` and `notable`: simulated plans that it asks for."""
+    """Search for the best plan of an evaluator's request. `known` and `notable`: simulated plans that it asks for;
+    `centres`: plans whose nearest ones that it asks for are tried first."""
     own = budget.share(SEARCH_SHARE)
     begin = {one.plan: one for one in (*notable, *known)}.values()
-    found = search(evaluator.request, 1, own, evaluator, known=list(begin), climbs=True)
+    nearest = [plan for plan in changed_plans(centres, evaluator, own) if plan not in {one.plan for one in begin}]
+    found = search(evaluator.request, 1, own, evaluator, seeds=nearest, known=list(begin), climbs=True)
     result = trim_offload(try_late_schedules(found, 1, budget.share(LATE_SHARE), leaves_open=True), budget)
     if not result.best:
         return Alternative(name, result, None, result.proven)
@@ -156,7 +165,7 @@ def compare_alternative(against: FirstPlan, alternative: Alternative) -> Compari
     fuller = against.leaves_head_room and not alternative.result.leaves_head_room
     note = f", but leaves less than {MEMORY_HEADROOM:.0%} of the memory free" if fuller else ""
     if best is None or most is None:
-        words = "no such plan fits" if alternative.proven else f"none that fits was found, {NOT_FINISHED}"
+        words = "no such plan fits" if alternative.proven else _unfound_words(alternative.result)
         return Comparison(name, None, None, None, words)
     if alternative.proven:
         words = describe_difference(first, best, alternative.result.evaluator.request.objective)
@@ -168,6 +177,10 @@ def compare_alternative(against: FirstPlan, alternative: Alternative) -> Compari
     so_far = describe_relation(best.value / first.value - 1, *less_and_more)
     words = f"{_interval(*interval, *less_and_more)}, {NOT_FINISHED}; the one found is {so_far}"
     return Comparison(name, best, None, interval, words + note)
+
+
+def _unfound_words(result: SearchResult) -> str:
+    return f"none that fits was found, {NOT_FINISHED}" if result.has_weighed_plans else NOT_SEARCHED
 
 
 def _interval(low: float, high: float, less: str, more: str) -> str:

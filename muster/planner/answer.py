@@ -45,6 +45,9 @@ SIMPLE_SHARE = 0.4
 FAMILY_SHARE = 0.6
 """Share of what is left then for the best plan of every family; reasons have the rest."""
 
+REASONS_SHARE = 0.7
+"""Share of what is left then for reasons; the rest is for those for a better plan that they come upon."""
+
 MAX_ADOPTIONS = 3
 """Times that a better plan among the alternatives becomes the first one."""
 
@@ -96,9 +99,8 @@ class PlanAnswer:
         """The best plan for each requirement that the first doesn't meet, against it."""
         if self.known_reasons is not None:
             return self.known_reasons
-        return find_reasons(
-            self.against, [*self.result.best, self.fastest], self.budget.share(1.0), self.result.notable
-        )
+        known = [*self.result.best, self.fastest]
+        return find_reasons(self.against, known, self.budget.share(1.0), self.result.notable, self.fastest)
 
     @property
     def request(self) -> PlanRequest:
@@ -200,10 +202,10 @@ class _Answer:
 
     def _improve(self) -> None:
         """Take better plans that the reasons for the first come upon, as long as there are any."""
-        for _ in range(MAX_ADOPTIONS):
+        for number in range(MAX_ADOPTIONS):
             if not self._may_improve():
                 return
-            self._find_reasons()
+            self._find_reasons(1.0 if number == MAX_ADOPTIONS - 1 else REASONS_SHARE)
             if not self._adopt():
                 return
         self.reasons = [again for reason in self.reasons or () if (again := reason.against(self._first_plan()))]
@@ -223,15 +225,16 @@ class _Answer:
         self.families = search_families(self.evaluator, known, self.budget.share(FAMILY_SHARE), notable)
         self._learn_alternatives(family.alternative for family in self.families)
 
-    def _find_reasons(self) -> None:
+    def _find_reasons(self, share: float) -> None:
         known = list(self.known.values())
         notable = self.search.result.notable
-        self.reasons = find_reasons(self._first_plan(), known, self.budget.share(1.0), notable)
-        self._learn(
-            reason.comparison.best
-            for reason in self.reasons
-            if reason.comparison.best is not None and self.evaluator.memory_budget.fits(reason.comparison.best.plan)
-        )
+        self.reasons = find_reasons(self._first_plan(), known, self.budget.share(share), notable, self.fastest)
+        found = [one for one in self.reasons if one.comparison.best is not None]
+        self._learn_fitting(one.comparison.best for one in found)
+        self._learn_fitting(one.alternative and one.alternative.result.best[0] for one in found)
+
+    def _learn_fitting(self, plans: Iterable[EvaluatedPlan | None]) -> None:
+        self._learn(one for one in plans if one is not None and self.evaluator.memory_budget.fits(one.plan))
 
     def _learn_alternatives(self, alternatives: Iterable[Alternative]) -> None:
         """Note the plans that keep the answer's memory budget."""

@@ -14,7 +14,7 @@ from muster.spec.legality import plan_violations
 from muster.spec.plan import LayerOverride, Plan
 from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
 
-_COMPENSATING_AXES = ("dp_shard", "dp_replicate", "pp", "tp", "cp")
+COMPENSATING_AXES = ("dp_shard", "dp_replicate", "pp", "tp", "cp")
 """Axes that compensate for a changed degree, so that all devices stay in use: the first that gives a legal plan."""
 
 
@@ -86,20 +86,20 @@ def _all_changes(plan: Plan, request: PlanRequest) -> Iterator[Change]:
 
 def _degree_change(plan: Plan, request: PlanRequest, axis: str, grows: bool) -> Iterator[Change]:
     """Yield the plan with a doubled or halved degree, with the first axis that compensates for it."""
-    for partner in _COMPENSATING_AXES:
+    for partner in COMPENSATING_AXES:
         degree = getattr(plan, axis)
         other = getattr(plan, partner)
         if partner == axis or (other if grows else degree) % 2:
             continue
         degrees = {axis: degree * 2, partner: other // 2} if grows else {axis: degree // 2, partner: other * 2}
-        changed = _with_degrees(plan, degrees, request)
+        changed = with_degrees(plan, degrees, request)
         if _is_legal(changed, request):
             also = "" if partner.startswith("dp") else f" and {partner} {degrees[partner]}"
             yield Change(f"{axis} {degrees[axis]}{also}", changed)
             return
 
 
-def _with_degrees(plan: Plan, degrees: dict[str, int], request: PlanRequest) -> Plan:
+def with_degrees(plan: Plan, degrees: dict[str, int], request: PlanRequest) -> Plan:
     """Return the plan with other degrees, and the fields that these decide."""
     update: dict[str, Any] = dict(degrees)
     pp = degrees.get("pp", plan.pp)

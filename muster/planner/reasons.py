@@ -52,11 +52,15 @@ class Reason:
 
 
 def find_reasons(
-    first: FirstPlan, known: Sequence[EvaluatedPlan], budget: SearchBudget, notable: Sequence[FoundPlan] = ()
+    first: FirstPlan,
+    known: Sequence[EvaluatedPlan],
+    budget: SearchBudget,
+    notable: Sequence[FoundPlan] = (),
+    fastest: EvaluatedPlan | None = None,
 ) -> list[Reason]:
     """Return the best plan for each requirement that the first plan doesn't meet, for those that have legal plans.
 
-    `known` and `notable`: plans to begin with.
+    `known` and `notable`: plans to begin with. The first plan and the `fastest`, changed only as required, are too.
     """
     request = first.evaluator.request
     parts = list(_other_parts(first.evaluated.plan, request))
@@ -66,7 +70,8 @@ def find_reasons(
         is_alike = "recompute" not in wanted.fixed
         evaluators.append(first.evaluator.narrowed(wanted) if is_alike else PlanEvaluator(wanted))
     names = [words for words, _ in parts]
-    alternatives = find_alternatives(names, evaluators, known, budget, notable)
+    centres = list(dict.fromkeys(one.plan for one in (first.evaluated, fastest or first.evaluated)))
+    alternatives = find_alternatives(names, evaluators, known, budget, notable, centres)
     found = [
         Reason(part, compare_alternative(first, alternative), alternative)
         for (_, part), alternative in zip(parts, alternatives, strict=True)

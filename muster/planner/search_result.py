@@ -18,6 +18,9 @@ COUNTERS = ("shapes", "orders", "opened", "drafts", "too_large", "plans", "fit",
 were expanded; drafts of plans, and shardings that are too large for memory; plans with a bound; fitting plans, and
 simulated ones."""
 
+_WEIGHED = ("lacking", "fit", "simulated")
+"""Counters of plans whose memory was weighed."""
+
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
@@ -48,6 +51,11 @@ class SearchResult:
     def proven(self) -> bool:
         """True if no plan can be better than the best."""
         return not self.gave_up_head_room_early and self._is_settled and not self.has_custom_schedule
+
+    @property
+    def has_weighed_plans(self) -> bool:
+        """True if the memory of any plan was weighed: without one, nothing can be said of plans that fit."""
+        return bool(self.best) or self.nearest_miss is not None or any(self.counts[name] for name in _WEIGHED)
 
     @property
     def has_custom_schedule(self) -> bool:
