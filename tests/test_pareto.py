@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from test_planner import TINY, instance
@@ -15,7 +16,10 @@ from muster.planner.search import exhaustive_search
 from muster.planner.search_budget import SearchBudget
 from muster.planner.simplicity import PREDICTION_ERROR
 from muster.planner.what_if import apply_changes, what_if
+from muster.simulate.predict import predict
 from muster.spec.errors import ConfigError, InfeasibleError
+from muster.spec.legality import plan_violations
+from muster.spec.plan_name import parse_plan_name
 
 
 def test_no_plan_of_the_front_is_beaten_and_the_fastest_are_those_of_all_plans() -> None:
@@ -38,6 +42,21 @@ def test_no_plan_of_the_front_is_beaten_and_the_fastest_are_those_of_all_plans()
     assert shown
     assert len(shown) <= len(found.points)
     assert non_dominated(found.points) == found.points
+
+
+def test_no_point_is_beaten_by_data_parallelism_alone_however_little_was_searched() -> None:
+    request = replace(instance(3), cluster=load_cluster("2xh100"), objective="time", memory_limit_bytes=None)
+    found = pareto_front(request, SearchBudget(30.0))
+    for point in found.points:
+        for size, level in product((1, 2, 4), ("z1", "z2", "z3")):
+            data = f"dp{point.devices}-" if point.devices > 1 else ""
+            plan = parse_plan_name(f"{data}mb{size}-{level}-{request.precision}")
+            if plan_violations(plan, request.model, request.workload, point.devices):
+                continue
+            other = predict(request.model, plan, request.workload, point.cluster)
+            memory = max(rank.total for rank in other.memory)
+            is_clearly_faster = other.step_time_s * (1 + PREDICTION_ERROR) < point.step_time_s
+            assert not (is_clearly_faster and memory <= point.evaluated.peak_bytes), (point.evaluated.name, plan)
 
 
 def test_the_front_says_what_binds() -> None:

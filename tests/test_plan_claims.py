@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from random import Random
 
 import pytest
@@ -14,6 +15,7 @@ from muster.planner.alternatives import Alternative, FirstPlan, compare_alternat
 from muster.planner.answer import answer_request
 from muster.planner.cluster_parts import cluster_parts, least_step_s
 from muster.planner.evaluated_plan import EvaluatedPlan
+from muster.planner.explain import explain_no_plan
 from muster.planner.memory.budget import MemoryBudget
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest, build_request, require_more
@@ -22,14 +24,17 @@ from muster.planner.search_budget import SearchBudget, fit_work, simulation_work
 from muster.planner.search_result import SearchResult
 from muster.planner.simple_first import find_simplest
 from muster.planner.simplicity import PREDICTION_ERROR, Simplicity, mechanisms, simplest, simplicity
-from muster.planner.space import draft_plans, mesh_shapes, schedule_choices, used_axes
+from muster.planner.space import draft_plans, mesh_shapes, schedule_choices, schedule_options, used_axes
 from muster.planner.what_if import what_if
 from muster.planner.word_changes import changed_plans
 from muster.report.plan_answer import print_answer
+from muster.report.plans import plan_names
 from muster.spec.cluster import ClusterSpec, NetworkTier
 from muster.spec.device import LinkSpec
+from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.frameworks import DEEPSPEED, MEGATRON, runs_schedule
 from muster.spec.plan import LayerOverride, LayerStrategy, Plan, StageSpec
-from muster.spec.plan_name import format_plan_name, parse_plan_name
+from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
 
 PAIRS = (
@@ -132,7 +137,7 @@ def test_percentages_are_what_other_commands_say_and_nothing_is_better_than_the_
 
 def test_a_search_that_stops_early_takes_what_its_alternatives_find() -> None:
     request = _request("llama3-8b", "8xh100", 4096, 64)
-    answer = answer_request(request, 5, SearchBudget.start(0.06))
+    answer = answer_request(request, 5, SearchBudget.start(0.03))
     assert not answer.result.proven
     assert any(reason.comparison.interval for reason in answer.reasons)
     assert_nothing_is_better(answer)
@@ -192,7 +197,12 @@ def test_searches_for_reasons_begin_with_the_first_plan_with_one_word_changed(
     for part, name in changes.items():
         narrow = evaluator.narrowed(require_more(evaluator.request, part))
         begin = changed_plans([parse_plan_name(first)], narrow, SearchBudget())
-        assert name in [format_plan_name(plan) for plan in begin], part
+        assert _choices(parse_plan_name(name)) in map(_choices, begin), part
+
+
+def _choices(plan: Plan) -> tuple:
+    degrees = plan.dp_replicate, plan.dp_shard, plan.tp, plan.pp, plan.vpp, plan.cp, plan.ep
+    return *degrees, plan.micro_batch_size, plan.schedule, plan.default_strategy.zero
 
 
 def test_no_reason_is_worse_than_the_first_plan_with_one_word_changed() -> None:
@@ -209,7 +219,8 @@ def test_no_reason_is_worse_than_the_first_plan_with_one_word_changed() -> None:
 def test_what_was_not_looked_at_is_not_said_not_to_fit() -> None:
     evaluator = PlanEvaluator(_request("tiny", "4xh100", 256, 16))
     first = evaluator.evaluate(parse_plan_name("dp4-mb4-bf16"))
-    nothing = find_alternative("tp 2", evaluator.narrowed(require_more(evaluator.request, "tp2")), SearchBudget(0.0))
+    narrow = evaluator.narrowed(require_more(evaluator.request, "tp2"))
+    nothing = find_alternative("tp 2", narrow, SearchBudget(end_s=0.0))
     told = compare_alternative(FirstPlan(first, evaluator, 0.0), nothing)
     assert told.sentence == "not searched (more --effort or --time-limit)"
 
@@ -235,6 +246,39 @@ def test_the_plans_that_are_shown_are_of_different_families_and_data_parallelism
     families = [used_axes(one.plan) for one in answer.result.best]
     assert len(set(families)) == len(families) == 3
     assert frozenset() in families
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Pipelines, eager plans, other frameworks
+
+
+def test_a_required_schedule_of_pipelines_asks_for_a_pipeline() -> None:
+    request = _request("tiny", "4xh100", 256, 16)
+    for schedule in ("interleaved", "zb-h1", "gpipe"):
+        required = replace(request, fixed={"schedule": schedule})
+        assert schedule_options(required, 1) == []
+        assert schedule_options(required, 2)
+    assert schedule_options(replace(request, fixed={"schedule": "1f1b"}), 1) == [("1f1b", 1)]
+
+
+def test_eager_plans_are_told_from_compiled_ones() -> None:
+    evaluator = PlanEvaluator(_request("tiny", "4xh100", 256, 16))
+    compiled, eager = (evaluator.evaluate(parse_plan_name(name)) for name in ("dp4-mb4-bf16", "dp2-cp2-mb1-bf16"))
+    assert [line.endswith("  eager") for line in plan_names([compiled, eager])] == [False, True]
+    assert not any(line.endswith("eager") for line in plan_names([eager]))
+    found = Alternative("cp 2", SearchResult(evaluator, [eager], inf, None), eager, proven=True)
+    assert compare_alternative(FirstPlan(compiled, evaluator, 0.0), found).sentence.endswith(", not compiled")
+
+
+@pytest.mark.parametrize("framework", [MEGATRON, DEEPSPEED])
+def test_plans_for_another_framework_are_those_that_it_runs(framework: FrameworkTraits) -> None:
+    request = replace(instance(2), framework=framework, objective="time")
+    least = search(replace(request, objective="memory", memory_limit_bytes=None), 1).best[0].peak_bytes
+    found = search(replace(request, memory_limit_bytes=int(1.1 * least)), 3)
+    assert found.best
+    assert all(runs_schedule(framework, one.plan.schedule) and not one.plan.overrides for one in found.best)
+    with_schedule = replace(request, fixed={"schedule": "zb-h1"}, fixed_text="szbh1")
+    assert "doesn't run schedule zb-h1" in explain_no_plan(search(with_schedule, 1), SearchBudget(1.0))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -110,6 +110,19 @@ def test_the_search_finds_what_simulating_everything_finds_with_experts() -> Non
     assert_finds_the_best(request, "experts")
 
 
+def test_experts_are_sliced_where_tensor_parallel_ranks_share_them() -> None:
+    few = with_experts(MoeSpec(num_experts=4, top_k=2, expert_size=512))
+    workload = Workload(seq_len=512, global_batch_size=4)
+    fixed = {"cp": 1, "tp": 2, "pp": 1, "ep": 1, "schedule": "1f1b"}
+    request = PlanRequest(few, load_cluster("4xa100"), workload, fixed=fixed, runnable=True)
+    assert_finds_the_best(request, "sliced experts")
+    assert {(one.plan.tp, one.plan.etp) for one in search(request, 3).best} == {(2, 2)}
+    both = search(replace(request, fixed={**fixed, "ep": 2}), 3).best
+    assert {one.plan.etp for one in both} == {1}, "whole experts lie on different ranks where ep is a multiple of tp"
+    required = search(replace(request, fixed={**fixed, "ep": 2, "etp": 2}), 3).best
+    assert {one.plan.etp for one in required} == {2}
+
+
 def test_plans_leave_head_room_where_any_does() -> None:
     request = replace(instance(3), cluster=load_cluster("2xh100"), objective="memory", memory_limit_bytes=None)
     least = search(request, 1).best[0].peak_bytes

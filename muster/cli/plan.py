@@ -42,6 +42,7 @@ def _run(args: argparse.Namespace) -> int:
     from muster.planner.answer import answer_request
     from muster.planner.launch_files import check_launch
     from muster.report.plan_answer import answer_json, print_answer
+    from muster.spec.frameworks import FRAMEWORK_SCHEDULES
     from muster.spec.supported import require_supported_model
 
     if args.pareto:
@@ -65,6 +66,8 @@ def _run(args: argparse.Namespace) -> int:
         raise refusal
     if written and not args.json:
         print("\nwritten   " + ", ".join(map(str, written)))
+        if asked.framework.name in FRAMEWORK_SCHEDULES:
+            print(f"          the file runs Muster; the plan is the best for {asked.framework.name}")
     return 0
 
 

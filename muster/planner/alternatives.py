@@ -167,6 +167,8 @@ def compare_alternative(against: FirstPlan, alternative: Alternative) -> Compari
     if best is None or most is None:
         words = "no such plan fits" if alternative.proven else _unfound_words(alternative.result)
         return Comparison(name, None, None, None, words)
+    if first.prediction.compiled and not best.prediction.compiled:
+        note += ", not compiled"
     if alternative.proven:
         words = describe_difference(first, best, alternative.result.evaluator.request.objective)
         slower = best.prediction.step_time_s / first.prediction.step_time_s - 1

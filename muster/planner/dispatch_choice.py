@@ -23,6 +23,15 @@ CHUNK_COUNTS = (2, 4)
 """Numbers of chunks in flight that are tried."""
 
 
+def expert_slices(request: PlanRequest, tp: int, ep: int) -> int:
+    """Return the tensor-parallel ranks that share each expert (etp): the required ones; else, where only plans are
+    wanted that run, `tp` unless whole experts lie on different tensor-parallel ranks."""
+    base: int = request.fixed.get("etp", request.base.etp)
+    if "etp" in request.fixed or request.model.moe is None or not request.runnable or ep % tp == 0:
+        return base
+    return tp
+
+
 def dispatch_fields(request: PlanRequest, tp: int, cp: int, ep: int, sp: bool) -> dict[str, Any]:
     """Return the fields of a plan that say how tokens get to experts: the required ones, or the fastest.
 
@@ -53,9 +62,10 @@ def _fastest(request: PlanRequest, tp: int, cp: int, ep: int, sp: bool) -> dict[
 
 
 def _plain_plan(request: PlanRequest, tp: int, cp: int, ep: int, sp: bool) -> Plan:
-    data = lcm(ep, tp * cp) // (tp * cp)
+    etp = expert_slices(request, tp, ep)
+    data = lcm(ep * etp, tp * cp) // (tp * cp)
     strategy = request.base.default_strategy.model_copy(update={"sp": sp and tp > 1})
-    own = {"tp": tp, "cp": cp, "ep": ep, "dp_shard": data, "etp": request.base.etp}
+    own = {"tp": tp, "cp": cp, "ep": ep, "dp_shard": data, "etp": etp}
     return Plan(**own, precision=request.precision, default_strategy=strategy)
 
 

@@ -17,6 +17,7 @@ from muster.planner.space import (
     schedule_choices,
 )
 from muster.spec.cluster import NodeGroup
+from muster.spec.frameworks import FRAMEWORK_SCHEDULES, runs_schedule
 from muster.spec.legality import plan_violations
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
@@ -100,6 +101,9 @@ def _explain_fixed_illegal(request: PlanRequest) -> str:
     if world % cut and cut < world:
         return f"with {required}, {world} devices are not a multiple of {cut}"
     schedule = fields.get("schedule", DEFAULT_SCHEDULE)
+    if not runs_schedule(request.framework, schedule):
+        known = ", ".join(sorted(FRAMEWORK_SCHEDULES[request.framework.name]))
+        return f"with {required}, {request.framework.name} doesn't run schedule {schedule}: expected one of {known}"
     if fields.get("pp") == 1 and schedule != DEFAULT_SCHEDULE:
         return f"with {required}, schedule {schedule} needs a pipeline of 2 ranks or more, which pp 1 is not"
     plan = request.base.model_copy(

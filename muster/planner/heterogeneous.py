@@ -17,6 +17,7 @@ from muster.planner.search import evaluate_seeds, search
 from muster.planner.search_budget import SearchBudget, simulation_work
 from muster.planner.search_result import SearchResult, total_counts
 from muster.spec.cluster import ClusterSpec
+from muster.spec.frameworks import runs_schedule
 from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.plan import Plan
 
@@ -88,11 +89,16 @@ class PlanSearch:
         return reorder_nodes(self.request.cluster, sorted(range(len(order)), key=order.__getitem__))
 
 
-def find_best_plans(request: PlanRequest, top: int, budget: SearchBudget | None = None) -> PlanSearch:
-    """Return the `top` best plans and, where nodes differ, the node order that is best for the first of them."""
+def find_best_plans(
+    request: PlanRequest, top: int, budget: SearchBudget | None = None, known: Sequence[EvaluatedPlan] = ()
+) -> PlanSearch:
+    """Return the `top` best plans and, where nodes differ, the node order that is best for the first of them.
+
+    `known`: plans of the request that fit, for nodes that are alike.
+    """
     budget = budget or SearchBudget()
     if not is_heterogeneous(request.cluster):
-        result = search(request, top, budget.share(1 - LATE_SHARE), exact=1)
+        result = search(request, top, budget.share(1 - LATE_SHARE), exact=1, known=known)
         return PlanSearch(trim_offload(try_late_schedules(result, top, budget.share(LATE_SHARE)), budget))
     found: PlanSearch | None = None
     for part in _doubling_parts(budget):
@@ -255,7 +261,7 @@ class _HeterogeneousSearch:
         likely: Sequence[EvaluatedPlan],
     ) -> PlanSearch:
         """Add plans with schedules found for their own times, in the node order in which the first of them is best."""
-        if not best.result.best:
+        if not best.result.best or not runs_schedule(self.request.framework, "auto"):
             return best
         plans = [evaluated.plan for evaluated in (*best.result.best, *likely)]
         found = find_custom_schedules(plans, best.evaluator, self.budget.share(1 - REORDERED_SHARE))

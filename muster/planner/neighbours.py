@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from muster.planner.dispatch_choice import dispatch_fields
+from muster.planner.dispatch_choice import dispatch_fields, expert_slices
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
 from muster.planner.space import is_admitted
@@ -119,11 +119,12 @@ def with_degrees(plan: Plan, degrees: dict[str, int], request: PlanRequest) -> P
 
 
 def _with_fastest_dispatcher(plan: Plan, request: PlanRequest) -> Plan:
-    """Return the plan with the dispatcher of tokens that suits its degrees."""
+    """Return the plan with the slices of experts and the dispatcher of tokens that suit its degrees."""
     if request.model.moe is None:
         return plan
     own = plan.tp, plan.cp, plan.ep, plan.default_strategy.sp
-    return plan.model_copy(update=dispatch_fields(request, *own))
+    update = {"etp": expert_slices(request, plan.tp, plan.ep), **dispatch_fields(request, *own)}
+    return plan.model_copy(update=update)
 
 
 def _is_legal(plan: Plan, request: PlanRequest) -> bool:

@@ -1,4 +1,4 @@
-"""The Pareto front: plans that no other beats in step time, memory, cost and number of devices at once.
+"""The Pareto front: plans that no other that was found beats in step time, memory, cost and number of devices at once.
 
 For each number of devices, the fastest plan is asked for as `muster plan` does; then the fastest within three quarters
 of that plan's memory, of that one's, and so on until none fits (the ε-constraint method of Haimes, Lasdon and Wismer,
@@ -14,12 +14,19 @@ from muster.planner.cluster_parts import cluster_parts
 from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.explain import explain_no_plan
 from muster.planner.heterogeneous import PlanSearch, find_best_plans
+from muster.planner.memory.budget import MemoryBudget
+from muster.planner.node_order import is_heterogeneous
+from muster.planner.plan_costs import PlanCosts
+from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
-from muster.planner.search_budget import SearchBudget
+from muster.planner.search_budget import SearchBudget, simulation_work
 from muster.planner.simple_first import SimplestPlan, find_simplest
 from muster.planner.simplicity import PREDICTION_ERROR, Simplicity, simplicity
+from muster.planner.space import data_shardings, is_admitted, make_plan, mesh_shapes
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import InfeasibleError
+from muster.spec.legality import plan_violations
+from muster.spec.plan import Recompute
 
 MEMORY_STEP = 0.75
 """Largest part of a plan's memory that the next plan may take."""
@@ -117,17 +124,42 @@ def _trade_memory(
     """Yield the search for the fastest plan within less and less memory, with the plan that it leads to and the limit;
     None for the plan where none fits, unless others did."""
     limit = request.memory_limit_bytes
+    known = {one.plan: one for one in _simple_plans(request, budget)}
     for number in range(MAX_MEMORY_STEPS):
         own = budget.share(POINT_SHARE)
-        search = find_best_plans(replace(request, memory_limit_bytes=limit), 2, own.share(SEARCH_SHARE))
+        asked = replace(request, memory_limit_bytes=limit)
+        memory = MemoryBudget(asked, PlanCosts(asked))
+        fitting = [one for one in known.values() if memory.fits(one.plan)]
+        search = find_best_plans(asked, 2, own.share(SEARCH_SHARE), fitting)
         if not search.result.best:
             if not number:
                 yield search, None, limit
             return
         best = search.result.best
-        simplest = find_simplest(best[0], best, search.evaluator, own.share(1.0))
+        simplest = find_simplest(best[0], [*best, *fitting], search.evaluator, own.share(1.0))
+        known |= {one.plan: one for one in (*best, simplest.evaluated)}
         yield search, simplest, limit
         limit = int(MEMORY_STEP * min(one.peak_bytes for one in (best[0], simplest.evaluated)))
+
+
+def _simple_plans(request: PlanRequest, budget: SearchBudget) -> Iterator[EvaluatedPlan]:
+    """Yield the plans of data parallelism alone that people would try first: each micro-batch size and ZeRO level, with
+    and without full recompute. They are no worse for less memory, so that one simulation serves all limits."""
+    if is_heterogeneous(request.cluster):
+        return
+    evaluator = PlanEvaluator(request)
+    recompute: Recompute
+    for shape in mesh_shapes(replace(request, axes=frozenset())):
+        for sharding in data_shardings(request, shape):
+            for recompute in ("none", "full"):
+                plan = make_plan(request, shape, sharding, recompute=recompute)
+                work = simulation_work(plan, request.workload)
+                is_wanted = sharding[0] == 1 and is_admitted(request, plan) and budget.has_time_for(work)
+                if is_wanted and not plan_violations(
+                    plan, request.model, request.workload, request.cluster.num_devices
+                ):
+                    budget.spend(work)
+                    yield evaluator.evaluate(plan)
 
 
 def non_dominated(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:

@@ -8,6 +8,7 @@ from muster.cost.time.op_times import OpTimes
 from muster.cost.time.plan_times import place_plan, plan_times
 from muster.cost.time.rank_placement import PlacedPlan
 from muster.planner.bounds.pass_times import LayerTimes, PassTimes, pass_times_of_op_times, pass_times_of_placed
+from muster.planner.dispatch_choice import expert_slices
 from muster.planner.request import PlanRequest
 from muster.planner.space import MeshShape, make_plan, recompute_modes
 from muster.schedule.build import build_program
@@ -63,7 +64,8 @@ class PlanCosts:
         key = shape.tp, shape.cp, shape.ep, shape.micro_batch_size
         if key not in self._layer_times:
             request = self.request
-            data = lcm(shape.ep, shape.tp * shape.cp) // (shape.tp * shape.cp)
+            etp = expert_slices(request, shape.tp, shape.ep)
+            data = lcm(shape.ep * etp, shape.tp * shape.cp) // (shape.tp * shape.cp)
             single_stage = replace(shape, data=data, pp=1)
             plan = make_plan(request, single_stage, (1, data, "z1"), recompute=recompute_modes(request)[0])
             forward_s, backward_s = self._first_stage_s(plan)

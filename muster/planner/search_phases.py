@@ -44,6 +44,8 @@ def seed(frontier: Frontier, seeds: Sequence[Plan], add_likely: bool, end: float
     """Simulate `seeds` and, until `end` units of work are spent, plans that are likely to be good on unlike nodes or
     links."""
     for plan in seeds:
+        if frontier.budget.is_late and frontier.best:
+            break
         _simulate_seed(frontier, frontier.evaluator.bounds.of_plan(plan), plan)
     for bound, plan in likely_plans(frontier) if add_likely else ():
         if frontier.counts["simulated"] >= MIN_SEEDS and frontier.is_past(end):
@@ -55,7 +57,8 @@ def _simulate_seed(frontier: Frontier, bound: float, plan: Plan) -> None:
     frontier.counts["plans"] += 1
     frontier.note_predrafted([plan])
     for fitting in [] if frontier.is_pruned(bound) else frontier.fit(plan):
-        frontier.simulate(fitting)
+        if frontier.has_time_for(fitting):
+            frontier.simulate(fitting)
 
 
 def likely_plans(frontier: Frontier) -> Iterator[tuple[float, Plan]]:

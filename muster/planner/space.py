@@ -10,10 +10,11 @@ from functools import lru_cache, partial
 from typing import Any
 
 from muster.planner.context_choice import context_fields
-from muster.planner.dispatch_choice import dispatch_fields
+from muster.planner.dispatch_choice import dispatch_fields, expert_slices
 from muster.planner.node_order import is_heterogeneous
 from muster.planner.request import PlanRequest
 from muster.planner.simplicity import least_simplicity
+from muster.spec.frameworks import runs_schedule, treats_layers_alike
 from muster.spec.legality import plan_violations
 from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.mesh_cuts import divisors
@@ -99,7 +100,7 @@ def mesh_shapes(request: PlanRequest) -> Iterator[MeshShape]:
                 sequences, rest = divmod(request.workload.global_batch_size, data)
                 if rest:
                     continue
-                for ep in _ep_degrees(request, data * cp * tp):
+                for ep in _ep_degrees(request, data * cp * tp, tp):
                     for size in micro_batch_sizes(request, sequences):
                         shape = MeshShape(data, tp, pp, cp, ep, size)
                         if sequences // size * pp > MAX_PROGRAM_MICRO_BATCHES:
@@ -148,9 +149,13 @@ def _cp_degrees(request: PlanRequest, ranks: int) -> list[int]:
     ]
 
 
-def _ep_degrees(request: PlanRequest, ranks: int) -> list[int]:
+def _ep_degrees(request: PlanRequest, ranks: int, tp: int) -> list[int]:
     experts = request.model.moe.num_experts if request.model.moe else 1
-    return [ep for ep in divisors(experts) if ranks % ep == 0 and request.admits("ep", ep)]
+    return [
+        ep
+        for ep in divisors(experts)
+        if ranks % (ep * expert_slices(request, tp, ep)) == 0 and request.admits("ep", ep)
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -264,6 +269,7 @@ def make_plan(
             "cp": shape.cp,
             **context_fields(request, shape.tp, shape.cp),
             "ep": shape.ep,
+            "etp": expert_slices(request, shape.tp, shape.ep),
             **dispatch_fields(request, shape.tp, shape.cp, shape.ep, request.fixed.get("sp", can_cut_positions)),
             "micro_batch_size": shape.micro_batch_size,
             "sequence_tiles": request.fixed.get("sequence_tiles", request.base.sequence_tiles),
@@ -289,7 +295,8 @@ def _strategy(base: LayerStrategy, zero: ZeroLevel, sp: bool, recompute: Recompu
 def schedule_options(request: PlanRequest, pp: int) -> list[tuple[str, int]]:
     """Return schedules and stages per rank for `pp` pipeline ranks.
 
-    They are those that the planner searches (`PlannerTraits`), or the required one even where it isn't searched.
+    They are those that the planner searches (`PlannerTraits`), or the required one even where it isn't searched. A
+    schedule of pipelines isn't required of a plan without one, unless a run file's plan has it.
     """
     found = _schedule_options(request, pp)
     if not has_slices(request):
@@ -305,19 +312,22 @@ def has_slices(request: PlanRequest) -> bool:
 def _schedule_options(request: PlanRequest, pp: int) -> list[tuple[str, int]]:
     num_layers = request.model.num_layers
     required = request.fixed.get("schedule", "")
-    if required in SCHEDULES and not SCHEDULES[required].planner.searchable:
-        counts = (1,) if pp == 1 else (1, *CHUNK_COUNTS)
-        entry = SCHEDULES[required]
-        return [(required, count) for count in counts if entry.supports_chunks(count) and pp * count <= num_layers]
+    if required and not runs_schedule(request.framework, required):
+        return []
     if pp == 1:
-        fits_one_rank = required in SCHEDULES and SCHEDULES[required].supports_chunks(1)
-        return [(required if fits_one_rank else DEFAULT_SCHEDULE, 1)]
+        own = request.base.schedule
+        allowed = (DEFAULT_SCHEDULE, own) if SCHEDULES[own].supports_chunks(1) else (DEFAULT_SCHEDULE,)
+        return [(required or DEFAULT_SCHEDULE, 1)] if required in ("", *allowed) else []
+    if required in SCHEDULES and not SCHEDULES[required].planner.searchable:
+        entry = SCHEDULES[required]
+        counts = (1, *CHUNK_COUNTS)
+        return [(required, count) for count in counts if entry.supports_chunks(count) and pp * count <= num_layers]
     counts = [count for count in CHUNK_COUNTS if pp * count <= num_layers]
     single: list[tuple[str, int]] = []
     free: list[tuple[str, int]] = []
     several: list[tuple[str, int]] = []
     for name, entry in SCHEDULES.items():
-        if not entry.planner.searchable:
+        if not entry.planner.searchable or not runs_schedule(request.framework, name):
             continue
         if entry.chunks is None:
             free += [(name, count) for count in counts if entry.supports_chunks(count)]
@@ -361,7 +371,8 @@ def data_shardings(request: PlanRequest, shape: MeshShape) -> list[DataSharding]
         found += required
     # The experts of a layer lie on the ranks of one replica.
     expert_ranks = {sharding: sharding[1] * shape.cp * shape.tp for sharding in found}
-    return [one for one in found if expert_ranks[one] % shape.ep == 0 and _admits_sharding(request, one)]
+    cut = shape.ep * expert_slices(request, shape.tp, shape.ep)
+    return [one for one in found if expert_ranks[one] % cut == 0 and _admits_sharding(request, one)]
 
 
 def _admits_sharding(request: PlanRequest, sharding: DataSharding) -> bool:
@@ -381,7 +392,9 @@ def axis_orders(request: PlanRequest, shape: MeshShape) -> list[tuple[str, ...]]
 
 def is_admitted(request: PlanRequest, plan: Plan) -> bool:
     """Return True if a legal plan has all required values and axes, and can be run where that is required."""
-    if request.axes not in (None, used_axes(plan)):
+    if request.axes not in (None, used_axes(plan)) or not runs_schedule(request.framework, plan.schedule):
+        return False
+    if plan.overrides and treats_layers_alike(request.framework):
         return False
     strategy = plan.default_strategy
     for name, value in request.fixed.items():

@@ -18,11 +18,14 @@ from muster.spec.legality import plan_violations
 from muster.spec.plan import LayerStrategy, Plan
 from muster.spec.schedules import DEFAULT_SCHEDULE
 
-MAX_CHANGED = 6
+MAX_CHANGED = 8
 """Changed plans that a search begins with."""
 
 CHANGED_SHARE = 0.5
 """Share of a search's work for them; the first is tried however little it is."""
+
+TIME_MARGIN = 3.0
+"""Work that there must be time for, as a multiple of that of one plan of each: fitting may make several of one."""
 
 _DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
 
@@ -34,8 +37,8 @@ def changed_plans(centres: Iterable[Plan], evaluator: PlanEvaluator, budget: Sea
     exact: dict[Plan, None] = {}
     others: dict[Plan, None] = {}
     for centre in centres:
-        for number, plan in enumerate(_with_required(centre, request)):
-            (others if number else exact)[plan] = None
+        for plan in _with_required(centre, request):
+            exact[plan] = None
             others |= dict.fromkeys(_with_sizes(plan, request))
     rest = [plan for plan in others if plan not in exact]
     budget.spend(PLAN_WORK * len(rest))
@@ -47,7 +50,7 @@ def _affordable(plans: Sequence[Plan], request: PlanRequest, budget: SearchBudge
     work = 0.0
     for number, plan in enumerate(plans):
         work += fit_work(plan, request.workload, by_layer=True) + simulation_work(plan, request.workload)
-        if (number and work > CHANGED_SHARE * budget.left) or not budget.has_time_for(work):
+        if (number and work > CHANGED_SHARE * budget.left) or not budget.has_time_for(TIME_MARGIN * work):
             return
         yield plan
 
@@ -72,7 +75,8 @@ def _with_required_degrees(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
     others = {name: request.fixed[name] for name in ("ep", "micro_batch_size") if name in request.fixed}
     strategy = {name: value for name, value in request.fixed.items() if name in LayerStrategy.model_fields}
     for degrees in _filling(wanted, request):
-        changed = with_degrees(plan, {axis: n for axis, n in degrees.items() if n != now[axis]}, request)
+        other = {axis: degree for axis, degree in degrees.items() if degree != now[axis]}
+        changed = with_degrees(plan, other, request) if other else plan
         if (degrees["dp_replicate"], degrees["dp_shard"]) != (plan.dp_replicate, plan.dp_shard):
             others["uneven_micro_batches"] = request.fixed.get("uneven_micro_batches", ())
         yield with_all_layers(changed.model_copy(update=others), **strategy)

@@ -34,12 +34,15 @@ def plan_table(plans: Sequence[EvaluatedPlan]) -> Table:
 
 
 def plan_names(plans: Sequence[EvaluatedPlan]) -> list[str]:
-    """Return a line for each plan; `*` marks plans that can't be run yet."""
-    return [
-        f"{number} "
-        f" {one.name}{' *' if one.unsupported else ''}{unnamed_settings(one.plan, ' ' * (2 + len(str(number))))}"
-        for number, one in enumerate(plans, 1)
-    ]
+    """Return a line for each plan; `*` marks plans that can't be run yet, `eager` those that aren't compiled beside
+    compiled ones."""
+    some_compiled = any(one.prediction.compiled for one in plans)
+    lines: list[str] = []
+    for number, one in enumerate(plans, 1):
+        marks = " *" * bool(one.unsupported) + "  eager" * (some_compiled and not one.prediction.compiled)
+        settings = unnamed_settings(one.plan, " " * (2 + len(str(number))))
+        lines.append(f"{number}  {one.name}{marks}{settings}")
+    return lines
 
 
 def unnamed_settings(plan: Plan, indent: str = "   ") -> str:

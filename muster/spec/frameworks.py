@@ -78,6 +78,23 @@ DEEPSPEED = FrameworkTraits(
 FRAMEWORKS = {framework.name: framework for framework in (MUSTER, MEGATRON, TORCHTITAN, DEEPSPEED)}
 """Frameworks by name."""
 
+FRAMEWORK_SCHEDULES: dict[str, frozenset[str]] = {
+    "megatron": frozenset({"1f1b", "interleaved"}),  # core/pipeline_parallel/schedules.py
+    "torchtitan": frozenset({"1f1b", "interleaved", "gpipe", "zb-v", "dualpipe-v"}),  # torch.distributed.pipelining
+    "deepspeed": frozenset({"1f1b"}),  # runtime/pipe/schedule.py
+}
+"""Pipeline schedules that each other framework runs, as far as they are registered here."""
+
+
+def runs_schedule(framework: FrameworkTraits, schedule: str) -> bool:
+    """Return True if a framework runs a pipeline schedule; Muster and those described by their traits alone run all."""
+    return schedule in FRAMEWORK_SCHEDULES.get(framework.name, (schedule,))
+
+
+def treats_layers_alike(framework: FrameworkTraits) -> bool:
+    """Return True if a framework recomputes and offloads all layers alike, as its flags state it once for the model."""
+    return framework.name in FRAMEWORK_SCHEDULES
+
 
 def framework_named(name: str | FrameworkTraits) -> FrameworkTraits:
     """Return a framework's traits, which may be given themselves. Raises ConfigError with the nearest name."""

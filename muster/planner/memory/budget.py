@@ -36,7 +36,7 @@ from muster.schedule.offload import CopyOverlaps, count_copy_overlaps
 from muster.schedule.schedule import Schedule
 from muster.spec.compilation import compiles
 from muster.spec.errors import InfeasibleError
-from muster.spec.frameworks import MUSTER
+from muster.spec.frameworks import MUSTER, treats_layers_alike
 from muster.spec.plan import Offload, Plan
 from muster.spec.supported import unsupported_features
 
@@ -276,7 +276,7 @@ class MemoryBudget:
         """Return the plan with the cheapest recompute by layer that makes it fit, and with the cheapest recompute and
         offload. Where simple plans are wanted, those with one policy for all layers are tried too."""
         simpler_than = self.request.simpler_than
-        if simpler_than is not None and not simpler_than.differs_by_layer:
+        if self._layers_are_alike or (simpler_than is not None and not simpler_than.differs_by_layer):
             return self._with_uniform_fits(pending.fitters, [])
         found = [plan for fitter in pending.fitters for plan in self._fits_by_layer(fitter, pending)]
         return self._with_uniform_fits(pending.fitters, found or self._smallest(pending.fitters))
@@ -298,14 +298,20 @@ class MemoryBudget:
         return found
 
     def _with_uniform_fits(self, fitters: list[MemoryFitter], found: list[Plan]) -> list[Plan]:
-        """Return what was found; where simple plans are wanted, those of it and of `uniform_fits` that are."""
-        if self.request.simpler_than is None:
+        """Return what was found; where simple plans are wanted, those of it and of `uniform_fits` that are; for a
+        framework that treats all layers alike, these alone."""
+        if self.request.simpler_than is None and not self._layers_are_alike:
             return found
+        mixed = [] if self._layers_are_alike else found
         return [
             plan
-            for plan in dict.fromkeys([*found, *self._uniform_fits(fitters)])
+            for plan in dict.fromkeys([*mixed, *self._uniform_fits(fitters)])
             if self.request.is_simple_enough(plan)
         ]
+
+    @property
+    def _layers_are_alike(self) -> bool:
+        return treats_layers_alike(self.request.framework)
 
     def uniform_fits(self, plan: Plan) -> list[Plan]:
         """Return a plan that doesn't fit with the least recompute of all layers alike that makes it fit: alone, and
