@@ -64,6 +64,7 @@ def test_tensors_may_change_when_they_are_copied_and_not_before(
             optimizer=optimizer,
             state=no_step(),
             sync_tied_copies=lambda: None,
+            balance_experts=lambda: None,
         )
         ParameterUpdater.optimizer_step(cast(Any, updater))
 

@@ -152,9 +152,9 @@ class ParameterUpdater:
         self.hooks.before_update()
         self.optimizer.step(self.state.learning_rate)
         self.sync_tied_copies()
-        self._balance_experts()
+        self.balance_experts()
 
-    def _balance_experts(self) -> None:
+    def balance_experts(self) -> None:
         """Move the biases that balance experts by the load of the whole step on all ranks."""
         model, load_LF = self.config.model, self.state.router_load
         if model.moe is None or not model.moe.has_expert_bias or load_LF is None:
