@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muster.cli.parser import Parser, positive_int
+from muster.spec.units import pluralize
 
 if TYPE_CHECKING:
     from muster.config.import_config import ImportedConfig
@@ -50,7 +51,10 @@ def _show(found: "ImportedConfig", output: Path | None) -> None:
     if output is None:
         print(found.yaml())
     carried = found.conversion
-    print(f"{carried.program}: {len(carried.values)} values carried over, {len(carried.dropped)} options left out")
+    print(
+        f"{carried.program}: {pluralize(len(carried.values), 'value')} carried over,"
+        f" {pluralize(len(carried.dropped), 'option')} left out"
+    )
     for one in carried.dropped:
         value = "" if one.value is True or one.value is None else f" {one.value}"
         print(f"not carried over: {one.option}{value}: {one.reason}")
