@@ -21,7 +21,6 @@ from muster.model.documents import Documents
 from muster.planner.sequence_groups.assignment import SequenceGroup, StepAssignment, check_assignment
 from muster.planner.sequence_groups.sequence_costs import flops_costs
 from muster.planner.sequence_groups.solve import assign_sequences
-from muster.spec.errors import ConfigError
 from muster.spec.plan import Plan
 
 
@@ -128,13 +127,3 @@ class GroupReader:
     def _kept(self, length: int, group: SequenceGroup) -> NDArray[np.int64]:
         runs = kept_positions(length, group.degree, self._rank - group.first)
         return np.concatenate([np.arange(run.start, run.stop) for run in runs])
-
-
-def require_unequal_lengths(config: RunConfig, plan: Plan) -> None:
-    """Raise ConfigError where the samples that a `cpdyn` plan would assign to groups are all of one length."""
-    if plan.dynamic_context_parallel and config.data.packing != "none":
-        raise ConfigError(
-            f"cpdyn assigns samples of unequal lengths to groups of ranks, but data.packing {config.data.packing} makes"
-            f" all of them {config.train.seq_len} positions long: expected data.packing none, or cp{plan.cp} without"
-            " cpdyn"
-        )

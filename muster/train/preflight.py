@@ -28,7 +28,6 @@ from muster.train.data import (
     open_dataset,
     trial_dataset,
 )
-from muster.train.grouped_batches import require_unequal_lengths
 from muster.train.memory_preflight import require_memory
 from muster.train.resume_check import check_config_unchanged, check_data_unchanged
 from muster.train.resume_point import ResumePoint, find_resume_point
@@ -244,3 +243,13 @@ def _open_data(config: RunConfig, run_dir: Path, is_trial: bool) -> SampleStream
         return open_dataset(config, run_dir)
     with TemporaryDirectory(prefix="muster-dry-run-") as place:
         return trial_dataset(config, run_dir, Path(place))
+
+
+def require_unequal_lengths(config: RunConfig, plan: Plan) -> None:
+    """Raise ConfigError where the samples that a `cpdyn` plan would assign to groups are all of one length."""
+    if plan.dynamic_context_parallel and config.data.packing != "none":
+        raise ConfigError(
+            f"cpdyn assigns samples of unequal lengths to groups of ranks, but data.packing {config.data.packing} makes"
+            f" all of them {config.train.seq_len} positions long: expected data.packing none, or cp{plan.cp} without"
+            " cpdyn"
+        )
