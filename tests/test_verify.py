@@ -275,7 +275,12 @@ def test_stages_that_cut_the_data_otherwise_are_sketched_at_the_right_samples() 
             samples = read_dp_slice(read, plan, at, 0, count).tokens_BS.reshape(-1, plan.local_micro_batch_size(1))
             for micro_batch, own in enumerate(samples):
                 rank = SimpleNamespace(
-                    world=SimpleNamespace(at=at), plan=plan, config=config, sketches=sketches, _micro_batch=micro_batch
+                    world=SimpleNamespace(at=at),
+                    plan=plan,
+                    config=config,
+                    sketches=sketches,
+                    batch_loader=SimpleNamespace(fed_groups=None),
+                    _micro_batch=micro_batch,
                 )
                 TracingTrainer._sketch_output(rank, None, "norm", whole_BSD[own])  # type: ignore[arg-type]
         torch.testing.assert_close(sketches.values, expected.values)

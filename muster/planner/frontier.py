@@ -87,15 +87,18 @@ class Frontier:
         ceiling: float = inf,
         budget: SearchBudget | None = None,
         part: tuple[int, int] = (0, 1),
+        must_answer: bool = True,
     ) -> None:
         """`top` plans are wanted, the first `exact` of them proven; values above `ceiling` are of no interest. `part`:
-        number of this part of the space, and number of parts."""
+        number of this part of the space, and number of parts. `must_answer`: simulate a first plan even where its
+        simulation ends after the time limit."""
         self.evaluator = evaluator
         self.request = evaluator.request
         self.memory_budget = evaluator.memory_budget
         self.budget = budget or SearchBudget()
         """Work that was done and may be done."""
         self.part = part
+        self.must_answer = must_answer
         self.top = top
         self.exact = exact
         self.ceiling = ceiling
@@ -231,8 +234,9 @@ class Frontier:
                 self.push("fit", fit_bound, FittingPlan(fit))
 
     def has_time_for(self, plan: Plan) -> bool:
-        """Return True if there is no plan yet, or time to simulate this one."""
-        return not self.best or self.budget.has_time_for(simulation_work(plan, self.request.workload))
+        """Return True if there is time to simulate a plan, or a plan is needed and there is none yet."""
+        is_needed = self.must_answer and not self.best
+        return is_needed or self.budget.has_time_for(simulation_work(plan, self.request.workload))
 
     def _is_promising(self, plan: Plan, bound: float) -> bool:
         """Return True if a plan with this bound is expected to be better than the best so far."""

@@ -69,7 +69,8 @@ def search(
     """Return the `top` best plans of a request. `seeds` are simulated first; values above `ceiling` may be left out.
 
     `known` plans of the request are among them without being simulated again: they fit the evaluator's memory budget.
-    With `climbs` the neighbours of the best plan are looked at from the first round on: for small budgets.
+    With `climbs` the neighbours of the best plan are looked at from the first round on: for small budgets. With it or a
+    ceiling nothing need be found, so that nothing is simulated which ends after the time limit.
 
     A plan is only left out when its bound is above simulated values, or when it doesn't fit in memory. So the first
     `exact` plans (default: all) are those that simulating every plan would give; the others are the best of those that
@@ -148,7 +149,13 @@ def _search(evaluator: PlanEvaluator, wishes: _Wishes, budget: SearchBudget, pat
     until_first = budget.share(patience)
     frontiers = [
         Frontier(
-            evaluator, wishes.top, wishes.exact, wishes.ceiling, SearchBudget(end_s=budget.end_s), (part, NUM_PARTS)
+            evaluator,
+            wishes.top,
+            wishes.exact,
+            wishes.ceiling,
+            SearchBudget(end_s=budget.end_s),
+            (part, NUM_PARTS),
+            must_answer=wishes.ceiling == inf and not wishes.climbs,
         )
         for part in range(NUM_PARTS)
     ]
