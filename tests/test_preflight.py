@@ -311,3 +311,18 @@ def test_a_killed_rank_is_said_to_lack_memory_where_that_is_known(
     end = collect_rank_exit(tmp_path, 1, -9, False, 0.0, False, ran_out)
     assert end.observed is not None
     assert end.observed.sentence == sentence
+
+
+def test_a_batch_of_too_many_micro_batches_is_refused_before_anything_is_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["train", "--preset", "tiny", "--train.global_batch_size", "1000000000", "--dry-run"]) == 3
+    assert "1,000,000,000 micro-batches of 1; with pp 1, a step has at most 262,144" in capsys.readouterr().err
+
+
+def test_a_directory_that_is_no_store_is_not_one_to_delete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("kept")
+    assert main(["data", "inspect", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path} is not a token store: expected a directory with store.json" in said
+    assert "delete" not in said
