@@ -14,7 +14,7 @@ import pytest
 import muster
 from muster.cli import main as cli
 from muster.cli.main import VERBS, main
-from muster.cli.parser import split_overrides
+from muster.cli.parser import sequence_length, split_overrides
 from muster.schedule.program import parse_program
 from muster.spec.errors import ConfigError, MusterError
 from muster.train.preflight import TrainOptions
@@ -412,3 +412,15 @@ def test_imports_run_downward(room):
             if package != "muster" or other in ("", "version", room) or (room, other) == ("spec", "catalog"):
                 continue
             assert FLOORS[other] < FLOORS[room], f"{path} imports {name}"
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("8192", 8192), ("128k", 131_072), ("1M", 1_048_576)])
+def test_lengths_of_sequences_are_named_as_contexts_are(text: str, tokens: int) -> None:
+    assert sequence_length(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["0", "k", "1.5k", "1G", "-8"])
+def test_a_wrong_length_of_sequences_is_told(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["predict", "--model", "tiny", "--cluster", "2xa100", "--plan", "dp2", f"--seq-len={text}"]
+    assert main(words) == 2
+    assert f"expected tokens such as 8192, 128k (131,072) or 1M, got '{text}'" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from pathlib import Path
 from muster.api.defaults import DEFAULT_SAMPLES
 from muster.api.torch_import import import_torch_module
 from muster.cli.data import keys_as_flags
-from muster.cli.parser import Parser, positive_int
+from muster.cli.parser import Parser, positive_int, sequence_length
 from muster.spec.errors import ConfigError
 
 _FLAGS = {key: f"--{key.replace('_', '-')}" for key in ("source", "tokenizer", "on_invalid_row")}
@@ -81,7 +81,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         choices=("stop", "skip"),
         help="stop at an invalid row of --source, or skip it (default: the run's data.on_invalid_row, or stop)",
     )
-    parser.add_argument("--seq-len", type=positive_int, metavar="N", help="tokens of each sample (default: the run's)")
+    parser.add_argument(
+        "--seq-len", type=sequence_length, metavar="N", help="tokens of each sample (default: the run's)"
+    )
     parser.add_argument(
         "--samples",
         type=positive_int,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from muster.api.torch_import import import_torch_module
-from muster.cli.parser import Parser, positive_int
+from muster.cli.parser import Parser, positive_int, sequence_length
 from muster.spec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", metavar="M", help="model: a name such as llama3-8b, or a file")
     add("--plan", metavar="PLAN", help="a plan's name, such as dp8-tp4-pp2")
-    add("--seq-len", type=positive_int, default=2048, metavar="S", help="tokens per sequence (default: 2048)")
+    add("--seq-len", type=sequence_length, default=2048, metavar="S", help="tokens per sequence (default: 2048)")
     add(
         "--micro-batches",
         type=positive_int,

@@ -167,6 +167,18 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def sequence_length(text: str) -> int:
+    """Parse tokens of a sequence: `8192`, or as contexts are named, in powers of two: `128k`, `1M`."""
+    number, factor = text, 1
+    if text[-1:].lower() in _BINARY_FACTORS:
+        number, factor = text[:-1], _BINARY_FACTORS[text[-1].lower()]
+    if not number.isdecimal() or int(number) < 1:
+        raise argparse.ArgumentTypeError(f"expected tokens such as 8192, 128k (131,072) or 1M, got '{text}'")
+    return int(number) * factor
+
+
+_BINARY_FACTORS = {"k": 2**10, "m": 2**20}
+
 Verb = TypeVar("Verb")
 
 

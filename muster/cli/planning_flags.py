@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from muster.api.defaults import FRAMEWORK_NAMES, SEQ_LEN
-from muster.cli.parser import Parser, positive_int
+from muster.cli.parser import Parser, positive_int, sequence_length
 from muster.spec.errors import ConfigError
 
 
@@ -26,9 +26,9 @@ def add_planning_flags(parser: Parser, default_batch: str) -> None:
     )
     add(
         "--seq-len",
-        type=positive_int,
+        type=sequence_length,
         metavar="S",
-        help=f"tokens per sequence (default: {SEQ_LEN}, or the model's maximum)",
+        help=f"tokens per sequence, such as 8192, 128k or 1M (default: {SEQ_LEN}, or the model's maximum)",
     )
     add("--global-batch", type=positive_int, metavar="B", help=f"sequences per step (default: {default_batch})")
     add(
