@@ -687,7 +687,7 @@ def unshared_keys() -> Iterator[None]:
     def faulty(lengths: Any, cp: int, queries_of: int, keys_of: int, window: int | None) -> Any:
         return packed_blocks(lengths, cp, queries_of, keys_of, window) if queries_of == keys_of else ()
 
-    with patch("muster.parallel.cp_ring.packed_blocks", faulty):
+    with patch("muster.parallel.cp_blocks.packed_blocks", faulty):
         yield
 
 

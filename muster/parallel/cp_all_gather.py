@@ -15,27 +15,11 @@ import torch
 from torch import Tensor
 
 from muster.layout.context_parallel import AttentionBlock, attention_blocks, chunk_places, kept_positions
-from muster.model.block_attention import BlockGradients, MergedAttention, ScoreRule, score_rule
+from muster.model.block_attention import BlockGradients, MergedAttention, ScoreRule
 from muster.model.decoder import Attention
 from muster.model.documents import Documents
 from muster.parallel.axis import ContextAxis
-
-
-class AllGatherAttention:
-    """Attention of this rank's queries to gathered keys and values."""
-
-    def __init__(self, axis: ContextAxis) -> None:
-        self._axis = axis
-
-    def __call__(
-        self, attention: Attention, qkv: tuple[Tensor, ...], mask: Tensor | None, documents: Documents | None
-    ) -> Tensor:
-        """Return the output (B, H, s, d) of this rank's queries."""
-        length = qkv[0].shape[2] * self._axis.size
-        own = kept_positions(length, self._axis.size, self._axis.index, self._axis.is_contiguous)
-        lengths = None if documents is None else documents.lengths
-        blocks = attention_blocks(length, own, (range(length),), attention.window, lengths)
-        return _AllGatherAttention.apply(self._axis, *qkv, blocks, score_rule(attention))  # type: ignore[return-value]
+from muster.parallel.cp_blocks import BlockAttention
 
 
 class _AllGatherAttention(torch.autograd.Function):
@@ -69,6 +53,21 @@ class _AllGatherAttention(torch.autograd.Function):
         del grad_2BKSd
         grad_k_BKsd, grad_v_BKsd = ctx.axis.reduce_scatter(by_rank).wait()
         return None, summed.q_BHSd.to(q_BHsd.dtype), grad_k_BKsd, grad_v_BKsd, None, None
+
+
+class AllGatherAttention(BlockAttention):
+    """Attention of this rank's queries to gathered keys and values."""
+
+    function = _AllGatherAttention
+
+    def blocks(
+        self, axis: ContextAxis, attention: Attention, q_BHsd: Tensor, documents: Documents | None
+    ) -> tuple[tuple[AttentionBlock, ...]]:
+        """Return the blocks of this rank's queries and the whole sequence's keys."""
+        length = q_BHsd.shape[2] * axis.size
+        own = kept_positions(length, axis.size, axis.index, axis.is_contiguous)
+        lengths = None if documents is None else documents.lengths
+        return (attention_blocks(length, own, (range(length),), attention.window, lengths),)
 
 
 def _gather(axis: ContextAxis, k_BKsd: Tensor, v_BKsd: Tensor) -> Tensor:

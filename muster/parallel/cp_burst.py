@@ -15,38 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muster.layout.context_parallel import attention_blocks, kept_positions
-from muster.model.block_attention import ScoreRule, score_rule
+from muster.model.block_attention import ScoreRule
 from muster.model.decoder import Attention
 from muster.model.documents import Documents
 from muster.parallel.axis import ContextAxis, PendingTensor
-from muster.parallel.cp_ring import BlocksBySource, blocks_by_source, ring_forward
+from muster.parallel.cp_blocks import BlockAttention, BlocksByRank, blocks_by_query_rank, blocks_by_source
+from muster.parallel.cp_ring import ring_forward
 from muster.parallel.travelling_queries import TravellingQueries
-
-
-class BurstAttention:
-    """Attention in a ring of keys and values, with a ring of queries in the backward."""
-
-    def __init__(self, axis: ContextAxis) -> None:
-        self._axis = axis
-
-    def __call__(
-        self, attention: Attention, qkv: tuple[Tensor, ...], mask: Tensor | None, documents: Documents | None
-    ) -> Tensor:
-        """Return the output (B, H, s, d) of this rank's queries."""
-        forward = blocks_by_source(self._axis, attention, qkv[0], documents)
-        backward = blocks_by_query_rank(self._axis, attention, qkv[0], documents)
-        return _BurstAttention.apply(self._axis, *qkv, forward, backward, score_rule(attention))  # type: ignore[return-value]
-
-
-def blocks_by_query_rank(
-    axis: ContextAxis, attention: Attention, q_BHsd: Tensor, documents: Documents | None
-) -> BlocksBySource:
-    """Return the blocks of each rank's queries and this rank's keys."""
-    length = q_BHsd.shape[2] * axis.size
-    kept = [kept_positions(length, axis.size, rank) for rank in range(axis.size)]
-    lengths = None if documents is None else documents.lengths
-    return tuple(attention_blocks(length, queries, kept[axis.index], attention.window, lengths) for queries in kept)
 
 
 class _BurstAttention(torch.autograd.Function):
@@ -57,8 +32,8 @@ class _BurstAttention(torch.autograd.Function):
         q_BHsd: Tensor,
         k_BKsd: Tensor,
         v_BKsd: Tensor,
-        forward_blocks: BlocksBySource,
-        backward_blocks: BlocksBySource,
+        forward_blocks: BlocksByRank,
+        backward_blocks: BlocksByRank,
         rule: ScoreRule,
     ) -> Tensor:
         merged = ring_forward(axis, q_BHsd, k_BKsd, v_BKsd, forward_blocks, rule)
@@ -88,3 +63,16 @@ class _BurstAttention(torch.autograd.Function):
         assert following is not None
         grad_k_BKsd, grad_v_BKsd = grad_2BKsd.to(k_BKsd.dtype)
         return None, following.wait().to(q_BHsd.dtype), grad_k_BKsd, grad_v_BKsd, None, None, None
+
+
+class BurstAttention(BlockAttention):
+    """Attention in a ring of keys and values, with a ring of queries in the backward."""
+
+    function = _BurstAttention
+
+    def blocks(
+        self, axis: ContextAxis, attention: Attention, q_BHsd: Tensor, documents: Documents | None
+    ) -> tuple[BlocksByRank, ...]:
+        """Return the blocks by rank of the keys, for the forward, and by rank of the queries, for the backward."""
+        own = axis, attention, q_BHsd, documents
+        return blocks_by_source(*own), blocks_by_query_rank(*own)

@@ -17,41 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muster.layout.context_parallel import AttentionBlock, attention_blocks, kept_positions, packed_blocks
-from muster.model.block_attention import BlockGradients, MergedAttention, ScoreRule, score_rule
-from muster.model.decoder import Attention
-from muster.model.documents import Documents
+from muster.model.block_attention import BlockGradients, MergedAttention, ScoreRule
 from muster.parallel.axis import ContextAxis, PendingTensor
-
-BlocksBySource = tuple[tuple[AttentionBlock, ...], ...]
-"""Blocks of this rank's queries and the keys of each rank."""
-
-
-class RingAttention:
-    """Attention of this rank's queries to keys and values that travel around the ring."""
-
-    def __init__(self, axis: ContextAxis) -> None:
-        self._axis = axis
-
-    def __call__(
-        self, attention: Attention, qkv: tuple[Tensor, ...], mask: Tensor | None, documents: Documents | None
-    ) -> Tensor:
-        """Return the output (B, H, s, d) of this rank's queries."""
-        blocks = blocks_by_source(self._axis, attention, qkv[0], documents)
-        return _RingAttention.apply(self._axis, *qkv, blocks, score_rule(attention))  # type: ignore[return-value]
-
-
-def blocks_by_source(
-    axis: ContextAxis, attention: Attention, q_BHsd: Tensor, documents: Documents | None
-) -> BlocksBySource:
-    """Return the blocks of this rank's queries and each rank's keys."""
-    if documents is not None and documents.num_shards is not None:
-        own = documents.lengths, axis.size, axis.index
-        return tuple(packed_blocks(*own, rank, attention.window) for rank in range(axis.size))
-    length = q_BHsd.shape[2] * axis.size
-    kept = [kept_positions(length, axis.size, rank) for rank in range(axis.size)]
-    lengths = None if documents is None else documents.lengths
-    return tuple(attention_blocks(length, kept[axis.index], keys, attention.window, lengths) for keys in kept)
+from muster.parallel.cp_blocks import BlockAttention, BlocksByRank
 
 
 def _source(inner: ContextAxis, outer: ContextAxis, turn: int, step: int) -> int:
@@ -60,7 +28,7 @@ def _source(inner: ContextAxis, outer: ContextAxis, turn: int, step: int) -> int
 
 
 def ring_forward(
-    axis: ContextAxis, q_BHsd: Tensor, k_BKsd: Tensor, v_BKsd: Tensor, blocks: BlocksBySource, rule: ScoreRule
+    axis: ContextAxis, q_BHsd: Tensor, k_BKsd: Tensor, v_BKsd: Tensor, blocks: BlocksByRank, rule: ScoreRule
 ) -> MergedAttention:
     """Return the attention of this rank's queries, merged from the blocks of all ranks."""
     inner, outer = axis.rings()
@@ -85,7 +53,7 @@ class _RingAttention(torch.autograd.Function):
         q_BHsd: Tensor,
         k_BKsd: Tensor,
         v_BKsd: Tensor,
-        blocks: BlocksBySource,
+        blocks: BlocksByRank,
         rule: ScoreRule,
     ) -> Tensor:
         merged = ring_forward(axis, q_BHsd, k_BKsd, v_BKsd, blocks, rule)
@@ -125,6 +93,12 @@ class _RingAttention(torch.autograd.Function):
             grad_2BKsd = outer.ring_shift(grad_2BKsd).wait()
         grad_k_BKsd, grad_v_BKsd = grad_2BKsd.to(k_BKsd.dtype)
         return None, summed.q_BHSd.to(q_BHsd.dtype), grad_k_BKsd, grad_v_BKsd, None, None
+
+
+class RingAttention(BlockAttention):
+    """Attention of this rank's queries to keys and values that travel around the ring."""
+
+    function = _RingAttention
 
 
 def _sum(home: PendingTensor | None, total: PendingTensor | None) -> Tensor:

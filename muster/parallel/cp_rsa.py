@@ -18,26 +18,10 @@ import torch
 from torch import Tensor
 
 from muster.layout.context_parallel import AttentionBlock
-from muster.model.block_attention import ScoreRule, block_scores, block_slices, score_rule
-from muster.model.decoder import Attention
-from muster.model.documents import Documents
+from muster.model.block_attention import ScoreRule, block_scores, block_slices
 from muster.model.kernels import accumulation_dtype, soft_cap_slope_
 from muster.parallel.axis import ContextAxis
-from muster.parallel.cp_ring import BlocksBySource, blocks_by_source
-
-
-class RingSelfAttention:
-    """Attention of this rank's queries, whose scores are in memory all at once."""
-
-    def __init__(self, axis: ContextAxis) -> None:
-        self._axis = axis
-
-    def __call__(
-        self, attention: Attention, qkv: tuple[Tensor, ...], mask: Tensor | None, documents: Documents | None
-    ) -> Tensor:
-        """Return the output (B, H, s, d) of this rank's queries."""
-        blocks = blocks_by_source(self._axis, attention, qkv[0], documents)
-        return _RingSelfAttention.apply(self._axis, *qkv, blocks, score_rule(attention))  # type: ignore[return-value]
+from muster.parallel.cp_blocks import BlockAttention, BlocksByRank
 
 
 def _around(axis: ContextAxis, own: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -53,7 +37,7 @@ def _around(axis: ContextAxis, own: Tensor) -> Iterator[tuple[int, Tensor]]:
 class _Rows:
     """Rows of a rank's queries (B, H, s, S), of which the blocks of each rank's keys are read and written."""
 
-    def __init__(self, rows_BHsS: Tensor, blocks: BlocksBySource) -> None:
+    def __init__(self, rows_BHsS: Tensor, blocks: BlocksByRank) -> None:
         self.rows_BHsS, self._blocks = rows_BHsS, blocks
 
     def blocks_of(self, source: int) -> Iterator[tuple[AttentionBlock, tuple[slice, ...], tuple[slice, ...], Tensor]]:
@@ -75,7 +59,7 @@ class _RingSelfAttention(torch.autograd.Function):
         q_BHsd: Tensor,
         k_BKsd: Tensor,
         v_BKsd: Tensor,
-        blocks: BlocksBySource,
+        blocks: BlocksByRank,
         rule: ScoreRule,
     ) -> Tensor:
         dtype, length = accumulation_dtype(q_BHsd.dtype), q_BHsd.shape[2] * axis.size
@@ -124,6 +108,12 @@ class _RingSelfAttention(torch.autograd.Function):
         by_rank_C2BKsd = whole_2BKSd.unflatten(3, (axis.size, -1)).movedim(3, 0)
         grad_k_BKsd, grad_v_BKsd = axis.reduce_scatter(by_rank_C2BKsd.to(k_BKsd.dtype)).wait()
         return None, grad_q_BHsd.to(q_BHsd.dtype), grad_k_BKsd, grad_v_BKsd, None, None
+
+
+class RingSelfAttention(BlockAttention):
+    """Attention of this rank's queries, whose scores are in memory all at once."""
+
+    function = _RingSelfAttention
 
 
 def _grouped(block: AttentionBlock) -> tuple[slice, ...]:

@@ -14,27 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muster.model.block_attention import MergedAttention, ScoreRule, score_rule
+from muster.model.block_attention import MergedAttention, ScoreRule
 from muster.model.decoder import Attention
 from muster.model.documents import Documents
 from muster.parallel.axis import ContextAxis, PendingTensor
-from muster.parallel.cp_burst import blocks_by_query_rank
-from muster.parallel.cp_ring import BlocksBySource
+from muster.parallel.cp_blocks import BlockAttention, BlocksByRank, blocks_by_query_rank
 from muster.parallel.travelling_queries import TravellingQueries
-
-
-class TokenRingAttention:
-    """Attention of queries that travel around the ring to keys and values that stay."""
-
-    def __init__(self, axis: ContextAxis) -> None:
-        self._axis = axis
-
-    def __call__(
-        self, attention: Attention, qkv: tuple[Tensor, ...], mask: Tensor | None, documents: Documents | None
-    ) -> Tensor:
-        """Return the output (B, H, s, d) of this rank's queries."""
-        blocks = blocks_by_query_rank(self._axis, attention, qkv[0], documents)
-        return _TokenRingAttention.apply(self._axis, *qkv, blocks, score_rule(attention))  # type: ignore[return-value]
 
 
 class _TokenRingAttention(torch.autograd.Function):
@@ -45,7 +30,7 @@ class _TokenRingAttention(torch.autograd.Function):
         q_BHsd: Tensor,
         k_BKsd: Tensor,
         v_BKsd: Tensor,
-        blocks: BlocksBySource,
+        blocks: BlocksByRank,
         rule: ScoreRule,
     ) -> Tensor:
         own, travelling, back = MergedAttention(q_BHsd), q_BHsd.contiguous(), axis.second_ring()
@@ -99,3 +84,15 @@ class _TokenRingAttention(torch.autograd.Function):
         grad_q_BHsd += returning.wait()
         grad_k_BKsd, grad_v_BKsd = grad_2BKsd.to(k_BKsd.dtype)
         return None, grad_q_BHsd.to(q_BHsd.dtype), grad_k_BKsd, grad_v_BKsd, None, None
+
+
+class TokenRingAttention(BlockAttention):
+    """Attention of queries that travel around the ring to keys and values that stay."""
+
+    function = _TokenRingAttention
+
+    def blocks(
+        self, axis: ContextAxis, attention: Attention, q_BHsd: Tensor, documents: Documents | None
+    ) -> tuple[BlocksByRank]:
+        """Return the blocks of each rank's queries and this rank's keys."""
+        return (blocks_by_query_rank(axis, attention, q_BHsd, documents),)
