@@ -28,7 +28,8 @@ from benchmarks.compare import machine
 from muster.cost.comm_volume import context_axis_bytes
 from muster.layout.context_parallel import kept_positions
 from muster.layout.mesh import coordinates_of
-from muster.model.decoder import Attention, Decoder
+from muster.model.attention import Attention
+from muster.model.decoder import Decoder
 from muster.model.documents import Documents
 from muster.model.linear_attention import LinearAttention
 from muster.parallel.context_parallel import apply_context_parallel

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from benchmarks.compare import Comparison, interleave, machine, print_comparison
 from benchmarks.train_step import SIZES
-from muster.model.decoder import Attention, Decoder
+from muster.model.attention import Attention
+from muster.model.decoder import Decoder
 from muster.model.documents import Documents
 from muster.model.init import init_stage
 from muster.model.loss import loss_sums

@@ -15,7 +15,8 @@ from muster.layout.mesh import coordinates_of
 from muster.layout.tensor_layout import Box, TensorLayout, stage_layouts
 from muster.model import init
 from muster.model import piecewise_attention as soft_capped
-from muster.model.decoder import Decoder, core_attention
+from muster.model.attention import core_attention
+from muster.model.decoder import Decoder
 from muster.model.init import draw, fill_initial_parts, init_stage, initial_value, keyed_generator
 from muster.model.kernels import activate, apply_rotary, gated_activation, rms_norm, soft_cap
 from muster.model.loss import cross_entropy_sum, loss_sums

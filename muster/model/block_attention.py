@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from muster.layout.context_parallel import AttentionBlock, BlockMask
+from muster.model.attention import Attention
 from muster.model.block_kernels import SavedAttention, fused_backward, fused_forward, has_block_kernel, trim_block
 from muster.model.chunk_sizes import chunk_elements
-from muster.model.decoder import Attention
 from muster.model.kernels import accumulation_dtype, soft_cap_, soft_cap_slope_
 
 

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from muster.model.attention import Attention
 from muster.model.chunked_recurrence import Operands, read_segment
-from muster.model.decoder import Attention, Decoder
+from muster.model.decoder import Decoder
 from muster.model.linear_attention import LinearAttention
 from muster.model.piecewise_attention import soft_capped_scores_attention
 

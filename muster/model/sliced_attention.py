@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from muster.layout.context_parallel import AttentionBlock, attention_blocks
+from muster.model.attention import Attention
 from muster.model.block_attention import BlockGradients, MergedAttention, ScoreRule, score_rule
-from muster.model.decoder import Attention, Decoder
+from muster.model.decoder import Decoder
 from muster.model.documents import Documents
 from muster.model.kernels import accumulation_dtype
 

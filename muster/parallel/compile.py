@@ -5,7 +5,8 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.utils._triton import has_triton
 
-from muster.model.decoder import Attention, Decoder, core_attention
+from muster.model.attention import Attention, core_attention
+from muster.model.decoder import Decoder
 from muster.model.plugin_layer import PROJECT_IN, PROJECT_OUT
 from muster.model.varlen_attention import varlen_attention
 from muster.spec.compilation import compiles

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from muster.layout.context_parallel import kept_positions
-from muster.model import decoder
-from muster.model.decoder import Attention, Decoder
+from muster.model.attention import Attention
+from muster.model.attention import attend as attend_alone
+from muster.model.decoder import Decoder
 from muster.model.documents import Documents
 from muster.model.linear_attention import LinearAttention, StateExchange, chunked_recurrence
 from muster.parallel.axis import ContextAxis
@@ -70,7 +71,7 @@ def apply_context_groups(module: Decoder, blocks: Mapping[int, ContextAxis]) -> 
         attention: Attention, qkv: tuple[Tensor, ...], mask: Tensor | None, documents: Documents | None
     ) -> Tensor:
         size = None if documents is None else documents.num_shards
-        of_group = decoder.attend if size == 1 else by_size[size or max(by_size)]
+        of_group = attend_alone if size == 1 else by_size[size or max(by_size)]
         return of_group(attention, qkv, mask, documents)
 
     for part in module.modules():

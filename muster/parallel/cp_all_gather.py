@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from muster.layout.context_parallel import AttentionBlock, attention_blocks, chunk_places, kept_positions
+from muster.model.attention import Attention
 from muster.model.block_attention import BlockGradients, MergedAttention, ScoreRule
-from muster.model.decoder import Attention
 from muster.model.documents import Documents
 from muster.parallel.axis import ContextAxis
 from muster.parallel.cp_blocks import BlockAttention

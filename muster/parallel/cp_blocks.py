@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from muster.layout.context_parallel import AttentionBlock, attention_blocks, kept_positions, packed_blocks
+from muster.model.attention import Attention
 from muster.model.block_attention import score_rule
-from muster.model.decoder import Attention
 from muster.model.documents import Documents
 from muster.parallel.axis import ContextAxis
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muster.model.attention import Attention
 from muster.model.block_attention import ScoreRule
-from muster.model.decoder import Attention
 from muster.model.documents import Documents
 from muster.parallel.axis import ContextAxis, PendingTensor
 from muster.parallel.cp_blocks import BlockAttention, BlocksByRank, blocks_by_query_rank, blocks_by_source

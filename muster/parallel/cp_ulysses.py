@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from muster.layout.context_parallel import chunk_places
-from muster.model.decoder import Attention, attend
+from muster.model.attention import Attention, attend
 from muster.model.documents import Documents
 from muster.parallel.axis import ContextAxis
 from muster.parallel.cp_ring import RingAttention

@@ -17,12 +17,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from muster.model.decoder import Attention, Decoder, RmsNorm
+from muster.model.attention import Attention
+from muster.model.decoder import Decoder
 from muster.model.experts import Experts, MoeMlp
 from muster.model.grouped_matmul import grouped_linears
 from muster.model.kernels import accumulation_dtype, soft_cap_, soft_cap_slope_
 from muster.model.linear_attention import LinearAttention
 from muster.model.loss import LossSums, softmax_gradient_
+from muster.model.norms import RmsNorm
 from muster.model.plugin_layer import PROJECT_IN, PROJECT_OUT
 from muster.parallel.axis import PendingTensor, TensorAxis
 from muster.parallel.vocab_loss import exp_and_sums, local_rows, whole_vocab_loss

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from muster.model.decoder import core_attention
+from muster.model.attention import core_attention
 from muster.model.dtypes import DTYPES
 from muster.model.kernels import apply_rotary, gated_activation, rms_norm
 from muster.model.loss import cross_entropy_sum
