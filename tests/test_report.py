@@ -15,7 +15,7 @@ from muster.report.curves import MAX_BUCKETS, Point, downsample, line_segments, 
 from muster.report.html import Html, element
 from muster.report.page import render_report, write_report
 from muster.report.report_data import PredictedVsMeasured, RunInfo
-from muster.report.scales import fit_scale, tick_labels, time_labels
+from muster.report.scales import fit_scale, log_scale, tick_labels, time_labels
 from muster.simulate.timeline import Timeline
 from muster.spec import formatting
 from muster.spec.errors import MusterError
@@ -42,6 +42,8 @@ from tests.report_example import metrics, report
         (formatting.format_count(412_345), "412k"),
         (formatting.format_count(999_990), "1.00M"),
         (formatting.format_count(87), "87"),
+        (formatting.format_change(-0.0314), "3.1%"),
+        (formatting.format_change(15.72), "16.7x"),
         (formatting.format_number(3e-4), "3e−4"),
         (formatting.format_number(1.23456), "1.235"),
         (formatting.format_loss(3.3801), "3.380"),
@@ -118,6 +120,7 @@ def test_axes_of_hard_values() -> None:
     wide = fit_scale([1e-3, 1.0, 1e6], allow_log=True)
     assert wide.log
     assert wide.fraction(1.0) == pytest.approx(1 / 3, abs=0.02)
+    assert len(log_scale(25.0, 80.0).ticks) >= 3
     assert tick_labels([0, 2.5e-4, 5e-4]) == ("0", "2.5e−4", "5.0e−4")
     assert tick_labels([0, 12_500, 25_000]) == ("0", "12.5k", "25.0k")
     assert time_labels([0, 0.025, 0.05]) == ("0 ms", "25 ms", "50 ms")

@@ -189,7 +189,7 @@ def _pareto(args: argparse.Namespace) -> int:
 
     found = pareto_front(_request(args), _budget(args))
     if args.html:
-        write_page(args.html, front_page(found, f"{args.model} on {args.cluster}: the front"))
+        write_page(args.html, front_page(found, f"{args.model} on {args.cluster}: Pareto front"))
     if args.json:
         print(json.dumps(front_json(found), indent=2))
         return 0

@@ -22,7 +22,7 @@ from muster.planner.simplicity import mechanisms
 from muster.planner.space import is_admitted
 from muster.planner.word_changes import changed_plans
 from muster.simulate.predict import Prediction
-from muster.spec.formatting import format_seconds
+from muster.spec.formatting import format_change, format_seconds
 from muster.spec.plan import Plan
 
 SAME_SPEED_TOLERANCE = 0.005
@@ -188,16 +188,16 @@ def _unfound_words(result: SearchResult) -> str:
 def _interval(low: float, high: float, less: str, more: str) -> str:
     """Return an interval of relative differences: `3.1 % to 4.0 % slower`, `2.0 % faster to 1.0 % slower`."""
     if low <= -1:
-        return f"up to {high:.1%} {more}, or {less}"
+        return f"up to {format_change(high)} {more}, or {less}"
     if (low < 0) == (high < 0):
-        near, far = sorted((abs(low), abs(high)))
-        return f"{near:.1%} to {far:.1%} {less if low < 0 else more}"
-    return f"{-low:.1%} {less} to {high:.1%} {more}"
+        near, far = sorted((low, high), key=abs)
+        return f"{format_change(near)} to {format_change(far)} {less if low < 0 else more}"
+    return f"{format_change(low)} {less} to {format_change(high)} {more}"
 
 
 def describe_relation(more: float, less_word: str, more_word: str) -> str:
     """Return a relative difference of values in words: `3.1% slower`, or `as good`."""
-    return "as good" if abs(more) < 0.0005 else f"{abs(more):.1%} {more_word if more > 0 else less_word}"
+    return "as good" if abs(more) < 0.0005 else f"{format_change(more)} {more_word if more > 0 else less_word}"
 
 
 def describe_difference(first: EvaluatedPlan, other: EvaluatedPlan, objective: str) -> str:
@@ -207,7 +207,7 @@ def describe_difference(first: EvaluatedPlan, other: EvaluatedPlan, objective: s
     slower = its.step_time_s / mine.step_time_s - 1
     more = other.value / first.value - 1
     if objective == "memory" and abs(more) >= SAME_SPEED_TOLERANCE:
-        words = f"{abs(more):.1%} {'more' if more > 0 else 'less'} memory, {_speed(slower)}"
+        words = f"{format_change(more)} {'more' if more > 0 else 'less'} memory, {_speed(slower)}"
     elif abs(slower) < SAME_SPEED_TOLERANCE:
         words = "as fast"
     else:
@@ -225,7 +225,11 @@ def _what_it_takes(first: EvaluatedPlan, other: EvaluatedPlan) -> str:
 
 
 def _speed(part: float) -> str:
-    return f"{abs(part):.1%} {'slower' if part > 0 else 'faster'}" if abs(part) >= SAME_SPEED_TOLERANCE else "as fast"
+    return (
+        f"{format_change(part)} {'slower' if part > 0 else 'faster'}"
+        if abs(part) >= SAME_SPEED_TOLERANCE
+        else "as fast"
+    )
 
 
 def largest_difference(mine: Prediction, its: Prediction, grows: bool) -> tuple[str, float]:

@@ -112,10 +112,11 @@ def front_page(front: ParetoFront, title: str) -> str:
         ),
         class_="key",
     )
-    words = "Step time in seconds (horizontal) and GiB on the fullest device (vertical): lower left is better."
+    words = "Step time and memory of the fullest device: lower left is better. Point at a plan for its name."
+    axes = "seconds of a step", "GiB on the fullest device"
     x, y = _scales(front)
     y = log_scale(y.low / 2**30, y.high / 2**30)
-    picture = draw_xy_plot("front", "The front", words, dots, x, y)
+    picture = draw_xy_plot("front", "Pareto front", words, dots, x, y, axes)
     rows = [
         ("", "plan", *_HEADS),
         *((_mark(index), point.evaluated.name, *_cells(point)) for index, point in enumerate(front.points)),

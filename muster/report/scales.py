@@ -81,9 +81,10 @@ def time_labels(ticks_s: Sequence[float]) -> tuple[str, ...]:
 
 
 def log_scale(low: float, high: float) -> Scale:
-    """Return a logarithmic axis; both ends are above 0."""
+    """Return a logarithmic axis; both ends are above 0. Within less than a decade, ticks stand at equal distances."""
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     stride = max(1, len(exponents) // 6)
     marks = (1, 2, 5) if len(exponents) <= 4 else (1,)
     ticks = [m * 10.0**e for e in exponents[::stride] for m in marks]
-    return Scale(low, high, tuple(t for t in ticks if low <= t <= high), log=True)
+    within = tuple(t for t in ticks if low <= t <= high)
+    return Scale(low, high, within if len(within) > 2 else nice_ticks(low, high), log=True)

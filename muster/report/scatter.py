@@ -41,12 +41,17 @@ def draw_predicted_vs_measured(key: str, title: str, description: str, dots: Seq
     return _figure(key, title, description, join(*grid), join(*lines), dots, places, "square")
 
 
-def draw_xy_plot(key: str, title: str, description: str, dots: Sequence[Dot], x: Scale, y: Scale) -> Html:
-    """Return dots on two independent axes."""
+def draw_xy_plot(
+    key: str, title: str, description: str, dots: Sequence[Dot], x: Scale, y: Scale, axes: tuple[str, str]
+) -> Html:
+    """Return dots on two independent axes. `axes`: titles of the horizontal and of the vertical one."""
     places = [(x.fraction(dot.x), 1 - y.fraction(dot.y)) for dot in dots]
     grid = [_x_tick(x, tick, label) for tick, label in zip(x.ticks, x.labels, strict=True)]
     grid += [_y_tick(y, tick, label) for tick, label in zip(y.ticks, y.labels, strict=True)]
-    return _figure(key, title, description, join(*grid), Html(""), dots, places, "square")
+    figure = _figure(key, title, description, join(*grid), Html(""), dots, places, "square")
+    x_title, y_title = axes
+    above = element("p", y_title, class_="axis-title")
+    return element("div", above, figure, element("p", x_title, class_="axis-title below"))
 
 
 def draw_strip_plot(key: str, title: str, description: str, names: Sequence[str], dots: Sequence[Dot]) -> Html:
@@ -163,6 +168,8 @@ STYLE = """
 .dotted .plane>svg{width:100%;padding:6px 8px 24px 0}
 .dotted .square>svg{height:min(680px,90vw);padding:6px 8px 24px 52px;max-width:820px}
 .dotted .plane svg svg{overflow:hidden}
+.axis-title{font-size:12px;color:var(--quiet);margin:10px 0 2px}
+.axis-title.below{max-width:820px;text-align:right;margin:2px 0 10px}
 .dotted .mark{stroke-width:5;stroke-linecap:round;stroke-opacity:.75}
 .dotted .dot-mark{font-size:12px;fill:currentColor;stroke:none}
 .dashed{stroke-dasharray:4 4}

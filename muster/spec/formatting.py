@@ -57,6 +57,11 @@ def format_fraction(fraction: float | None) -> str:
     return f"{100 * fraction:.1f} %"
 
 
+def format_change(part: float) -> str:
+    """Format the size of a relative change as `3.1%`, and an increase to twice or more as a factor: `16.7x`."""
+    return f"{1 + part:.1f}x" if part >= 1 else f"{abs(part):.1%}"
+
+
 def format_number(value: float | None) -> str:
     """Format with four significant digits, and a power of ten for very small or large numbers."""
     if value is None or not math.isfinite(value):
