@@ -68,13 +68,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {
         "model_type": "deepseek_v3",
         "num_key_value_heads": 4,
-        "n_routed_experts": 4,
+        "n_routed_experts": 12,
         "n_shared_experts": 2,
-        "num_experts_per_tok": 2,
+        "num_experts_per_tok": 3,
         "moe_intermediate_size": 12,
         "first_k_dense_replace": 1,
-        "n_group": 2,
-        "topk_group": 1,
+        "n_group": 4,
+        "topk_group": 2,
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
         "q_lora_rank": 20,
@@ -83,6 +83,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 4,
         "v_head_dim": 10,
         "num_nextn_predict_layers": 0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.3,
+        },
     },
 }
 _EXPERTS = {
@@ -98,13 +107,13 @@ READ_ONLY: dict[str, dict[str, Any]] = {
     "ministral": SIZES | {"model_type": "ministral", "sliding_window": 7, "head_dim": 8},
     "deepseek_v2": CONFIGS["deepseek_v3"]
     | {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "q_lora_rank": None},
-    "kimi_k2": CONFIGS["deepseek_v3"] | {"model_type": "kimi_k2", "n_group": 1},
+    "kimi_k2": CONFIGS["deepseek_v3"] | {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1},
     "dots1": SIZES | _EXPERTS | {"model_type": "dots1", "head_dim": 8},
 }
 """Families of which no configuration is written."""
-EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe"]
+EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"]
 """Families with experts that run; `transformers` stacks their experts in memory and stores them apart."""
-DENSE = [name for name in CONFIGS if name not in (*EXPERTS, "deepseek_v3")]
+DENSE = [name for name in CONFIGS if name not in EXPERTS]
 
 
 @cache
@@ -117,6 +126,7 @@ def random_model(name: str) -> Any:
     config = AutoConfig.for_model(**CONFIGS[name])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+        biases = [tensor for key, tensor in model.named_buffers() if key.endswith("e_score_correction_bias")]
+        for tensor in (*model.parameters(), *biases):
+            tensor.add_(torch.randn_like(tensor) * 0.1)
     return model

@@ -45,7 +45,7 @@ from muster.parallel.weight_grad_store import WeightGradStore
 from muster.parallel.world import World, open_world
 from muster.schedule.resolve import resolve_schedule
 from muster.spec.model import ModelSpec
-from muster.spec.model_components import LinearAttentionSpec, MoeSpec, RopeScaling
+from muster.spec.model_components import LinearAttentionSpec, MlaSpec, MoeSpec, RopeScaling
 from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
@@ -71,6 +71,7 @@ def linear_layers(kind: str, *layers: int) -> LinearAttentionSpec:
     )
 
 
+DEEPSEEK_YARN = RopeScaling(kind="yarn", factor=4.0, original_positions=8, mscale=0.7, mscale_all_dim=1.3)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": {
@@ -154,6 +155,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
             aux_loss_coef=0.05,
         )
     },
+    "latent": {
+        "mla": MlaSpec(q_lora_rank=10, kv_lora_rank=12, nope_head_dim=6, rope_head_dim=4, v_head_dim=8),
+        "rope_scaling": DEEPSEEK_YARN,
+    },
+    "direct latent": {"mla": MlaSpec(kv_lora_rank=12, nope_head_dim=4, rope_head_dim=6, v_head_dim=10)},
+    "deepseek": {
+        "mla": MlaSpec(q_lora_rank=10, kv_lora_rank=12, nope_head_dim=6, rope_head_dim=4, v_head_dim=8),
+        "rope_scaling": DEEPSEEK_YARN,
+        "moe": MoeSpec(
+            num_experts=8,
+            top_k=3,
+            expert_size=10,
+            shared_size=12,
+            dense_layers=1,
+            router="sigmoid",
+            router_bias=True,
+            router_bias_update_rate=0.05,
+            num_groups=4,
+            top_groups=2,
+            route_scale=1.5,
+            aux_loss_coef=0.05,
+        ),
+    },
     "linear": {"linear_attention": linear_layers("linear_attn")},
     "simple_gla": {"linear_attention": linear_layers("simple_gla")},
     "gla": {"linear_attention": linear_layers("gla"), "qk_norm": True, "head_dim": 12},
@@ -216,7 +240,7 @@ def small_run(
         hidden_size=32,
         num_layers=layers,
         num_heads=4,
-        num_kv_heads=kv_heads,
+        num_kv_heads=4 if "mla" in FAMILIES[family] else kv_heads,
         intermediate_size=48,
         tied_embeddings=tied,
         **FAMILIES[family],
@@ -802,7 +826,19 @@ def load_of_one_micro_batch() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def lone_latents() -> Iterator[None]:
+    """The gradient of latent vectors is that of a rank's own heads."""
+
+    def faulty(axis: TensorAxis, *latents_BSL: Tensor) -> tuple[Tensor, ...]:
+        return latents_BSL
+
+    with patch.object(tensor_parallel, "enter_latents_parallel", faulty):
+        yield
+
+
 FAULTS = {
+    "lone latents": lone_latents,
     "forgotten decay": forgotten_decay,
     "blocks out of order": blocks_out_of_order,
     "own load alone": own_load_alone,

@@ -13,7 +13,13 @@ PARTS: dict[str, tuple[str, ...]] = {
         "test_memory_forecast.py::test_forecast_of_random_vocabulary_shards_of_wide_models_is_what_pytorch_counts",
     ),
     "context": (
-        *("test_context_parallel.py", "test_dynamic_groups.py", "test_linear_attention.py", "test_tiling.py"),
+        *(
+            "test_context_parallel.py",
+            "test_dynamic_groups.py",
+            "test_linear_attention.py",
+            "test_latent_attention.py",
+            "test_tiling.py",
+        ),
         "test_sequence_slices.py",
     ),
     "experts": ("test_experts.py",),

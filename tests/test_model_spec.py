@@ -61,7 +61,7 @@ def test_experts_count_as_far_as_a_token_meets_them():
 def test_latent_and_linear_attention_and_further_heads():
     mla = MlaSpec(q_lora_rank=9, kv_lora_rank=7, nope_head_dim=4, rope_head_dim=2, v_head_dim=3)
     linear = LinearAttentionSpec(layers=(0, 2), num_key_heads=2, num_value_heads=4, key_head_dim=3, value_head_dim=5)
-    shapes = dict(parameter_shapes(changed(mla=mla, linear_attention=linear, mtp_layers=1)))
+    shapes = dict(parameter_shapes(changed(mla=mla, num_kv_heads=4, linear_attention=linear, mtp_layers=1)))
     assert shapes["layers.1.attn.kv_down.weight"] == (9, 24)
     assert shapes["layers.1.attn.kv_up.weight"] == (4 * 7, 7)
     assert shapes["layers.1.attn.o.weight"] == (24, 12)
@@ -100,11 +100,28 @@ def test_impossible_models_are_refused(fields, sentence):
         load_run_config("tiny", None, list(fields.items()))
 
 
+LATENT = {"model.mla.kv_lora_rank": "8", "model.mla.nope_head_dim": "4", "model.mla.rope_head_dim": "2"}
+
+
+def test_latent_attention_has_heads_of_its_own():
+    fields = LATENT | {"model.mla.v_head_dim": "3", "model.num_kv_heads": "4"}
+    model = load_run_config("tiny", None, list(fields.items())).config.model
+    assert (model.head_dim, model.num_kv_heads, model.rotary_width) == (6, 4, 2)
+    for changes, sentence in (
+        ({"model.mla.v_head_dim": "7"}, "v_head_dim 7 is more than the 6 elements of a key"),
+        ({"model.mla.rope_head_dim": "3"}, "rope_head_dim 3 is odd"),
+        ({"model.num_kv_heads": "2"}, "got num_kv_heads 2 of 4"),
+        ({"model.head_dim": "16"}, "head_dim 16: leave num_kv_heads and head_dim out"),
+        ({"model.qk_norm": "true"}, "none of these: qk_norm"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            load_run_config("tiny", None, list((fields | changes).items()))
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
         ({"moe": EXPERTS, "mlp_bias": True}, "biases of experts"),
-        ({"mla": MlaSpec(kv_lora_rank=8, nope_head_dim=4, rope_head_dim=2, v_head_dim=4)}, "latent attention"),
         ({"mtp_layers": 1, "attention_sinks": True}, "further tokens .* and attention sinks"),
     ],
 )

@@ -4,8 +4,8 @@ The rule: whatever a linear layer, a norm or a kernel with a backward of its own
 counts once even where two operations read it. Example: the output of attention is read by the attention kernel's
 backward and is also the input of the output projection, and still is one tensor.
 
-Layers follow `muster.model` tensor by tensor. Latent attention, the gated delta rule and unfused attention, which the
-runtime lacks, follow the same rule.
+Layers follow `muster.model` tensor by tensor. The gated delta rule and unfused attention, which the runtime lacks,
+follow the same rule.
 """
 
 from dataclasses import dataclass
@@ -194,7 +194,7 @@ def attention_activation_bytes(sizes: PassSizes, layer: int) -> int:
     if own.has_linear_attention(layer):
         return _linear_attention_bytes(sizes)
     if own.mla is not None:
-        return tokens * _mla_elements_per_token(own) * size + tokens * own.num_heads * master_bytes(precision)
+        return _latent_attention_bytes(sizes)
     if sizes.is_sliced:
         kept = tokens * 2 * own.num_kv_heads * own.head_dim * size
         return softmax_attention_saved_bytes(own, tokens, precision) - kept
@@ -225,14 +225,38 @@ def _linear_attention_bytes(sizes: PassSizes) -> int:
     return tokens * (width * size + heads * master) + states * master
 
 
-def _mla_elements_per_token(own: ModelSpec) -> int:
-    """Return the elements per token that latent attention saves: the low-rank vectors before and after their norms;
-    queries, keys and values of all heads; the output (arXiv:2405.04434 §2.1)."""
+def _latent_attention_bytes(sizes: PassSizes) -> int:
+    """Return the bytes that latent attention saves (`muster.model.latent_attention`).
+
+    Of latent vectors those before their norms, with the keys' rotary elements, and a statistic for each norm; the
+    normed ones, as the projections to all heads read them. Queries, keys, padded values and outputs of all heads, and a
+    statistic for each; where values are narrower than keys, the outputs once more, without the padding.
+    """
+    own, tokens, mla = sizes.local_model, sizes.tokens, sizes.local_model.mla
+    assert mla is not None
+    size, master = compute_bytes(sizes.precision), master_bytes(sizes.precision)
+    statistics = 1 + (mla.q_lora_rank is not None)
+    before = sizes.hidden_tokens * (mla.latent_width * size + statistics * master)
+    # Tensor parallelism joins them, together with the rotary elements, in one tensor.
+    read = tokens * (mla.latent_width - (0 if sizes.mesh.tp > 1 else mla.rope_head_dim)) * size
+    saves_scores = sizes.context.size > 1 and CONTEXT_KINDS[sizes.context.kind].saves_scores
+    kept = (2 if sizes.is_sliced else 4) - saves_scores  # with scores, the output isn't read again
+    heads = kept * own.num_heads * mla.qk_head_dim * size + own.num_heads * master
+    is_cut = mla.v_head_dim < mla.qk_head_dim and own.num_heads > 1  # of a single head, the rest is a view
+    output = own.num_heads * (mla.v_head_dim if is_cut else mla.qk_head_dim) * size
+    output *= is_cut or sizes.context.ulysses > 1 or saves_scores
+    scores = attention_score_bytes(sizes) * saves_scores
+    return before + read + tokens * (heads + output) + scores
+
+
+def latent_elements_per_token(own: ModelSpec) -> int:
+    """Return the elements per token that latent attention saves where kernels take values narrower than keys: the
+    low-rank vectors before and after their norms; queries, keys, values and outputs of all heads (arXiv:2405.04434
+    §2.1)."""
     mla = own.mla
     assert mla is not None
-    head = mla.nope_head_dim + mla.rope_head_dim
-    narrow = 2 * ((mla.q_lora_rank or 0) + mla.kv_lora_rank) + mla.rope_head_dim
-    return narrow + own.num_heads * (2 * head + 2 * mla.v_head_dim)
+    narrow = mla.latent_width + (mla.q_lora_rank or 0) + mla.kv_lora_rank
+    return narrow + 2 * own.num_heads * (mla.qk_head_dim + mla.v_head_dim)
 
 
 def saved_mlp_bytes(sizes: PassSizes, layer: int) -> int:

@@ -95,6 +95,9 @@ def tensor_axis_bytes(
     Example: 4 layers of a middle stage without sequence parallelism all-reduce the hidden state 8 times in the forward
     and 8 times in the backward of a micro-batch.
 
+    Of latent attention, the latent vectors enter, each position's once, gathered whole; the hidden state only where
+    queries are made of it directly.
+
     `async_tp` splits the collectives of the forward matmuls, and the all-gather in the backward of an exit, into p2p
     sends of tp − 1 chunks. Full recompute repeats a layer's forward; without `async_tp` only up to its last matmul, so
     that one exit isn't repeated unless a norm of the output needs it. Tiles repeat the MLP's entry and exit, and the
@@ -124,6 +127,12 @@ def tensor_axis_bytes(
     if is_tiled:  # each MLP once more, and the head; full recompute stops before the MLP unless a norm reads its output
         entries_again = again * (1 + spec.has_post_norms) + len(layers) + last
         exits_again = again * (1 + spec.has_post_norms) + len(layers)
+    if spec.mla is not None:
+        latent = [layer for layer in layers if not spec.has_linear_attention(layer)]
+        latent_again = sum(plan.strategy(layer).recompute == "full" for layer in latent)
+        sent += _latent_bytes(strategy.sp, count, len(latent), latent_again, tp, hidden, spec)
+        if spec.mla.q_lora_rank is not None:  # of the hidden state no head is made
+            entering, entries_again = entering - len(latent), entries_again - latent_again
     if is_async:
         sends = entering + 2 * leaving + entries_again + exits_again - 3 * len(experts) - 2 * experts_again
         sent["send"] += count * sends * (tp - 1) * (hidden // tp)
@@ -152,6 +161,20 @@ def tensor_axis_bytes(
     )
     sent["all_reduce"] += copied_numel * master_bytes(plan.precision)
     return sent
+
+
+def _latent_bytes(
+    sp: bool, count: int, layers: int, layers_again: int, tp: int, hidden: int, spec: ModelSpec
+) -> Counter[str]:
+    """Return the bytes of the latent vectors that enter layers, of which each rank makes its heads; `hidden`: those of
+    the hidden state."""
+    assert spec.mla is not None
+    vectors = hidden // spec.hidden_size * spec.mla.latent_width
+    if not sp:
+        return Counter(all_reduce=count * layers * vectors)
+    return Counter(
+        all_gather=count * (layers + layers_again) * (vectors // tp), reduce_scatter=count * layers * vectors
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

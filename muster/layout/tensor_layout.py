@@ -87,12 +87,12 @@ def stages_on(plan: Plan, pp_rank: int) -> list[int]:
 def tp_shard(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, index: int) -> tuple[Box, int, int]:
     """Return rank `index` of `tp`'s shard of a parameter: (box, number of its copies, index of this copy).
 
-    Sharded are rows of q, k, v, gate, up, head and embedding, and of decays of linear attention, with their biases, and
-    columns of o and down, of each of the stacked experts too; norms, routers, the first of two matrices for decays, the
-    biases of o and down and learned positions are replicated. Query and
-    key/value heads stay whole; with more ranks than key/value heads, neighbours hold the same one. Vocabulary entries
-    and inner widths that `tp` doesn't divide give the last ranks fewer. Norms over all heads together are sharded as
-    the rows of q and k.
+    Sharded are rows of q, k, v, gate, up, head and embedding, of decays of linear attention, and of the matrices that
+    project latent vectors up, with their biases, and columns of o and down, of each of the stacked experts too; norms,
+    routers, matrices that make latent vectors, the first of two matrices for decays, the biases of o and down and
+    learned positions are replicated. Query and key/value heads stay whole; with more ranks than key/value heads,
+    neighbours hold the same one. Vocabulary entries and inner widths that `tp` doesn't divide give the last ranks
+    fewer. Norms over all heads together are sharded as the rows of q and k.
     """
     kind, leaf = _kind_and_leaf(spec, name)
     whole = Box((0,) * len(shape), shape)
@@ -105,10 +105,18 @@ def tp_shard(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, index:
         copies = tp // spec.num_kv_heads
         return _cut(whole, 0, index // copies * spec.head_dim, spec.head_dim), copies, index % copies
     # Heads of linear attention stay whole too, as tp divides their number.
-    unit = spec.head_dim if kind in ("q", "k", "v", "o") and not is_linear else 1
+    unit = 1 if is_linear else _head_width(spec, kind)
     dim = _tensor_dim(kind, shape)
     start, count = chunk_bounds(shape[dim] // unit, tp, index)
     return _cut(whole, dim, start * unit, count * unit), 1, 0
+
+
+def _head_width(spec: ModelSpec, kind: str) -> int:
+    """Return the rows, or columns, of a head in a module of attention; 1 for other modules."""
+    mla = spec.mla
+    if mla is not None and kind in ("kv_up", "o"):
+        return mla.v_head_dim + (mla.nope_head_dim if kind == "kv_up" else 0)
+    return spec.head_dim if kind in ("q", "k", "v", "o", "q_up") else 1
 
 
 def _tensor_dim(kind: str, shape: tuple[int, ...]) -> int:
@@ -128,12 +136,16 @@ def _kind_and_leaf(spec: ModelSpec, name: str) -> tuple[str, str]:
 
 def _is_whole(kind: str, leaf: str) -> bool:
     """Return True for a parameter that every tensor-parallel rank has in full."""
-    whole = kind.endswith("norm") or kind in ("positions", "decay_down", *_ROUTING)
+    whole = kind.endswith("norm") or kind in ("positions", "decay_down", *_LATENT, *_ROUTING)
     return whole or (leaf == "bias" and kind in ("o", "down"))
 
 
 _ROUTING = ("router", "shared_gate")
 """Modules that weigh experts' outputs, of which a tensor-parallel rank makes a part, and so of these gradients."""
+
+
+_LATENT = ("q_down", "kv_down")
+"""Modules that make latent vectors, which every tensor-parallel rank projects up for its own heads."""
 
 
 def is_expert(name: str) -> bool:

@@ -115,6 +115,9 @@ class Attention(nn.Module):
         self.has_rotary = has_rotary
         self.scale = None if spec.query_pre_attn_scalar is None else spec.query_pre_attn_scalar**-0.5
         self.softcap = spec.attention_softcap
+        self._make_projections(spec)
+
+    def _make_projections(self, spec: ModelSpec) -> None:
         q_width = spec.num_heads * spec.head_dim
         kv_width = spec.num_kv_heads * spec.head_dim
         self.q = nn.Linear(spec.hidden_size, q_width, bias=spec.qkv_bias)
@@ -142,6 +145,18 @@ class Attention(nn.Module):
         `cos` and `sin` (S or B, S; 1, rotary_dim) are None without rotary positions, `mask` (S, S) is None without a
         window, `documents` is None if each sequence is one document, `dropout` is None if nothing is dropped.
         """
+        # The attention kernels take strided heads: a copy into (B, H, S) order would gain nothing.
+        qkv_BHSd = tuple(x.transpose(1, 2) for x in self.queries_keys_values(x_BSD, norm, cos, sin))
+        if dropout is not None and dropout.attention:
+            out_BHSd = self.attend_with_dropout(self, qkv_BHSd, documents, dropout)
+        else:
+            out_BHSd = self.attend(self, qkv_BHSd, mask, documents)
+        return self.project_out(self.join_heads(out_BHSd.transpose(1, 2)), self.o)
+
+    def queries_keys_values(
+        self, x_BSD: Tensor, norm: nn.Module | None, cos: Tensor | None, sin: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Return queries, keys and values (B, S, H or K, d), with their positions."""
         q, k, v = project_normed(self, norm, x_BSD, self.q, self.k, self.v)
         if self.norms_projections and self.q_norm is not None and self.k_norm is not None:
             q, k = self.normalize_projections(q, k, self.q_norm, self.k_norm)
@@ -150,10 +165,13 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.has_rotary and cos is not None and sin is not None:
             q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        # The attention kernels take strided heads: a copy into (B, H, S) order would gain nothing.
-        qkv_BHSd = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        if dropout is not None and dropout.attention:
-            out_BHSd = self.attend_with_dropout(self, qkv_BHSd, documents, dropout)
-        else:
-            out_BHSd = self.attend(self, qkv_BHSd, mask, documents)
-        return self.project_out(out_BHSd.transpose(1, 2).flatten(2), self.o)
+        return q, k, v
+
+    def join_heads(self, out_BSHd: Tensor) -> Tensor:
+        """Return the outputs of all heads as the output projection reads them: (B, S, heads · width of a value)."""
+        return out_BSHd.flatten(2)
+
+    @property
+    def num_local_heads(self) -> int:
+        """Query heads on this rank."""
+        return len(self.q.weight) // self.head_dim

@@ -18,6 +18,7 @@ from muster.model.dropout import AFTER_ATTENTION, AFTER_MLP, DropoutState, Layer
 from muster.model.dtypes import DTYPES
 from muster.model.experts import MoeMlp
 from muster.model.kernels import activate, gated_activation, soft_cap
+from muster.model.latent_attention import LatentAttention
 from muster.model.linear_attention import LinearAttention
 from muster.model.norms import make_norm, make_norms
 from muster.model.plugin_layer import make_plugin_layer
@@ -57,6 +58,8 @@ class Mlp(nn.Module):
 
 
 def _softmax_attention(spec: ModelSpec, layer: int) -> Attention:
+    if spec.mla is not None:
+        return LatentAttention(spec, spec.attention_window(layer))
     return Attention(spec, spec.attention_window(layer), has_rotary=layer not in spec.nope_layers)
 
 

@@ -179,3 +179,35 @@ def apply_rotary(x_BSHD: Tensor, cos_S1D: Tensor, sin_S1D: Tensor) -> Tensor:
     This pairing is that of Hugging Face's Llama weights; Meta's own weights pair neighbours.
     """
     return _ApplyRotary.apply(x_BSHD, cos_S1D, sin_S1D)  # type: ignore[return-value]
+
+
+class _RotateNeighbours(torch.autograd.Function):
+    """Rotary embedding of neighbouring elements, the last ones of each head. Saves nothing, as `_ApplyRotary`."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BSHD: Tensor, cos_S1D: Tensor, sin_S1D: Tensor) -> Tensor:
+        ctx.cos = cos_S1D
+        ctx.sin = sin_S1D
+        return _rotate_neighbours(x_BSHD, cos_S1D, sin_S1D, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _rotate_neighbours(grads[0], ctx.cos, ctx.sin, -1.0), None, None
+
+
+def _rotate_neighbours(x_BSHD: Tensor, cos_S1D: Tensor, sin_S1D: Tensor, sign: float) -> Tensor:
+    width = cos_S1D.shape[-1]
+    cos_S1P, sin_S1P = cos_S1D[..., : width // 2], sin_S1D[..., : width // 2]
+    y_BSHD = x_BSHD.clone(memory_format=torch.contiguous_format)
+    turned, given = y_BSHD[..., -width:], x_BSHD[..., -width:]
+    turned[..., ::2].mul_(cos_S1P).addcmul_(given[..., 1::2], sin_S1P, value=-sign)
+    turned[..., 1::2].mul_(cos_S1P).addcmul_(given[..., ::2], sin_S1P, value=sign)
+    return y_BSHD
+
+
+def rotate_neighbours(x_BSHD: Tensor, cos_S1D: Tensor, sin_S1D: Tensor) -> Tensor:
+    """Rotate elements 2 i and 2 i + 1 of each head's last ones, as many as the tables are wide, by angle i.
+
+    This pairing is DeepSeek's and the paper's (arXiv:2104.09864 §3.2.2); the halves of the tables are equal.
+    """
+    return _RotateNeighbours.apply(x_BSHD, cos_S1D, sin_S1D)  # type: ignore[return-value]

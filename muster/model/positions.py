@@ -151,7 +151,7 @@ class PositionState:
         if is_local and spec.window_rope_theta is not None:
             theta, scaling = spec.window_rope_theta, None
         kind = x_BSD.dtype, x_BSD.device
-        return rotary_tables(size, spec.rotary_dim or spec.head_dim, theta, *kind, scaling, positions_S)
+        return rotary_tables(size, spec.rotary_width, theta, *kind, scaling, positions_S)
 
     def has_own_angles(self, window: int | None) -> bool:
         """Return True if layers with this window turn by other angles than layers without one."""

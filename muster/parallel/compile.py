@@ -64,7 +64,9 @@ def compile_blocks(module: Decoder, device: torch.device) -> None:
                     setattr(part, seam, opaque.setdefault(drop, torch.compiler.disable(drop)))
             if getattr(part, "softcap", None) is not None:  # likewise
                 part.core_attention = opaque.setdefault(core_attention, torch.compiler.disable(core_attention))
-            for seam in {*PROJECT_IN, *PROJECT_OUT, "normalize_projections"} & vars(part).keys():
+            for seam in {*PROJECT_IN, *PROJECT_OUT, "normalize_projections", "local_linears", "enter_latents"} & vars(
+                part
+            ).keys():
                 # All blocks share one wrapper: with wrappers of their own each block would be compiled again.
                 linear = getattr(part, seam)
                 setattr(part, seam, opaque.setdefault(linear, torch.compiler.disable(linear)))

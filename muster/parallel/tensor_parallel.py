@@ -22,6 +22,7 @@ from muster.model.decoder import Decoder
 from muster.model.experts import Experts, MoeMlp
 from muster.model.grouped_matmul import grouped_linears
 from muster.model.kernels import accumulation_dtype, soft_cap_, soft_cap_slope_
+from muster.model.latent_attention import LatentAttention
 from muster.model.linear_attention import LinearAttention
 from muster.model.loss import LossSums, softmax_gradient_
 from muster.model.norms import RmsNorm
@@ -243,6 +244,16 @@ def vocab_parallel_embedding(axis: TensorAxis, vocab_start: int, tokens_BS: Tens
     return _ReduceFromTensorParallelRegion.apply(axis, x_BSD)  # type: ignore[return-value]
 
 
+def enter_latents_parallel(axis: TensorAxis, *latents_BSL: Tensor) -> tuple[Tensor, ...]:
+    """Return latent vectors of the whole sequence, of which each rank makes its heads; one collective for all of them.
+
+    Ranks have made them alike or, under sequence parallelism, each those of its positions, which are fewer bytes than
+    the hidden state.
+    """
+    joined: Tensor = _EnterTensorParallelRegion.apply(axis, torch.cat(latents_BSL, -1))  # type: ignore[assignment]
+    return joined.split([x.shape[-1] for x in latents_BSL], -1)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Norms over all heads, of which each rank has some
 
@@ -376,10 +387,12 @@ def apply_parallel_linears(
             if hasattr(part, name):
                 setattr(part, name, linear)
         if isinstance(part, Attention) and axis is not None:
-            part.first_head = axis.index * (len(part.q.weight) // part.head_dim)
+            part.first_head = axis.index * part.num_local_heads
         if isinstance(part, Experts):
             part.grouped_linears = partial(grouped_linears, weight_grad=weight_grads.compute_or_defer_grouped)  # type: ignore[method-assign]
-        if isinstance(part, MoeMlp | LinearAttention):
+        if isinstance(part, LatentAttention) and axis is not None:
+            part.enter_latents = partial(enter_latents_parallel, axis)  # type: ignore[method-assign]
+        if isinstance(part, MoeMlp | LinearAttention | LatentAttention):
             part.local_linears = partial(column_parallel_linear, None, weight_grads)  # type: ignore[method-assign]
         if isinstance(part, MoeMlp) and axis is not None:
             _set_ends_of_experts(part, axis, routes_own_tokens)

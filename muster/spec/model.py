@@ -27,7 +27,8 @@ NamedShapes = Iterator[tuple[str, tuple[int, ...]]]
 class ModelSpec(Frozen):
     """A decoder. The defaults are Llama's: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases.
 
-    `num_kv_heads` and `head_dim` default to `num_heads` and `hidden_size // num_heads`.
+    `num_kv_heads` and `head_dim` default to `num_heads` and `hidden_size // num_heads`; with latent attention
+    `head_dim` is the width of a query and a key.
     """
 
     name: str = "custom"
@@ -45,7 +46,7 @@ class ModelSpec(Frozen):
     num_kv_heads: PositiveInt = 0  # type: ignore[assignment]  # filled in below
     """Key/value heads in each layer; left out, as many as query heads."""
     head_dim: PositiveInt = 0  # type: ignore[assignment]
-    """Width of a head; left out, hidden_size / num_heads."""
+    """Width of a head; left out, hidden_size / num_heads, or with `mla` that of a query and a key."""
     intermediate_size: PositiveInt
     """Inner width of the MLP; in models with experts, of the layers without them."""
     norm: Literal["rms", "layer"] = "rms"
@@ -133,9 +134,11 @@ class ModelSpec(Frozen):
     def _derive(cls, data: object) -> object:
         if isinstance(data, dict) and data.get("num_heads"):
             data = {"num_kv_heads": data["num_heads"], **data}
-            with suppress(
-                KeyError, TypeError, ValueError, ZeroDivisionError
-            ):  # validation names the key of what isn't a number
+            # Validation names the key of what isn't a number.
+            with suppress(AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):
+                if (mla := data.get("mla")) is not None:
+                    mla = mla if isinstance(mla, dict) else mla.model_dump()
+                    data = {"head_dim": int(mla["nope_head_dim"]) + int(mla["rope_head_dim"]), **data}
                 data = {"head_dim": int(data["hidden_size"]) // int(data["num_heads"]), **data}
         return data
 
@@ -151,6 +154,8 @@ class ModelSpec(Frozen):
             raise ValueError(
                 "rotary_dim is a part of an ordinary head with rotary positions, but position or mla is another"
             )
+        if self.mla is not None:
+            _check_latent_attention(self, self.mla)
         if self.norm_unit_offset and (self.norm != "rms" or self.qk_norm_width != "head"):
             raise ValueError(
                 "norm_unit_offset is for RMSNorms of hidden states and heads: norm rms, qk_norm_width head"
@@ -198,6 +203,11 @@ class ModelSpec(Frozen):
         """True if attention and MLP end with a norm."""
         return self.norm_placement != "pre"
 
+    @property
+    def rotary_width(self) -> int:
+        """Elements of each head that rotary positions turn."""
+        return self.rotary_dim or (self.head_dim if self.mla is None else self.mla.rope_head_dim)
+
     def attention_window(self, layer: int) -> int | None:
         """Return the positions that each position of this layer attends to; None: all before it."""
         return self.sliding_window if self.window_layers is None or layer in self.window_layers else None
@@ -235,6 +245,20 @@ class ModelSpec(Frozen):
         `mtp_layers`."""
         main = self.model_copy(update={"mtp_layers": 0})
         return sum(active_numel(self, name, shape) for name, shape in parameter_shapes(main))
+
+
+def _check_latent_attention(spec: ModelSpec, mla: MlaSpec) -> None:
+    if spec.head_dim != mla.qk_head_dim or spec.num_kv_heads != spec.num_heads:
+        raise ValueError(
+            f"latent attention has as many key/value heads as query heads, of nope_head_dim + rope_head_dim"
+            f" {mla.qk_head_dim} elements, got num_kv_heads {spec.num_kv_heads} of {spec.num_heads} and head_dim"
+            f" {spec.head_dim}: leave num_kv_heads and head_dim out"
+        )
+    wrong = [field for field in ("qkv_bias", "out_bias", "qk_norm", "query_pre_attn_scalar") if getattr(spec, field)]
+    wrong += [] if spec.position == "rope" else [f"position {spec.position}"]
+    wrong += ["nope_layers"] if spec.nope_layers else []
+    if wrong:
+        raise ValueError(f"latent attention (mla) has none of these: {', '.join(wrong)}; leave them out")
 
 
 def active_numel(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> int:

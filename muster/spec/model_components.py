@@ -66,6 +66,12 @@ class RopeScaling(Frozen):
             return self._mscale(1.0)
         return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
 
+    @property
+    def score_scaling(self) -> float:
+        """Factor of the scores of latent attention in DeepSeek's form of yarn: the square of what queries and keys
+        would each be multiplied by (`mscale_all_dim`); else 1."""
+        return 1.0 if self.mscale_all_dim is None else self._mscale(self.mscale_all_dim) ** 2
+
     def _mscale(self, weight: float) -> float:
         return 0.1 * weight * log(self.factor) + 1 if self.factor > 1 else 1.0
 
@@ -168,6 +174,28 @@ class MlaSpec(Frozen):
     """Rotary elements of a query and a key; all heads share the key's."""
     v_head_dim: PositiveInt
     """Elements of a value."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "MlaSpec":
+        if self.rope_head_dim % 2:
+            raise ValueError(f"mla.rope_head_dim {self.rope_head_dim} is odd, but rotary positions rotate pairs")
+        if self.v_head_dim > self.qk_head_dim:
+            raise ValueError(
+                f"mla.v_head_dim {self.v_head_dim} is more than the {self.qk_head_dim} elements of a key"
+                " (nope_head_dim + rope_head_dim), to whose width attention pads values"
+            )
+        return self
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Elements of a query and a key."""
+        return self.nope_head_dim + self.rope_head_dim
+
+    @property
+    def latent_width(self) -> int:
+        """Elements per position from which queries, keys and values of all heads are made: the latent vectors, and the
+        keys' rotary elements."""
+        return (self.q_lora_rank or 0) + self.kv_lora_rank + self.rope_head_dim
 
 
 LinearAttentionKind = Literal["gated_deltanet", "linear_attn", "simple_gla", "gla"]

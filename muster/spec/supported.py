@@ -283,6 +283,15 @@ LINEAR_ATTENTION_RULES: tuple[Rule, ...] = (
 )
 """Things that the runtime can't do for a model with linear attention."""
 
+LATENT_ATTENTION_RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda plan: plan.precision == "fp8",
+        "fp8 with latent attention (it has no parity test yet)",
+        setting(precision="bf16"),
+    ),
+)
+"""Things that the runtime can't do for a model with latent attention."""
+
 ATTENTION_DROPOUT_RULES: tuple[Rule, ...] = (
     Rule(
         lambda plan: plan.uses_axis("cp"),
@@ -327,7 +336,6 @@ _UNSUPPORTED_MODELS: tuple[tuple[str, Callable[[ModelSpec], bool]], ...] = (
         "experts beside attention (parallel_residual)",
         lambda model: model.moe is not None and model.parallel_residual,
     ),
-    ("latent attention (mla)", lambda model: model.mla is not None),
     (
         "the gated delta rule (linear_attention.kind gated_deltanet; linear_attn, simple_gla and gla run)",
         lambda model: model.linear_attention is not None and model.linear_attention.kind == "gated_deltanet",
@@ -348,6 +356,7 @@ def runtime_rules(model: ModelSpec | None) -> tuple[Rule, ...]:
         *(EXPERT_RULES if moe is not None else ()),
         *(CAPACITY_RULES if moe is not None and moe.needs_whole_sequences else ()),
         *(LINEAR_ATTENTION_RULES if model.linear_attention is not None else ()),
+        *(LATENT_ATTENTION_RULES if model.mla is not None else ()),
         *(ATTENTION_DROPOUT_RULES if model.attention_dropout else ()),
         *(GROUP_DROPOUT_RULES if model.has_dropout else ()),
     )

@@ -10,6 +10,7 @@ from muster.cost.activations import (
     PassSizes,
     attention_activation_bytes,
     attention_score_bytes,
+    latent_elements_per_token,
     mlp_activation_bytes,
     mlp_inner_bytes,
     pass_sizes,
@@ -96,7 +97,7 @@ class _MegatronStage:
             return sizes.hidden_bytes
         if recompute == "elementwise" and self.framework.fp8_activations:
             return fp8_layer_activation_bytes(sizes, layer)
-        total = self._layer_norm_bytes() + attention_activation_bytes(sizes, layer) + mlp_activation_bytes(sizes, layer)
+        total = self._layer_norm_bytes() + self._attention_bytes(layer) + mlp_activation_bytes(sizes, layer)
         if not self.framework.fused_elementwise:
             total += self._unfused_bytes(layer)
         if self.framework.dropout:
@@ -109,6 +110,13 @@ class _MegatronStage:
         if recompute == "elementwise":
             total -= 2 * self.spec.has_pre_norms * sizes.hidden_bytes + mlp_inner_bytes(sizes, layer)
         return total
+
+    def _attention_bytes(self, layer: int) -> int:
+        """Return the bytes that attention saves, without its norm. Values of latent attention aren't padded."""
+        own, sizes = self.sizes.local_model, self.sizes
+        if own.mla is None or own.has_linear_attention(layer):
+            return attention_activation_bytes(sizes, layer)
+        return sizes.tokens * (latent_elements_per_token(own) * self.size + own.num_heads * _FP32_BYTES)
 
     def _layer_norm_bytes(self) -> int:
         """Return the bytes that a layer's norms save, and those of the inputs of attention and MLP."""

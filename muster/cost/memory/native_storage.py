@@ -166,7 +166,7 @@ class NativeStorage:
             return 0
         positions = self.sizes.seq_len // self.sizes.mesh.sequence_shards
         kinds = 1 + (spec.window_rope_theta is not None)
-        return 2 * kinds * positions * (spec.rotary_dim or spec.head_dim) * self.compute_size
+        return 2 * kinds * positions * spec.rotary_width * self.compute_size
 
     @property
     def last_norm_bytes(self) -> int:
