@@ -57,8 +57,11 @@ def _check(plan: dict[str, Any], model: ModelSpec, seq_len: int, batch: int, wor
     _check_world(plan, meshes, world)
     _check_sequences(plan, meshes, batch, copies)
     strategies = [plan["default_strategy"], *(run["strategy"] for run in plan["overrides"])]
+    sp = any(one["sp"] for one in strategies)
     for mesh in set(meshes):
-        _check_positions(mesh, seq_len, model, any(one["sp"] for one in strategies))
+        # To whole experts each tp rank sends tokens of its own, so that these ranks cut the sequence, too.
+        own_tokens = model.moe is not None and mesh[5] == 1 and plan["ep_dispatcher"] != "slicing"
+        _check_positions(mesh, seq_len, model, sp or own_tokens)
     _check_settings(plan, strategies, meshes, model, copies)
     _check_parameters(plan, model, counts, meshes)
 

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from io import StringIO
 from math import log
 from pathlib import Path
+from random import Random
 from statistics import mean
 
 import pytest
@@ -21,13 +22,15 @@ from muster.report.accuracy_terminal import accuracy_text
 from muster.spec.errors import ConfigError
 from muster.validate.axis_bias import axis_biases
 from muster.validate.case import RowCase, RowInputs, row_inputs
+from muster.validate.columns import COLUMNS, REQUIRED_COLUMNS
 from muster.validate.comparison import CasePrediction, RowResult, predict_rows
 from muster.validate.error_table import error_table
 from muster.validate.errors import UnpredictableRowError
-from muster.validate.formulas import korthikanti_flops, megatron_flops, sc21_flops
+from muster.validate.formulas import FORMULA_WORDS, korthikanti_flops, megatron_flops, model_flops, sc21_flops
+from muster.validate.row_table import row_table, row_table_csv
 from muster.validate.summary import shipped_rows, summarize, to_json, validate_table
 from muster.validate.sweeps import score_sweeps, spearman
-from muster.validate.table import COLUMNS, REQUIRED_COLUMNS, MeasurementRow, parse_table
+from muster.validate.table import MeasurementRow, parse_table, read_table
 from muster.validate.term_parsing import Sharding, parse_sharding
 from tests.chromium import Browser
 from tests.conftest import require_chromium
@@ -100,15 +103,14 @@ def scored(*rows: dict[str, str], answer=tell) -> list[RowResult]:
         ("", "t.csv:1: the table is empty"),
         (table(), "t.csv:1: the table has a header but no rows"),
         (
-            table({}).replace("seq_len", "sequence_len", 1),
-            "t.csv:1: the header lacks the column seq_len; is it 'sequence_len'",
+            table({}).replace("n_gpus", "n_gpuss", 1),
+            "t.csv:1: the header lacks the column n_gpus; is it 'n_gpuss'",
         ),
-        (table({}).replace("tp,pp,", "tp,", 1), "t.csv:1: the header lacks the column pp"),
+        (table({}).replace("metric,", "", 1), "t.csv:1: the header lacks the column metric"),
         (
             table({}).replace("micro_batch,", "micro_batches,", 1),
             "t.csv:1: no column is called 'micro_batches'; did you mean 'micro_batch'",
         ),
-        (table({}) + '"', "t.csv:3: not valid CSV"),
     ],
 )
 def test_an_invalid_table_is_refused_in_one_sentence(text, sentence):
@@ -129,6 +131,7 @@ def test_an_invalid_table_is_refused_in_one_sentence(text, sentence):
         ({"tp": "1.5"}, "row 2, tp: found '1.5', expected a whole number"),
         ({"layers": "1e8"}, "row 2, layers: found '1e8', expected a whole number from 1 to 10,000"),
         ({"tp": "two", "pp": "?"}, "row 2, tp: found 'two', expected a number above 0 without a unit; row 2, pp:"),
+        ({"vpp": "max (one layer per chunk)", "layers": "33"}, "row 2, vpp: found 'max (one layer per chunk)'"),
     ],
 )
 def test_a_cell_that_cannot_be_read_leaves_out_its_row_alone(changes, sentence):
@@ -151,9 +154,10 @@ def cut(text: str, kept: Collection[str], delimiter: str = ",") -> str:
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
 def test_optional_columns_may_be_missing(delimiter):
-    found = parse_table(cut(table({}, {"value": "20"}), REQUIRED_COLUMNS, delimiter), "t.csv")
+    kept = (*REQUIRED_COLUMNS, "seq_len", "tp", "pp", "global_batch")
+    found = parse_table(cut(table({}, {"value": "20"}), kept, delimiter), "t.csv")
     whole = row()
     assert [one.value for one in found] == [10, 20]
     assert (found[0].source, found[0].hidden, found[0].dp, found[0].sp) == ("t.csv", None, None, "")
@@ -162,8 +166,126 @@ def test_optional_columns_may_be_missing(delimiter):
 
 
 def test_headers_may_be_written_in_capitals_and_with_columns_of_ones_own():
-    text = cut(table({}), REQUIRED_COLUMNS).replace("tp,pp", "TP, PP").replace("value", "value,gpu_hours", 1)
+    text = cut(table({}), (*REQUIRED_COLUMNS[:-1], "tp", "pp", "value"))
+    text = text.replace("tp,pp", "TP, PP").replace("value", "value,gpu_hours", 1)
     assert parse_table(text.replace(",10\n", ",10,3\n"), "t.csv")[0].pp == 2
+
+
+def test_headers_and_metrics_may_have_the_names_of_other_programs():
+    names = {"model_name": "Model", "gpu": "device", "n_gpus": "World Size", "seq_len": "sequence_length"}
+    names |= {"tp": "tensor_parallel_size", "micro_batch": "MBS", "global_batch": "GBS", "hidden": "hidden_size"}
+    text = table({"metric": "Tokens/s/GPU", "value": "2,150"}, {"metric": "MFU", "value": "41.5 %"})
+    head, *lines = text.split("\n")
+    head = ",".join(names.get(name, name) for name in head.split(","))
+    first, second = parse_table("\n".join([head, *lines]), "t.csv")
+    assert (first.metric, first.value, first.tp, first.seq_len) == ("tokens_per_s_per_gpu", 2150, 2, 8192)
+    assert (second.metric, second.value) == ("MFU_pct", 41.5)
+    milliseconds, share = parse_table(
+        table({"metric": "step_time_ms", "value": "8500 (median)"}, {"metric": "mfu", "value": "0.415"}), "t.csv"
+    )
+    assert (milliseconds.metric, milliseconds.value, share.value) == ("iteration_time_s", 8.5, 41.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "value"),
+    [
+        ({"ffn_hidden": "18432 dense / 2048 per expert"}, "ffn_hidden", 18432),
+        ({"ffn_hidden": "18432 dense / 2048 per expert"}, "expert_hidden", 2048),
+        ({"ffn_hidden": "768 per expert"}, "expert_hidden", 768),
+        ({"ffn_hidden": "14,336"}, "ffn_hidden", 14336),
+        ({"vpp": "max (one layer per chunk)", "layers": "32", "pp": "4"}, "vpp", 8),
+        ({"seq_len": "8k"}, "seq_len", 8192),
+        ({"n_gpus": "1,024 (128 nodes)"}, "n_gpus", 1024),
+        ({"value": "10.2 ± 0.1"}, "value", 10.2),
+    ],
+)
+def test_numbers_are_read_as_people_write_them(changes, field, value):
+    assert getattr(row(**changes), field) == value
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252"])
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+def test_a_table_is_read_in_the_usual_encodings(tmp_path, encoding, ends):
+    path = tmp_path / "t.csv"
+    path.write_bytes(table({"notes": "3 × 8 µs"}).replace("\n", ends).encode(encoding))
+    assert [one.notes for one in read_table(path)] == ["3 × 8 µs"]
+
+
+def test_a_line_with_an_open_quote_is_left_out_alone():
+    broken = table({}).split("\n")[1].replace("LLAMA3-8B", '"LLAMA3-8B')
+    first, bad, last = predict_rows(parse_table(table({}) + broken + "\n" + table({}).split("\n")[1], "t.csv"), tell)
+    assert (first.is_predicted, last.is_predicted) == (True, True)
+    assert bad.reason == "row 2: not valid CSV, expected quotes in pairs around whole cells"
+    assert bad.row.line == 3
+
+
+def test_every_row_of_two_hundred_malformed_tables_is_accounted_for():
+    """Cells, separators and quotes are replaced at random: each line is a row that is predicted or says why not."""
+    draw = Random(23)
+    cells = ["", "?", "-1", "1e400", "a,b", "\x00", "NaN", "8;8", "½", "9" * 200_000, "True (all)", "64 dense / 8"]
+    for number in range(200):
+        rows = [list(LLAMA_8B.values()) for _ in range(4)]
+        for _ in range(draw.randint(1, 6)):
+            line = draw.choice(rows)
+            line[draw.randrange(len(line))] = draw.choice(cells)
+        if number % 3 == 0:
+            rows[draw.randrange(4)][draw.randrange(len(LLAMA_8B))] = '"'
+        mark = draw.choice([",", ";", "\t", "|"])
+        text = "\n".join(mark.join(line) for line in [list(LLAMA_8B), *rows])
+        results = predict_rows(parse_table(text, "t.csv"), tell)
+        assert [result.row.number for result in results] == [1, 2, 3, 4]
+        assert all(result.is_predicted or result.reason or result.row.metric == "outcome" for result in results)
+        assert len(row_table(results)) == 4
+
+
+def test_an_empty_degree_is_one_where_the_others_fill_the_devices():
+    plan = row_inputs(row(tp="", pp="", vpp="", sp="", schedule="", dp="16")).cases[0].plan
+    assert (plan.tp, plan.pp, plan.dp_shard) == (1, 1, 16)
+
+
+def test_widths_that_a_gpt_row_leaves_out_are_the_usual_ones():
+    shape = {"model_name": "GPT 175B", "hidden": "12288", "layers": "96", "heads": "96", "kv_heads": ""}
+    inputs = row_inputs(row(**shape, ffn_hidden="", vocab=""))
+    assert (inputs.model.intermediate_size, inputs.model.vocab_size) == (4 * 12288, 51_200)
+    assert "vocab" not in inputs.unstated
+
+
+def test_an_unstated_vocabulary_widens_the_interval():
+    inputs = row_inputs(row(model_name="ours", vocab=""))
+    assert inputs.unstated == ("vocab",)
+    assert [case.model.vocab_size for case in inputs.cases] == [32_000, 128_256]
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("core_attn", "core_attention"),
+        ("layernorm,moe_act", "elementwise"),
+        ("mla_up_proj", "elementwise"),
+        ("nothing_saveable", "full"),
+        ("dots_saveable", "elementwise"),
+        ("everything_saveable", "none"),
+    ],
+)
+def test_recompute_of_modules_and_of_jax_policies_is_read(words, kind):
+    assert row_inputs(row(recompute=words)).cases[0].plan.default_strategy.recompute == kind
+
+
+def test_rows_say_what_was_assumed(tmp_path):
+    results = scored({}, {"recompute": "", "metric": "MFU_pct", "value": "40"}, {"tp": "two"})
+    first, second, third = to_json(summarize(results))["rows"]
+    assert (first["row"], first["error"], first["assumed"], first["why"]) == ("t.csv:2", 0, {}, None)
+    assert second["assumed"] == {"recompute": "none", "FLOPs": FORMULA_WORDS["model"]}
+    assert second["measured_s"] == pytest.approx(model_flops(*_llama()) / (0.4 * 989.4e12 * 16), rel=0.01)
+    assert (third["predicted_s"], third["why"][:9]) == (None, "row 3, tp")
+    lines = list(csv.DictReader(io.StringIO(row_table_csv(results))))
+    assert [line["row"] for line in lines] == ["t.csv:2", "t.csv:3", "t.csv:4"]
+    assert lines[1]["assumed"].startswith("recompute none; FLOPs model FLOPs")
+
+
+def _llama():
+    inputs = row_inputs(row())
+    return inputs.model, inputs.workload
 
 
 @pytest.mark.parametrize("said", ["OOM", "CUDA out of memory"])
@@ -293,11 +415,11 @@ def test_irrelevant_columns_are_not_open():
         ({"schedule": "GA=3"}, "schedule says 3 micro-batches, but global_batch 64 makes 16"),
         ({"tp": "3", "n_gpus": "24"}, "tp 3 doesn't divide"),
         ({"n_gpus": "12", "dp": "3"}, "n_gpus 12 is not a multiple of gpus_per_node 8"),
-        ({"metric": "iteration_time_ms"}, "metric 'iteration_time_ms' is none of"),
+        ({"metric": "energy"}, "metric 'energy' is none of"),
         ({"value": "10000"}, "of the devices' peak"),
         ({"metric": "tokens_per_s_per_gpu", "value": "1e9"}, "of the devices' peak"),
         ({"value": ""}, "value is empty"),
-        ({"metric": "TFLOPs_per_gpu"}, "no formula is known for its source"),
+        ({"metric": "TFLOPs_per_gpu", "source": "TorchTitan"}, "no formula is known for its source"),
     ],
 )
 def test_a_row_that_cannot_be_predicted_is_counted_and_named(changes, sentence):

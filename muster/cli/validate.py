@@ -27,6 +27,7 @@ def run(arguments: list[str]) -> int:
         help="your own table of measurements (default: the tables that come with Muster)",
     )
     add("--json", action="store_true", help="print one JSON object instead of tables")
+    add("--csv-out", type=Path, metavar="FILE", help="write every row with its prediction and interval as CSV")
     add("--html", type=Path, metavar="FILE", help="write a page that plots predicted against measured")
     add("--markdown", type=Path, metavar="FILE", help="write the tables as a page of documentation")
     add("--errors", type=Path, metavar="FILE", help="write the errors from which predictions take their uncertainty")
@@ -37,13 +38,20 @@ def run(arguments: list[str]) -> int:
     )
     args = parser.parse(arguments)
     if args.recipes:
-        if args.csv or args.html or args.errors:
-            raise ConfigError("--recipes takes no --csv, --html or --errors: expected --json, --markdown FILE or none")
+        if args.csv or args.csv_out or args.html or args.errors:
+            raise ConfigError(
+                "--recipes takes no --csv, --csv-out, --html or --errors: expected --json, --markdown FILE or none"
+            )
         return _recipes(args.json, args.markdown)
     from muster.validate.summary import to_json, validate_table
 
     summary = validate_table(args.csv)
     _require_predictions(summary, args.csv)
+    if args.csv_out is not None:
+        from muster.report.page import write_page
+        from muster.validate.row_table import row_table_csv
+
+        write_page(args.csv_out, row_table_csv(summary.results))
     if args.html is not None:
         from muster.report.accuracy_page import write_accuracy_page
 

@@ -22,7 +22,7 @@ from muster.spec.plan import LayerStrategy, Plan, StageSpec
 from muster.spec.workload import Workload
 from muster.validate.cluster_from_row import cluster_from_row
 from muster.validate.errors import UnpredictableRowError
-from muster.validate.model_from_row import model_from_row
+from muster.validate.model_from_row import models_from_row
 from muster.validate.sources import MeasurementSource, source_of_row, with_facts
 from muster.validate.table import MeasurementRow
 from muster.validate.term_parsing import (
@@ -50,6 +50,7 @@ _SCORE_WRITING_KERNELS: tuple[AttentionKernel, ...] = ("fused", "unfused")
 class RowCase:
     """One interpretation of a row."""
 
+    model: ModelSpec
     plan: Plan
     software: FrameworkTraits
     chosen: tuple[tuple[str, str], ...] = ()
@@ -61,6 +62,7 @@ class RowInputs:
     """Typed inputs of a prediction, from one row."""
 
     model: ModelSpec
+    """Model of the default choice."""
     cluster: ClusterSpec
     workload: Workload
     cases: tuple[RowCase, ...]
@@ -72,19 +74,22 @@ class RowInputs:
 def row_inputs(row: MeasurementRow) -> RowInputs:
     """Parse a row into inputs of a prediction. Raises UnpredictableRowError with a sentence for the first obstacle."""
     source, row = source_of_row(row), with_facts(row)
-    model = model_from_row(row)
+    models = models_from_row(row)
     if source.tied is not None:
-        model = model.model_copy(update={"tied_embeddings": source.tied})
+        models = [model.model_copy(update={"tied_embeddings": source.tied}) for model in models]
     cluster = cluster_from_row(row, source.device.get(row.gpu))
     degrees = _degrees(row)
     if row.global_batch is None or row.seq_len is None:
         raise UnpredictableRowError("global_batch is empty")
     workload = Workload(seq_len=row.seq_len, global_batch_size=row.global_batch)
-    open_columns = dict(_open_choices(row, source, model, degrees))
+    open_columns = dict(_open_choices(row, source, models[0], degrees))
+    if len(models) > 1:
+        open_columns["vocab"] = [model.vocab_size for model in models]
     cases = []
     refused = ""
     for values in product(*open_columns.values()):
         chosen = dict(zip(open_columns, values, strict=True))
+        model = next((model for model in models if model.vocab_size == chosen.get("vocab")), models[0])
         case = _case(row, source, model, degrees, chosen)
         wrong = _mismatch(case.plan, model, workload, row)
         refused = refused or wrong
@@ -93,7 +98,7 @@ def row_inputs(row: MeasurementRow) -> RowInputs:
     if not cases:
         raise UnpredictableRowError(refused)
     unstated = tuple(column for column, choices in open_columns.items() if len(choices) > 1)
-    return RowInputs(model, cluster, workload, tuple(cases), unstated)
+    return RowInputs(models[0], cluster, workload, tuple(cases), unstated)
 
 
 @dataclass(frozen=True)
@@ -108,16 +113,20 @@ class _Degrees:
 
 
 def _degrees(row: MeasurementRow) -> _Degrees:
-    """Return the degrees: an empty cp or ep is 1, an empty dp follows from the others. Their product must be n_gpus."""
-    if row.tp is None or row.pp is None or row.n_gpus is None:
-        raise UnpredictableRowError(f"{'tp' if row.tp is None else 'pp'} is empty")
+    """Return the degrees: an empty cp or ep is 1, an empty dp follows from the others, and an empty tp or pp is 1 where
+    the others fill the devices. Their product must be n_gpus."""
+    if row.n_gpus is None:
+        raise UnpredictableRowError("n_gpus is empty")
     cp = row.cp or 1
     ep = row.ep or 1
-    dp = row.dp or row.n_gpus // (row.tp * row.pp * cp)
-    if row.tp * row.pp * cp * dp != row.n_gpus:
-        given = f"tp {row.tp} × pp {row.pp} × cp {cp} × dp {dp}"
-        raise UnpredictableRowError(f"{given} is {row.tp * row.pp * cp * dp}, but n_gpus is {row.n_gpus}")
-    return _Degrees(row.tp, row.pp, cp, ep, dp)
+    tp, pp = row.tp or 1, row.pp or 1
+    if (row.tp is None or row.pp is None) and tp * pp * cp * (row.dp or 1) != row.n_gpus:
+        raise UnpredictableRowError(f"{'tp' if row.tp is None else 'pp'} is empty")
+    dp = row.dp or row.n_gpus // (tp * pp * cp)
+    if tp * pp * cp * dp != row.n_gpus:
+        given = f"tp {tp} × pp {pp} × cp {cp} × dp {dp}"
+        raise UnpredictableRowError(f"{given} is {tp * pp * cp * dp}, but n_gpus is {row.n_gpus}")
+    return _Degrees(tp, pp, cp, ep, dp)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -217,7 +226,7 @@ def _case(
         **_vocabulary(row, source, pipeline, model),
     )
     said = tuple((column, str(value)) for column, value in chosen.items())
-    return RowCase(plan, software, said)
+    return RowCase(model, plan, software, said)
 
 
 def _plan(**fields: object) -> Plan:

@@ -17,11 +17,18 @@ _FAMILY = re.compile(
 """Device families in the free text of a `gpu` cell."""
 
 _GBIT_PER_S = 1e9 / 8
-_RATE = re.compile(r"(?:(\d+)\s*[x×]\s*)?(\d+(?:\.\d+)?)\s*(gbps|gb/s|gbit/s|gb|gbytes/s)", re.IGNORECASE)
+_RATE = re.compile(
+    r"(?:(\d+)\s*[x×]\s*(?:[a-z][\w-]*\s+){0,4}?)?(\d+(?:\.\d+)?)\s*(gbps|gb/s|gbit/s|gb|gbytes/s)", re.IGNORECASE
+)
 """Count, rate and unit in an `inter_link` cell."""
 _NETWORK_NAMES = ("infiniband", "roce", "omni-path", "ethernet")
 """Networks suggested in error messages."""
-_NETWORKS = r"infiniband|\bib\b|[hnex]dr\b|cx-?\d|roce|rdma|omni|\bopa\b|eth|efa|slingshot|tcp|nvlink|^(none|n/?a|-)$"
+_OTHER_TRAFFIC = r"storage|management|pci(e|[ -]?express)"
+"""Parts of a cell about networks that training doesn't use, or about the way to them."""
+_NETWORKS = (
+    r"infiniband|connec|mellanox|\bib\b|[hnex]dr\b|cx-?\d|roce|rdma|omni|\bopa\b|eth|efa|slingshot|tcp|nvlink"
+    r"|^(none|n/?a|-)$"
+)
 """Networks that a cell may name without a rate; the device's default rate applies then."""
 _NO_NETWORK_NAME = r"\bper\b|/|\b(each|every|nodes?|gpus?|devices?|cards?|nics?|x|gb/s|gbps|gbit/s)\b|[\d\W_]"
 """Words and signs beside a rate that name no network."""
@@ -134,7 +141,8 @@ def parse_nics(text: str, per_node: int, usual: Nics | None) -> Nics | None:
 
     A rate without a count holds for a whole node if the text says so, otherwise for each device.
     """
-    found = _RATE.search(text)
+    text = " + ".join(part for part in re.split(r"[,;+]", text) if not re.search(_OTHER_TRAFFIC, part, re.IGNORECASE))
+    found = max(_RATE.finditer(text), key=lambda rate: int(rate[1] or 1) * float(rate[2]), default=None)
     _require_network(text, bool(found))
     if not found:
         return usual

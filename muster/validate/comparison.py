@@ -153,7 +153,7 @@ def _predict_once(
     inputs: RowInputs, case: RowCase, predictor: Predictor, cache: dict[str, CasePrediction | str]
 ) -> CasePrediction:
     """Return the prediction of a case, from `cache` where it was predicted before. Raises UnpredictableRowError."""
-    key = repr((inputs.model, inputs.cluster.name, inputs.cluster.groups, inputs.workload, case.plan, case.software))
+    key = repr((case.model, inputs.cluster.name, inputs.cluster.groups, inputs.workload, case.plan, case.software))
     if key not in cache:
         try:
             cache[key] = predictor(inputs, case)
@@ -220,9 +220,9 @@ def predict_case(inputs: RowInputs, case: RowCase) -> CasePrediction:
     strategy = case.plan.default_strategy.model_copy(update={"recompute": "none", "attention": "flash"})
     program = _program(
         case.plan.model_copy(update={"default_strategy": strategy}),  # type: ignore[arg-type]
-        inputs.model,  # type: ignore[arg-type]
+        case.model,  # type: ignore[arg-type]
         inputs.workload,  # type: ignore[arg-type]
     )
-    found = predict(inputs.model, case.plan, inputs.workload, inputs.cluster, program, framework=case.software)
+    found = predict(case.model, case.plan, inputs.workload, inputs.cluster, program, framework=case.software)
     peak_bytes = max((rank.total for rank in found.memory), default=0)
     return CasePrediction(found.step_time_s, peak_bytes, inputs.cluster.device.memory_bytes, found.fits)

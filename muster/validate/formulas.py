@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from muster.cost.flops import train_flops_per_token
 from muster.spec.model import ModelSpec
 from muster.spec.workload import Workload
 from muster.validate.errors import UnpredictableRowError
@@ -86,14 +87,33 @@ def mpt_flops(model: ModelSpec, workload: Workload) -> float:
     return per_token * workload.tokens_per_step
 
 
+def model_flops(model: ModelSpec, workload: Workload) -> float:
+    """Return the model FLOPs of a step, all attention scores counted: three times the forward's matmuls.
+
+    PaLM (arXiv:2204.02311, appendix B). Experts count by those of a token, shared ones included.
+    """
+    return train_flops_per_token(model, workload.seq_len) * workload.tokens_per_step
+
+
 FORMULAS: dict[str, Callable[[ModelSpec, Workload], float]] = {
     "sc21": sc21_flops,
     "korthikanti": korthikanti_flops,
     "megatron": megatron_flops,
     "vocabulary-parallel": vocabulary_parallel_flops,
     "mpt": mpt_flops,
+    "model": model_flops,
 }
 """FLOP formulas by the names that sources.yaml uses."""
+
+FORMULA_WORDS = {
+    "sc21": "FLOPs with full recompute (arXiv:2104.04473)",
+    "korthikanti": "model FLOPs, all attention scores (arXiv:2205.05198)",
+    "megatron": "model FLOPs as Megatron-LM logs them, all attention scores",
+    "vocabulary-parallel": "model FLOPs as arXiv:2411.05288 counts them",
+    "mpt": "model FLOPs as llm-foundry counts them, all attention scores",
+    "model": "model FLOPs, all attention scores (arXiv:2204.02311, appendix B)",
+}
+"""Words for each formula, for who reads a row's assumptions."""
 
 
 def step_time_s(

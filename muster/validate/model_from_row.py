@@ -10,9 +10,13 @@ positions, GELU, biases and a tied head; MPT the same without biases; Nemotron L
 and no biases. All others are Llama-style.
 
 3. A Llama-style model has no gate if its `params_b` is met better without one, by more than a twentieth of it.
+
+4. A GPT model whose inner width isn't stated has one of four times its width. An unstated vocabulary is a choice:
+GPT-2's, padded, for a GPT model, and for others Llama's of 32,000 or of 128,256.
 """
 
 import re
+from dataclasses import replace
 from functools import cache
 
 import yaml
@@ -47,20 +51,48 @@ _MPT_STYLE: dict[str, object] = _GPT_STYLE | {"qkv_bias": False, "out_bias": Fal
 _NEMOTRON_STYLE: dict[str, object] = {"norm": "layer", "activation": "relu", "gated": False}
 
 
-def model_from_row(row: MeasurementRow) -> ModelSpec:
-    """Return the model of a row. Raises UnpredictableRowError."""
+_GPT_VOCABULARY = 51_200
+"""GPT-2's vocabulary of 50,257, padded to a multiple of 1,024, as Megatron-LM does for 8 tensor-parallel ranks."""
+_VOCABULARIES = (32_000, 128_256)
+"""Vocabularies of Llama 2 and Llama 3."""
+
+
+def models_from_row(row: MeasurementRow) -> list[ModelSpec]:
+    """Return the models that a row may mean, the likeliest first: several where it doesn't state the vocabulary.
+
+    Raises UnpredictableRowError.
+    """
     if row.seq_len is None:
         raise UnpredictableRowError("seq_len is empty")
+    if row.vocab is not None or _known_model(row) is not None:
+        return [_model(row)]
+    sizes = (_GPT_VOCABULARY,) if _GPT.match(row.model_name) else _VOCABULARIES
+    return [_model(replace(row, vocab=size)) for size in sizes]
+
+
+def _known_model(row: MeasurementRow) -> ModelSpec | None:
+    """Return the catalogue's model that the row names, unless its widths are another's."""
     known = _catalogue_model(row.model_name)
-    if known is not None and row.hidden in (None, known.hidden_size) and row.heads in (None, known.num_heads):
+    if known is None or row.hidden not in (None, known.hidden_size) or row.heads not in (None, known.num_heads):
+        return None
+    return known
+
+
+def _model(row: MeasurementRow) -> ModelSpec:
+    """Return the model of a row that states the vocabulary or names a model of the catalogue."""
+    known = _known_model(row)
+    if known is not None:
         widths = _widths(row)
         if known.moe is not None:
-            widths.pop("intermediate_size", None)  # a table's is that of an expert
+            widths.pop("intermediate_size", None)  # a table's is often that of an expert
         return _validated(known.model_dump() | widths)
-    for column in ("hidden", "layers", "heads", "ffn_hidden", "vocab"):
+    if row.hidden and row.ffn_hidden is None:
+        row = replace(row, ffn_hidden=4 * row.hidden if _GPT.match(row.model_name) else row.expert_hidden)
+    for column in ("hidden", "layers", "heads", "ffn_hidden"):
         if getattr(row, column) is None:
+            in_catalogue = _catalogue_model(row.model_name) is not None
             hint = did_you_mean(row.model_name.lower(), names("models"))
-            unknown = f", and the catalogue has no model '{row.model_name}'{hint}" if known is None else ""
+            unknown = "" if in_catalogue else f", and the catalogue has no model '{row.model_name}'{hint}"
             raise UnpredictableRowError(f"{column} is empty{unknown}")
     fields = _widths(row) | _style(row) | _experts(row)
     model = _validated(fields)
@@ -97,13 +129,14 @@ def _style(row: MeasurementRow) -> dict[str, object]:
 
 
 def _experts(row: MeasurementRow) -> dict[str, object]:
-    """Return experts for every layer, each as wide as the row's `ffn_hidden`."""
+    """Return experts for every layer, each as wide as the row's `ffn_hidden` says."""
     if not row.n_experts:
         return {}
     if not row.top_k:
         raise UnpredictableRowError(f"n_experts is {row.n_experts}, but top_k is empty")
-    assert row.ffn_hidden is not None
-    return {"moe": MoeSpec(num_experts=row.n_experts, top_k=row.top_k, expert_size=row.ffn_hidden)}
+    width = row.expert_hidden or row.ffn_hidden
+    assert width is not None
+    return {"moe": MoeSpec(num_experts=row.n_experts, top_k=row.top_k, expert_size=width)}
 
 
 def _validated(fields: dict[str, object]) -> ModelSpec:

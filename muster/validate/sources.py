@@ -56,8 +56,8 @@ def sources() -> tuple[MeasurementSource, ...]:
 
 @cache
 def source_of(name: str) -> MeasurementSource:
-    """Return the entry for a row's `source`; an empty one where there is none."""
-    return next((source for source in sources() if re.match(source.match, name)), MeasurementSource())
+    """Return the entry for a row's `source`; where there is none, one that only says how FLOPs are usually counted."""
+    return next((source for source in sources() if re.match(source.match, name)), MeasurementSource(formula="model"))
 
 
 def source_of_row(row: MeasurementRow) -> MeasurementSource:

@@ -13,6 +13,7 @@ from typing import Any
 from muster.spec.device import DeviceSpec
 from muster.validate.axis_bias import AxisBias, axis_biases
 from muster.validate.comparison import Predictor, RowResult, predict_rows
+from muster.validate.row_table import row_table
 from muster.validate.score import (
     ErrorScores,
     FitScores,
@@ -195,6 +196,7 @@ def to_json(summary: Summary) -> dict[str, Any]:
         "worst": [_row_json(result) for result in summary.worst],
         "unpredicted": [{"row": result.row.location, "why": result.reason} for result in summary.unpredicted],
         "left_out": summary.not_scored,
+        "rows": row_table(summary.results),
     }
 
 

@@ -1,37 +1,39 @@
 """Tables of measurements: a row is one published result with its configuration."""
 
+import codecs
 import csv
 import io
-import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from muster.spec.errors import ConfigError
 from muster.spec.suggest import did_you_mean
+from muster.validate.cells import (
+    MAX_LAYERS,
+    parse_inner_widths,
+    parse_length,
+    parse_most_chunks,
+    parse_real,
+    parse_value,
+    parse_whole,
+)
+from muster.validate.columns import COLUMNS, ITERATION_MS, REQUIRED_COLUMNS, canonical_column, canonical_metric
 
 _INTEGERS = (
-    *("layers", "hidden", "heads", "kv_heads", "vocab", "seq_len", "n_experts", "top_k", "n_gpus", "gpus_per_node"),
-    *("tp", "pp", "vpp", "dp", "cp", "ep", "micro_batch", "global_batch"),
+    *("hidden", "heads", "kv_heads", "vocab", "n_experts", "top_k", "n_gpus", "gpus_per_node"),
+    *("tp", "pp", "dp", "cp", "ep", "micro_batch", "global_batch"),
 )
 """Columns of whole numbers."""
 _FLOATS = ("params_b", "peak_mem_gb")
 """Columns of other numbers."""
 _WORDS = (
-    *("source", "url_or_repo", "model_name", "ffn_hidden", "gpu", "intra_link", "inter_link", "zero", "sp"),
-    *("recompute", "precision", "schedule", "attn_kernel", "compile", "async_tp", "software", "metric", "notes"),
+    *("source", "url_or_repo", "model_name", "gpu", "intra_link", "inter_link", "zero", "sp"),
+    *("recompute", "precision", "schedule", "attn_kernel", "compile", "async_tp", "software", "notes"),
 )
 """Columns of free text."""
-REQUIRED_COLUMNS = ("model_name", "seq_len", "gpu", "n_gpus", "tp", "pp", "global_batch", "metric", "value")
-"""Columns that a table must have. A missing optional column counts as empty in every row."""
-COLUMNS = (
-    *("source", "url_or_repo", "model_name", "params_b", "layers", "hidden", "ffn_hidden", "heads", "kv_heads"),
-    *("vocab", "seq_len", "n_experts", "top_k", "gpu", "n_gpus", "gpus_per_node", "intra_link", "inter_link"),
-    *("tp", "pp", "vpp", "dp", "zero", "cp", "ep", "sp", "micro_batch", "global_batch", "recompute", "precision"),
-    *("schedule", "attn_kernel", "compile", "async_tp", "software", "metric", "value", "peak_mem_gb", "notes"),
-)
-"""Columns that a header may have, in their usual order; others are ignored."""
 
 OUT_OF_MEMORY = re.compile(r"oom|out.?of.?memory|memory", re.IGNORECASE)
 """Values that mean an out-of-memory failure."""
@@ -40,11 +42,6 @@ SUCCESS = re.compile(
     re.IGNORECASE,
 )
 """Values of an outcome that mean a run that worked, as a whole."""
-
-MAX_VALUE = 10**9
-"""Largest degree, width or batch in a table."""
-MAX_LAYERS = 10_000
-"""Largest number of layers in a table."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +60,9 @@ class MeasurementRow:
     layers: int | None
     hidden: int | None
     ffn_hidden: int | None
+    """Inner width of a dense MLP."""
+    expert_hidden: int | None
+    """Inner width of an expert."""
     heads: int | None
     kv_heads: int | None
     vocab: int | None
@@ -109,32 +109,65 @@ class MeasurementRow:
 def read_table(path: Path) -> list[MeasurementRow]:
     """Read the rows of a table. Raises ConfigError with file and line where the file is no such table."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"can't read {path}: {(error.strerror or str(error)).lower()}") from None
+    return parse_table(_decode(data), path.name)
+
+
+def _decode(data: bytes) -> str:
+    """Return a file's text: UTF-16 where it says so, else UTF-8, else what spreadsheets write in western Europe."""
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return data.decode("utf-16", errors="replace")
+    try:
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise ConfigError(f"{path}: expected a CSV table in UTF-8") from None
-    return parse_table(text, path.name)
+        return data.decode("cp1252", errors="replace")
 
 
 def parse_table(text: str, file: str) -> list[MeasurementRow]:
     """Parse the rows of a table; `file` is its name in messages.
 
-    Cells are separated by commas, or by semicolons or tabs if the header is. A cell that can't be read marks its row
+    Cells are separated by commas, or by semicolons, tabs or bars if the header is. What can't be read marks its row
     alone. Raises ConfigError for a wrong header.
     """
     first = text.partition("\n")[0]
-    delimiter = next((mark for mark in ",;\t" if mark in first), ",")
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)
-    try:
-        header = [name.strip().lower() for name in next(reader, [])]
-        _check_header(header, file)
-        rows = list(_rows(reader, header, file))
-    except csv.Error as error:
-        raise ConfigError(f"{file}:{reader.line_num}: not valid CSV: {error}") from None
+    delimiter = next((mark for mark in ",;\t|" if mark in first), ",")
+    lines = list(_split_lines(text.replace("\r\n", "\n").replace("\r", "\n"), delimiter))
+    header = [canonical_column(name) for name in (lines[0][1] or [] if lines else [])]
+    _check_header(header, file)
+    rows = list(_rows(lines[1:], header, file))
     if not rows:
         raise ConfigError(f"{file}:1: the table has a header but no rows")
     return rows
+
+
+def _split_lines(text: str, delimiter: str) -> Iterator[tuple[int, Sequence[str] | None]]:
+    """Yield the number and the cells of each line, and for a line that isn't CSV no cells.
+
+    A quoted cell may span lines. Where quotes don't pair, or pair over lines that have other numbers of cells then,
+    nothing says which do, so that lines are taken one by one.
+    """
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)
+    found: list[tuple[int, Sequence[str] | None]] = []
+    line = 1
+    try:
+        for cells in reader:
+            if reader.line_num > line and len(cells) != len(found[0][1] or () if found else cells):
+                raise csv.Error
+            found.append((line, cells))
+            line = reader.line_num + 1
+    except csv.Error:
+        found = [(number, _cells_of(one, delimiter)) for number, one in enumerate(text.split("\n"), 1)]
+    yield from found
+
+
+def _cells_of(line: str, delimiter: str) -> Sequence[str] | None:
+    """Return the cells of one line; None where it isn't CSV."""
+    try:
+        return next(csv.reader([line], strict=True, delimiter=delimiter), [])
+    except csv.Error:
+        return None
 
 
 def _check_header(header: list[str], file: str) -> None:
@@ -155,21 +188,24 @@ def _check_header(header: list[str], file: str) -> None:
         raise ConfigError(f"{file}:1: the header names {_listed(twice)} twice")
 
 
-def _rows(reader: Iterator[list[str]], header: list[str], file: str) -> Iterator[MeasurementRow]:
+def _rows(lines: Sequence[tuple[int, Sequence[str] | None]], header: list[str], file: str) -> Iterator[MeasurementRow]:
     """Yield the rows below the header; empty lines are skipped."""
     number = 0
-    line = 1
-    for cells in reader:
-        first, line = line + 1, reader.line_num  # type: ignore[attr-defined]  # a quoted cell may span lines
-        if not any(cell.strip() for cell in cells):
+    for line, found in lines:
+        if found is not None and not any(cell.strip() for cell in found):
             continue
         number += 1
-        cells = [cell.strip() for cell in cells]
-        row = _row(dict(zip(header, cells, strict=False)), file, first, number)
-        if len(cells) != len(header):
+        cells = [cell.strip() for cell in found or ()]
+        row = _row(dict(zip(header, cells, strict=False)), file, line, number)
+        if found is None:
+            row = replace(row, problem=f"row {number}: not valid CSV, expected quotes in pairs around whole cells")
+        elif len(cells) != len(header):
             problem = f"row {number}: found {len(cells)} cells, expected {len(header)}, as many as the header has"
             row = replace(row, problem=problem)
         yield row
+
+
+_Parsed = TypeVar("_Parsed")
 
 
 def _row(cells: dict[str, str], file: str, line: int, number: int) -> MeasurementRow:
@@ -177,51 +213,34 @@ def _row(cells: dict[str, str], file: str, line: int, number: int) -> Measuremen
     cells = dict.fromkeys(COLUMNS, "") | cells
     problems: list[str] = []
 
-    def number_in(name: str, text: str, parse: Callable[[str, str], float | None] = _real) -> float | None:
+    def parsed(name: str, parse: Callable[[str], _Parsed], otherwise: _Parsed) -> _Parsed:
         try:
-            return parse(text, name)
+            return parse(cells[name])
         except ValueError as error:
             problems.append(f"row {number}, {name}: {error}")
-            return None
+            return otherwise
 
     fields: dict[str, object] = {name: cells[name] for name in _WORDS}
-    fields |= {name: number_in(name, cells[name], _whole) for name in _INTEGERS}
-    fields |= {name: number_in(name, cells[name]) for name in _FLOATS}
-    # "768 per expert": the number alone is the width.
-    fields["ffn_hidden"] = number_in("ffn_hidden", cells["ffn_hidden"].split(" per ")[0], _whole)
+    fields |= {name: parsed(name, parse_whole, None) for name in _INTEGERS}
+    fields |= {name: parsed(name, parse_real, None) for name in _FLOATS}
+    layers = parsed("layers", lambda text: parse_whole(text, MAX_LAYERS), None)
+    pp = fields["pp"]
+    assert pp is None or isinstance(pp, int)
+    fields |= {"layers": layers, "vpp": parsed("vpp", lambda text: parse_most_chunks(text, layers, pp), None)}
+    fields["seq_len"] = parsed("seq_len", parse_length, None)
+    fields["ffn_hidden"], fields["expert_hidden"] = parsed("ffn_hidden", parse_inner_widths, (None, None))
     fields["source"] = cells["source"] or file
-    said = cells["value"]
-    if cells["metric"] == "outcome" or OUT_OF_MEMORY.search(said):
+    metric, said = canonical_metric(cells["metric"]), cells["value"]
+    if metric == "outcome" or OUT_OF_MEMORY.search(said):
         fields |= {"metric": "outcome", "value": None, "outcome": said}
         if not (OUT_OF_MEMORY.search(said) or SUCCESS.fullmatch(said)):
             problems.append(f"row {number}, value: found '{said}', expected OOM, or ok for a run that worked")
     else:
-        fields |= {"value": number_in("value", said), "outcome": ""}
+        value = parsed("value", lambda text: parse_value(text, metric), None)
+        if metric == ITERATION_MS:
+            metric, value = "iteration_time_s", None if value is None else value / 1e3
+        fields |= {"metric": metric, "value": value, "outcome": ""}
     return MeasurementRow(file=file, line=line, number=number, problem="; ".join(problems), **fields)  # type: ignore[arg-type]
-
-
-def _whole(text: str, name: str) -> int | None:
-    """Parse a whole number; None for an empty cell. Raises ValueError with what was found and expected."""
-    value = _real(text, name)
-    if value is None:
-        return None
-    most = MAX_LAYERS if name == "layers" else MAX_VALUE
-    if value != int(value) or not 1 <= value <= most:
-        raise ValueError(f"found '{text}', expected a whole number from 1 to {most:,}")
-    return int(value)
-
-
-def _real(text: str, name: str) -> float | None:
-    """Parse a number above 0; None for an empty cell. Raises ValueError with what was found and expected."""
-    if not text:
-        return None
-    try:
-        value = float(text) if "_" not in text else math.nan
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ValueError(f"found '{text}', expected a number above 0 without a unit")
-    return value
 
 
 def _listed(names: list[str]) -> str:

@@ -11,14 +11,29 @@ from muster.validate.errors import UnpredictableRowError
 
 _YES, _NO = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
 
+_REMARK = re.compile(r"\s*(?:\(.*|[,;:].*)$", re.DOTALL)
+"""Remark behind the word that counts: `True (REDUCE_SCATTER mode)`."""
+
 _RECOMPUTE: tuple[tuple[str, Recompute], ...] = (
-    (r"none|off|no|false|0", "none"),
+    (r"none|off|no|false|0|everything.saveable", "none"),
     (r"selective \((per op sac|sac|repo default)\)|every.second.matmul", "every_second_matmul"),
     (r"selective( \(attention core\))?|attention|core.?attn|core.attention", "core_attention"),
-    (r"elementwise", "elementwise"),
-    (r"full\b.*|uniform|block|true|yes|1", "full"),
+    (r"elementwise|(checkpoint.)?dots(.saveable)?|(checkpoint_)?dots_with_no_batch_dims(_saveable)?", "elementwise"),
+    (r"full\b.*|uniform|block|true|yes|1|nothing.saveable|minimal", "full"),
 )
-"""Patterns of the whole text. Plain `selective` is Megatron-LM's (attention core) unless it names torchtitan's SAC."""
+"""Patterns of the whole text. Plain `selective` is Megatron-LM's (attention core) unless it names torchtitan's SAC. The
+policies with `saveable` are JAX' (jax.checkpoint_policies): products of matrices are kept, or nothing is."""
+
+_RECOMPUTED_MODULES: dict[str, Recompute] = {
+    "core_attn": "core_attention",
+    "layernorm": "elementwise",
+    "moe_act": "elementwise",
+    "mla_up_proj": "elementwise",
+    "mlp": "elementwise",
+    "moe": "full",
+    "shared_experts": "elementwise",
+}
+"""Modules of Megatron-LM's `--recompute-modules`, and the kind of recompute here that is nearest."""
 
 _PRECISION: tuple[tuple[str, Precision], ...] = (
     (r"fp8|float8", "fp8"),
@@ -46,9 +61,10 @@ def parse_yes_no(text: str, column: str) -> bool | None:
     """Parse yes or no; None for an empty cell. Raises UnpredictableRowError for another word."""
     if not text:
         return None
-    if text.lower() in _YES:
+    word = _REMARK.sub("", text).lower()
+    if word in _YES:
         return True
-    if text.lower() in _NO:
+    if word in _NO:
         return False
     raise UnpredictableRowError(f"{column} '{text}' is neither yes nor no")
 
@@ -60,6 +76,10 @@ def parse_recompute(text: str) -> Recompute | None:
     for pattern, found in _RECOMPUTE:
         if re.fullmatch(pattern, text, re.IGNORECASE):
             return found
+    modules = [_RECOMPUTED_MODULES.get(word.strip()) for word in re.split(r"[,+ ]+", text.lower())]
+    kinds = [kind for kind in modules if kind is not None]
+    if len(kinds) == len(modules):
+        return max(kinds, key=("core_attention", "elementwise", "full").index)
     raise UnpredictableRowError(f"recompute '{text}' is none of none, selective, selective (per op SAC) and full")
 
 
@@ -124,13 +144,13 @@ def parse_sharding(text: str) -> Sharding | None:
 
 
 _SCHEDULES: tuple[tuple[str, str], ...] = (
-    (r"interleaved", "interleaved"),
+    (r"interleaved|1f1b-i\b", "interleaved"),
     (r"dualpipe-?v", "dualpipe-v"),
     (r"dualpipe", "dualpipe"),
     (r"v-?min", "v-min"),
     (r"v-?half", "v-half"),
-    (r"zb-?h2", "zb-h2"),
-    (r"zb-?h1", "zb-h1"),
+    (r"zb-?h2|zb-?2p\*?", "zb-h2"),
+    (r"zb-?h1|zb-?1p", "zb-h1"),
     (r"zb-?v\b", "zb-v"),
     (r"gpipe", "gpipe"),
     (r"1f1b", "1f1b"),
@@ -139,8 +159,8 @@ _SCHEDULES: tuple[tuple[str, str], ...] = (
 _SCHEDULE_CHOICES = tuple(name for name in SCHEDULES if name not in ("auto", "exact"))
 """Schedules that a row may name; searched ones depend on costs that a table doesn't state."""
 _SCHEDULE_DETAILS = (
-    r"(no )?grad accumulation.*|ga\s*=.*|\d+ micro-?batches|vocab method=.*|no (pp|pipeline.*)"
-    r"|no (tp-comm|p2p|grad-reduce) overlap"
+    r"(no )?grad(ient)? accumulation.*|ga\s*=.*|\d+ micro-?batches|vocab method=.*|(no|without) (pp|pipeline.*)"
+    r"|none|n/?a|-|(no )?(tp-comm|p2p|grad-reduce|param-gather)[ -]overlap|\w+ dispatcher|cuda graphs?"
 )
 """Parts of a schedule cell that name no schedule."""
 
@@ -162,7 +182,7 @@ def parse_schedule(text: str) -> ScheduleTerms:
     lower = text.lower()
     found = [_schedule_name(part.strip(), text) for part in re.split("[;,]", lower)]
     schedule = next((name for name in found if name), None)
-    count = re.search(r"(?:grad accumulation x|ga\s*=\s*)(\d+)|^(\d+) micro-?batches", lower)
+    count = re.search(r"(?:grad(?:ient)? accumulation (?:x|steps\s*=?)\s*|ga\s*=\s*)(\d+)|^(\d+) micro-?batches", lower)
     vocabulary = re.search(r"vocab method=([\w-]+)", lower)
     alone = re.search(r"no grad accumulation", lower)
     return ScheduleTerms(

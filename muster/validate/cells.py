@@ -1,0 +1,85 @@
+"""Numbers of a table's cells, as people write them: with thousands separators, remarks in parentheses, and a width for
+dense layers beside one for experts."""
+
+import math
+import re
+
+MAX_VALUE = 10**9
+"""Largest degree, width or batch in a table."""
+MAX_LAYERS = 10_000
+"""Largest number of layers in a table."""
+
+_REMARK = re.compile(r"\s*\(.*\)$", re.DOTALL)
+_SEPARATED = re.compile(r"\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?")
+_SPREAD = re.compile(r"\s*(?:±|\+/-)\s*[\d.]+\s*%?$")
+_POWERS = {"k": 2**10, "m": 2**20}
+_DENSE = re.compile(r"(\d+)\s*(?:\(?dense\)?|for dense)", re.IGNORECASE)
+_EXPERT = re.compile(r"(\d+)\s*(?:\(?(?:per|each|a|an|for|in)?\s*(?:routed\s*)?experts?\)?|\(?moe\)?)", re.IGNORECASE)
+
+
+def parse_real(text: str) -> float | None:
+    """Parse a number above 0; None for an empty cell. Raises ValueError with what was found and expected."""
+    plain = _SPREAD.sub("", _REMARK.sub("", text))
+    if not plain:
+        if text:
+            raise ValueError(f"found '{text}', expected a number above 0 without a unit")
+        return None
+    if _SEPARATED.fullmatch(plain):
+        plain = re.sub("[, ]", "", plain)
+    try:
+        value = float(plain) if "_" not in plain else math.nan
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError(f"found '{text}', expected a number above 0 without a unit")
+    return value
+
+
+def parse_whole(text: str, most: int = MAX_VALUE) -> int | None:
+    """Parse a whole number; None for an empty cell. Raises ValueError with what was found and expected."""
+    value = parse_real(text)
+    if value is None:
+        return None
+    if value != int(value) or not 1 <= value <= most:
+        raise ValueError(f"found '{text}', expected a whole number from 1 to {most:,}")
+    return int(value)
+
+
+def parse_length(text: str) -> int | None:
+    """Parse tokens of a sequence, as `8192` or in powers of two as `128k`; None for an empty cell.
+
+    Raises ValueError with what was found and expected.
+    """
+    found = re.fullmatch(r"(\d+)\s*([kKmM])", _REMARK.sub("", text))
+    return parse_whole(text) if found is None else parse_whole(str(int(found[1]) * _POWERS[found[2].lower()]))
+
+
+def parse_inner_widths(text: str) -> tuple[int | None, int | None]:
+    """Parse the inner widths of a dense MLP and of an expert, such as `11264 dense / 1408 per expert`.
+
+    A single number is both. Raises ValueError with what was found and expected.
+    """
+    dense, expert = _DENSE.search(text), _EXPERT.search(text)
+    if dense is None and expert is None:
+        value = parse_whole(text)
+        return value, value
+    return parse_whole(dense[1]) if dense else None, parse_whole(expert[1]) if expert else None
+
+
+def parse_most_chunks(text: str, layers: int | None, pp: int | None) -> int | None:
+    """Parse chunks of layers a rank, also as `max (one layer per chunk)`; None for an empty cell. Raises ValueError."""
+    if not re.match(r"max\b", text, re.IGNORECASE):
+        return parse_whole(text)
+    if not layers or not pp or layers % pp:
+        raise ValueError(f"found '{text}', expected a number where pp doesn't divide the layers")
+    return layers // pp
+
+
+def parse_value(text: str, metric: str) -> float | None:
+    """Parse a measured value in the unit of its metric; a share of the peak may be a fraction or say `%`. Raises
+    ValueError with what was found and expected."""
+    is_share = metric == "MFU_pct"
+    value = parse_real(text.rstrip("% ") if is_share else text)
+    if value is not None and is_share and value <= 1 and "%" not in text:
+        return 100 * value
+    return value

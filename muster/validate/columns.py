@@ -1,0 +1,81 @@
+"""Columns and metrics of a table of measurements, and the other names that people give them."""
+
+import re
+
+REQUIRED_COLUMNS = ("model_name", "gpu", "n_gpus", "metric", "value")
+"""Columns that a table must have. A missing optional column counts as empty in every row."""
+COLUMNS = (
+    *("source", "url_or_repo", "model_name", "params_b", "layers", "hidden", "ffn_hidden", "heads", "kv_heads"),
+    *("vocab", "seq_len", "n_experts", "top_k", "gpu", "n_gpus", "gpus_per_node", "intra_link", "inter_link"),
+    *("tp", "pp", "vpp", "dp", "zero", "cp", "ep", "sp", "micro_batch", "global_batch", "recompute", "precision"),
+    *("schedule", "attn_kernel", "compile", "async_tp", "software", "metric", "value", "peak_mem_gb", "notes"),
+)
+"""Columns that a header may have, in their usual order; others are ignored."""
+
+_OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "model_name": ("model",),
+    "params_b": ("params", "parameters_b", "model_size_b"),
+    "layers": ("num_layers", "n_layers"),
+    "hidden": ("hidden_size", "d_model", "hidden_dim"),
+    "ffn_hidden": ("ffn_hidden_size", "intermediate_size", "ffn", "d_ff"),
+    "heads": ("num_heads", "n_heads", "num_attention_heads"),
+    "kv_heads": ("num_kv_heads", "n_kv_heads", "num_key_value_heads", "num_query_groups"),
+    "vocab": ("vocab_size",),
+    "seq_len": ("seq", "seqlen", "seq_length", "sequence_length", "context_length", "max_seq_len"),
+    "n_experts": ("num_experts", "experts"),
+    "top_k": ("topk", "num_experts_per_tok"),
+    "gpu": ("device", "gpu_type", "accelerator", "hardware"),
+    "n_gpus": ("num_gpus", "gpus", "world_size", "n_devices", "num_devices", "gpu_count"),
+    "tp": ("tp_size", "tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"),
+    "pp": ("pp_size", "pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size"),
+    "vpp": ("virtual_pipeline", "virtual_pipeline_model_parallel_size", "vp"),
+    "dp": ("dp_size", "data_parallel", "data_parallel_size"),
+    "cp": ("cp_size", "context_parallel", "context_parallel_size"),
+    "ep": ("ep_size", "expert_parallel", "expert_parallel_size", "expert_model_parallel_size"),
+    "sp": ("sequence_parallel",),
+    "zero": ("zero_stage", "sharding", "sharding_strategy"),
+    "micro_batch": ("mbs", "micro_batch_size"),
+    "global_batch": ("gbs", "global_batch_size"),
+    "recompute": ("recomputation", "activation_recompute", "activation_checkpointing", "remat"),
+    "precision": ("dtype",),
+    "peak_mem_gb": ("peak_memory_gb", "max_memory_gb"),
+}
+
+_METRICS: dict[str, tuple[str, ...]] = {
+    "iteration_time_s": ("step_time_s", "iteration_time", "step_time", "seconds_per_step", "s_per_step", "sec_per_step")
+    + ("s_per_iter", "s_per_it", "time_per_step_s", "elapsed_time_per_iteration_s"),
+    "iteration_time_ms": ("step_time_ms", "ms_per_step", "ms_per_iter", "elapsed_time_per_iteration_ms"),
+    "tokens_per_s_per_gpu": ("tokens_per_sec_per_gpu", "tokens_per_second_per_gpu", "tok_per_s_per_gpu", "tgs")
+    + ("tokens_per_s_per_device", "tokens_per_sec_per_device", "tokens_per_gpu_per_s", "tps_per_gpu", "wps_per_gpu"),
+    "tokens_per_s_total": ("tokens_per_s", "tokens_per_sec", "tokens_per_second", "tok_per_s"),
+    "samples_per_s_per_gpu": ("samples_per_sec_per_gpu", "samples_per_second_per_gpu", "sequences_per_s_per_gpu"),
+    "samples_per_s_total": ("samples_per_s", "samples_per_sec", "samples_per_second", "sequences_per_s"),
+    "TFLOPs_per_gpu": ("tflops", "tflops_per_gpu", "tflop_per_s_per_gpu", "tflops_per_s_per_gpu", "tflop_per_s")
+    + ("tflops_per_device",),
+    "model_TFLOPs_per_gpu": ("model_tflops_per_gpu", "model_tflops", "model_tflop_per_s_per_gpu"),
+    "MFU_pct": ("mfu", "mfu_percent", "mfu_pct"),
+    "peak_memory_gb": ("peak_mem_gb", "max_memory_gb", "memory_gb"),
+    "outcome": ("result", "status"),
+}
+"""Metrics with their other names, as `_plain` writes them."""
+
+ITERATION_MS = "iteration_time_ms"
+"""Metric that is read as `iteration_time_s`."""
+
+
+def canonical_column(name: str) -> str:
+    """Return a column's name for what a header calls it; the lower-case name itself where none is known."""
+    plain = _plain(name)
+    return next((own for own, others in _OTHER_NAMES.items() if plain in others), plain)
+
+
+def canonical_metric(name: str) -> str:
+    """Return a metric's name for what a cell calls it, such as `tokens/s/GPU`; the text itself where none is known."""
+    plain = _plain(name)
+    return next((own for own, others in _METRICS.items() if plain in (*others, own.lower())), name)
+
+
+def _plain(name: str) -> str:
+    """Return a name in lower case, with its words joined by underscores: `Tokens/s/GPU` is `tokens_per_s_per_gpu`."""
+    words = name.strip().lower().replace("%", " pct ").replace("/", " per ")
+    return re.sub(r"[^a-z0-9]+", "_", words).strip("_")

@@ -1,0 +1,57 @@
+"""Every row of a table beside its prediction, as plain data and as CSV."""
+
+import csv
+from collections.abc import Sequence
+from io import StringIO
+from typing import Any
+
+from muster.spec.plan_name import format_plan_name
+from muster.validate.comparison import RowResult
+from muster.validate.formulas import FLOP_METRICS, FORMULA_WORDS
+from muster.validate.sources import source_of_row
+
+COLUMNS = (
+    *("row", "source", "model", "gpu", "n_gpus", "metric", "value", "plan", "predicted_s", "low_s", "high_s"),
+    *("measured_s", "error", "predicted_memory_gib", "measured_memory_gib", "fits", "assumed", "why"),
+)
+"""Keys of a row, in order. `error` is in per cent of the measured time, `why` says why a row isn't predicted."""
+
+
+def row_table(results: Sequence[RowResult]) -> list[dict[str, Any]]:
+    """Return a dict with `COLUMNS` for each row; null where there is nothing."""
+    return [_row(result) for result in results]
+
+
+def _row(result: RowResult) -> dict[str, Any]:
+    row, answer, inputs = result.row, result.prediction, result.inputs
+    found: dict[str, Any] = dict.fromkeys(COLUMNS)
+    found |= {"row": row.location, "source": row.source, "model": row.model_name, "gpu": row.gpu}
+    found |= {"n_gpus": row.n_gpus, "metric": row.metric, "value": row.outcome or row.value}
+    found |= {"why": result.reason or None, "assumed": {}, "measured_s": result.measured_s}
+    found["measured_memory_gib"] = row.peak_mem_gb or (row.value if row.metric == "peak_memory_gb" else None)
+    if answer is None or inputs is None:
+        return found
+    case = inputs.cases[result.chosen]
+    found["plan"] = format_plan_name(case.plan)
+    found["predicted_s"] = answer.step_time_s
+    found["low_s"], found["high_s"] = result.interval_s
+    found["error"] = 100 * result.error if result.is_predicted else None
+    found |= {"predicted_memory_gib": answer.peak_bytes / 2**30, "fits": answer.fits}
+    found["assumed"] = {column: value for column, value in case.chosen if column in inputs.unstated}
+    formula = source_of_row(row).formula
+    if row.metric in FLOP_METRICS and formula is not None:
+        found["assumed"]["FLOPs"] = FORMULA_WORDS[formula]
+    return found
+
+
+def row_table_csv(results: Sequence[RowResult]) -> str:
+    """Return every row with its prediction as CSV with a header; cells are empty where there is nothing."""
+    lines = []
+    for found in row_table(results):
+        said = "; ".join(f"{column} {value}" for column, value in found["assumed"].items())
+        lines.append({name: "" if value is None else value for name, value in (found | {"assumed": said}).items()})
+    text = StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
