@@ -209,10 +209,14 @@ class Frontier:
 
     def _fit_or_defer(self, plan: Plan, bound: float) -> None:
         """Make a plan fit, or push it back where the least time that this adds puts other nodes before it."""
+        tiled = tiled_plan(self.request, plan)
+        if tiled is not None and not self.memory_budget.logits_fit(plan):
+            self._push_tiled(tiled, bound)
+            return
         self.budget.spend(fit_work(plan, self.request.workload))
         fit, excess = self.memory_budget.start_fit(plan)
-        if fit != [plan] and (tiled := tiled_plan(self.request, plan)) is not None:
-            self.push("plans", max(bound, self.evaluator.bounds.of_plan(tiled)), tiled)
+        if fit != [plan] and tiled is not None:
+            self._push_tiled(tiled, bound)
         if isinstance(fit, PendingFit):
             bound = max(bound, self.evaluator.bounds.with_added(plan, fit.added_s))
             if self.heap and bound > self.heap[0][0] and not self._is_promising(plan, bound):
@@ -222,6 +226,10 @@ class Frontier:
             fit = self.memory_budget.finish_fit(fit)
         self._note_nearest_miss(plan, fit, excess)
         self._queue_or_simulate(plan, bound, fit)
+
+    def _push_tiled(self, tiled: Plan, bound: float) -> None:
+        """Push a plan with tiles in place of, or beside, the one without, which has a bound."""
+        self.push("plans", max(bound, self.evaluator.bounds.of_plan(tiled)), tiled)
 
     def _queue_or_simulate(self, plan: Plan, bound: float, fitting: list[Plan]) -> None:
         """Push what became of a plan so that it fits; simulate at once what is promising."""
@@ -245,9 +253,13 @@ class Frontier:
 
     def fit(self, plan: Plan) -> list[Plan]:
         """Return the plan where it fits, else the plans with recompute or offload, or with tiles, that do."""
-        fitting, excess = self.memory_budget.fit(plan)
-        self.budget.spend(fit_work(plan, self.request.workload, by_layer=plan not in fitting))
-        if not fitting and (tiled := tiled_plan(self.request, plan)) is not None:
+        tiled = tiled_plan(self.request, plan)
+        fitting: list[Plan] = []
+        excess = inf
+        if tiled is None or self.memory_budget.logits_fit(plan):
+            fitting, excess = self.memory_budget.fit(plan)
+            self.budget.spend(fit_work(plan, self.request.workload, by_layer=plan not in fitting))
+        if not fitting and tiled is not None:
             fitting, excess = self.memory_budget.fit(tiled)
             self.budget.spend(fit_work(plan, self.request.workload, by_layer=tiled not in fitting))
         self._note_nearest_miss(plan, fitting, excess)

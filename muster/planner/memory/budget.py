@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from itertools import islice, product
 from math import inf
 
-from muster.cost.activations import offloaded_activation_bytes
+from muster.cost.activations import offloaded_activation_bytes, pass_sizes
 from muster.cost.memory.device_overhead import FRAGMENTATION_SHARE, device_overhead
 from muster.cost.memory.forecast import (
     MEMORY_HEADROOM,
@@ -23,6 +23,7 @@ from muster.cost.memory.liveness import (
     schedule_allocation_order,
 )
 from muster.cost.memory.native_storage import MemoryLowerBound, memory_lower_bound
+from muster.cost.precision_bytes import compute_bytes
 from muster.cost.time.plan_times import host_copy_s
 from muster.planner.bounds.pass_times import PassTimes
 from muster.planner.memory.deferred_weight_grads import deferred_micro_batches, min_fullest_rank_bytes
@@ -30,6 +31,7 @@ from muster.planner.memory.fitter import RECOMPUTE_MODES, HostLink, LayerPolicy,
 from muster.planner.plan_costs import PlanCosts
 from muster.planner.request import PlanRequest
 from muster.planner.space import DataSharding, MeshShape, ScheduleChoice, make_plan, recompute_modes
+from muster.planner.tiles import tiled_plan
 from muster.schedule.build import nothing_to_offload_error, schedule_for_plan
 from muster.schedule.message_liveness import Column, schedule_message_counts
 from muster.schedule.offload import CopyOverlaps, count_copy_overlaps
@@ -38,6 +40,8 @@ from muster.spec.compilation import compiles
 from muster.spec.errors import InfeasibleError
 from muster.spec.frameworks import MUSTER, treats_layers_alike
 from muster.spec.plan import Offload, Plan
+from muster.spec.plugin_model import plugin_model
+from muster.spec.schedules import SCHEDULES
 from muster.spec.supported import unsupported_features
 
 _FIT_ATTEMPTS = 4
@@ -76,9 +80,12 @@ class MemoryBudget:
         self._messages: dict[tuple, list[dict[int, Column]]] = {}
         self._overlapped_passes: dict[tuple, tuple[CopyOverlaps, ...]] = {}
         self._min_stages: dict[tuple, tuple[MemoryLowerBound, int]] = {}
+        self._min_logits: dict[tuple, int] = {}
         self._stage_memory: dict[Hashable, StageMemoryCache] = {}
         self._fitters: dict[Hashable, MemoryFitter] = {}
         self._peaks: dict[Plan, list[tuple[int, int]]] = {}
+        self._misses: dict[tuple, float] = {}
+        """Excess of plans that can't be made to fit."""
 
     def without_head_room(self) -> "MemoryBudget":
         """Return a budget whose plans may fill all memory that may be used; it shares this one's caches."""
@@ -120,9 +127,10 @@ class MemoryBudget:
         """Return the least bytes of the fullest rank of such plans, wherever the layers lie.
 
         A rank holds its state, and the activations of one micro-batch for a stage whose layers are all recomputed: the
-        fullest has at least the mean. Or it holds its layers' state, and the deferred weight gradients.
+        fullest has at least the mean. Or it holds its layers' state, and the deferred weight gradients; or logits.
         """
         least, overhead = self._min_stage(shape, sharding)
+        logits_bytes = 0.0
         pp = shape.pp
         count = self._micro_batches(shape)
         fragmentation = FRAGMENTATION_SHARE * self._all_fragment
@@ -133,6 +141,7 @@ class MemoryBudget:
             num_layers = self.request.model.num_layers
             layers_per_stage = num_layers // (pp * choice.vpp)
             size = (1 + fragmentation) * shape.micro_batch_size
+            logits_bytes = (1 + fragmentation) * self._min_logits_bytes(shape, sharding, choice)
             alive = num_layers if choice.vpp == 1 else layers_per_stage * pp
             mean_bytes += size * alive * least.layer_activations
             deferred = deferred_micro_batches(choice.schedule, pp, count)
@@ -143,7 +152,33 @@ class MemoryBudget:
                 last_rank_layers = choice.vpp * layers_per_stage
                 last_rank_bytes = last_rank_layers * (least.min_layer_state + deferred[-1] * deferred_bytes)
                 deferring_bytes = max(deferring_bytes, last_rank_bytes)
-        return int(max(mean_bytes / pp, deferring_bytes)) + overhead - 1  # fractions are rounded down, rank by rank
+        # Fractions are rounded down, rank by rank.
+        return int(max(mean_bytes / pp, deferring_bytes, logits_bytes)) + overhead - 1
+
+    def _min_logits_bytes(self, shape: MeshShape, sharding: DataSharding, choice: ScheduleChoice) -> int:
+        """Return the least bytes of logits and their gradient at the loss, with as many tiles as plans may have."""
+        key = shape.tp, shape.cp, shape.micro_batch_size, SCHEDULES[choice.schedule].split_backward
+        if key not in self._min_logits:
+            fields = {"schedule": choice.schedule, "vpp": choice.vpp}
+            plan = make_plan(self.request, shape, sharding, fields=fields)
+            self._min_logits[key] = self._logits_bytes(tiled_plan(self.request, plan) or plan)
+        return self._min_logits[key]
+
+    def logits_fit(self, plan: Plan) -> bool:
+        """Return True if the logits of a plan leave open that it can be made to fit."""
+        limits = self.group_limits_bytes
+        return len(limits) < len(self._group_ranks) or self._logits_bytes(plan) <= max(limits)
+
+    def _logits_bytes(self, plan: Plan) -> int:
+        """Return the bytes of logits and their gradient at the loss, which no recompute and no offload changes; 0 where
+        that isn't known."""
+        request = self.request
+        if request.framework.storage == "megatron" or plugin_model(request.model) is not None:
+            return 0
+        if plan.vocab_parallel or plan.sequence_slices > 1 or plan.stages:
+            return 0
+        sizes = pass_sizes(request.model, plan, request.workload, plan.num_stages - 1)
+        return 2 * sizes.tile_tokens * sizes.local_model.vocab_size * compute_bytes(plan.precision)
 
     def _micro_batches(self, shape: MeshShape) -> int:
         return self.request.workload.global_batch_size // shape.data // shape.micro_batch_size
@@ -215,6 +250,15 @@ class MemoryBudget:
 
     def start_fit(self, plan: Plan) -> tuple["list[Plan] | PendingFit", float]:
         """Return what `fit` does, or where that takes longer, a `PendingFit` for `finish_fit`."""
+        key = plan, self.head_room, self.request.simpler_than
+        if key in self._misses:
+            return [], self._misses[key]
+        fit, excess = self._start_fit(plan)
+        if fit == []:
+            self._misses[key] = excess
+        return fit, excess
+
+    def _start_fit(self, plan: Plan) -> tuple["list[Plan] | PendingFit", float]:
         try:
             excess = self.excess_bytes(plan)
         except InfeasibleError:  # nothing that it offloads is saved for long enough
@@ -264,9 +308,13 @@ class MemoryBudget:
             stages = stage_layers(plan, *own, self._eager_times if eager else times_of, policies, host, request.optim)
             extra_s = None
             if eager:
-                extra_s = (self._eager_times(plan).backward_s - times_of(plan).backward_s).tolist()
+                extra_s = partial(self._eager_extra_s, plan)
             self._fitters[key] = MemoryFitter(plan, request.model.num_layers, policies, stages, extra_s)
         return self._fitters[key]
+
+    def _eager_extra_s(self, plan: Plan) -> list[float]:
+        """Return the seconds by which an eager backward of each stage is longer than a compiled one."""
+        return (self._eager_times(plan).backward_s - self.costs.pass_times(plan).backward_s).tolist()
 
     def _eager_times(self, plan: Plan) -> PassTimes:
         """Return the times of a plan's passes if its blocks aren't compiled."""

@@ -8,7 +8,7 @@ is that of all micro-batches in flight at the rank's peak.
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import combinations, groupby
 from math import comb, inf
 from operator import attrgetter
@@ -97,22 +97,90 @@ class HostLink:
         return longest_s + pass_times.per_step_s
 
 
+class RecomputeTimes:
+    """Times of a plan's passes under each of some policies, which are found when they are first asked for: most plans
+    that don't fit are told by their memory alone."""
+
+    def __init__(
+        self, plan: Plan, model: ModelSpec, pass_times_of: Callable[[Plan], PassTimes], policies: Sequence[LayerPolicy]
+    ) -> None:
+        self._plan, self._pass_times_of, self._policies = plan, pass_times_of, policies
+        stages = range(plan.stages_per_replica)
+        self._num_layers = np.maximum(1, [len(plan.layers(stage, model.num_layers)) for stage in stages])
+
+    @cached_property
+    def _of_mode(self) -> dict[Recompute, PassTimes]:
+        modes = dict.fromkeys(policy.recompute for policy in self._policies)
+        return {mode: self._pass_times_of(with_policy(self._plan, LayerPolicy(mode))) for mode in modes}
+
+    @cached_property
+    def added_s(self) -> list[list[float]]:
+        """Seconds that each policy adds to a layer's backward, by stage and policy."""
+        depth = self._plan.stages_per_replica
+        backward_s = {
+            mode: (times.backward_s + times.weight_backward_s)[:depth] for mode, times in self._of_mode.items()
+        }
+        base_s = backward_s[self._policies[0].recompute]
+        columns = [(backward_s[policy.recompute] - base_s) / self._num_layers for policy in self._policies]
+        return np.array(columns).T.tolist()
+
+    @cached_property
+    def is_additive(self) -> list[bool]:
+        """True, by stage, if times are known to hold for each layer, however many get the policy."""
+        return np.logical_and.reduce([times.is_additive for times in self._of_mode.values()]).tolist()
+
+    @cached_property
+    def _columns(self) -> dict[str, NDArray]:
+        return self._of_mode[self._policies[0].recompute].by_kind()
+
+    def pass_s(self, kind: str, stage: int) -> float:
+        """Return the seconds of a pass with the first policy."""
+        return float(self._columns[kind][stage])
+
+
 @dataclass(frozen=True, slots=True)
 class StageLayers:
     """The layers of one stage, and the effect of each policy on one of them. The first policy is the plan's own."""
 
+    stage: int
     layers: range
-    time_s: Sequence[float]
-    """Seconds added for each micro-batch, by policy."""
+    times: RecomputeTimes
     memory_bytes: Sequence[float]
     """Bytes of all micro-batches in flight at the rank's peak, by policy."""
     copied_bytes: Sequence[int]
     """Bytes copied to the host and back for each micro-batch, by policy."""
-    wait_s: Callable[[int], float]
-    """Seconds that the rank waits for each micro-batch where so many bytes are copied; infinite where they may not
-    be."""
-    is_additive: bool
-    """True if `time_s` is known to hold for each layer, however many get the policy."""
+    copy_limit_bytes: float
+    """Bytes of a micro-batch that may be copied at most."""
+    copy_wait_s: Callable[[int], float]
+    """Seconds that the rank waits for each micro-batch where so many bytes are copied."""
+
+    @property
+    def time_s(self) -> Sequence[float]:
+        """Seconds added for each micro-batch, by policy."""
+        return self.times.added_s[self.stage]
+
+    @property
+    def is_additive(self) -> bool:
+        """True if `time_s` is known to hold for each layer, however many get the policy."""
+        return self.times.is_additive[self.stage]
+
+    @property
+    def least_memory_bytes(self) -> float:
+        """Bytes with the policy for all layers that frees most, whether it may be chosen or not."""
+        return len(self.layers) * min(self.memory_bytes)
+
+    @property
+    def smallest_policy(self) -> int | None:
+        """Index of the policy that frees most, where all layers may have it; of several, the one that recomputes most,
+        which leaves least to single passes."""
+        least, count = min(self.memory_bytes), len(self.layers)
+        smallest = [policy for policy, size in enumerate(self.memory_bytes) if size == least]
+        found = [policy for policy in smallest if count * self.copied_bytes[policy] <= self.copy_limit_bytes]
+        return found[-1] if found else None
+
+    def wait_s(self, copied_bytes: int) -> float:
+        """Return the seconds that the rank waits for each micro-batch; infinite where so much may not be copied."""
+        return inf if copied_bytes > self.copy_limit_bytes else self.copy_wait_s(copied_bytes)
 
     def all_layers_s(self, policy: int) -> float:
         """Return the seconds that a policy for all layers adds for each micro-batch."""
@@ -182,19 +250,17 @@ class MemoryFitter:
         num_layers: int,
         policies: Sequence[LayerPolicy],
         stages: Sequence[StageLayers],
-        eager_s: Sequence[float] | None = None,
+        eager_s: Callable[[], Sequence[float]] | None = None,
     ) -> None:
         """`stages` are those of `plan`, whose layers all have the first of `policies`; where their times are those of
-        eager blocks, `eager_s` has the seconds by which a backward of each stage is longer than a compiled one."""
+        eager blocks, `eager_s` returns the seconds by which a backward of each stage is longer than a compiled one."""
         self.plan = plan
-        self._is_eager = eager_s is not None
-        self._eager_s = [0.0] * plan.pp
+        self._find_eager_s = eager_s
         self.policies = policies
         self.num_layers = num_layers
         self.ranks: list[list[StageLayers]] = [[] for _ in range(plan.pp)]
         for stage, layers in enumerate(stages):
             self.ranks[plan.pp_rank(stage)].append(layers)
-            self._eager_s[plan.pp_rank(stage)] += 0.0 if eager_s is None else max(0.0, eager_s[stage])
         self.waits = False
         """True if the last fitted plan waits for copies."""
         self.freed_bytes: list[float] = []
@@ -203,7 +269,14 @@ class MemoryFitter:
 
     def is_for(self, plan: Plan) -> bool:
         """Return True unless the times are those of eager blocks, and those of this plan would be compiled."""
-        return not self._is_eager or any(strategy.recompute == "elementwise" for strategy in plan.strategies)
+        is_eager = self._find_eager_s is not None
+        return not is_eager or any(strategy.recompute == "elementwise" for strategy in plan.strategies)
+
+    @cached_property
+    def _eager_s(self) -> list[float]:
+        """Seconds by which the backwards of each pipeline rank are longer than compiled ones; 0 for compiled ones."""
+        longer_s = self._find_eager_s() if self._find_eager_s else [0.0] * self.plan.stages_per_replica
+        return [sum((max(0.0, longer_s[one.stage]) for one in stages), 0.0) for stages in self.ranks]
 
     def fit(self, excess_bytes: Sequence[float], policies: Sequence[LayerPolicy]) -> Plan | None:
         """Return the plan with the cheapest policies by layer that free `excess_bytes` on each pipeline rank; None
@@ -213,14 +286,20 @@ class MemoryFitter:
 
     def fit_most(self) -> Plan:
         """Return the plan with the policies by layer that free the most memory on each pipeline rank."""
-        indices = tuple(range(len(self.policies)))
         choices: list[Choice] = []
         for stages in self.ranks:
-            smallest = [min(layers.options(indices), key=attrgetter("memory_bytes")) for layers in stages]
+            smallest = [self._smallest_option(layers) for layers in stages]
             memory_bytes = sum(option.memory_bytes for option in smallest)
-            time_s = sum(option.time_s for option in smallest)
-            choices.append(Choice(time_s, memory_bytes, tuple(option.label for option in smallest)))
+            choices.append(Choice(0.0, memory_bytes, tuple(option.label for option in smallest)))
         return self._plan_of(choices, self.policies)
+
+    def _smallest_option(self, layers: StageLayers) -> Option:
+        """Return a stage's allocation with the least memory, without its time where one policy makes it up."""
+        count = len(self.policies)
+        if (policy := layers.smallest_policy) is None:
+            return min(layers.options(range(count)), key=attrgetter("memory_bytes"))
+        label = len(layers.layers) * np.eye(count, dtype=np.int64)[policy], False
+        return Option(label, 0.0, layers.least_memory_bytes)
 
     def fit_with_less_offload(self, excess_bytes: Sequence[float], policies: Sequence[LayerPolicy]) -> Plan | None:
         """Return a plan that frees as much in the same time, and copies the least.
@@ -265,6 +344,10 @@ class MemoryFitter:
         0 where that is unknown; None where some rank can't free so much. Recompute of all layers is no bound of its
         own: it counts where it is shorter.
         """
+        for stages, excess in zip(self.ranks, excess_bytes, strict=True):
+            least_bytes = sum(layers.least_memory_bytes for layers in stages) * (1 - ROUNDING_TOLERANCE)
+            if least_bytes > _unchanged_bytes(stages) - excess:
+                return None
         choices = self._choices(excess_bytes, self.policies)
         if choices is None:
             return None
@@ -357,7 +440,7 @@ def stage_layers(
     """Return the layers of each stage of a plan whose layers all have the first of `policies`; `orders`: its
     allocations."""
     saved_bytes = _saved_bytes(plan, model, workload, policies, optim)
-    added_s, pass_s, is_additive = _recompute_times(plan, model, pass_times_of, policies)
+    times = RecomputeTimes(plan, model, pass_times_of, policies)
     micro_batches = plan.num_micro_batches(workload)
     found: list[StageLayers] = []
     for stage in range(plan.stages_per_replica):
@@ -367,21 +450,22 @@ def stage_layers(
         live = orders[rank].live_micro_batches[stage]
         on_device = live
         copied = [0] * len(policies)
+        limit = inf
         wait_s = _no_wait
         if host and passes:
             on_device = host.orders[rank].on_device_micro_batches[stage]
             copied = [round(sizes[policy.recompute]) if policy.offloads else 0 for policy in policies]
-            overlapped = [(pass_s(*key), copies, count / micro_batches) for key, copies, count in passes]
+            overlapped = [(key, copies, count / micro_batches) for key, copies, count in passes]
             share = host.host_budget_bytes[rank] / plan.placement[: plan.stages_per_replica].count(rank)
-            wait_s = partial(_copy_wait_s, host.copy_s[stage], overlapped, share / max(1, live))
+            limit = share / max(1, live)
+            wait_s = partial(_copy_wait_s, host.copy_s[stage], overlapped, times)
         elif not all(policy.offloads for policy in policies):
             # Nothing is saved long enough to be copied: forbid offload instead of fitting by it.
             copied = [int(policy.offloads) for policy in policies]
-            wait_s = _forbidden_copy_s
+            limit = 0
         memory = [sizes[policy.recompute] * (on_device if policy.offloads else live) for policy in policies]
         layers = plan.layers(stage, model.num_layers)
-        time_s = [added_s[policy][stage] for policy in policies]
-        found.append(StageLayers(layers, time_s, memory, copied, wait_s, is_additive[stage]))
+        found.append(StageLayers(stage, layers, times, memory, copied, limit, wait_s))
     return found
 
 
@@ -390,25 +474,18 @@ def _no_wait(_: int) -> float:
     return 0.0
 
 
-def _forbidden_copy_s(copied_bytes: float) -> float:
-    """Return an infinite wait for any copy, for stages that can't offload."""
-    return inf if copied_bytes else 0.0
-
-
 def _copy_wait_s(
     copy_s: Callable[[float], float],
-    overlapped: Sequence[tuple[float, int, float]],
-    host_budget_bytes: float,
+    overlapped: Sequence[tuple[tuple[str, int], int, float]],
+    times: RecomputeTimes,
     copied_bytes: int,
 ) -> float:
-    """Return the seconds that a stage waits for each micro-batch (`StageLayers.wait_s`).
+    """Return the seconds that a stage waits for each micro-batch (`StageLayers.copy_wait_s`).
 
-    `overlapped`: seconds of a pass, copies that it overlaps, and how often for a micro-batch.
+    `overlapped`: kind and stage of a pass, copies that it overlaps, and how often for a micro-batch.
     """
-    if copied_bytes > host_budget_bytes:
-        return inf
     time_s = copy_s(copied_bytes)
-    return sum(part * max(0.0, copies * time_s - pass_s) for pass_s, copies, part in overlapped)
+    return sum(part * max(0.0, copies * time_s - times.pass_s(*key)) for key, copies, part in overlapped)
 
 
 def _saved_bytes(
@@ -436,26 +513,3 @@ def _saved_bytes(
             by_kind[kind] = {mode: (saved[mode] - saved["full"] + least) / num_layers for mode in plans}
         found.append(by_kind[kind])
     return found
-
-
-def _recompute_times(
-    plan: Plan, model: ModelSpec, pass_times_of: Callable[[Plan], PassTimes], policies: Sequence[LayerPolicy]
-) -> tuple[dict[LayerPolicy, list[float]], Callable[[str, int], float], list[bool]]:
-    """Return the seconds that each policy adds to a layer's backward by stage; those of each pass with the first
-    policy; and by stage True if the times of its layers are additive."""
-    of_mode: dict[Recompute, PassTimes] = {}
-    for policy in policies:
-        if policy.recompute not in of_mode:
-            of_mode[policy.recompute] = pass_times_of(with_policy(plan, LayerPolicy(policy.recompute)))
-    backward_s = {
-        mode: (times.backward_s + times.weight_backward_s)[: plan.stages_per_replica] for mode, times in of_mode.items()
-    }
-    first = of_mode[policies[0].recompute]
-    num_layers = np.maximum(1, [len(plan.layers(stage, model.num_layers)) for stage in range(plan.stages_per_replica)])
-    columns = first.by_kind()
-    base_s = backward_s[policies[0].recompute]
-    return (
-        {policy: ((backward_s[policy.recompute] - base_s) / num_layers).tolist() for policy in policies},
-        lambda kind, stage: float(columns[kind][stage]),
-        np.logical_and.reduce([times.is_additive for times in of_mode.values()]).tolist(),
-    )
