@@ -251,6 +251,7 @@ def recasts_fp8(patch: pytest.MonkeyPatch) -> bool:
 NOT_RUN = {
     "all of one kind": ("name", "storage"),
     "expert parallelism": ("overlap_expert_comm", "dispatch_once_per_node", "experts_in_tp_region"),
+    "latent attention, whose saved bytes are counted in test_latent_attention.py": ("padded_values",),
     "a model's dropout, whose bytes are counted in test_dropout.py": ("counted_dropout",),
     "context parallelism, whose work and bytes have tests of their own": (
         "balanced_cp",

@@ -1,19 +1,28 @@
 """Latent attention and DeepSeek-V3's family: parity under every kind of plan, generation, forecasts, refusals."""
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from muster.cost.flops import forward_flops_per_token
 from muster.model.decoder import Decoder
 from muster.model.init import init_stage
 from muster.model.kv_cache import KvCache
+from muster.spec.errors import InfeasibleError
 from muster.spec.model import ModelSpec, parameter_shapes
+from muster.spec.model_components import MlaSpec, MoeSpec
+from muster.spec.nearest_plans import require_runnable
+from muster.spec.plan_name import parse_plan_name
+from muster.spec.workload import Workload
 from tests.parity import FAMILIES
 from tests.test_context_parallel import in_float64
+from tests.test_memory_forecast import assert_forecast_is_accounting
 from tests.test_parity import CHUNKED, GRADIENT_TOLERANCE, cache, check_parity, run  # noqa: F401
+from tests.train_runs import AT_ONCE, QUICK, rows_of, train
 
 LATENT_FAMILIES = ("latent", "direct latent", "deepseek")
 CASES: dict[int, list[dict[str, Any]]] = {
@@ -105,3 +114,58 @@ def test_a_sown_bug_is_caught(cache: Path) -> None:  # noqa: F811
     bug = {"plan": "tp2", "family": "latent", "fault": "lone latents"}
     ((*found,),) = run(2, in_float64([bug]), cache)
     assert max(rank["gradient_error"] for rank in found) > 1e4 * GRADIENT_TOLERANCE
+
+
+def wide_model(**latent: Any) -> ModelSpec:
+    """Layers of DeepSeek-V3's proportions, a quarter as wide."""
+    mla = {"q_lora_rank": 512, "kv_lora_rank": 256, "nope_head_dim": 128, "rope_head_dim": 64, "v_head_dim": 128}
+    shape = {"vocab_size": 32000, "hidden_size": 2048, "num_layers": 3, "num_heads": 32, "intermediate_size": 8192}
+    return ModelSpec(**shape, mla=MlaSpec(**mla | latent))
+
+
+@pytest.mark.parametrize(
+    ("latent", "name", "seq_len"),
+    [
+        ({}, "dp1-fp32", 4096),
+        ({}, "tp2-sp-relem", 8192),
+        ({"q_lora_rank": None}, "tp4-sp-rfull", 4096),
+        ({"v_head_dim": 192}, "cp2u", 4096),
+    ],
+)
+def test_forecast_is_what_pytorch_counts(latent: dict[str, Any], name: str, seq_len: int) -> None:
+    assert_forecast_is_accounting(wide_model(**latent), name, seq_len, 2, only_ends=True)
+
+
+@pytest.mark.parametrize("name", ["dp2-ep2", "tp2-sp-etp2"])
+def test_forecast_of_experts_behind_latent_attention_is_what_pytorch_counts(name: str) -> None:
+    moe = MoeSpec(num_experts=16, top_k=4, expert_size=1024, shared_size=1024, dense_layers=1, router="sigmoid")
+    assert_forecast_is_accounting(wide_model().model_copy(update={"moe": moe}), name, 4096, 2, only_ends=True)
+
+
+def test_the_flops_are_of_both_widths() -> None:
+    """Per position and head, the scores of a key's width and the sum of a value's."""
+    narrow, wide = (wide_model(v_head_dim=width) for width in (128, 192))
+    per_head = (forward_flops_per_token(one, 8192) - forward_flops_per_token(one, 4096) for one in (narrow, wide))
+    assert [count / (2 * 4096 * 32 * 3) for count in per_head] == [192 + 128, 192 + 192]
+
+
+def test_fp8_is_refused() -> None:
+    model = latent_model()
+    with pytest.raises(InfeasibleError, match=r"fp8 with latent attention .* can't be run yet; nearest: dp2"):
+        require_runnable(parse_plan_name("dp2-fp8"), model, Workload(seq_len=16, global_batch_size=8), 2)
+
+
+@pytest.mark.soak
+def test_a_run_resumes_under_any_other_plan(tmp_path: Path) -> None:
+    usual = ("--preset", "tiny-deepseek", *QUICK, *AT_ONCE, "--train.save_every", "1", "--allow-changes")
+    first = tmp_path / "first"
+    assert train(*usual, "--train.steps", "2", "--parallel", "tp2-sp-etp2", "--run", first).code == 0
+    losses = {}
+    for name in ("dp1", "tp2-sp-etp2", "dp2-ep2", "pp2", "dp2-z3", "cp2-ep2"):
+        run_dir = Path(shutil.copytree(first, tmp_path / name))
+        ended = train(*usual, "--train.steps", "4", "--parallel", name, "--run", run_dir)
+        assert ended.code == 0, ended.out + ended.err
+        losses[name] = [row["train/loss"] for row in rows_of(run_dir)]
+    assert all(len(one) == 4 for one in losses.values())
+    for name, one in losses.items():
+        assert one == pytest.approx(losses["dp1"], rel=1e-5), name

@@ -27,6 +27,8 @@ class FrameworkTraits(Frozen):
     fused_soft_cap: bool = True
     """The attention kernel caps scores itself, in models that cap them; otherwise pieces of the scores are in memory,
     and each operation on them is a pass."""
+    padded_values: bool = False
+    """Values of latent attention that are narrower than keys are padded to their width; otherwise kernels take both."""
     compiles_by_default: bool = False
     """A plan that doesn't say whether it is compiled is, on GPUs, where nothing in it stands against that."""
     fused_elementwise: bool | None = True

@@ -12,14 +12,16 @@ from muster.spec.suggest import did_you_mean
 # parallel/: z1 gathers before a stage's first pass and reduces after its last (fsdp.py, schedule/lower.py); gradients
 # of micro-batches are added by fully_shard, in float32; tensor-parallel sums of input gradients run beside the
 # weights' (tensor_parallel.py). model/: torch's fused RMSNorm and scaled_dot_product_attention, whose kernel for bf16
-# is FlashAttention-2, for documents and windows by its variable-length interface (varlen_attention.py); operators one
-# by one, or compiled block by block (compile.py), never the loss, which keeps its gradient (loss.py). Blocks of a
-# ring are merged in float32, operator by operator (model/block_attention.py, parallel/cp_ring.py).
+# is FlashAttention-2, for documents and windows by its variable-length interface (varlen_attention.py), with values
+# padded to the width of keys (latent_attention.py); operators one by one, or compiled block by block (compile.py),
+# never the loss, which keeps its gradient (loss.py). Blocks of a ring are merged in float32, operator by operator
+# (model/block_attention.py, parallel/cp_ring.py).
 # A test counts each of these traits in a step (tests/test_framework_traits.py).
 MUSTER = FrameworkTraits(
     name="muster",
     attention="flash2",
     fused_soft_cap=False,
+    padded_values=True,
     counted_dropout=True,
     compiles_by_default=True,
     fused_elementwise=None,

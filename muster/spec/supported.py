@@ -340,7 +340,7 @@ _UNSUPPORTED_MODELS: tuple[tuple[str, Callable[[ModelSpec], bool]], ...] = (
         "the gated delta rule (linear_attention.kind gated_deltanet; linear_attn, simple_gla and gla run)",
         lambda model: model.linear_attention is not None and model.linear_attention.kind == "gated_deltanet",
     ),
-    ("heads that predict further tokens (mtp_layers)", lambda model: model.mtp_layers > 0),
+    ("heads that predict further tokens (mtp_layers, which 0 leaves out)", lambda model: model.mtp_layers > 0),
     ("attention sinks", lambda model: model.attention_sinks),
 )
 """Parts of a model that the runtime can't do; such a model can be planned and predicted."""

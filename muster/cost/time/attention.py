@@ -13,6 +13,7 @@ from muster.cost.time.sublayer import (
     LayerContext,
     SublayerCost,
     add_dropout,
+    add_latent_entry,
     add_tp_entry,
     add_tp_exit,
     norm_bytes,
@@ -74,27 +75,29 @@ def add_self_attention(at: LayerContext, part: SublayerCost, window: int | None)
 def add_latent_attention(at: LayerContext, part: SublayerCost) -> None:
     """Add attention with low-rank queries and key/value pairs (MLA, arXiv:2405.04434 §2.1).
 
-    The latent vectors are the same on all tensor-parallel ranks.
+    Tensor-parallel ranks make the latent vectors whole, or under sequence parallelism each those of its positions,
+    which are gathered before they are projected up.
     """
     model, mla, tp, tokens = at.model, at.model.mla, at.tp.size, at.tokens
     assert mla is not None
-    heads, qk_dim = model.num_heads / tp, mla.nope_head_dim + mla.rope_head_dim
-    add_tp_entry(at, part)
-    narrow = mla.kv_lora_rank + mla.rope_head_dim
+    heads, qk_dim = model.num_heads / tp, mla.qk_head_dim
     if mla.q_lora_rank is None:
+        add_tp_entry(at, part)
         part.add_linear(at, tokens, heads * qk_dim, model.hidden_size)
     else:
-        part.add_linear(at, tokens, mla.q_lora_rank, model.hidden_size)
+        part.add_linear(at, at.norm_tokens, mla.q_lora_rank, model.hidden_size)
         part.add_linear(at, tokens, heads * qk_dim, mla.q_lora_rank)
         part.latent_up_projections = part.last_matmul
-        narrow += mla.q_lora_rank
-    part.add_linear(at, tokens, mla.kv_lora_rank + mla.rope_head_dim, model.hidden_size)
+    part.add_linear(at, at.norm_tokens, mla.kv_lora_rank + mla.rope_head_dim, model.hidden_size)
+    add_latent_entry(at, part, mla.latent_width)
     part.add_linear(at, tokens, heads * (mla.nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
     part.latent_up_projections += part.last_matmul
-    part.add_elementwise(at, 2 * tokens * narrow * at.element_bytes, 3 * tokens * narrow * at.element_bytes, 2)
+    narrow = at.norm_tokens * mla.latent_width * at.element_bytes
+    part.add_elementwise(at, 2 * narrow, 3 * narrow, 2)
     turned = tokens * heads * (2 * qk_dim + mla.nope_head_dim) * at.element_bytes
     part.add_elementwise(at, 2 * turned, 2 * turned, 2)
-    _add_scores(at, part, heads, qk_dim, mla.v_head_dim, None, heads * qk_dim)
+    v_dim = qk_dim if at.framework.padded_values else mla.v_head_dim
+    _add_scores(at, part, heads, qk_dim, v_dim, None, heads * qk_dim)
     part.add_linear(at, tokens, model.hidden_size, heads * mla.v_head_dim)
     add_tp_exit(at, part)
 

@@ -235,6 +235,19 @@ def add_tp_entry(at: LayerContext, part: SublayerCost, num_matmuls: int = 1) -> 
         part.input_grads.add_overlapped("tp", times * all_reduce_s(at.tp, size), hides_s)
 
 
+def add_latent_entry(at: LayerContext, part: SublayerCost, width: int) -> None:
+    """Add the collectives where latent vectors of so many elements together meet the heads of a rank: under sequence
+    parallelism an all-gather, whose backward is a reduce-scatter; else the gradient is all-reduced."""
+    if at.tp.size == 1:
+        return
+    size = at.tokens * width * at.element_bytes
+    if at.strategy.sp:
+        part.forward.add_exposed("tp", all_gather_s(at.tp, size))
+        part.input_grads.add_exposed("tp", reduce_scatter_s(at.tp, size))
+    else:
+        part.input_grads.add_exposed("tp", all_reduce_s(at.tp, size))
+
+
 def add_tp_exit(at: LayerContext, part: SublayerCost) -> None:
     """Add the collectives where partial sums leave a row-parallel matmul.
 
