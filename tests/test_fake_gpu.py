@@ -170,7 +170,7 @@ def check(case: dict[str, Any]) -> None:
 SMALL = {"layers": 2, "batch": 4}
 EXAMPLES = [
     {"plan": "dp2-z3", "packing": "document_mask", "precision": "fp8", **SMALL},
-    {"plan": "tp2-sp", "precision": "fp16", "family": "qwen3", **SMALL},
+    {"plan": "tp2-sp", "precision": "fp16", "family": "qwen3", "changes": {"compile": True}, **SMALL},
     {"plan": "pp2-szbh1", "tied": True, **SMALL},
     {"plan": "pp2-vocab", "z_loss": 0.1, **SMALL},
     {"plan": "pp2-sgpipe-oact", **SMALL},

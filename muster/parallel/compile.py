@@ -9,6 +9,7 @@ from muster.model.attention import Attention, core_attention
 from muster.model.decoder import Decoder
 from muster.model.plugin_layer import PROJECT_IN, PROJECT_OUT
 from muster.model.varlen_attention import varlen_attention
+from muster.parallel.tensor_parallel_ops import traceable_seam
 from muster.spec.compilation import compiles
 from muster.spec.errors import MusterError
 from muster.spec.model import ModelSpec
@@ -36,8 +37,8 @@ def eager_note(plan: Plan, model: ModelSpec, device: torch.device) -> str | None
 def compile_blocks(module: Decoder, device: torch.device) -> None:
     """Compile each block at its first pass.
 
-    The functions that tensor parallelism and split backwards put into a block stay uncompiled, between compiled
-    pieces: a compiler can do nothing with their collectives and deferred gradients.
+    What tensor parallelism puts around linear layers becomes operators within a block's graph
+    (`tensor_parallel_ops.py`); a function that the compiler can't follow stays uncompiled, between compiled pieces.
 
     Raises MusterError if the machine lacks what compilation needs: Triton for a GPU, a C++ compiler for a CPU.
     """
@@ -69,5 +70,5 @@ def compile_blocks(module: Decoder, device: torch.device) -> None:
             ).keys():
                 # All blocks share one wrapper: with wrappers of their own each block would be compiled again.
                 linear = getattr(part, seam)
-                setattr(part, seam, opaque.setdefault(linear, torch.compiler.disable(linear)))
+                setattr(part, seam, opaque.setdefault(linear, traceable_seam(linear) or torch.compiler.disable(linear)))
         block.forward = torch.compile(block.forward)

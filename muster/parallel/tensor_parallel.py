@@ -8,7 +8,7 @@ the sequence, and the two places all-gather and reduce-scatter it instead (Megat
 arXiv:2205.05198 §4.2.2).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,36 +54,52 @@ class _ParallelLinears(torch.autograd.Function):
         ctx.weights = parameters[:count]
         ctx.biases = parameters[count:]
         ctx.save_for_backward(x)
-        if axis and axis.async_tp:
-            return _ring_linears(axis, x, ctx.weights, ctx.biases)
-        whole = axis.all_gather(x).wait() if axis and axis.sequence_parallel else x
-        return tuple(_linear(whole, weight, bias) for weight, bias in zip(ctx.weights, ctx.biases, strict=True))
+        return linears_forward(axis, x, ctx.weights, ctx.biases)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        axis: TensorAxis | None = ctx.axis
         (x,) = ctx.saved_tensors
-        weights = ctx.weights
-        gathering = axis.all_gather(x) if axis and axis.sequence_parallel else None
-        grad_x = grads[0] @ weights[0]
-        for grad, weight in zip(grads[1:], weights[1:], strict=True):
-            grad_x += grad @ weight
-        summing = PendingTensor([], lambda: grad_x)
-        if axis is not None:
-            summing = axis.reduce_scatter(grad_x) if axis.sequence_parallel else axis.all_reduce(grad_x)
-        whole_NI = (gathering.wait() if gathering else x).flatten(0, -2)
-        param_grads = [
-            ctx.weight_grads.compute_or_defer(weight, bias, whole_NI, grad.flatten(0, -2))
-            for weight, bias, grad in zip(weights, ctx.biases, grads, strict=True)
-        ]
-        return (
-            None,
-            None,
-            summing.wait(),
-            None,
-            *(weight for weight, _ in param_grads),
-            *(bias for _, bias in param_grads),
-        )
+
+        def param_grads(index: int, x_NI: Tensor, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None]:
+            return ctx.weight_grads.compute_or_defer(ctx.weights[index], ctx.biases[index], x_NI, grad_NO)
+
+        grad_x, made = linears_backward(ctx.axis, x, ctx.weights, grads, param_grads)
+        return None, None, grad_x, None, *(weight for weight, _ in made), *(bias for _, bias in made)
+
+
+ParamGrads = tuple[Tensor | None, Tensor | None]
+"""Gradients of a linear layer's weight and bias; None for one that is deferred, frozen or missing."""
+
+
+def linears_forward(
+    axis: TensorAxis | None, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """Apply linear layers, column-parallel ones if there is an axis, to one hidden state."""
+    if axis and axis.async_tp:
+        return _ring_linears(axis, x, weights, biases)
+    whole = axis.all_gather(x).wait() if axis and axis.sequence_parallel else x
+    return tuple(_linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+
+def linears_backward(
+    axis: TensorAxis | None,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    param_grads: Callable[[int, Tensor, Tensor], ParamGrads],
+) -> tuple[Tensor, list[ParamGrads]]:
+    """Return the gradient of the hidden state, and each layer's `param_grads(index, x_NI, grad_NO)`, which is called
+    while that gradient is summed over the ranks."""
+    gathering = axis.all_gather(x) if axis and axis.sequence_parallel else None
+    grad_x = grads[0] @ weights[0]
+    for grad, weight in zip(grads[1:], weights[1:], strict=True):
+        grad_x += grad @ weight
+    summing = PendingTensor([], lambda: grad_x)
+    if axis is not None:
+        summing = axis.reduce_scatter(grad_x) if axis.sequence_parallel else axis.all_reduce(grad_x)
+    whole_NI = (gathering.wait() if gathering else x).flatten(0, -2)
+    made = [param_grads(index, whole_NI, grad.flatten(0, -2)) for index, grad in enumerate(grads)]
+    return summing.wait(), made
 
 
 def _linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -131,22 +147,31 @@ class _RingRowParallelLinear(torch.autograd.Function):
         ctx.weight_grads = weight_grads
         ctx.weight = weight  # not through save_for_backward, as in `_ParallelLinears`
         ctx.save_for_backward(x)
-        shards = x.unflatten(1, (axis.size, -1))
-        return axis.ring_reduce_scatter(lambda rank: F.linear(shards[:, rank], weight))
+        return ring_row_forward(axis, x, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        axis: TensorAxis = ctx.axis
-        (grad_BsD,) = grads
         (x,) = ctx.saved_tensors
-        size = grad_BsD.shape[1]
-        grad_BSD = grad_BsD.new_empty(len(x), axis.size * size, grad_BsD.shape[2])
-        grad_x = x.new_empty(x.shape)
-        for source, shard_BsD in axis.ring_all_gather(grad_BsD):
-            grad_BSD.narrow(1, source * size, size).copy_(shard_BsD)
-            _linear_of_shard(grad_x, source, shard_BsD, ctx.weight)
+        grad_x, grad_BSD = ring_row_backward(ctx.axis, x, ctx.weight, grads[0])
         grad_weight, _ = ctx.weight_grads.compute_or_defer(ctx.weight, None, x.flatten(0, -2), grad_BSD.flatten(0, -2))
         return None, None, grad_x, grad_weight
+
+
+def ring_row_forward(axis: TensorAxis, x: Tensor, weight: Tensor) -> Tensor:
+    """Return this rank's shard of a row-parallel linear layer's output."""
+    shards = x.unflatten(1, (axis.size, -1))
+    return axis.ring_reduce_scatter(lambda rank: F.linear(shards[:, rank], weight))
+
+
+def ring_row_backward(axis: TensorAxis, x: Tensor, weight: Tensor, grad_BsD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient of a row-parallel linear layer's input, and that of its whole output."""
+    size = grad_BsD.shape[1]
+    grad_BSD = grad_BsD.new_empty(len(x), axis.size * size, grad_BsD.shape[2])
+    grad_x = x.new_empty(x.shape)
+    for source, shard_BsD in axis.ring_all_gather(grad_BsD):
+        grad_BSD.narrow(1, source * size, size).copy_(shard_BsD)
+        _linear_of_shard(grad_x, source, shard_BsD, weight)
+    return grad_x, grad_BSD
 
 
 class _ReduceFromTensorParallelRegion(torch.autograd.Function):
@@ -277,34 +302,53 @@ class _ProjectionNorms(torch.autograd.Function):
         q_weight: Tensor,
         k_weight: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        ctx.axis, ctx.widths, ctx.shares = axis, widths, (1, kv_copies)
-        wide = [x.to(accumulation_dtype(x.dtype)) for x in (q, k)]
-        sums_2BS = torch.stack([torch.linalg.vector_norm(x, dim=-1).square_() for x in wide])
-        sums_2BS[1] /= kv_copies
-        sums_2BS = axis.all_reduce(sums_2BS).wait()
-        scales = [
-            (total / width).add_(eps).rsqrt_().unsqueeze(-1) for total, width in zip(sums_2BS, widths, strict=True)
-        ]
-        ctx.save_for_backward(q, k, q_weight, k_weight, *scales)
-        normed = [
-            (x * r).mul_(weight).to(q.dtype) for x, r, weight in zip(wide, scales, (q_weight, k_weight), strict=True)
-        ]
+        ctx.axis, ctx.widths, ctx.kv_copies = axis, widths, kv_copies
+        *normed, q_scale, k_scale = projection_norms_forward(axis, widths, kv_copies, eps, q, k, q_weight, k_weight)
+        ctx.save_for_backward(q, k, q_weight, k_weight, q_scale, k_scale)
         return normed[0], normed[1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, q_weight, k_weight, *scales = ctx.saved_tensors
-        parts = list(zip(grads, (q, k), (q_weight, k_weight), scales, strict=True))
-        # As in `muster.model.kernels`: dL/dx = r·g·w − x·r³·mean(g·w·x), where the mean is over all ranks' elements.
-        products_2BS = torch.stack([((g.to(r.dtype) * x.to(r.dtype)) @ w.to(r.dtype)) for g, x, w, r in parts])
-        products_2BS = ctx.axis.all_reduce(products_2BS).wait()
-        grad_inputs, grad_weights = [], []
-        for (g, x, w, r), product_BS, width, share in zip(parts, products_2BS, ctx.widths, ctx.shares, strict=True):
-            g_wide, x_wide = g.to(r.dtype), x.to(r.dtype)
-            grad_weights.append((g_wide * x_wide).mul_(r).flatten(0, -2).sum(0).to(w.dtype))
-            norm_term = product_BS.unsqueeze(-1) * r.pow(3).div_(-width * share)
-            grad_inputs.append((g_wide * w).mul_(r).addcmul_(x_wide, norm_term).to(x.dtype))
-        return None, None, None, None, *grad_inputs, *grad_weights
+        made = projection_norms_backward(ctx.axis, ctx.widths, ctx.kv_copies, grads, ctx.saved_tensors)
+        return None, None, None, None, *made
+
+
+def projection_norms_forward(
+    axis: TensorAxis,
+    widths: Sequence[int],
+    kv_copies: int,
+    eps: float,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return both normed, and the factor of each position of either."""
+    wide = [x.to(accumulation_dtype(x.dtype)) for x in (q, k)]
+    sums_2BS = torch.stack([torch.linalg.vector_norm(x, dim=-1).square_() for x in wide])
+    sums_2BS[1] /= kv_copies
+    sums_2BS = axis.all_reduce(sums_2BS).wait()
+    scales = [(total / width).add_(eps).rsqrt_().unsqueeze(-1) for total, width in zip(sums_2BS, widths, strict=True)]
+    normed = [(x * r).mul_(weight).to(q.dtype) for x, r, weight in zip(wide, scales, (q_weight, k_weight), strict=True)]
+    return normed[0], normed[1], scales[0], scales[1]
+
+
+def projection_norms_backward(
+    axis: TensorAxis, widths: Sequence[int], kv_copies: int, grads: Sequence[Tensor], saved: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Return the gradients of queries, keys and both weights; `saved`: these four, and the factors of either."""
+    q, k, q_weight, k_weight, *scales = saved
+    parts = list(zip(grads, (q, k), (q_weight, k_weight), scales, strict=True))
+    # As in `muster.model.kernels`: dL/dx = r·g·w − x·r³·mean(g·w·x), where the mean is over all ranks' elements.
+    products_2BS = torch.stack([((g.to(r.dtype) * x.to(r.dtype)) @ w.to(r.dtype)) for g, x, w, r in parts])
+    products_2BS = axis.all_reduce(products_2BS).wait()
+    grad_inputs, grad_weights = [], []
+    for (g, x, w, r), product_BS, width, share in zip(parts, products_2BS, widths, (1, kv_copies), strict=True):
+        g_wide, x_wide = g.to(r.dtype), x.to(r.dtype)
+        grad_weights.append((g_wide * x_wide).mul_(r).flatten(0, -2).sum(0).to(w.dtype))
+        norm_term = product_BS.unsqueeze(-1) * r.pow(3).div_(-width * share)
+        grad_inputs.append((g_wide * w).mul_(r).addcmul_(x_wide, norm_term).to(x.dtype))
+    return *grad_inputs, *grad_weights
 
 
 def normalize_sharded_projections(
