@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# The fake group, which is registered with devices of its own: before another is added to them.
+import torch.testing._internal.distributed.fake_pg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -138,6 +141,13 @@ class Module:
 
     @staticmethod
     def manual_seed_all(seed: int) -> None: ...
+
+    @staticmethod
+    def get_rng_state(device: object = None) -> torch.Tensor:
+        return torch.zeros(0, dtype=torch.uint8)
+
+    @staticmethod
+    def set_rng_state(state: torch.Tensor, device: object = None) -> None: ...
 
     @staticmethod
     def synchronize(device: object = None) -> None:
