@@ -14,6 +14,7 @@ SIZES = {
     "tie_word_embeddings": False,
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "beta_fast": 8.0, "beta_slow": 2.0}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": SIZES | {"model_type": "llama", "rms_norm_eps": 1e-5},
     "llama-3.1": SIZES
@@ -64,6 +65,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": SIZES
     | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
     | {"decoder_sparse_step": 2, "norm_topk_prob": True, "head_dim": 12},
+    "gpt_oss": SIZES
+    | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 7}
+    | {"swiglu_limit": 0.2, "swiglu_alpha": 1.5, "rope_theta": 5e4, "router_aux_loss_coef": 0.0, "pad_token_id": None}
+    | {"rope_scaling": YARN | {"factor": 8.0, "original_max_position_embeddings": 16, "truncate": False}},
     "deepseek_v3": SIZES
     | {
         "model_type": "deepseek_v3",
@@ -102,7 +107,6 @@ _EXPERTS = {
     "first_k_dense_replace": 1,
 }
 READ_ONLY: dict[str, dict[str, Any]] = {
-    "gpt_oss": SIZES | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
     "seed_oss": SIZES | {"model_type": "seed_oss", "head_dim": 12},
     "ministral": SIZES | {"model_type": "ministral", "sliding_window": 7, "head_dim": 8},
     "deepseek_v2": CONFIGS["deepseek_v3"]
@@ -111,7 +115,7 @@ READ_ONLY: dict[str, dict[str, Any]] = {
     "dots1": SIZES | _EXPERTS | {"model_type": "dots1", "head_dim": 8},
 }
 """Families of which no configuration is written."""
-EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"]
+EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss"]
 """Families with experts that run; `transformers` stacks their experts in memory and stores them apart."""
 DENSE = [name for name in CONFIGS if name not in EXPERTS]
 

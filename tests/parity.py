@@ -24,12 +24,13 @@ from muster.data.prepare import PrepareOptions, open_or_prepare
 from muster.data.store import TokenStore
 from muster.data.tokenizer import ByteTokenizer
 from muster.layout.context_parallel import AttentionBlock, packed_blocks
-from muster.model import block_attention
-from muster.model.block_attention import block_forward, block_scores
+from muster.model import block_attention, varlen_attention
+from muster.model.attention_sinks import add_sinks_
+from muster.model.block_attention import MergedAttention, block_forward, block_scores
 from muster.model.decoder import Decoder
 from muster.model.documents import Documents
 from muster.model.dropout import sample_keys
-from muster.model.grouped_matmul import grouped_linears, grouped_weight_grad
+from muster.model.grouped_matmul import StackedLinear, grouped_linears, grouped_weight_grad
 from muster.model.init import draw, initial_value
 from muster.model.loss import cross_entropy_sum
 from muster.model.recompute import _RecomputedTensor
@@ -178,6 +179,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
             aux_loss_coef=0.05,
         ),
     },
+    "gpt_oss": {
+        "head_dim": 12,
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+        "attention_sinks": True,
+        "swiglu_limit": 0.02,
+        "sliding_window": 5,
+        "window_layers": (0, 2),
+        "rope_scaling": RopeScaling(kind="yarn", factor=8.0, original_positions=8, truncate=False),
+        "moe": MoeSpec(num_experts=4, top_k=2, expert_size=12, router_bias=True, aux_loss_coef=0.05),
+    },
+    "sinks": {"attention_sinks": True},
     "linear": {"linear_attention": linear_layers("linear_attn")},
     "simple_gla": {"linear_attention": linear_layers("simple_gla")},
     "gla": {"linear_attention": linear_layers("gla"), "qk_norm": True, "head_dim": 12},
@@ -220,7 +234,7 @@ def start_value(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -
     """The initial value, with noise on norms and biases: ones and zeros would hide what is done to them twice. Without
     noise stays the bias of a choice of experts, which all tokens would make alike."""
     value = initial_value(spec, name, shape, seed)
-    is_noisy = len(shape) == 1 and not name.endswith(".expert_bias")
+    is_noisy = (len(shape) == 1 or name.endswith(".bias")) and not name.endswith(".expert_bias")
     return value + draw(f"noise/{name}", shape, seed, 0.1) if is_noisy else value
 
 
@@ -313,7 +327,8 @@ def reference(
             parameter.copy_(start(spec, name, tuple(parameter.shape), config.seed))
     optim, size = config.optim, config.train.global_batch_size
     named = list(model.named_parameters())
-    matrices = [p for n, p in named if n.startswith("layers.") and p.ndim == 2] if optim.name == "muon" else []
+    plain = {n for n, p in named if n.startswith("layers.") and p.ndim == 2 and not n.endswith(".bias")}
+    matrices = [p for n, p in named if n in plain] if optim.name == "muon" else []
     decaying = [p for n, p in named if not skips_weight_decay(n) and not any(p is matrix for matrix in matrices)]
     groups = [
         {"params": decaying, "weight_decay": optim.weight_decay},
@@ -837,8 +852,34 @@ def lone_latents() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def unseen_sinks() -> Iterator[None]:
+    """Sinks take no part in the softmax of one rank."""
+
+    def faulty(self: MergedAttention, q_BHSd: Tensor, sinks_H: Tensor | None = None) -> None:
+        make(self, q_BHSd, None if dist.get_rank() == 1 else sinks_H)
+
+    def unchanged(*tensors: Any) -> None:
+        if dist.get_rank() != 1:
+            add_sinks_(*tensors)
+
+    make = MergedAttention.__init__
+    with patch.object(MergedAttention, "__init__", faulty), patch.object(varlen_attention, "add_sinks_", unchanged):
+        yield
+
+
+@contextmanager
+def repeated_expert_bias() -> Iterator[None]:
+    """Every rank that has a slice of an expert adds its last bias."""
+    always = property(lambda self: True, lambda self, value: None)
+    with patch.object(StackedLinear, "adds_bias", always, create=True):
+        yield
+
+
 FAULTS = {
     "lone latents": lone_latents,
+    "unseen sinks": unseen_sinks,
+    "repeated expert bias": repeated_expert_bias,
     "forgotten decay": forgotten_decay,
     "blocks out of order": blocks_out_of_order,
     "own load alone": own_load_alone,

@@ -127,4 +127,4 @@ def test_a_released_model_has_a_configuration(name):
 
 def test_a_model_without_a_family_says_so():
     with pytest.raises(InfeasibleError, match="nearest is"):
-        hf_config_from_spec(load_model("gpt-oss-20b"))
+        hf_config_from_spec(load_model("gla-1.3b-hybrid"))

@@ -21,7 +21,7 @@ KINDS = {
     8: ("", "a", "u2", "u4", "u2w2", "w2", "w4", "b", "t", "s"),
 }
 """Letters of the kinds that so many context-parallel ranks can have."""
-FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox", "olmo2")
+FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox", "olmo2", "sinks")
 WINDOWS = ("qwen3", "gemma2", "gemma3")
 PACKINGS = ("concatenate", "document_mask", "next_fit", "none")
 SP = {"default_strategy": {"sp": True, "tp_overlap": "async_tp"}}

@@ -1,4 +1,4 @@
-"""Our decoder and `transformers` compute the same from the same weights, for every dense family, both ways."""
+"""Our decoder and `transformers` compute the same from the same weights, for dense families and gpt-oss, both ways."""
 
 import copy
 
@@ -26,8 +26,8 @@ def imported(spec: ModelSpec, hf: dict[str, Tensor], model_type: str | None = No
     model = decoder_of(spec)
     hf |= {"embed_out.weight": hf["lm_head.weight"]} if "lm_head.weight" in hf else {}  # as GPT-NeoX stores its head
     for link in weight_map(spec, model_type):
-        part = hf[link.hf_name][link.hf_box.slices]
-        part = part.t() if link.transposed else part
+        part = hf[link.hf_name][link.hf_slices]
+        part = part.mT if link.transposed else part
         model.get_parameter(link.name)[link.box.slices] = part.reshape(link.box.size)
     return model
 
@@ -38,8 +38,8 @@ def exported(spec: ModelSpec, model: nn.Module, model_type: str | None = None) -
     tensors = {name: torch.full(shape, torch.nan) for name, shape in hf_shapes(links).items()}
     for link in links:
         part = model.get_parameter(link.name)[link.box.slices]
-        part = part.t() if link.transposed else part
-        tensors[link.hf_name][link.hf_box.slices] = part.reshape(link.hf_box.size)
+        part = part.mT if link.transposed else part
+        tensors[link.hf_name][link.hf_slices] = part.reshape(link.hf_box.size)
     return {name.replace("embed_out", "lm_head"): tensor for name, tensor in tensors.items()}
 
 
@@ -51,7 +51,7 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", [*DENSE, "gpt_oss"])
 @torch.no_grad()
 def test_their_weights_give_their_logits(name):
     spec, theirs = spec_from_hf_config(CONFIGS[name]), random_model(name)
@@ -66,7 +66,8 @@ def test_their_weights_give_their_logits(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt2", "llama-biased", "mistral", "qwen3-yarn", "phi3", "smollm3", "olmo2", "gpt_neox", "gemma2", "gemma3_text"],
+    ["gpt2", "llama-biased", "mistral", "qwen3-yarn", "phi3", "smollm3", "olmo2", "gpt_neox", "gemma2", "gemma3_text"]
+    + ["gpt_oss"],
 )
 def test_their_weights_give_their_gradients(name):
     spec, theirs = spec_from_hf_config(CONFIGS[name]), copy.deepcopy(random_model(name))
@@ -78,13 +79,13 @@ def test_their_weights_give_their_gradients(name):
     hf |= {"embed_out.weight": hf["lm_head.weight"]} if "lm_head.weight" in hf else {}
     size = max(float(grad.abs().max()) for grad in hf.values())
     for link in weight_map(spec, CONFIGS[name]["model_type"]):
-        expected = hf[link.hf_name][link.hf_box.slices]
-        expected = (expected.t() if link.transposed else expected).reshape(link.box.size)
+        expected = hf[link.hf_name][link.hf_slices]
+        expected = (expected.mT if link.transposed else expected).reshape(link.box.size)
         found = ours.get_parameter(link.name).grad[link.box.slices]
         assert float((found - expected).abs().max()) < TOLERANCE * size, link.name
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", [*DENSE, "gpt_oss"])
 @torch.no_grad()
 def test_our_weights_give_our_logits(name):
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -13,6 +13,7 @@ from muster.checkpoint.model_directory import open_directory
 from muster.cli.main import main
 from muster.data.tokenizer import ByteTokenizer
 from muster.interop.hf_config import spec_from_hf_config
+from muster.layout.tensor_layout import Box
 from muster.model.decoder import Decoder
 from muster.spec.model import ModelSpec
 from tests.hf_models import CONFIGS, DENSE, EXPERTS, random_model
@@ -116,3 +117,41 @@ def test_the_tokenizer_of_a_run_that_reads_bytes(tmp_path: Path) -> None:
     text = model.generate(**theirs("def ", return_tensors="pt"), max_new_tokens=3, do_sample=False)
     assert text.shape == (1, 7)
     assert json.loads((hf / "config.json").read_text())["vocab_size"] == ours.vocab_size
+
+
+def packed(weight_EIO: Tensor) -> dict[str, Tensor]:
+    """Blocks and scales of numbers that MXFP4 has, by outputs."""
+    grouped = weight_EIO.transpose(1, 2).unflatten(-1, (-1, 32))
+    exponent = (grouped.abs().amax(-1, keepdim=True) / 6).log2().ceil()
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    scaled = grouped / torch.exp2(exponent)
+    code = (scaled.abs().unsqueeze(-1) - values).abs().argmin(-1).to(torch.uint8) + 8 * (scaled < 0).to(torch.uint8)
+    blocks = code[..., 0::2] | code[..., 1::2] << 4
+    return {"_blocks": blocks, "_scales": (exponent.squeeze(-1) + 127).to(torch.uint8)}
+
+
+def test_published_experts_in_mxfp4_are_read(tmp_path: Path) -> None:
+    """Blocks and scales, and what `transformers` makes of them, are the same parameters; any part can be read."""
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    torch.manual_seed(0)
+    config = CONFIGS["gpt_oss"] | {"intermediate_size": 64, "num_hidden_layers": 1}
+    spec = spec_from_hf_config(config, "test")
+    folder = convert(save_weights(tmp_path / "checkpoints", spec), tmp_path / "plain", "hf")
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        pair = packed(tensors.pop(name))
+        tensors |= {name + suffix: tensor.contiguous() for suffix, tensor in pair.items()}
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "config.json").write_text((folder / "config.json").read_text())
+    save_file(tensors, tmp_path / "packed" / "model.safetensors")
+    found = read_weights(convert(tmp_path / "packed", tmp_path / "ours", "muster"))
+    for matrix, columns in {"gate": slice(0, None, 2), "up": slice(1, None, 2), "down": slice(None)}.items():
+        name = f"model.layers.0.mlp.experts.{'down' if matrix == 'down' else 'gate_up'}_proj"
+        whole = convert_moe_packed_tensors(tensors[f"{name}_blocks"], tensors[f"{name}_scales"])
+        ours = found[f"layers.0.mlp.experts.{matrix}.weight"]
+        assert torch.equal(ours, whole[..., columns].transpose(1, 2).to(ours.dtype)), matrix
+    source = open_directory(tmp_path / "packed").stored
+    part = source.read(f"{name}", Box((1, 33, 5), (2, 20, 9)))
+    assert torch.equal(part, whole[1:3, 33:53, 5:14])

@@ -18,7 +18,7 @@ from muster.model import piecewise_attention as soft_capped
 from muster.model.attention import core_attention
 from muster.model.decoder import Decoder
 from muster.model.init import draw, fill_initial_parts, init_stage, initial_value, keyed_generator
-from muster.model.kernels import activate, apply_rotary, gated_activation, rms_norm, soft_cap
+from muster.model.kernels import activate, apply_rotary, clamped_swiglu, gated_activation, rms_norm, soft_cap
 from muster.model.loss import cross_entropy_sum, loss_sums
 from muster.model.mersenne_twister import generators_at
 from muster.model.positions import rotary_tables
@@ -179,6 +179,11 @@ def test_hand_written_derivatives(rows, pairs, seed):
             lambda x, up, kind=kind: gated_activation(x, up, kind), (x, numbers(2, rows, 2 * pairs))
         )
         assert torch.equal(gated_activation(x, torch.ones_like(x), kind), activate(x, kind))
+    up = numbers(2, rows, 2 * pairs)
+    gate = x.clamp(max=0.8)
+    expected = (up.clamp(-0.8, 0.8) + 1) * gate * (1.7 * gate).sigmoid()
+    torch.testing.assert_close(clamped_swiglu(x, up, 1.7, 0.8), expected)
+    assert torch.autograd.gradcheck(lambda x, up: clamped_swiglu(x, up, 1.7, 0.8), (x, up))
     cos, sin = rotary_tables(rows, 2 * pairs, 1e4, torch.float64, torch.device("cpu"))
     assert torch.autograd.gradcheck(lambda x: apply_rotary(x.unsqueeze(2), cos, sin), (x,))
 
@@ -337,7 +342,7 @@ def test_soft_capped_attention_is_the_formula_in_any_pieces(window, monkeypatch)
     found = torch.autograd.grad(ours.square().sum(), (q, k, v))
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
-    whole = soft_capped.soft_capped_scores_attention(q, k, v, ~hidden.expand(2, 1, 11, 11), 0.3, 1.5)
+    whole = soft_capped.whole_scores_attention(q, k, v, ~hidden.expand(2, 1, 11, 11), 0.3, 1.5, None)
     torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
 
 

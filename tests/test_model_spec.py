@@ -121,8 +121,11 @@ def test_latent_attention_has_heads_of_its_own():
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"moe": EXPERTS, "mlp_bias": True}, "biases of experts"),
-        ({"mtp_layers": 1, "attention_sinks": True}, "further tokens .* and attention sinks"),
+        (
+            {"moe": EXPERTS, "mlp_bias": True, "parallel_residual": True},
+            "biases of shared experts .* and experts beside attention",
+        ),
+        ({"mtp_layers": 1}, "further tokens"),
     ],
 )
 def test_unsupported_parts_of_a_model_are_named_in_one_sentence(fields, sentence):

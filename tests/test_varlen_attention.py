@@ -7,15 +7,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from muster.model import varlen_attention as varlen
-from muster.model.varlen_attention import _attend_on_gpu, sequence_pieces, varlen_attention
+from muster.model.piecewise_attention import ScoreRules, piecewise_attention
+from muster.model.varlen_attention import _attend_on_gpu, _FlashWithSinks, sequence_pieces, varlen_attention
 
 LENGTHS = (1, 70, 3, 129, 53)
 
 
 def formula(
-    qkv: tuple[Tensor, ...], lengths: tuple[int, ...], window: int | None, scale: float | None = None
+    qkv: tuple[Tensor, ...],
+    lengths: tuple[int, ...],
+    window: int | None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention with one mask of all positions of the batch."""
     batch, heads, length, width = qkv[0].shape
@@ -25,6 +31,9 @@ def formula(
     behind = torch.arange(batch * length).unsqueeze(1) - torch.arange(batch * length)
     hidden = (behind < 0) | (behind >= (window or batch * length)) | (number.unsqueeze(1) != number)
     scores = (q @ k.mT * (scale or width**-0.5)).masked_fill(hidden, -torch.inf)
+    if sinks is not None:  # one more key, whose value is zero
+        scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, batch * length, 1)), -1)
+        v = torch.cat((v, torch.zeros_like(v[:, :1])), 1)
     return (scores.softmax(-1) @ v).transpose(0, 1).unflatten(0, (batch, length)).transpose(1, 2)
 
 
@@ -49,6 +58,22 @@ def test_attention_of_documents_and_windows_is_the_formula(lengths: tuple[int, .
     for one, other in zip(gradients(ours, qkv), gradients(theirs, qkv), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
     assert (ours - formula(qkv, (sum(lengths),), 7)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("window", [None, 5, 100])
+@pytest.mark.parametrize("lengths", [LENGTHS, (128, 128)], ids=str)
+def test_sinks_are_keys_without_values(lengths: tuple[int, ...], window: int | None) -> None:
+    qkv, sinks = make_qkv(2, 128), torch.randn(4, dtype=torch.float64, requires_grad=True)
+    theirs = formula(qkv, lengths, window, 0.3, sinks)
+    expected = gradients(theirs, (*qkv, sinks))
+    found = [varlen_attention(qkv, lengths, None, window, 0.3, sinks)]
+    if lengths == (128, 128):
+        found.append(piecewise_attention(*qkv, ScoreRules(0.3, window), sinks))
+    for ours in found:
+        assert ours is not None
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+        for one, other in zip(gradients(ours, (*qkv, sinks)), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
 
 
 def test_gradients_of_bands_are_summed_in_float32() -> None:
@@ -138,3 +163,24 @@ def test_a_machine_without_such_kernels_says_so(monkeypatch: pytest.MonkeyPatch)
         assert varlen_attention(tuple(x.to("meta") for x in make_qkv(1, 4)), (4,), None, 2, None) is None
     finally:
         varlen.gpu_kernel.cache_clear()
+
+
+class Context(SimpleNamespace):
+    """What autograd hands to a function, which its engine can't run for a GPU that isn't there."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+
+@pytest.mark.parametrize("left", [-1, 4])
+def test_pytorch_s_flash_attention_takes_the_arguments_with_sinks(left: int) -> None:
+    """On tensors without memory: what the kernels take and return."""
+    with FakeTensorMode():
+        q, k, v = (torch.empty(32, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (8, 2, 2))
+        sinks = torch.empty(8, dtype=torch.bfloat16, device="cuda")
+        starts, context = torch.empty(4, dtype=torch.int32, device="cuda"), Context()
+        out = _FlashWithSinks.forward(context, q, k, v, sinks, starts, 16, left, 0.125)
+        assert (out.shape, out.dtype) == (q.shape, torch.bfloat16)
+        assert context.saved_tensors[-1].shape == (8, 32)
+        found = _FlashWithSinks.backward(context, torch.empty_like(out))
+        assert [x.shape for x in found[:4] if x is not None] == [q.shape, k.shape, v.shape, sinks.shape]

@@ -40,7 +40,10 @@ def from_weight_map(stored: TensorSource, spec: ModelSpec, links: Iterable[Weigh
     links = list(links)
     dtypes = {link.name: stored.metas[link.hf_name].dtype for link in links}
     metas = {name: TensorMeta(shape, dtypes[name]) for name, shape in parameter_shapes(spec)}
-    origins = (BoxMapping(link.name, link.box, link.hf_name, link.hf_box, link.transposed) for link in links)
+    origins = (
+        BoxMapping(link.name, link.box, link.hf_name, link.hf_box, link.transposed, source_step=link.hf_step)
+        for link in links
+    )
     return RemappedTensors(stored, metas, origins)
 
 
@@ -53,7 +56,10 @@ def to_hf(weights: TensorSource, spec: ModelSpec, model_type: str | None = None)
     links = weight_map(spec, model_type)
     dtypes = {link.hf_name: weights.metas[link.name].dtype for link in links}
     metas = {name: TensorMeta(shape, dtypes[name]) for name, shape in hf_shapes(links).items()}
-    origins = (BoxMapping(link.hf_name, link.hf_box, link.name, link.box, link.transposed) for link in links)
+    origins = (
+        BoxMapping(link.hf_name, link.hf_box, link.name, link.box, link.transposed, target_step=link.hf_step)
+        for link in links
+    )
     return RemappedTensors(weights, metas, origins)
 
 

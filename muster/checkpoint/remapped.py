@@ -1,7 +1,7 @@
 """Tensors under other names and shapes: each assembled from boxes of stored tensors of another program."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -23,14 +23,41 @@ class BoxMapping:
     source_box: Box
     transposed: bool = False
     """True if the boxes, apart from leading dimensions of size 1, are matrices that are transposes of each other."""
+    source_step: int = 1
+    """Distance, in the stored tensor, of neighbours in the last dimension of its box, whose size counts its elements
+    alone."""
+    target_step: int = 1
+    """The same of the target."""
 
-    def source_part(self, box: Box) -> Box:
-        """Return the stored box that holds `box`, a part of the target box."""
-        start = tuple(a - b for a, b in zip(box.start, self.target_box.start, strict=True))
-        size, dims = box.size, len(self.source_box.size)
+    def overlap(self, box: Box) -> tuple[Box, tuple[slice, ...]] | None:
+        """Return the part of the mapping's elements that lie in `box` of the target, counted from the first of them,
+        and their place in `box`; None where there are none."""
+        if self.target_step == 1:
+            if (common := intersect(box, self.target_box)) is None:
+                return None
+            start = tuple(a - b for a, b in zip(common.start, self.target_box.start, strict=True))
+            return Box(start, common.size), slices_within(common, box)
+        step, first = self.target_step, self.target_box.start[-1]
+        begin = max(0, -(-(box.start[-1] - first) // step))
+        end = min(self.target_box.size[-1], -(-(box.start[-1] + box.size[-1] - first) // step))
+        rows = replace(self, target_box=Box(self.target_box.start[:-1], self.target_box.size[:-1]), target_step=1)
+        others = rows.overlap(Box(box.start[:-1], box.size[:-1]))
+        if others is None or end <= begin:
+            return None
+        inner, places = others
+        place = slice(first + begin * step - box.start[-1], first + (end - 1) * step + 1 - box.start[-1], step)
+        return Box((*inner.start, begin), (*inner.size, end - begin)), (*places, place)
+
+    def source_part(self, part: Box) -> Box:
+        """Return the stored box that holds a part of the mapping's elements, and others between them where they lie
+        apart."""
+        start, size, dims = part.start, part.size, len(self.source_box.size)
         if self.transposed:
-            start, size = start[::-1], size[::-1]
+            start, size = (*start[:-2], *start[:-3:-1]), (*size[:-2], *size[:-3:-1])
         start, size = _pad_dims(start, dims, 0), _pad_dims(size, dims, 1)
+        if self.source_step > 1:
+            start = (*start[:-1], start[-1] * self.source_step)
+            size = (*size[:-1], (size[-1] - 1) * self.source_step + 1)
         return Box(tuple(a + b for a, b in zip(self.source_box.start, start, strict=True)), size)
 
 
@@ -57,11 +84,14 @@ class RemappedTensors:
     def read(self, name: str, box: Box) -> Tensor:
         out = allocate(box.size, self.metas[name].dtype)
         for mapping in self._mappings[name]:
-            if (common := intersect(box, mapping.target_box)) is not None:
-                part = self._stored.read(mapping.source, mapping.source_part(common))
+            if (overlap := mapping.overlap(box)) is not None:
+                inner, place = overlap
+                part = self._stored.read(mapping.source, mapping.source_part(inner))
+                if mapping.source_step > 1:
+                    part = part[..., :: mapping.source_step]
                 if mapping.transposed:
                     part = part.reshape(part.shape[-2:]).t()
-                out[slices_within(common, box)] = part.reshape(common.size)
+                out[place] = part.reshape(inner.size)
         return out
 
 

@@ -33,9 +33,9 @@ class PluginOptimizer:
 
 
 def skips_weight_decay(name: str) -> bool:
-    """Return True for parameters without weight decay: norms, biases and embeddings."""
+    """Return True for parameters without weight decay: norms, biases, attention sinks and embeddings."""
     module, _, leaf = name.rpartition(".")
-    return leaf == "bias" or module.endswith("norm") or module.rpartition(".")[2] in ("embed", "positions")
+    return leaf in ("bias", "sinks") or module.endswith("norm") or module.rpartition(".")[2] in ("embed", "positions")
 
 
 def update_rule(optim: OptimConfig | None, name: str, shape: tuple[int, ...]) -> UpdateRule:

@@ -78,9 +78,10 @@ class OptimizerEntry:
 
 
 def is_layer_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Tell if a parameter is a matrix of a decoder layer: it has two dimensions and is no embedding, position table or
-    output head. `shape` is the global one."""
-    return len(shape) == 2 and name.rpartition(".")[0].rpartition(".")[2] not in ("embed", "positions", "head")
+    """Tell if a parameter is a matrix of a decoder layer: it has two dimensions and is no embedding, position table,
+    output head, or the biases of several experts. `shape` is the global one."""
+    module, _, leaf = name.rpartition(".")
+    return len(shape) == 2 and leaf != "bias" and module.rpartition(".")[2] not in ("embed", "positions", "head")
 
 
 NEWTON_SCHULZ_STEPS = 5

@@ -155,7 +155,7 @@ def tensor_axis_bytes(
     if last:  # the largest logit, then the sum of exponentials and the label's logit, of each position
         sent["all_reduce"] += count * (1 + is_tiled) * 3 * positions * master_bytes(plan.precision)
     layouts = {layout.name: layout for layout in stage_layouts(spec, plan, stage, at)}
-    copies = tp_partial_grad_copies(spec, layouts, tp, strategy.sp)
+    copies = tp_partial_grad_copies(spec, layouts, plan.mesh(stage), strategy.sp)
     copied_numel = sum(
         layouts[name].numel * (tp // num_copies) for name, num_copies in copies.items() if not is_frozen(optim, name)
     )

@@ -30,8 +30,7 @@ def hf_shapes(links: list[WeightLink]) -> dict[str, tuple[int, ...]]:
     """Return the shape of each Hugging Face tensor, in the order in which they are first linked."""
     shapes: dict[str, tuple[int, ...]] = {}
     for link in links:
-        end = tuple(a + n for a, n in zip(link.hf_box.start, link.hf_box.size, strict=True))
-        shapes[link.hf_name] = tuple(map(max, shapes.get(link.hf_name, end), end))
+        shapes[link.hf_name] = tuple(map(max, shapes.get(link.hf_name, link.hf_end), link.hf_end))
     return shapes
 
 

@@ -88,11 +88,11 @@ def tp_shard(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, index:
     """Return rank `index` of `tp`'s shard of a parameter: (box, number of its copies, index of this copy).
 
     Sharded are rows of q, k, v, gate, up, head and embedding, of decays of linear attention, and of the matrices that
-    project latent vectors up, with their biases, and columns of o and down, of each of the stacked experts too; norms,
-    routers, matrices that make latent vectors, the first of two matrices for decays, the biases of o and down and
-    learned positions are replicated. Query and key/value heads stay whole; with more ranks than key/value heads,
-    neighbours hold the same one. Vocabulary entries and inner widths that `tp` doesn't divide give the last ranks
-    fewer. Norms over all heads together are sharded as the rows of q and k.
+    project latent vectors up, with their biases, attention sinks, and columns of o and down, of each of the stacked
+    experts too; norms, routers, matrices that make latent vectors, the first of two matrices for decays, the biases of
+    o and down and learned positions are replicated. Query and key/value heads stay whole; with more ranks than
+    key/value heads, neighbours hold the same one. Vocabulary entries and inner widths that `tp` doesn't divide give the
+    last ranks fewer. Norms over all heads together are sharded as the rows of q and k.
     """
     kind, leaf = _kind_and_leaf(spec, name)
     whole = Box((0,) * len(shape), shape)
@@ -106,7 +106,7 @@ def tp_shard(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, index:
         return _cut(whole, 0, index // copies * spec.head_dim, spec.head_dim), copies, index % copies
     # Heads of linear attention stay whole too, as tp divides their number.
     unit = 1 if is_linear else _head_width(spec, kind)
-    dim = _tensor_dim(kind, shape)
+    dim = _tensor_dim(name, shape)
     start, count = chunk_bounds(shape[dim] // unit, tp, index)
     return _cut(whole, dim, start * unit, count * unit), 1, 0
 
@@ -119,9 +119,12 @@ def _head_width(spec: ModelSpec, kind: str) -> int:
     return spec.head_dim if kind in ("q", "k", "v", "o", "q_up") else 1
 
 
-def _tensor_dim(kind: str, shape: tuple[int, ...]) -> int:
+def _tensor_dim(name: str, shape: tuple[int, ...]) -> int:
     """Return the dimension along which tensor parallelism shards a parameter: of a matrix, or of stacked ones, columns
-    or rows."""
+    or rows; of stacked biases, the second."""
+    kind, leaf = name.split(".")[-2:]
+    if is_expert(name) and leaf == "bias":
+        return 1
     return max(0, len(shape) - (1 if kind in ("o", "down") else 2))
 
 
@@ -221,21 +224,25 @@ def _cut(box: Box, dim: int, start: int, count: int) -> Box:
     )
 
 
-def tp_partial_grad_copies(spec: ModelSpec, names: Iterable[str], tp: int, sp: bool) -> dict[str, int]:
+def tp_partial_grad_copies(spec: ModelSpec, names: Iterable[str], mesh: Mesh, sp: bool) -> dict[str, int]:
     """Return the parameters, with their number of copies, that several tensor-parallel ranks hold and each use on a
     part of the data only, or for a part of each expert's output: their gradients are summed.
 
     Under sequence parallelism these are all replicated parameters; norms of queries and keys, and what makes outputs
     and decays of linear attention, always, as each rank has other heads; routers always; key and value heads where
-    several ranks hold the same one.
+    several ranks hold the same one; the last biases of sliced experts, which one rank adds.
     """
+    tp = mesh.tp
     if tp == 1:
         return {}
     kv_copies = tp // spec.num_kv_heads
     found = {}
     for name in names:
         kind, leaf = _kind_and_leaf(spec, name)
-        if kind in ("q_norm", "k_norm", "out_norm", "decay_down", *_ROUTING):
+        if is_expert(name):
+            if mesh.etp > 1 and _is_whole(kind, leaf):
+                found[name] = mesh.etp
+        elif kind in ("q_norm", "k_norm", "out_norm", "decay_down", *_ROUTING):
             found[name] = tp
         elif kind in ("k", "v") and kv_copies > 1 and not spec.has_linear_attention_parameter(name):
             found[name] = kv_copies
@@ -269,8 +276,7 @@ def stage_layouts(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) 
             copies = writers + plan.mesh(plan.stages_per_replica - 1).dp_replicate
         boxes = (box,) if box.numel else ()
         copies, copy_index = copies * plan.pipeline_replicas, replica * copies + copy_index
-        cut_dim = _tensor_dim(name.split(".")[-2], shape)
-        layouts.append(TensorLayout(name, shape, boxes, copies, copy_index, writers, cut_dim))
+        layouts.append(TensorLayout(name, shape, boxes, copies, copy_index, writers, _tensor_dim(name, shape)))
     return layouts
 
 

@@ -14,7 +14,7 @@ from muster.model.documents import Documents, per_document_attention
 from muster.model.dropout import LayerDropout, ScoreDropout
 from muster.model.kernels import apply_rotary
 from muster.model.norms import RmsNorm
-from muster.model.piecewise_attention import ScoreRules, piecewise_attention, soft_capped_attention
+from muster.model.piecewise_attention import ScoreRules, piecewise_attention
 from muster.model.projections import project_in, project_normed, project_out, recomputable
 from muster.model.varlen_attention import varlen_attention
 from muster.spec.model import ModelSpec
@@ -28,14 +28,16 @@ def core_attention(
     window: int | None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Return causal attention, (B, H, S, d): each position sees itself and those before it, as far as `window` reaches.
 
     The mask says the same; it is None where the window reaches everywhere. Scores are multiplied by `scale` (None:
-    1 / √d).
+    1 / √d), and soft-capped. `sinks_H` are logits of keys without values (None: there are none).
     """
-    if softcap is not None:
-        return soft_capped_attention(q_BHSd, k_BKSd, v_BKSd, window, scale or q_BHSd.shape[-1] ** -0.5, softcap)
+    if softcap is not None or sinks_H is not None:
+        rules = ScoreRules(scale or q_BHSd.shape[-1] ** -0.5, window, softcap)
+        return piecewise_attention(q_BHSd, k_BKSd, v_BKSd, rules, sinks_H)
     is_grouped = q_BHSd.shape[1] != k_BKSd.shape[1]
     return F.scaled_dot_product_attention(
         q_BHSd, k_BKSd, v_BKSd, attn_mask=mask_SS, is_causal=mask_SS is None, scale=scale, enable_gqa=is_grouped
@@ -48,20 +50,25 @@ def normalize_projections(q: Tensor, k: Tensor, q_norm: RmsNorm, k_norm: RmsNorm
 
 
 def attend(
-    attention: "Attention", qkv_BHSd: tuple[Tensor, ...], mask_SS: Tensor | None, documents: Documents | None
+    attention: "Attention",
+    qkv_BHSd: tuple[Tensor, ...],
+    mask_SS: Tensor | None,
+    documents: Documents | None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention of queries to keys and values (B, H, S, d); context parallelism replaces this function."""
+    """Return the attention of queries to keys and values (B, H, S, d), with a sink for each head or None; context
+    parallelism replaces this function."""
     window, (q_BHSd, *_) = attention.window, qkv_BHSd
     batch, length = q_BHSd.shape[0], q_BHSd.shape[2]
     hides = documents is not None or (window is not None and length > window)
     # A cache in place of the kernel has masks of its own; soft caps have a kernel of their own.
     is_plain = attention.core_attention is core_attention and attention.softcap is None
-    if hides and is_plain:
+    if (hides or sinks_H is not None) and is_plain:
         lengths, starts = ((length,) * batch, None) if documents is None else (documents.lengths, documents.starts)
-        out_BHSd = attention.varlen_attention(qkv_BHSd, lengths, starts, window, attention.scale)
+        out_BHSd = attention.varlen_attention(qkv_BHSd, lengths, starts, window, attention.scale, sinks_H)
         if out_BHSd is not None:
             return out_BHSd
-    core = partial(attention.core_attention, scale=attention.scale, softcap=attention.softcap)
+    core = partial(attention.core_attention, scale=attention.scale, softcap=attention.softcap, sinks_H=sinks_H)
     if documents is None:
         return core(*qkv_BHSd, mask_SS, window)
     return per_document_attention(core, documents, qkv_BHSd, mask_SS, window)
@@ -83,7 +90,7 @@ def attend_with_dropout(
         ScoreDropout(dropout, attention.first_head),
         starts_BS,
     )
-    return piecewise_attention(*qkv_BHSd, rules)
+    return piecewise_attention(*qkv_BHSd, rules, attention.sinks)
 
 
 class Attention(nn.Module):
@@ -100,7 +107,7 @@ class Attention(nn.Module):
     project_in = staticmethod(project_in)
     project_out = staticmethod(project_out)
     normalize_projections = staticmethod(normalize_projections)
-    attend: Callable[["Attention", tuple[Tensor, ...], Tensor | None, Documents | None], Tensor] = staticmethod(attend)
+    attend: Callable[..., Tensor] = staticmethod(attend)
     core_attention = staticmethod(core_attention)
     varlen_attention = staticmethod(varlen_attention)
     attend_with_dropout = staticmethod(attend_with_dropout)
@@ -115,6 +122,7 @@ class Attention(nn.Module):
         self.has_rotary = has_rotary
         self.scale = None if spec.query_pre_attn_scalar is None else spec.query_pre_attn_scalar**-0.5
         self.softcap = spec.attention_softcap
+        self.sinks = nn.Parameter(torch.zeros(spec.num_heads)) if spec.attention_sinks else None
         self._make_projections(spec)
 
     def _make_projections(self, spec: ModelSpec) -> None:
@@ -150,7 +158,7 @@ class Attention(nn.Module):
         if dropout is not None and dropout.attention:
             out_BHSd = self.attend_with_dropout(self, qkv_BHSd, documents, dropout)
         else:
-            out_BHSd = self.attend(self, qkv_BHSd, mask, documents)
+            out_BHSd = self.attend(self, qkv_BHSd, mask, documents, self.sinks)
         return self.project_out(self.join_heads(out_BHSd.transpose(1, 2)), self.o)
 
     def queries_keys_values(

@@ -38,12 +38,15 @@ def score_rule(attention: Attention) -> ScoreRule:
 class MergedAttention:
     """Output and log-sum-exp of a rank's queries, to which blocks are added; both in the accumulation dtype."""
 
-    def __init__(self, q_BHSd: Tensor) -> None:
+    def __init__(self, q_BHSd: Tensor, sinks_H: Tensor | None = None) -> None:
+        """Begin with nothing, or with the sinks, keys whose values are zeros."""
         dtype = accumulation_dtype(q_BHSd.dtype)
         batch, heads, length, width = q_BHSd.shape
         # In memory as the output projection reads it, so that it isn't copied.
         self.out_BHSd = q_BHSd.new_zeros(batch, length, heads, width, dtype=dtype).transpose(1, 2)
         self.lse_BHS = torch.full(q_BHSd.shape[:3], -torch.inf, dtype=dtype, device=q_BHSd.device)
+        if sinks_H is not None:
+            self.lse_BHS.copy_(sinks_H.view(1, -1, 1))
 
     def add(
         self, q_BHSd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, blocks: Sequence[AttentionBlock], rule: ScoreRule

@@ -17,7 +17,7 @@ from muster.model.documents import Documents
 from muster.model.dropout import AFTER_ATTENTION, AFTER_MLP, DropoutState, LayerDropout, drop_hidden
 from muster.model.dtypes import DTYPES
 from muster.model.experts import MoeMlp
-from muster.model.kernels import activate, gated_activation, soft_cap
+from muster.model.kernels import mlp_activation, soft_cap
 from muster.model.latent_attention import LatentAttention
 from muster.model.linear_attention import LinearAttention
 from muster.model.norms import make_norm, make_norms
@@ -49,7 +49,7 @@ class Mlp(nn.Module):
         self.gate = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias) if spec.gated else None
         self.up = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
         self.down = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
-        self._activate = partial(gated_activation if spec.gated else activate, kind=spec.activation)
+        self._activate = mlp_activation(spec)
 
     def forward(self, x_BSD: Tensor, norm: nn.Module | None) -> Tensor:
         linears = (self.up,) if self.gate is None else (self.gate, self.up)

@@ -5,14 +5,13 @@ are (MegaBlocks, arXiv:2211.15841). Suffixes: R rows, D hidden width, E experts,
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from muster.model.expert_rows import ExpertRows
 from muster.model.grouped_matmul import Segments, StackedLinear, grouped_linears
-from muster.model.kernels import activate, gated_activation
+from muster.model.kernels import mlp_activation
 from muster.model.routing import Router, RouterState, Routing
 from muster.spec.model import ModelSpec
 
@@ -56,10 +55,11 @@ class Experts(nn.Module):
         assert spec.moe is not None
         sizes = spec.moe.num_experts, spec.hidden_size, spec.moe.expert_size
         self.recomputable = recomputable
-        self.gate = StackedLinear(*sizes) if spec.gated else None
-        self.up = StackedLinear(*sizes)
-        self.down = StackedLinear(sizes[0], sizes[2], sizes[1])
-        self._activate = partial(gated_activation if spec.gated else activate, kind=spec.activation)
+        bias = spec.mlp_bias
+        self.gate = StackedLinear(*sizes, bias=bias) if spec.gated else None
+        self.up = StackedLinear(*sizes, bias=bias)
+        self.down = StackedLinear(sizes[0], sizes[2], sizes[1], bias=bias)
+        self._activate = mlp_activation(spec)
 
     def forward(self, x_RD: Tensor, segments: Segments) -> Tensor:
         """Compute rows that are sorted by expert; `segments` are those of the experts whose matrices are here."""
@@ -105,7 +105,7 @@ class MoeMlp(nn.Module):
         self.experts = Experts(spec, recomputable)
         self.shared = SharedExpert(spec, moe.shared_size) if moe.shared_size else None
         self.shared_gate = nn.Linear(spec.hidden_size, 1, bias=False) if moe.shared_gate else None
-        self._activate = partial(gated_activation if spec.gated else activate, kind=spec.activation)
+        self._activate = mlp_activation(spec)
 
     def forward(self, x_BSD: Tensor, norm: nn.Module | None) -> Tensor:
         """Return the experts' output (B, S, D), to be added to the residual."""

@@ -5,13 +5,15 @@ a GPU takes them all in one launch, where its kernel knows the dtype (`torch._gr
 idea). Suffixes: R rows, E experts, I input width, O output width.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+
+from muster.model.kernels import accumulation_dtype
 
 WeightGrad = Callable[[Tensor, Tensor, Tensor, "Segments"], Tensor | None]
 """Makes a stacked weight's gradient from the weight, the rows, and the gradients of their products; None: later."""
@@ -35,6 +37,12 @@ class Segments:
         """Row behind each segment, as `torch._grouped_mm` takes it."""
         return self.counts_E.cumsum(0).to(torch.int32)
 
+    @cached_property
+    def expert_R(self) -> Tensor:
+        """Expert of each row."""
+        expert_E = torch.arange(len(self.counts_E), device=self.counts_E.device)
+        return expert_E.repeat_interleave(self.counts_E, output_size=self.num_rows)
+
     def __iter__(self) -> Iterator[tuple[int, slice]]:
         """Yield expert and rows of each segment that isn't empty."""
         start = 0
@@ -53,12 +61,15 @@ def host_counts(counts_E: Tensor, total: int) -> list[int]:
 
 
 class StackedLinear(nn.Module):
-    """The matrices of several experts (E, O, I), without biases."""
+    """The matrices of several experts (E, O, I), and their biases (E, O)."""
 
-    def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
+    def __init__(self, num_experts: int, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
         nn.init.normal_(self.weight, std=in_features**-0.5)
+        self.bias = nn.Parameter(torch.zeros(num_experts, out_features)) if bias else None
+        self.adds_bias = True
+        """False on ranks whose results are summed with that of a rank that adds it."""
 
 
 def _runs_grouped_kernel(x_RI: Tensor) -> bool:
@@ -89,17 +100,48 @@ def grouped_weight_grad(weight_EOI: Tensor, x_RI: Tensor, grad_RO: Tensor, segme
     return grad_EOI
 
 
+def _add_biases_(y_RO: Tensor, bias_EO: Tensor, segments: Segments) -> None:
+    if y_RO.device.type != "cpu":
+        y_RO.add_(bias_EO.index_select(0, segments.expert_R))
+        return
+    for expert, rows in segments:
+        y_RO[rows] += bias_EO[expert]
+
+
+def _bias_grad(bias_EO: Tensor | None, adds_bias: bool, grad_RO: Tensor, segments: Segments) -> Tensor | None:
+    """Return the gradient of stacked biases, summed in float32 at least: zeros where this rank doesn't add them."""
+    if bias_EO is None or not bias_EO.requires_grad:
+        return None
+    grad_EO = torch.zeros_like(bias_EO, dtype=accumulation_dtype(grad_RO.dtype))
+    if adds_bias and grad_RO.device.type != "cpu":
+        grad_EO.index_add_(0, segments.expert_R, grad_RO.to(grad_EO.dtype))
+    elif adds_bias:
+        for expert, rows in segments:
+            torch.sum(grad_RO[rows], 0, dtype=grad_EO.dtype, out=grad_EO[expert])
+    return grad_EO.to(bias_EO.dtype)
+
+
 class _GroupedLinears(torch.autograd.Function):
-    """Several stacked weights of the same rows. Saves the rows; keeps the weights themselves, which hooks on saved
-    tensors would replace by copies."""
+    """Several stacked linear layers of the same rows. Saves the rows; keeps the parameters themselves, which hooks on
+    saved tensors would replace by copies."""
 
     @staticmethod
     def forward(
-        ctx: Any, weight_grad: WeightGrad, segments: Segments, x_RI: Tensor, *weights: Tensor
+        ctx: Any,
+        weight_grad: WeightGrad,
+        segments: Segments,
+        adds_bias: Sequence[bool],
+        x_RI: Tensor,
+        *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        ctx.weight_grad, ctx.segments, ctx.weights = weight_grad, segments, weights
+        ctx.weight_grad, ctx.segments, ctx.adds_bias = weight_grad, segments, adds_bias
+        ctx.weights, ctx.biases = parameters[::2], parameters[1::2]
         ctx.save_for_backward(x_RI)
-        return tuple(grouped_product(x_RI, weight.transpose(1, 2), segments) for weight in weights)
+        made = tuple(grouped_product(x_RI, weight.transpose(1, 2), segments) for weight in ctx.weights)
+        for adds, bias, y_RO in zip(adds_bias, ctx.biases, made, strict=True):
+            if bias is not None and adds:
+                _add_biases_(y_RO, bias, segments)
+        return made
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -108,12 +150,17 @@ class _GroupedLinears(torch.autograd.Function):
         for grad, weight in zip(grads, ctx.weights, strict=True):
             term = grouped_product(grad, weight, ctx.segments)
             grad_x = term if grad_x is None else grad_x.add_(term)
-        pairs = zip(ctx.weights, grads, strict=True)
-        return None, None, grad_x, *(ctx.weight_grad(weight, x_RI, grad, ctx.segments) for weight, grad in pairs)
+        made: list[Tensor | None] = []
+        for weight, bias, adds, grad in zip(ctx.weights, ctx.biases, ctx.adds_bias, grads, strict=True):
+            made.append(ctx.weight_grad(weight, x_RI, grad, ctx.segments))
+            made.append(_bias_grad(bias, adds, grad, ctx.segments))
+        return None, None, None, grad_x, *made
 
 
 def grouped_linears(
     x_RI: Tensor, segments: Segments, *linears: StackedLinear, weight_grad: WeightGrad = grouped_weight_grad
 ) -> tuple[Tensor, ...]:
-    """Apply several stacked linear layers to the same rows, each segment with its expert's matrix."""
-    return _GroupedLinears.apply(weight_grad, segments, x_RI, *(linear.weight for linear in linears))  # type: ignore[return-value]
+    """Apply several stacked linear layers to the same rows, each segment with its expert's matrix and bias."""
+    parameters = (one for linear in linears for one in (linear.weight, linear.bias))
+    adds_bias = [linear.adds_bias for linear in linears]
+    return _GroupedLinears.apply(weight_grad, segments, adds_bias, x_RI, *parameters)  # type: ignore[return-value]

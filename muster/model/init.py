@@ -102,7 +102,7 @@ def fill_initial_parts(
         if not layout.boxes:
             continue
         box = layout.boxes[0]
-        if len(layout.shape) < 2:  # norms and biases; small in any case
+        if len(layout.shape) < 2 or name.endswith(".bias"):  # norms and biases; small in any case
             parameters[name].copy_(initial_value(spec, name, layout.shape, seed)[box.slices])
         else:
             rows = _rows_of(box, layout.shape)

@@ -4,12 +4,15 @@ Eager training on a CPU is bound by memory traffic outside the matmuls. Each fun
 for its backward, which `muster.cost.memory` counts. None can be differentiated twice.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from muster.spec.model import ModelSpec
 from muster.spec.model_components import Activation
 
 
@@ -100,6 +103,43 @@ class _GatedActivation(torch.autograd.Function):
 def gated_activation(gate: Tensor, up: Tensor, kind: Activation = "silu") -> Tensor:
     """Return activation(gate) · up (arXiv:2002.05202)."""
     return _GatedActivation.apply(gate, up, kind)  # type: ignore[return-value]
+
+
+class _ClampedSwiglu(torch.autograd.Function):
+    """Saves gate and up, as `_GatedActivation` does."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.alpha, ctx.limit = alpha, limit
+        gate = gate.clamp(max=limit)
+        y = (gate * alpha).sigmoid_().mul_(gate)
+        return y.mul_(torch.clamp(up, -limit, limit, out=gate).add_(1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        gate, up = ctx.saved_tensors
+        alpha, limit = ctx.alpha, ctx.limit
+        clamped = gate.clamp(max=limit)
+        sigmoid = (clamped * alpha).sigmoid_()
+        grad_up = (sigmoid * clamped).mul_(grads[0]).masked_fill_((up < -limit) | (up > limit), 0)
+        # d (g · σ(α g)) / d g = σ · (1 + α · g · (1 − σ))
+        clamped.addcmul_(clamped, sigmoid, value=-1).mul_(alpha).add_(1).mul_(sigmoid)
+        grad_gate = clamped.mul_(torch.clamp(up, -limit, limit, out=sigmoid).add_(1)).mul_(grads[0])
+        return grad_gate.masked_fill_(gate > limit, 0), grad_up, None, None
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    """Return gate · sigmoid(α · gate) · (up + 1), of gates of at most `limit` and ups of at most `limit` either way
+    (gpt-oss, arXiv:2508.10925 §2.1)."""
+    return _ClampedSwiglu.apply(gate, up, alpha, limit)  # type: ignore[return-value]
+
+
+def mlp_activation(spec: ModelSpec) -> Callable[..., Tensor]:
+    """Return the function of the results of an MLP's first matrices: gate and up, or up alone."""
+    if spec.swiglu_limit is not None:
+        return partial(clamped_swiglu, alpha=spec.swiglu_alpha, limit=spec.swiglu_limit)
+    return partial(gated_activation if spec.gated else activate, kind=spec.activation)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

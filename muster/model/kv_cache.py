@@ -12,7 +12,7 @@ from muster.model.attention import Attention
 from muster.model.chunked_recurrence import Operands, read_segment
 from muster.model.decoder import Decoder
 from muster.model.linear_attention import LinearAttention
-from muster.model.piecewise_attention import soft_capped_scores_attention
+from muster.model.piecewise_attention import whole_scores_attention
 
 LayerCache = dict[str, Tensor]
 
@@ -95,6 +95,7 @@ class KvCache:
         window: int | None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Return attention of the new positions to all so far, as far as the window reaches; `layer_cache` is one
         layer's."""
@@ -106,10 +107,10 @@ class KvCache:
             layer_cache[name][:, :, self.length : end] = new
             whole.append(layer_cache[name][:, :, :end])
         visible = self._visible[window]
-        if softcap is not None:
+        if softcap is not None or sinks_H is not None:
             keys, values = whole
-            return soft_capped_scores_attention(
-                q_BHSd, keys, values, visible, scale or q_BHSd.shape[-1] ** -0.5, softcap
+            return whole_scores_attention(
+                q_BHSd, keys, values, visible, scale or q_BHSd.shape[-1] ** -0.5, softcap, sinks_H
             )
         grouped = q_BHSd.shape[1] != k_BKSd.shape[1]
         return F.scaled_dot_product_attention(q_BHSd, *whole, attn_mask=visible, scale=scale, enable_gqa=grouped)

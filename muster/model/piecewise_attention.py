@@ -1,5 +1,6 @@
 """Causal attention in PyTorch's own operations, with what its fused kernels don't have: soft-capped scores (Gemma 2,
-arXiv:2408.00118 §2), and dropout whose masks every plan shares (`muster.model.dropout`).
+arXiv:2408.00118 §2), dropout whose masks every plan shares (`muster.model.dropout`), and sinks where no kernel returns
+the log-sum-exp.
 
 Some rows of the scores are in memory at a time, as in flash attention (arXiv:2205.14135, arXiv:2307.08691): the forward
 saves queries, keys, values, the output and the log-sum-exp of each row, and the backward computes the scores again.
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muster.model.attention_sinks import add_sinks_, sink_gradients
 from muster.model.chunk_sizes import chunk_elements
 from muster.model.dropout import ScoreDropout
 from muster.model.kernels import accumulation_dtype, soft_cap_, soft_cap_slope_
@@ -38,7 +40,9 @@ class ScoreRules:
 
 class _PiecewiseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, rules: ScoreRules) -> Tensor:
+    def forward(
+        ctx: Any, q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, sinks_H: Tensor | None, rules: ScoreRules
+    ) -> Tensor:
         batch, heads, length, width = q_BHSd.shape
         out_BSHd = q_BHSd.new_empty(batch, length, heads, width)
         lse_BHS = q_BHSd.new_empty(batch, heads, length, dtype=accumulation_dtype(q_BHSd.dtype))
@@ -49,13 +53,14 @@ class _PiecewiseAttention(torch.autograd.Function):
             lse_BHS[:, :, rows] = sum_BKGR1.log().add_(max_BKGR1).squeeze(-1).flatten(1, 2)
             p_BKGRT = _dropped_(p_BKGRT.div_(sum_BKGR1), rules, rows, keys).to(v_BKSd.dtype)
             out_BSHd[:, rows] = _matmul(p_BKGRT, v_BKSd[:, :, keys]).flatten(1, 2).transpose(1, 2)
+        add_sinks_(out_BSHd.transpose(1, 2), lse_BHS, sinks_H)
         ctx.rules = rules
-        ctx.save_for_backward(q_BHSd, k_BKSd, v_BKSd, out_BSHd, lse_BHS)
+        ctx.save_for_backward(q_BHSd, k_BKSd, v_BKSd, out_BSHd, lse_BHS, sinks_H)
         return out_BSHd.transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_BHSd, k_BKSd, v_BKSd, out_BSHd, lse_BHS = ctx.saved_tensors
+        q_BHSd, k_BKSd, v_BKSd, out_BSHd, lse_BHS, sinks_H = ctx.saved_tensors
         grad_BHSd, rules = grads[0], ctx.rules
         groups = q_BHSd.shape[1] // k_BKSd.shape[1]
         grad_q_BHSd = torch.empty_like(q_BHSd)
@@ -79,31 +84,37 @@ class _PiecewiseAttention(torch.autograd.Function):
             ds_BKGRT = ds_BKGRT.mul_(rules.scale).to(q_BHSd.dtype)
             grad_q_BHSd[:, :, rows] = _matmul(ds_BKGRT, k_BKSd[:, :, keys]).flatten(1, 2)
             grad_k_BKSd[:, :, keys] += _matmul_transposed(ds_BKGRT, q_BKGRd)
-        return grad_q_BHSd, grad_k_BKSd.to(k_BKSd.dtype), grad_v_BKSd.to(v_BKSd.dtype), None
+        grad_sinks_H = sink_gradients(grad_BHSd, out_BSHd.transpose(1, 2), lse_BHS, sinks_H)
+        return grad_q_BHSd, grad_k_BKSd.to(k_BKSd.dtype), grad_v_BKSd.to(v_BKSd.dtype), grad_sinks_H, None
 
 
-def piecewise_attention(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, rules: ScoreRules) -> Tensor:
-    """Return causal attention (B, H, S, d) by these rules."""
-    return _PiecewiseAttention.apply(q_BHSd, k_BKSd, v_BKSd, rules)  # type: ignore[return-value]
-
-
-def soft_capped_attention(
-    q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, window: int | None, scale: float, softcap: float
+def piecewise_attention(
+    q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, rules: ScoreRules, sinks_H: Tensor | None = None
 ) -> Tensor:
-    """Return causal attention (B, H, S, d) as far as `window` reaches, whose scores are multiplied by `scale` and then
-    soft-capped."""
-    return piecewise_attention(q_BHSd, k_BKSd, v_BKSd, ScoreRules(scale, window, softcap))
+    """Return causal attention (B, H, S, d) by these rules, with a sink for each head or None."""
+    return _PiecewiseAttention.apply(q_BHSd, k_BKSd, v_BKSd, sinks_H, rules)  # type: ignore[return-value]
 
 
-def soft_capped_scores_attention(
-    q_BHSd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, visible: Tensor | None, scale: float, softcap: float
+def whole_scores_attention(
+    q_BHSd: Tensor,
+    k_BKTd: Tensor,
+    v_BKTd: Tensor,
+    visible: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     """Return attention to the keys that the mask shows (None: all), with all scores in memory; for generation."""
     q_BKGSd = q_BHSd.unflatten(1, (k_BKTd.shape[1], -1))
-    y_BKGST = _matmul(q_BKGSd, k_BKTd.mT).to(accumulation_dtype(q_BHSd.dtype))
-    y_BKGST = soft_cap_(y_BKGST.mul_(scale), softcap)
+    y_BKGST = _matmul(q_BKGSd, k_BKTd.mT).to(accumulation_dtype(q_BHSd.dtype)).mul_(scale)
+    if softcap is not None:
+        soft_cap_(y_BKGST, softcap)
     if visible is not None:
         y_BKGST.masked_fill_(~visible.unsqueeze(1), -torch.inf)
+    if sinks_H is not None:  # a key without a value
+        sinks_BKGS1 = sinks_H.to(y_BKGST.dtype).view(1, *y_BKGST.shape[1:3], 1, 1).expand(*y_BKGST.shape[:-1], 1)
+        p_BKGST = torch.cat((y_BKGST, sinks_BKGS1), -1).softmax(-1)[..., :-1]
+        return _matmul(p_BKGST.to(v_BKTd.dtype), v_BKTd).flatten(1, 2)
     return _matmul(y_BKGST.softmax(-1).to(v_BKTd.dtype), v_BKTd).flatten(1, 2)
 
 

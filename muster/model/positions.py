@@ -162,7 +162,9 @@ class PositionState:
         length = self.whole_length or self._length(x_BSD)
         if window is None or length <= window or not self.makes_masks:
             return None
-        if self.knows_attention and (self._spec.attention_softcap or has_varlen_attention(x_BSD, self._spec.head_dim)):
+        spec = self._spec
+        is_piecewise = spec.attention_softcap is not None or spec.attention_sinks
+        if self.knows_attention and (is_piecewise or has_varlen_attention(x_BSD, spec.head_dim)):
             return None
         mask, kind = self._masks.get(window), (x_BSD.dtype, x_BSD.device)
         if mask is None or len(mask) < length or (mask.dtype, mask.device) != kind:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from muster.layout.context_parallel import AttentionBlock, attention_blocks
 from muster.model.attention import Attention
+from muster.model.attention_sinks import sink_gradients
 from muster.model.block_attention import BlockGradients, MergedAttention, ScoreRule, score_rule
 from muster.model.decoder import Decoder
 from muster.model.documents import Documents
@@ -92,14 +93,20 @@ class SlicedAttention:
         self._state = state
 
     def __call__(
-        self, attention: Attention, qkv: tuple[Tensor, ...], mask: Tensor | None, documents: Documents | None
+        self,
+        attention: Attention,
+        qkv: tuple[Tensor, ...],
+        mask: Tensor | None,
+        documents: Documents | None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Return the output (B, H, s, d)."""
         positions, kept = self._state.positions, self._state.of_layer(attention, qkv[1])
         lengths = None if documents is None else documents.lengths
         held = (range(positions.stop),)
         blocks = attention_blocks(self._state.length, (positions,), held, attention.window, lengths)
-        return _SlicedAttention.apply(*qkv, kept, positions, blocks, score_rule(attention))  # type: ignore[return-value]
+        rule = score_rule(attention)
+        return _SlicedAttention.apply(*qkv, sinks_H, kept, positions, blocks, rule)  # type: ignore[return-value]
 
 
 class _SlicedAttention(torch.autograd.Function):
@@ -109,25 +116,27 @@ class _SlicedAttention(torch.autograd.Function):
         q_BHsd: Tensor,
         k_BKsd: Tensor,
         v_BKsd: Tensor,
+        sinks_H: Tensor | None,
         kept: KeptKeys,
         positions: range,
         blocks: tuple[AttentionBlock, ...],
         rule: ScoreRule,
     ) -> Tensor:
         kept.store(positions, k_BKsd, v_BKsd)
-        merged = MergedAttention(q_BHsd)
+        merged = MergedAttention(q_BHsd, sinks_H)
         merged.add(q_BHsd, *kept.kv_2BKSd, blocks, rule)
         out_BHsd = merged.out_BHSd.to(q_BHsd.dtype)
         ctx.kept, ctx.positions, ctx.blocks, ctx.rule = kept, positions, blocks, rule
-        ctx.save_for_backward(q_BHsd, out_BHsd, merged.lse_BHS)
+        ctx.save_for_backward(q_BHsd, out_BHsd, merged.lse_BHS, sinks_H)
         return out_BHsd
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_BHsd, out_BHsd, lse_BHs = ctx.saved_tensors
+        q_BHsd, out_BHsd, lse_BHs, sinks_H = ctx.saved_tensors
         grad_2BKSd = ctx.kept.gradients()
         summed = BlockGradients(grads[0], q_BHsd, out_BHsd, lse_BHs, ctx.rule)
         summed.add(*ctx.kept.kv_2BKSd, ctx.blocks, *grad_2BKSd)
         own_2BKsd = grad_2BKSd[:, :, :, ctx.positions.start : ctx.positions.stop]
         grad_k_BKsd, grad_v_BKsd = own_2BKsd.to(q_BHsd.dtype, copy=True)
-        return summed.q_BHSd.to(q_BHsd.dtype), grad_k_BKsd, grad_v_BKsd, None, None, None, None
+        grad_sinks_H = sink_gradients(grads[0], out_BHsd, lse_BHs, sinks_H)
+        return summed.q_BHSd.to(q_BHsd.dtype), grad_k_BKsd, grad_v_BKsd, grad_sinks_H, None, None, None, None

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from muster.model.attention_sinks import add_sinks_, sink_gradients
 from muster.model.kernels import accumulation_dtype
 
 MAX_HEAD_DIM = 256
@@ -88,6 +89,7 @@ class _PiecewiseAttention(torch.autograd.Function):
         q_NHTd: Tensor,
         k_NKTd: Tensor,
         v_NKTd: Tensor,
+        sinks_H: Tensor | None,
         pieces: Sequence[Piece],
         window: int | None,
         scale: float | None,
@@ -102,13 +104,14 @@ class _PiecewiseAttention(torch.autograd.Function):
             out_NHTd[:, :, rows], lse_NHT[:, :, rows] = _forward_cpu(
                 *own, 0.0, mask is None, attn_mask=mask, scale=scale
             )
+        add_sinks_(out_NHTd, lse_NHT, sinks_H)
         ctx.pieces, ctx.window, ctx.scale = pieces, window, scale
-        ctx.save_for_backward(q_NHTd, k_NKTd, v_NKTd, out_NHTd, lse_NHT)
+        ctx.save_for_backward(q_NHTd, k_NKTd, v_NKTd, out_NHTd, lse_NHT, sinks_H)
         return out_NHTd
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_NHTd, k_NKTd, v_NKTd, out_NHTd, lse_NHT = ctx.saved_tensors
+        q_NHTd, k_NKTd, v_NKTd, out_NHTd, lse_NHT, sinks_H = ctx.saved_tensors
         overlaps = any(piece.in_window for piece in ctx.pieces)
         grad_q, grad_k, grad_v = (_like(x) for x in (q_NHTd, k_NKTd, v_NKTd))
         if overlaps:  # keys are in several bands, whose gradients are summed
@@ -134,7 +137,8 @@ class _PiecewiseAttention(torch.autograd.Function):
                 grad_v[:, :, keys] += own_v
             else:
                 grad_k[:, :, keys], grad_v[:, :, keys] = own_k, own_v
-        return grad_q, grad_k.to(k_NKTd.dtype), grad_v.to(v_NKTd.dtype), None, None, None
+        grad_sinks = sink_gradients(grads[0], out_NHTd, lse_NHT, sinks_H)
+        return grad_q, grad_k.to(k_NKTd.dtype), grad_v.to(v_NKTd.dtype), grad_sinks, None, None, None
 
 
 def _like(x_NHTd: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -199,6 +203,43 @@ def gpu_kernel() -> GpuKernel | None:
     return _torch_kernel() or _flash_kernel()
 
 
+class _FlashWithSinks(torch.autograd.Function):
+    """PyTorch's FlashAttention-2 for sequences one behind another, of queries (T, H, d), whose log-sum-exp (H, T) gets
+    the sinks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks_H: Tensor,
+        starts: Tensor,
+        longest: int,
+        left: int,
+        scale: float,
+    ) -> Tensor:
+        reach = None if left < 0 else left
+        own = {"scale": scale, "window_size_left": reach, "window_size_right": 0}
+        out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, starts, starts, longest, longest, 0.0, True, False, **own
+        )
+        add_sinks_(out.transpose(0, 1).unsqueeze(0), lse_HT.unsqueeze(0), sinks_H)
+        ctx.longest, ctx.own = longest, own
+        ctx.save_for_backward(q, k, v, sinks_H, starts, out, lse_HT)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks_H, starts, out, lse_HT = ctx.saved_tensors
+        no_dropout = (torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ()))
+        grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
+            grads[0], q, k, v, out, lse_HT, starts, starts, ctx.longest, ctx.longest, 0.0, True, *no_dropout, **ctx.own
+        )
+        pair = (x.transpose(0, 1).unsqueeze(0) for x in (grads[0], out))
+        return grad_q, grad_k, grad_v, sink_gradients(*pair, lse_HT.unsqueeze(0), sinks_H), None, None, None, None
+
+
 @lru_cache
 def _has_flash_attention(device: torch.device) -> bool:
     """Return True for a GPU that FlashAttention-2 runs on: Ampere and later, or one of AMD's."""
@@ -228,13 +269,15 @@ def varlen_attention(
     starts: Tensor | None,
     window: int | None,
     scale: float | None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor | None:
     """Return causal attention (B, H, S, d) of sequences of these lengths, which add up to B · S, one behind another in
     the order of the batch; each position sees itself and those before it as far as `window` reaches. None where
     `has_varlen_attention` finds no kernel.
 
     `starts`: the first position of each sequence and the end of the last, int32 on the device; None: made from the
-    lengths. Scores are multiplied by `scale` (None: 1 / √d). Gradients can't be differentiated again.
+    lengths. Scores are multiplied by `scale` (None: 1 / √d). `sinks_H`: see `muster.model.attention_sinks`. Gradients
+    can't be differentiated again.
     """
     if not has_varlen_attention(qkv_BHSd[0], qkv_BHSd[0].shape[3]):
         return None
@@ -243,9 +286,9 @@ def varlen_attention(
         alike = lengths == (length,) * batch
         rows = qkv_BHSd if alike else tuple(_in_one_row(x) for x in qkv_BHSd)
         pieces = sequence_pieces(lengths[:1] if alike else lengths, window)
-        out_NHTd: Tensor = _PiecewiseAttention.apply(*rows, pieces, window, scale)  # type: ignore[assignment]
+        out_NHTd: Tensor = _PiecewiseAttention.apply(*rows, sinks_H, pieces, window, scale)  # type: ignore[assignment]
         return out_NHTd if alike else out_NHTd.transpose(1, 2).view(batch, length, *_heads(out_NHTd)).transpose(1, 2)
-    return _attend_on_gpu(qkv_BHSd, lengths, starts, window, scale)
+    return _attend_on_gpu(qkv_BHSd, lengths, starts, window, scale, sinks_H)
 
 
 def _attend_on_gpu(
@@ -254,6 +297,7 @@ def _attend_on_gpu(
     starts: Tensor | None,
     window: int | None,
     scale: float | None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     kernel = gpu_kernel()
     assert kernel is not None, "has_varlen_attention found one"
@@ -263,7 +307,12 @@ def _attend_on_gpu(
         starts = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
     longest = max(lengths)
     reach = window if window is not None and window < longest else None
-    return kernel(q, k, v, starts, longest, reach, scale).unflatten(0, (batch, length)).transpose(1, 2)
+    if sinks_H is None:
+        out = kernel(q, k, v, starts, longest, reach, scale)
+    else:
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        out = _FlashWithSinks.apply(q, k, v, sinks_H, starts, longest, _window_size(reach)[0], scale)
+    return out.unflatten(0, (batch, length)).transpose(1, 2)
 
 
 def _in_one_row(x_BHSd: Tensor) -> Tensor:

@@ -23,8 +23,9 @@ from muster.model.linear_attention import LinearAttention, StateExchange, chunke
 from muster.parallel.axis import ContextAxis
 from muster.spec.context_kinds import CONTEXT_KINDS, ContextRanks
 
-Attend = Callable[[Attention, tuple[Tensor, ...], Tensor | None, Documents | None], Tensor]
-"""Attention of queries, keys and values (B, H or K, S, d) of this rank's positions to those of all ranks."""
+Attend = Callable[[Attention, tuple[Tensor, ...], Tensor | None, Documents | None, Tensor | None], Tensor]
+"""Attention of queries, keys and values (B, H or K, S, d) of this rank's positions to those of all ranks, with sinks
+(H) or None."""
 
 
 def apply_context_parallel(module: Decoder, axis: ContextAxis, context: ContextRanks) -> None:
@@ -68,11 +69,15 @@ def apply_context_groups(module: Decoder, blocks: Mapping[int, ContextAxis]) -> 
     by_size: dict[int, Attend] = {size: kind(axis) for size, axis in blocks.items()}
 
     def attend(
-        attention: Attention, qkv: tuple[Tensor, ...], mask: Tensor | None, documents: Documents | None
+        attention: Attention,
+        qkv: tuple[Tensor, ...],
+        mask: Tensor | None,
+        documents: Documents | None,
+        sinks_H: Tensor | None,
     ) -> Tensor:
         size = None if documents is None else documents.num_shards
         of_group = attend_alone if size == 1 else by_size[size or max(by_size)]
-        return of_group(attention, qkv, mask, documents)
+        return of_group(attention, qkv, mask, documents, sinks_H)
 
     for part in module.modules():
         if isinstance(part, Attention):

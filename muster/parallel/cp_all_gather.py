@@ -16,6 +16,7 @@ from torch import Tensor
 
 from muster.layout.context_parallel import AttentionBlock, attention_blocks, chunk_places, kept_positions
 from muster.model.attention import Attention
+from muster.model.attention_sinks import sink_gradients
 from muster.model.block_attention import BlockGradients, MergedAttention, ScoreRule
 from muster.model.documents import Documents
 from muster.parallel.axis import ContextAxis
@@ -32,18 +33,19 @@ class _AllGatherAttention(torch.autograd.Function):
         v_BKsd: Tensor,
         blocks: tuple[AttentionBlock, ...],
         rule: ScoreRule,
+        sinks_H: Tensor | None,
     ) -> Tensor:
         k_BKSd, v_BKSd = _gather(axis, k_BKsd, v_BKsd)
-        merged = MergedAttention(q_BHsd)
+        merged = MergedAttention(q_BHsd, sinks_H)
         merged.add(q_BHsd, k_BKSd, v_BKSd, blocks, rule)
         out_BHsd = merged.out_BHSd.to(q_BHsd.dtype)
         ctx.axis, ctx.blocks, ctx.rule = axis, blocks, rule
-        ctx.save_for_backward(q_BHsd, k_BKsd, v_BKsd, out_BHsd, merged.lse_BHS)
+        ctx.save_for_backward(q_BHsd, k_BKsd, v_BKsd, out_BHsd, merged.lse_BHS, sinks_H)
         return out_BHsd
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_BHsd, k_BKsd, v_BKsd, out_BHsd, lse_BHs = ctx.saved_tensors
+        q_BHsd, k_BKsd, v_BKsd, out_BHsd, lse_BHs, sinks_H = ctx.saved_tensors
         k_BKSd, v_BKSd = _gather(ctx.axis, k_BKsd, v_BKsd)
         grad_2BKSd = torch.zeros(2, *k_BKSd.shape, dtype=lse_BHs.dtype, device=k_BKSd.device)
         summed = BlockGradients(grads[0], q_BHsd, out_BHsd, lse_BHs, ctx.rule)
@@ -52,7 +54,8 @@ class _AllGatherAttention(torch.autograd.Function):
         by_rank = _by_rank(grad_2BKSd.to(k_BKsd.dtype), ctx.axis)
         del grad_2BKSd
         grad_k_BKsd, grad_v_BKsd = ctx.axis.reduce_scatter(by_rank).wait()
-        return None, summed.q_BHSd.to(q_BHsd.dtype), grad_k_BKsd, grad_v_BKsd, None, None
+        grad_sinks_H = sink_gradients(grads[0], out_BHsd, lse_BHs, sinks_H)
+        return None, summed.q_BHSd.to(q_BHsd.dtype), grad_k_BKsd, grad_v_BKsd, None, None, grad_sinks_H
 
 
 class AllGatherAttention(BlockAttention):

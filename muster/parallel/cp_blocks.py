@@ -22,18 +22,23 @@ class BlockAttention:
     """Attention of this rank's queries to the keys and values of all ranks, of one kind."""
 
     function: ClassVar[type[torch.autograd.Function]]
-    """Function of the axis, queries (B, H, s, d), keys and values (B, K, s, d), what `blocks` returns, and the rule of
-    the scores, which returns the output (B, H, s, d)."""
+    """Function of the axis, queries (B, H, s, d), keys and values (B, K, s, d), what `blocks` returns, the rule of the
+    scores, and the sinks (H) or None, which returns the output (B, H, s, d)."""
 
     def __init__(self, axis: ContextAxis) -> None:
         self._axis = axis
 
     def __call__(
-        self, attention: Attention, qkv: tuple[Tensor, ...], mask: Tensor | None, documents: Documents | None
+        self,
+        attention: Attention,
+        qkv: tuple[Tensor, ...],
+        mask: Tensor | None,
+        documents: Documents | None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Return the output (B, H, s, d) of this rank's queries."""
         blocks = self.blocks(self._axis, attention, qkv[0], documents)
-        return self.function.apply(self._axis, *qkv, *blocks, score_rule(attention))  # type: ignore[return-value]
+        return self.function.apply(self._axis, *qkv, *blocks, score_rule(attention), sinks_H)  # type: ignore[return-value]
 
     def blocks(
         self, axis: ContextAxis, attention: Attention, q_BHsd: Tensor, documents: Documents | None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from muster.model.attention import Attention
+from muster.model.attention_sinks import sink_gradients
 from muster.model.block_attention import ScoreRule
 from muster.model.documents import Documents
 from muster.parallel.axis import ContextAxis, PendingTensor
@@ -35,18 +36,20 @@ class _BurstAttention(torch.autograd.Function):
         forward_blocks: BlocksByRank,
         backward_blocks: BlocksByRank,
         rule: ScoreRule,
+        sinks_H: Tensor | None,
     ) -> Tensor:
-        merged = ring_forward(axis, q_BHsd, k_BKsd, v_BKsd, forward_blocks, rule)
+        merged = ring_forward(axis, q_BHsd, k_BKsd, v_BKsd, forward_blocks, rule, sinks_H)
         out_BHsd = merged.out_BHSd.to(q_BHsd.dtype)
         ctx.axis, ctx.blocks, ctx.rule = axis, backward_blocks, rule
-        ctx.save_for_backward(q_BHsd, k_BKsd, v_BKsd, out_BHsd, merged.lse_BHS)
+        ctx.save_for_backward(q_BHsd, k_BKsd, v_BKsd, out_BHsd, merged.lse_BHS, sinks_H)
         return out_BHsd
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         axis: ContextAxis = ctx.axis
-        q_BHsd, k_BKsd, v_BKsd, out_BHsd, lse_BHs = ctx.saved_tensors
+        q_BHsd, k_BKsd, v_BKsd, out_BHsd, lse_BHs, sinks_H = ctx.saved_tensors
         traveller = TravellingQueries.of(q_BHsd, grads[0], out_BHsd, lse_BHs)
+        grad_sinks_H = sink_gradients(grads[0], out_BHsd, lse_BHs, sinks_H)
         del out_BHsd
         grad_2BKsd = torch.zeros(2, *k_BKsd.shape, dtype=lse_BHs.dtype, device=k_BKsd.device)
         following: PendingTensor | None = None
@@ -62,7 +65,7 @@ class _BurstAttention(torch.autograd.Function):
                 traveller, arriving = arriving.wait(), None  # which frees the queries before
         assert following is not None
         grad_k_BKsd, grad_v_BKsd = grad_2BKsd.to(k_BKsd.dtype)
-        return None, following.wait().to(q_BHsd.dtype), grad_k_BKsd, grad_v_BKsd, None, None, None
+        return None, following.wait().to(q_BHsd.dtype), grad_k_BKsd, grad_v_BKsd, None, None, None, grad_sinks_H
 
 
 class BurstAttention(BlockAttention):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muster.model.attention_sinks import sink_gradients
 from muster.model.block_attention import BlockGradients, MergedAttention, ScoreRule
 from muster.parallel.axis import ContextAxis, PendingTensor
 from muster.parallel.cp_blocks import BlockAttention, BlocksByRank
@@ -28,11 +29,17 @@ def _source(inner: ContextAxis, outer: ContextAxis, turn: int, step: int) -> int
 
 
 def ring_forward(
-    axis: ContextAxis, q_BHsd: Tensor, k_BKsd: Tensor, v_BKsd: Tensor, blocks: BlocksByRank, rule: ScoreRule
+    axis: ContextAxis,
+    q_BHsd: Tensor,
+    k_BKsd: Tensor,
+    v_BKsd: Tensor,
+    blocks: BlocksByRank,
+    rule: ScoreRule,
+    sinks_H: Tensor | None,
 ) -> MergedAttention:
     """Return the attention of this rank's queries, merged from the blocks of all ranks."""
     inner, outer = axis.rings()
-    merged, kv_2BKsd = MergedAttention(q_BHsd), torch.stack((k_BKsd, v_BKsd))
+    merged, kv_2BKsd = MergedAttention(q_BHsd, sinks_H), torch.stack((k_BKsd, v_BKsd))
     for turn in range(outer.size):
         next_turn = outer.ring_shift(kv_2BKsd) if turn + 1 < outer.size else None
         for step in range(inner.size):
@@ -55,16 +62,17 @@ class _RingAttention(torch.autograd.Function):
         v_BKsd: Tensor,
         blocks: BlocksByRank,
         rule: ScoreRule,
+        sinks_H: Tensor | None,
     ) -> Tensor:
-        merged = ring_forward(axis, q_BHsd, k_BKsd, v_BKsd, blocks, rule)
+        merged = ring_forward(axis, q_BHsd, k_BKsd, v_BKsd, blocks, rule, sinks_H)
         out_BHsd = merged.out_BHSd.to(q_BHsd.dtype)
         ctx.axis, ctx.blocks, ctx.rule = axis, blocks, rule
-        ctx.save_for_backward(q_BHsd, k_BKsd, v_BKsd, out_BHsd, merged.lse_BHS)
+        ctx.save_for_backward(q_BHsd, k_BKsd, v_BKsd, out_BHsd, merged.lse_BHS, sinks_H)
         return out_BHsd
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_BHsd, k_BKsd, v_BKsd, out_BHsd, lse_BHs = ctx.saved_tensors
+        q_BHsd, k_BKsd, v_BKsd, out_BHsd, lse_BHs, sinks_H = ctx.saved_tensors
         inner, outer = ctx.axis.rings()
         summed = BlockGradients(grads[0], q_BHsd, out_BHsd, lse_BHs, ctx.rule)
         kv_2BKsd = torch.stack((k_BKsd, v_BKsd))
@@ -92,7 +100,8 @@ class _RingAttention(torch.autograd.Function):
         if outer.size > 1:
             grad_2BKsd = outer.ring_shift(grad_2BKsd).wait()
         grad_k_BKsd, grad_v_BKsd = grad_2BKsd.to(k_BKsd.dtype)
-        return None, summed.q_BHSd.to(q_BHsd.dtype), grad_k_BKsd, grad_v_BKsd, None, None
+        grad_sinks_H = sink_gradients(grads[0], out_BHsd, lse_BHs, sinks_H)
+        return None, summed.q_BHSd.to(q_BHsd.dtype), grad_k_BKsd, grad_v_BKsd, None, None, grad_sinks_H
 
 
 class RingAttention(BlockAttention):

@@ -61,6 +61,7 @@ class _RingSelfAttention(torch.autograd.Function):
         v_BKsd: Tensor,
         blocks: BlocksByRank,
         rule: ScoreRule,
+        sinks_H: Tensor | None,
     ) -> Tensor:
         dtype, length = accumulation_dtype(q_BHsd.dtype), q_BHsd.shape[2] * axis.size
         scores = _Rows(q_BHsd.new_full((*q_BHsd.shape[:3], length), -torch.inf, dtype=dtype), blocks)
@@ -68,6 +69,8 @@ class _RingSelfAttention(torch.autograd.Function):
             for block, rows, keys, part in scores.blocks_of(source):
                 part.copy_(block_scores(q_BHsd[rows], keys_BKsd[keys], block, rule).flatten(1, 2))
         lse_BHs = scores.rows_BHsS.logsumexp(-1)
+        if sinks_H is not None:
+            lse_BHs = torch.logaddexp(lse_BHs, sinks_H.to(dtype).view(1, -1, 1))
         p_BHsS = scores.rows_BHsS.sub_(lse_BHs.unsqueeze(-1)).exp_().to(v_BKsd.dtype)
         out_BHsd = torch.zeros_like(q_BHsd, dtype=dtype)
         probabilities, groups = _Rows(p_BHsS, blocks), q_BHsd.shape[1] // k_BKsd.shape[1]
@@ -75,14 +78,14 @@ class _RingSelfAttention(torch.autograd.Function):
             for _, rows, keys, part in probabilities.blocks_of(source):
                 out_BHsd[rows] += (part.unflatten(1, (-1, groups)) @ values_BKsd[keys].unsqueeze(2)).flatten(1, 2)
         ctx.axis, ctx.blocks, ctx.rule = axis, blocks, rule
-        ctx.save_for_backward(q_BHsd, k_BKsd, v_BKsd, p_BHsS, lse_BHs)
+        ctx.save_for_backward(q_BHsd, k_BKsd, v_BKsd, p_BHsS, lse_BHs, sinks_H)
         # In memory as the output projection reads it.
         return out_BHsd.to(q_BHsd.dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         axis, rule = ctx.axis, ctx.rule
-        q_BHsd, k_BKsd, v_BKsd, p_BHsS, lse_BHs = ctx.saved_tensors
+        q_BHsd, k_BKsd, v_BKsd, p_BHsS, lse_BHs, sinks_H = ctx.saved_tensors
         grad_BKGsd, q_BKGsd = (x.unflatten(1, (k_BKsd.shape[1], -1)) for x in (grads[0], q_BHsd))
         ds = _Rows(torch.zeros_like(p_BHsS, dtype=lse_BHs.dtype), ctx.blocks)
         for source, values_BKsd in _around(axis, v_BKsd):
@@ -91,7 +94,11 @@ class _RingSelfAttention(torch.autograd.Function):
                 part.copy_((own @ values_BKsd[keys].unsqueeze(2).mT).flatten(1, 2))
         # Of a softmax: p · (dL/dp − Σ dL/dp · p).
         ds_BHsS = ds.rows_BHsS
-        ds_BHsS.sub_((ds_BHsS * p_BHsS).sum(-1, keepdim=True)).mul_(p_BHsS)
+        delta_BHs1, grad_sinks_H = (ds_BHsS * p_BHsS).sum(-1, keepdim=True), None
+        if sinks_H is not None:  # a score whose value is zero
+            p_BHs = (sinks_H.to(lse_BHs.dtype).view(1, -1, 1) - lse_BHs).exp_()
+            grad_sinks_H = -(p_BHs * delta_BHs1.squeeze(-1)).sum((0, 2)).to(sinks_H.dtype)
+        ds_BHsS.sub_(delta_BHs1).mul_(p_BHsS)
         if rule.softcap is not None:
             # Where a probability is 0, so is what the slope multiplies.
             capped = p_BHsS.to(ds_BHsS.dtype).log().add_(lse_BHs.unsqueeze(-1)).clamp_(-rule.softcap, rule.softcap)
@@ -107,7 +114,7 @@ class _RingSelfAttention(torch.autograd.Function):
         )
         by_rank_C2BKsd = whole_2BKSd.unflatten(3, (axis.size, -1)).movedim(3, 0)
         grad_k_BKsd, grad_v_BKsd = axis.reduce_scatter(by_rank_C2BKsd.to(k_BKsd.dtype)).wait()
-        return None, grad_q_BHsd.to(q_BHsd.dtype), grad_k_BKsd, grad_v_BKsd, None, None
+        return None, grad_q_BHsd.to(q_BHsd.dtype), grad_k_BKsd, grad_v_BKsd, None, None, grad_sinks_H
 
 
 class RingSelfAttention(BlockAttention):

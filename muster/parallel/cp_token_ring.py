@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from muster.model.attention import Attention
+from muster.model.attention_sinks import sink_gradients
 from muster.model.block_attention import MergedAttention, ScoreRule
 from muster.model.documents import Documents
 from muster.parallel.axis import ContextAxis, PendingTensor
@@ -32,8 +33,9 @@ class _TokenRingAttention(torch.autograd.Function):
         v_BKsd: Tensor,
         blocks: BlocksByRank,
         rule: ScoreRule,
+        sinks_H: Tensor | None,
     ) -> Tensor:
-        own, travelling, back = MergedAttention(q_BHsd), q_BHsd.contiguous(), axis.second_ring()
+        own, travelling, back = MergedAttention(q_BHsd, sinks_H), q_BHsd.contiguous(), axis.second_ring()
         own.add(q_BHsd, k_BKsd, v_BKsd, blocks[axis.index], rule)
         arriving = axis.ring_shift(travelling)
         returning: tuple[PendingTensor, PendingTensor] | None = None
@@ -53,14 +55,14 @@ class _TokenRingAttention(torch.autograd.Function):
         own.merge(returning[0].wait().transpose(1, 2), returning[1].wait())
         out_BHsd = own.out_BHSd.to(q_BHsd.dtype)
         ctx.axis, ctx.blocks, ctx.rule = axis, blocks, rule
-        ctx.save_for_backward(q_BHsd, k_BKsd, v_BKsd, out_BHsd, own.lse_BHS)
+        ctx.save_for_backward(q_BHsd, k_BKsd, v_BKsd, out_BHsd, own.lse_BHS, sinks_H)
         return out_BHsd
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         axis: ContextAxis = ctx.axis
         back = axis.second_ring()
-        q_BHsd, k_BKsd, v_BKsd, out_BHsd, lse_BHs = ctx.saved_tensors
+        q_BHsd, k_BKsd, v_BKsd, out_BHsd, lse_BHs, sinks_H = ctx.saved_tensors
         traveller = TravellingQueries.of(q_BHsd, grads[0], out_BHsd, lse_BHs)
         grad_2BKsd = torch.zeros(2, *k_BKsd.shape, dtype=lse_BHs.dtype, device=k_BKsd.device)
         grad_q_BHsd: Tensor | None = None
@@ -83,7 +85,8 @@ class _TokenRingAttention(torch.autograd.Function):
         assert returning is not None
         grad_q_BHsd += returning.wait()
         grad_k_BKsd, grad_v_BKsd = grad_2BKsd.to(k_BKsd.dtype)
-        return None, grad_q_BHsd.to(q_BHsd.dtype), grad_k_BKsd, grad_v_BKsd, None, None
+        grad_sinks_H = sink_gradients(grads[0], out_BHsd, lse_BHs, sinks_H)
+        return None, grad_q_BHsd.to(q_BHsd.dtype), grad_k_BKsd, grad_v_BKsd, None, None, grad_sinks_H
 
 
 class TokenRingAttention(BlockAttention):

@@ -23,8 +23,8 @@ from muster.model.documents import Documents
 from muster.parallel.axis import ContextAxis
 from muster.parallel.cp_ring import RingAttention
 
-Attend = Callable[[Attention, tuple[Tensor, ...], Tensor | None, Documents | None], Tensor]
-"""Attention of queries, keys and values (B, H or K, S, d)."""
+Attend = Callable[[Attention, tuple[Tensor, ...], Tensor | None, Documents | None, Tensor | None], Tensor]
+"""Attention of queries, keys and values (B, H or K, S, d), with sinks (H) or None."""
 
 
 class UlyssesAttention:
@@ -34,13 +34,20 @@ class UlyssesAttention:
         self._axis, self._attend = axis, attend
 
     def __call__(
-        self, attention: Attention, qkv: tuple[Tensor, ...], mask: Tensor | None, documents: Documents | None
+        self,
+        attention: Attention,
+        qkv: tuple[Tensor, ...],
+        mask: Tensor | None,
+        documents: Documents | None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Return the output (B, H, s, d) of this rank's queries."""
         shares = [_heads_by_rank(x, self._axis.size) for x in qkv]
         sent_CBHsd = torch.cat(shares, dim=2)
         whole_BHSd = _in_order(_AllToAll.apply(self._axis, sent_CBHsd), dim=3)  # type: ignore[arg-type]
-        out_BHSd = self._attend(attention, whole_BHSd.split([x.shape[2] for x in shares], dim=1), mask, documents)
+        qkv = whole_BHSd.split([x.shape[2] for x in shares], dim=1)
+        own_H = None if sinks_H is None else sinks_H.unflatten(0, (self._axis.size, -1))[self._axis.index]
+        out_BHSd = self._attend(attention, qkv, mask, documents, own_H)
         received_CBHsd = _AllToAll.apply(self._axis, _by_rank(out_BHSd, self._axis.size))
         return received_CBHsd.transpose(0, 1).flatten(1, 2)  # type: ignore[union-attr]
 

@@ -25,6 +25,6 @@ def apply_expert_parallel(module: nn.Module, axis: ExpertAxis | None, dispatch: 
         if isinstance(part, MoeMlp):
             part.dispatch = dispatcher  # type: ignore[method-assign]
             for linear in part.experts.children():
-                weight = linear.weight
-                shape = (len(weight) // axis.size, *weight.shape[1:])
-                linear.weight = nn.Parameter(weight.new_empty(shape), weight.requires_grad)
+                for name, stacked in list(linear.named_parameters()):
+                    shape = (len(stacked) // axis.size, *stacked.shape[1:])
+                    setattr(linear, name, nn.Parameter(stacked.new_empty(shape), stacked.requires_grad))

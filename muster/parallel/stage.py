@@ -23,7 +23,7 @@ from muster.layout.tensor_layout import (
 )
 from muster.model.decoder import Decoder
 from muster.model.dtypes import DTYPES
-from muster.model.experts import MoeMlp
+from muster.model.experts import Experts, MoeMlp
 from muster.model.float8 import apply_float8, has_float8
 from muster.model.init import fill_initial_parts
 from muster.model.kernels import soft_cap
@@ -187,7 +187,7 @@ class DecoderStage:
         self.layouts: dict[str, TensorLayout] = {
             layout.name: layout for layout in stage_layouts(spec, plan, index, world.at)
         }
-        self._replicated = tp_partial_grad_copies(spec, self.layouts, plan.mesh(index).tp, strategy.sp)
+        self._replicated = tp_partial_grad_copies(spec, self.layouts, plan.mesh(index), strategy.sp)
         self.reset_parameters(seed)
         self.micro_batch_shape = (plan.local_micro_batch_size(index), seq_len // plan.mesh(index).sequence_shards)
         """Shape of a micro-batch's tokens on this rank, (B, S); a micro-batch may be shorter."""
@@ -456,6 +456,9 @@ def shard_weights(module: Decoder, spec: ModelSpec, axis: TensorAxis, slices_exp
     """Give the parameters of a whole stage on the meta device this rank's tensor-parallel shapes, those of experts
     where these are sliced, too; return its first vocabulary entry."""
     vocab_start = 0
+    for part in module.modules():
+        if isinstance(part, Experts) and slices_experts:  # their results are partial sums
+            part.down.adds_bias = axis.index == 0
     for name, parameter in list(module.named_parameters()):
         if is_expert(name) and not slices_experts:
             continue

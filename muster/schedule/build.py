@@ -67,14 +67,14 @@ def build_program(
     stages = range(plan.num_stages)
     names = [name for name, _ in parameter_shapes(model)]
     tensor_axes = {
-        (plan.mesh(stage).tp, plan.strategy(layer).sp)
+        (plan.mesh(stage), plan.strategy(layer).sp)
         for stage in stages
         for layer in (plan.layers(stage, model.num_layers) or [plan.layers(stage, model.num_layers).start])
     }
     options = LoweringOptions(
         zero=plan.default_strategy.zero,
         data_ranks=tuple(plan.mesh(stage).grad_sum_size for stage in stages),
-        tp_replicated_weights=any(tp_partial_grad_copies(model, names, tp, sp) for tp, sp in tensor_axes),
+        tp_replicated_weights=any(tp_partial_grad_copies(model, names, mesh, sp) for mesh, sp in tensor_axes),
         tied_embeddings=model.tied_embeddings and not plan.vocab_parallel,
         vocab_times=_vocab_times(plan, model) if plan.vocab_parallel else None,
         post_validation=plan.post_validation,

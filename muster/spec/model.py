@@ -81,6 +81,11 @@ class ModelSpec(Frozen):
     """Activation function of the MLP."""
     gated: bool = True
     """Gated MLP: activation(gate) · up; otherwise activation(up)."""
+    swiglu_limit: PositiveFloat | None = None
+    """Bound of the values of gate and up, which makes their product gate · sigmoid(swiglu_alpha · gate) · (up + 1)
+    (gpt-oss, arXiv:2508.10925 §2.1); None: there is none."""
+    swiglu_alpha: PositiveFloat = 1.702
+    """Factor of the gate in that sigmoid."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections."""
     out_bias: bool = False
@@ -98,7 +103,8 @@ class ModelSpec(Frozen):
     logit_softcap: PositiveFloat | None = None
     """Bound of the output head's logits, of the same form."""
     attention_sinks: bool = False
-    """Trained logit per head that takes part in the softmax and contributes no value (gpt-oss)."""
+    """Trained logit per head that takes part in the softmax and contributes no value (gpt-oss; arXiv:2508.10925
+    §2.2)."""
     sliding_window: PositiveInt | None = None
     """Positions that a position attends to, itself the last of them; None: all before it."""
     window_layers: tuple[NonNegativeInt, ...] | None = None
@@ -156,6 +162,9 @@ class ModelSpec(Frozen):
             )
         if self.mla is not None:
             _check_latent_attention(self, self.mla)
+        if self.swiglu_limit is not None and (self.activation, self.gated) != ("silu", True):
+            kind = f"activation {self.activation}, gated {self.gated}"
+            raise ValueError(f"swiglu_limit bounds a gated MLP with activation silu, got {kind}")
         if self.norm_unit_offset and (self.norm != "rms" or self.qk_norm_width != "head"):
             raise ValueError(
                 "norm_unit_offset is for RMSNorms of hidden states and heads: norm rms, qk_norm_width head"
@@ -358,14 +367,14 @@ def _linear(name: str, bias: bool, *shape: int) -> NamedShapes:
 def _attention(spec: ModelSpec, prefix: str) -> NamedShapes:
     q_width = spec.num_heads * spec.head_dim
     kv_width = spec.num_kv_heads * spec.head_dim
+    if spec.attention_sinks:
+        yield prefix + "sinks", (spec.num_heads,)
     for name, width in (("q", q_width), ("k", kv_width), ("v", kv_width)):
         yield from _linear(prefix + name, spec.qkv_bias, width, spec.hidden_size)
     if spec.qk_norm:
         per_head = spec.qk_norm_width == "head"
         yield prefix + "q_norm.weight", (spec.head_dim if per_head else q_width,)
         yield prefix + "k_norm.weight", (spec.head_dim if per_head else kv_width,)
-    if spec.attention_sinks:
-        yield prefix + "sinks", (spec.num_heads,)
     yield from _linear(prefix + "o", spec.out_bias, spec.hidden_size, q_width)
 
 
@@ -373,6 +382,8 @@ def _latent_attention(spec: ModelSpec, mla: MlaSpec, prefix: str) -> NamedShapes
     """Yield the parameters of latent attention. Queries and key/value pairs are projected down to a narrow vector and
     up again; the last `rope_head_dim` rows of `kv_down` make the rotary part of the keys."""
     q_width = spec.num_heads * (mla.nope_head_dim + mla.rope_head_dim)
+    if spec.attention_sinks:
+        yield prefix + "sinks", (spec.num_heads,)
     if mla.q_lora_rank is None:
         yield prefix + "q.weight", (q_width, spec.hidden_size)
     else:

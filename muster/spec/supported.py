@@ -292,6 +292,15 @@ LATENT_ATTENTION_RULES: tuple[Rule, ...] = (
 )
 """Things that the runtime can't do for a model with latent attention."""
 
+SINK_RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda plan: plan.compile,
+        "compile of attention with sinks (it has no parity test yet)",
+        setting(compile=False),
+    ),
+)
+"""Things that the runtime can't do for a model with attention sinks."""
+
 ATTENTION_DROPOUT_RULES: tuple[Rule, ...] = (
     Rule(
         lambda plan: plan.uses_axis("cp"),
@@ -331,7 +340,10 @@ CAPACITY_RULES: tuple[Rule, ...] = (
 """Things that the runtime can't do where an expert takes no more than so many positions of a sequence."""
 
 _UNSUPPORTED_MODELS: tuple[tuple[str, Callable[[ModelSpec], bool]], ...] = (
-    ("biases of experts (mlp_bias)", lambda model: model.moe is not None and model.mlp_bias),
+    (
+        "biases of shared experts (mlp_bias)",
+        lambda model: model.moe is not None and model.moe.shared_size > 0 and model.mlp_bias,
+    ),
     (
         "experts beside attention (parallel_residual)",
         lambda model: model.moe is not None and model.parallel_residual,
@@ -341,7 +353,6 @@ _UNSUPPORTED_MODELS: tuple[tuple[str, Callable[[ModelSpec], bool]], ...] = (
         lambda model: model.linear_attention is not None and model.linear_attention.kind == "gated_deltanet",
     ),
     ("heads that predict further tokens (mtp_layers, which 0 leaves out)", lambda model: model.mtp_layers > 0),
-    ("attention sinks", lambda model: model.attention_sinks),
 )
 """Parts of a model that the runtime can't do; such a model can be planned and predicted."""
 
@@ -357,6 +368,7 @@ def runtime_rules(model: ModelSpec | None) -> tuple[Rule, ...]:
         *(CAPACITY_RULES if moe is not None and moe.needs_whole_sequences else ()),
         *(LINEAR_ATTENTION_RULES if model.linear_attention is not None else ()),
         *(LATENT_ATTENTION_RULES if model.mla is not None else ()),
+        *(SINK_RULES if model.attention_sinks else ()),
         *(ATTENTION_DROPOUT_RULES if model.attention_dropout else ()),
         *(GROUP_DROPOUT_RULES if model.has_dropout else ()),
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from muster.checkpoint.formats.mxfp4 import with_unpacked
 from muster.checkpoint.formats.safetensors import SafetensorsFiles, write_header
 from muster.checkpoint.tensors import TensorMeta, TensorSource, byte_view, split_into_boxes
 from muster.data.tokenizer import TOKENIZER_FILES
@@ -22,8 +23,8 @@ AUXILIARY_FILES = (GENERATION_CONFIG_FILE, *TOKENIZER_FILES)
 """Files of a complete directory other than configuration and weights, as far as its tokenizer has them."""
 
 
-def open_weights(folder: Path) -> SafetensorsFiles:
-    """Open the tensors of a directory, by their names in it.
+def open_weights(folder: Path) -> TensorSource:
+    """Open the tensors of a directory, by their names in it; matrices in MXFP4 as bfloat16.
 
     Raises ConfigError if none can be read without running code, MusterError if shards are missing.
     """
@@ -34,9 +35,9 @@ def open_weights(folder: Path) -> SafetensorsFiles:
             raise MusterError(f"{folder / INDEX_FILE} is damaged: expected a weight_map in JSON") from error
         if missing := [name for name in names if not (folder / name).is_file()]:
             raise MusterError(f"{folder} lacks {len(missing)} of the {len(names)} shards in {INDEX_FILE}: {missing[0]}")
-        return SafetensorsFiles(folder / name for name in names)
+        return with_unpacked(SafetensorsFiles(folder / name for name in names))
     if found := sorted(folder.glob("*.safetensors")):
-        return SafetensorsFiles(found)
+        return with_unpacked(SafetensorsFiles(found))
     pickles = [path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth")]
     if pickles:
         raise ConfigError(

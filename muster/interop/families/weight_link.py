@@ -10,7 +10,7 @@ from muster.layout.tensor_layout import Box
 class WeightLink:
     """A box of a parameter and a box of a Hugging Face tensor that hold the same elements.
 
-    From Hugging Face: `hf[link.hf_box.slices]`, transposed (`.t()`) if `transposed`, reshaped to `link.box.size` (which
+    From Hugging Face: `hf[link.hf_slices]`, transposed (`.mT`) if `transposed`, reshaped to `link.box.size` (which
     only adds or drops dimensions of size 1), is `parameter[link.box.slices]`. The way back is the same in the other
     order.
     """
@@ -21,6 +21,19 @@ class WeightLink:
     hf_name: str
     hf_box: Box
     transposed: bool = False
+    hf_step: int = 1
+    """Distance, in the tensor, of neighbours in the last dimension of `hf_box`, whose size counts these alone."""
+
+    @property
+    def hf_slices(self) -> tuple[slice, ...]:
+        """Slices of the tensor that the elements are in."""
+        *others, last = self.hf_box.slices
+        return *others, slice(last.start, last.start + (self.hf_box.size[-1] - 1) * self.hf_step + 1, self.hf_step)
+
+    @property
+    def hf_end(self) -> tuple[int, ...]:
+        """Index behind the last of the elements, in each dimension of the tensor."""
+        return tuple(one.stop for one in self.hf_slices)
 
 
 def link_whole(name: str, hf_name: str, shape: tuple[int, ...], transposed: bool = False) -> WeightLink:
