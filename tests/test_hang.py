@@ -1,5 +1,6 @@
 """A job that hangs: the rank that the others wait for is named with its cause, and nothing is left running."""
 
+import fcntl
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import pytest
 
 from muster.config.attempt_files import adopt_attempt_files, attempt_files, attempt_id
 from muster.config.yaml_writer import write_atomically
+from muster.launch.flight_records import GroupRecord, find_late_rank, format_records, parse_dump, read_records
 from muster.launch.hang_diagnosis import _WAITS_IN, RankSnapshot, diagnose, is_waiting, main_thread_frames
 from muster.launch.heartbeat import PAGE_BYTES, Heartbeat, HeartbeatPage, RankStatus
 from muster.launch.launcher import launch
@@ -183,6 +185,72 @@ def test_hosts_that_run_ahead_of_their_gpus_are_told_apart(
     finding = diagnose(sightings)
     assert (finding.rank, finding.sentence) == (rank, words)
     assert [snapshot_from_json(json.loads(json.dumps(snapshot_to_json(one)))) for one in sightings] == sightings
+
+
+def collective(number: int, state: str, group: str = "7", kind: str = "tp", **more: object) -> dict[str, object]:
+    """An entry of NCCL's flight recorder, as PyTorch writes it."""
+    return {
+        "collective_seq_id": number,
+        "p2p_seq_id": 0,
+        "is_p2p": False,
+        "process_group": [group, kind],
+        "profiling_name": "nccl:all_reduce",
+        "input_sizes": [[4, 128]],
+        "state": state,
+        "retired": state == "completed",
+        **more,
+    }
+
+
+def recorded(*entries: dict[str, object]) -> str:
+    return IN_UPDATE + format_records(parse_dump({"version": "2.10", "entries": list(entries)}))
+
+
+def test_a_flight_recorders_dump_tells_what_a_rank_has_entered() -> None:
+    entries = [collective(3, "scheduled"), collective(1, "completed"), collective(2, "started")]
+    others = [collective(9, "completed", "0", "default_pg"), collective(5, "started", is_p2p=True)]
+    records = parse_dump({"entries": [*entries, *others]})
+    assert records == [
+        GroupRecord("7", "tp", 3, 2, "all_reduce of 4×128", True),
+        GroupRecord("0", "default_pg", 9, None),
+    ]
+    assert list(read_records(IN_UPDATE + format_records(records))) == records
+    assert main_thread_frames(IN_UPDATE + format_records(records)) == main_thread_frames(IN_UPDATE)
+    cut = format_records(records).rstrip()[:-9]
+    assert list(read_records(cut)) == records[:1]
+
+
+def test_the_rank_that_never_began_a_collective_is_named_from_flight_records() -> None:
+    """Rank 3's device is in another group's collective, which rank 2 never entered: rank 2 is what all wait for."""
+    waits = recorded(collective(17, "started"))
+    late_too = recorded(collective(17, "scheduled"), collective(4, "started", "8", "dp"))
+    late = recorded(collective(3, "completed", "8", "dp"))
+    stacks = {0: waits, 1: waits, 2: late, 3: late_too}
+    found = [replace(on_gpu(rank, Action(Kind.UNSHARD, 0)), stacks=stacks[rank]) for rank in (0, 1, 3, 2)]
+    finding = diagnose(found)
+    assert finding.rank == 2
+    assert "never began all_reduce of 4×128, collective 4 of the group dp, where rank 3 waits" in finding.sentence
+    assert find_late_rank({0: waits, 1: waits}) is None
+    assert find_late_rank({0: IN_UPDATE, 1: ""}) is None
+
+
+def test_a_rank_writes_its_flight_record_behind_complete_stacks() -> None:
+    page = HeartbeatPage()
+    fd = os.dup(page.fd)
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+    heartbeat = Heartbeat(bytearray(PAGE_BYTES), fd)
+    heartbeat._flight_record = lambda: recorded(collective(1, "started"))
+    heartbeat.write_flight_record()
+    assert not page.read_stacks(), "nobody asked"
+    os.write(fd, b"Thread")
+    heartbeat.write_flight_record()
+    assert page.read_stacks() == "Thread", "which may not be complete"
+    for _ in range(3):
+        heartbeat.write_flight_record()
+    assert [one.entered for one in read_records(page.read_stacks())] == [1]
+    assert page.read_stacks().count("Flight recorder:") == 1
+    page.close()
+    os.close(fd)
 
 
 def test_a_page_tells_where_its_device_is() -> None:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from muster.launch.flight_records import find_late_rank
 from muster.launch.heartbeat import PHASES, RankStatus
 from muster.schedule.action import KINDS, Action, Kind
 
@@ -86,6 +87,9 @@ def diagnose(snapshots: Sequence[RankSnapshot]) -> RankFault:
     independent = [snapshot for snapshot in snapshots if not is_waiting(snapshot)]
     suspects = stopped or independent or _with_busy_gpus(snapshots)
     culprit = max(suspects, key=lambda snapshot: snapshot.stalled_s, default=None)
+    late = find_late_rank({snapshot.rank: snapshot.stacks for snapshot in snapshots})
+    if late is not None and late.rank in {snapshot.rank for snapshot in suspects or snapshots}:
+        culprit = next(snapshot for snapshot in snapshots if snapshot.rank == late.rank)
     if culprit is None:
         return _diagnose_all_waiting(snapshots)
     activity = describe_activity(culprit)
@@ -94,7 +98,10 @@ def diagnose(snapshots: Sequence[RankSnapshot]) -> RankFault:
     else:
         cause = f"it {activity}"
     waiting = [snapshot for snapshot in snapshots if snapshot is not culprit and is_waiting(snapshot)]
-    sentence = f"{_describe_missed_call(culprit, waiting)}; {cause}, for {culprit.stalled_s:.0f} s"
+    missed = _describe_missed_call(culprit, waiting)
+    if late is not None and late.rank == culprit.rank:
+        missed += f", and {late.describe()}" if waiting else late.describe()
+    sentence = f"{missed}; {cause}, for {culprit.stalled_s:.0f} s"
     return RankFault(culprit.rank, culprit.host, sentence)
 
 

@@ -21,8 +21,8 @@ from muster.schedule.action import Action, Kind
 HEARTBEAT_FD_VARIABLE = "MUSTER_HEARTBEAT_FD"
 """Environment variable with the file descriptor of this rank's page."""
 PAGE_BYTES = 4096
-STACKS_BYTES = 1 << 16
-"""Space behind the page for the stacks of the rank's threads."""
+STACKS_BYTES = 1 << 17
+"""Space behind the page for the stacks of the rank's threads, and the flight record."""
 STACKS_SIGNAL = signal.SIGUSR1
 """Signal at which a rank writes its stacks there, even while it waits in C++."""
 _HEADER = struct.Struct("<QqiiB12sH")
@@ -79,10 +79,12 @@ SHORT_PHASES = ("data", "run")
 class Heartbeat:
     """Writer's end of a rank's page; without a launcher, memory that nobody reads."""
 
-    def __init__(self, memory: mmap.mmap | bytearray) -> None:
-        self._memory = memory
+    def __init__(self, memory: mmap.mmap | bytearray, fd: int | None = None) -> None:
+        self._memory, self._fd = memory, fd
         self._num_updates = 0
         self._device_action: Callable[[], Action | None] = lambda: None
+        self._flight_record: Callable[[], str] = lambda: ""
+        self._seen_bytes = self._recorded_bytes = 0
         self._follower: threading.Thread | None = None
         self.step = 0
 
@@ -109,9 +111,12 @@ class Heartbeat:
         """Write that the result of the last instruction is awaited."""
         self._memory[_WAITING_OFFSET] = 1
 
-    def follow_device(self, device_action: Callable[[], Action | None]) -> None:
-        """Write from now on, every second, the instruction that the device is in, as `device_action` returns it."""
-        self._device_action = device_action
+    def follow_device(
+        self, device_action: Callable[[], Action | None], flight_record: Callable[[], str] = lambda: ""
+    ) -> None:
+        """Write from now on, every second, the instruction that the device is in, as `device_action` returns it, and,
+        behind stacks that the launcher has asked for, the `flight_record`."""
+        self._device_action, self._flight_record = device_action, flight_record
         if self._follower is None:
             self._follower = threading.Thread(target=self._follow, daemon=True, name="device position")
             self._follower.start()
@@ -119,7 +124,16 @@ class Heartbeat:
     def _follow(self) -> None:
         while True:
             self.write_device_action(self._device_action())
+            self.write_flight_record()
             time.sleep(_DEVICE_INTERVAL_S)
+
+    def write_flight_record(self) -> None:
+        """Write the flight record behind stacks that are complete: that have not grown since the last call."""
+        size = 0 if self._fd is None else os.fstat(self._fd).st_size
+        if self._fd is not None and size > PAGE_BYTES and size == self._seen_bytes != self._recorded_bytes:
+            os.write(self._fd, self._flight_record().encode())
+            self._recorded_bytes = size = os.fstat(self._fd).st_size
+        self._seen_bytes = size
 
     def write_device_action(self, action: Action | None) -> None:
         """Write the instruction that the device is in."""
@@ -152,7 +166,7 @@ def open_heartbeat() -> Heartbeat:
     if number is None:
         return Heartbeat(bytearray(PAGE_BYTES))
     fd = int(number)
-    heartbeat = Heartbeat(mmap.mmap(fd, PAGE_BYTES))
+    heartbeat = Heartbeat(mmap.mmap(fd, PAGE_BYTES), fd)
     fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # stacks are written behind the page, whatever the file's position
     faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True)
     heartbeat.update("start")

@@ -8,6 +8,7 @@ from torch import Tensor
 from muster.launch.heartbeat import PAGE_BYTES, Heartbeat
 from muster.parallel.axis import PendingTensor
 from muster.parallel.device_clock import HostClock, StepClock, StepRecord, TimedInstruction
+from muster.parallel.flight_recorder import flight_record
 from muster.parallel.p2p import P2PRoute, PendingReceive
 from muster.parallel.stage import Stage
 from muster.parallel.vocab_parallel import VocabShard
@@ -93,7 +94,7 @@ class Executor:
         self._input_gradients: dict[tuple[int, int], Tensor] = {}
         self._timed = timed = list[TimedInstruction]()
         if self._tells_launcher and not isinstance(self._clock, HostClock):
-            self._heartbeat.follow_device(lambda: self._clock.device_action(timed))
+            self._heartbeat.follow_device(lambda: self._clock.device_action(timed), flight_record)
         for _ in self.lanes["compute"]:
             self._start_ready()
             self._start_next("compute")

@@ -16,6 +16,8 @@ from muster.launch.heartbeat import Heartbeat, open_heartbeat
 from muster.launch.store_waits import wait_for_keys
 from muster.layout.mesh import MeshCoordinates, coordinates_of
 from muster.parallel.axis import ContextAxis, ExpertAxis, PipelineAxis, TensorAxis
+from muster.parallel.flight_recorder import enable_flight_recorder
+from muster.parallel.gpu_settings import use_expandable_segments, use_full_float32
 from muster.parallel.process_groups import ProcessGroups
 from muster.spec.plan import LayerStrategy, Plan
 from muster.spec.units import pluralize
@@ -209,6 +211,9 @@ def pick_device(rank: int, size: int, store: dist.Store | None = None) -> torch.
 def _use_gpu(index: int) -> torch.device:
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
+    use_expandable_segments()
+    use_full_float32()
+    enable_flight_recorder()
     return device
 
 

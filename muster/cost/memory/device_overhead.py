@@ -14,8 +14,8 @@ COMMUNICATOR_BYTES = 544 * _MIB
 LARGE_COMMUNICATOR_BYTES = 688 * _MIB
 """Bytes of an NCCL communicator of more than two devices (same source)."""
 FRAGMENTATION_SHARE = 0.03
-"""Fragmentation as a share of the memory that is allocated and freed within a step: an assumption, since no source
-measures it separately."""
+"""Fragmentation as a share of the memory that is allocated and freed within a step, with expandable segments, which
+ranks set (`muster/parallel/gpu_settings.py`): an assumption, since no source measures it separately."""
 
 
 def device_overhead(device: DeviceSpec, plan: Plan, pp_rank: int, transient_bytes: int) -> MemoryTerms:
