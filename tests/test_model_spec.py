@@ -112,7 +112,7 @@ def test_latent_attention_has_heads_of_its_own():
         ({"model.mla.rope_head_dim": "3"}, "rope_head_dim 3 is odd"),
         ({"model.num_kv_heads": "2"}, "got num_kv_heads 2 of 4"),
         ({"model.head_dim": "16"}, "head_dim 16: leave num_kv_heads and head_dim out"),
-        ({"model.qk_norm": "true"}, "none of these: qk_norm"),
+        ({"model.qk_norm": "true"}, "is without qk_norm: leave"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             load_run_config("tiny", None, list((fields | changes).items()))

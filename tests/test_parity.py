@@ -198,6 +198,7 @@ COMPILED_FAMILIES = [
         ("gemma2", "dp2", True),
         ("olmo2", "tp2", False),
         ("gpt_neox", "dp2", False),
+        ("latent", "tp2-sp", False),
     )
 ]
 SPREAD_OVER_8 = [

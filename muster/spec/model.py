@@ -267,7 +267,7 @@ def _check_latent_attention(spec: ModelSpec, mla: MlaSpec) -> None:
     wrong += [] if spec.position == "rope" else [f"position {spec.position}"]
     wrong += ["nope_layers"] if spec.nope_layers else []
     if wrong:
-        raise ValueError(f"latent attention (mla) has none of these: {', '.join(wrong)}; leave them out")
+        raise ValueError(f"latent attention (mla) is without {wrong[0]}: leave it out")
 
 
 def active_numel(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> int:

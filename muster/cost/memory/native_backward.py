@@ -331,6 +331,8 @@ class BackwardPeaks:
             exchanged = self._sliced_attention_workspace(backward)
         if exchanged and backward:  # the gradient of its output
             exchanged += sizes.attention.queries * self.compute_size
+            if (mla := sizes.local_model.mla) is not None:  # beside that of its values without padding
+                exchanged += sizes.tokens * sizes.local_model.num_heads * mla.v_head_dim * self.compute_size
         is_piecewise = sizes.local_model.attention_softcap is not None or sizes.local_model.attention_dropout
         return exchanged + (self._piece_workspace(backward) if is_piecewise else 0)
 

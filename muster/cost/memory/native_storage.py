@@ -186,6 +186,9 @@ class NativeStorage:
         """Return the bytes that one layer saves from I to W, whatever its recompute."""
         own, sizes = self.sizes.local_model, self.sizes
         width = (2 * own.num_heads + 2 * own.num_kv_heads) * own.head_dim
+        if (mla := own.mla) is not None:  # latent vectors, which two kinds of linear layers read and make; heads
+            narrow, values = 2 * mla.latent_width, mla.nope_head_dim + 2 * mla.v_head_dim
+            width = narrow + own.num_heads * (mla.qk_head_dim + values)
         if own.has_linear_attention(layer):
             width = deferred_width(sizes)
         ends = 4 * sizes.full_hidden_bytes

@@ -82,6 +82,10 @@ def read_dots1(config: Config) -> dict[str, Any]:
 
 def _latent(config: Config) -> dict[str, Any]:
     """Read latent attention, whose queries and keys have rotary and other elements."""
+    if not config.get("rope_interleave", True):
+        raise ConfigError(
+            "rope_interleave is False, expected True: rotary elements that lie in halves are not supported"
+        )
     mla = {field: config[key] for key, field in _LATENT.items()}
     return read_llama(config) | {
         "num_kv_heads": config["num_attention_heads"],
