@@ -261,6 +261,7 @@ NOT_RUN = {
     "fp8": ("fp8_activations",),
     "what the plan decides (tp_overlap)": ("async_tp",),
     "moments of another storage": ("moment_bytes",),
+    "streams of FSDP2, which the order of calls on a CPU doesn't show": ("overlap_fsdp",),
     "graphs of kernels, which nothing in Muster makes": ("cuda_graphs",),
 }
 """Traits that no step can show, by reason."""

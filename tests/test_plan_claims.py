@@ -24,7 +24,7 @@ from muster.planner.search_budget import SearchBudget, fit_work, simulation_work
 from muster.planner.search_result import SearchResult
 from muster.planner.simple_first import find_simplest
 from muster.planner.simplicity import PREDICTION_ERROR, Simplicity, mechanisms, simplest, simplicity
-from muster.planner.space import draft_plans, mesh_shapes, schedule_choices, schedule_options, used_axes
+from muster.planner.space import draft_plans, is_admitted, mesh_shapes, schedule_choices, schedule_options, used_axes
 from muster.planner.what_if import what_if
 from muster.planner.word_changes import changed_plans
 from muster.report.plan_answer import print_answer
@@ -214,6 +214,14 @@ def test_no_reason_is_worse_than_the_first_plan_with_one_word_changed() -> None:
         best = find_alternative(part, narrow, SearchBudget(10.0), centres=[first.plan]).best
         assert best is not None, part
         assert best.value <= evaluator.evaluate(parse_plan_name(name)).value, part
+
+
+def test_what_is_required_is_required_of_all_layers() -> None:
+    request = require_more(_request("tiny", "4xh100", 256, 16), "rfull")
+    plan = parse_plan_name("dp4-mb4-rfull-bf16")
+    run = LayerOverride(start=0, count=1, strategy=plan.default_strategy.model_copy(update={"recompute": "none"}))
+    assert is_admitted(request, plan)
+    assert not is_admitted(request, plan.model_copy(update={"overrides": (run,)}))
 
 
 def test_what_was_not_looked_at_is_not_said_not_to_fit() -> None:

@@ -19,6 +19,7 @@ from muster.report.accuracy_markdown import accuracy_markdown
 from muster.report.accuracy_page import write_accuracy_page
 from muster.report.accuracy_rows import sections
 from muster.report.accuracy_terminal import accuracy_text
+from muster.simulate.predict import predict
 from muster.spec.errors import ConfigError
 from muster.validate.axis_bias import axis_biases
 from muster.validate.case import RowCase, RowInputs, row_inputs
@@ -28,6 +29,7 @@ from muster.validate.error_table import error_table
 from muster.validate.errors import UnpredictableRowError
 from muster.validate.formulas import FORMULA_WORDS, korthikanti_flops, megatron_flops, model_flops, sc21_flops
 from muster.validate.row_table import row_table, row_table_csv
+from muster.validate.score import score_fits
 from muster.validate.summary import shipped_rows, summarize, to_json, validate_table
 from muster.validate.sweeps import score_sweeps, spearman
 from muster.validate.table import MeasurementRow, parse_table, read_table
@@ -144,7 +146,7 @@ def test_a_cell_that_cannot_be_read_leaves_out_its_row_alone(changes, sentence):
 def test_a_row_of_another_length_is_left_out():
     first, short, last = predict_rows(parse_table(table({}) + "one,two\n" + table({}).split("\n")[1], "t.csv"), tell)
     assert (first.is_predicted, last.is_predicted) == (True, True)
-    assert short.reason == "row 2: found 2 cells, expected 39, as many as the header has"
+    assert short.reason == "row 2: found 2 cells, expected 40, as many as the header has"
 
 
 def cut(text: str, kept: Collection[str], delimiter: str = ",") -> str:
@@ -269,6 +271,45 @@ def test_an_unstated_vocabulary_widens_the_interval():
 )
 def test_recompute_of_modules_and_of_jax_policies_is_read(words, kind):
     assert row_inputs(row(recompute=words)).cases[0].plan.default_strategy.recompute == kind
+
+
+def test_facts_of_some_rows_go_before_those_of_all():
+    changes = {"source": "MoE Parallel Folding", "model_name": "mixtral-8x7b", "ep": "2", "etp": "", "recompute": ""}
+    plain = row_inputs(row(**changes, notes="method MCore", zero="ZeRO-3")).cases[0]
+    folded = row_inputs(row(**changes, notes="method MCore w/ Folding")).cases[0]
+    assert (plain.plan.etp, folded.plan.etp) == (2, 1)
+    assert (plain.software.overlap_fsdp, folded.software.overlap_fsdp) == (False, True)
+
+
+def test_a_run_that_kept_activations_in_the_hosts_memory_says_nothing_of_the_devices():
+    changes = {"source": "NVIDIA NeMo Megatron-Bridge", "model_name": "LLAMA3-70B", "gpu": "GB200", "zero": "FSDP=64"}
+    changes |= {"tp": "1", "pp": "1", "dp": "64", "n_gpus": "64", "gpus_per_node": "4", "recompute": "", "sp": ""}
+    changes |= dict.fromkeys(("layers", "hidden", "ffn_hidden", "heads", "kv_heads"), "")
+    result = scored(changes, answer=lambda inputs, case: predicted(10.0, 400e9, fits=False))[0]
+    assert result.inputs.cases[0].plan.default_strategy.recompute == "none"
+    assert (score_fits([result]).success_predicted_oom, score_fits([result]).undecided) == (0, 1)
+
+
+def test_fp8_layers_save_the_inputs_of_their_matmuls_in_a_byte():
+    """Of a dense layer half of both norms' outputs and of the last matmul's input, but attention's output once more."""
+    known = {"model_name": "ours", "layers": "1", "hidden": "1024", "ffn_hidden": "4096", "heads": "8", "kv_heads": "8"}
+    known |= {"tp": "1", "pp": "1", "n_gpus": "1", "gpus_per_node": "1", "dp": "1", "global_batch": "1", "sp": "no"}
+    sizes = {}
+    for precision in ("bf16", "fp8"):
+        inputs = row_inputs(row(**known, precision=precision, source="MLPerf Training"))
+        found = predict(
+            inputs.model, inputs.cases[0].plan, inputs.workload, inputs.cluster, framework=inputs.cases[0].software
+        )
+        sizes[precision] = found.memory[0].terms["activations"]
+    assert sizes["bf16"] - sizes["fp8"] == 8192 * (2 * 1024 + 4096 - 1024)
+
+
+def test_the_published_order_of_strategies_for_experts_is_predicted():
+    """Table 3 of MoE Parallel Folding: FSDP, FSDP with experts, tensor parallelism, a pipeline, folding."""
+    rows = [one for one in shipped_rows() if one.file == "moe_parallel_folding.csv"][:5]
+    results = predict_rows(rows)
+    for times in ([one.measured_s for one in results], [one.predicted_s for one in results]):
+        assert times == sorted(times, reverse=True)
 
 
 def test_rows_say_what_was_assumed(tmp_path):
@@ -686,7 +727,7 @@ def test_spearman_shares_ranks():
 
 def test_every_shipped_row_can_be_read_or_says_why():
     rows = shipped_rows()
-    assert len(rows) == 1249
+    assert len(rows) == 1324
     reasons = set()
     for one in rows:
         try:
@@ -697,6 +738,9 @@ def test_every_shipped_row_can_be_read_or_says_why():
         "global_batch is empty",  # memory of one step alone
         "tp is empty",
         "precision 'NVFP4' is not predicted: expected fp8, bf16, fp16 or fp32",
+        "precision 'FP4+FP8 (config file)' is not predicted: expected fp8, bf16, fp16 or fp32",
+        "schedule says 128 micro-batches, but global_batch 1024 makes 256",
+        "schedule says 128 micro-batches, but global_batch 1024 makes 512",
         "no plan has the vocabulary as 'interlaced' says: there are baseline, redis, vocab-1, vocab-2",
     }
 

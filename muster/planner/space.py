@@ -391,13 +391,14 @@ def axis_orders(request: PlanRequest, shape: MeshShape) -> list[tuple[str, ...]]
 
 
 def is_admitted(request: PlanRequest, plan: Plan) -> bool:
-    """Return True if a legal plan has all required values and axes, and can be run where that is required."""
+    """Return True if a legal plan has all required values, in all layers, and axes, and can be run where that is
+    required."""
     if request.axes not in (None, used_axes(plan)) or not runs_schedule(request.framework, plan.schedule):
         return False
     if plan.overrides and treats_layers_alike(request.framework):
         return False
-    strategy = plan.default_strategy
     for name, value in request.fixed.items():
-        if (getattr(strategy, name) if name in LayerStrategy.model_fields else getattr(plan, name)) != value:
+        parts = plan.strategies if name in LayerStrategy.model_fields else [plan]
+        if any(getattr(part, name) != value for part in parts):
             return False
     return not (request.runnable and unsupported_features(plan, request.model))

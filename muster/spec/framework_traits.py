@@ -78,6 +78,8 @@ class FrameworkTraits(Frozen):
     """Gradient reduction overlaps the last micro-batch's backward."""
     overlap_param_gather: bool = True
     """The all-gather of updated parameters overlaps the first forward."""
+    overlap_fsdp: bool = True
+    """Under z2 and z3 the all-gathers and reduce-scatters of all layers but one overlap with the passes."""
     per_parameter_collectives: bool = False
     """Under z3 every parameter has its own, exposed all-gather and reduce-scatter, and each rank's part is copied by a
     kernel of its own (lists of tensors, as in DeepSpeed's first ZeRO-3)."""

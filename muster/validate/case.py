@@ -23,7 +23,7 @@ from muster.spec.workload import Workload
 from muster.validate.cluster_from_row import cluster_from_row
 from muster.validate.errors import UnpredictableRowError
 from muster.validate.model_from_row import models_from_row
-from muster.validate.sources import MeasurementSource, source_of_row, with_facts
+from muster.validate.sources import MeasurementSource, software_of_row, source_of_row, with_facts
 from muster.validate.table import MeasurementRow
 from muster.validate.term_parsing import (
     ScheduleTerms,
@@ -109,6 +109,7 @@ class _Degrees:
     pp: int
     cp: int
     ep: int
+    etp: int
     dp: int
 
 
@@ -126,7 +127,16 @@ def _degrees(row: MeasurementRow) -> _Degrees:
     if tp * pp * cp * dp != row.n_gpus:
         given = f"tp {tp} × pp {pp} × cp {cp} × dp {dp}"
         raise UnpredictableRowError(f"{given} is {tp * pp * cp * dp}, but n_gpus is {row.n_gpus}")
-    return _Degrees(tp, pp, cp, ep, dp)
+    return _Degrees(tp, pp, cp, ep, _expert_tensor_parallel(row.etp, tp), dp)
+
+
+def _expert_tensor_parallel(text: str, tp: int) -> int:
+    """Return the tensor-parallel ranks of each expert, 1 where the cell is empty. Raises UnpredictableRowError."""
+    if text.lower() == "tp":
+        return tp
+    if text and not (text.isdecimal() and int(text)):
+        raise UnpredictableRowError(f"etp '{text}' is neither a number above 0 nor 'tp'")
+    return int(text or 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -148,7 +158,8 @@ def _open_choices(
     else:
         usual = parse_yes_no(source.usual.get("sp", "yes"), "sp")
         yield "sp", (usual, not usual)
-    yield "vpp", _chunks(row, pipeline, model, at)
+    chunks = _chunks(row, pipeline, model, at)
+    yield "vpp", chunks[::-1] if source.usual.get("vpp") == "max" else chunks
     if row.micro_batch is not None:
         yield "micro_batch", (row.micro_batch,)
     elif pipeline.micro_batches is not None:
@@ -218,6 +229,7 @@ def _case(
         vpp=vpp,
         cp=at.cp,
         ep=at.ep,
+        etp=at.etp,
         schedule=named or ("interleaved" if vpp > 1 else "1f1b"),
         micro_batch_size=chosen["micro_batch"],
         default_strategy=strategy,
@@ -239,7 +251,7 @@ def _plan(**fields: object) -> Plan:
 
 def _framework(row: MeasurementRow, source: MeasurementSource, kernel: object) -> FrameworkTraits:
     """Return the source's framework traits, changed by the row's kernels, compilation and overlap."""
-    fields: dict[str, object] = {"attention": kernel, **source.software}
+    fields: dict[str, object] = {"attention": kernel, **software_of_row(row)}
     if re.search(r"\d", row.attn_kernel) or kernel in _SCORE_WRITING_KERNELS:
         fields["attention"] = kernel  # the row itself says which generation
     if compiled := parse_yes_no(row.compile, "compile"):

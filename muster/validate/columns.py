@@ -7,8 +7,9 @@ REQUIRED_COLUMNS = ("model_name", "gpu", "n_gpus", "metric", "value")
 COLUMNS = (
     *("source", "url_or_repo", "model_name", "params_b", "layers", "hidden", "ffn_hidden", "heads", "kv_heads"),
     *("vocab", "seq_len", "n_experts", "top_k", "gpu", "n_gpus", "gpus_per_node", "intra_link", "inter_link"),
-    *("tp", "pp", "vpp", "dp", "zero", "cp", "ep", "sp", "micro_batch", "global_batch", "recompute", "precision"),
-    *("schedule", "attn_kernel", "compile", "async_tp", "software", "metric", "value", "peak_mem_gb", "notes"),
+    *("tp", "pp", "vpp", "dp", "zero", "cp", "ep", "etp", "sp", "micro_batch", "global_batch", "recompute"),
+    *("precision", "schedule", "attn_kernel", "compile", "async_tp", "software", "metric", "value", "peak_mem_gb"),
+    "notes",
 )
 """Columns that a header may have, in their usual order; others are ignored."""
 
@@ -32,6 +33,7 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "dp": ("dp_size", "data_parallel", "data_parallel_size"),
     "cp": ("cp_size", "context_parallel", "context_parallel_size"),
     "ep": ("ep_size", "expert_parallel", "expert_parallel_size", "expert_model_parallel_size"),
+    "etp": ("expert_tensor_parallel_size",),
     "sp": ("sequence_parallel",),
     "zero": ("zero_stage", "sharding", "sharding_strategy"),
     "micro_batch": ("mbs", "micro_batch_size"),

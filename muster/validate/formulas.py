@@ -95,6 +95,11 @@ def model_flops(model: ModelSpec, workload: Workload) -> float:
     return train_flops_per_token(model, workload.seq_len) * workload.tokens_per_step
 
 
+def causal_flops(model: ModelSpec, workload: Workload) -> float:
+    """Return the model FLOPs of a step, with those scores alone that the causal mask leaves (arXiv:2307.08691 §4.1)."""
+    return train_flops_per_token(model, workload.seq_len, causal=True) * workload.tokens_per_step
+
+
 FORMULAS: dict[str, Callable[[ModelSpec, Workload], float]] = {
     "sc21": sc21_flops,
     "korthikanti": korthikanti_flops,
@@ -102,6 +107,7 @@ FORMULAS: dict[str, Callable[[ModelSpec, Workload], float]] = {
     "vocabulary-parallel": vocabulary_parallel_flops,
     "mpt": mpt_flops,
     "model": model_flops,
+    "causal": causal_flops,
 }
 """FLOP formulas by the names that sources.yaml uses."""
 
@@ -112,6 +118,7 @@ FORMULA_WORDS = {
     "vocabulary-parallel": "model FLOPs as arXiv:2411.05288 counts them",
     "mpt": "model FLOPs as llm-foundry counts them, all attention scores",
     "model": "model FLOPs, all attention scores (arXiv:2204.02311, appendix B)",
+    "causal": "model FLOPs, of the scores those that the causal mask leaves",
 }
 """Words for each formula, for who reads a row's assumptions."""
 

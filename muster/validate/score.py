@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from muster.validate.comparison import NEAR_CAPACITY, RowResult
+from muster.validate.sources import offloads_activations
 from muster.validate.table import MeasurementRow
 
 _NON_CONFIGURATION_COLUMNS = (
@@ -133,6 +134,9 @@ def score_fits(results: Iterable[RowResult]) -> FitScores:
         worked = result.succeeded
         if answer is None or worked is None or answer.fits is None or answer.capacity_bytes is None:
             continue
+        if offloads_activations(result.row):
+            undecided += 1
+            continue
         assert result.inputs is not None
         is_open = any(column not in _ASSUMED_COLUMNS for column in result.inputs.unstated)
         if is_open and len({one.fits for one in result.predictions}) > 1:
@@ -176,6 +180,7 @@ def score_memory(results: Sequence[RowResult]) -> MemoryScores:
     errors = []
     for result in results:
         said = result.row.peak_mem_gb or (result.row.value if result.row.metric == "peak_memory_gb" else None)
-        if said and result.prediction is not None and result.is_fully_specified:
+        is_known = result.is_fully_specified and not offloads_activations(result.row)
+        if said and result.prediction is not None and is_known:
             errors.append(100 * (result.prediction.peak_bytes / (said * 2**30) - 1))
     return MemoryScores(len(errors), mean(map(abs, errors)) if errors else None, mean(errors) if errors else None)

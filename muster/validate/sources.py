@@ -16,6 +16,22 @@ NUMBER_COLUMNS = ("vpp", "micro_batch", "gpus_per_node")
 """Columns whose facts are numbers."""
 
 
+class RowFacts(Frozen):
+    """Facts of the rows of a source whose cells match patterns."""
+
+    where: dict[str, str]
+    """Column → pattern that its whole text matches."""
+    facts: dict[str, str] = {}
+    software: dict[str, bool | int | str | None] = {}
+    offloads_activations: bool = False
+    """True where activations of some layers were kept in the host's memory, which no plan with pp 1 says: their memory
+    and outcome aren't scored."""
+
+    def match(self, row: MeasurementRow) -> bool:
+        """Return True if these are facts of the row."""
+        return all(re.fullmatch(pattern, str(getattr(row, column))) for column, pattern in self.where.items())
+
+
 class MeasurementSource(Frozen):
     """Facts, default choices and framework of one source; the first lines of the file explain each key."""
 
@@ -24,6 +40,8 @@ class MeasurementSource(Frozen):
     """Pattern that identifies the source in rows of other sources: in `source`, `url_or_repo` or `software`."""
     title: str = ""
     facts: dict[str, str] = {}
+    some: tuple[RowFacts, ...] = ()
+    """Facts of some of its rows, which go before those of all."""
     usual: dict[str, str] = {}
     software: dict[str, bool | int | str | None] = {}
     formula: str | None = None
@@ -78,5 +96,24 @@ def _source_of(name: str, *words: str) -> MeasurementSource:
 def with_facts(row: MeasurementRow) -> MeasurementRow:
     """Return the row with empty columns filled from the source's facts."""
     source = source_of_row(row)
-    empty = {column: text for column, text in source.facts.items() if getattr(row, column) in ("", None)}
+    facts = dict(source.facts)
+    for some in source.some:
+        if some.match(row):
+            facts |= some.facts
+    empty = {column: text for column, text in facts.items() if getattr(row, column) in ("", None)}
     return replace(row, **{column: int(text) if column in NUMBER_COLUMNS else text for column, text in empty.items()})
+
+
+def offloads_activations(row: MeasurementRow) -> bool:
+    """Return True if the row's run kept activations of some layers in the host's memory."""
+    return any(some.offloads_activations and some.match(row) for some in source_of_row(row).some)
+
+
+def software_of_row(row: MeasurementRow) -> dict[str, bool | int | str | None]:
+    """Return the properties of the training program of a row."""
+    source = source_of_row(row)
+    found = dict(source.software)
+    for some in source.some:
+        if some.match(row):
+            found |= some.software
+    return found

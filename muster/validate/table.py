@@ -30,7 +30,7 @@ _INTEGERS = (
 _FLOATS = ("params_b", "peak_mem_gb")
 """Columns of other numbers."""
 _WORDS = (
-    *("source", "url_or_repo", "model_name", "gpu", "intra_link", "inter_link", "zero", "sp"),
+    *("source", "url_or_repo", "model_name", "gpu", "intra_link", "inter_link", "zero", "etp", "sp"),
     *("recompute", "precision", "schedule", "attn_kernel", "compile", "async_tp", "software", "notes"),
 )
 """Columns of free text."""
@@ -81,6 +81,8 @@ class MeasurementRow:
     zero: str
     cp: int | None
     ep: int | None
+    etp: str
+    """Tensor-parallel ranks of each expert: a number, or `tp`."""
     sp: str
     micro_batch: int | None
     global_batch: int | None

@@ -109,7 +109,26 @@ class _MegatronStage:
                 total += self._saved_score_bytes()
         if recompute == "elementwise":
             total -= 2 * self.spec.has_pre_norms * sizes.hidden_bytes + mlp_inner_bytes(sizes, layer)
-        return total
+        return total - (self._fp8_saving(layer, recompute) if self.plan.precision == "fp8" else 0)
+
+    def _fp8_saving(self, layer: int, recompute: Recompute) -> int:
+        """Return the bytes that a layer saves less because its linear layers save their inputs in fp8.
+
+        Half of the inputs of the projections of queries, keys and values, of a dense MLP and of its last matmul, and of
+        both of an expert (Transformer Engine, pytorch/module/linear.py, grouped_linear.py). Attention keeps its output
+        for its own backward, so that the output projection's input comes on top; so is that of latent attention, of
+        which only this is counted. What is recomputed isn't saved in either form.
+        """
+        sizes, own = self.sizes, self.sizes.local_model
+        heads = own.num_heads * (own.head_dim if own.mla is None else own.mla.v_head_dim)
+        saving = -sizes.tokens * heads
+        normed = sizes.hidden_tokens * own.hidden_size if recompute != "elementwise" and self.spec.has_pre_norms else 0
+        if own.mla is None:
+            saving += normed
+        inner = 0 if recompute == "elementwise" else mlp_inner_bytes(sizes, layer) // self.size
+        if not own.has_experts(layer):
+            return saving + normed + inner
+        return saving + sizes.expert_tokens * own.hidden_size + inner
 
     def _attention_bytes(self, layer: int) -> int:
         """Return the bytes that attention saves, without its norm. Values of latent attention aren't padded."""

@@ -255,12 +255,13 @@ class StageTimes:
     def _with_data_parallel(self, cost: PassCost, communication_s: float) -> PassCost:
         """Add the gathers of parameters, or the reductions of gradients, of all layers to a pass.
 
-        The first layer's gather (the last layer's reduction) is exposed, the others overlap with the compute.
+        The first layer's gather (the last layer's reduction) is exposed, the others overlap with the compute where the
+        framework's do.
         """
         if communication_s <= 0:
             return cost
         total = cost + PassCost()
-        if self.placed.framework.per_parameter_collectives:
+        if self.placed.framework.per_parameter_collectives or not self.placed.framework.overlap_fsdp:
             total.add_exposed("dp", communication_s)
             return total
         first_s = communication_s / max(1, len(self.layers))
