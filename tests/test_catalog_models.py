@@ -82,6 +82,7 @@ ROUNDED = {
     "megatron-1t": 1008.0,
     "megatron-22b": 22,  # arXiv:2205.05198, table 3
     "megatron-175b": 175,
+    "deepseek-v3-main": 671,
     "deepseek-v3": 671,  # arXiv:2412.19437, abstract: without its head for the token after
     "gemma-3-4b": 3.9,  # arXiv:2503.19786, table 1
     "gemma-3-12b": 11.8,
@@ -95,6 +96,7 @@ ACTIVE = {
     "mixtral-8x22b": 39,  # mistral.ai's announcement
     "qwen3-30b-a3b": 3.3,  # its page at huggingface.co
     "qwen3-235b-a22b": 22,
+    "deepseek-v3-main": 37,
     "deepseek-v3": 37,  # arXiv:2412.19437, abstract
 }
 """In billions."""

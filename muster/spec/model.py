@@ -263,7 +263,11 @@ def _check_latent_attention(spec: ModelSpec, mla: MlaSpec) -> None:
             f" {mla.qk_head_dim} elements, got num_kv_heads {spec.num_kv_heads} of {spec.num_heads} and head_dim"
             f" {spec.head_dim}: leave num_kv_heads and head_dim out"
         )
-    wrong = [field for field in ("qkv_bias", "out_bias", "qk_norm", "query_pre_attn_scalar") if getattr(spec, field)]
+    wrong = [
+        field
+        for field in ("qkv_bias", "out_bias", "qk_norm", "query_pre_attn_scalar", "attention_sinks")
+        if getattr(spec, field)
+    ]
     wrong += [] if spec.position == "rope" else [f"position {spec.position}"]
     wrong += ["nope_layers"] if spec.nope_layers else []
     if wrong:
