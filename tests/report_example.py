@@ -88,5 +88,6 @@ def write_run(
     if ended:
         memory = {f"memory: {part}": {"measured": 3 * MIB} for part in ("parameters", "activations")}
         result = {"version": 1, "metrics": {"eval/loss": 1.7}, "comparison": {"step": {"measured": 0.2}, **memory}}
+        result["machine"] = {"device": "cpu (x86_64)", "devices_per_node": 2, "muster": "0.1.0"}
         (folder / "result.json").write_text(json.dumps(result))
     return folder

@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from muster.cli.main import main
 from muster.config.load_config import load_run_config
+from muster.spec.frameworks import MUSTER
+from muster.validate.case import row_inputs
+from muster.validate.table import parse_table
 from tests.report_example import MIB, metrics, write_run
 
 
@@ -59,6 +63,39 @@ def test_the_terminal_shows_both_and_the_page_is_written(
     assert [line.split() for line in lines if line.startswith("optim.lr")] == [["optim.lr", "0.003", "0.001"]]
     assert lines[-1] == "report: comparison.html"
     assert "y/run" in (tmp_path / "comparison.html").read_text()
+
+
+def test_a_run_is_a_row_that_validate_predicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first two steps, which are slower, are left out of the median."""
+    rows = metrics(8)
+    for row in rows:
+        row["time/step"] = 5.0 if row["step"] <= 2 else 0.2
+    run = write_run(tmp_path / "run", rows, "pp2-mb2-szbh1-fp32")
+    assert main(["report", str(run), "--as-measurement"]) == 0
+    table = capsys.readouterr().out
+    (tmp_path / "mine.csv").write_text(table)
+    assert main(["validate", "--csv", str(tmp_path / "mine.csv"), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (found["plan"], found["measured_s"], found["n_gpus"]) == ("pp2-mb2-szbh1-fp32", 0.2, 2)
+    (inputs,) = (row_inputs(row) for row in parse_table(table, "mine.csv"))
+    config = load_run_config("tiny", None, []).config
+    assert inputs.model.num_parameters == config.model.num_parameters
+    assert inputs.workload == config.workload
+    assert inputs.cases[0].software == MUSTER
+
+
+def test_a_run_without_an_end_or_of_a_plan_without_a_name_is_no_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(write_run(tmp_path / "a", metrics(3), ended=False)), "--as-measurement"]) == 2
+    assert "expected a run that this version ended" in capsys.readouterr().err
+    run = write_run(tmp_path / "b", metrics(3))
+    plan = yaml.safe_load((run / "plan.yaml").read_text())
+    layer = {"start": 0, "count": 1, "strategy": {"recompute": "full"}}
+    (run / "plan.yaml").write_text(yaml.safe_dump(plan | {"overrides": [layer]}))
+    assert main(["report", str(run), "--as-measurement"]) == 2
+    assert "no row of a table can say all of the run's plan" in capsys.readouterr().err
+    assert main(["report", str(run), str(run), "--as-measurement"]) == 2
 
 
 def test_equal_runs_differ_in_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,13 @@ def run(arguments: list[str]) -> int:
     add("--html", type=Path, metavar="FILE", help="path of the comparison page (default: comparison.html)")
     add("--follow", action="store_true", help="write the page of a run that is training anew until it ends")
     add("--json", action="store_true", help="print one JSON object: figures and differences")
+    add("--as-measurement", action="store_true", help="print the run as a row of a table for 'muster validate --csv'")
     args = parser.parse(arguments)
+    if args.as_measurement:
+        if len(args.runs) > 1 or args.json or args.html or args.follow:
+            raise ConfigError("--as-measurement is for one run: leave out --json, --html, --follow and other runs")
+        _print_measurement(args.runs[0])
+        return 0
     if args.follow and (len(args.runs) > 1 or args.json or args.html):
         raise ConfigError("--follow is for the page of one run: leave out --json, --html and other runs")
     if len(args.runs) == 1 and not args.json and args.html is None:
@@ -62,6 +68,14 @@ def _show_run(run_dir: Path, follow: bool) -> None:
             break
         sleep(FOLLOW_INTERVAL_S)
     print(f"report: {report}")
+
+
+def _print_measurement(run_dir: Path) -> None:
+    """Print a run as a table with one row."""
+    from muster.report.measurement_row import measurement_csv
+    from muster.report.run_files import read_runs
+
+    print(measurement_csv(read_runs([run_dir])[0]), end="")
 
 
 def _compare(directories: list[Path], html: Path | None, as_json: bool) -> None:

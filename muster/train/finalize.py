@@ -2,6 +2,7 @@
 report."""
 
 import json
+import os
 import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -84,7 +85,9 @@ def finalize(
     rows += _device_memory_rows(trainer, used)
     timelines = {"version": 1, "predicted": timeline_to_json(predicted), "measured": timeline_to_json(measured)}
     write_text(run_dir / "timeline.json", json.dumps(timelines))
-    write_text(run_dir / "result.json", json.dumps(_result(losses, rows)))
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    machine = {"device": _device_text(trainer, devices), "devices_per_node": per_node}
+    write_text(run_dir / "result.json", json.dumps(_result(losses, rows, machine)))
     prompt, sample = _generate_sample(trainer, run_dir)
     notes = [data_wait_text(metrics)] if metrics else []
     if ALL_DATA in losses:
@@ -115,11 +118,14 @@ def finalize(
     console.print(f"report: {run_dir / 'report.html'}", soft_wrap=True)
 
 
-def _result(losses: Mapping[str, float], rows: Sequence[PredictedVsMeasured]) -> dict[str, Any]:
-    """Return the content of result.json: validation losses, predicted and measured seconds and bytes; null where
-    unknown."""
+def _result(
+    losses: Mapping[str, float], rows: Sequence[PredictedVsMeasured], machine: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the content of result.json: validation losses, predicted and measured seconds and bytes, null where
+    unknown; the device, and the ranks of a node."""
     table = {row.label: {"unit": row.unit, "predicted": row.predicted, "measured": row.measured} for row in rows}
-    return {"version": 1, "metrics": null_non_finite(validation_metrics(losses)), "comparison": table}
+    metrics = null_non_finite(validation_metrics(losses))
+    return {"version": 1, "metrics": metrics, "comparison": table, "machine": {**machine, "muster": __version__}}
 
 
 def data_wait_text(metrics: Sequence[dict]) -> str:

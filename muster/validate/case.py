@@ -13,12 +13,14 @@ from pydantic import ValidationError
 
 from muster.spec.cluster import ClusterSpec
 from muster.spec.device import AttentionKernel
-from muster.spec.errors import InfeasibleError
+from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.frameworks import framework_named
 from muster.spec.legality import plan_violations
 from muster.spec.mesh_cuts import divisors
 from muster.spec.model import ModelSpec
 from muster.spec.plan import LayerStrategy, Plan, StageSpec
+from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
 from muster.validate.cluster_from_row import cluster_from_row
 from muster.validate.errors import UnpredictableRowError
@@ -78,10 +80,13 @@ def row_inputs(row: MeasurementRow) -> RowInputs:
     if source.tied is not None:
         models = [model.model_copy(update={"tied_embeddings": source.tied}) for model in models]
     cluster = cluster_from_row(row, source.device.get(row.gpu))
-    degrees = _degrees(row)
     if row.global_batch is None or row.seq_len is None:
         raise UnpredictableRowError("global_batch is empty")
     workload = Workload(seq_len=row.seq_len, global_batch_size=row.global_batch)
+    if row.plan:
+        case = _named_case(row, models[0], workload)
+        return RowInputs(models[0], cluster, workload, (case,), ())
+    degrees = _degrees(row)
     open_columns = dict(_open_choices(row, source, models[0], degrees))
     if len(models) > 1:
         open_columns["vocab"] = [model.vocab_size for model in models]
@@ -199,6 +204,19 @@ def _chunks(row: MeasurementRow, pipeline: ScheduleTerms, model: ModelSpec, at: 
 # One case
 
 
+def _named_case(row: MeasurementRow, model: ModelSpec, workload: Workload) -> RowCase:
+    """Return the case of a row that names its plan. Raises UnpredictableRowError."""
+    try:
+        plan = parse_plan_name(row.plan)
+    except ConfigError as error:
+        raise UnpredictableRowError(str(error)) from None
+    if plan.world_size != row.n_gpus:
+        raise UnpredictableRowError(f"plan '{row.plan}' is for {plan.world_size} devices, but n_gpus is {row.n_gpus}")
+    if wrong := _mismatch(plan, model, workload, row):
+        raise UnpredictableRowError(wrong)
+    return RowCase(model, plan, _framework(row, source_of_row(row), _kernels(row)[0]))
+
+
 def _case(
     row: MeasurementRow, source: MeasurementSource, model: ModelSpec, at: _Degrees, chosen: dict[str, object]
 ) -> RowCase:
@@ -251,7 +269,8 @@ def _plan(**fields: object) -> Plan:
 
 def _framework(row: MeasurementRow, source: MeasurementSource, kernel: object) -> FrameworkTraits:
     """Return the source's framework traits, changed by the row's kernels, compilation and overlap."""
-    fields: dict[str, object] = {"attention": kernel, **software_of_row(row)}
+    base = {} if source.framework is None else framework_named(source.framework).model_dump()
+    fields: dict[str, object] = base | {"attention": kernel} | software_of_row(row)
     if re.search(r"\d", row.attn_kernel) or kernel in _SCORE_WRITING_KERNELS:
         fields["attention"] = kernel  # the row itself says which generation
     if compiled := parse_yes_no(row.compile, "compile"):

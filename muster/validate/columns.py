@@ -9,7 +9,7 @@ COLUMNS = (
     *("vocab", "seq_len", "n_experts", "top_k", "gpu", "n_gpus", "gpus_per_node", "intra_link", "inter_link"),
     *("tp", "pp", "vpp", "dp", "zero", "cp", "ep", "etp", "sp", "micro_batch", "global_batch", "recompute"),
     *("precision", "schedule", "attn_kernel", "compile", "async_tp", "software", "metric", "value", "peak_mem_gb"),
-    "notes",
+    *("plan", "notes"),
 )
 """Columns that a header may have, in their usual order; others are ignored."""
 

@@ -43,6 +43,8 @@ class MeasurementSource(Frozen):
     some: tuple[RowFacts, ...] = ()
     """Facts of some of its rows, which go before those of all."""
     usual: dict[str, str] = {}
+    framework: str | None = None
+    """Framework of `--framework` whose traits `software` changes."""
     software: dict[str, bool | int | str | None] = {}
     formula: str | None = None
     device: dict[str, str] = {}

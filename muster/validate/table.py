@@ -31,7 +31,7 @@ _FLOATS = ("params_b", "peak_mem_gb")
 """Columns of other numbers."""
 _WORDS = (
     *("source", "url_or_repo", "model_name", "gpu", "intra_link", "inter_link", "zero", "etp", "sp"),
-    *("recompute", "precision", "schedule", "attn_kernel", "compile", "async_tp", "software", "notes"),
+    *("recompute", "precision", "schedule", "attn_kernel", "compile", "async_tp", "software", "plan", "notes"),
 )
 """Columns of free text."""
 
@@ -98,6 +98,8 @@ class MeasurementRow:
     """Measured value; None for an outcome, which is a text."""
     outcome: str
     peak_mem_gb: float | None
+    plan: str
+    """Short name of a plan, which says what the columns of degrees and settings would."""
     notes: str
     problem: str = ""
     """Cells that can't be read, each with what was found and expected; such a row is not scored."""

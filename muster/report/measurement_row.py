@@ -1,0 +1,72 @@
+"""A run as a row of a table of measurements, which `muster validate --csv` predicts."""
+
+import csv
+from io import StringIO
+from statistics import median
+from typing import Any
+
+from muster.report.run_files import RunRecord
+from muster.spec.errors import ConfigError
+from muster.spec.plan_name import format_plan_name, settings_beyond_name
+from muster.validate.columns import COLUMNS
+
+WARM_UP_STEPS = 2
+"""First steps of a run that its median leaves out: they compile, fill caches and connect."""
+
+
+def measurement_csv(run: RunRecord) -> str:
+    """Return a table with a row for the run: the median of its steps' seconds, and what `muster validate` needs to
+    predict it. Raises ConfigError for a run that has not ended, or whose plan no name expresses."""
+    row = _row(run)
+    text = StringIO()
+    writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerow(row)
+    return text.getvalue()
+
+
+def _row(run: RunRecord) -> dict[str, Any]:
+    machine, plan, config = run.result.get("machine"), run.plan, run.config
+    if not isinstance(machine, dict):
+        raise ConfigError(f"{run.directory} doesn't say on what it ran: expected a run that this version ended")
+    if beyond := settings_beyond_name(plan):
+        raise ConfigError(f"no row of a table can say all of the run's plan, {format_plan_name(plan)}: {beyond[0]}")
+    times = [float(row["time/step"]) for row in run.metrics]
+    times = times[WARM_UP_STEPS:] or times[-1:]
+    peak = _measured(run, "memory: allocated")
+    experts = {"n_experts": "num_experts", "top_k": "top_k"}
+    widths = {
+        "layers": "num_layers",
+        "hidden": "hidden_size",
+        "ffn_hidden": "intermediate_size",
+        "heads": "num_heads",
+        "kv_heads": "num_kv_heads",
+        "vocab": "vocab_size",
+    }
+    found = {column: config.get(f"model.{field}") for column, field in widths.items()}
+    found |= {column: config.get(f"model.moe.{field}") for column, field in experts.items()}
+    if found["n_experts"]:
+        found["ffn_hidden"] = f"{found['ffn_hidden']} dense / {config.get('model.moe.expert_size')} per expert"
+    found |= {
+        "source": "Muster",
+        "software": f"muster {machine.get('muster')}",
+        "model_name": config.get("model.name"),
+        "seq_len": config.get("train.seq_len"),
+        "global_batch": config.get("train.global_batch_size"),
+        "gpu": str(machine.get("device")).split(" (")[0],
+        "n_gpus": plan.world_size,
+        "gpus_per_node": machine.get("devices_per_node"),
+        "plan": format_plan_name(plan),
+        "metric": "iteration_time_s",
+        "value": f"{median(times):.6g}",
+        "peak_mem_gb": "" if peak is None else f"{peak / 2**30:.4g}",
+        "notes": f"median of {len(times)} steps",
+    }
+    return {column: value for column, value in found.items() if value is not None}
+
+
+def _measured(run: RunRecord, label: str) -> float | None:
+    """Return a measured value of the report's comparison; None where there is none."""
+    entry = run.result.get("comparison", {}).get(label)
+    value = entry.get("measured") if isinstance(entry, dict) else None
+    return None if value is None else float(value)
