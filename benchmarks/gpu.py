@@ -25,7 +25,6 @@ from benchmarks.gpu_step import StepCase
 PART_LIMIT_S = 540
 """Longest time of a part."""
 HAS_GPU = torch.cuda.is_available()
-ATTENTION_LENGTHS = (2048, 8192)
 SPEED_BAR, MFU_BAR = 1.1, 0.5
 """Ratio to the plain compiled loop, and compiled MFU, that Muster should reach."""
 
@@ -35,7 +34,9 @@ def step_cases(out: Path) -> list[StepCase]:
     profile = str(out / "machine.yaml")
     if not HAS_GPU:
         toy = StepCase("toy", "tiny", "dp1-mb2-fp32", 64, 2, profile=profile)
-        return [toy, replace(toy, name="toy, plain", program="plain", profile="")]
+        plain = replace(toy, name="toy, plain", program="plain", profile="")
+        packed = replace(toy, name="toy, packed", mean_document=16)
+        return [toy, plain, packed, replace(toy, name="toy, fp8", plan="dp1-mb2-fp8")]
     small = StepCase("1B", "llama3.2-1b", "dp1-mb1-bf16", 8192, 4, profile=profile)
     large = StepCase("8B, 8 layers", "llama3-8b", "dp1-mb1-bf16", 8192, 4, layers=8, profile=profile)
     found = []
@@ -48,7 +49,9 @@ def step_cases(out: Path) -> list[StepCase]:
     recomputed = StepCase("3B, recomputed", "llama3.2-3b", "dp1-mb1-bf16-relem", 8192, 4, profile=profile)
     long = replace(small, name="1B, full recompute, 32k", plan="dp1-mb1-bf16-rfull", seq_len=32_768, micro_batches=1)
     offloaded = replace(small, name="1B, offloaded", plan="dp1-mb1-bf16-oact")
-    return [*found, recomputed, long, offloaded]
+    packed = replace(small, name="1B, packed, compiled", compile=True, mean_document=256)
+    float8 = replace(large, name="8B, 8 layers, fp8, compiled", plan="dp1-mb1-fp8", compile=True)
+    return [*found, packed, float8, recomputed, long, offloaded]
 
 
 @dataclass(frozen=True)
@@ -199,6 +202,47 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def summary(found: dict[str, Any]) -> list[str]:
+    """Return a line for each part that is no step."""
+    lines = []
+    for name, row in found.items():
+        if name.startswith("step "):
+            continue
+        if isinstance(row, dict) and "error" in row:
+            lines.append(f"{name}: failed: {row['error'].splitlines()[-1][:200]}")
+        else:
+            lines.append(f"{name}: {_TELL[name](row) if name in _TELL else json.dumps(row)[:200]}")
+    return lines
+
+
+def _tell_doctor(findings: list[dict[str, str]]) -> str:
+    problems = [one["sentence"] for one in findings if one["level"] != "ok"]
+    return f"{len(findings)} checks, " + ("all well" if not problems else "; ".join(problems))
+
+
+def _tell_verify(by_precision: dict[str, dict[str, Any]]) -> str:
+    told = []
+    for precision, found in by_precision.items():
+        wrong = [plan for plan, agrees in found["agree"].items() if not agrees]
+        ran = f"{len(found['agree'])} plans agree with the reference"
+        told.append(f"{precision}: {found['says'][-200:] if not found['agree'] else ', '.join(wrong) or ran}")
+    return "; ".join(told)
+
+
+_TELL: dict[str, Callable[[Any], str]] = {
+    "doctor": _tell_doctor,
+    "verify": _tell_verify,
+    "profile": lambda row: (
+        f"{row['seconds']:.0f} s; " + "; ".join(" ".join(line.split()) for line in row["says"][-4:-1])
+    ),
+    "kill and resume": lambda row: (
+        f"killed after step {row['killed_after_step']}; losses differ from a whole run's by at most"
+        f" {row['largest_difference']:.2g}"
+    ),
+    "out of memory": lambda row: f"exit code {row['exit_code']}; {row['says'].partition(' (')[0]}",
+}
+
+
 def _percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
@@ -224,12 +268,10 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     found = run_parts(args.out.resolve(), 60 * args.minutes, args.again)
     device = torch.cuda.get_device_name(0) if HAS_GPU else "no GPU: toy sizes on the CPU, which say nothing of a GPU"
-    text = f"{device}; torch {torch.__version__}; {date.today().isoformat()}\n\n{table(found)}\n"
+    told = "\n".join(f"* {line}" for line in summary(found))
+    text = f"{device}; torch {torch.__version__}; {date.today().isoformat()}\n\n{table(found)}\n\n{told}\n"
     (args.out / "results.md").write_text(text)
-    print(text)
-    for name, row in found.items():
-        if not name.startswith("step "):
-            print(f"{name}: {json.dumps(row)[:600]}")
+    print(f"\n{text}\nwritten to {args.out / 'results.md'}, each part in full beside it")
 
 
 if __name__ == "__main__":

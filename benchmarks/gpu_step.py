@@ -51,6 +51,8 @@ class StepCase:
     micro_batches: int
     layers: int | None = None
     compile: bool = False
+    mean_document: int = 0
+    """Mean length of packed documents, which lie otherwise in every step; 0: each sequence is one document."""
     program: str = "muster"
     """muster, or plain: a hand-written loop in plain PyTorch, compiled."""
     profile: str = ""
@@ -69,7 +71,7 @@ class StepCase:
         return RunConfig(
             model=self.spec(),
             parallel=plan,
-            data=DataConfig(source="none"),
+            data=DataConfig(source="none", packing="document_mask" if self.mean_document else "concatenate"),
             optim=OptimConfig(lr=1e-4),
             train=TrainConfig(steps=1, seq_len=self.seq_len, global_batch_size=batch),
         )
@@ -78,14 +80,34 @@ class StepCase:
 class RandomTrainer(CountedTrainer):
     """A trainer that runs steps over random tokens."""
 
+    def positions(self, shape: tuple[int, int]) -> np.ndarray | None:
+        """Return the place of each token in its document; None where each sequence is one."""
+        return None
+
     def run_step(self) -> None:
         workload, rows = self.config.workload, self.plan.local_micro_batch_size(self.world.at.pp)
         shape = self.batch_loader.num_micro_batches * rows, workload.seq_len
         tokens = np.random.default_rng(0).integers(self.config.model.vocab_size, size=shape)
         count = workload.tokens_per_step
         self.updater.state = StepState(step=1, learning_rate=1e-4, num_valid=count, num_tokens=count)
-        self.batch_loader.feed_stages(LocalBatch(0, Batch(tokens, tokens, tokens.size), count, count))
+        batch = Batch(tokens, tokens, tokens.size, self.positions(shape))
+        self.batch_loader.feed_stages(LocalBatch(0, batch, count, count))
         self._executor.run()
+
+
+class PackedTrainer(RandomTrainer):
+    """A trainer that runs steps over packed documents, of other lengths in every step."""
+
+    mean_document = 0
+    steps_run = 0
+
+    def positions(self, shape: tuple[int, int]) -> np.ndarray | None:
+        draw = np.random.default_rng(self.steps_run)
+        self.steps_run += 1
+        begins = draw.random(shape) < 1 / self.mean_document
+        begins[:, 0] = True
+        places = np.broadcast_to(np.arange(shape[1]), shape)
+        return (places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)).astype(np.int32)
 
 
 def predictions(case: StepCase, gpu: str | None) -> dict[str, Any]:
@@ -113,7 +135,10 @@ def measure_muster(case: StepCase) -> dict[str, Any]:
         local.fill_(0.01) for local in parameters.values()
     ]
     with open_world(dist.HashStore(), 0, 1, plan) as world:
-        trainer = RandomTrainer(config, plan, world, cast(SampleStream, None))
+        kind = PackedTrainer if case.mean_document else RandomTrainer
+        trainer = kind(config, plan, world, cast(SampleStream, None))
+        if isinstance(trainer, PackedTrainer):
+            trainer.mean_document = case.mean_document
         return _time_steps(trainer.run_step, world.device)
 
 
@@ -141,9 +166,11 @@ def measure_plain(case: StepCase) -> dict[str, Any]:
 
 
 def _time_steps(step: Any, device: torch.device) -> dict[str, Any]:
+    begin_s = perf_counter()
     for _ in range(WARM_UP_STEPS):
         step()
     synchronize(device)
+    warm_up_s = perf_counter() - begin_s
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     times = []
@@ -153,6 +180,7 @@ def _time_steps(step: Any, device: torch.device) -> dict[str, Any]:
         synchronize(device)
         times.append(perf_counter() - begin_s)
     found: dict[str, Any] = {"step_s": median(times), "fastest_s": min(times), "slowest_s": max(times)}
+    found["warm_up_s"] = warm_up_s
     if device.type == "cuda":
         found["allocated_bytes"] = torch.cuda.max_memory_allocated(device)
         found["reserved_bytes"] = torch.cuda.max_memory_reserved(device)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
+from benchmarks.gpu_step import PackedTrainer
 
 
 def step(step_s: float, **more: object) -> dict:
@@ -27,6 +28,38 @@ def test_the_table_sets_each_step_beside_the_plain_loop_and_its_predictions() ->
     rows = gpu.table(found).splitlines()
     assert rows[2] == "| 1B, compiled | 500.0 ms | 2 | 52.0% | 450.0 ms (-10%) | – | 1.0 GiB | 2.0 GiB | 1.20 |"
     assert rows[4].startswith("| 1B, eager | failed: RuntimeError: no kernel |")
+
+
+def test_each_other_part_is_a_line() -> None:
+    found = {
+        "doctor": [{"check": "disk", "level": "ok", "sentence": "fine"}, {"level": "warn", "sentence": "no NVLink"}],
+        "verify": {
+            "fp32": {"agree": {"dp1": True, "dp1-rfull": True}, "says": ""},
+            "bf16": {"agree": {}, "says": "no"},
+        },
+        "profile": {"error": "Traceback\nRuntimeError: out of memory"},
+        "kill and resume": {"killed_after_step": 8, "largest_difference": 0.0},
+        "out of memory": {"exit_code": 3, "says": "muster: plan dp1 needs 2 TiB (on rank 0), but has 80 GiB"},
+        "step 1B": step(1.0),
+    }
+    assert gpu.summary(found) == [
+        "doctor: 2 checks, no NVLink",
+        "verify: fp32: 2 plans agree with the reference; bf16: no",
+        "profile: failed: RuntimeError: out of memory",
+        "kill and resume: killed after step 8; losses differ from a whole run's by at most 0",
+        "out of memory: exit code 3; muster: plan dp1 needs 2 TiB",
+    ]
+
+
+def test_packed_documents_lie_otherwise_in_every_step() -> None:
+    trainer = object.__new__(PackedTrainer)
+    trainer.mean_document = 8
+    first, second = (trainer.positions((2, 64)) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert (first[:, 0] == 0).all()
+    assert (first != second).any()
+    assert set((first[:, 1:] - first[:, :-1])[first[:, 1:] != 0]) == {1}
 
 
 def test_a_part_that_has_a_result_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
