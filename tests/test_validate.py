@@ -259,6 +259,23 @@ def test_an_unstated_vocabulary_widens_the_interval():
 
 
 @pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("dev_dgx_h100", "h100-sxm"),
+        ("p4d.24xlarge", "a100-40-sxm"),
+        ("AWS p5e.48xlarge", "h200"),
+        ("a3-highgpu-8g", "h100-sxm"),
+        ("Standard_ND96isr_H100_v5", "h100-sxm"),
+        ("v5litepod-256", "tpu-v5e"),
+        ("TPU v5p-512", "tpu-v5p"),
+    ],
+)
+def test_devices_are_read_by_their_usual_names_and_by_those_of_clouds(words, name):
+    assert row_inputs(row(gpu=words, intra_link="")).cluster.device.name == name
+
+
+@pytest.mark.parametrize(
     ("words", "kind"),
     [
         ("core_attn", "core_attention"),

@@ -16,6 +16,23 @@ _FAMILY = re.compile(
 )
 """Device families in the free text of a `gpu` cell."""
 
+_CLOUD_MACHINES = {
+    r"p3\.": "v100-16-sxm",
+    r"p3dn\.": "v100-32-sxm",
+    r"p4d\b|a2-highgpu|nd96\w*asr": "a100-40-sxm",
+    r"p4de\b|a2-ultragpu|nd96am|nd96\w*amsr": "a100-80-sxm",
+    r"p5\.|a3-(high|mega)gpu|nd96isr_h100": "h100-sxm",
+    r"p5e|p5en|a3-ultragpu|nd96isr_h200": "h200",
+    r"p6-b200|a4-highgpu": "b200",
+    r"p6e-gb200|a4x": "gb200",
+    r"trn2": "trainium2",
+    r"v5litepod|ct5lp": "tpu-v5e",
+    r"ct5p": "tpu-v5p",
+    r"ct6e": "tpu-v6e",
+}
+"""Patterns of clouds' names of machines, with their devices in the catalogue (instance types of AWS, Google Cloud and
+Azure, 2026-11)."""
+
 _GBIT_PER_S = 1e9 / 8
 _RATE = re.compile(
     r"(?:(\d+)\s*[x×]\s*(?:[a-z][\w-]*\s+){0,4}?)?(\d+(?:\.\d+)?)\s*(gbps|gb/s|gbit/s|gb|gbytes/s)", re.IGNORECASE
@@ -92,6 +109,9 @@ def parse_device(text: str) -> DeviceSpec:
 def _names(text: str) -> list[str]:
     """Return candidate names in the catalogue, the most specific first: family, memory, form factor."""
     lower = text.lower()
+    for pattern, device in _CLOUD_MACHINES.items():
+        if re.match(pattern, lower) or re.search(rf"[\s_]({pattern})", lower):
+            return [device]
     family = _FAMILY.search(lower)
     if not family:
         return []
