@@ -99,6 +99,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
 }
+CONFIGS["deepseek_v3-dense"] = CONFIGS["deepseek_v3"] | {"first_k_dense_replace": 3, "q_lora_rank": None}
 _EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 12,

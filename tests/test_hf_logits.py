@@ -67,7 +67,7 @@ def test_their_weights_give_their_logits(name):
 @pytest.mark.parametrize(
     "name",
     ["gpt2", "llama-biased", "mistral", "qwen3-yarn", "phi3", "smollm3", "olmo2", "gpt_neox", "gemma2", "gemma3_text"]
-    + ["gpt_oss"],
+    + ["gpt_oss", "deepseek_v3-dense"],
 )
 def test_their_weights_give_their_gradients(name):
     spec, theirs = spec_from_hf_config(CONFIGS[name]), copy.deepcopy(random_model(name))
