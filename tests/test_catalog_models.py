@@ -63,6 +63,7 @@ OWN = {
     "demo": 2_460_480,
     "tiny": 427_200,
     "tiny-deepseek": 770_232,
+    "tiny-gpt-oss": 936_736,
     "tiny-linear": 461_280,
     "tiny-moe": 1_204_928,
     "gla-1.3b-hybrid": 1_365_210_112,

@@ -428,7 +428,18 @@ def test_plans_of_experts_that_do_not_run(name: str, sentence: str) -> None:
 def test_forecast_of_experts_is_what_pytorch_counts(name: str) -> None:
     moe = MoeSpec(num_experts=8, top_k=2, expert_size=384, shared_size=64, shared_gate=True)
     spec = SPEC.model_copy(update={"vocab_size": 512, "hidden_size": 256, "num_layers": 3, "moe": moe})
-    spec = spec.model_copy(update={"num_heads": 8, "num_kv_heads": 4, "head_dim": 32})
+    assert_forecast(spec.model_copy(update={"num_heads": 8, "num_kv_heads": 4, "head_dim": 32}), name)
+
+
+@pytest.mark.parametrize("name", ["tp2-etp2-sp-fp32", "dp2-ep2-z2-bf16"])
+def test_forecast_of_gpt_oss_is_what_pytorch_counts(name: str) -> None:
+    sizes = {"hidden_size": 256, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
+    spec = load_model("tiny-gpt-oss")
+    moe = None if spec.moe is None else spec.moe.model_copy(update={"expert_size": 384})
+    assert_forecast(spec.model_copy(update=sizes | {"window_layers": (0, 2), "moe": moe}), name)
+
+
+def assert_forecast(spec: ModelSpec, name: str) -> None:
     plan = parse_plan_name(name)
     workload = Workload(seq_len=512, global_batch_size=2 * plan.mesh(0).dp_size)
     program = build_program(plan, spec, workload)
@@ -518,13 +529,20 @@ def test_weights_of_another_number_of_experts_are_refused_in_one_sentence(tmp_pa
         check_initial_weights(tmp_path, MODEL)
 
 
+RESUMED = {
+    "tiny-moe": ("dp1", "tp2-etp2-sp", "dp2-ep2-rfull", "dp4-ep2-z2", "pp2", "dp2-tp2-sp-ep4"),
+    "tiny-gpt-oss": ("dp1", "tp2-etp2-sp", "dp2-ep2", "pp2", "dp2-z3", "cp2", "cp2u-ep2"),
+}
+
+
 @pytest.mark.soak
-def test_a_run_of_experts_resumes_under_any_other_plan(tmp_path: Path) -> None:
-    usual = ("--preset", "tiny-moe", *QUICK, *AT_ONCE, "--train.save_every", "1", "--allow-changes")
+@pytest.mark.parametrize("preset", RESUMED)
+def test_a_run_of_experts_resumes_under_any_other_plan(preset: str, tmp_path: Path) -> None:
+    usual = ("--preset", preset, *QUICK, *AT_ONCE, "--train.save_every", "1", "--allow-changes")
     first = tmp_path / "first"
     assert train(*usual, "--train.steps", "2", "--parallel", "dp2-ep2-z1", "--run", first).code == 0
     losses = {}
-    for name in ("dp1", "tp2-etp2-sp", "dp2-ep2-rfull", "dp4-ep2-z2", "pp2", "dp2-tp2-sp-ep4"):
+    for name in RESUMED[preset]:
         run = Path(shutil.copytree(first, tmp_path / name))
         ended = train(*usual, "--train.steps", "4", "--parallel", name, "--run", run)
         assert ended.code == 0, ended.out + ended.err

@@ -9,9 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from muster.cost.time.layer import LOGIT_BYTES
+from muster.cost.time.attention import SINK_PASSES
+from muster.cost.time.layer import CLAMPED_SWIGLU_PASSES, LOGIT_BYTES
 from muster.cost.time.sublayer import FP8_CAST_BYTES, FP8_LAYOUT_BYTES
 from muster.model import decoder
+from muster.model.attention_sinks import add_sinks_, sink_gradients
+from muster.model.kernels import clamped_swiglu
 from muster.parallel import compile as compiling
 from muster.parallel.axis import PendingTensor
 from muster.spec.framework_traits import FrameworkTraits
@@ -66,6 +69,28 @@ def attention(patch: pytest.MonkeyPatch) -> str:
 
 def fused_soft_cap(patch: pytest.MonkeyPatch) -> bool:
     return bool(count_calls(patch, F, "scaled_dot_product_attention", "dp1", family="gemma2"))
+
+
+def fused_swiglu_clamp(patch: pytest.MonkeyPatch) -> bool:
+    """The bytes that its operations move, and those that sinks add, are those that predictions count."""
+
+    def moved(work: Callable[[], Any]) -> float:
+        with OperatorLog(0) as log:
+            work()
+        return sum(one.moved_bytes for one in log.operators)
+
+    x, grad = torch.ones(2, 32, 64, 16, dtype=torch.bfloat16).requires_grad_(), torch.ones(1, dtype=torch.bfloat16)
+    grad, size = grad.expand(x.shape).contiguous(), x.nbytes
+    made: list[torch.Tensor] = []
+    forward = moved(lambda: made.append(clamped_swiglu(x, x, 1.7, 7.0)))
+    backward = moved(lambda: torch.autograd.grad(made[0], x, grad)) - 3 * size  # both inputs are one
+    assert (forward / size, backward / size) == pytest.approx(CLAMPED_SWIGLU_PASSES, rel=0.05)
+    lse, sinks = torch.ones(x.shape[:3]), torch.ones(32, dtype=torch.bfloat16)
+    with torch.no_grad():
+        added = moved(lambda: add_sinks_(x, lse, sinks))
+        back = moved(lambda: sink_gradients(grad, x, lse, sinks))
+    assert (added / size, back / size) == pytest.approx(SINK_PASSES, rel=0.4)
+    return False
 
 
 def fused_elementwise(patch: pytest.MonkeyPatch) -> bool | None:
@@ -268,9 +293,9 @@ NOT_RUN = {
 CHECKS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
     check.__name__: check
     for check in (
-        attention, fused_soft_cap, compiles_by_default, fused_elementwise, fused_norms, norm_casts, fused_loss,
-        loss_keeps_gradient, early_stop_recompute, gathered_logits, dropout, fused_grad_accumulation, grad_bytes,
-        all_reduce_grads, replica_reduce_once,
+        attention, fused_soft_cap, fused_swiglu_clamp, compiles_by_default, fused_elementwise, fused_norms, norm_casts,
+        fused_loss, loss_keeps_gradient, early_stop_recompute, gathered_logits, dropout, fused_grad_accumulation,
+        grad_bytes, all_reduce_grads, replica_reduce_once,
         overlap_grad_reduce, overlap_param_gather, per_parameter_collectives, broadcast_updates, overlap_p2p,
         scatter_gather_p2p, joint_input_grad_reduce, overlap_tp_grad_reduce, blocking_launches, recasts_fp8,
     )

@@ -29,6 +29,9 @@ class FrameworkTraits(Frozen):
     and each operation on them is a pass."""
     padded_values: bool = False
     """Values of latent attention that are narrower than keys are padded to their width; otherwise kernels take both."""
+    fused_swiglu_clamp: bool = True
+    """A clamped SwiGLU is one kernel, and biases of experts and attention sinks are parts of others; otherwise each of
+    their operations is a pass over memory."""
     compiles_by_default: bool = False
     """A plan that doesn't say whether it is compiled is, on GPUs, where nothing in it stands against that."""
     fused_elementwise: bool | None = True

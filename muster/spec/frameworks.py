@@ -22,6 +22,7 @@ MUSTER = FrameworkTraits(
     attention="flash2",
     fused_soft_cap=False,
     padded_values=True,
+    fused_swiglu_clamp=False,
     counted_dropout=True,
     compiles_by_default=True,
     fused_elementwise=None,

@@ -34,6 +34,9 @@ SOFT_CAP_BYTES = (76, 136)
 """Bytes (forward, backward) per visible score of attention that caps or drops scores outside of a fused kernel
 (`muster.model.piecewise_attention`): scale, tanh, mask and softmax in float32, and in the backward once more, with
 the gradients of softmax and cap."""
+SINK_PASSES, SINK_KERNELS = (2.5, 10), 5
+"""Passes over attention's output (forward, backward), in its own bytes, and kernels that add sinks to it
+(`muster.model.attention_sinks`): its scaling, and in the backward its product with the gradient in float32."""
 FLASH_ELEMENT_BYTES = 2
 """Bytes per element of what FlashAttention's kernels take: blocks in float32 have their scores in memory."""
 CHUNK_BYTES, CHUNK_KERNELS = 24, 20
@@ -68,6 +71,9 @@ def add_self_attention(at: LayerContext, part: SublayerCost, window: int | None)
         laid = 2 * tokens * (q_width + kv_width)
         part.add_elementwise(at, HEAD_TRANSPOSE_BYTES[0] * laid, HEAD_TRANSPOSE_BYTES[1] * laid, 4)
     _add_scores(at, part, model.num_heads / tp, model.head_dim, model.head_dim, window, kv_width)
+    if model.attention_sinks and not at.framework.fused_swiglu_clamp:
+        forward, backward = (passes * tokens * q_width * at.element_bytes for passes in SINK_PASSES)
+        part.add_elementwise(at, forward, backward, SINK_KERNELS)
     part.add_linear(at, tokens, model.hidden_size, q_width)
     add_tp_exit(at, part)
 

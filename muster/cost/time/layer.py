@@ -27,6 +27,12 @@ product (`muster.model.loss`); with the vocabulary over tensor-parallel ranks, m
 sum, two products and cast (`muster.parallel.tensor_parallel`)."""
 TILED_LOGIT_BYTES = {False: 14, True: 50}
 """Bytes per logit, in bf16, of the forward of a tile's loss, which makes no gradient but over tensor-parallel ranks."""
+CLAMPED_SWIGLU_PASSES, CLAMPED_SWIGLU_KERNELS = (16, 44), 12
+"""Passes over the inner activations (forward, backward), and kernels, of a clamped SwiGLU, operation by operation
+(`muster.model.kernels.clamped_swiglu`)."""
+EXPERT_BIAS_PASSES = (4.5, 6)
+"""Passes over the outputs of experts' matrices (forward, backward) that biases of experts take: their rows are gathered
+and added; gradients are cast to float32 and summed by expert."""
 PERMUTE_RATE = 0.5
 """Share of the streaming rate at which rows are gathered into another order (B200, github:MooreThreads/SimuMax
 configs/system/b200_bf16_ceperm.json)."""
@@ -74,10 +80,10 @@ def _add_mlp_matmuls(at: LayerContext, part: SublayerCost, tokens: float, inner:
     part.add_linear(at, tokens, (1 + gated) * inner, at.model.hidden_size, experts, 1 + gated)
     numbers = tokens * inner * at.element_bytes
     forward, backward = (3, 5) if gated else (2, 3)
-    extra = 1.0 if at.framework.fused_elementwise else 5 / 3
-    part.add_elementwise(
-        at, forward * extra * numbers, backward * extra * numbers, 1 if at.framework.fused_elementwise else 2
-    )
+    extra, kernels = (1.0, 1) if at.framework.fused_elementwise else (5 / 3, 2)
+    if at.model.swiglu_limit is not None and not at.framework.fused_swiglu_clamp:
+        (forward, backward), extra, kernels = CLAMPED_SWIGLU_PASSES, 1.0, CLAMPED_SWIGLU_KERNELS
+    part.add_elementwise(at, forward * extra * numbers, backward * extra * numbers, kernels)
     part.add_linear(at, tokens, at.model.hidden_size, inner, experts)
 
 
@@ -107,6 +113,10 @@ def _add_experts(at: LayerContext, part: SublayerCost) -> None:
     if at.experts_like_mlp:
         add_tp_entry(at, part)
     _add_mlp_matmuls(at, part, rows, moe.expert_size / at.etp, moe.num_experts / at.ep.size)
+    if model.mlp_bias and not at.framework.fused_swiglu_clamp:
+        made = rows * ((1 + model.gated) * moe.expert_size / at.etp + model.hidden_size) * at.element_bytes
+        forward, backward = EXPERT_BIAS_PASSES
+        part.add_elementwise(at, forward * made, backward * made, 2 * (2 + model.gated))
     if moe.shared_size and at.experts_like_mlp:
         _add_mlp_matmuls(at, part, at.tokens, moe.shared_size / at.tp.size)
     elif moe.shared_size:
