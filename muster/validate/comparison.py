@@ -106,13 +106,20 @@ class RowResult:
 def predict_rows(
     rows: Iterable[MeasurementRow], predictor: Predictor | None = None, uncalibrated: bool = False
 ) -> list[RowResult]:
-    """Predict each row; identical configurations are predicted once.
+    """Predict each row; identical rows are read once, identical configurations predicted once.
 
     With `uncalibrated`, constants are used as they were before the row's own source contributed to them.
     """
     predictor = predictor or predict_case
     cache: dict[str, CasePrediction | str] = {}
-    return [_result(row, predictor, cache, uncalibrated) for row in rows]
+    seen: dict[MeasurementRow, RowResult] = {}
+    results = []
+    for row in rows:
+        alike = replace(row, line=0, number=0)
+        if alike not in seen:
+            seen[alike] = _result(row, predictor, cache, uncalibrated)
+        results.append(replace(seen[alike], row=row))
+    return results
 
 
 def _result(
