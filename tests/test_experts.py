@@ -389,6 +389,39 @@ def test_a_bias_balances_a_skewed_router_within_200_steps() -> None:
     assert sum(unevenness[-20:]) / 20 < 1.3
 
 
+def test_a_bias_that_balances_does_not_raise_the_loss() -> None:
+    """A layer learns another one from skewed tokens, with a bias that keeps the load even and without one."""
+
+    def train_layer(rate: float) -> tuple[float, float]:
+        teacher = layer(num_experts=8, router="sigmoid", expert_size=4)
+        part = layer(num_experts=8, router="sigmoid", router_bias=True, router_bias_update_rate=rate)
+        bias = part.router.expert_bias
+        assert bias is not None
+        with torch.no_grad():
+            part.router.weight[:4, 0] += 1.0
+            for linear in teacher.experts.children():
+                linear.weight.mul_(3)
+        optimizer = torch.optim.Adam((one for one in part.parameters() if one.requires_grad), lr=1e-2)
+        losses, uneven = [], []
+        for _ in range(200):
+            x_BSD = torch.randn(4, 32, 8, dtype=torch.float64)
+            x_BSD[..., 0] += 2.0
+            loss = (part(x_BSD, None) - teacher(x_BSD, None).detach()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            load_F = part.router.pop_load()
+            assert load_F is not None
+            update_expert_bias(bias, load_F[:-1], slice(None), rate)
+            losses.append(loss.item())
+            uneven.append(float(load_F[:-1].max() / load_F[:-1].double().mean()))
+        return sum(losses[-20:]) / 20, sum(uneven[-20:]) / 20
+
+    (balanced, even), (free, uneven) = train_layer(0.02), train_layer(0.0)
+    assert even < 1.3 < uneven
+    assert balanced < 1.02 * free
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What is refused, stored and forecast
 

@@ -62,7 +62,6 @@ REFUSED = [
     "0.1",
 ]
 HOW = ["--cluster", "16xh100", "--effort", "0.01", "--require", "tp1-pp2-mb1-ep8-rfull-z1"]
-EXPERTS = ["plan", "--model", "mixtral-8x7b", *HOW]
 
 
 def test_plans_that_can_not_run_yet_are_shown_where_they_are_asked_for(capsys) -> None:
@@ -89,8 +88,9 @@ def test_a_model_that_can_not_be_trained_yet_is_planned_on_request(capsys, tmp_p
     assert not said.out, "what can't be written is refused before a search"
 
 
-def test_plans_of_experts_run(capsys) -> None:
-    assert main([*EXPERTS, "--json"]) == 0
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "gpt-oss-20b"])
+def test_plans_of_experts_run(model, capsys) -> None:
+    assert main(["plan", "--model", model, *HOW, "--json"]) == 0
     plans = json.loads(capsys.readouterr().out)["plans"]
     assert plans
     assert not any(one["not_yet"] for one in plans)
