@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from muster.cost.time.attention import SINK_PASSES
 from muster.cost.time.layer import CLAMPED_SWIGLU_PASSES, LOGIT_BYTES
 from muster.cost.time.sublayer import FP8_CAST_BYTES, FP8_LAYOUT_BYTES
-from muster.model import decoder
+from muster.model import norms
 from muster.model.attention_sinks import add_sinks_, sink_gradients
 from muster.model.kernels import clamped_swiglu
 from muster.parallel import compile as compiling
@@ -122,9 +122,9 @@ def fused_norms(patch: pytest.MonkeyPatch) -> bool:
 
 def norm_casts(patch: pytest.MonkeyPatch) -> bool:
     dtypes: list[torch.dtype] = []
-    original = decoder.rms_norm
+    original = norms.rms_norm
     with patch.context() as patched:
-        patched.setattr(decoder, "rms_norm", lambda x, *rest: dtypes.append(x.dtype) or original(x, *rest))
+        patched.setattr(norms, "rms_norm", lambda x, *rest: dtypes.append(x.dtype) or original(x, *rest))
         step.__wrapped__("dp1")
     return torch.float32 in dtypes
 
