@@ -76,6 +76,7 @@ def assert_ranks_are_forecast(spec: ModelSpec, plan: Plan, workload: Workload, o
         ("cp2u-tp2-sp-relem", 2048, 2),
         ("cp4u2", 2048, 2),
         ("cp8t-rfull", 65536, 1),
+        ("cp8w4-tile8-rfull", 65536, 1),  # attention beside the gradients of the MLP's tiles
         ("pp2-szbh1", 256, 3),  # sums of gradients beside those of the copies in bf16
         ("tp2-sp-pp2", 256, 1),  # sums of a first backward, embedding and head's among them
         ("pp2-vocab", 256, 2),  # their gradients are reduced after T

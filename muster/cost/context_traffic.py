@@ -182,18 +182,19 @@ class _Kind(NamedTuple):
 
 
 def _ring_transfers(ranks: ContextRanks, shape: AttentionShape) -> AttentionTransfers:
-    """Return hops of keys and values; in the backward again, and hops of their gradients, which the last brings
-    home."""
+    """Return hops of keys and values; in the backward again, and hops of their gradients from the second rank home."""
     hops = Transfer("send", ranks.ring - 1, shape.keys_and_values)
-    return AttentionTransfers(
-        (hops,), (hops, Transfer("send", ranks.ring, shape.keys_and_values, in_master_dtype=True))
-    )
+    return AttentionTransfers((hops,), (hops, hops._replace(in_master_dtype=True)))
 
 
 def _ring_workspace(ranks: ContextRanks, shape: AttentionShape, compute: int, master: int, backward: bool) -> int:
-    """Return the bytes of a block and the next one; in the backward also of its gradient, the sum that arrives and the
-    one that leaves, in the master dtype."""
-    return _summed(shape, compute, master, backward) + shape.keys_and_values * (2 * compute + 3 * master * backward)
+    """Return the bytes of a block and the next one beside the output; in the backward of the gradient of the queries, a
+    block, the next one and the terms of one block's gradients, its sum, the one that arrives, the one that leaves, and
+    that of the rank's own block. With two ranks no sum arrives while a block is here."""
+    if not backward:
+        return _summed(shape, compute, master, backward) + shape.keys_and_values * 2 * compute
+    held = compute + 3 * master if 2 in (ranks.ring, ranks.window) else 3 * compute + 4 * master
+    return shape.queries * (master + compute) + shape.keys_and_values * held
 
 
 def _double_ring_transfers(ranks: ContextRanks, shape: AttentionShape) -> AttentionTransfers:
@@ -204,19 +205,17 @@ def _double_ring_transfers(ranks: ContextRanks, shape: AttentionShape) -> Attent
         Transfer("send", turns * (ranks.window - 1), block),
         Transfer("send", turns - 1, block, among="outer ring"),
     )
-    gradients = (
-        Transfer("send", ranks.ring, block, in_master_dtype=True),
-        Transfer("send", turns, block, in_master_dtype=True, among="outer ring"),
-    )
-    return AttentionTransfers(hops, (*hops, *gradients))
+    return AttentionTransfers(hops, (*hops, *(one._replace(in_master_dtype=True) for one in hops)))
 
 
 def _double_ring_workspace(
     ranks: ContextRanks, shape: AttentionShape, compute: int, master: int, backward: bool
 ) -> int:
     """Return the bytes of a ring, of the block for the next turn beside the one of this turn, and in the backward of
-    the sums that arrive and leave over the outer ring and the one that comes home within the inner one."""
-    again = shape.keys_and_values * (2 * compute + 3 * master * backward)
+    the block's sum over an inner ring, which comes home while the next turn begins, and with more than two turns of
+    those that arrive and leave over the outer ring."""
+    sums = 3 * (ranks.ring > 2 * ranks.window) + (ranks.window == 2)
+    again = shape.keys_and_values * (2 * compute + sums * master * backward)
     return _ring_workspace(ranks, shape, compute, master, backward) + again
 
 

@@ -36,8 +36,9 @@ class _TokenRingAttention(torch.autograd.Function):
         sinks_H: Tensor | None,
     ) -> Tensor:
         own, travelling, back = MergedAttention(q_BHsd, sinks_H), q_BHsd.contiguous(), axis.second_ring()
-        own.add(q_BHsd, k_BKsd, v_BKsd, blocks[axis.index], rule)
+        own_blocks = blocks[axis.index]  # half of the work hides the first hop, half the last way back
         arriving = axis.ring_shift(travelling)
+        own.add(q_BHsd, k_BKsd, v_BKsd, own_blocks[::2], rule)
         returning: tuple[PendingTensor, PendingTensor] | None = None
         for step in range(1, axis.size):
             travelling = arriving.wait()
@@ -52,6 +53,7 @@ class _TokenRingAttention(torch.autograd.Function):
                 own.merge(returning[0].wait().transpose(1, 2), returning[1].wait())
             returning = sent
         assert returning is not None
+        own.add(q_BHsd, k_BKsd, v_BKsd, own_blocks[1::2], rule)
         own.merge(returning[0].wait().transpose(1, 2), returning[1].wait())
         out_BHsd = own.out_BHSd.to(q_BHsd.dtype)
         ctx.axis, ctx.blocks, ctx.rule = axis, blocks, rule
