@@ -43,6 +43,8 @@ class AttentionShape(NamedTuple):
     head_dim: int
     seq_len: int = 0
     """Positions of a sequence; for the bytes of scores alone."""
+    window: int | None = None
+    """Keys that a query sees at most; for temporary bytes alone."""
 
     @property
     def scores(self) -> int:
@@ -63,7 +65,11 @@ class AttentionShape(NamedTuple):
         """Return the shape after `ranks` ranks have exchanged positions for heads; where there are fewer key/value
         heads than ranks, neighbours get the same one."""
         return AttentionShape(
-            self.tokens * ranks, self.heads // ranks, max(self.kv_heads, ranks) // ranks, self.head_dim
+            self.tokens * ranks,
+            self.heads // ranks,
+            max(self.kv_heads, ranks) // ranks,
+            self.head_dim,
+            window=self.window,
         )
 
 
@@ -190,10 +196,12 @@ def _ring_transfers(ranks: ContextRanks, shape: AttentionShape) -> AttentionTran
 def _ring_workspace(ranks: ContextRanks, shape: AttentionShape, compute: int, master: int, backward: bool) -> int:
     """Return the bytes of a block and the next one beside the output; in the backward of the gradient of the queries, a
     block, the next one and the terms of one block's gradients, its sum, the one that arrives, the one that leaves, and
-    that of the rank's own block. With two ranks no sum arrives while a block is here."""
+    that of the rank's own block. With two ranks no sum arrives while a block is here, and a narrow window makes blocks'
+    terms small."""
     if not backward:
         return _summed(shape, compute, master, backward) + shape.keys_and_values * 2 * compute
-    held = compute + 3 * master if 2 in (ranks.ring, ranks.window) else 3 * compute + 4 * master
+    terms = compute * (shape.window is None or shape.window >= shape.tokens)
+    held = compute + 3 * master if 2 in (ranks.ring, ranks.window) else 2 * compute + terms + 4 * master
     return shape.queries * (master + compute) + shape.keys_and_values * held
 
 

@@ -326,7 +326,8 @@ class BackwardPeaks:
         sizes = self.sizes
         if sizes.model.has_linear_attention(layer):
             return recurrence_workspace(sizes, self.compute_size, self.master_size, backward)
-        exchanged = attention_workspace(sizes.context, sizes.attention, self.compute_size, self.master_size, backward)
+        shape = sizes.attention._replace(window=sizes.model.attention_window(layer))
+        exchanged = attention_workspace(sizes.context, shape, self.compute_size, self.master_size, backward)
         if sizes.is_sliced:
             exchanged = self._sliced_attention_workspace(backward)
         if exchanged and backward:  # the gradient of its output
