@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from muster.validate.recipes import RecipeJob
     from muster.validate.summary import Summary
 
+TOLD_REASONS = 5
+"""Rows whose reasons are told where none can be predicted."""
+
 SEARCH_EFFORT = 1.5
 """Effort of the planner's search for each recipe."""
 
@@ -45,13 +48,16 @@ def run(arguments: list[str]) -> int:
         return _recipes(args.json, args.markdown)
     from muster.validate.summary import to_json, validate_table
 
+    unread = [] if args.csv is None else _check_table(args.csv, args.csv_out)
     summary = validate_table(args.csv)
-    _require_predictions(summary, args.csv)
     if args.csv_out is not None:
         from muster.report.page import write_page
         from muster.validate.row_table import row_table_csv
 
         write_page(args.csv_out, row_table_csv(summary.results))
+    if args.json:
+        print(json.dumps(to_json(summary) | {"columns_not_read": unread}, indent=1))
+    _require_predictions(summary, args.csv)
     if args.html is not None:
         from muster.report.accuracy_page import write_accuracy_page
 
@@ -65,13 +71,26 @@ def run(arguments: list[str]) -> int:
 
         write_error_table(args.errors, summary)
     if args.json:
-        print(json.dumps(to_json(summary), indent=1))
         return 0
     from muster.report.accuracy_terminal import accuracy_text
     from muster.report.console import table_console, text_width
 
     table_console().print(accuracy_text(summary, text_width()))
+    if unread:
+        print(f"Columns not read: {', '.join(unread)}")
     return 0
+
+
+def _check_table(table: Path, rows: Path | None) -> list[str]:
+    """Return the columns that aren't read. Raises ConfigError for files that can't be read or written."""
+    from muster.validate.table import read_table_text, unread_columns
+
+    unread = unread_columns(read_table_text(table))
+    if rows is not None and rows.exists() and rows.samefile(table):
+        raise ConfigError(f"--csv-out {rows} is the table itself: expected another file")
+    if rows is not None and not rows.absolute().parent.is_dir():
+        raise ConfigError(f"--csv-out {rows}: there is no folder {rows.parent}")
+    return unread
 
 
 def _recipes(as_json: bool, markdown: Path | None) -> int:
@@ -117,10 +136,10 @@ def _planner_choice(job: "RecipeJob") -> "Plan | None":
 
 
 def _require_predictions(summary: "Summary", path: Path | None) -> None:
-    """Raise ConfigError where no row of a table was predicted, with the first reason."""
+    """Raise ConfigError where no row of a table was predicted, with the reasons of the first rows."""
     if any(result.predictions for result in summary.results):
         return
-    reasons = [result for result in summary.results if result.reason]
-    first = f": {reasons[0].row.location}: {reasons[0].reason}" if reasons else ""
-    others = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
-    raise ConfigError(f"{path}: none of the {len(summary.results)} rows can be predicted{first}{others}")
+    reasons = [f"{result.row.location}: {result.reason}" for result in summary.results if result.reason]
+    told = "".join(f"{': ' if not number else '; '}{reason}" for number, reason in enumerate(reasons[:TOLD_REASONS]))
+    others = f" (and {len(reasons) - TOLD_REASONS} more; --csv-out FILE lists all)" if reasons[TOLD_REASONS:] else ""
+    raise ConfigError(f"{path}: none of the {len(summary.results)} rows can be predicted{told}{others}")

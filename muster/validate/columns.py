@@ -26,36 +26,47 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "n_experts": ("num_experts", "experts"),
     "top_k": ("topk", "num_experts_per_tok"),
     "gpu": ("device", "gpu_type", "accelerator", "hardware"),
-    "n_gpus": ("num_gpus", "gpus", "world_size", "n_devices", "num_devices", "gpu_count"),
-    "tp": ("tp_size", "tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"),
-    "pp": ("pp_size", "pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size"),
+    "n_gpus": ("num_gpus", "gpus", "world_size", "n_devices", "num_devices", "gpu_count", "ngpu", "ngpus", "chips"),
+    "tp": ("tp_size", "tp_degree", "tensor_parallel", "tensor_parallel_size", "tensor_parallel_degree")
+    + ("tensor_model_parallel_size",),
+    "pp": ("pp_size", "pp_degree", "pipeline_parallel", "pipeline_parallel_size", "pipeline_parallel_degree")
+    + ("pipeline_model_parallel_size",),
     "vpp": ("virtual_pipeline", "virtual_pipeline_model_parallel_size", "vp"),
-    "dp": ("dp_size", "data_parallel", "data_parallel_size"),
-    "cp": ("cp_size", "context_parallel", "context_parallel_size"),
-    "ep": ("ep_size", "expert_parallel", "expert_parallel_size", "expert_model_parallel_size"),
+    "dp": ("dp_size", "dp_degree", "data_parallel", "data_parallel_size", "data_parallel_degree"),
+    "cp": ("cp_size", "cp_degree", "context_parallel", "context_parallel_size", "context_parallel_degree"),
+    "ep": ("ep_size", "ep_degree", "expert_parallel", "expert_parallel_size", "expert_parallel_degree")
+    + ("expert_model_parallel_size",),
     "etp": ("expert_tensor_parallel_size",),
     "sp": ("sequence_parallel",),
     "zero": ("zero_stage", "sharding", "sharding_strategy"),
-    "micro_batch": ("mbs", "micro_batch_size"),
-    "global_batch": ("gbs", "global_batch_size"),
-    "recompute": ("recomputation", "activation_recompute", "activation_checkpointing", "remat"),
+    "micro_batch": ("mbs", "micro_batch_size", "train_micro_batch_size_per_gpu", "per_device_train_batch_size"),
+    "global_batch": ("gbs", "global_batch_size", "train_batch_size"),
+    "recompute": ("recomputation", "activation_recompute", "activation_checkpointing", "activation_checkpoint", "remat")
+    + ("remat_policy",),
     "precision": ("dtype",),
     "peak_mem_gb": ("peak_memory_gb", "max_memory_gb"),
 }
 
 _METRICS: dict[str, tuple[str, ...]] = {
     "iteration_time_s": ("step_time_s", "iteration_time", "step_time", "seconds_per_step", "s_per_step", "sec_per_step")
-    + ("s_per_iter", "s_per_it", "time_per_step_s", "elapsed_time_per_iteration_s"),
-    "iteration_time_ms": ("step_time_ms", "ms_per_step", "ms_per_iter", "elapsed_time_per_iteration_ms"),
+    + ("s_per_iter", "s_per_it", "time_per_step_s", "time_per_iteration", "elapsed_time_per_iteration_s"),
+    "iteration_time_ms": ("step_time_ms", "ms_per_step", "ms_per_iter", "elapsed_time_per_iteration_ms", "elapsed_ms"),
     "tokens_per_s_per_gpu": ("tokens_per_sec_per_gpu", "tokens_per_second_per_gpu", "tok_per_s_per_gpu", "tgs")
-    + ("tokens_per_s_per_device", "tokens_per_sec_per_device", "tokens_per_gpu_per_s", "tps_per_gpu", "wps_per_gpu"),
+    + (
+        "tokens_per_s_per_device",
+        "tokens_per_sec_per_device",
+        "tokens_per_gpu_per_s",
+        "tps",
+        "tps_per_gpu",
+        "wps_per_gpu",
+    ),
     "tokens_per_s_total": ("tokens_per_s", "tokens_per_sec", "tokens_per_second", "tok_per_s"),
     "samples_per_s_per_gpu": ("samples_per_sec_per_gpu", "samples_per_second_per_gpu", "sequences_per_s_per_gpu"),
     "samples_per_s_total": ("samples_per_s", "samples_per_sec", "samples_per_second", "sequences_per_s"),
     "TFLOPs_per_gpu": ("tflops", "tflops_per_gpu", "tflop_per_s_per_gpu", "tflops_per_s_per_gpu", "tflop_per_s")
-    + ("tflops_per_device",),
+    + ("tflops_per_device", "tflop_per_s_per_device", "tflop_per_s_per_chip", "throughput_per_gpu_tflop_per_s_per_gpu"),
     "model_TFLOPs_per_gpu": ("model_tflops_per_gpu", "model_tflops", "model_tflop_per_s_per_gpu"),
-    "MFU_pct": ("mfu", "mfu_percent", "mfu_pct"),
+    "MFU_pct": ("mfu", "mfu_percent", "mfu_pct", "bf16_mfu"),
     "peak_memory_gb": ("peak_mem_gb", "max_memory_gb", "memory_gb"),
     "outcome": ("result", "status"),
 }
@@ -69,6 +80,12 @@ def canonical_column(name: str) -> str:
     """Return a column's name for what a header calls it; the lower-case name itself where none is known."""
     plain = _plain(name)
     return next((own for own, others in _OTHER_NAMES.items() if plain in others), plain)
+
+
+def metric_of_column(name: str) -> str | None:
+    """Return the metric that a column is called after, as in tables with a column for each; None for other columns."""
+    found = canonical_metric(name)
+    return found if found in _METRICS else None
 
 
 def canonical_metric(name: str) -> str:

@@ -37,7 +37,11 @@ def _row(result: RowResult) -> dict[str, Any]:
     found["low_s"], found["high_s"] = result.interval_s
     found["error"] = 100 * result.error if result.is_predicted else None
     found |= {"predicted_memory_gib": answer.peak_bytes / 2**30, "fits": answer.fits}
-    found["assumed"] = {column: value for column, value in case.chosen if column in inputs.unstated}
+    found["assumed"] = {
+        column: "the device's fastest" if value == "None" else value
+        for column, value in case.chosen
+        if column in inputs.unstated
+    }
     formula = source_of_row(row).formula
     if row.metric in FLOP_METRICS and formula is not None:
         found["assumed"]["FLOPs"] = FORMULA_WORDS[formula]

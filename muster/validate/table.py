@@ -20,7 +20,14 @@ from muster.validate.cells import (
     parse_value,
     parse_whole,
 )
-from muster.validate.columns import COLUMNS, ITERATION_MS, REQUIRED_COLUMNS, canonical_column, canonical_metric
+from muster.validate.columns import (
+    COLUMNS,
+    ITERATION_MS,
+    REQUIRED_COLUMNS,
+    canonical_column,
+    canonical_metric,
+    metric_of_column,
+)
 
 _INTEGERS = (
     *("hidden", "heads", "kv_heads", "vocab", "n_experts", "top_k", "n_gpus", "gpus_per_node"),
@@ -112,11 +119,15 @@ class MeasurementRow:
 
 def read_table(path: Path) -> list[MeasurementRow]:
     """Read the rows of a table. Raises ConfigError with file and line where the file is no such table."""
+    return parse_table(read_table_text(path), path.name)
+
+
+def read_table_text(path: Path) -> str:
+    """Read the text of a table. Raises ConfigError where the file can't be read."""
     try:
-        data = path.read_bytes()
+        return _decode(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"can't read {path}: {(error.strerror or str(error)).lower()}") from None
-    return parse_table(_decode(data), path.name)
 
 
 def _decode(data: bytes) -> str:
@@ -135,15 +146,41 @@ def parse_table(text: str, file: str) -> list[MeasurementRow]:
     Cells are separated by commas, or by semicolons, tabs or bars if the header is. What can't be read marks its row
     alone. Raises ConfigError for a wrong header.
     """
-    first = text.partition("\n")[0]
-    delimiter = next((mark for mark in ",;\t|" if mark in first), ",")
-    lines = list(_split_lines(text.replace("\r\n", "\n").replace("\r", "\n"), delimiter))
-    header = [canonical_column(name) for name in (lines[0][1] or [] if lines else [])]
-    _check_header(header, file)
-    rows = list(_rows(lines[1:], header, file))
+    header, lines = _header_and_lines(text)
+    metrics = _metric_columns(header)
+    _check_header([*header, "metric", "value"] if metrics else header, file)
+    rows = list(_rows(lines, header, file, metrics))
     if not rows:
         raise ConfigError(f"{file}:1: the table has a header but no rows")
     return rows
+
+
+def unread_columns(text: str) -> list[str]:
+    """Return the columns of a table that say nothing to a prediction, each with the one that it may mean."""
+    header, _ = _header_and_lines(text)
+    absent = [name for name in COLUMNS if name not in header]
+    known = {*COLUMNS, *_metric_columns(header), ""}
+    return [name + did_you_mean(name, absent).replace(";", ",").rstrip("?") for name in header if name not in known]
+
+
+_IGNORED_LINE = re.compile(r"\s*#|sep=.\s*$|[\s|:-]*--[\s|:-]*$", re.IGNORECASE)
+"""Comments, the rule of a Markdown table, and what spreadsheets write of separators."""
+
+
+def _header_and_lines(text: str) -> tuple[list[str], list[tuple[int, Sequence[str] | None]]]:
+    """Return the names of a table's columns, and the numbered lines below without empty and ignored ones."""
+    plain = text.replace("\r\n", "\n").replace("\r", "\n")
+    plain = "\n".join("" if _IGNORED_LINE.match(line) else line for line in plain.split("\n"))
+    first = next((line for line in plain.split("\n") if line.strip()), "")
+    delimiter = next((mark for mark in ",;\t|" if mark in first), ",")
+    lines = [(at, cells) for at, cells in _split_lines(plain, delimiter) if cells is None or any(map(str.strip, cells))]
+    names = [] if not lines or lines[0][1] is None else lines[0][1]
+    return [canonical_column(name) for name in names], lines[1:]
+
+
+def _metric_columns(header: Sequence[str]) -> list[str]:
+    """Return the columns that are called after a metric, where none is called `metric`."""
+    return [] if "metric" in header else [name for name in header if name not in COLUMNS and metric_of_column(name)]
 
 
 def _split_lines(text: str, delimiter: str) -> Iterator[tuple[int, Sequence[str] | None]]:
@@ -184,23 +221,24 @@ def _check_header(header: list[str], file: str) -> None:
     if missing:
         hint = did_you_mean(missing[0], spare).replace("did you mean", "is it")
         raise ConfigError(f"{file}:1: the header lacks {_listed(missing)}{hint}")
-    for name in spare:
-        if hint := did_you_mean(name, absent):
-            raise ConfigError(f"{file}:1: no column is called '{name}'{hint}")
     twice = [name for name in COLUMNS if header.count(name) > 1]
     if twice:
         raise ConfigError(f"{file}:1: the header names {_listed(twice)} twice")
 
 
-def _rows(lines: Sequence[tuple[int, Sequence[str] | None]], header: list[str], file: str) -> Iterator[MeasurementRow]:
-    """Yield the rows below the header; empty lines are skipped."""
-    number = 0
-    for line, found in lines:
-        if found is not None and not any(cell.strip() for cell in found):
-            continue
-        number += 1
+def _rows(
+    lines: Sequence[tuple[int, Sequence[str] | None]], header: list[str], file: str, metrics: Sequence[str]
+) -> Iterator[MeasurementRow]:
+    """Yield the rows below the header. Of the columns `metrics` the first with a value is the row's."""
+    for number, (line, found) in enumerate(lines, 1):
         cells = [cell.strip() for cell in found or ()]
-        row = _row(dict(zip(header, cells, strict=False)), file, line, number)
+        while len(cells) > len(header) and not cells[-1]:
+            cells.pop()
+        named = dict(zip(header, cells, strict=False))
+        if metrics:
+            metric = next((name for name in metrics if named.get(name)), metrics[0])
+            named |= {"metric": metric, "value": named.get(metric, "")}
+        row = _row(named, file, line, number)
         if found is None:
             row = replace(row, problem=f"row {number}: not valid CSV, expected quotes in pairs around whole cells")
         elif len(cells) != len(header):

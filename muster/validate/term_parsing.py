@@ -19,10 +19,13 @@ _RECOMPUTE: tuple[tuple[str, Recompute], ...] = (
     (r"selective \((per op sac|sac|repo default)\)|every.second.matmul", "every_second_matmul"),
     (r"selective( \(attention core\))?|attention|core.?attn|core.attention", "core_attention"),
     (r"elementwise|(checkpoint.)?dots(.saveable)?|(checkpoint_)?dots_with_no_batch_dims(_saveable)?", "elementwise"),
-    (r"full\b.*|uniform|block|true|yes|1|nothing.saveable|minimal", "full"),
+    (r"minimal(_flash|_with_\w+)?", "elementwise"),
+    (r"save_dot_except_mlp(wi)?", "every_second_matmul"),
+    (r"full\b.*|uniform|block|true|yes|1|nothing.saveable|save_(qkv|out)_proj", "full"),
 )
 """Patterns of the whole text. Plain `selective` is Megatron-LM's (attention core) unless it names torchtitan's SAC. The
-policies with `saveable` are JAX' (jax.checkpoint_policies): products of matrices are kept, or nothing is."""
+policies with `saveable` are JAX' (jax.checkpoint_policies), those with `save_` and `minimal` MaxText's (remat_policy in
+configs/base.yml): the products of matrices are kept, some of them, or hardly any."""
 
 _RECOMPUTED_MODULES: dict[str, Recompute] = {
     "core_attn": "core_attention",
@@ -80,7 +83,10 @@ def parse_recompute(text: str) -> Recompute | None:
     kinds = [kind for kind in modules if kind is not None]
     if len(kinds) == len(modules):
         return max(kinds, key=("core_attention", "elementwise", "full").index)
-    raise UnpredictableRowError(f"recompute '{text}' is none of none, selective, selective (per op SAC) and full")
+    raise UnpredictableRowError(
+        f"recompute '{text}' is not known: expected none, selective, selective (per op SAC), full, modules of"
+        f" Megatron-LM ({', '.join(_RECOMPUTED_MODULES)}) or a policy of JAX, such as dots_saveable"
+    )
 
 
 def parse_precision(text: str) -> Precision | None:
