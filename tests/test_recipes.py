@@ -77,7 +77,7 @@ def test_the_command_refuses_a_table_of_measurements_beside_recipes(capsys):
     from muster.cli.main import main
 
     assert main(["validate", "--recipes", "--csv", "x.csv"]) == 2
-    assert "--recipes takes no --csv, --html or --errors" in capsys.readouterr().err
+    assert "--recipes takes no --csv, --csv-out, --html or --errors" in capsys.readouterr().err
 
 
 @pytest.mark.soak

@@ -268,8 +268,11 @@ class BackwardPeaks:
         if self._is_tiled:
             mlp = again + self._tiled_mlp_workspace(product, inner, matrix)
         attention = self._attention_workspace(layer, backward=True)
-        if attention:  # beside the gradients of the MLP's matrices, which come before
-            attention += (again if how == "full" else 0) + (2 + sizes.local_model.gated) * matrix
+        if attention and how == "full":
+            attention += again
+        if attention and not sizes.local_model.has_linear_attention(layer):
+            # Gradients of the MLP's matrices, which come before; linear attention's workspace was measured with them.
+            attention += (2 + sizes.local_model.gated) * matrix
         norm_is_tiled = self._is_tiled and not sizes.local_model.has_post_norms
         before = max(0 if norm_is_tiled else self._norm_workspace, attention)
         return max(mlp, before - saved_mlp_bytes(sizes, layer))
