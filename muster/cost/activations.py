@@ -203,9 +203,9 @@ def attention_activation_bytes(sizes: PassSizes, layer: int) -> int:
         return softmax_attention_saved_bytes(own, tokens, precision) + attention_score_bytes(sizes) * saves_scores
     # Where ranks exchange heads, neighbours have the same key/value head if there are fewer than ranks. The output is
     # saved as attention makes it, more positions of some heads, and once more as the output projection gets it.
-    own = own.model_copy(update={"num_kv_heads": max(own.num_kv_heads, sizes.context.ulysses)})
+    copied = max(0, sizes.context.ulysses - own.num_kv_heads)
     output = tokens * own.num_heads * own.head_dim * size
-    return softmax_attention_saved_bytes(own, tokens, precision) + output
+    return softmax_attention_saved_bytes(own, tokens, precision, copied) + output
 
 
 def _linear_attention_bytes(sizes: PassSizes) -> int:
@@ -379,13 +379,14 @@ def norm_saved_bytes(spec: ModelSpec, tokens: int, precision: Precision) -> int:
     return tokens * (2 * spec.hidden_size * compute_bytes(precision) + statistics * master_bytes(precision))
 
 
-def softmax_attention_saved_bytes(spec: ModelSpec, tokens: int, precision: Precision) -> int:
+def softmax_attention_saved_bytes(spec: ModelSpec, tokens: int, precision: Precision, copied_kv_heads: int = 0) -> int:
     """Return the bytes that softmax attention saves: q and k after rotary embedding, v, the output, and flash
     attention's log-sum-exp per head (arXiv:2205.14135); with QK norms also their inputs and a statistic per norm.
 
-    The output is also the input of the output projection, and counts once.
+    The output is also the input of the output projection, and counts once. `copied_kv_heads` are copies of key/value
+    heads, made behind their norm.
     """
-    width = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    width = 2 * (spec.num_heads + spec.num_kv_heads + copied_kv_heads) * spec.head_dim
     statistics = spec.num_heads
     if spec.qk_norm:
         width += (spec.num_heads + spec.num_kv_heads) * spec.head_dim
