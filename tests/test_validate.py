@@ -348,7 +348,8 @@ def test_fp8_layers_save_the_inputs_of_their_matmuls_in_a_byte():
 
 
 def test_the_published_order_of_strategies_for_experts_is_predicted():
-    """Table 3 of MoE Parallel Folding: FSDP, FSDP with experts, tensor parallelism, a pipeline, folding."""
+    """Table 3 of MoE Parallel Folding: FSDP, FSDP with experts, tensor parallelism, a pipeline, folding. That
+    collectives of FSDP are exposed was inferred from these rows (sources.yaml), and decides the second place."""
     rows = [one for one in shipped_rows() if one.file == "moe_parallel_folding.csv"][:5]
     results = predict_rows(rows)
     for times in ([one.measured_s for one in results], [one.predicted_s for one in results]):
@@ -817,7 +818,7 @@ def test_the_command(tmp_path: Path, capsys):
     path.write_text(table({"hidden": "wide"}))
     assert main(["validate", "--csv", str(path)]) == 2
     wrong = "row 1, hidden: found 'wide', expected a number above 0 without a unit"
-    assert f"none of the 1 rows can be predicted: mine.csv:2: {wrong}\n" in capsys.readouterr().err
+    assert f"none of the 1 row can be predicted: mine.csv:2: {wrong}\n" in capsys.readouterr().err
     path.write_text(table({}, {"hidden": "wide"}))
     assert main(["validate", "--csv", str(path)]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if wrong.replace("row 1", "row 2") in line)

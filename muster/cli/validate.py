@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from muster.cli.parser import Parser
 from muster.spec.errors import ConfigError
+from muster.spec.units import pluralize
 
 if TYPE_CHECKING:
     from muster.spec.plan import Plan
@@ -142,4 +143,4 @@ def _require_predictions(summary: "Summary", path: Path | None) -> None:
     reasons = [f"{result.row.location}: {result.reason}" for result in summary.results if result.reason]
     told = "".join(f"{': ' if not number else '; '}{reason}" for number, reason in enumerate(reasons[:TOLD_REASONS]))
     others = f" (and {len(reasons) - TOLD_REASONS} more; --csv-out FILE lists all)" if reasons[TOLD_REASONS:] else ""
-    raise ConfigError(f"{path}: none of the {len(summary.results)} rows can be predicted{told}{others}")
+    raise ConfigError(f"{path}: none of the {pluralize(len(summary.results), 'row')} can be predicted{told}{others}")

@@ -160,7 +160,12 @@ def unread_columns(text: str) -> list[str]:
     header, _ = _header_and_lines(text)
     absent = [name for name in COLUMNS if name not in header]
     known = {*COLUMNS, *_metric_columns(header), ""}
-    return [name + did_you_mean(name, absent).replace(";", ",").rstrip("?") for name in header if name not in known]
+    hints = {name: did_you_mean(name, absent) if len(name) > _MIN_HINTED else "" for name in header}
+    return [name + hints[name].replace(";", ",").rstrip("?") for name in header if name not in known]
+
+
+_MIN_HINTED = 4
+"""Longest name of a column that says too little for a hint: `fsdp` isn't `sp`."""
 
 
 _IGNORED_LINE = re.compile(r"\s*#|sep=.\s*$|[\s|:-]*--[\s|:-]*$", re.IGNORECASE)
