@@ -5,18 +5,25 @@ the seconds that they took and the last step's loss. What libraries print goes t
 """
 
 import argparse
-import json
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from time import perf_counter
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.contestant_parts import (
+    Pace,
+    common_name,
+    decayed_groups,
+    is_decayed,
+    read_batches,
+    step_deepspeed,
+)
+from benchmarks.moe_contestants import deepspeed_moe, transformers_moe
 from benchmarks.plain_llama import PlainLlama, draw, init_weights
 from benchmarks.train_step import (
     BETAS,
@@ -33,54 +40,6 @@ from muster.data.dataset import Dataset
 from muster.data.prepare import PrepareOptions, open_or_prepare
 from muster.data.store import TokenStore
 from muster.data.tokenizer import ByteTokenizer
-
-Batches = Iterator[tuple[Tensor, Tensor]]
-
-
-class Pace:
-    """Blocks until steps are wanted, and times them."""
-
-    def __init__(self, answers: TextIO) -> None:
-        self.answers = answers
-
-    def wait(self) -> bool:
-        """True when more steps are wanted, False at the end."""
-        line = sys.stdin.readline()
-        self._wanted = self._left = int(line or 0)
-        self._start_s = perf_counter()
-        return self._left > 0
-
-    def step_done(self, loss: float) -> bool:
-        """Counts a step; when the last one asked for is done, answers and waits. False at the end."""
-        self._left -= 1
-        if self._left:
-            return True
-        answer = {"seconds": perf_counter() - self._start_s, "loss": loss}
-        print(json.dumps(answer), file=self.answers, flush=True)
-        return self.wait()
-
-
-def read_batches(dataset: Dataset, rank: int, world_size: int, global_batch: int) -> Batches:
-    """This rank's tokens and labels, step by step."""
-    share, step = global_batch // world_size, 0
-    while True:
-        batch = dataset.train_batch(step * global_batch + rank * share, share)
-        yield torch.from_numpy(batch.tokens_BS), torch.from_numpy(batch.labels_BS)
-        step += 1
-
-
-def is_decayed(name: str) -> bool:
-    """Weight decay works on matrices, but not on the embedding, as in Muster: all must do the same work."""
-    return not name.endswith("norm.weight") and name != "embed.weight"
-
-
-def decayed_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """The optimizer's parameter groups: with weight decay and without."""
-    named = list(model.named_parameters())
-    return [
-        {"params": [p for name, p in named if is_decayed(name)], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for name, p in named if not is_decayed(name)], "weight_decay": 0.0},
-    ]
 
 
 def plain(size: Size, dataset: Dataset, rank: int, world_size: int, pace: Pace) -> None:
@@ -115,21 +74,7 @@ def deepspeed_zero3(size: Size, dataset: Dataset, rank: int, world_size: int, pa
     model = PlainLlama(size.model, SEQ_LEN)
     init_weights(model)
     optimizer = torch.optim.AdamW(decayed_groups(model), lr=LEARNING_RATE, betas=BETAS, fused=True)
-    config = {
-        "train_micro_batch_size_per_gpu": size.global_batch // world_size,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": CLIP_NORM,
-        "zero_optimization": {"stage": 3},
-    }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    batches = read_batches(dataset, rank, world_size, size.global_batch)
-    wanted = pace.wait()
-    while wanted:
-        tokens_BS, labels_BS = next(batches)
-        loss = engine(tokens_BS, labels_BS)
-        engine.backward(loss)
-        engine.step()
-        wanted = pace.step_done(loss.item())
+    step_deepspeed(model, optimizer, 3, read_batches(dataset, rank, world_size, size.global_batch), pace)
 
 
 def hugging_face(size: Size, dataset: Dataset, rank: int, world_size: int, pace: Pace) -> None:
@@ -153,7 +98,7 @@ def hugging_face(size: Size, dataset: Dataset, rank: int, world_size: int, pace:
         attn_implementation="sdpa",
     )
     model = transformers.LlamaForCausalLM(config)
-    init_weights(model, _common_name)
+    init_weights(model, common_name)
 
     class Samples(torch.utils.data.Dataset):
         def __len__(self) -> int:
@@ -175,7 +120,7 @@ def hugging_face(size: Size, dataset: Dataset, rank: int, world_size: int, pace:
             return self.last_loss
 
         def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-            return [name for name, _ in model.named_parameters() if is_decayed(_common_name(name))]
+            return [name for name, _ in model.named_parameters() if is_decayed(common_name(name))]
 
         def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler:
             return torch.utils.data.SequentialSampler(self.train_dataset)
@@ -203,23 +148,8 @@ def hugging_face(size: Size, dataset: Dataset, rank: int, world_size: int, pace:
         trainer.train()
 
 
-def _common_name(name: str) -> str:
-    """Hugging Face's name of a parameter → ours."""
-    for theirs, ours in (
-        ("model.", ""),
-        ("embed_tokens", "embed"),
-        ("lm_head", "head"),
-        ("input_layernorm", "attn_norm"),
-        ("post_attention_layernorm", "mlp_norm"),
-        ("self_attn", "attn"),
-        ("_proj", ""),
-    ):
-        name = name.replace(theirs, ours)
-    return name
-
-
-def muster(size: Size, dataset: Dataset, rank: int, world_size: int, pace: Pace) -> None:
-    """Muster's own trainer, with the plan `dpN`."""
+def muster(size: Size, dataset: Dataset, rank: int, world_size: int, pace: Pace, degrees: str = "dp{0}") -> None:
+    """Muster's own trainer, with the plan `dpN` or another."""
     from muster.config.optim_config import OptimConfig
     from muster.config.run_config import DataConfig, RunConfig, TrainConfig
     from muster.parallel.world import open_world
@@ -236,7 +166,7 @@ def muster(size: Size, dataset: Dataset, rank: int, world_size: int, pace: Pace)
     )
     train = TrainConfig(steps=10**6, seq_len=SEQ_LEN, global_batch_size=size.global_batch)
     config = RunConfig(model=size.model, data=DataConfig(source=SOURCE), train=train, optim=optim)
-    plan = parse_plan_name(f"dp{world_size}-mb{size.global_batch // world_size}-fp32")
+    plan = parse_plan_name(f"{degrees.format(world_size)}-mb{size.global_batch // world_size}-fp32")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, world_size, is_master=rank == 0)
     with open_world(store, rank, world_size, plan) as world:
@@ -252,9 +182,12 @@ def muster(size: Size, dataset: Dataset, rank: int, world_size: int, pace: Pace)
 
 CONTESTANTS: dict[str, Callable[[Size, Dataset, int, int, Pace], None]] = {
     "muster": muster,
+    "muster-ep": partial(muster, degrees="dp{0}-ep{0}"),
     "plain": plain,
     "hugging-face": hugging_face,
     "deepspeed": deepspeed_zero3,
+    "transformers": transformers_moe,
+    "deepspeed-moe": deepspeed_moe,
 }
 
 

@@ -16,11 +16,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from benchmarks.gpu_step import StepCase
+from benchmarks.other_models import OTHERS
+from muster.config.local_machine import catalog_device_name
 
 PART_LIMIT_S = 540
 """Longest time of a part."""
@@ -36,7 +39,8 @@ def step_cases(out: Path) -> list[StepCase]:
         toy = StepCase("toy", "tiny", "dp1-mb2-fp32", 64, 2, profile=profile)
         plain = replace(toy, name="toy, plain", program="plain", profile="")
         packed = replace(toy, name="toy, packed", mean_document=16)
-        return [toy, plain, packed, replace(toy, name="toy, fp8", plan="dp1-mb2-fp8")]
+        others = [replace(plain, name=f"toy, {program}", program=program) for program in OTHERS]
+        return [toy, plain, *others, packed, replace(toy, name="toy, fp8", plan="dp1-mb2-fp8")]
     small = StepCase("1B", "llama3.2-1b", "dp1-mb1-bf16", 8192, 4, profile=profile)
     large = StepCase("8B, 8 layers", "llama3-8b", "dp1-mb1-bf16", 8192, 4, layers=8, profile=profile)
     found = []
@@ -44,6 +48,10 @@ def step_cases(out: Path) -> list[StepCase]:
         found += [
             replace(case, name=f"{case.name}, compiled", compile=True),
             replace(case, name=f"{case.name}, plain compiled", compile=True, program="plain", profile=""),
+            *(
+                replace(case, name=f"{case.name}, {program} compiled", compile=True, program=program, profile="")
+                for program in OTHERS
+            ),
             replace(case, name=f"{case.name}, eager"),
         ]
     recomputed = StepCase("3B, recomputed", "llama3.2-3b", "dp1-mb1-bf16-relem", 8192, 4, profile=profile)
@@ -66,7 +74,65 @@ def parts(out: Path) -> list[Part]:
     """Return all parts in their order."""
     found = [Part("doctor", _doctor), Part("verify", _verify), Part("profile", _profile)]
     found += [Part(f"step {case.name}", lambda out, case=case: _step(out, case)) for case in step_cases(out)]
-    return [*found, Part("kill and resume", _kill_and_resume), Part("out of memory", _out_of_memory)]
+    found += [Part("kill and resume", _kill_and_resume), Part("out of memory", _out_of_memory)]
+    if HAS_GPU and torch.cuda.device_count() < MANY:
+        return found
+    return [
+        *found,
+        Part("verify on many", _verify_many),
+        *(Part(f"run {plan}", lambda out, plan=plan: _run_many(out, plan)) for plan in many_plans()),
+    ]
+
+
+MANY = 8 if HAS_GPU else 2
+"""Devices of the parts on many."""
+
+
+def many_plans() -> list[str]:
+    """Return the plans of whole runs on many devices: all that a plan can do, once."""
+    if not HAS_GPU:
+        return ["dp2-mb2-z1-fp32"]
+    return [f"{plan}-mb1-bf16" for plan in ("dp8-z1", "dp8-z3", "dp2-tp4-sp", "tp8-sp", "pp8", "dp2-tp2-sp-pp2")]
+
+
+def _folder_of_many(out: Path) -> Path:
+    """Return a folder without the machine's profile, which is of one device."""
+    folder = out / "many"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _verify_many(out: Path) -> Any:
+    """Compare plans on many devices with one process."""
+    plans = ("dp8-z1", "dp8-z3", "tp8-sp", "pp8", "dp2-pp4-szbh1", "dp2-tp2-sp-pp2")
+    plans = plans if HAS_GPU else ("dp2-z3", "pp2")
+    against = [word for plan in plans for word in ("--against", f"{plan}-fp32")]
+    ended = _muster("verify", "--preset", "tiny", *against, "--json", cwd=_folder_of_many(out), check=False)
+    rows = json.loads(ended.stdout)["plans"] if ended.stdout else []
+    agree = {row["plan"]: row["agrees"] for row in rows}
+    return {"fp32": {"exit_code": ended.returncode, "agree": agree, "says": ended.stderr.strip()[-1000:]}}
+
+
+def _run_many(out: Path, plan: str) -> Any:
+    """Predict a run on many devices by the catalogue, then run it; what NCCL says of its first step lies beside it."""
+    model, seq_len, batch = ("llama3-8b", 8192, 32) if HAS_GPU else ("tiny", 64, 8)
+    device = catalog_device_name(torch.cuda.get_device_name(0)) if HAS_GPU else None
+    predicted: dict[str, Any] = {}
+    if device is not None:
+        size = ("--seq-len", seq_len, "--global-batch", batch)
+        flags = ("--model", model, "--cluster", f"{MANY}x{device}", "--plan", plan, *size)
+        ended = _muster("predict", *flags, "--json", cwd=_folder_of_many(out))
+        predicted = {"step_s": json.loads(ended.stdout)["step_time_s"]}
+    run = _folder_of_many(out) / f"run-{plan}"
+    flags = ("--preset", "tiny", "--model", model, "--parallel", plan, "--nproc", MANY, "--run", run, "--fresh")
+    size = ("--train.seq_len", seq_len, "--train.global_batch_size", batch, "--train.steps", 12)
+    os.environ["NCCL_DEBUG"] = "INFO"
+    ended = _muster("train", *flags, *size, "--train.sample_tokens", 0, cwd=run.parent)
+    del os.environ["NCCL_DEBUG"]
+    run.with_suffix(".log").write_text(ended.stdout + ended.stderr)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    times = [row["time/step"] for row in rows][4:]
+    return {"predicted": predicted, "measured": {"step_s": median(times)}, "losses": _losses(run)[-1]}
 
 
 def _muster(*words: object, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -159,7 +225,7 @@ def run_parts(out: Path, limit_s: float, again: bool) -> dict[str, Any]:
     for part in parts(out):
         path = out / f"{part.name.replace(' ', '-').replace(',', '')}.json"
         known = json.loads(path.read_text()) if path.exists() and not again else {"error": "not run"}
-        if "error" not in known:
+        if not any(word in known for word in ("error", "skipped")):
             found[part.name] = known
             continue
         if time.monotonic() - begin_s > limit_s:
@@ -181,6 +247,9 @@ def table(found: dict[str, Any]) -> str:
     heads = ("step", "measured", "tokens/s", "MFU", "catalogue", "profile", "reserved", "forecast", "÷ plain")
     rows = [heads, ("---",) * len(heads)]
     for name, row in steps.items():
+        if "skipped" in row:
+            rows.append((name, f"skipped: {row['skipped'][:90]}", *[""] * (len(heads) - 2)))
+            continue
         if "error" in row:
             rows.append((name, f"failed: {row['error'].splitlines()[-1][:90]}", *[""] * (len(heads) - 2)))
             continue
@@ -196,7 +265,7 @@ def table(found: dict[str, Any]) -> str:
                 _predicted(said.get("profile"), measured),
                 _gib(measured.get("reserved_bytes")),
                 _gib((said.get("catalogue") or {}).get("memory_bytes")),
-                "–" if not plain or "error" in plain else f"{row['tokens_per_s'] / plain['tokens_per_s']:.2f}",
+                "–" if not plain or "measured" not in plain else f"{row['tokens_per_s'] / plain['tokens_per_s']:.2f}",
             )
         )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
@@ -211,7 +280,8 @@ def summary(found: dict[str, Any]) -> list[str]:
         if isinstance(row, dict) and "error" in row:
             lines.append(f"{name}: failed: {row['error'].splitlines()[-1][:200]}")
         else:
-            lines.append(f"{name}: {_TELL[name](row) if name in _TELL else json.dumps(row)[:200]}")
+            tell = _tell_run if name.startswith("run ") else _TELL.get(name, lambda row: json.dumps(row)[:200])
+            lines.append(f"{name}: {tell(row)}")
     return lines
 
 
@@ -229,9 +299,15 @@ def _tell_verify(by_precision: dict[str, dict[str, Any]]) -> str:
     return "; ".join(told)
 
 
+def _tell_run(row: dict[str, Any]) -> str:
+    measured = row["measured"]
+    return f"{1e3 * measured['step_s']:.1f} ms a step, predicted {_predicted(row['predicted'], measured)}"
+
+
 _TELL: dict[str, Callable[[Any], str]] = {
     "doctor": _tell_doctor,
     "verify": _tell_verify,
+    "verify on many": _tell_verify,
     "profile": lambda row: (
         f"{row['seconds']:.0f} s; " + "; ".join(" ".join(line.split()) for line in row["says"][-4:-1])
     ),

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
+from benchmarks.other_models import OTHERS, NanochatModel, NotInstalledError, TorchtitanLlama
 from benchmarks.plain_llama import PlainLlama
 from muster.config.local_machine import catalog_device_name, cluster_by_name
 from muster.config.named_model import load_model
@@ -54,7 +56,7 @@ class StepCase:
     mean_document: int = 0
     """Mean length of packed documents, which lie otherwise in every step; 0: each sequence is one document."""
     program: str = "muster"
-    """muster, or plain: a hand-written loop in plain PyTorch, compiled."""
+    """muster, plain: a hand-written loop in plain PyTorch, or that loop with another trainer's model (`OTHERS`)."""
     profile: str = ""
     """File of this machine's profile, for a second prediction."""
 
@@ -147,9 +149,13 @@ def measure_plain(case: StepCase) -> dict[str, Any]:
     spec, config = case.spec(), case.config()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with device:
-        model = PlainLlama(spec, case.seq_len)
+        model: nn.Module = OTHERS.get(case.program, PlainLlama)(spec, case.seq_len)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    forward = torch.compile(model) if case.compile else model
+    forward: Any = model
+    if case.compile and isinstance(model, TorchtitanLlama):
+        model.compile_blocks()
+    elif case.compile:
+        forward = torch.compile(model)
     rows = case.full_plan().micro_batch_size
     tokens = torch.randint(spec.vocab_size, (case.micro_batches, rows, case.seq_len), device=device)
 
@@ -162,7 +168,8 @@ def measure_plain(case: StepCase) -> dict[str, Any]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-    return _time_steps(step, device)
+    found = _time_steps(step, device)
+    return found | ({"flops_per_token": model.flops_per_token()} if isinstance(model, NanochatModel) else {})
 
 
 def _time_steps(step: Any, device: torch.device) -> dict[str, Any]:
@@ -195,11 +202,15 @@ def run(case: StepCase) -> dict[str, Any]:
     found: dict[str, Any] = {"case": asdict(case), "device": name, "torch": torch.__version__}
     is_predicted = case.program == "muster" and not case.mean_document  # predictions know whole sequences alone
     found["predicted"] = predictions(case, catalog_device_name(name)) if is_predicted else {}
-    found["measured"] = measure_muster(case) if case.program == "muster" else measure_plain(case)
+    try:
+        found["measured"] = measure_muster(case) if case.program == "muster" else measure_plain(case)
+    except NotInstalledError as error:
+        return {"skipped": str(error)}
     tokens = case.config().workload.tokens_per_step
     found["tokens_per_s"] = tokens / found["measured"]["step_s"]
     if peak := peak_flops_per_s(name, case.full_plan()):
-        found["mfu"] = found["tokens_per_s"] * train_flops_per_token(case.spec(), case.seq_len) / peak
+        flops = found["measured"].get("flops_per_token") or train_flops_per_token(case.spec(), case.seq_len)
+        found["mfu"] = found["tokens_per_s"] * flops / peak
     return found
 
 

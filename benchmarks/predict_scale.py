@@ -19,7 +19,7 @@ from muster.config.named_model import load_model
 from muster.cost.time.plan_times import plan_times
 from muster.schedule.build import build_program
 from muster.simulate.predict import predict
-from muster.simulate.simulator import simulate_parts
+from muster.simulate.simulator import simulate_step
 from muster.spec.cluster import ClusterSpec
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Mesh, Plan, StageSpec
@@ -96,7 +96,7 @@ def show(case: Case) -> None:
     one, wall_s, cpu_s = best_of(lambda: predict(case.model, case.plan, case.workload, case.cluster))
     program, lower_s, _ = best_of(lambda: build_program(one.plan, case.model, case.workload))
     times, times_s, _ = best_of(lambda: plan_times(case.model, one.plan, case.workload, case.cluster))
-    _, simulate_s, _ = best_of(lambda: simulate_parts(program, times))
+    _, simulate_s, _ = best_of(lambda: simulate_step(program, times))
     count = sum(len(lane) for lanes in program.ranks for lane in lanes.values())
     print(f"{case.name}: {count:,} instructions; predicted step {one.step_time_s:.1f} s")
     bar = f" (bar {case.bar_s:g} s)" if case.bar_s else ""

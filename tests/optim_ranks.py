@@ -16,7 +16,9 @@ from muster.checkpoint.load import load
 from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.save import save
 from muster.config.optim_config import OptimConfig
-from muster.layout.tensor_layout import Box, TensorLayout, rank_layouts
+from muster.cost.memory.rank_memory import optimizer_bytes
+from muster.layout.mesh import coordinates_of
+from muster.layout.tensor_layout import Box, TensorLayout, rank_layouts, stages_on
 from muster.optim.base import Optimizer
 from muster.optim.build import build_optimizer
 from muster.optim.muon import Muon
@@ -65,7 +67,10 @@ def walk(optimizer: Optimizer, layouts: Mapping[str, TensorLayout], steps: range
 def pieces(optimizer: Optimizer, layouts: Mapping[str, TensorLayout]) -> list[LocalShard]:
     """Return the shards of a checkpoint."""
     model = [LocalShard(f"model/{name}", layouts[name], param) for name, param in optimizer.params.items()]
-    return model + [LocalShard(f"optim/{key}", layouts[name], one) for key, (name, one) in optimizer.state().items()]
+    own = optimizer.state_layouts()
+    return model + [
+        LocalShard(f"optim/{key}", own.get(key, layouts[name]), one) for key, (name, one) in optimizer.state().items()
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -126,9 +131,11 @@ def run_case(
     load_from: str | None = None,
     save_to: str | None = None,
     fault: bool = False,
+    optim: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Steps Muon under a plan; how far this rank's parameters are from one process's, and a hash of all that it has."""
-    config = OptimConfig(name="muon", lr=LR)
+    """Steps Muon, or another optimizer, under a plan; how far this rank's parameters are from one process's, and a hash
+    of all that it has."""
+    config = OptimConfig(**{"name": "muon", "lr": LR} | (optim or {}))
     full_plan = parse_plan_name(plan, Plan(precision="fp64"))
     layouts = {layout.name: layout for layout in rank_layouts(SPEC, full_plan, rank)}
     params = local_params(layouts)
@@ -147,10 +154,15 @@ def run_case(
     wholes = {name: whole(name, shape) for name, shape in parameter_shapes(SPEC)}
     alone = build_optimizer(config, local_params(wholes), wholes)
     walk(alone, wholes, range(1, steps[1]))
+    at = coordinates_of(full_plan, rank)
     expected = [cut(alone.params[name], layouts[name].boxes) for name in params]
     everything = [*params.values(), *(tensor for _, tensor in optimizer.state().values())]
     return {
         "error": max(float((a - b).abs().max()) for a, b in zip(params.values(), expected, strict=True)),
+        "state": (
+            sum(tensor.nbytes for _, tensor in optimizer.state().values()),
+            sum(optimizer_bytes(SPEC, full_plan, stage, at, config) for stage in stages_on(full_plan, at.pp)),
+        ),
         "held": sorted(params),
         "peers": list(peers.ranks),
         "digest": hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in everything)).hexdigest(),

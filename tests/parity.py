@@ -3,11 +3,13 @@
 import hashlib
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from muster.config.freezing import matches_freeze
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import skips_weight_decay
 from muster.config.run_config import DataConfig, RunConfig, TrainConfig
@@ -30,13 +33,15 @@ from muster.model.block_attention import MergedAttention, block_forward, block_s
 from muster.model.decoder import Decoder
 from muster.model.documents import Documents
 from muster.model.dropout import sample_keys
+from muster.model.further_tokens import FurtherTokens, shift_further
 from muster.model.grouped_matmul import StackedLinear, grouped_linears, grouped_weight_grad
 from muster.model.init import draw, initial_value
 from muster.model.loss import cross_entropy_sum
 from muster.model.recompute import _RecomputedTensor
 from muster.model.routing import Router, RouterState
+from muster.optim.host_optimizer import HostPart
 from muster.optim.lr import learning_rate
-from muster.parallel import ep_all_to_all, op_profile, tensor_parallel
+from muster.parallel import ep_all_to_all, expert_parallel, op_profile, tensor_parallel
 from muster.parallel.axis import TensorAxis
 from muster.parallel.offload import ActivationOffload
 from muster.parallel.p2p import PendingReceive
@@ -45,6 +50,7 @@ from muster.parallel.vocab_loss import CombinedLoss, hidden_gradient
 from muster.parallel.weight_grad_store import WeightGradStore
 from muster.parallel.world import World, open_world
 from muster.schedule.resolve import resolve_schedule
+from muster.spec.adapters import AdapterSpec
 from muster.spec.model import ModelSpec
 from muster.spec.model_components import LinearAttentionSpec, MlaSpec, MoeSpec, RopeScaling
 from muster.spec.nearest_plans import require_runnable
@@ -57,6 +63,7 @@ from muster.train.prefetch import LocalBatch
 from muster.train.schedule_refinement import refine_schedule_from_profile
 from muster.train.trainer import Trainer
 from tests.optim_ranks import plain_newton_schulz
+from tests.recorded_graphs import one_pair_for_all, recorded_graphs, stale_inputs
 
 CPU = torch.device("cpu")
 
@@ -227,6 +234,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe": MoeSpec(num_experts=4, top_k=2, expert_size=12, router="expert_choice", router_z_loss_coef=0.01),
     },
     "olmo2": {"norm_placement": "post", "qk_norm": True, "qk_norm_width": "projection"},
+    "dora": {
+        "adapter": AdapterSpec(kind="dora", r=3, lora_alpha=6, target_modules=("q", "k", "v", "gate", "up")),
+        "qkv_bias": True,
+    },
+    "dora everywhere": {"adapter": AdapterSpec(kind="dora", r=3, target_modules=("all-linear",)), "out_bias": True},
+    "lora": {"adapter": AdapterSpec(r=3, lora_alpha=6, target_modules=("all-linear",)), "out_bias": True},
+}
+MTP_FACTOR = 0.7
+FAMILIES |= {
+    f"{family} mtp": FAMILIES[family] | {"mtp_layers": layers, "mtp_loss_scaling_factor": MTP_FACTOR}
+    for family, layers in (("llama", 2), ("gemma2", 1), ("deepseek", 2), ("experts", 1), ("gpt2", 1), ("balanced", 1))
 }
 
 
@@ -234,7 +252,7 @@ def start_value(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -
     """The initial value, with noise on norms and biases: ones and zeros would hide what is done to them twice. Without
     noise stays the bias of a choice of experts, which all tokens would make alike."""
     value = initial_value(spec, name, shape, seed)
-    is_noisy = (len(shape) == 1 or name.endswith(".bias")) and not name.endswith(".expert_bias")
+    is_noisy = (len(shape) == 1 or name.endswith((".bias", ".lora_B.weight"))) and not name.endswith(".expert_bias")
     return value + draw(f"noise/{name}", shape, seed, 0.1) if is_noisy else value
 
 
@@ -325,6 +343,7 @@ def reference(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(start(spec, name, tuple(parameter.shape), config.seed))
+            parameter.requires_grad_(parameter.requires_grad and not matches_freeze(config.optim, name))
     optim, size = config.optim, config.train.global_batch_size
     named = list(model.named_parameters())
     plain = {n for n, p in named if n.startswith("layers.") and p.ndim == 2 and not n.endswith(".bias")}
@@ -341,11 +360,12 @@ def reference(
     for step in range(steps):
         batch = dataset.train_batch(step * size, size)
         model.dropout_state.keys_B = keys_B = sample_keys(config.seed, range(step * size, (step + 1) * size), CPU)
-        loss, z_loss = sums_of(model, batch, dataset.lengths(np.arange(step * size, (step + 1) * size)), keys_B)
+        lengths_B = dataset.lengths(np.arange(step * size, (step + 1) * size))
+        loss, z_loss, further = sums_of(model, batch, lengths_B, keys_B, config.train.z_loss)
         loss = loss / batch.num_valid_tokens
         model.zero_grad()
         model.router_state.loss_weight = 1 / batch.num_valid_tokens
-        (loss + config.train.z_loss * z_loss / batch.num_valid_tokens).backward()
+        (loss + (config.train.z_loss * z_loss + further) / batch.num_valid_tokens).backward()
         if step == 0:
             first = {name: p.grad.clone() for name, p in named if p.grad is not None}
         torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm)
@@ -365,7 +385,7 @@ def reference(
     held_out = dataset.validation_batch(0, size)
     model.dropout_state.keys_B = None
     with torch.no_grad():
-        loss, _ = sums_of(model, held_out, dataset.lengths(np.arange(size), validation=True))
+        loss, *_ = sums_of(model, held_out, dataset.lengths(np.arange(size), validation=True))
         losses.append(float(loss) / held_out.num_valid_tokens)
     return losses, first
 
@@ -380,9 +400,14 @@ def balance_experts(model: Decoder) -> None:
 
 
 def sums_of(
-    model: Decoder, batch: Batch, lengths_B: np.ndarray | None, keys_B: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Cross-entropy and log² Z, summed over a batch; samples of unequal lengths each alone and without padding."""
+    model: Decoder,
+    batch: Batch,
+    lengths_B: np.ndarray | None,
+    keys_B: Tensor | None = None,
+    z_loss_coefficient: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy, log² Z and the loss of multi-token prediction, summed over a batch; samples of unequal lengths
+    each alone and without padding."""
     tokens_BS, labels_BS = torch.from_numpy(batch.tokens_BS), torch.from_numpy(batch.labels_BS)
     parts = [(tokens_BS, labels_BS)]
     if lengths_B is not None:
@@ -396,11 +421,47 @@ def sums_of(
     for row, (tokens, labels) in enumerate(parts):
         if keys_B is not None and len(parts) > 1:
             model.dropout_state.keys_B = keys_B[row : row + 1]
-        logits = model(tokens)
-        log_z = torch.logsumexp(logits, -1)[labels >= 0]
-        sums.append(torch.stack((cross_entropy_sum(logits, labels), log_z.square().sum())))
-    loss, z_loss = torch.stack(sums).sum(0)
-    return loss, z_loss
+        hidden = model.final_hidden(tokens)
+        logits = model.logits(hidden)
+        found = [cross_entropy_sum(logits, labels), torch.logsumexp(logits, -1)[labels >= 0].square().sum()]
+        further = found[0] * 0
+        if model.mtp and torch.is_grad_enabled():
+            further = further_loss(model, tokens, labels, hidden, batch.positions_BS, z_loss_coefficient)
+        sums.append(torch.stack((*found, further)))
+    loss, z_loss, further = torch.stack(sums).sum(0)
+    return loss, z_loss, further
+
+
+def further_loss(
+    model: Decoder,
+    tokens_BS: Tensor,
+    labels_BS: Tensor,
+    hidden_BSD: Tensor,
+    positions_BS: np.ndarray | None,
+    z_loss_coefficient: float,
+) -> Tensor:
+    """Loss of multi-token prediction, document by document, each a sequence that is one token shorter at each depth
+    (arXiv:2412.19437, equations 21 to 25)."""
+    model.position_state.documents = None
+    total, embed = hidden_BSD.new_zeros(()), model.embed
+    assert embed is not None
+    for row in range(len(tokens_BS)):
+        length = tokens_BS.shape[1]
+        starts = [0] if positions_BS is None else np.flatnonzero(positions_BS[row] == 0).tolist()
+        for start, stop in zip(starts, [*starts[1:], length], strict=True):
+            hidden = hidden_BSD[row : row + 1, start:stop]
+            for depth, layer in enumerate(model.mtp, start=1):
+                if stop - start <= depth:
+                    break
+                embedded = embed.weight[tokens_BS[row : row + 1, start + depth : stop]]
+                scale = embedded.shape[-1] ** 0.5 if model._embedding_scale else 1.0
+                hidden = hidden[:, :-1]
+                (constants,) = model._constants(hidden, {model._num_layers: layer})
+                hidden = layer(hidden, embedded * scale, *constants)
+                logits, labels = model.logits(hidden), labels_BS[row : row + 1, start + depth : stop]
+                z_loss = torch.logsumexp(logits, -1)[labels >= 0].square().sum()
+                total = total + cross_entropy_sum(logits, labels) + z_loss_coefficient * z_loss
+    return total * MTP_FACTOR / len(model.mtp)
 
 
 @torch.no_grad()
@@ -505,7 +566,7 @@ def run_case(
         gradient_error = 0.0
         for name, gradient in (trainer.first_gradients or {}).items():
             whole = gradients[name]
-            part = whole[layouts[name].boxes[0].slices]
+            part = torch.cat([whole[box.slices] for box in layouts[name].boxes])
             # The bias of keys that aren't turned adds the same to all scores of a query: its gradient is 0.
             size = max(float(whole.abs().max()), 1e-6 * norm)
             gradient_error = max(gradient_error, float((gradient - part).abs().max()) / size)
@@ -672,6 +733,17 @@ def lost_reload() -> Iterator[None]:
 
 
 @contextmanager
+def lost_return() -> Iterator[None]:
+    """Parameters that the host has updated don't come back."""
+
+    def faulty(self: HostPart) -> Callable[[], None]:
+        return self._free
+
+    with patch.object(HostPart, "give_back", faulty):
+        yield
+
+
+@contextmanager
 def unheard_words() -> Iterator[None]:
     """The terms of the last rank's vocabulary entries in the gradient of the hidden state are lost."""
 
@@ -754,6 +826,13 @@ def labels_not_shifted() -> Iterator[None]:
         return share
 
     with _changed_feed(change):
+        yield
+
+
+@contextmanager
+def own_order() -> Iterator[None]:
+    """Tokens go where their experts would lie without a placement."""
+    with patch.object(expert_parallel, "to_places", lambda dispatch, order: dispatch):
         yield
 
 
@@ -876,7 +955,40 @@ def repeated_expert_bias() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def same_further_token() -> Iterator[None]:
+    """Every depth of multi-token prediction embeds the token of the position itself."""
+
+    def faulty(tokens_BS: Tensor, labels_BS: Tensor, depth: int, *others: Any) -> FurtherTokens:
+        return shift_further(tokens_BS, labels_BS, depth, *others)._replace(tokens_BS=tokens_BS)
+
+    with patch("muster.train.batch_loader.shift_further", faulty):
+        yield
+
+
+@contextmanager
+def lone_embedding() -> Iterator[None]:
+    """The last stage's copy of the embedding keeps its gradient to itself."""
+    alone = SimpleNamespace(exchange=torch.zeros_like)
+    with patch("muster.train.trainer.tied_embedding_routes", lambda *_: defaultdict(lambda: alone)):
+        yield
+
+
+@contextmanager
+def routed_padding_counts() -> Iterator[None]:
+    """Routers count positions of padding."""
+    with patch.object(BatchLoader, "_counted", lambda *_: None):
+        yield
+
+
 FAULTS = {
+    "recorded graphs": recorded_graphs,
+    "one pair of graphs for all": one_pair_for_all,
+    "stale inputs of graphs": stale_inputs,
+    "lost return": lost_return,
+    "same further token": same_further_token,
+    "lone embedding": lone_embedding,
+    "routed padding counts": routed_padding_counts,
     "lone latents": lone_latents,
     "unseen sinks": unseen_sinks,
     "repeated expert bias": repeated_expert_bias,
@@ -885,6 +997,7 @@ FAULTS = {
     "own load alone": own_load_alone,
     "load of one micro-batch": load_of_one_micro_batch,
     "unsorted rows": unsorted_rows,
+    "own order": own_order,
     "averaged experts": averaged_experts,
     "repeated balance": repeated_balance,
     None: no_fault,

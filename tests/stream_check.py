@@ -26,10 +26,18 @@ class Access:
     number: int
     """Number of the operator in its stream."""
     operator: str
+    begin: int
+    end: int
+    """Bytes of the storage that it uses: those before `begin` and from `end` on it leaves alone."""
 
     def is_over(self, stream: Stream) -> bool:
         """Return True if what the stream runs next comes after it."""
         return stream.known.get(self.stream, 0) >= self.number
+
+    def meets(self, other: "Access") -> bool:
+        """Return True if another operator uses some of the same bytes."""
+        is_same = (self.stream, self.number) == (other.stream, other.number)
+        return not is_same and self.begin < other.end and other.begin < self.end
 
 
 @dataclass
@@ -38,9 +46,10 @@ class Uses:
 
     storage: Any
     """Kept, so that no other gets its identity."""
-    written: Access | None = None
-    read: dict[int, Access] = field(default_factory=dict)
-    """The last read of each stream."""
+    written: list[Access] = field(default_factory=list)
+    """The last write of each part: ranks may receive slices of a tensor from several others at a time."""
+    read: list[Access] = field(default_factory=list)
+    """Reads since then."""
 
 
 class TrackedWork(dist.Work):
@@ -102,19 +111,24 @@ class StreamCheck(Watch):
 
     def _use(self, stream: Stream, name: str, reads: list[Tensor], writes: list[Tensor]) -> None:
         number, where = stream.launch(), f"{name} in {caller()}"
-        access = Access(stream.id, number, where)
         for tensor, is_write in [*((x, False) for x in reads), *((x, True) for x in writes)]:
             if tensor.device.type not in (NAME, "meta"):  # what is made of a storage without memory is on `meta`
                 continue
             storage = tensor.untyped_storage()
             uses = self._uses.setdefault(storage._cdata, Uses(storage))
-            for other in (uses.written, *(uses.read.values() if is_write else ())):
-                if other is not None and other != access and not other.is_over(stream):
+            begin, end = _bytes_of(tensor)
+            access = Access(stream.id, number, where, begin, end)
+            for other in (*uses.written, *(uses.read if is_write else ())):
+                if other.meets(access) and not other.is_over(stream):
                     self.races.append(f"{where} after {other.operator}")
             if is_write:
-                uses.written, uses.read = access, {}
+                uses.written = [*(one for one in uses.written if one.begin < begin or one.end > end), access]
+                uses.read = [one for one in uses.read if one.begin < begin or one.end > end]
             else:
-                uses.read[stream.id] = access
+                uses.read = [
+                    *(one for one in uses.read if one.stream != stream.id or (one.begin, one.end) != (begin, end)),
+                    access,
+                ]
 
     def take_work(self) -> TrackedWork:
         """Return the work of the collectives launched since the last call."""
@@ -123,6 +137,13 @@ class StreamCheck(Watch):
             merge(end.known, stream.known)
         self._launched = []
         return TrackedWork(end)
+
+
+def _bytes_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of its storage that a tensor may use, and the one behind the last."""
+    begin, size = tensor.storage_offset(), tensor.element_size()
+    last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin * size, (begin + last + 1) * size if tensor.numel() else begin * size
 
 
 @contextmanager

@@ -62,7 +62,7 @@ EXACT = {
 OWN = {
     "demo": 2_460_480,
     "tiny": 427_200,
-    "tiny-deepseek": 770_232,
+    "tiny-deepseek": 876_600,
     "tiny-gpt-oss": 936_736,
     "tiny-linear": 461_280,
     "tiny-moe": 1_204_928,

@@ -304,7 +304,7 @@ def test_a_closed_output_is_no_error_and_no_file_gets_its_number(tmp_path):
         ("train.gradient_accumulation_steps", "unknown key: it follows from train.global_batch_size, parallel."),
         ("optim.warmup_ratio", "unknown key; that is optim.warmup_steps (a number of steps) here"),
         ("train.bf16", "unknown key; that is parallel.precision here"),
-        ("lora.rank", "unknown key: Muster trains all weights and has no LoRA"),
+        ("lora.rank", "unknown key: the section adapter has low-rank adapters"),
         ("train.sequence_len", "unknown key; did you mean 'seq_len'?"),
     ],
 )

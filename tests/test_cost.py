@@ -19,7 +19,6 @@ from muster.model.init import init_stage
 from muster.model.loss import cross_entropy_sum
 from muster.model.recompute import apply_recompute
 from muster.model.saved_tensors import count_saved_bytes
-from muster.spec.errors import InfeasibleError
 from muster.spec.model import ModelSpec
 from muster.spec.plan import LayerOverride, LayerStrategy, Plan, StageSpec
 from muster.spec.workload import Workload
@@ -200,9 +199,8 @@ def test_a_rank_holds_all_its_stages():
     assert rank_memory(SMALL, plan, workload, 1, {1: 3, 3: 3}).total == parts[0].total + parts[1].total
 
 
-def test_what_has_no_formula_is_refused():
-    with pytest.raises(InfeasibleError, match="can't be predicted"):
-        terms(Plan(default_strategy=LayerStrategy(offload="all")))
+def test_state_in_host_memory_is_none_of_the_device():
+    assert terms(Plan(default_strategy=LayerStrategy(offload_optimizer="host"))).optimizer == 0
 
 
 # ----------------------------------------------------------------------------------------------------------------------

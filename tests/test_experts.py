@@ -21,6 +21,7 @@ from muster.config.load_config import load_run_config
 from muster.config.named_model import load_model
 from muster.cost.expert_traffic import RoutedShape, dispatch_calls
 from muster.cost.memory.forecast import forecast_memory
+from muster.cost.time.expert_parallel import chunked_s
 from muster.layout.tensor_layout import is_expert, rank_layouts
 from muster.model.decoder import recomputable
 from muster.model.experts import MoeMlp
@@ -40,6 +41,8 @@ from tests.ranks import run_ranks
 from tests.test_memory_forecast import FAKE_CPU
 from tests.train_runs import AT_ONCE, QUICK, rows_of, train
 
+PLACED = [[3, 6, 0, 1, 7, 5, 2, 4], [7, 6, 5, 4, 3, 2, 1, 0], [0, 2, 4, 6, 1, 3, 5, 7]]
+"""Experts of three layers in another order than their own."""
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
         {"plan": "dp1", "family": "experts"},
@@ -89,6 +92,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "dp2-tp2-ep2-etp2-sp", "family": "experts"},
         {"plan": "dp2-tp2-ep4", "family": "experts"},
         {"plan": "dp4-ep4h", "family": "experts"},
+        {"plan": "dp4-ep4", "family": "experts", "changes": {"expert_placement": PLACED}},
+        {"plan": "dp4-ep2-rfull", "family": "experts", "changes": {"expert_placement": PLACED}},
+        {"plan": "dp4-ep4", "family": "experts", "changes": {"expert_placement": PLACED}, "fault": "own order"},
     ],
 }
 SOAK: dict[int, list[dict[str, Any]]] = {
@@ -171,16 +177,20 @@ SOAK: dict[int, list[dict[str, Any]]] = {
     8: [
         {"plan": "dp2-cp2-tp2-sp-ep8", "family": "experts"},
         {"plan": "dp2-cp2-tp2-ep4", "family": "grouped"},
-        {"plan": "dp8-ep8", "family": "grouped"},
-        {"plan": "dp8-ep8h4", "family": "experts"},
-        {"plan": "dp8-ep8h2-rfull", "family": "grouped"},
+        {"plan": "dp8-ep8", "micro_batch_size": 1, "family": "grouped"},
+        {"plan": "dp8-ep8h4", "micro_batch_size": 1, "family": "experts"},
+        {"plan": "dp8-ep8h2-rfull", "micro_batch_size": 1, "family": "grouped"},
     ],
 }
 
 
 @pytest.mark.parametrize("ranks", CASES)
 def test_every_plan_trains_the_same_experts(ranks: int, tmp_path: Path) -> None:
-    assert_parity(ranks, CASES[ranks], tmp_path, steps=1)
+    """How tokens travel, and where experts lie, changes no loss."""
+    losses = assert_parity(ranks, CASES[ranks], tmp_path, steps=1)
+    alike = [loss for case, loss in zip(CASES[ranks], losses, strict=True) if case["plan"] in ("dp4-ep4", "dp4-ep4h")]
+    for one in alike[1:3]:
+        assert one == pytest.approx(alike[0], rel=1e-12)
 
 
 @pytest.mark.soak
@@ -189,8 +199,9 @@ def test_more_plans_train_the_same_experts(ranks: int, tmp_path: Path) -> None:
     assert_parity(ranks, SOAK[ranks], tmp_path, steps=3)
 
 
-def assert_parity(ranks: int, cases: list[dict[str, Any]], tmp_path: Path, steps: int) -> None:
-    """In float64, to 1e-10: losses and gradients of the whole batch in one process; sown bugs are found."""
+def assert_parity(ranks: int, cases: list[dict[str, Any]], tmp_path: Path, steps: int) -> list[list[float]]:
+    """In float64, to 1e-10: losses and gradients of the whole batch in one process; sown bugs are found. Returns the
+    losses of each case."""
     cases = [{"micro_batch_size": 2} | case | {"precision": "fp64", "steps": steps} for case in cases]
     results = run_ranks(ranks, "tests.parity:run_cases", {"cases": cases, "cache": str(tmp_path)})
     for case, found in zip(cases, zip(*results, strict=True), strict=True):
@@ -198,6 +209,7 @@ def assert_parity(ranks: int, cases: list[dict[str, Any]], tmp_path: Path, steps
         errors = [max(one["loss_error"], one["gradient_error"]) for one in found]
         seen = max(errors) > case.get("sensitivity", 1e-4)
         assert max(errors) < 1e-10 if "fault" not in case else seen, (case, errors)
+    return [one["losses"] for one in results[0]]
 
 
 BYTES: dict[int, list[tuple[Any, ...]]] = {
@@ -453,6 +465,31 @@ def test_plans_of_experts_that_do_not_run(name: str, sentence: str) -> None:
         require_runnable(plan, MODEL, Workload(seq_len=64, global_batch_size=24), plan.world_size)
 
 
+def test_two_steps_are_chosen_where_messages_take_longer_than_bytes() -> None:
+    """64 ranks on 8 nodes send 56 messages over the network in one step, 7 in two; long sequences hide them."""
+    model, cluster = load_model("qwen3-30b-a3b"), load_cluster("64xh100")
+    short, long = (PlanRequest(model, cluster, Workload(seq_len=n, global_batch_size=64)) for n in (512, 4096))
+    assert dispatch_fields(short, 1, 1, 64, False) == {
+        "ep_dispatcher": "hierarchical",
+        "ep_inner_size": 8,
+        "ep_chunks": 1,
+    }
+    assert dispatch_fields(long, 1, 1, 64, False)["ep_chunks"] == 2
+    without = load_cluster("64xh100").groups[0]
+    links = {name: link.model_copy(update={"message_s": 1e-9}) for name, link in (("intra", without.intra),)}
+    nics = without.nics.model_copy(update={"link": without.nics.link.model_copy(update={"message_s": 1e-9})})
+    quick = cluster.model_copy(update={"groups": (without.model_copy(update=links | {"nics": nics}),)})
+    assert dispatch_fields(replace(short, cluster=quick), 1, 1, 64, False)["ep_dispatcher"] != "hierarchical"
+
+
+def test_chunks_take_as_long_as_what_takes_longest() -> None:
+    """Exchanges of t and matmuls of c in n chunks: 2 t + n c where matmuls are longer, 2 n t where exchanges are."""
+    assert chunked_s([1.0, 1.0, 1.0, 1.0], 3.0) == 8.0
+    assert chunked_s([1.0] * 8, 3.0) == 2 + 4 * 3
+    assert chunked_s([3.0] * 8, 1.0) == 2 * 4 * 3
+    assert chunked_s([2.0, 2.0], 5.0) == 9.0
+
+
 @pytest.mark.parametrize(
     "name",
     ["dp2-ep2-z2-bf16", "dp4-ep2-z3-rfull-fp32", "tp2-etp2-sp-fp32", "tp2-sp-ep2-bf16", "tp2-ep2-fp32"]
@@ -519,11 +556,15 @@ def test_the_planner_takes_the_dispatcher_that_takes_least_time() -> None:
 @pytest.mark.parametrize(
     "name",
     ["dp4-ep4", "dp4-ep2", "dp8-ep2", "dp2x2-ep2", "dp2-tp2-ep2-etp2", "dp16-ep2", "dp2-pp2-ep2", "tp4-etp4"]
-    + ["tp2-ep2", "dp2-tp2-ep4", "dp4-cp2-tp2-ep4", "dp2x2-tp2-ep2"],
+    + ["tp2-ep2", "dp2-tp2-ep4", "dp4-cp2-tp2-ep4", "dp2x2-tp2-ep2", "dp4-ep4 placed", "dp16-ep2 placed"],
 )
 def test_layouts_hold_every_element_of_the_experts(name: str) -> None:
     """Each element is on as many ranks as a layout says: what checkpoints, norms and initial values rest on."""
-    plan = parse_plan_name(name)
+    name, _, placed = name.partition(" ")
+    order = tuple(range(MODEL.moe.num_experts))[::-1] if placed else ()
+    plan = parse_plan_name(name).model_copy(
+        update={"expert_placement": (order,) * len(MODEL.expert_layers) * bool(placed)}
+    )
     held: dict[str, Tensor] = {}
     for rank in range(plan.world_size):
         for layout in rank_layouts(MODEL, plan, rank):

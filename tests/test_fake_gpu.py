@@ -17,10 +17,12 @@ from torch.utils._device import _device_constructors
 
 from muster.data.dataset import SampleStream
 from muster.layout.mesh import coordinates_of
+from muster.layout.tensor_layout import stage_layouts, stages_on
 from muster.model import positions, varlen_attention
 from muster.model.documents import Documents
 from muster.model.host_copies import to_device
 from muster.optim import adamw
+from muster.optim.peer_exchange import PeerGroup
 from muster.parallel import compile as compile_module
 from muster.parallel import p2p
 from muster.parallel.axis import PendingTensor
@@ -29,6 +31,7 @@ from muster.parallel.process_groups import ProcessGroups
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World
 from muster.schedule.resolve import resolve_schedule
+from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.schedules import SCHEDULES
 from muster.train.memory_check import FAKE_MODE, CountedTrainer, FakeStage
@@ -139,6 +142,22 @@ def gpu_world(plan: Plan, rank: int) -> Iterator[World]:
         dist.destroy_process_group()
 
 
+def boxes_of_members(plan: Plan, model: ModelSpec) -> Callable[[PeerGroup, Any], list[Any]]:
+    """Return `PeerGroup.all_gather_object` of boxes: a group in name only brings nobody else's."""
+
+    def gather(peers: PeerGroup, value: Any) -> list[Any]:
+        if not isinstance(value, dict):
+            return [value] * len(peers.ranks)
+        found = []
+        for rank in peers.ranks:
+            at = coordinates_of(plan, rank)
+            layouts = [one for stage in stages_on(plan, at.pp) for one in stage_layouts(model, plan, stage, at)]
+            found.append({one.name: one.boxes for one in reversed(layouts) if one.name in value})
+        return found
+
+    return gather
+
+
 def watch_step(case: dict[str, Any], rank: int, kind: type[SomeWatch] = Watch) -> SomeWatch:  # type: ignore[assignment]
     """Run two steps of a case of the parity tests in bf16, and return what was seen in the second."""
     given = {key: case[key] for key in ("tied", "layers", "z_loss", "optim", "family", "packing") if key in case}
@@ -149,7 +168,8 @@ def watch_step(case: dict[str, Any], rank: int, kind: type[SomeWatch] = Watch) -
         )
     plan = resolve_schedule(plan_of(case), config.model, config.workload)
     watch = kind(rank)
-    with gpu_world(plan, rank) as world:
+    gather = patch.object(PeerGroup, "all_gather_object", boxes_of_members(plan, config.model))
+    with gpu_world(plan, rank) as world, gather:
         trainer = GpuTrainer(config, plan, world, cast(SampleStream, None))
         with FAKE_MODE, watch:
             trainer.run_step()

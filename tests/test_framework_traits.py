@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from muster.cost.time.attention import SINK_PASSES
-from muster.cost.time.layer import CLAMPED_SWIGLU_PASSES, LOGIT_BYTES
+from muster.cost.time.layer import LOGIT_BYTES
+from muster.cost.time.mlp import CLAMPED_SWIGLU_PASSES
 from muster.cost.time.sublayer import FP8_CAST_BYTES, FP8_LAYOUT_BYTES
 from muster.model import norms
 from muster.model.attention_sinks import add_sinks_, sink_gradients

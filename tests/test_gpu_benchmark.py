@@ -24,10 +24,12 @@ def test_the_table_sets_each_step_beside_the_plain_loop_and_its_predictions() ->
         | {"predicted": {"catalogue": {"step_s": 0.45, "memory_bytes": 2 << 30}}},
         "step 1B, plain compiled": step(0.6),
         "step 1B, eager": {"error": "Traceback\nRuntimeError: no kernel"},
+        "step 1B, nanochat compiled": {"skipped": "nanochat can't be imported (No module named 'nanochat')"},
     }
     rows = gpu.table(found).splitlines()
     assert rows[2] == "| 1B, compiled | 500.0 ms | 2 | 52.0% | 450.0 ms (-10%) | – | 1.0 GiB | 2.0 GiB | 1.20 |"
     assert rows[4].startswith("| 1B, eager | failed: RuntimeError: no kernel |")
+    assert rows[5].startswith("| 1B, nanochat compiled | skipped: nanochat can't be imported")
 
 
 def test_each_other_part_is_a_line() -> None:
@@ -40,6 +42,8 @@ def test_each_other_part_is_a_line() -> None:
         "profile": {"error": "Traceback\nRuntimeError: out of memory"},
         "kill and resume": {"killed_after_step": 8, "largest_difference": 0.0},
         "out of memory": {"exit_code": 3, "says": "muster: plan dp1 needs 2 TiB (on rank 0), but has 80 GiB"},
+        "verify on many": {"fp32": {"agree": {"dp8-z3": False, "pp8": True}, "says": ""}},
+        "run pp8": {"predicted": {"step_s": 0.9}, "measured": {"step_s": 1.0}, "losses": 5.5},
         "step 1B": step(1.0),
     }
     assert gpu.summary(found) == [
@@ -48,6 +52,8 @@ def test_each_other_part_is_a_line() -> None:
         "profile: failed: RuntimeError: out of memory",
         "kill and resume: killed after step 8; losses differ from a whole run's by at most 0",
         "out of memory: exit code 3; muster: plan dp1 needs 2 TiB",
+        "verify on many: fp32: dp8-z3",
+        "run pp8: 1000.0 ms a step, predicted 900.0 ms (-10%)",
     ]
 
 
@@ -80,3 +86,18 @@ def test_a_part_that_has_a_result_is_not_run_again(tmp_path: Path, monkeypatch: 
     (tmp_path / "one.json").unlink()
     assert "one" not in gpu.run_parts(tmp_path, -1, again=False)
     assert "the same command goes on here" in capsys.readouterr().out
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_everything_runs_to_its_end_on_a_cpu(tmp_path: Path) -> None:
+    found = gpu.run_parts(tmp_path, 1200, again=False)
+    assert set(found) == {part.name for part in gpu.parts(tmp_path)}
+    assert not [name for name, row in found.items() if "error" in row]
+    for part in ("verify", "verify on many"):
+        agree = [ok for row in found[part].values() for ok in row["agree"].values()]
+        assert agree
+        assert all(agree)
+    assert "skipped" in found["step toy, torchtitan"], "which has no backward on a CPU"
+    assert gpu.table(found)
+    assert gpu.summary(found)

@@ -257,6 +257,9 @@ def test_fp8_is_carried_over_and_predicted(format: str, tmp_path: Path, capsys: 
 def test_float8_converters_are_carried_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, _ = imported(tmp_path, capsys, "job.toml", TITAN.replace('"8B"', '"8B"\nconverters = ["float8"]'))
     assert config.parallel.precision == "fp8"
+    rows = '"8B"\nconverters = ["float8"]\n[float8]\nrecipe_name = "rowwise"\n[model_rest]'
+    config, _ = imported(tmp_path, capsys, "job.toml", TITAN.replace('"8B"', rows))
+    assert config.parallel.fp8_recipe == "rowwise"
 
 
 def test_experts_without_zero_lie_on_ranks_that_share_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

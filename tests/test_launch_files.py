@@ -22,6 +22,7 @@ from muster.planner.node_order import reorder_nodes
 from muster.spec.errors import InfeasibleError
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
+from muster.spec.workload import Workload
 from tests.launch_linters import check_kubernetes, check_sbatch, kubernetes_objects, shellcheck
 
 WORDS = ("big", "run.yaml", "plan.yaml")
@@ -135,7 +136,11 @@ def test_unequal_nodes_are_components_in_the_order_of_the_list(tmp_path: Path) -
 
 def test_an_answer_for_nodes_in_another_order_is_launched_on_the_listed_ones(tmp_path: Path) -> None:
     order, plan = CASES["two kinds"][1], parse_plan_name("dp16-pp2-l10.22")
-    request = SimpleNamespace(cluster=reorder_nodes(load_cluster("16xh100+16xa100"), order), model=load_model("gpt2"))
+    request = SimpleNamespace(
+        cluster=reorder_nodes(load_cluster("16xh100+16xa100"), order),
+        model=load_model("gpt2"),
+        workload=Workload(seq_len=1024, global_batch_size=64),
+    )
     result = SimpleNamespace(best=[SimpleNamespace(plan=plan)], evaluator=SimpleNamespace(request=request))
     answer = SimpleNamespace(result=result, search=PlanSearch(result, order), request=request)  # type: ignore[arg-type]
     args = SimpleNamespace(output=tmp_path / "plan.yaml", launch="slurm", run_file=None)

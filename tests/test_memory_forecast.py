@@ -70,6 +70,7 @@ def assert_ranks_are_forecast(spec: ModelSpec, plan: Plan, workload: Workload, o
         ("dp2x4-rfull", 1024, 2),
         ("pp4-oact-sgpipe", 512, 6),
         ("pp2v2-szbv", 256, 2),
+        ("dp2-z2-oopt", 256, 2),  # no state in the device's memory
         ("dp2-pp2-szbh1", 256, 2),  # z3 drops embedding and head after I
         ("cp4a-rfull", 4096, 2),
         ("cp2-pp2", 2048, 2),
@@ -162,6 +163,7 @@ def test_live_micro_batches_are_those_of_the_checker(schedule):
         ("dp2-pp4-z1-oact-sgpipe-relem", 2048, 8),
         ("pp4v2-sinterleaved-oact-rfull", 2048, 8),
         ("pp4v2-szbv-oact", 2048, 8),
+        ("dp8-pp2-z1-rfull-oopt", 2048, 8),
     ],
 )
 def test_forecast_of_llama_is_what_pytorch_counts(name, seq_len, micro_batches):

@@ -66,7 +66,7 @@ def test_latent_and_linear_attention_and_further_heads():
     assert shapes["layers.1.attn.kv_up.weight"] == (4 * 7, 7)
     assert shapes["layers.1.attn.o.weight"] == (24, 12)
     assert shapes["layers.2.attn.conv.weight"] == (2 * 6 + 20, 4)
-    assert shapes["mtp.0.join.weight"] == (24, 48)
+    assert shapes["mtp.0.eh_proj.weight"] == (24, 48)
     assert shapes["mtp.0.attn.q_up.weight"] == (4 * 6, 9)
     spec = changed(mtp_layers=1)
     assert spec.num_active_parameters == SMALL.num_parameters
@@ -100,6 +100,9 @@ def test_impossible_models_are_refused(fields, sentence):
         load_run_config("tiny", None, list(fields.items()))
 
 
+LINEAR_HEADS = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 3, "value_head_dim": 5}
+
+
 LATENT = {"model.mla.kv_lora_rank": "8", "model.mla.nope_head_dim": "4", "model.mla.rope_head_dim": "2"}
 
 
@@ -125,7 +128,10 @@ def test_latent_attention_has_heads_of_its_own():
             {"moe": EXPERTS, "mlp_bias": True, "parallel_residual": True},
             "biases of shared experts .* and experts beside attention",
         ),
-        ({"mtp_layers": 1}, "further tokens"),
+        (
+            {"mtp_layers": 1, "linear_attention": LinearAttentionSpec(layers=(0,), **LINEAR_HEADS)},
+            "multi-token prediction .* linear attention",
+        ),
     ],
 )
 def test_unsupported_parts_of_a_model_are_named_in_one_sentence(fields, sentence):

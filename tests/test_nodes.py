@@ -683,6 +683,30 @@ def test_what_happens_on_one_node_ends_all_with_one_sentence(fault: Any, nodes: 
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("fault", [kill_rank, kill_launcher])
+def test_restarts_begin_on_all_nodes_together(fault: Any, nodes: Network, tmp_path: Path) -> None:
+    """A rank is lost, or a node with its launcher, for which another one comes."""
+    run, places = tmp_path / "run", folders(tmp_path)
+    words = (*LONG, "--train.steps", "30", "--train.restarts", "1", "--run", run)
+    with (
+        nodes.launcher(0, *words, cwd=places[0]) as first,
+        nodes.launcher(1, *words, cwd=places[1]) as second,
+    ):
+        first.wait_for_step(5)
+        fault(nodes, second)
+        if fault is kill_launcher:
+            first.hear("restart 1 of 1, after step ")
+            second.wait()
+            with nodes.launcher(1, *words, cwd=places[1]) as replacement:
+                ended = [first.wait(), replacement.wait()]
+        else:
+            ended = [first.wait(), second.wait()]
+    assert [one.code for one in ended] == [0, 0], ended
+    assert len(losses(run)) == 30
+    assert f"resuming {run} after step" in ended[0].out
+
+
+@pytest.mark.soak
 def test_the_first_node_is_missed_too(nodes: Network, tmp_path: Path) -> None:
     run, places = tmp_path / "run", folders(tmp_path)
     with (

@@ -90,8 +90,14 @@ def test_optimizers_have_defaults_of_their_own(tmp_path):
         ({"name": "moun"}, "optim.name: there is no optimizer 'moun'; did you mean 'muon'? (there are adamw, "),
         ({"schedule": "wds"}, "optim.schedule: expected one of cosine, linear, wsd, got 'wds'; did you mean 'wsd'?"),
         ({"momentum": "0.9"}, "optim: momentum 0.9 is for sgd and muon, but adamw is chosen; leave it out"),
-        ({"name": "sgd", "beta1": "0.8"}, "optim: beta1 0.8 is for adamw and muon and lion, but sgd is chosen"),
-        ({"name": "lion", "eps": "1e-6"}, "optim: eps 1e-06 is for adamw and muon, but lion is chosen"),
+        (
+            {"name": "sgd", "beta1": "0.8"},
+            "optim: beta1 0.8 is for adamw, muon, lion, galore, apollo, apollo_mini, adafactor and adamw_8bit, but sgd",
+        ),
+        (
+            {"name": "lion", "eps": "1e-6"},
+            "optim: eps 1e-06 is for adamw, muon, galore, apollo, apollo_mini, adafactor and adamw_8bit, but lion",
+        ),
         ({"muon_precision": "bf16"}, "optim: muon_precision bf16 is for muon, but adamw is chosen"),
         ({"decay_shape": "sqrt"}, "optim: decay_shape sqrt is for wsd, but cosine is chosen"),
         ({"decay_fraction": "0"}, "optim.decay_fraction: expected a number > 0 and <= 1, got 0.0"),

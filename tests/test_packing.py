@@ -203,7 +203,7 @@ def test_what_packed_documents_keep_goes_to_the_host_and_comes_back(stores, kind
         if offload is not None:
             offload.end_forward(0, losses)
             offload.offload(0)()
-            assert offload.copied_bytes > 0
+            assert offload.link.copied_bytes > 0
             documents = model.position_state.documents
             assert documents is not None
             assert documents.positions_BS.tolist() == batch.positions_BS.tolist()

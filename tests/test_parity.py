@@ -310,6 +310,50 @@ def test_twice_the_same_bits(cache: Path) -> None:
     assert found[2] == found[3]
 
 
+HOST_UPDATES = [
+    ("dp2-z3", "oopt", {"optim": "adamw"}),
+    ("pp2-relem", "oopt", {"tied": True, "precision": "fp64"}),
+    ("tp2-sp", "ooptd", {}),
+]
+MORE_HOST_UPDATES = [
+    *(
+        (plan, word, {"precision": name})
+        for plan in ("dp2-z1", "dp2-z2-rfull", "dp2-z3", "tp2-sp")
+        for word in ("oopt", "ooptd")
+        for name in ("fp64", "fp32")
+    ),
+    ("pp2v2-szbv", "ooptd", {"tied": True}),
+    ("pp2-sgpipe-oact", "oopt", {"precision": "fp64"}),
+    ("dp2-z3", "oopt", {"precision": "bf16"}),
+    ("tp2", "ooptd", {"precision": "bf16", "tied": True}),
+    ("dp2", "oopt", {"changes": by_layer("none", "none", offload_optimizer="disk")}),
+    ("dp2-z2", "oopt0.5", {}),
+]
+
+
+def check_host_updates(plans: list[tuple[str, str, dict[str, Any]]], cache: Path) -> None:
+    """Without and with the optimizer's state in host memory or on disk, losses and parameters have the same bits."""
+    pairs = [({"plan": plan} | fields, {"plan": f"{plan}-{word}"} | fields) for plan, word, fields in plans]
+    cases = [case | {"steps": 3, "profile": case is pair[1]} for pair in pairs for case in pair]
+    *found, wrong = run(2, [*cases, pairs[0][1] | {"steps": 3, "fault": "lost return"}], cache)
+    for place, pair in enumerate(pairs):
+        for without, offloaded in zip(*found[2 * place : 2 * place + 2], strict=True):
+            assert (without["losses"], without["parameters"]) == (offloaded["losses"], offloaded["parameters"]), pair
+            assert all(planned == counted for planned, counted in offloaded["memory"].values()), pair
+            assert not offloaded["untimed"], pair
+    assert wrong[0]["parameters"] != found[0][0]["parameters"]
+    assert found[1][0]["memory"]["optimizer"] == [0, 0]
+
+
+def test_host_updates_leave_the_same_bits(cache: Path) -> None:
+    check_host_updates(HOST_UPDATES, cache)
+
+
+@pytest.mark.soak
+def test_host_updates_of_more_plans_leave_the_same_bits(cache: Path) -> None:
+    check_host_updates(MORE_HOST_UPDATES, cache)
+
+
 def test_sown_bugs_are_caught(cache: Path) -> None:
     faults = {"dropped gradient": "pp2", "swapped micro-batches": "pp2", "wrong divisor": "pp2"}
     faults |= {"lost reload": "pp2-sgpipe-oact", "ranks count alike": "dp2-z1-uneven3.1"}

@@ -87,6 +87,9 @@ def test_different_plans_have_different_names(one, other):
     assert (format_plan_name(one) == format_plan_name(other)) == (one == other)
 
 
+OFFLOADED = LayerStrategy(offload="activations", offload_optimizer="host")
+
+
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -101,6 +104,14 @@ def test_different_plans_have_different_names(one, other):
         ("dp4-z1-uneven3.1", Plan(dp_shard=4, uneven_micro_batches=(3, 1), default_strategy=LayerStrategy(zero="z1"))),
         ("dp4-uneven6.6.2.2", Plan(dp_shard=4, uneven_micro_batches=(3, 1))),
         ("dp4-uneven7.7", Plan(dp_shard=4)),
+        ("pp2-oacth-oopth", Plan(pp=2, default_strategy=OFFLOADED)),
+        (
+            "dp2-oopt0.25d",
+            Plan(
+                dp_shard=2,
+                default_strategy=LayerStrategy(offload_optimizer="disk", offload_optimizer_ratio=0.25),
+            ),
+        ),
         ("pp4-l3.5.4.4", Plan(pp=4, stages=tuple(StageSpec(layers=n) for n in (3, 5, 4, 4)))),
         ("pp4-l3.5.4x2", Plan(pp=4, stages=tuple(StageSpec(layers=n) for n in (3, 5, 4, 4)))),
         ("pp2v2-sinterleaved-l0.1x2.0", Plan(pp=2, vpp=2, schedule="interleaved", stages=_stages_of(0, 1, 1, 0))),
@@ -443,7 +454,10 @@ def test_a_plan_without_problems_covers_ranks_batch_and_layers(plan, world_size)
             Plan(pp=2, stages=tuple(StageSpec(layers=4, mesh=mesh) for mesh in (Mesh(cp=2), Mesh(dp_shard=2)))),
             "stages with different cp",
         ),
-        (Plan(default_strategy=LayerStrategy(offload="all")), "offload of the optimizer's state"),
+        (
+            Plan(pp=2, post_validation=True, default_strategy=LayerStrategy(offload_optimizer="host")),
+            "offload of the optimizer's state with post_validation",
+        ),
         (
             Plan(overrides=(LayerOverride(start=0, count=1, strategy=LayerStrategy(zero="z1")),)),
             "another ZeRO level for some layers",

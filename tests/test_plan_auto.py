@@ -98,8 +98,8 @@ def test_auto_takes_what_muster_plan_takes(count):
 def test_what_binds_is_said(monkeypatch, capsys):
     with pytest.raises(InfeasibleError, match=r"global_batch_size 24 is not a multiple of 11 .*nearest with 10"):
         resolve_plan(tiny(), 11)
-    with pytest.raises(InfeasibleError, match="offload .* can't be run yet"):
-        resolve_plan(tiny(("parallel.default_strategy.offload", "optimizer")), 2)
+    with pytest.raises(InfeasibleError, match="recompute .* can't be run yet"):
+        resolve_plan(tiny(("parallel.default_strategy.recompute", "core_attention")), 2)
     monkeypatch.setattr(here, "system_memory_bytes", lambda: 40 << 20)
     assert main(["train", "--preset", "demo", "--parallel", "auto", "--nproc", "2", "--dry-run"]) == 3
     assert "no plan fits" in capsys.readouterr().err

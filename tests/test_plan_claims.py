@@ -363,9 +363,9 @@ class LogicalClock:
             monkeypatch.setattr(f"muster.planner.{module}.perf_counter", lambda: self.now_s)
 
     def _timed(self, method: Callable, work: Callable) -> Callable:
-        def timed(owner: object, plan: Plan) -> object:
+        def timed(owner: object, plan: Plan, *more: object) -> object:
             self.now_s += SECONDS_PER_UNIT * work(plan, self.workload)
-            return method(owner, plan)
+            return method(owner, plan, *more)
 
         return timed
 

@@ -283,6 +283,7 @@ def test_a_tile_more_costs_a_wave():
         ("16xa100-40", 16, all_reduce_s, 2**30, 11774e-6),
         ("8xa100-40", 8, all_reduce_s, 10 * 2**30, 80978e-6),
         ("72xgb200", 72, all_reduce_s, 2**33, 20299e-6),
+        ("64xh800", 64, all_to_all_s, 2**23, 337.8e-6),
     ],
 )
 def test_collectives_take_what_was_measured(cluster, ranks, collective, size, measured_s):
@@ -333,3 +334,17 @@ def test_all_gathers_across_nodes_take_what_was_measured(size, measured_s):
     nics = Nics(link=load_link("tcpxo"), count=8)
     cluster = cluster.model_copy(update={"groups": (cluster.groups[0].model_copy(update={"nics": nics}),)})
     assert all_gather_s(make_comm_group(cluster, range(16)), size) == pytest.approx(measured_s, rel=0.1)
+
+
+def test_recipes_of_fp8_take_their_casts_and_the_devices_that_have_them():
+    def step(device: str, **fields: str) -> float:
+        plan = Plan(compile=True, **fields)
+        return sum(plan_times(LLAMA, plan, WORKLOAD, load_cluster(f"1x{device}")).seconds[kind, 0] for kind in "FB")
+
+    recipes = ("tensorwise", "rowwise", "mxfp8")
+    h100, b200 = (
+        {recipe: step(device, precision="fp8", fp8_recipe=recipe) for recipe in recipes} for device in ("h100", "b200")
+    )
+    assert h100["mxfp8"] == step("h100", precision="bf16"), "which has no scales for blocks"
+    assert h100["rowwise"] < h100["tensorwise"] < h100["mxfp8"]
+    assert b200["mxfp8"] == b200["rowwise"] < b200["tensorwise"]

@@ -197,6 +197,25 @@ def test_plans_that_have_nothing_to_offload_recompute_instead() -> None:
     assert all(strategy.offload == "none" for one in found.best for strategy in one.plan.strategies)
 
 
+def test_plans_that_look_hopeless_fit_with_no_recompute_and_no_offload() -> None:
+    workload = Workload(seq_len=1 << 18, global_batch_size=8)
+    asked = PlanRequest(load_model("llama3-8b"), load_cluster("8xh100"), workload, fixed={"tp": 1}, runnable=True)
+    evaluator = PlanEvaluator(asked)
+    drafts = [
+        draft
+        for shape in mesh_shapes(asked)
+        for choice in schedule_choices(asked, shape)
+        if choice.schedule in ("1f1b", "interleaved", "zb-h1", "gpipe") and choice.vpp < 4
+        for draft in draft_plans(asked, choice)
+    ]
+    hopeless = [plan for plan in drafts if evaluator.memory_budget._hopeless_bytes(plan) is not None]
+    assert len(drafts) // 4 < len(hopeless) < len(drafts)
+    for plan in hopeless:
+        fit, excess = evaluator.memory_budget._start_fit(plan)
+        assert fit == [], plan
+        assert excess >= (evaluator.memory_budget._hopeless_bytes(plan) or inf), plan
+
+
 @pytest.mark.soak
 def test_the_search_finds_what_simulating_everything_finds_in_200_instances() -> None:
     for seed in range(200):
@@ -600,7 +619,11 @@ def test_the_table_fits_80_columns(capsys) -> None:
         (["--run-file", "run.yaml"], 2, "files of --launch"),
         (["--require", "tp4", "--require", "tp2"], 2, "'tp2' repeats an earlier part"),
         (["--require", "szbv-pp1"], 3, "needs a pipeline of 2 ranks or more"),
-        (["--require", "dp4", "--global-batch", "2"], 3, "not a multiple of 4 (data-parallel ranks 4"),
+        (
+            ["--require", "dp4", "--global-batch", "2"],
+            3,
+            "ranks 4 × micro_batch_size 1); there are plans without dp4, the",
+        ),
         (["--require", "l3.3.3.1"], 3, "its stages hold 10 layers"),
         (["--require", "sp-tp1"], 3, "tp is 1; there are plans without sp"),
         (["--require", "rcore"], 3, "can't be run yet; there are plans without rcore"),

@@ -105,6 +105,7 @@ def test_a_refused_plan_says_why():
         ("dp4", "doesn't fit 8xh100", f"it needs 4 devices (dp_shard 4), but there are 8{advice}"),
         ("tp2-pp2-pv-cp3", "doesn't fit 8xh100", "seq_len 64 is not a multiple of 6"),
         ("tp8", "can't be used", "tp 8 doesn't divide the model's 4 heads"),
+        ("cp8u-mb1", "can't be used", "or p2p and all_gather with any cp; nearest: cp8u4-mb1-bf16, "),
         ("cp8-mb1-pv", "can't be used", "post_validation lets pipeline ranks step"),
         ("dp8-mb3", "can't be used", "global_batch_size 32 is not a multiple of 24"),
         ("pp8v2-sinterleaved", "can't be used", "it has 16 stages, but the model has only 8 layers"),

@@ -1,6 +1,8 @@
 """A run goes on under any other plan: every tensor to the bit, and the losses of the run that nobody interrupted."""
 
 import random
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,11 @@ from tests.ranks import run_ranks
 from tests.resume_ranks import draw_plan
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
+LADDER = (
+    *("dp1", "cp2", "cp2a", "cp2u", "cp2b", "cp2t", "cp2s", "cp4", "cp4a", "cp4u2", "cp4w2", "cp4b", "cp4t"),
+    *("cp2-tp2-sp", "cp2-pp2", "cp2-pp2v2-szbv", "dp2-cp2-z3", "cp2-tile4", "slice4-pp2", "dp4-z3", "tp2-sp-pp2"),
+)
+"""Words of context parallelism, and plans without it."""
 
 
 def chain(draw: random.Random, optim: str, precision: str, pairs: int, most: int, family: str = "llama") -> dict:
@@ -61,10 +68,30 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
     shares = ("dp2-z1-uneven3.1", "pp2", "dp2-z1-uneven1.3")
     plans = [parse_plan_name(name, base).model_dump(mode="json") for name in shares]
     chains.append({"config": config, "plans": plans, "fault": None})
+    chains.append(ladder_chain(["cp2t", "cp2-tile4", "cp2u", "dp2-z3"]))
     chains.append(optim_chain(ema_decay=0.9, freeze=("embed.*", "layers.[01].*", "layers.2.mlp.*")))
     found = run(tmp_path, chains, most=3)
-    assert check(chains, found) == 9
+    assert check(chains, found) == 12
     assert all(result["average"] < 1e-12 for result in found[-1][1:])
+
+
+def ladder_chain(words: list[str]) -> dict:
+    """A chain of plans by their words."""
+    base = Plan(precision="fp64")
+    plans = [parse_plan_name(word, base).model_dump(mode="json") for word in words]
+    return {"config": small_run(steps=500).model_dump(mode="json"), "plans": plans}
+
+
+def all_pairs(words: Sequence[str]) -> list[str]:
+    """A walk that goes from each word to each other one once (Hierholzer's algorithm)."""
+    left = {word: [other for other in words if other != word] for word in words}
+    walk, stack = [], [words[0]]
+    while stack:
+        if left[stack[-1]]:
+            stack.append(left[stack[-1]].pop())
+        else:
+            walk.append(stack.pop())
+    return walk[::-1]
 
 
 def optim_chain(**optim: Any) -> dict:
@@ -98,3 +125,14 @@ def test_a_run_goes_on_under_any_other_plan(part: int, tmp_path: Path) -> None:
         families["fp32"][0] = "llama"
     chains = [chain(draw, optim, precision, 3, 8, families[precision].pop()) for optim, precision in kinds]
     assert check(chains, run(tmp_path, chains, most=8)) == 15
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", range(6))
+def test_each_word_of_context_parallelism_goes_on_under_each_other_one(part: int, tmp_path: Path) -> None:
+    walk = all_pairs(LADDER)
+    count = len(LADDER) * (len(LADDER) - 1)
+    assert len(set(pairwise(walk))) == len(walk) - 1 == count
+    own = walk[count * part // 6 : count * (part + 1) // 6 + 1]
+    assert check([ladder_chain(own)], run(tmp_path, [ladder_chain(own)], most=4)) == len(own) - 1

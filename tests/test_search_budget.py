@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
@@ -17,7 +17,8 @@ from muster.config.cluster_files import load_cluster
 from muster.config.named_model import load_model
 from muster.planner import lockstep
 from muster.planner.heterogeneous import FIRST_WORK, _doubling_parts
-from muster.planner.lockstep import run_in_lockstep
+from muster.planner.lockstep import kept_processes, run_in_lockstep
+from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
 from muster.planner.search import NUM_PARTS, search
 from muster.planner.search_budget import DEFAULT_WORK, LIMIT_SHARE, SearchBudget
@@ -117,6 +118,29 @@ def test_several_processes_answer_as_one_does(monkeypatch: pytest.MonkeyPatch) -
     assert answers[0] == answers[1] == answers[2]
 
 
+def test_processes_that_are_kept_answer_as_new_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in narrower searches that share the evaluator's caches, and after one that was broken off."""
+    monkeypatch.setattr(lockstep, "can_fork", lambda: True)
+    narrow = replace(HARD, fixed={"cp": 1, "pp": 1})
+
+    def answers() -> list[tuple]:
+        evaluator = PlanEvaluator(HARD)
+        own = [(HARD, evaluator), (narrow, evaluator.narrowed(narrow)), (HARD, evaluator.without_head_room())]
+        return [answer_of(search(request, 2, SearchBudget(60.0, processes=2), one)) for request, one in own]
+
+    with kept_processes():
+        group = run_in_lockstep([_counting(0), _counting(1)], 2, _Counting())
+        with pytest.raises(ValueError, match="-1 is negative"):
+            group.step([-1, 0])
+        group.close()
+        group = run_in_lockstep([_counting(0), _counting(1)], 2, _Counting())
+        with pytest.raises(ValueError, match="-1 is negative"):
+            group.step([0, -1])
+        group.close()
+        kept = answers()
+    assert kept == answers()
+
+
 def test_a_limit_ends_a_search_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look at the clock takes half a second: after the limit it is looked at a few times by each part."""
     clock = clock_of(0.5)
@@ -139,6 +163,13 @@ def _counting(begin: int) -> Generator[tuple[int, int], int, None]:
         if message < 0:
             raise ValueError(f"{message} is negative")
         total += message
+
+
+class _Counting:
+    """The same coroutines as a job."""
+
+    def coroutines(self, numbers: Sequence[int]) -> list[Generator[tuple[int, int], int, None]]:
+        return [_counting(number) for number in numbers]
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])

@@ -14,7 +14,7 @@ from muster.schedule.registry import make_schedule
 from muster.schedule.schedule_spec import ScheduleSpec
 from muster.simulate.breakdown import breakdown, spans_of
 from muster.simulate.shared_cores import simulate_on_shared_cores
-from muster.simulate.simulator import simulate, simulate_parts
+from muster.simulate.simulator import simulate, simulate_step
 from muster.simulate.spans import time_by_part
 from muster.simulate.timeline import Event, Timeline, timeline_from_json, timeline_to_json
 
@@ -112,9 +112,10 @@ def test_any_timeline_is_possible(
     )
     lowered = program(name, ranks, micro_batches, lowering)
     timeline = simulate(lowered, own)
-    found_s, same = simulate_parts(lowered, own)
-    assert same() == timeline
-    assert found_s == pytest.approx(time_by_part(spans_of(timeline), 0.0, timeline.makespan_s))
+    step = simulate_step(lowered, own)
+    assert step.timeline() == timeline
+    assert step.duration_s == timeline.makespan_s
+    assert step.time_by_part() == pytest.approx(time_by_part(spans_of(timeline), 0.0, timeline.makespan_s))
     assert timeline.source == "predicted"
     for event, other in zip(timeline.events, simulate_on_shared_cores(lowered, own).events, strict=True):
         assert event[:3] == other[:3]

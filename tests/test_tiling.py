@@ -119,6 +119,21 @@ def test_forecast_is_what_pytorch_counts(name: str, seq_len: int) -> None:
     assert abs(found.difference) < 0.05
 
 
+@pytest.mark.parametrize(("name", "seq_len"), [("cp2-tile16-fp32", 16_384), ("cp4-tile16-fp32", 65_536)])
+def test_bands_of_a_window_over_a_ring_are_counted(name: str, seq_len: int) -> None:
+    model = ModelSpec(
+        vocab_size=257,
+        hidden_size=64,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        intermediate_size=256,
+        sliding_window=512,
+    )
+    (found,) = _compare(model, parse_plan_name(name), Workload(seq_len=seq_len, global_batch_size=1), real=False)
+    assert abs(found.difference) < 0.03
+
+
 def test_tiles_cost_another_forward_of_mlps_and_head() -> None:
     cluster = load_cluster("8xh100")
     model = load_model("llama3-8b")
@@ -160,3 +175,8 @@ def test_planner_tiles_long_sequences_that_do_not_fit() -> None:
     assert not budget.fits(plan)
     assert budget.fits(tiled)
     assert tiled_plan(request_of("llama3-8b", "8xh100", 131_072), plan) is None, "positions of a rank are few"
+    named = parse_plan_name("cp8u-mb1-rfull-bf16")
+    fixes = predict(
+        request.model, named, Workload(seq_len=1_048_576, global_batch_size=1), request.cluster
+    ).memory_fixes
+    assert ("tiles 16",) in [fix.changes for fix in fixes]

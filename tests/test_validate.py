@@ -32,7 +32,7 @@ from muster.validate.row_table import row_table, row_table_csv
 from muster.validate.score import score_fits
 from muster.validate.summary import shipped_rows, summarize, to_json, validate_table
 from muster.validate.sweeps import score_sweeps, spearman
-from muster.validate.table import MeasurementRow, parse_table, read_table
+from muster.validate.table import MeasurementRow, is_out_of_memory, parse_table, read_table
 from muster.validate.term_parsing import Sharding, parse_sharding
 from tests.chromium import Browser
 from tests.conftest import require_chromium
@@ -85,7 +85,7 @@ def row(**changes: str) -> MeasurementRow:
 
 
 def predicted(step_time_s: float = 10.0, peak_bytes: float = 40e9, fits: bool | None = True) -> CasePrediction:
-    return CasePrediction(step_time_s, peak_bytes, 80e9, fits)
+    return CasePrediction(step_time_s, 80e9, lambda: (peak_bytes, fits))
 
 
 def tell(inputs: RowInputs, case: RowCase) -> CasePrediction:
@@ -709,6 +709,31 @@ def test_outcomes():
     assert found.balanced_accuracy == 50.0
     assert [result.row.line for result in found.near] == [6]
     assert summary.overall.every.rows == 2  # an outcome is no row
+
+
+def test_memory_that_is_only_mentioned_is_no_failure():
+    failed = ["OOM", "OOM Error", "CUDA out of memory", "torch.OutOfMemoryError", "memory", "not enough memory"]
+    fine = ["2.5 (peak memory 60 GB)", "fits in memory", "no OOM", "bloom", "ok", "without OOM", "non-OOM"]
+    assert [said for said in [*failed, *fine] if is_out_of_memory(said)] == failed
+    [measured] = parse_table(table({"value": fine[0]}), "t.csv")
+    assert (measured.metric, measured.value) == (LLAMA_8B["metric"], 2.5)
+
+
+def test_a_header_may_begin_with_a_number_sign():
+    lines = table({}).splitlines()
+    text = "\n".join(["# a comment", "#," + lines[0], "1," + lines[1]])
+    assert len(parse_table(text, "t.csv")) == 1
+
+
+def test_several_processes_predict_what_one_does():
+    rows = parse_table(
+        table(*({"micro_batch": size, "global_batch": str(64 * n)} for size in ("", "1") for n in range(1, 6))), "t.csv"
+    )
+    told: list[int] = []
+    forked = predict_rows(rows, processes=2, on_row=lambda: told.append(1))
+    assert [result.row for result in forked] == rows
+    assert len(told) == len(rows)
+    assert row_table(forked) == row_table(predict_rows(rows))
 
 
 def test_sweeps():

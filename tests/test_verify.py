@@ -48,12 +48,14 @@ SOUND = [
     {"plan": "pp2-szbh1", "family": "gpt2", "precision": "bf16"},
     {"plan": "dp2-z1", "frozen": True},
     {"plan": "cp2a", "family": "qwen3"},
-    {"plan": "dp2-z3-mb2-rfull", "precision": "fp8"},
+    {"plan": "dp2-z3-mb2-rfull", "precision": "fp8", "fp8_recipe": "rowwise"},
     {"plan": "pp2-szbh1", "freeze": ("embed.*", "layers.[01].*", "*norm.*"), "tied": True},
 ]
 MORE_SOUND = [
     {"plan": "pp2-vocab-relem", "precision": "fp8", "tied": True},
     {"plan": "dp2-z1", "precision": "fp8", "family": "gpt2"},
+    {"plan": "pp2-mb2", "precision": "fp8", "fp8_recipe": "mxfp8"},
+    {"plan": "dp2-z1-mb2", "precision": "fp8", "fp8_recipe": "mxfp8", "compile": True},
     {"plan": "dp2-z3", "precision": "fp8", "compile": True},
     {"plan": "dp2-z1"},
     {"plan": "pp2", "tied": True, "precision": "fp64"},
@@ -102,7 +104,9 @@ def verdicts_of(cases: list[dict[str, Any]], folder: Path) -> list[ParityResult]
     asked = []
     for index, case in enumerate(cases):
         config, place = config_of(case, folder), folder / str(index)
-        plan = parse_plan_name(case["plan"], Plan(precision=case.get("precision", "fp32"), compile=case.get("compile")))
+        fields = {key: case[key] for key in ("fp8_recipe", "compile") if key in case}
+        plan = parse_plan_name(case["plan"], Plan(precision=case.get("precision", "fp32")))
+        plan = plan.model_copy(update=fields)
         open_dataset(config, place)
         write_run_files(ResolvedConfig(config.model_copy(update={"parallel": plan}), {}, False), plan, place)
         asked.append({"folder": str(place), "bug": case.get("bug"), "frozen": "frozen" in case})
@@ -110,7 +114,8 @@ def verdicts_of(cases: list[dict[str, Any]], folder: Path) -> list[ParityResult]
     found, references = [], {}
     for index, case in enumerate(cases):
         config, precision = config_of(case, folder), case.get("precision", "fp32")
-        asked = config, precision, parse_plan_name(case["plan"]).micro_batch_size
+        recipe = case.get("fp8_recipe", "tensorwise")
+        asked = config, precision, recipe, parse_plan_name(case["plan"]).micro_batch_size
         key = config.model_dump_json(), *asked[1:], "frozen" in case
         with frozen_parameters() if "frozen" in case else nullcontext():
             if key not in references:

@@ -218,7 +218,7 @@ def convert(
     source: str | Path,
     target: str | Path,
     *,
-    to: Literal["muster", "hf", "dcp"],
+    to: Literal["muster", "hf", "dcp", "peft"],
     dtype: str | None = None,
     max_shard_size: int | str = "5GB",
     tokenizer: str | Path | None = None,
@@ -234,7 +234,7 @@ def convert(
     """
     require_text("source", source, "a directory of weights")
     require_text("target", target, "a directory to write")
-    if to not in ("muster", "hf", "dcp"):
+    if to not in ("muster", "hf", "dcp", "peft"):
         raise ConfigError(f"to: expected muster, hf or dcp, got {to!r}")
     verb = import_torch_module("muster.checkpoint.convert")
     options = verb.ConversionOptions(

@@ -19,10 +19,18 @@ from muster.api.inputs import (
     resolve_planned_model,
 )
 from muster.config.load_config import load_run_config
+from muster.config.routing_load_file import parse_routing_load
 from muster.planner.answer import PlanAnswer, answer_request
 from muster.planner.auto import plan_for_cluster
 from muster.planner.node_order import reorder_nodes
-from muster.planner.request import OBJECTIVES, Objective, PlanRequest, build_request
+from muster.planner.request import (
+    OBJECTIVES,
+    Objective,
+    PlanRequest,
+    build_request,
+    with_expert_load,
+    with_placed_experts,
+)
 from muster.planner.search_budget import SearchBudget
 from muster.planner.training_cost import DEVICE_MTBF_HOURS, BatchRamp, TrainingConditions
 from muster.simulate.predict import Prediction
@@ -46,7 +54,7 @@ class PlanResults:
     @property
     def plans(self) -> list[Plan]:
         """Plans, the best one first."""
-        return [one.plan for one in self.answer.result.best]
+        return [with_placed_experts(self.answer.request, one.plan) for one in self.answer.result.best]
 
     @property
     def best(self) -> Plan:
@@ -81,6 +89,7 @@ def plan(
     anticipate: bool = False,
     framework: str | FrameworkTraits = MUSTER.name,
     compile: bool | None = None,
+    expert_load: str | Path | None = None,
     fastest: bool = False,
     top: int = 5,
     effort: float = SEARCH_EFFORT,
@@ -110,6 +119,7 @@ def plan(
         anticipate=anticipate,
         framework=framework,
         compile=compile,
+        expert_load=expert_load,
         fastest=fastest,
     )
     return PlanResults(answer_request(asked, top, budget))
@@ -131,6 +141,7 @@ def plan_request(
     anticipate: bool,
     framework: str | FrameworkTraits = MUSTER.name,
     compile: bool | None = None,
+    expert_load: str | Path | None = None,
     fastest: bool = False,
 ) -> PlanRequest:
     """Return the request that `plan` searches for. Raises ConfigError."""
@@ -158,6 +169,8 @@ def plan_request(
         compile=compile,
     )
     check_batch_ramp(request.conditions, request.workload.global_batch_size)
+    if expert_load is not None:
+        request = with_expert_load(request, parse_routing_load(str(expert_load), spec))
     return replace(request, tolerance=0.0) if fastest else request
 
 
@@ -238,13 +251,15 @@ def predict(
     framework: str | FrameworkTraits = MUSTER.name,
     compile: bool | None = None,
     node_order: str | Sequence[int] | None = None,
+    expert_load: str | Path | None = None,
 ) -> Prediction:
     """Predict a plan's step: its time, where the time goes, and each rank's memory; the arguments are the flags of
     `muster predict`.
 
     A run file that is given as the plan also supplies model, sequence length, batch and optimizer where these are None.
     `compile`: as the plan says where it is None. `node_order`: the cluster's nodes in the order of their ranks, as
-    `muster plan` names it; None: as listed. `.to_json()` is the verb's JSON. If the plan doesn't fit in memory,
+    `muster plan` names it; None: as listed. `expert_load`: a run directory, its expert-load.json, or `zipf:1.0`; None:
+    an even one. `.to_json()` is the verb's JSON. If the plan doesn't fit in memory,
     `.fits` is False. A run file whose plan is `auto` is planned for the cluster first. Raises ConfigError,
     InfeasibleError.
     """
@@ -257,6 +272,8 @@ def predict(
     length = given.seq_len if seq_len is None else seq_len
     batch = given.global_batch_size if global_batch is None else global_batch
     workload = default_workload(spread, default_seq_len(length, spec), batch)
+    if expert_load is not None:
+        workload = workload.model_copy(update={"expert_load": parse_routing_load(str(expert_load), spec)})
     return predict_plan(
         spec,
         spread,

@@ -8,12 +8,14 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from muster.checkpoint.adapters import merged_weights, without_adapter
 from muster.checkpoint.formats.huggingface import (
     AUXILIARY_FILES,
     CONFIG_FILE,
@@ -24,6 +26,7 @@ from muster.checkpoint.formats.huggingface import (
     write_weights,
 )
 from muster.checkpoint.formats.native import write_checkpoint
+from muster.checkpoint.formats.peft import ADAPTER_WEIGHTS, adapter_config, peft_names, write_adapter_config
 from muster.checkpoint.hf_mapping import CastTensors, to_hf
 from muster.checkpoint.manifest import MANIFEST
 from muster.checkpoint.model_directory import (
@@ -52,7 +55,7 @@ from muster.data.tokenizer_files import (
 )
 from muster.interop.hf_config import hf_config_from_spec
 from muster.spec.errors import ConfigError, MusterError
-from muster.spec.model import ModelSpec
+from muster.spec.model import ModelSpec, parameter_shapes
 
 
 @dataclass(frozen=True)
@@ -108,14 +111,13 @@ def convert(
         raise MusterError(f"{source} holds no tensors")
     set_total(sum(meta.nbytes for meta in tensors.metas.values()))
     with _atomic_folder(target) as tmp_dir:
-        tokenizer = {"hf": _write_hf, "muster": _write_native, "dcp": _write_dcp}[options.target_format](
-            tmp_dir, directory, tensors, options, progress
-        )
+        writers = {"hf": _write_hf, "muster": _write_native, "dcp": _write_dcp, "peft": partial(_write_peft, target)}
+        tokenizer = writers[options.target_format](tmp_dir, directory, tensors, options, progress)
         files = tuple(sorted(path.relative_to(tmp_dir).as_posix() for path in tmp_dir.rglob("*") if path.is_file()))
     weights = {
         n: meta
         for n, meta in tensors.metas.items()
-        if options.target_format == "hf" or n.startswith(("model/", "model."))
+        if options.target_format in ("hf", "peft") or n.startswith(("model/", "model."))
     }
     return ConversionResult(
         source=directory,
@@ -131,11 +133,15 @@ def convert(
 def _tensors_to_write(directory: ModelDirectory, options: ConversionOptions) -> TensorSource:
     """Return the tensors to write, by their new names."""
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    if options.target_format == "hf":
-        weights = model_weights(directory)
+    if options.target_format in ("hf", "peft"):
+        is_adapter = options.target_format == "peft"
+        weights = model_weights(directory) if is_adapter else merged_weights(directory)
         assert directory.model is not None
         kind = _model_type(_auxiliary_folder(directory, options))
-        return to_hf(CastTensors(weights, dtype) if dtype else weights, directory.model, kind)
+        weights = CastTensors(weights, dtype) if dtype else weights
+        if is_adapter:
+            return RenamedTensors(weights, {theirs: own for own, theirs in _names_in_peft(directory, kind).items()})
+        return to_hf(weights, without_adapter(directory.model), kind)
     state = state_tensors(directory)
     if dtype is not None:
         state = CastTensors(state, dtype, prefix="model/")
@@ -221,7 +227,7 @@ def _write_hf(
     assert source.model is not None
     run = _run_config_of(source)
     context = source.model.max_positions or run.get("train", {}).get("seq_len")
-    spec = source.model.model_copy(update={"max_positions": context})
+    spec = without_adapter(source.model).model_copy(update={"max_positions": context})
     auxiliary = _auxiliary_folder(source, options)
     config = hf_config_from_spec(spec, _model_type(auxiliary))
     tokenizer = None
@@ -255,6 +261,41 @@ def _write_hf(
         special = {key: config[key] for key in _SPECIAL_IDS if key in config}
         write_json(folder / GENERATION_CONFIG_FILE, {"_from_model_config": True, **special})
     write_weights(folder, tensors, options.max_shard_bytes, progress)
+    return tokenizer
+
+
+def _names_in_peft(source: ModelDirectory, kind: str | None) -> dict[str, str]:
+    """Return the names of a model's adapters in PEFT. Raises ConfigError where it has none."""
+    assert source.model is not None
+    if source.model.adapter is None:
+        raise ConfigError(f"{source.folder} holds no adapters, which a PEFT directory is made of: give --to hf")
+    return peft_names(source.model, kind)
+
+
+def _write_peft(
+    target: Path,
+    folder: Path,
+    source: ModelDirectory,
+    tensors: TensorSource,
+    options: ConversionOptions,
+    progress: Callable[[int], None],
+) -> str | None:
+    """Write adapters; their base model is the Hugging Face directory that the run began with, or written beside them,
+    into `base`: where there is none, or where adapters took over a part of it."""
+    assert source.model is not None
+    kind = _model_type(_auxiliary_folder(source, options))
+    began = _run_config_of(source).get("train", {}).get("init_from")
+    base = began if source.base is None else str(source.base.folder)
+    tokenizer = None
+    is_changed = source.model.adapter is not None and source.model.adapter.kind == "pissa" and source.base is None
+    if base is None or is_changed or not (Path(base) / CONFIG_FILE).exists():
+        base = str(target.resolve() / "base")
+        plain = without_adapter(source.model)
+        weights = to_hf(RenamedTensors(model_weights(source), {n: n for n, _ in parameter_shapes(plain)}), plain, kind)
+        (folder / "base").mkdir()
+        tokenizer = _write_hf(folder / "base", replace(source, model=plain), weights, options, lambda _: None)
+    write_adapter_config(folder, adapter_config(source.model, base, kind))
+    write_weights(folder, tensors, options.max_shard_bytes, progress, ADAPTER_WEIGHTS)
     return tokenizer
 
 

@@ -7,14 +7,23 @@ from typing import Any
 
 from torch import Tensor
 
+from muster.checkpoint.adapters import weights_for
 from muster.checkpoint.local_shard import LocalShard
-from muster.checkpoint.model_directory import ModelDirectory, model_weights, open_directory
+from muster.checkpoint.model_directory import ModelDirectory, open_directory
 from muster.checkpoint.tensors import TensorMeta, TensorSource, split_into_boxes
 from muster.layout.tensor_layout import Box, slices_within
+from muster.spec.adapters import is_adapter
 from muster.spec.errors import ConfigError
 from muster.spec.model import DROPOUT_RATES, ModelSpec
 
-IRRELEVANT_FIELDS = {"name", "init_std", "scaled_residual", "max_positions", *DROPOUT_RATES} | {
+IRRELEVANT_FIELDS = {
+    "name",
+    "init_std",
+    "scaled_residual",
+    "max_positions",
+    "mtp_loss_scaling_factor",
+    *DROPOUT_RATES,
+} | {
     f"moe.{name}"
     for name in ("aux_loss_coef", "aux_loss_scope", "router_z_loss_coef", "router_bias_update_rate", "capacity_factor")
 }
@@ -30,11 +39,12 @@ def check_initial_weights(path: Path, spec: ModelSpec) -> ModelDirectory:
     if (found := directory.model) is not None:
         theirs, ours = _by_path(found.model_dump(mode="json")), _by_path(spec.model_dump(mode="json"))
         free = IRRELEVANT_FIELDS - ({"max_positions"} if spec.position == "learned" else set())
-        if changed := [key for key in theirs | ours if theirs.get(key) != ours.get(key) and key not in free]:
+        changed = [key for key in theirs | ours if theirs.get(key) != ours.get(key) and key not in free]
+        if changed := [key for key in changed if key.partition(".")[0] != "adapter"]:
             differences = "; ".join(f"{key} is {theirs.get(key)} there, {ours.get(key)} in the run" for key in changed)
             hint = f"give --model hf:{path}" if directory.format == "hf" else "give the model of that directory"
             raise ConfigError(f"train.init_from: {path} holds another model ({differences}): {hint}")
-    model_weights(_with_model(directory, spec))
+    weights_for(_unless_other(directory, spec), spec)
     return directory
 
 
@@ -47,14 +57,15 @@ def _by_path(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def load_initial_weights(path: Path, spec: ModelSpec, shards: Iterable[LocalShard]) -> None:
-    """Fill the parameters among `shards` with the weights at `path`, converted to their dtypes.
+    """Fill the parameters among `shards` with the weights at `path`, converted to their dtypes. Adapters that weren't
+    there keep their values; the run's weights are merged with those that it doesn't have.
 
     Raises as `open_directory` and `model_weights` do.
     """
-    weights = model_weights(_with_model(open_directory(path), spec))
+    weights = weights_for(_unless_other(open_directory(path), spec), spec)
     for shard in shards:
         group, _, name = shard.name.partition("/")
-        if group == "model":
+        if group == "model" and (name in weights.metas or not is_adapter(name)):
             for box, into in shard.box_views():
                 _fill_box(weights, name, box, into)
 
@@ -65,5 +76,6 @@ def _fill_box(weights: TensorSource, name: str, box: Box, into: Tensor) -> None:
         into[slices_within(part, box)].copy_(weights.read(name, part))
 
 
-def _with_model(directory: ModelDirectory, spec: ModelSpec) -> ModelDirectory:
-    return replace(directory, model=spec)
+def _unless_other(directory: ModelDirectory, spec: ModelSpec) -> ModelDirectory:
+    """Return the directory with the run's model where it describes none."""
+    return directory if directory.model is not None else replace(directory, model=spec)

@@ -25,9 +25,17 @@ from muster.checkpoint.formats.megatron import (
     spec_from_arguments,
 )
 from muster.checkpoint.formats.native import NativeTensors
+from muster.checkpoint.formats.peft import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    base_folder,
+    open_adapter_weights,
+    read_adapter_config,
+)
+from muster.checkpoint.formats.safetensors import SafetensorsFiles
 from muster.checkpoint.hf_mapping import from_hf, from_weight_map
 from muster.checkpoint.manifest import MANIFEST, Manifest
-from muster.checkpoint.remapped import RenamedTensors, check_shapes
+from muster.checkpoint.remapped import JoinedTensors, RenamedTensors, check_shapes
 from muster.checkpoint.tensors import TensorSource
 from muster.config.attempt_files import TOKENIZER_FOLDER
 from muster.config.migrations import migrate
@@ -38,7 +46,7 @@ from muster.plugins.loader import PluginFile, load_plugins
 from muster.spec.errors import ConfigError, MusterError
 from muster.spec.model import ModelSpec, parameter_shapes
 
-Format = Literal["muster", "hf", "dcp"]
+Format = Literal["muster", "hf", "dcp", "peft"]
 """Formats that can be written."""
 
 AUXILIARY_FOLDER = "huggingface"
@@ -48,7 +56,8 @@ DCP_SIDECAR = "muster.json"
 
 EXPECTED_FORMATS = (
     "expected a run (with config.yaml), a Muster checkpoint (manifest.json), a Hugging Face directory (config.json and"
-    " *.safetensors) or a torch.distributed.checkpoint folder (.metadata), of Megatron-LM too"
+    " *.safetensors), a PEFT directory (adapter_config.json) or a torch.distributed.checkpoint folder (.metadata), of"
+    " Megatron-LM too"
 )
 
 
@@ -57,7 +66,7 @@ class ModelDirectory:
     """Opened directory with a model's weights."""
 
     format: str
-    """`muster`, `hf`, `dcp` or `megatron`."""
+    """`muster`, `hf`, `dcp`, `peft` or `megatron`."""
     folder: Path
     """Folder of the tensors; for a run, its last undamaged checkpoint."""
     stored: TensorSource
@@ -69,6 +78,8 @@ class ModelDirectory:
     manifest: Manifest | None = None
     run: Path | None = None
     """Run directory that a checkpoint belongs to."""
+    base: "ModelDirectory | None" = None
+    """Directory of the model that a directory of adapters belongs to."""
     average: bool = False
     """True: its weights are the moving averages of those in a Muster checkpoint (`optim.ema_decay`)."""
 
@@ -98,6 +109,8 @@ def open_directory(path: Path, model: ModelSpec | None = None) -> ModelDirectory
         path = latest_iteration(path)
     if (path / METADATA).exists():
         return _open_megatron(path, model) if is_torch_dist(path) else _open_dcp(path, model)
+    if (path / ADAPTER_CONFIG).exists():
+        return _open_peft(path, model)
     if (path / CONFIG_FILE).exists():
         return ModelDirectory(format="hf", folder=path, stored=open_weights(path), model=model or load_hf_model(path))
     raise ConfigError(f"{path} is a directory of an unknown format: {EXPECTED_FORMATS}")
@@ -107,6 +120,8 @@ def auxiliary_folder(directory: ModelDirectory) -> Path | None:
     """Return the folder with the tokenizer and other files of a Hugging Face directory; None if there is none."""
     if directory.format == "hf":
         return directory.folder
+    if directory.base is not None:
+        return auxiliary_folder(directory.base)
     places = [directory.folder / AUXILIARY_FOLDER]
     if directory.run is not None:
         places.append(directory.run / TOKENIZER_FOLDER)
@@ -124,6 +139,9 @@ def model_weights(directory: ModelDirectory) -> TensorSource:
     if directory.format == "hf":
         kind = read_json(directory.folder / CONFIG_FILE).get("model_type")
         return from_hf(directory.stored, spec, directory.folder, kind)
+    if directory.base is not None:
+        base = replace(directory.base, model=spec.model_copy(update={"adapter": None}))
+        return JoinedTensors((model_weights(base), open_adapter_weights(directory.folder, spec)))
     if directory.format == "megatron":
         stacked = not any(name.startswith("decoder.layers.0.") for name in directory.stored.metas)
         links = list(megatron_weight_map(spec, stacked))
@@ -191,6 +209,19 @@ def _open_native(folder: Path, model: ModelSpec | None) -> ModelDirectory:
         manifest=manifest,
         run=run if (run / "config.yaml").exists() else None,
     )
+
+
+def _open_peft(folder: Path, model: ModelSpec | None) -> ModelDirectory:
+    adapter, place = read_adapter_config(folder)
+    base = open_directory(base_folder(folder, place), model)
+    if base.model is None:
+        raise ConfigError(f"{base.folder} doesn't describe the model of the adapters in {folder}: give --model")
+    try:
+        spec = ModelSpec.model_validate({**base.model.model_dump(), "adapter": adapter})
+    except ValidationError as error:
+        raise ConfigError(f"{folder}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
+    stored = SafetensorsFiles([folder / ADAPTER_WEIGHTS])
+    return ModelDirectory(format="peft", folder=folder, stored=stored, model=spec, base=base)
 
 
 def _open_dcp(folder: Path, model: ModelSpec | None) -> ModelDirectory:

@@ -106,6 +106,17 @@ class RenamedTensors:
         return self._stored.read(self._names[name], box)
 
 
+class JoinedTensors:
+    """Tensors of several sources without a name in common (a `TensorSource`)."""
+
+    def __init__(self, sources: Sequence[TensorSource]) -> None:
+        self._of_name = {name: source for source in sources for name in source.metas}
+        self.metas: Mapping[str, TensorMeta] = {name: source.metas[name] for name, source in self._of_name.items()}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        return self._of_name[name].read(name, box)
+
+
 def check_shapes(stored: TensorSource, shapes: Mapping[str, tuple[int, ...]], where: object) -> None:
     """Raise MusterError if needed tensors are missing or have another shape."""
     if missing := [name for name in shapes if name not in stored.metas]:

@@ -112,11 +112,11 @@ def _parse_convert(arguments: list[str]) -> argparse.Namespace:
         "convert",
         "Write a run's last checkpoint, one of its checkpoints, a Hugging Face directory or a"
         " torch.distributed.checkpoint folder as another kind of directory.",
-        "SRC DST --to muster|hf|dcp [flags]",
+        "SRC DST --to muster|hf|dcp|peft [flags]",
     )
     parser.add_argument("source", type=Path, metavar="SRC", help="directory to convert")
     parser.add_argument("target", type=Path, metavar="DST", help="new directory; must not exist yet")
-    parser.add_argument("--to", choices=("muster", "hf", "dcp"), required=True, help="format of DST")
+    parser.add_argument("--to", choices=("muster", "hf", "dcp", "peft"), required=True, help="format of DST")
     parser.add_argument("--dtype", choices=_DTYPES, help="dtype of the weights (default: as stored)")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a file (default: 5GB)")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="directory of the tokenizer files")

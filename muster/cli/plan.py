@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 
 def run(arguments: list[str]) -> int:
     """Search and print. Returns the exit code."""
+    from muster.planner.lockstep import kept_processes
+
     begin_s = perf_counter()
     args = _parse(arguments)
     args.begin_s = begin_s
     try:
-        return _run(args)
+        with kept_processes():
+            return _run(args)
     except KeyboardInterrupt:
         print(
             "muster: interrupted before an answer; --time-limit S ends a search with its best plan so far",
@@ -243,6 +246,7 @@ def _request(args: argparse.Namespace) -> "PlanRequest":
             anticipate=args.anticipate,
             framework=args.framework,
             compile=args.compile,
+            expert_load=args.expert_load,
             fastest=args.fastest,
         )
 
@@ -272,8 +276,11 @@ def _write(args: argparse.Namespace, answer: "PlanAnswer") -> list[Path]:
     """Write the requested files and return their paths."""
     if not (args.output or args.launch):
         return []
+    from muster.planner.request import with_placed_experts
+
     plan_file = args.output or Path("plan.yaml")
-    _write_plan(plan_file, answer.result.best[0].plan, answer.search.node_order)
+    plan = with_placed_experts(answer.request, answer.result.best[0].plan)
+    _write_plan(plan_file, plan, answer.search.node_order)
     return [plan_file, *(_launch(args, answer) if args.launch else ())]
 
 

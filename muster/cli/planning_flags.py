@@ -42,6 +42,12 @@ def add_planning_flags(parser: Parser, default_batch: str) -> None:
         action=argparse.BooleanOptionalAction,
         help="torch.compile each decoder block, or none (default: on GPUs, where the plan can be compiled)",
     )
+    add(
+        "--expert-load",
+        metavar="L",
+        help="load of the experts: a run's directory, its expert-load.json, or Zipf's law such as zipf:1.0"
+        " (default: even)",
+    )
 
 
 def add_training_flags(parser: Parser) -> None:

@@ -82,6 +82,7 @@ def _predict(args: argparse.Namespace) -> "Prediction":
         framework=args.framework,
         compile=args.compile,
         node_order=args.node_order,
+        expert_load=args.expert_load,
     )
 
 

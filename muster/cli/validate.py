@@ -47,10 +47,13 @@ def run(arguments: list[str]) -> int:
                 "--recipes takes no --csv, --csv-out, --html or --errors: expected --json, --markdown FILE or none"
             )
         return _recipes(args.json, args.markdown)
+    from muster.cli.progress import RowProgress
+    from muster.planner.lockstep import usable_processes
     from muster.validate.summary import to_json, validate_table
 
     unread = [] if args.csv is None else _check_table(args.csv, args.csv_out)
-    summary = validate_table(args.csv)
+    with RowProgress("predicting rows") as bar:
+        summary = validate_table(args.csv, processes=usable_processes(), on_progress=bar.update)
     if args.csv_out is not None:
         from muster.report.page import write_page
         from muster.validate.row_table import row_table_csv
@@ -138,7 +141,7 @@ def _planner_choice(job: "RecipeJob") -> "Plan | None":
 
 def _require_predictions(summary: "Summary", path: Path | None) -> None:
     """Raise ConfigError where no row of a table was predicted, with the reasons of the first rows."""
-    if any(result.predictions for result in summary.results):
+    if any(result.predicted for result in summary.results):
         return
     reasons = [f"{result.row.location}: {result.reason}" for result in summary.results if result.reason]
     told = "".join(f"{': ' if not number else '; '}{reason}" for number, reason in enumerate(reasons[:TOLD_REASONS]))

@@ -6,6 +6,7 @@ from functools import lru_cache
 from math import prod
 
 from muster.config.optim_config import OptimConfig
+from muster.spec.adapters import ADAPTER_FREEZE
 from muster.spec.model import ModelSpec, parameter_shapes, stage_parameter_shapes
 
 
@@ -21,8 +22,12 @@ def matches_freeze(optim: OptimConfig | None, name: str) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def matches_pattern(patterns: tuple[str, ...], name: str) -> bool:
-    """Return True for a name that matches one of the patterns."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+    """Return True for a name whose last matching pattern doesn't begin with `!`."""
+    found = False
+    for pattern in patterns:
+        if fnmatchcase(name, pattern.removeprefix("!")):
+            found = not pattern.startswith("!")
+    return found
 
 
 def is_frozen_up_to(optim: OptimConfig | None, spec: ModelSpec, num_layers: int) -> bool:
@@ -49,6 +54,13 @@ def frozen_prefix(patterns: tuple[str, ...], spec: ModelSpec) -> int:
     return count
 
 
+def freeze_for_adapter(optim: OptimConfig) -> OptimConfig:
+    """Return the section with patterns that leave adapters alone trained before its own."""
+    if optim.freeze[: len(ADAPTER_FREEZE)] == ADAPTER_FREEZE:
+        return optim
+    return optim.model_copy(update={"freeze": (*ADAPTER_FREEZE, *optim.freeze)})
+
+
 def frozen_numel(optim: OptimConfig, spec: ModelSpec) -> int:
     """Return the number of the model's elements that are frozen."""
     return sum(prod(shape) for name, shape in parameter_shapes(spec) if is_frozen(optim, name))
@@ -65,7 +77,7 @@ def check_patterns(optim: OptimConfig, spec: ModelSpec) -> None:
     """Raise ValueError where a pattern matches no parameter, or where nothing is left to train."""
     names = [name for name, _ in parameter_shapes(spec)]
     for pattern in optim.freeze:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not any(fnmatchcase(name, pattern.removeprefix("!")) for name in names):
             raise ValueError(
                 f"optim.freeze: no parameter is called {pattern!r}; expected names or patterns such as 'embed.*' or"
                 f" 'layers.[0-3].*' (this model has {', '.join(dict.fromkeys((*names[:3], names[-1])))}, …)"

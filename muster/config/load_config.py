@@ -16,6 +16,7 @@ from muster.config.config_layers import (
     read_catalog_layer,
     read_file_layer,
 )
+from muster.config.freezing import freeze_for_adapter
 from muster.config.merge import AUTO_FIELDS, MergedConfig, coerce_value, run_schema, unique_plugins
 from muster.config.migrations import migrate
 from muster.config.optim_config import OptimConfig
@@ -26,6 +27,7 @@ from muster.config.step_law import STEP_LAW_SOURCE, derived_value_line, step_law
 from muster.config.yaml_writer import write_atomically, yaml_text
 from muster.plugins.loader import plugin_path, resolve_plugin
 from muster.plugins.registry import find_component
+from muster.spec.adapters import AdapterSpec
 from muster.spec.config_errors import ConfigSchema, config_error
 from muster.spec.dotted_keys import flatten, unflatten
 from muster.spec.errors import ConfigError
@@ -174,12 +176,18 @@ def load_plan_input(path: Path) -> PlanInput:
     for key, (value, origin) in step_law_values(merged.values).items():
         merged.put(key, value, origin)
     train = _section(merged, "train", TrainConfig, {"steps": 1, "seq_len": 1, "global_batch_size": 1})
+    model, optim = _section(merged, "model", ModelSpec, {}), _section(merged, "optim", OptimConfig, {"lr": 1.0})
+    adapter = _section(merged, "adapter", AdapterSpec, {})
+    if adapter is not None and model is not None:
+        model = model.model_copy(update={"adapter": adapter})
+    if model is not None and model.adapter is not None:
+        optim = freeze_for_adapter(optim or OptimConfig(lr=1.0))
     return PlanInput(
         _section(merged, "parallel", Plan, {}) or Plan(),
-        _section(merged, "model", ModelSpec, {}),
+        model,
         train.seq_len if train is not None and "train.seq_len" in merged.values else None,
         train.global_batch_size if train is not None and "train.global_batch_size" in merged.values else None,
-        _section(merged, "optim", OptimConfig, {"lr": 1.0}),
+        optim,
         merged.plan_is_auto,
     )
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from muster.config.optimizers import OPTIMIZERS
 from muster.plugins.registry import require_component
@@ -12,22 +12,28 @@ _SCHEDULE_KEYS = {"decay_fraction": ("wsd",), "decay_shape": ("wsd",)}
 """Keys that only some learning-rate schedules read, with these schedules."""
 
 
+def _joined(names: tuple[str, ...]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 class OptimConfig(Frozen):
     """The optimizer and its learning rate. What an optimizer doesn't use can't be given another value."""
 
     name: str = "adamw"
-    """adamw, sgd, lion or muon, which is for the matrices of the layers (the embedding, the head and all vectors then
-    get AdamW); or one that a plugin registers."""
+    """adamw, sgd or lion; muon, galore, apollo, apollo_mini, adafactor or adamw_8bit, which are for the matrices of the
+    layers (the embedding, the head and all vectors then get AdamW); or one that a plugin registers."""
     options: dict[str, bool | int | float | str] = {}
     """A plugin's optimizer: its own arguments."""
     lr: Positive
     """The highest learning rate, reached after the warm-up."""
     beta1: Fraction = 0.9
-    """adamw, muon's AdamW: decay of the mean gradient. lion: its share in the update's direction."""
+    """AdamW, also that of muon and others: decay of the mean gradient. lion: its share in the update's direction."""
     beta2: Fraction = 0.95
-    """adamw, muon's AdamW: decay of the mean square. lion, 0.99 if not given: decay of the mean gradient."""
+    """AdamW, also that of muon and others: decay of the mean square. lion, 0.99 if not given: decay of the mean
+    gradient."""
     eps: Positive = 1e-8
-    """adamw, muon's AdamW."""
+    """AdamW, also that of muon and others."""
     momentum: Fraction = 0.0
     """sgd, 0.9 if not given; muon, 0.95 if not given."""
     nesterov: bool = False
@@ -39,6 +45,13 @@ class OptimConfig(Frozen):
     """The learning rate of muon's matrices as a multiple of that of all else."""
     muon_precision: Literal["fp32", "bf16"] = "fp32"
     """Precision in which Muon sends and orthogonalizes matrices; fp32 means that of the master weights."""
+    rank: PositiveInt = 128
+    """galore, apollo; apollo_mini, 1 if not given: elements to which the shorter side of a gradient is projected, in
+    which the optimizer keeps its moments."""
+    update_proj_gap: PositiveInt = 200
+    """galore, apollo, apollo_mini: steps after which the projection is made anew."""
+    scale: Positive = 0.25
+    """galore: factor of its updates. apollo, 1 if not given; apollo_mini, 128: updates are multiplied by its root."""
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay of matrices: each step subtracts learning rate · weight_decay · weight. Norms, biases and
     embeddings have none."""
@@ -90,7 +103,7 @@ class OptimConfig(Frozen):
             chosen = self.name if optimizers else self.schedule
             value = getattr(self, key)
             if users and chosen not in users and value != model_field.default:
-                raise ValueError(f"{key} {value} is for {' and '.join(users)}, but {chosen} is chosen; leave it out")
+                raise ValueError(f"{key} {value} is for {_joined(users)}, but {chosen} is chosen; leave it out")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs momentum, which is 0; set momentum or leave nesterov out")
         return self

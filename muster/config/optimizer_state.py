@@ -79,7 +79,7 @@ def optimizer_state_numel(optim: OptimConfig | None, layouts: Iterable[TensorLay
 
 
 def optimizer_state_bytes(optim: OptimConfig | None, layouts: Iterable[TensorLayout], master_bytes: int) -> int:
-    """Return the bytes of optimizer state that a rank with these layouts stores.
+    """Return the bytes of optimizer state that a rank with these layouts stores, without states of whole matrices.
 
     `master_bytes` is the size of an element of the master weights.
     """
@@ -87,7 +87,23 @@ def optimizer_state_bytes(optim: OptimConfig | None, layouts: Iterable[TensorLay
         layout.numel * tensor.element_bytes(master_bytes)
         for layout in layouts
         for tensor in optimizer_state(optim, layout.name, layout.shape)
+        if tensor.owned_shape is None
     )
+
+
+def owned_state_bytes(optim: OptimConfig | None, name: str, shape: tuple[int, ...], master_bytes: int) -> int:
+    """Return the bytes of the states that the owner of a whole matrix stores for it."""
+    return sum(
+        prod(tensor.owned_shape(shape, optim)) * tensor.element_bytes(master_bytes)
+        for tensor in update_state(optim, name, shape)
+        if tensor.owned_shape is not None
+    )
+
+
+def has_owned_state(optim: OptimConfig | None) -> bool:
+    """Return True if owners of matrices store states of these."""
+    entry = None if optim is None else OPTIMIZERS.get(optim.name)
+    return entry is not None and entry.matrix_rule is not None and entry.matrix_rule.has_owned_state
 
 
 def mean_state_bytes(optim: OptimConfig | None, shapes: Mapping[str, tuple[int, ...]], master_bytes: int) -> float:
@@ -95,11 +111,15 @@ def mean_state_bytes(optim: OptimConfig | None, shapes: Mapping[str, tuple[int, 
 
     AdamW with fp32 master weights stores 8.
     """
-    sizes = {
-        name: sum(tensor.element_bytes(master_bytes) for tensor in optimizer_state(optim, name, shape))
-        for name, shape in shapes.items()
-    }
+    sizes = {name: _state_bytes_per_element(optim, name, shape, master_bytes) for name, shape in shapes.items()}
     return _mean_per_element(sizes, shapes)
+
+
+def _state_bytes_per_element(optim: OptimConfig | None, name: str, shape: tuple[int, ...], master_bytes: int) -> float:
+    """Return the bytes of all state tensors of a parameter, divided by its elements."""
+    tensors = optimizer_state(optim, name, shape)
+    alike = sum(tensor.element_bytes(master_bytes) for tensor in tensors if tensor.owned_shape is None)
+    return alike + owned_state_bytes(optim, name, shape, master_bytes) / max(1, prod(shape))
 
 
 def mean_update_bytes(
@@ -115,7 +135,7 @@ def mean_update_bytes(
         name: 0
         if is_frozen(optim, name)
         else update_rule(optim, name, shape).bytes_per_element(
-            optimizer_state(optim, name, shape), master_bytes, compute_bytes
+            _state_bytes_per_element(optim, name, shape, master_bytes), master_bytes, compute_bytes
         )
         + master_bytes * bool(optim and optim.ema_decay)
         for name, shape in shapes.items()
@@ -123,7 +143,7 @@ def mean_update_bytes(
     return _mean_per_element(sizes, shapes)
 
 
-def _mean_per_element(sizes: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]]) -> float:
+def _mean_per_element(sizes: Mapping[str, float], shapes: Mapping[str, tuple[int, ...]]) -> float:
     numels = {name: prod(shape) for name, shape in shapes.items()}
     return sum(sizes[name] * numel for name, numel in numels.items()) / sum(numels.values())
 
@@ -136,7 +156,7 @@ def update_flops(optim: OptimConfig | None, shapes: Mapping[str, tuple[int, ...]
     total = 0.0
     for name, shape in shapes.items():
         matrix_flops = None if is_frozen(optim, name) else update_rule(optim, name, shape).matrix_flops
-        total += 0.0 if matrix_flops is None else matrix_flops(shape)
+        total += 0.0 if matrix_flops is None else matrix_flops(shape, optim)
     return total
 
 

@@ -4,11 +4,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
-from muster.config.freezing import check_patterns
+from muster.config.freezing import check_patterns, freeze_for_adapter
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizers import OPTIMIZERS
 from muster.plugins.loader import PluginFile
 from muster.plugins.registry import ComponentKind, component_names, require_component
+from muster.spec.adapters import AdapterSpec
 from muster.spec.base import Fraction, Frozen, NonNegative, Positive
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
@@ -165,6 +166,9 @@ class TrainConfig(Frozen):
     """Steps in that mean."""
     hang_timeout_s: Positive = 180.0
     """Seconds without progress of any rank, after which the run ends and names the rank that the others wait for."""
+    restarts: NonNegativeInt = 0
+    """Most times in a row, without a new step between, that the launcher starts all ranks again from the newest state
+    after one was lost or hung; 0: never. Under torchrun its own --max-restarts counts."""
     deterministic: bool = False
     """Use only PyTorch algorithms that give the same bits every time."""
     z_loss: NonNegative = 0.0
@@ -234,6 +238,7 @@ class RunConfig(Frozen):
     plugins: tuple[PluginFile, ...] = ()
     """Python files, or modules, that register plugin components; those of all layers together."""
     seed: NonNegativeInt = 0
+    adapter: AdapterSpec | None = None
     model: ModelSpec
     parallel: Plan = Plan()
     data: DataConfig
@@ -241,6 +246,18 @@ class RunConfig(Frozen):
     eval: EvalConfig = EvalConfig()
     tracking: TrackingConfig = TrackingConfig()
     optim: OptimConfig
+
+    @model_validator(mode="after")
+    def _join_adapter(self) -> "RunConfig":
+        """Put the adapter into the model, whose parameters are then frozen."""
+        adapter = self.adapter or self.model.adapter
+        if adapter is not None:
+            if adapter.kind == "pissa" and self.train.init_from is None:
+                raise ValueError("adapter.kind pissa decomposes given weights: give train.init_from, or take kind lora")
+            model = ModelSpec.model_validate({**self.model.model_dump(), "adapter": adapter})
+            for name, value in {"adapter": adapter, "model": model, "optim": freeze_for_adapter(self.optim)}.items():
+                object.__setattr__(self, name, value)
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":

@@ -9,6 +9,8 @@ follow the same rule.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
 
 from muster.cost.context_traffic import AttentionShape, StateShape, state_saved_numel
 from muster.cost.precision_bytes import compute_bytes, master_bytes
@@ -49,6 +51,8 @@ class PassSizes:
     """True for a slice of sequences, whose keys and values are kept beside what autograd saves."""
     earlier_positions: int = 0
     """Positions of a sequence before those of a slice."""
+    expert_imbalance: float = 1.0
+    """Load of the fullest of the ranks that share experts, relative to the mean."""
 
     @property
     def tile_tokens(self) -> int:
@@ -91,10 +95,11 @@ class PassSizes:
 
     @property
     def expert_tokens(self) -> int:
-        """Rows that the rank's experts process if the load is balanced: `top_k` per token, divided over the ranks that
-        share the experts."""
+        """Rows that the rank's experts process: `top_k` per token, divided over the ranks that share the experts; more
+        by `expert_imbalance` on the fullest one."""
         assert self.local_model.moe is not None
-        return self.tokens * self.local_model.moe.top_k * self.mesh.etp // self.mesh.tp
+        even = self.tokens * self.local_model.moe.top_k * self.mesh.etp // self.mesh.tp
+        return even if self.expert_imbalance == 1 else ceil(even * self.expert_imbalance)
 
     @property
     def routed_row_bytes(self) -> int:
@@ -113,6 +118,7 @@ def pass_sizes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, tp_i
     hidden_tokens = tokens // mesh.tp if sp else tokens
     local_model = _local_model(spec, mesh.tp, tp_index)
     own = local_model, mesh, tokens, hidden_tokens, plan.precision, spec, workload.seq_len
+    load = workload.expert_load
     return PassSizes(
         *own,
         plan.context_ranks(mesh),
@@ -121,9 +127,11 @@ def pass_sizes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, tp_i
         plan.expert_dispatch(mesh),
         plan.sequence_slices > 1,
         workload.earlier_positions,
+        1.0 if load is None or mesh.ep == 1 else load.imbalance(mesh.ep, plan.expert_placement),
     )
 
 
+@lru_cache(maxsize=256)
 def _local_model(spec: ModelSpec, tp: int, index: int) -> ModelSpec:
     """Return the model with the widths of the shard of rank `index` of `tp`."""
 
@@ -157,6 +165,7 @@ def layer_activation_bytes(sizes: PassSizes, layer: int, recompute: Recompute, a
         return sizes.hidden_bytes + _every_second_matmul_bytes(sizes, layer)
     scores = attention_score_bytes(sizes) if attention_kernel != "flash" else 0
     total = layer_norm_saved_bytes(sizes) + attention_activation_bytes(sizes, layer) + saved_mlp_bytes(sizes, layer)
+    total += adapter_saved_bytes(sizes)
     if recompute == "core_attention":
         return total - tokens * own.num_heads * master_bytes(precision)
     if recompute == "elementwise":
@@ -164,6 +173,21 @@ def layer_activation_bytes(sizes: PassSizes, layer: int, recompute: Recompute, a
         total -= (2 - is_tiled) * own.has_pre_norms * sizes.hidden_bytes
         total -= 0 if is_tiled else mlp_inner_bytes(sizes, layer)
     return total + scores
+
+
+def adapter_saved_bytes(sizes: PassSizes) -> int:
+    """Return the bytes that a layer's adapters save: A x of each, which the gradient of B reads, and in DoRA
+    the output before its rows are scaled, their lengths and factors; those of an MLP in tiles save nothing."""
+    if (adapter := sizes.model.adapter) is None:
+        return 0
+    targets = [name for name in adapter.target_modules if sizes.sequence_tiles == 1 or name in ("q", "k", "v", "o")]
+    numbers, rows = len(targets) * adapter.r, 0
+    if adapter.kind == "dora":
+        own, hidden = sizes.local_model, sizes.model.hidden_size
+        q, kv = own.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
+        widths = {"q": q, "k": kv, "v": kv, "gate": own.intermediate_size, "up": own.intermediate_size}
+        rows = sum(widths.get(name, hidden) for name in targets)
+    return ((numbers + rows) * sizes.tokens + 2 * rows) * compute_bytes(sizes.precision)
 
 
 def _plugin_layer_trace(sizes: PassSizes) -> LayerTrace | None:
@@ -377,6 +401,20 @@ def norm_saved_bytes(spec: ModelSpec, tokens: int, precision: Precision) -> int:
     is the input of the next linear layers."""
     statistics = 2 if spec.norm == "layer" else 1
     return tokens * (2 * spec.hidden_size * compute_bytes(precision) + statistics * master_bytes(precision))
+
+
+def further_activation_bytes(sizes: PassSizes, recompute: Recompute) -> int:
+    """Return the bytes that a layer for multi-token prediction saves of one micro-batch beside what another layer does.
+
+    Its tokens; the embeddings, both norms side by side, the layer's output and the norm of it, which the head reads;
+    the statistics of three norms. Full recompute keeps the embeddings and the last norm; the layer's input is the norm
+    that the head of the depth before has saved.
+    """
+    tokens = sizes.tokens * (8 + (sizes.mesh.tp > 1))
+    if recompute == "full":
+        return tokens + sizes.hidden_bytes
+    statistics = 2 if sizes.model.norm == "layer" else 1
+    return tokens + 5 * sizes.hidden_bytes + 3 * statistics * sizes.hidden_tokens * master_bytes(sizes.precision)
 
 
 def softmax_attention_saved_bytes(spec: ModelSpec, tokens: int, precision: Precision, copied_kv_heads: int = 0) -> int:

@@ -14,11 +14,13 @@ from muster.cost.activations import offloaded_activation_bytes, pass_sizes
 from muster.cost.context_traffic import attention_transfers, state_transfers
 from muster.cost.expert_traffic import ExpertCall, RoutedShape, dispatch_calls
 from muster.cost.precision_bytes import compute_bytes, master_bytes
+from muster.layout.host_updates import layer_of
 from muster.layout.matrix_owners import OwnedMatrix, assign_owners, sent_numel
 from muster.layout.mesh import MeshCoordinates, coordinates_of, dp_index_of, rank_at, ranks_of_pp_rank
 from muster.layout.stage_resharding import BoxTransfer, stage_transfers, tied_grad_transfers
 from muster.layout.tensor_layout import (
     VOCAB_PARAMETERS,
+    computed_layers,
     has_vocab_shard,
     is_expert,
     rank_layouts,
@@ -34,9 +36,9 @@ from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 
-STEP_REPORT_BYTES = 8 * 8
+STEP_REPORT_BYTES = 9 * 8
 """Bytes that GRAD_NORM all-reduces in float64: the squares of the gradients, the loss, the z-loss, the two losses of
-routers, the request to stop, and two flags: a save is in progress, a save has failed."""
+routers, that of multi-token prediction, the request to stop, and two flags: a save is in progress, a save failed."""
 
 
 def step_report_bytes(spec: ModelSpec) -> int:
@@ -69,8 +71,8 @@ def step_comm_bytes(
         sent["dp_shard"] += shard_axis_bytes(spec, plan, workload, stage, at, optim)
         sent["dp_replicate"] += replicate_axis_bytes(spec, plan, workload, stage, at, optim)
         sent["pp"] += pipeline_bytes(spec, plan, workload, stage, at, optim)
-    if any(plan.offloaded_layers(stage, spec.num_layers) for stage in stages_on(plan, at.pp)):
-        sent["host"] = _host_bytes(spec, plan, workload, at)
+    if any(strategy.offload != "none" or strategy.offload_optimizer != "none" for strategy in plan.strategies):
+        sent["host"] = _host_bytes(spec, plan, workload, at, optim)
     if plan.world_size > 1:
         sent["world"]["all_reduce"] = step_report_bytes(spec)
     sent["optimizer"] = Counter(send=whole_matrix_bytes(spec, plan, rank, optim))
@@ -88,12 +90,9 @@ def tensor_axis_bytes(
 
     Per layer and micro-batch the hidden state enters two tensor-parallel regions and exits two, at column-parallel and
     row-parallel matmuls (attention and MLP); it also enters the head and exits the embedding (arXiv:2205.05198 §4.2.2).
-    Without sequence parallelism an exit is an all-reduce in the forward, and an entry one in the backward. With it, an
-    entry is an all-gather in the forward, and an all-gather and a reduce-scatter in the backward; an exit is a
-    reduce-scatter in the forward and an all-gather in the backward.
-
-    Example: 4 layers of a middle stage without sequence parallelism all-reduce the hidden state 8 times in the forward
-    and 8 times in the backward of a micro-batch.
+    Without sequence parallelism an exit is an all-reduce in the forward, and an entry one in the backward: 4 layers
+    of a middle stage make 8 in either. With it, an entry is an all-gather in the forward, and an all-gather and a
+    reduce-scatter in the backward; an exit is a reduce-scatter in the forward and an all-gather in the backward.
 
     Of latent attention, the latent vectors enter, each position's once, gathered whole; the hidden state only where
     queries are made of it directly.
@@ -109,8 +108,9 @@ def tensor_axis_bytes(
     count = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
     positions = plan.local_micro_batch_size(stage) * workload.seq_len // plan.mesh(stage).sequence_shards
     hidden = positions * spec.hidden_size * compute_bytes(plan.precision)
-    layers = plan.layers(stage, spec.num_layers)
-    strategy, first, last = plan.strategy(layers.start), plan.is_first(stage), plan.is_last(stage)
+    layers, strategy = computed_layers(spec, plan, stage), plan.strategy(plan.layers(stage, spec.num_layers).start)
+    further = len(spec.last_layers(plan.is_last(stage)))
+    first, last = plan.is_first(stage) + further, plan.is_last(stage) + further  # embeddings and heads
     # Experts keep the whole hidden state that entered, and have no matmul that a ring could overlap. Where each rank
     # routes its own tokens, shared ones alone are entered.
     routed = [layer for layer in layers if spec.has_experts(layer)]
@@ -127,6 +127,9 @@ def tensor_axis_bytes(
     if is_tiled:  # each MLP once more, and the head; full recompute stops before the MLP unless a norm reads its output
         entries_again = again * (1 + spec.has_post_norms) + len(layers) + last
         exits_again = again * (1 + spec.has_post_norms) + len(layers)
+    # A layer that predicts further ends with a norm: recompute repeats its last exit, too.
+    normed_again = further * (plan.strategy(spec.num_layers - 1).recompute == "full" and not spec.has_post_norms)
+    exits_again += normed_again * (not is_async and not (skipped and spec.has_experts(spec.num_layers - 1)))
     if spec.mla is not None:
         latent = [layer for layer in layers if not spec.has_linear_attention(layer)]
         latent_again = sum(plan.strategy(layer).recompute == "full" for layer in latent)
@@ -147,20 +150,28 @@ def tensor_axis_bytes(
     if own_tokens and spec.moe is not None:
         routed_again = sum(plan.strategy(layer).recompute == "full" for layer in routed)
         if not strategy.sp:  # parts are gathered, in the forward results and in the backward gradients
-            sent["all_gather"] += count * (2 * len(routed) + spec.has_post_norms * routed_again) * (hidden // tp)
+            gathered_again = spec.has_post_norms * routed_again
+            gathered_again += normed_again * spec.has_experts(spec.num_layers - 1)
+            sent["all_gather"] += count * (2 * len(routed) + gathered_again) * (hidden // tp)
         sent["all_reduce"] += count * (len(routed) + routed_again) * _balance_bytes(spec, plan, stage)
     if spec.qk_norm and spec.qk_norm_width == "projection":
         # The mean squares of a position's queries and keys, and in the backward their terms of the gradient.
         sent["all_reduce"] += count * (2 * len(layers) + again) * 2 * positions * master_bytes(plan.precision)
     if last:  # the largest logit, then the sum of exponentials and the label's logit, of each position
-        sent["all_reduce"] += count * (1 + is_tiled) * 3 * positions * master_bytes(plan.precision)
-    layouts = {layout.name: layout for layout in stage_layouts(spec, plan, stage, at)}
-    copies = tp_partial_grad_copies(spec, layouts, plan.mesh(stage), strategy.sp)
-    copied_numel = sum(
-        layouts[name].numel * (tp // num_copies) for name, num_copies in copies.items() if not is_frozen(optim, name)
-    )
-    sent["all_reduce"] += copied_numel * master_bytes(plan.precision)
+        sent["all_reduce"] += count * last * (1 + is_tiled) * 3 * positions * master_bytes(plan.precision)
+    sent["all_reduce"] += _copied_gradient_bytes(spec, plan, stage, at, optim)
     return sent
+
+
+def _copied_gradient_bytes(
+    spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates, optim: OptimConfig | None
+) -> int:
+    """Return the bytes of the gradients of parameters that several ranks have copies of and each uses in part."""
+    layouts = {layout.name: layout for layout in stage_layouts(spec, plan, stage, at)}
+    mesh, sp = plan.mesh(stage), plan.strategy(plan.layers(stage, spec.num_layers).start).sp
+    copies = tp_partial_grad_copies(spec, layouts, mesh, sp)
+    numels = (layouts[name].numel * (mesh.tp // n) for name, n in copies.items() if not is_frozen(optim, name))
+    return sum(numels) * master_bytes(plan.precision)
 
 
 def _latent_bytes(
@@ -186,7 +197,7 @@ def context_axis_bytes(
 ) -> Counter[str]:
     """Return the bytes that the attention of one stage's layers passes to context-parallel collectives, or sends, by
     kind; full recompute repeats the forward's (`attention_transfers`)."""
-    sizes, layers = pass_sizes(spec, plan, workload, stage, at.tp), plan.layers(stage, spec.num_layers)
+    sizes, layers = pass_sizes(spec, plan, workload, stage, at.tp), computed_layers(spec, plan, stage)
     count = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
     softmax = attention_transfers(sizes.context, sizes.attention)
     linear = None if (states := sizes.states) is None else state_transfers(sizes.context, states, at.cp)
@@ -223,11 +234,14 @@ def expert_axis_calls(
     """Yield the collectives that take tokens of one stage's layers to their experts and back, and how often a step
     makes each; full recompute repeats the forward's (`dispatch_calls`)."""
     moe, sizes = spec.moe, pass_sizes(spec, plan, workload, stage, at.tp)
-    layers = [layer for layer in plan.layers(stage, spec.num_layers) if spec.has_experts(layer)]
+    layers = [layer for layer in computed_layers(spec, plan, stage) if spec.has_experts(layer)]
     if moe is None:
         return
     count = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
-    again = sum(plan.strategy(layer).recompute == "full" for layer in layers)
+    own = len(layers) - len(spec.last_layers(plan.is_last(stage))) * spec.has_experts(spec.num_layers - 1)
+    again, further_again = (
+        sum(plan.strategy(layer).recompute == "full" for layer in some) for some in (layers[:own], layers[own:])
+    )
     sequences = plan.local_micro_batch_size(stage)
     shape = RoutedShape(
         sizes.routed_tokens,
@@ -238,9 +252,13 @@ def expert_axis_calls(
         moe.needs_whole_sequences,
         moe.shared_size > 0 or spec.has_post_norms,
     )
-    calls = dispatch_calls(plan.expert_dispatch(sizes.mesh), shape)
-    for some, times in ((calls.forward, len(layers)), (calls.repeated, again), (calls.backward, len(layers))):
-        yield from ((count * times, call) for call in some)
+    dispatch = plan.expert_dispatch(sizes.mesh)
+    calls = dispatch_calls(dispatch, shape)
+    # A layer that predicts further ends with a norm, which reads the experts' results again.
+    normed = dispatch_calls(dispatch, shape._replace(result_is_repeated=True)).repeated
+    passes = ((calls.forward, len(layers)), (calls.repeated, again), (normed, further_again))
+    for some, times in (*passes, (calls.backward, len(layers))):
+        yield from ((count * times, call) for call in some if times)
 
 
 def expert_axis_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates) -> Counter[str]:
@@ -285,7 +303,7 @@ def shard_axis_bytes(
     passes = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at)) * plan.sequence_slices
 
     def gathers(name: str) -> int:
-        in_layer = name.startswith("layers.")
+        in_layer = name.startswith(("layers.", "mtp."))
         return passes * (1 + in_layer) if _zero(spec, plan, stage) == "z3" else 1
 
     reduced = _reduced_numel(spec, plan, workload, stage, at, optim, experts=experts)
@@ -376,7 +394,7 @@ def pipeline_bytes(
         if not is_end(stage):
             positions = _sent_numel(rank, stage_transfers(spec, plan, workload.seq_len, stage, other))
             sent[kind] = positions * hidden
-    is_summed = spec.tied_embeddings and not plan.vocab_parallel and not is_frozen(optim, "embed.weight")
+    is_summed = spec.embeds_on_last_stage and not plan.vocab_parallel and not is_frozen(optim, "embed.weight")
     if (other := plan.tied_embedding_peer(stage)) is not None and is_summed:
         sent[Kind.ALL_REDUCE_TIED] = _sent_numel(rank, tied_grad_transfers(spec, plan, stage, other)) * master_bytes(
             plan.precision
@@ -400,13 +418,21 @@ def _sent_numel(rank: int, messages: Iterable[BoxTransfer]) -> int:
     return sum(message.box.numel for message in messages if message.source == rank)
 
 
-def _host_bytes(spec: ModelSpec, plan: Plan, workload: Workload, at: MeshCoordinates) -> Counter[str]:
+def _host_bytes(
+    spec: ModelSpec, plan: Plan, workload: Workload, at: MeshCoordinates, optim: OptimConfig | None
+) -> Counter[str]:
     """Return the bytes copied to host memory and back, by kind, for the copies in the Program."""
     lane = build_program(plan, spec, workload, data_rank=dp_index_of(plan, at)).ranks[at.pp].get("host_copy", ())
     moved = {stage: offloaded_activation_bytes(spec, plan, workload, stage) for stage in stages_on(plan, at.pp)}
     sent = Counter[str]()
     for item in lane:
-        sent[item.action.kind] += moved[item.action.stage]
+        if item.action.kind in (Kind.OFFLOAD, Kind.RELOAD):
+            sent[item.action.kind] += moved[item.action.stage]
+    for stage in stages_on(plan, at.pp):
+        kept = [layout for layout in stage_layouts(spec, plan, stage, at) if not is_frozen(optim, layout.name)]
+        count = sum(layout.numel for layout in kept if plan.offloads_optimizer(layer_of(layout.name)))
+        sent[Kind.OFFLOAD_GRAD] += 2 * count * master_bytes(plan.precision)
+        sent[Kind.RELOAD_PARAM] += count * master_bytes(plan.precision)
     return sent
 
 

@@ -3,6 +3,7 @@
 from muster.spec.plan import Precision
 
 _COMPUTE_BYTES: dict[Precision, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+_MASTER_BYTES: dict[Precision, int] = {precision: max(4, size) for precision, size in _COMPUTE_BYTES.items()}
 
 
 def compute_bytes(precision: Precision) -> int:
@@ -13,4 +14,4 @@ def compute_bytes(precision: Precision) -> int:
 
 def master_bytes(precision: Precision) -> int:
     """Return the bytes of an element of master weights, gradients, moments, statistics and the loss."""
-    return max(4, compute_bytes(precision))
+    return _MASTER_BYTES[precision]

@@ -129,9 +129,8 @@ def _differences(spec: ModelSpec, other: ModelSpec) -> list[str]:
 
 
 def _without_training(spec: ModelSpec) -> ModelSpec:
-    """Return a model without what only its training needs: dropout, and losses of the router."""
-    if spec.has_dropout:
-        spec = spec.model_copy(update=dict.fromkeys(DROPOUT_RATES, 0.0))
+    """Return a model without what only its training needs: dropout, losses of the router and weights of losses."""
+    spec = spec.model_copy(update=dict.fromkeys(DROPOUT_RATES, 0.0) | {"mtp_loss_scaling_factor": 0.0})
     if spec.moe is None:
         return spec
     losses = {"aux_loss_coef": 0.0, "aux_loss_scope": "sequence", "router_z_loss_coef": 0.0}

@@ -20,7 +20,7 @@ _SCHEDULES = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved1f1b": "interleaved"
 _SCHEDULES |= {"zbvzerobubble": "zb-v", "dualpipev": "dualpipe-v"}
 _MODELS = {"llama3-405b": "llama3.1-405b", "deepseek-v3-671b": "deepseek-v3"}
 """Muster's names where they are not name-flavor."""
-_SCALING = "a plan says fp8 or not; scaling is the runtime's"
+_SCALING = "a plan says fp8 and its recipe; the rest of scaling is the runtime's"
 _REASONS = {
     "job.": "a run is named by its directory, --run",
     "profiling.": "muster report shows a step of each rank",
@@ -105,8 +105,15 @@ def _plan(found: ConfigConversion, nproc: int | None, layers: int) -> None:
         found.put("parallel.default_strategy.tp_overlap", "async_tp", _PARALLEL + "enable_async_tensor_parallel")
     kind = str(found.take(_TRAIN + "mixed_precision_param", "bfloat16"))
     converters = found.take("model.converters", ())
-    if any("float8" in str(one) for one in (converters if isinstance(converters, list) else [converters])):
+    names = [str(one) for one in (converters if isinstance(converters, list) else [converters])]
+    if any("float8" in name or name.endswith("mx") for name in names):
         found.put("parallel.precision", "fp8", "model.converters")
+        recipe = str(found.take("quantize.linear.float8.recipe_name", found.take("float8.recipe_name", "tensorwise")))
+        if any(name.endswith("mx") for name in names):
+            found.put("parallel.fp8_recipe", "mxfp8", "model.converters")
+        elif recipe.startswith("rowwise"):
+            options = "quantize.linear.float8.recipe_name", "float8.recipe_name"
+            found.put("parallel.fp8_recipe", "rowwise", *options)
     else:
         found.put("parallel.precision", "fp32" if kind == "float32" else "bf16", _TRAIN + "mixed_precision_param")
     if found.take("compile.enable", found.take(_TRAIN + "compile")):

@@ -108,6 +108,8 @@ class ExitStatus:
     reason: str
     rank: int | None = None
     host: str | None = None
+    restartable: bool = False
+    """True where another attempt may go on: a rank was lost, hung, or met an error that isn't one of the request."""
 
     def report(self) -> int:
         """Print the reason of a failure; returns the exit code."""
@@ -130,7 +132,7 @@ def determine_exit_status(
     if cause is not None:
         joint = " " if cause.kind == OBSERVED_BY_LAUNCHER else ": "
         reason = f"rank {cause.rank} on {cause.host}{joint}{cause.sentence}"
-        return ExitStatus(cause.exit_code, reason, cause.rank, cause.host)
+        return ExitStatus(cause.exit_code, reason, cause.rank, cause.host, not stop_requested and not cause.is_lasting)
     if any(end.code != 0 for end in rank_exits):
         return ExitStatus(EXIT_STOPPED, "stopped on request; the same command continues the run")
     return ExitStatus(0, "finished")

@@ -24,6 +24,12 @@ _KIND_DESCRIPTIONS = {
     Kind.ALL_REDUCE_REPLICAS: "the all-reduce of the replicas' gradients",
     Kind.GRAD_NORM: "the all-reduce of the gradient norm",
     Kind.GRAD_NORM_ASYNC: "the all-reduce of the gradient norm",
+    Kind.CLIP: "the optimizer step",
+    Kind.UPDATE: "the optimizer step in host memory",
+    Kind.OFFLOAD_GRAD: "the copy of gradients to host memory",
+    Kind.RELOAD_PARAM: "the copy of parameters from host memory",
+    Kind.READ_STATE: "the read of optimizer state from disk",
+    Kind.WRITE_STATE: "the write of optimizer state to disk",
     Kind.STEP: "the optimizer step",
 }
 _MISSED: dict[Kind, str] = {

@@ -42,6 +42,8 @@ class RankError:
     primary: bool
     """False for an error that only says that another rank is gone or silent."""
     exit_code: int
+    is_lasting: bool = False
+    """True for an error that another attempt would meet again, such as one of the request."""
 
 
 def run_guarded(run_dir: Path, rank: int, body: Callable[[], int], announce: bool = False) -> int:
@@ -81,6 +83,7 @@ def make_rank_error(error: BaseException, rank: int) -> RankError:
         time=time.time(),
         primary=not any(_is_peer_error(link) for link in _cause_chain(error)),
         exit_code=error.exit_code if isinstance(error, MusterError) else 1,
+        is_lasting=isinstance(error, MusterError),
     )
 
 

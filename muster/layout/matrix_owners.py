@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from muster.layout.mesh import MeshCoordinates, coordinates_of
 from muster.layout.tensor_layout import Box
+from muster.spec.plan import Plan
 
 BATCH_NUMEL = 1 << 24
 """Elements per member that are assembled at once: few beside a model, enough to keep a link busy."""
@@ -54,6 +56,14 @@ def assign_owners(shapes: Mapping[str, tuple[int, ...]], members: int) -> list[d
         load[owner] += newton_schulz_work(shapes[name])
         numel += prod(shapes[name])
     return batches
+
+
+def peer_ranks(plan: Plan, at: MeshCoordinates) -> tuple[int, ...]:
+    """Return the world ranks, in rising order, that hold the same stages in the same data-parallel replica: the members
+    that share matrices."""
+    coordinates = [coordinates_of(plan, rank) for rank in range(plan.world_size)]
+    local = (at.pp, at.dp_replicate)
+    return tuple(rank for rank, one in enumerate(coordinates) if (one.pp, one.dp_replicate) == local)
 
 
 def newton_schulz_work(shape: tuple[int, ...]) -> int:

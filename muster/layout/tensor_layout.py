@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
+from muster.layout.box import Box
+from muster.layout.expert_placement import expert_order, placed_boxes
 from muster.layout.mesh import (
     ExpertCoordinates,
     MeshCoordinates,
@@ -12,24 +14,9 @@ from muster.layout.mesh import (
     expert_coordinates,
     state_shard_index,
 )
+from muster.spec.adapters import MAGNITUDE, ROW_PARALLEL, adapted_module, is_adapter
 from muster.spec.model import ModelSpec, parameter_shapes, stage_parameter_shapes
 from muster.spec.plan import Mesh, Plan
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A rectangular part of a tensor: start and size by dimension."""
-
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return prod(self.size)
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
 
 
 def intersect(a: Box, b: Box) -> Box | None:
@@ -84,6 +71,12 @@ def stages_on(plan: Plan, pp_rank: int) -> list[int]:
     return [stage for stage in range(plan.num_stages) if plan.pp_rank(stage) == pp_rank]
 
 
+def computed_layers(spec: ModelSpec, plan: Plan, stage: int) -> list[int]:
+    """Return the layers that a stage computes: its own, and on the last stage the model's last one again for each of
+    `mtp_layers`, which are like it."""
+    return [*plan.layers(stage, spec.num_layers), *[spec.num_layers - 1] * len(spec.last_layers(plan.is_last(stage)))]
+
+
 def tp_shard(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, index: int) -> tuple[Box, int, int]:
     """Return rank `index` of `tp`'s shard of a parameter: (box, number of its copies, index of this copy).
 
@@ -92,7 +85,8 @@ def tp_shard(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, index:
     experts too; norms, routers, matrices that make latent vectors, the first of two matrices for decays, the biases of
     o and down and learned positions are replicated. Query and key/value heads stay whole; with more ranks than
     key/value heads, neighbours hold the same one. Vocabulary entries and inner widths that `tp` doesn't divide give the
-    last ranks fewer. Norms over all heads together are sharded as the rows of q and k.
+    last ranks fewer. Norms over all heads together are sharded as the rows of q and k. Of an adapter, the matrix at the
+    cut side is sharded as its weight: B of q, columns of A of o; the other is replicated.
     """
     kind, leaf = _kind_and_leaf(spec, name)
     whole = Box((0,) * len(shape), shape)
@@ -125,11 +119,17 @@ def _tensor_dim(name: str, shape: tuple[int, ...]) -> int:
     kind, leaf = name.split(".")[-2:]
     if is_expert(name) and leaf == "bias":
         return 1
-    return max(0, len(shape) - (1 if kind in ("o", "down") else 2))
+    if is_adapter(name):
+        kind = adapted_module(name)[0].rpartition(".")[2]
+    return max(0, len(shape) - (1 if kind in ROW_PARALLEL else 2))
 
 
 def _kind_and_leaf(spec: ModelSpec, name: str) -> tuple[str, str]:
-    """Return the last two parts of a parameter's name; a norm over all heads of q or k is of the kind of these."""
+    """Return the last two parts of a parameter's name; a norm over all heads of q or k is of the kind of these, and an
+    adapter's matrix is called lora_A or lora_B, in the layer that it adapts."""
+    if is_adapter(name):
+        module, leaf = adapted_module(name)
+        return module.rpartition(".")[2], leaf
     module, _, leaf = name.rpartition(".")
     kind = module.rpartition(".")[2]
     if kind in ("q_norm", "k_norm") and spec.qk_norm_width == "projection":
@@ -139,12 +139,21 @@ def _kind_and_leaf(spec: ModelSpec, name: str) -> tuple[str, str]:
 
 def _is_whole(kind: str, leaf: str) -> bool:
     """Return True for a parameter that every tensor-parallel rank has in full."""
-    whole = kind.endswith("norm") or kind in ("positions", "decay_down", *_LATENT, *_ROUTING)
-    return whole or (leaf == "bias" and kind in ("o", "down"))
+    whole = kind.endswith("norm") or kind in ("positions", "decay_down", "eh_proj", *_LATENT, *_ROUTING)
+    is_row_parallel = kind in ROW_PARALLEL
+    return (
+        whole
+        or (leaf in ("bias", "lora_B", MAGNITUDE) and is_row_parallel)
+        or (leaf == "lora_A" and not is_row_parallel)
+    )
 
 
 _ROUTING = ("router", "shared_gate")
 """Modules that weigh experts' outputs, of which a tensor-parallel rank makes a part, and so of these gradients."""
+
+
+_PARTIAL = ("q_norm", "k_norm", "out_norm", "decay_down", *_ROUTING)
+"""Modules that every tensor-parallel rank uses for heads, or parts of outputs, of its own."""
 
 
 _LATENT = ("q_down", "kv_down")
@@ -230,7 +239,8 @@ def tp_partial_grad_copies(spec: ModelSpec, names: Iterable[str], mesh: Mesh, sp
 
     Under sequence parallelism these are all replicated parameters; norms of queries and keys, and what makes outputs
     and decays of linear attention, always, as each rank has other heads; routers always; key and value heads where
-    several ranks hold the same one; the last biases of sliced experts, which one rank adds.
+    several ranks hold the same one; the last biases of sliced experts, which one rank adds; an adapter's matrix at the
+    side that isn't cut, always, as each rank has a part of the other.
     """
     tp = mesh.tp
     if tp == 1:
@@ -242,7 +252,7 @@ def tp_partial_grad_copies(spec: ModelSpec, names: Iterable[str], mesh: Mesh, sp
         if is_expert(name):
             if mesh.etp > 1 and _is_whole(kind, leaf):
                 found[name] = mesh.etp
-        elif kind in ("q_norm", "k_norm", "out_norm", "decay_down", *_ROUTING):
+        elif is_adapter(name) and _is_whole(kind, leaf) or kind in _PARTIAL:
             found[name] = tp
         elif kind in ("k", "v") and kv_copies > 1 and not spec.has_linear_attention_parameter(name):
             found[name] = kv_copies
@@ -255,8 +265,8 @@ def stage_layouts(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) 
     """Return the layouts of the rank at `at` for stage `stage`: its tensor-parallel shard, of that the rows of its
     state-shard index (dp_shard and cp; for experts edp), replicated over dp_replicate.
 
-    A tied embedding is on the first and on the last stage, which may shard it differently; the first stage's copies
-    come first.
+    A tied embedding, or one that `mtp_layers` read, is on the first and on the last stage, which may shard it
+    differently; the first stage's copies come first.
     """
     mesh = plan.mesh(stage)
     last = plan.is_last(stage)
@@ -270,11 +280,18 @@ def stage_layouts(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) 
         copies = tp_copies * mesh.dp_replicate
         copy_index = tp_copy * mesh.dp_replicate + at.dp_replicate
         writers = copies
-        if name == "embed.weight" and spec.tied_embeddings and plan.stages_per_replica > 1 and not plan.vocab_parallel:
+        if (
+            name == "embed.weight"
+            and spec.embeds_on_last_stage
+            and plan.stages_per_replica > 1
+            and not plan.vocab_parallel
+        ):
             copy_index += plan.mesh(0).dp_replicate if last else 0
             writers = plan.mesh(0).dp_replicate
             copies = writers + plan.mesh(plan.stages_per_replica - 1).dp_replicate
         boxes = (box,) if box.numel else ()
+        if boxes and is_expert(name) and mesh.ep > 1 and (order := expert_order(spec, plan, name)):
+            boxes = placed_boxes(box, order)
         copies, copy_index = copies * plan.pipeline_replicas, replica * copies + copy_index
         layouts.append(TensorLayout(name, shape, boxes, copies, copy_index, writers, _tensor_dim(name, shape)))
     return layouts

@@ -4,7 +4,7 @@ Suffixes of tensors: B sequences, S positions, D hidden width, H query heads, K 
 width.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from muster.model.adapters import add_adapters
 from muster.model.attention import Attention
 from muster.model.documents import Documents
 from muster.model.dropout import AFTER_ATTENTION, AFTER_MLP, DropoutState, LayerDropout, drop_hidden
 from muster.model.dtypes import DTYPES
-from muster.model.experts import MoeMlp
+from muster.model.experts import MoeMlp, local_linears
+from muster.model.further_tokens import FurtherTokens
 from muster.model.kernels import mlp_activation, soft_cap
 from muster.model.latent_attention import LatentAttention
 from muster.model.linear_attention import LinearAttention
@@ -82,6 +84,8 @@ class Layer(nn.Module):
         self.mlp = MoeMlp(spec, router_state or RouterState(), recomputable) if has_experts else Mlp(spec)
         self.mlp_post_norm = post_norm
         self.parallel_residual = spec.parallel_residual
+        if spec.adapter is not None:
+            add_adapters(self, spec.adapter)
 
     def forward(
         self,
@@ -105,6 +109,30 @@ class Layer(nn.Module):
             z_BSD = self.mlp_post_norm(z_BSD)
         z_BSD = self.drop_hidden(z_BSD, dropout, AFTER_MLP)
         return z_BSD.add_(y_BSD).add_(x_BSD) if self.parallel_residual else z_BSD.add_(x_BSD)
+
+
+class MtpLayer(Layer):
+    """A layer that predicts one token further: it joins the hidden state with the embedding of the next token, passes
+    both through a layer like the last one, and returns the normed hidden state that the head reads (arXiv:2412.19437
+    §2.2).
+
+    The embedding comes first, and the hidden state is the one that the head of the depth before reads, as in
+    DeepSeek-V3's weights and in Megatron-LM. `local_linears` is an attribute so that deferred weight gradients can
+    replace it.
+    """
+
+    local_linears = staticmethod(local_linears)
+
+    def __init__(self, spec: ModelSpec, layer: int, router_state: RouterState | None = None) -> None:
+        super().__init__(spec, layer, router_state)
+        self.embed_norm, self.hidden_norm = make_norm(spec), make_norm(spec)
+        self.eh_proj = nn.Linear(2 * spec.hidden_size, spec.hidden_size, bias=False)
+        self.norm = make_norm(spec)
+
+    def forward(self, x_BSD: Tensor, embedded_BSD: Tensor, *constants: Any) -> Tensor:  # type: ignore[override]
+        """Return the hidden states (B, S, D) of the depth after `x_BSD`; `constants` as `Layer.forward` takes them."""
+        joined = torch.cat((self.embed_norm(embedded_BSD), self.hidden_norm(x_BSD)), -1)
+        return self.norm(super().forward(self.local_linears(joined, self.eh_proj)[0], *constants))
 
 
 def _rounded(value: float) -> dict[torch.dtype, float]:
@@ -136,6 +164,7 @@ class Decoder(nn.Module):
         self.router_state = RouterState()
         self.dropout_state = DropoutState(spec)
         self.begins_model = first
+        self._num_layers = spec.num_layers
         self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size) if self.first else None
         learned = first and spec.position == "learned"
         self.positions = nn.Embedding(spec.max_positions or 0, spec.hidden_size) if learned else None
@@ -146,26 +175,46 @@ class Decoder(nn.Module):
         self.has_plugin_layers = plugin is not None
         """True if the layers are a plugin's, of which nothing is known but the arguments and the result of
         `Layer.forward`."""
-        self._embedding_scale = _rounded(spec.hidden_size**0.5) if first and spec.scale_embeddings else None
-        self.reduce_hidden: Callable[[Tensor], Tensor] | None = None
-        """Function of the hidden states that the head reads, whose result `forward` returns in place of logits."""
+        self._embedding_scale = _rounded(spec.hidden_size**0.5) if spec.scale_embeddings else None
+        self.reduce_hidden: Callable[[Tensor, int], Tensor] | None = None
+        """Function of the hidden states that the head reads, and of their depth (0: of the model itself), whose result
+        `forward` returns in place of logits."""
+        self.further_tokens: Sequence[FurtherTokens] = ()
+        """Tokens that the layers for multi-token prediction embed, by depth, in the next passes; none: these layers
+        take no part. With them `forward` stacks what `reduce_hidden` returns for each depth."""
         self.logit_softcap = spec.logit_softcap
         self.caps_logits = True
         """False: `forward` returns logits without their soft cap, for a loss that caps them itself."""
         self.norm = make_norm(spec) if last else None
+        self.mtp = nn.ModuleList(MtpLayer(spec, layer, self.router_state) for layer in spec.last_layers(last))
         self.head = None
         if not has_vocab:
             return
         if last and not spec.tied_embeddings:
             self.head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
-        elif last and not first:
+        if last and not first and spec.embeds_on_last_stage:
             self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map tokens (B, S) int64 if first, else hidden (B, S, D), to logits (B, S, V) if last, else hidden (B, S,
         D)."""
         x_BSD = self._through_layers(x)
-        return x_BSD if self.norm is None else (self.reduce_hidden or self.logits)(self.norm(x_BSD))
+        if self.norm is None:
+            return x_BSD
+        x_BSD = self.norm(x_BSD)
+        if self.reduce_hidden is None:
+            return self.logits(x_BSD)
+        reduced = [self.reduce_hidden(x_BSD, 0)]
+        if not self.further_tokens:
+            return reduced[0]
+        for depth, (layer, further) in enumerate(zip(self.mtp, self.further_tokens, strict=True), start=1):
+            embedded_BSD = self.embed_tokens(further.tokens_BS, self.embed.weight)  # type: ignore[union-attr]
+            embedded_BSD = self._scaled(embedded_BSD)
+            self.router_state.counted_BS = further.counted_BS
+            (constants,) = self._constants(x_BSD, {self._num_layers + depth - 1: cast(Layer, layer)})
+            x_BSD = layer(x_BSD, embedded_BSD, *constants)
+            reduced.append(self.reduce_hidden(x_BSD, depth))
+        return torch.stack(reduced)
 
     def final_hidden(self, tokens_BS: Tensor) -> Tensor:
         """Return the hidden states (B, S, D) that the head reads; for a whole model."""
@@ -180,25 +229,34 @@ class Decoder(nn.Module):
 
     def _through_layers(self, x: Tensor) -> Tensor:
         x_BSD = self.embed_tokens(x, self.embed.weight) if self.first and self.embed is not None else x
-        if self._embedding_scale is not None:
-            x_BSD = x_BSD * self._embedding_scale[x_BSD.dtype]
+        if self.begins_model:
+            x_BSD = self._scaled(x_BSD)
         if self.positions is not None:
             x_BSD = x_BSD + self.position_state.learned_rows(self.positions.weight, x_BSD)
-        positions_S = None
-        if self.dropout_state.is_active:
-            positions_S = self.position_state.positions_in_sample(x_BSD)
-            x_BSD = self.dropout_state.drop_embeddings(x_BSD, positions_S) if self.begins_model else x_BSD
-        angles: dict[bool, tuple[Tensor | None, Tensor | None]] = {}
-        for index, layer in cast(Iterator[tuple[str, Layer]], self.layers.items()):
-            window = getattr(getattr(layer, "attn", None), "window", None)
-            kind = self.position_state.has_own_angles(window)
-            if kind not in angles:
-                angles[kind] = self.position_state.rotary_cos_sin(x_BSD, window)
-            mask, documents = self.position_state.mask(window, x_BSD), self.position_state.documents
-            # A plugin's layers know no dropout.
-            dropout = () if positions_S is None else (self.dropout_state.of_layer(int(index), positions_S),)
-            x_BSD = layer(x_BSD, *angles[kind], mask, documents, *dropout)
+        if self.dropout_state.is_active and self.begins_model:
+            x_BSD = self.dropout_state.drop_embeddings(x_BSD, self.position_state.positions_in_sample(x_BSD))
+        layers = {int(index): cast(Layer, layer) for index, layer in self.layers.items()}
+        for layer, constants in zip(layers.values(), self._constants(x_BSD, layers), strict=True):
+            x_BSD = layer(x_BSD, *constants)
         return x_BSD
+
+    def _scaled(self, embedded_BSD: Tensor) -> Tensor:
+        scale = self._embedding_scale
+        return embedded_BSD if scale is None else embedded_BSD * scale[embedded_BSD.dtype]
+
+    def _constants(self, x_BSD: Tensor, layers: Mapping[int, Layer]) -> Iterator[tuple[Any, ...]]:
+        """Yield what the forward of each of these layers takes beside hidden states like `x_BSD`."""
+        state = self.position_state
+        # A plugin's layers know no dropout.
+        positions_S = state.positions_in_sample(x_BSD) if self.dropout_state.is_active else None
+        angles: dict[bool, tuple[Tensor | None, Tensor | None]] = {}
+        for index, layer in layers.items():
+            window = getattr(getattr(layer, "attn", None), "window", None)
+            kind = state.has_own_angles(window)
+            if kind not in angles:
+                angles[kind] = state.rotary_cos_sin(x_BSD, window)
+            dropout = () if positions_S is None else (self.dropout_state.of_layer(index, positions_S),)
+            yield *angles[kind], state.mask(window, x_BSD), state.documents, *dropout
 
     def logits(self, x_BSD: Tensor) -> Tensor:
         """Return the logits of hidden states after the last norm (…, D); without a vocabulary, the hidden states."""
@@ -221,5 +279,6 @@ class Decoder(nn.Module):
         yield from self.position_state.shared_constants()
 
     def blocks(self) -> list[Layer]:
-        """Return the decoder layers in order: the unit of sharding, recompute and compilation."""
-        return cast(list[Layer], list(self.layers.values()))
+        """Return the decoder layers in order, those for multi-token prediction last: the unit of sharding, recompute
+        and compilation."""
+        return cast(list[Layer], [*self.layers.values(), *self.mtp])

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from muster.layout.tensor_layout import Box, TensorLayout
 from muster.model.mersenne_twister import generators_at
-from muster.spec.model import ModelSpec
+from muster.spec.adapters import MAGNITUDE, adapted_module, is_adapter
+from muster.spec.model import ModelSpec, parameter_shapes
 
 BLOCK = 16
 """Elements that PyTorch's CPU kernel draws together, from as many words of its generator (aten/src/ATen/native/cpu/
@@ -43,14 +44,22 @@ def initial_value(
     spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Return the whole initial tensor of one parameter: ones for norms (zeros with `norm_unit_offset`), zeros for
-    biases, else normal.
+    biases and for B of an adapter, uniform values up to 1 / √(input width) for its A (PEFT's), lengths of its
+    layer's rows for its magnitudes, else normal.
 
     With `scaled_residual`, weights that write to the residual stream are scaled by 1 / sqrt(2 · layers), since that
     many terms add up there (GPT-2, section 2.3).
     """
     if name.endswith("norm.weight"):
         return torch.full(shape, 0.0 if spec.norm_unit_offset else 1.0, dtype=dtype, device="cpu")
-    if name.endswith((".bias", ".expert_bias")):
+    if is_adapter(name) and name.endswith(".lora_A.weight"):
+        bound = shape[1] ** -0.5
+        values = torch.empty(shape, dtype=torch.float32, device="cpu")
+        return values.uniform_(-bound, bound, generator=keyed_generator(seed, f"init/{name}")).to(dtype)
+    if name.endswith(f".{MAGNITUDE}.weight"):
+        weight = f"{adapted_module(name)[0]}.weight"
+        return initial_value(spec, weight, dict(parameter_shapes(spec))[weight], seed).norm(dim=1).to(dtype)
+    if is_adapter(name) or name.endswith((".bias", ".expert_bias")):
         return torch.zeros(shape, dtype=dtype, device="cpu")
     return draw(name, shape, seed, _std(spec, name), dtype)
 
@@ -97,32 +106,40 @@ def fill_initial_parts(
     Elements that lie between the rows of the part are drawn, too: its columns are cut out. As many threads draw as
     PyTorch may use.
     """
-    by_word: dict[int, list[tuple[str, _Rows]]] = defaultdict(list)
+    by_word: dict[int, list[tuple[str, _Rows, Box, Tensor]]] = defaultdict(list)
     for name, layout in layouts.items():
         if not layout.boxes:
             continue
-        box = layout.boxes[0]
-        if len(layout.shape) < 2 or name.endswith(".bias"):  # norms and biases; small in any case
-            parameters[name].copy_(initial_value(spec, name, layout.shape, seed)[box.slices])
+        # Norms, biases and adapters, which are small in any case.
+        if len(layout.shape) < 2 or name.endswith(".bias") or is_adapter(name):
+            value = initial_value(spec, name, layout.shape, seed)
+            for box, part in _box_parts(layout, parameters[name]):
+                part.copy_(value[box.slices])
         else:
-            rows = _rows_of(box, layout.shape)
-            by_word[rows.first_word].append((name, rows))
+            for box, part in _box_parts(layout, parameters[name]):
+                rows = _rows_of(box, layout.shape)
+                by_word[rows.first_word].append((name, rows, box, part))
 
-    def fill(name: str, rows: _Rows, generator: torch.Generator) -> None:
-        layout = layouts[name]
-        box = layout.boxes[0]
+    def fill(name: str, rows: _Rows, box: Box, part: Tensor, generator: torch.Generator) -> None:
         values = _draw_rows(name, rows, seed, _std(spec, name), generator)
-        whole_rows = values.view(box.size[0], *layout.shape[1:])
-        parameters[name].copy_(whole_rows[:, *box.slices[1:]])
+        whole_rows = values.view(box.size[0], *layouts[name].shape[1:])
+        part.copy_(whole_rows[:, *box.slices[1:]])
 
     with torch.no_grad(), ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
         for word, found in by_word.items():
             for at in range(0, len(found), JUMPED_AT_ONCE):
                 batch = found[at : at + JUMPED_AT_ONCE]
-                generators = [keyed_generator(seed, f"init/{name}") for name, _ in batch]
+                generators = [keyed_generator(seed, f"init/{name}") for name, *_ in batch]
                 generators_at(generators, word)
-                names, rows = zip(*batch, strict=True)
-                list(pool.map(fill, names, rows, generators))
+                list(pool.map(fill, *zip(*batch, strict=True), generators))
+
+
+def _box_parts(layout: TensorLayout, local: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """Yield each box with the part of the local tensor that holds it: rows, one box after another."""
+    first = 0
+    for box in layout.boxes:
+        yield box, local[first : first + box.size[0]]
+        first += box.size[0]
 
 
 def _rows_of(box: Box, shape: tuple[int, ...]) -> _Rows:

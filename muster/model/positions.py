@@ -197,5 +197,9 @@ class PositionState:
         """Return the constants that autograd saves for a backward and that all micro-batches share."""
         return [*self._masks.values(), *([] if self.positions_S is None else [self.positions_S])]
 
+    def tables(self) -> list[Tensor]:
+        """Return the angles and masks that passes read, which sequences of another length may replace."""
+        return [*(table for pair in self._cos_sin.values() for table in pair), *self._masks.values()]
+
     def _length(self, x_BSD: Tensor) -> int:
         return self.seq_len or x_BSD.shape[1]

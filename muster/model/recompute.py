@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from muster.model.decoder import Layer
+from muster.model.experts import MoeMlp
+from muster.model.routing import RouterState
 from muster.spec.plan import Recompute
 
 
@@ -25,17 +27,25 @@ def apply_recompute(layer: Layer, recompute: Recompute) -> None:
             if hasattr(part, "recomputable"):
                 part.recomputable = recomputed  # type: ignore[assignment]
     if recompute == "full":
-        layer.forward = partial(_checkpointed, layer.forward)  # type: ignore[method-assign]
+        router = layer.mlp.router if isinstance(layer.mlp, MoeMlp) else None
+        forward = partial(_checkpointed, layer.forward, None if router is None else router.state)
+        layer.forward = forward  # type: ignore[method-assign]
 
 
-def _checkpointed(forward: Callable[..., Tensor], x_BSD: Tensor, *shared: Any) -> Tensor:
-    """Run `forward`, of which autograd saves `x_BSD` alone: all layers share the other arguments. Nothing in it is
-    random."""
+def _checkpointed(forward: Callable[..., Tensor], state: RouterState | None, x_BSD: Tensor, *shared: Any) -> Tensor:
+    """Run `forward`, of which autograd saves `x_BSD` alone, and embeddings that follow it: all layers share the other
+    arguments. Nothing in it is random. A router reads from its state the positions that count in this pass, then and
+    again."""
+    counted_BS = None if state is None else state.counted_BS
+    is_embedded = bool(shared) and isinstance(shared[0], Tensor) and shared[0].requires_grad
+    inputs, shared = (x_BSD, *shared[:is_embedded]), shared[is_embedded:]
 
-    def run(x_BSD: Tensor) -> Tensor:
-        return forward(x_BSD, *shared)
+    def run(*inputs: Tensor) -> Tensor:
+        if state is not None:
+            state.counted_BS = counted_BS
+        return forward(*inputs, *shared)
 
-    return checkpoint(run, x_BSD, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
+    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
 
 
 def recomputed(make: Callable[..., Tensor], inputs: tuple[Tensor, ...], consume: Callable[..., Any], *args: Any) -> Any:

@@ -48,6 +48,9 @@ class RouterState:
         """Derivative of the objective after the sums of the losses over tokens."""
         self.sums: Tensor | None = None
         """Load-balancing loss and router z-loss with their coefficients, summed over tokens: [2]."""
+        self.counted_BS: Tensor | None = None
+        """Positions of the next pass that losses and load count, 1 or 0 (B, S): not those of padding, nor those without
+        a further token to predict; None: all."""
         self.sum_counts: Callable[[Tensor], Tensor] = _as_it_is
         """Sums each sequence's choices of each expert (B, E) over the ranks that have other positions of it. Scores
         needn't be summed: each rank adds the term of its own."""
@@ -122,7 +125,7 @@ class Router(nn.Module):
         losses = None
         if moe.aux_loss_coef or moe.router_z_loss_coef:
             losses = self._losses(logits_BSE, scores_BSE, chosen_BSk)
-        load_F = self._load_of(routing.expert if chosen_BSk is None else chosen_BSk, routing.num_dropped)
+        load_F = self._load_of(routing, chosen_BSk)
         return routing._replace(weight=_CountInBackward.apply(routing.weight, losses, load_F, self))
 
     def _choose(self, scores_NE: Tensor) -> Tensor:
@@ -164,17 +167,23 @@ class Router(nn.Module):
         is_dropped_R = (place_BR >= self.moe.capacity(chosen_BSk.shape[1])).flatten()
         expert_R = expert_Nk.flatten().masked_fill(is_dropped_R, moe.num_experts)
         token_R = torch.arange(len(expert_Nk), device=expert_R.device).repeat_interleave(moe.top_k)
-        return Routing(weight_Nk.flatten(), expert_R, moe.num_experts, token_R, is_dropped_R.sum())
+        counted_BS = self.state.counted_BS
+        counted = 1 if counted_BS is None else counted_BS.flatten().long().repeat_interleave(moe.top_k)
+        return Routing(weight_Nk.flatten(), expert_R, moe.num_experts, token_R, (is_dropped_R * counted).sum())
 
     # ------------------------------------------------------------------------------------------------------------------
     # Load
 
-    def _load_of(self, expert: Tensor, num_dropped: Tensor | None) -> Tensor:
+    def _load_of(self, routing: Routing, chosen_BSk: Tensor | None) -> Tensor:
         """Return the choices of each expert, dropped ones included, and the number of those (F)."""
+        expert = routing.expert if chosen_BSk is None else chosen_BSk
+        counted_BS, counts = self.state.counted_BS, torch.ones_like(expert)
+        if counted_BS is not None and chosen_BSk is not None:
+            counts = counts * counted_BS.unsqueeze(-1).long()
         load_F = torch.zeros(self.moe.num_experts + 1, dtype=torch.int64, device=expert.device)
-        load_F.scatter_add_(0, expert.flatten(), torch.ones_like(expert).flatten())
-        if num_dropped is not None:
-            load_F[-1] = num_dropped
+        load_F.scatter_add_(0, expert.flatten(), counts.flatten())
+        if routing.num_dropped is not None:
+            load_F[-1] = routing.num_dropped
         return load_F
 
     def add_load(self, load_F: Tensor) -> None:
@@ -192,24 +201,31 @@ class Router(nn.Module):
 
         Balance of a set of T tokens: T · E · Σ_e f_e · P_e, where f_e is expert e's share of the T · k choices and P_e
         its mean score (arXiv:2101.03961 §2.2). The sets are sequences (DeepSeek-V3's, arXiv:2412.19437 §2.1.2), or the
-        whole micro-batch. Where experts choose, the load is even, and there is no such loss. The z-loss is log² of the
-        sum of the logits' exponentials (arXiv:2202.08906 §2.2).
+        whole micro-batch, each without positions that don't count. Where experts choose, the load is even, and there is
+        no such loss. The z-loss is log² of the sum of the logits' exponentials (arXiv:2202.08906 §2.2).
         """
         moe, zero = self.moe, logits_BSE.new_zeros(())
+        counted_BS1 = None if self.state.counted_BS is None else self.state.counted_BS.to(zero.dtype).unsqueeze(-1)
         balance = z_loss = zero
         if moe.aux_loss_coef and chosen_BSk is not None:
             if moe.router == "sigmoid":
                 scores_BSE = scores_BSE / (scores_BSE.sum(-1, keepdim=True) + 1e-20)
+            counts_BSk = torch.ones_like(chosen_BSk, dtype=zero.dtype)
+            if counted_BS1 is not None:
+                scores_BSE, counts_BSk = scores_BSE * counted_BS1, counts_BSk * counted_BS1
             if moe.aux_loss_scope == "micro_batch":
                 scores_BSE, chosen_BSk = scores_BSE.flatten(0, 1)[None], chosen_BSk.flatten(0, 1)[None]
+                counts_BSk = counts_BSk.flatten(0, 1)[None]
             chosen_BC = chosen_BSk.flatten(1)
             counts_BE = torch.zeros(len(chosen_BC), moe.num_experts, dtype=zero.dtype, device=zero.device)
-            counts_BE.scatter_add_(1, chosen_BC, torch.ones_like(chosen_BC, dtype=zero.dtype))
+            counts_BE.scatter_add_(1, chosen_BC, counts_BSk.flatten(1))
             counts_BE = self.state.sum_counts(counts_BE)
-            share_BE = counts_BE / counts_BE.sum(1, keepdim=True)
+            share_BE = counts_BE / counts_BE.sum(1, keepdim=True).clamp(min=1)
             balance = moe.aux_loss_coef * moe.num_experts * (share_BE * scores_BSE.sum(1)).sum()
         if moe.router_z_loss_coef:
-            z_loss = moe.router_z_loss_coef * logits_BSE.logsumexp(-1).square().sum()
+            log_z2_BS = logits_BSE.logsumexp(-1).square()
+            log_z2_BS = log_z2_BS if counted_BS1 is None else log_z2_BS * counted_BS1.squeeze(-1)
+            z_loss = moe.router_z_loss_coef * log_z2_BS.sum()
         return torch.stack((balance, z_loss))
 
 

@@ -69,8 +69,16 @@ class Optimizer(ABC):
     def state(self) -> dict[str, tuple[str, Tensor]]:
         """Return by stored name (`NAME.exp_avg`) the parameter's name (NAME) and the state tensor, which loading fills.
 
-        Each has the shape and layout of its parameter.
+        Each has the shape and layout of its parameter, or those in `state_layouts`.
         """
+
+    def device_state_bytes(self) -> int:
+        """Return the bytes of state that lie on the device."""
+        return sum(tensor.nbytes for _, tensor in self.state().values())
+
+    def state_layouts(self) -> dict[str, TensorLayout]:
+        """Return by stored name the layouts of the state tensors that aren't laid out as their parameter."""
+        return {}
 
 
 class ElementwiseOptimizer(Optimizer):

@@ -20,7 +20,8 @@ class MatrixBatch:
         self.names = [matrix.name for matrix in matrices]
         self._peers, self._dtype, self._device = peers, dtype, device
         me, members = peers.member, range(len(peers.ranks))
-        self._shapes = {matrix.name: matrix.shape for matrix in matrices if matrix.owner == me}
+        self.owned_shapes = {matrix.name: matrix.shape for matrix in matrices if matrix.owner == me}
+        """Shapes of the matrices that this rank owns, by name."""
         self._gather_sends = [boxes_to_owner(matrices, me, owner) for owner in members]
         self._gather_receives = [boxes_to_owner(matrices, holder, me) for holder in members]
         self._scatter_sends = [boxes_from_owner(matrices, holder, me) for holder in members]
@@ -29,7 +30,9 @@ class MatrixBatch:
     def gather(self, parts: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
         """Return the whole matrices that this rank owns, made of every member's parts (by matrix, box by box)."""
         sends = [self._pack(parts[item.name][item.index] for item in items) for items in self._gather_sends]
-        wholes = {n: torch.empty(shape, dtype=self._dtype, device=self._device) for n, shape in self._shapes.items()}
+        wholes = {
+            n: torch.empty(shape, dtype=self._dtype, device=self._device) for n, shape in self.owned_shapes.items()
+        }
         for item, tensor in self._exchange(sends, self._gather_receives):
             wholes[item.name][item.box.slices] = tensor
         return wholes

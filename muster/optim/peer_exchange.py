@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muster.layout.mesh import coordinates_of
+from muster.layout.matrix_owners import peer_ranks
 from muster.parallel.world import World
 
 T = TypeVar("T")
@@ -30,9 +30,7 @@ class PeerGroup:
         process."""
         if world is None:
             return cls(None, (0,), 0)
-        at = [coordinates_of(world.plan, rank) for rank in range(world.size)]
-        local = (world.at.pp, world.at.dp_replicate)
-        ranks = tuple(rank for rank in range(world.size) if (at[rank].pp, at[rank].dp_replicate) == local)
+        ranks = peer_ranks(world.plan, world.at)
         return cls(world, ranks, ranks.index(world.rank))
 
     @property

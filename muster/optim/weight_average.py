@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from muster.config.optimizer_state import EMA_STATE
+from muster.layout.tensor_layout import TensorLayout
 from muster.optim.base import Optimizer, StateStarts
 
 
@@ -71,6 +72,9 @@ class AveragingOptimizer(Optimizer):
     def state(self) -> dict[str, tuple[str, Tensor]]:
         averages = {f"{name}.{EMA_STATE}": (name, tensor) for name, tensor in self.averages.items()}
         return self.inner.state() | averages
+
+    def state_layouts(self) -> dict[str, TensorLayout]:
+        return self.inner.state_layouts()
 
 
 def average_decay(ema_decay: float, step: int) -> float:

@@ -27,6 +27,7 @@ class Executor:
     communicate (and, within a pass, the stage itself).
 
     `handlers` execute the kinds that no single stage can: gradient norm, optimizer step, tied embeddings, replicas.
+    `copies` start the other copies; the functions that they return wait for the end.
     `routes` lead from a stage on this pipeline rank to a neighbouring stage on another one. `clock` takes
     the moments at which instructions start and end. `heartbeat` is told of each instruction as it starts.
     """
@@ -42,6 +43,7 @@ class Executor:
         clock: StepClock | None = None,
         vocab: VocabShard | None = None,
         heartbeat: Heartbeat | None = None,
+        copies: Mapping[Kind, Callable[[Action], Callable[[], None]]] | None = None,
     ) -> None:
         self._tells_launcher = heartbeat is not None
         self._heartbeat = heartbeat or Heartbeat(bytearray(PAGE_BYTES))
@@ -79,6 +81,10 @@ class Executor:
                 self._handlers[kind] = lambda instruction, start=start: self._start_vocab_collective(instruction, start)
         for kind, handler in handlers.items():
             self._handlers[kind] = lambda instruction, handler=handler: handler(instruction.action)
+        for kind, start in (copies or {}).items():
+            self._handlers[kind] = lambda instruction, start=start: self._start_copy(
+                start(instruction.action), instruction.lane
+            )
 
     def run(self) -> StepRecord:
         """Run one step and return the record of this rank's instructions."""
@@ -199,7 +205,10 @@ class Executor:
         kind, stage, *_ = instruction.action
         copy = self.stages[stage].offload if kind == Kind.OFFLOAD else self.stages[stage].reload
         copied = copy(self.program.unit(instruction.action))
-        self._pending_copies[Wait("host_copy", self._cursor["host_copy"] - 1)] = copied
+        self._start_copy(copied, instruction.lane)
+
+    def _start_copy(self, copied: Callable[[], None], lane: Lane) -> None:
+        self._pending_copies[Wait(lane, self._cursor[lane] - 1)] = copied
 
     # ------------------------------------------------------------------------------------------------------------------
     # Transfers

@@ -5,26 +5,49 @@ class of an `ExpertAxis` and a row of `muster.spec.expert_kinds`; what it sends 
 from which costs and counts of bytes are made.
 """
 
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from muster.model.experts import Dispatch, MoeMlp
+from muster.model.experts import ComputeRows, Dispatch, MoeMlp
+from muster.model.routing import Routing
 from muster.parallel.axis import ExpertAxis
 from muster.spec.expert_kinds import DISPATCHERS, ExpertDispatch
 
 
-def apply_expert_parallel(module: nn.Module, axis: ExpertAxis | None, dispatch: ExpertDispatch) -> None:
+def apply_expert_parallel(
+    module: nn.Module,
+    axis: ExpertAxis | None,
+    dispatch: ExpertDispatch,
+    order_of: Callable[[str], Sequence[int]] = lambda name: (),
+) -> None:
     """Leave a stage on the meta device this rank's experts alone, and let its tokens go to those of all ranks; without
-    an axis it has all of them."""
+    an axis it has all of them. `order_of` a layer's module: its experts by place (`muster.layout.expert_placement`)."""
     if axis is None:
         return
     file, name = DISPATCHERS[dispatch.kind].implementation.split(":")
     dispatcher: Dispatch = getattr(import_module(f"muster.parallel.{file}"), name)(axis, dispatch)
-    for part in module.modules():
+    for layer, part in module.named_modules():
         if isinstance(part, MoeMlp):
-            part.dispatch = dispatcher  # type: ignore[method-assign]
+            order = order_of(layer)
+            part.dispatch = to_places(dispatcher, order) if order else dispatcher  # type: ignore[method-assign]
             for linear in part.experts.children():
                 for name, stacked in list(linear.named_parameters()):
                     shape = (len(stacked) // axis.size, *stacked.shape[1:])
                     setattr(linear, name, nn.Parameter(stacked.new_empty(shape), stacked.requires_grad))
+
+
+def to_places(dispatch: Dispatch, order: Sequence[int]) -> Dispatch:
+    """Return the dispatcher for experts that lie in another order: it is given places in their stead."""
+    place_of = sorted(range(len(order)), key=order.__getitem__)
+    by_device: dict[torch.device, Tensor] = {}
+
+    def dispatch_to_places(experts: ComputeRows, x_BSD: Tensor, routing: Routing) -> Tensor:
+        device = routing.expert.device
+        if device not in by_device:  # dropped pairs, with the number behind the last expert, keep it
+            by_device[device] = torch.tensor([*place_of, len(order)], device=device)
+        return dispatch(experts, x_BSD, routing._replace(expert=by_device[device][routing.expert]))
+
+    return dispatch_to_places

@@ -25,6 +25,8 @@ class MasterWeights:
         self._copies: dict[str, nn.Parameter] = {}
         self._master_of: dict[Tensor, Tensor] = {}
         self._is_fresh = False
+        self.keeps_copies = False
+        """True where the copies stay at their addresses, which graphs remember; only their values are out of date."""
         module.to(compute_dtype)
         module.register_forward_pre_hook(lambda *_: self.refresh())
 
@@ -54,6 +56,8 @@ class MasterWeights:
     def free(self) -> None:
         """Free the copies' memory."""
         self._is_fresh = False
+        if self.keeps_copies:
+            return
         for copy in self._copies.values():
             copy.untyped_storage().resize_(0)
 

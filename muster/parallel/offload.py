@@ -5,7 +5,7 @@ shares the memory (a view, the stage's input, a deferred gradient) goes and come
 copied once, however many tensors lie in it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -40,20 +40,49 @@ class HostBufferPool:
         self._free.setdefault(buffer.numel(), []).append(buffer)
 
 
+class HostLink:
+    """Copies between a device's memory and its host's, which on a GPU run beside its kernels."""
+
+    host_device = torch.device("cpu")
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pool = HostBufferPool(device.type != "cpu")
+        self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
+        self.copied_bytes = 0
+        """Bytes copied so far, in both directions."""
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], host_waits: bool = False) -> Callable[[], None]:
+        """Start to copy (target, source) tensors; the returned function makes the device wait for the end, or, with
+        `host_waits`, the host, which is about to read them."""
+        self.copied_bytes += sum(source.nbytes for _, source in pairs)
+        if self._stream is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return lambda: None
+        module = torch.get_device_module(self.device)
+        compute = module.current_stream(self.device)
+        self._stream.wait_stream(compute)
+        with module.stream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        copied = self._stream.record_event()
+        return copied.synchronize if host_waits else lambda: compute.wait_event(copied)
+
+
 class ActivationOffload:
     """Storages that one stage's micro-batches save from forward to backward, on the device or on the host."""
 
+    link_type = HostLink
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.pool = HostBufferPool(device.type != "cpu")
-        self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
+        self.link = self.link_type(device)
         self._saved_in_forward: Storages = {}
         self._resident: dict[int, Storages] = {}
         """Storages that can be offloaded, by micro-batch that has run forward."""
         self._offloaded: dict[int, OffloadedStorages] = {}
         """Offloaded storages by micro-batch."""
-        self.copied_bytes = 0
-        """Bytes copied so far, in both directions."""
 
     def track_layer(self, layer: nn.Module) -> None:
         """Make the activations that this layer's forwards save available for offload."""
@@ -90,7 +119,7 @@ class ActivationOffload:
         """Start to copy a micro-batch's storages to the host; the returned function frees the device's memory, for
         instructions that follow."""
         storages = list(self._resident.pop(micro_batch).values())
-        away = [(storage, self.pool.acquire(storage.nbytes())) for storage in storages]
+        away = [(storage, self.link.pool.acquire(storage.nbytes())) for storage in storages]
         self._offloaded[micro_batch] = away
         wait = self._copy(away, to_host=True)
 
@@ -111,7 +140,7 @@ class ActivationOffload:
         def finish() -> None:
             wait()
             for _, buffer in away:
-                self.pool.release(buffer)
+                self.link.pool.release(buffer)
             away.clear()
 
         return finish
@@ -121,19 +150,7 @@ class ActivationOffload:
         pairs = [(buffer, _bytes_of(storage)) for storage, buffer in away]
         if not to_host:
             pairs = [(target, source) for source, target in pairs]
-        self.copied_bytes += sum(source.numel() for _, source in pairs)
-        if self._stream is None:
-            for target, source in pairs:
-                target.copy_(source)
-            return lambda: None
-        module = torch.get_device_module(self._device)
-        compute = module.current_stream(self._device)
-        self._stream.wait_stream(compute)
-        with module.stream(self._stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-        copied = self._stream.record_event()
-        return lambda: compute.wait_event(copied)
+        return self.link.copy(pairs)
 
 
 def _exclude(storages: Storages, tensors: Iterable[Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Short profile of a run: seconds of each instruction on this machine, measured on the stages that will train."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import mean, median
@@ -12,6 +12,7 @@ import torch
 
 from muster.cost.time.op_times import OpTimes
 from muster.model.dropout import sample_keys
+from muster.model.further_tokens import shift_further
 from muster.model.saved_tensors import count_saved_bytes_of_each
 from muster.parallel.device_clock import synchronize
 from muster.parallel.fsdp import gradient_bytes
@@ -54,6 +55,7 @@ def profile_stages(
     world: World,
     handlers: Mapping[Kind, Callable[[Action], None]],
     routes: Mapping[tuple[int, int], P2PRoute],
+    copies: Mapping[Kind, Callable[[Action], Callable[[], None]]] | None = None,
 ) -> StageProfile:
     """Time each kind of instruction in the Program; all ranks must call it together, and all get the same times.
 
@@ -66,7 +68,8 @@ def profile_stages(
     actions = {instruction.action for instruction in program.ranks[world.at.pp].get("collective", ())}
     kinds = {item.action.kind for lanes in program.ranks for item in lanes.get("compute", ())}
     backwards = [kind for kind in (Kind.I, Kind.B) if kind in kinds]
-    copies = any(lanes.get("host_copy") for lanes in program.ranks)
+    host_copies = [item.action for item in program.ranks[world.at.pp].get("host_copy", ())]
+    offloads = any(action.kind == Kind.OFFLOAD for action in host_copies)
     saved: dict[int, tuple[int, ...]] = {}
     vocab_bytes = 0
     for repeat in range(REPEATS):
@@ -79,7 +82,7 @@ def profile_stages(
                 saved[index] = _profile_stage(stage, clock, backwards)
             else:
                 for kind in backwards:
-                    _time_forward_backward(stage, clock, kind, copies)
+                    _time_forward_backward(stage, clock, kind, offloads)
         for _, stage in sorted(stages.items()):
             if stage.vocab is not None:
                 vocab_bytes = _time_vocab_passes(stage, stage.vocab, clock)
@@ -94,13 +97,40 @@ def profile_stages(
             local = next((action for action in ends if action in actions), None)
             run = None if local is None else partial(handlers[local.kind], local)
             clock.time_together(("", -1) if local is None else local[:2], run)
-        for kind in (Kind.GRAD_NORM, Kind.STEP):
-            clock.time_together((kind, -1), lambda kind=kind: handlers[kind](Action(kind)))
+        clock.time_together((Kind.GRAD_NORM, -1), lambda: handlers[Kind.GRAD_NORM](Action(Kind.GRAD_NORM)))
+        if host_updates := [action for action in host_copies if action.kind == Kind.OFFLOAD_GRAD]:
+            read = {(item.action.stage, item.action.slice) for item in program.ranks[world.at.pp].get("disk", ())}
+            _time_host_updates(clock, host_updates, read, handlers, copies or {})
+        clock.time_together((Kind.STEP, -1), lambda: handlers[Kind.STEP](Action(Kind.STEP)))
     processes = tuple(world.plan.mesh(pp_rank).num_ranks for pp_rank in range(world.plan.pp))
     merged, p2p_s = _mean_over_ranks(world.all_gather_object((clock.seconds(), _measure_p2p(stages, world, routes))))
     whole = {key[:2]: time_s for key, time_s in merged.items() if not any(key[2:])}
     times = OpTimes(whole, p2p_s, cores, processes, slices=_times_of_slices(merged, p2p_s, next(iter(stages.values()))))
     return StageProfile(times, gradients, saved, vocab_bytes)
+
+
+def _time_host_updates(
+    clock: "_InstructionTimer",
+    parts: Sequence[Action],
+    read: Collection[tuple[int, int]],
+    handlers: Mapping[Kind, Callable[[Action], None]],
+    copies: Mapping[Kind, Callable[[Action], Callable[[], None]]],
+) -> None:
+    """Time the updates by the host, part by part, with the state of those in `read` on disk.
+
+    A kind's time is the mean over the parts of a stage.
+    """
+    clock.time((Kind.CLIP, -1), lambda: handlers[Kind.CLIP](Action(Kind.CLIP)))
+    for action in parts:
+        key = action.stage
+        clock.time((Kind.OFFLOAD_GRAD, key), lambda action=action: copies[Kind.OFFLOAD_GRAD](action)())
+        on_disk = (action.stage, action.slice) in read
+        if on_disk:
+            clock.time((Kind.READ_STATE, key), lambda action=action: copies[Kind.READ_STATE](action)())
+        clock.time((Kind.UPDATE, key), lambda action=action: handlers[Kind.UPDATE](action))
+        clock.time((Kind.RELOAD_PARAM, key), lambda action=action: copies[Kind.RELOAD_PARAM](action)())
+        if on_disk:
+            clock.time((Kind.WRITE_STATE, key), lambda action=action: copies[Kind.WRITE_STATE](action)())
 
 
 def _times_of_slices(merged: Mapping[TimedKey, float], p2p_s: float, stage: DecoderStage) -> tuple[OpTimes, ...]:
@@ -233,7 +263,10 @@ def _profile_stage(stage: DecoderStage, clock: _InstructionTimer, backwards: lis
     lengths = [len(positions) for positions in stage.default_slices]
     slices = (tokens,) if len(lengths) == 1 else tuple(part.clone() for part in tokens.split(lengths, dim=1))
     keys = (sample_keys(0, range(len(tokens)), stage.world.device),) * len(slices)
-    stage.inputs = StageInputs(slices, slices, tokens.numel(), dropout_keys_M=keys)
+    further = tuple(
+        tuple(shift_further(part, part, depth) for depth in range(1, stage.spec.mtp_layers + 1)) for part in slices
+    )
+    stage.inputs = StageInputs(slices, slices, tokens.numel(), dropout_keys_M=keys, further_M=further)
     kept_bytes = 0
 
     def run_backwards() -> None:

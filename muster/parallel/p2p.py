@@ -134,7 +134,7 @@ def tied_embedding_routes(spec: ModelSpec, world: World, stages: Iterable[int]) 
     ranks."""
     routes = {}
     # Under vocabulary parallelism a tied weight is one parameter, sharded over all pipeline ranks: there is no copy.
-    for stage in stages if spec.tied_embeddings and not world.plan.vocab_parallel else ():
+    for stage in stages if spec.embeds_on_last_stage and not world.plan.vocab_parallel else ():
         other = world.plan.tied_embedding_peer(stage)
         layouts = {layout.name: layout for layout in stage_layouts(spec, world.plan, stage, world.at)}
         if other is not None:

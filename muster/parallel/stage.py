@@ -1,9 +1,9 @@
 """Pipeline stages at run time: the module, its parallelism, and the tensors that passes keep for later passes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -11,10 +11,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from muster.config.freezing import is_frozen, is_frozen_up_to
 from muster.config.optim_config import OptimConfig
+from muster.layout.expert_placement import expert_order
 from muster.layout.sequence_slices import sequence_slices
 from muster.layout.tensor_layout import (
     TensorLayout,
     chunk_bounds,
+    computed_layers,
     has_vocab_shard,
     is_expert,
     stage_layouts,
@@ -70,8 +72,12 @@ from muster.parallel.world import World
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan, ZeroLevel
 
-NUM_LOSSES = 4
-"""Losses that a stage sums: cross-entropy, z-loss, load-balancing loss of routers, their z-loss."""
+if TYPE_CHECKING:
+    from muster.parallel.cuda_graphs import PassGraphs
+
+NUM_LOSSES = 5
+"""Losses that a stage sums: cross-entropy, z-loss, load-balancing loss of routers, their z-loss, weighted loss of
+multi-token prediction."""
 
 
 class Stage(Protocol):
@@ -127,6 +133,8 @@ class DecoderStage:
     """
 
     offload_type = ActivationOffload
+    pass_graphs: "PassGraphs | None" = None
+    """Graphs that passes are replayed from once they are captured."""
 
     def __init__(
         self,
@@ -168,15 +176,15 @@ class DecoderStage:
             apply_context_parallel(self.module, self.context_axis, plan.context_ranks(plan.mesh(index)))
             apply_context_groups(self.module, world.context_blocks())
         self._slices = apply_slices(self.module) if plan.sequence_slices > 1 else None
-        apply_expert_parallel(self.module, world.expert_axis(), plan.expert_dispatch(plan.mesh(index)))
+        self._spread_experts(world)
         self._weight_grads = WeightGradStore()
         # A rank that shares its parameters with no other reduces in its backwards: see `apply_fsdp`.
         self._zero: ZeroLevel = strategy.zero if world.groups.data_mesh() is not None else "z2"
         if self.tp_axis is not None or split_backward:
             apply_parallel_linears(self.module, self.tp_axis, self._weight_grads, self._routes_own_tokens)
-        if plan.precision == "fp8" and has_float8(world.device):
+        if plan.precision == "fp8" and has_float8(world.device, plan.fp8_recipe):
             for block in self.module.blocks():
-                apply_float8(block)
+                apply_float8(block, plan.fp8_recipe)
         if is_compiled(plan, spec, world.device):
             compile_blocks(self.module, world.device)
         self._offload = self.offload_type(world.device)
@@ -209,13 +217,18 @@ class DecoderStage:
         """Input of each micro-batch and the start of its backward: the loss, or the output's edge in the autograd
         graph, which doesn't keep the output alive; None where all that made it is frozen."""
 
+    def _spread_experts(self, world: World) -> None:
+        plan, order_of = world.plan, partial(expert_order, self.spec, world.plan)
+        apply_expert_parallel(self.module, world.expert_axis(), plan.expert_dispatch(plan.mesh(self.index)), order_of)
+
     def _save_less(self, plan: Plan) -> None:
         """Let layers save, recompute and offload what the plan says."""
-        for layer, block in zip(self.layers, self.module.blocks(), strict=True):
+        computed = computed_layers(self.spec, plan, self.index)
+        for layer, block in zip(computed, self.module.blocks(), strict=True):
             apply_recompute(block, plan.strategy(layer).recompute)
             if plan.sequence_tiles > 1:
                 apply_tiles(block, plan.sequence_tiles)
-            if plan.strategy(layer).offload in ("activations", "all"):
+            if plan.strategy(layer).offload == "activations":
                 self._offload.track_layer(block)
 
     def _materialize(self) -> None:
@@ -231,6 +244,16 @@ class DecoderStage:
     def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
         """Run the forward: return hidden states (B, S, D), or on the last stage the micro-batch's term of the step's
         loss (a scalar). Under vocabulary parallelism the last stage returns hidden states, too."""
+        if self._replays and torch.is_grad_enabled():
+            return self.pass_graphs.forward(micro_batch, x)  # type: ignore[union-attr]
+        return self.run_forward(micro_batch, x)
+
+    @property
+    def _replays(self) -> bool:
+        return self.pass_graphs is not None and self.pass_graphs.is_captured
+
+    def run_forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
+        """Run `forward` operator by operator."""
         assert self.inputs is not None
         if self.reads_tokens:
             x = self.inputs.tokens_M[micro_batch]
@@ -249,24 +272,35 @@ class DecoderStage:
         self.module.position_state.documents = documents
         keys_M = self.inputs.dropout_keys_M if torch.is_grad_enabled() else None
         self.module.dropout_state.keys_B = None if keys_M is None else keys_M[micro_batch]
-        is_tiled = self.computes_loss and self.world.plan.sequence_tiles > 1
-        if is_tiled:
-            self.module.reduce_hidden = partial(self._tiled_losses, self.inputs.labels_M[micro_batch], self.inputs)
+        further = self.inputs.further_M[micro_batch] if self._predicts_further else ()
+        reduces = self.computes_loss and (self.world.plan.sequence_tiles > 1 or len(further) > 0)
+        if reduces:
+            labels_D = (self.inputs.labels_M[micro_batch], *(one.labels_BS for one in further))
+            self.module.reduce_hidden = partial(self._losses_of_hidden, labels_D, self.inputs)
+            self.module.further_tokens = [one._replace(counted_BS=self._routed_part(one.counted_BS)) for one in further]
         # Tensor-parallel ranks that route the same tokens each make a part of the gradients of routers, and so of those
         # of their losses.
         tp = 1 if self.tp_axis is None or self._routes_own_tokens else self.tp_axis.size
         self.module.router_state.loss_weight = self.inputs.loss_scale / self.inputs.num_valid / tp
+        counted_M = self.inputs.counted_M
+        self.module.router_state.counted_BS = None if counted_M is None else self._routed_part(counted_M[micro_batch])
         y = self.module(x)
         if self.computes_loss:
-            if is_tiled:
-                self.module.reduce_hidden = None
-                losses = LossSums(y[0], *y[1:].detach())
+            further_loss = None
+            if reduces:
+                self.module.reduce_hidden, self.module.further_tokens = None, ()
+                sums_DL = y.view(-1, 3)
+                losses = LossSums(sums_DL[0, 0], *sums_DL[0, 1:].detach())
+                if further:
+                    further_loss = sums_DL[1:, 0].mean() * self.spec.mtp_loss_scaling_factor
             else:
                 loss_of = self._loss_function(self.inputs)
                 losses = loss_of(y, self.inputs.labels_M[micro_batch])
             if self.world.at.tp == 0:  # the other tensor-parallel ranks have the same losses
                 self._losses[:2] += torch.stack((losses.cross_entropy, losses.z_loss))
-            y = losses.total * (self.inputs.loss_scale / self.inputs.num_valid)
+                self._losses[4] += 0 if further_loss is None else further_loss.detach()
+            total = losses.total if further_loss is None else losses.total + further_loss
+            y = total * (self.inputs.loss_scale / self.inputs.num_valid)
         if torch.is_grad_enabled():
             start = (y if self.computes_loss else get_gradient_edge(y)) if y.requires_grad else None
             self._saved[micro_batch] = (None if self.reads_tokens else x, start)
@@ -287,6 +321,24 @@ class DecoderStage:
         state.positions, state.length = slices[part], slices[-1].stop
         positions = self.module.position_state
         positions.offset, positions.table_length = state.positions.start, state.length
+
+    def _routed_part(self, x_BS: Tensor) -> Tensor:
+        """Return the positions that this rank routes, of a tensor for all that its tensor-parallel ranks have."""
+        if self.tp_axis is None or not self._routes_own_tokens:
+            return x_BS
+        return x_BS.unflatten(1, (self.tp_axis.size, -1))[:, self.tp_axis.index]
+
+    @property
+    def _predicts_further(self) -> bool:
+        """True if the next forward trains layers for multi-token prediction."""
+        return self.computes_loss and self.spec.mtp_layers > 0 and torch.is_grad_enabled()
+
+    def _losses_of_hidden(self, labels_D: Sequence[Tensor], inputs: StageInputs, x_BSD: Tensor, depth: int) -> Tensor:
+        """Return the sums of the losses (3) of the hidden states that the head reads at one depth; `labels_D`: the
+        labels (B, S) of all."""
+        if self.world.plan.sequence_tiles > 1:
+            return self._tiled_losses(labels_D[depth], inputs, x_BSD)
+        return torch.stack(self._loss_function(inputs)(self.module.logits(x_BSD), labels_D[depth]))
 
     def _tiled_losses(self, labels_BS: Tensor, inputs: StageInputs, x_BSD: Tensor) -> Tensor:
         """Return the sums of the losses (3) of hidden states after the last norm, from logits of a tile at a time."""
@@ -321,9 +373,12 @@ class DecoderStage:
     def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
         """Add to the parameters' gradients and return that of the input (B, S, D); None on the first stage."""
         self._count_backward()
-        return self._backward(micro_batch, gradient)
+        if self._replays:
+            return self.pass_graphs.backward(micro_batch, gradient)  # type: ignore[union-attr]
+        return self.run_backward(micro_batch, gradient)
 
-    def _backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
+    def run_backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
+        """Run `backward` operator by operator."""
         x, start = self._saved.pop(micro_batch)
         self._offload.discard(micro_batch)
         if self._slices is not None:
@@ -341,7 +396,7 @@ class DecoderStage:
     def backward_input(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
         """Run `backward` but for the gradients of matrices, which are left to `backward_weight`."""
         with self._weight_grads.deferring(micro_batch), no_gradient_sync(self.module, self._zero):
-            return self._backward(micro_batch, gradient)
+            return self.run_backward(micro_batch, gradient)
 
     def backward_weight(self, micro_batch: int) -> None:
         """Add the gradients that `backward_input` deferred."""
@@ -369,7 +424,7 @@ class DecoderStage:
     @property
     def offloaded_bytes(self) -> int:
         """Bytes copied to and from host memory so far."""
-        return self._offload.copied_bytes
+        return self._offload.link.copied_bytes
 
     @cached_property
     def default_slices(self) -> tuple[range, ...]:
@@ -419,9 +474,13 @@ class DecoderStage:
         attach_local_gradients(self.module, self.parameters)
 
     def zero_grad(self) -> None:
-        """Drop the step's gradients."""
+        """Drop the step's gradients; where graphs add to them, set them to zero."""
         self._num_backwards = 0
         drop_partial_reductions(self.module)
+        if self.pass_graphs is not None and self.pass_graphs.keeps_gradients:
+            held = [*self.module.parameters(), *self.parameters.values()]
+            torch._foreach_zero_([tensor.grad for tensor in held if tensor.grad is not None])
+            return
         self.module.zero_grad(set_to_none=True)
         for local in self.parameters.values():
             local.grad = None
@@ -433,22 +492,23 @@ class DecoderStage:
             return None
         layers = self.spec.expert_layers
         total = torch.zeros(len(layers), self.spec.moe.num_experts + 1, dtype=torch.float64, device=self.world.device)
-        for layer, block in zip(self.layers, self.module.blocks(), strict=True):
+        numbers = (*self.layers, *self.spec.last_layers(self.is_last))
+        for layer, block in zip(numbers, self.module.blocks(), strict=True):
             if isinstance(block.mlp, MoeMlp) and (load := block.mlp.router.pop_load()) is not None:
                 total[layers.index(layer)] += load
         return total if self.world.at.tp == 0 or self._routes_own_tokens else torch.zeros_like(total)
 
     def pop_losses(self) -> Tensor:
-        """Return the losses summed over this rank's tokens since the last call: float64 [NUM_LOSSES]. The first two are
-        zeros unless the stage is the last, the others unless it has experts."""
+        """Return the losses summed over this rank's tokens since the last call: float64 [NUM_LOSSES]. The first two
+        and the last are zeros unless the stage is the last, the others unless it has experts."""
         if self.vocab is not None:
             for losses in self.vocab.pop_losses():
                 self._losses[:2] += losses
         router_losses = self.module.router_state.pop_sums()
         if router_losses is not None and (self.world.at.tp == 0 or self._routes_own_tokens):
-            self._losses[2:] += router_losses
-        losses = self._losses
-        self._losses = torch.zeros_like(losses)
+            self._losses[2:4] += router_losses
+        losses = self._losses.clone()
+        self._losses.zero_()  # graphs add to this very tensor
         return losses
 
 

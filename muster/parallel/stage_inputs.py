@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from muster.model.documents import Documents
+from muster.model.further_tokens import FurtherTokens
 
 
 @dataclass
@@ -23,11 +24,16 @@ class StageInputs:
     """Non-ignored labels of the whole step, over all ranks; the sum of the losses is divided by it."""
     z_loss_coefficient: float = 0.0
     """Coefficient of the z-loss; see `muster.model.loss`."""
-    loss_scale: float = 1.0
-    """Factor of the loss, and so of every gradient (fp16 loss scaling)."""
+    loss_scale: float | Tensor = 1.0
+    """Factor of the loss, and so of every gradient (fp16 loss scaling); a scalar on the device for passes that are
+    captured, which remember no numbers of the host that change."""
     plugin_loss: Callable[[Tensor, Tensor], Tensor] | None = None
     """A plugin's loss of logits (N, V) and labels (N), summed over the labels that count; None: cross-entropy."""
     documents_M: tuple[Documents | None, ...] | None = None
     """Documents of each micro-batch; None if every sequence is one document."""
     dropout_keys_M: tuple[Tensor, ...] | None = None
     """Key of each sample of each micro-batch (`muster.model.dropout.sample_keys`); None: nothing is dropped."""
+    further_M: tuple[tuple[FurtherTokens, ...], ...] = ()
+    """Data of each micro-batch for each depth of multi-token prediction; empty in a model without it."""
+    counted_M: tuple[Tensor, ...] | None = None
+    """Positions of each micro-batch that are no padding, bool (B, S); None: all."""

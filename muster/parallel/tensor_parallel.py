@@ -17,8 +17,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from muster.model.adapters import LoraLinear
 from muster.model.attention import Attention
-from muster.model.decoder import Decoder
+from muster.model.decoder import Decoder, MtpLayer
 from muster.model.experts import Experts, MoeMlp
 from muster.model.grouped_matmul import grouped_linears
 from muster.model.kernels import accumulation_dtype, soft_cap_, soft_cap_slope_
@@ -236,14 +237,39 @@ class _GatherPositions(torch.autograd.Function):
 def column_parallel_linear(
     axis: TensorAxis | None, weight_grads: WeightGradStore, x: Tensor, *linears: nn.Linear
 ) -> tuple[Tensor, ...]:
-    """Apply column-parallel linear layers to one hidden state: each rank gets the outputs of its weights' rows."""
-    parameters = (*(linear.weight for linear in linears), *(linear.bias for linear in linears))
-    return _ParallelLinears.apply(axis, weight_grads, x, len(linears), *parameters)  # type: ignore[return-value]
+    """Apply column-parallel linear layers to one hidden state: each rank gets the outputs of its weights' rows.
+
+    A of an adapter is one more matrix of that hidden state, which every rank has whole, so that it needs no
+    communication of its own; B has rows like the weight's.
+    """
+    adapted = [(index, linear) for index, linear in enumerate(linears) if isinstance(linear, LoraLinear)]
+    weights = (*(linear.weight for linear in linears), *(linear.lora_A.weight for _, linear in adapted))
+    biases = (*(getattr(linear, "inner_bias", linear.bias) for linear in linears), *(None for _ in adapted))
+    made: tuple[Tensor, ...] = _ParallelLinears.apply(axis, weight_grads, x, len(weights), *weights, *biases)  # type: ignore[assignment]
+    outputs = list(made[: len(linears)])
+    for (index, linear), inner in zip(adapted, made[len(linears) :], strict=True):
+        outputs[index] = _add_adapter(weight_grads, outputs[index], inner, linear)
+    return tuple(outputs)
+
+
+def _add_adapter(weight_grads: WeightGradStore, y: Tensor, inner_BSr: Tensor, linear: LoraLinear) -> Tensor:
+    """Return a linear layer's output with that of its adapter, of which `inner_BSr` is A x."""
+    change = _ParallelLinears.apply(None, weight_grads, inner_BSr, 1, linear.lora_B.weight, None)[0]  # type: ignore[index]
+    return linear.combine(y, change)
 
 
 def row_parallel_linear(axis: TensorAxis | None, weight_grads: WeightGradStore, x: Tensor, linear: nn.Linear) -> Tensor:
     """Apply a row-parallel linear layer and sum over the ranks; the bias, whole on every rank, is added once, to the
-    sum."""
+    sum. An adapter's partial results, of columns of A, are added before."""
+    if isinstance(linear, LoraLinear):
+        bias = linear.inner_bias if axis is None else None
+        weights = linear.weight, linear.lora_A.weight
+        y, inner = _ParallelLinears.apply(None, weight_grads, x, 2, *weights, bias, None)  # type: ignore[misc]
+        y = _add_adapter(weight_grads, y, inner, linear)
+        if axis is None:
+            return y
+        y = _ReduceFromTensorParallelRegion.apply(axis, y)  # type: ignore[assignment]
+        return y if linear.bias is None else y.add_(linear.bias)
     if axis is None:
         return _ParallelLinears.apply(None, weight_grads, x, 1, linear.weight, linear.bias)[0]  # type: ignore[index]
     if axis.async_tp:
@@ -436,7 +462,7 @@ def apply_parallel_linears(
             part.grouped_linears = partial(grouped_linears, weight_grad=weight_grads.compute_or_defer_grouped)  # type: ignore[method-assign]
         if isinstance(part, LatentAttention) and axis is not None:
             part.enter_latents = partial(enter_latents_parallel, axis)  # type: ignore[method-assign]
-        if isinstance(part, MoeMlp | LinearAttention | LatentAttention):
+        if isinstance(part, MoeMlp | LinearAttention | LatentAttention | MtpLayer):
             part.local_linears = partial(column_parallel_linear, None, weight_grads)  # type: ignore[method-assign]
         if isinstance(part, MoeMlp) and axis is not None:
             _set_ends_of_experts(part, axis, routes_own_tokens)

@@ -14,6 +14,8 @@ from muster.config.local_machine import (
     usable_cores,
     with_num_ranks,
 )
+from muster.config.optim_config import OptimConfig
+from muster.config.optimizer_state import whole_matrix_shapes
 from muster.config.optimizers import OPTIMIZERS
 from muster.config.run_config import RunConfig
 from muster.planner.evaluated_plan import EvaluatedPlan
@@ -27,8 +29,10 @@ from muster.planner.simple_first import find_simplest
 from muster.planner.simplicity import PREDICTION_ERROR
 from muster.plugins.registry import get_component
 from muster.spec.cluster import ClusterSpec
+from muster.spec.cuda_graphs import require_static_shapes
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.legality import required_world_size
+from muster.spec.model import parameter_shapes
 from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan import LayerStrategy, Plan
 from muster.spec.plan_name import format_plan_name
@@ -113,12 +117,15 @@ def _eager_if_unpacked(plan: Plan, config: RunConfig) -> Plan:
 
 
 def _require_packing_runs(config: RunConfig) -> None:
-    """Raise InfeasibleError where the packing of documents doesn't go with compile or with a plugin's model."""
+    """Raise InfeasibleError where the packing of documents doesn't go with compile, CUDA graphs or a plugin's
+    model."""
     if config.data.packing == "none" and config.parallel.compile:
         raise InfeasibleError(
             "data.packing none can't be run with compile, which would follow the lengths of samples from batch to"
             " batch: leave compile out, or take data.packing next_fit, whose samples have one length"
         )
+    if config.parallel.cuda_graphs:
+        require_static_shapes(config.data.packing)
     plugin = plugin_model(config.model)
     if plugin is not None and config.data.packing != "concatenate" and not plugin.document_mask:
         raise InfeasibleError(
@@ -188,10 +195,33 @@ def _require_parts_run(config: RunConfig) -> None:
             f"train.loss {train.loss} reads the logits of all words, which tp and vocab_parallel cut: take tp 1 and"
             " leave vocab_parallel out"
         )
+    for key, name in (("loss", train.loss), ("training_step", train.training_step)):
+        if name is not None and plan.cuda_graphs:
+            raise InfeasibleError(
+                f"train.{key} {name} of a plugin may read values, which a captured pass can't: leave cuda_graphs out"
+            )
+    if any(strategy.offload_optimizer != "none" for strategy in plan.strategies):
+        _require_host_updates(config)
     if train.training_step is not None and plan.post_validation:
         raise InfeasibleError(
             f"train.training_step {train.training_step} sees the gradient norm of all ranks, which post_validation"
             " doesn't wait for: leave pv out"
+        )
+
+
+def _require_host_updates(config: RunConfig) -> None:
+    """Raise InfeasibleError where the host can't make a run's updates."""
+    optim, shapes = config.optim, dict(parameter_shapes(config.model))
+    if optim.name not in OPTIMIZERS or whole_matrix_shapes(optim, shapes):
+        elementwise = [name for name in OPTIMIZERS if not whole_matrix_shapes(OptimConfig(name=name, lr=1.0), shapes)]
+        raise InfeasibleError(
+            f"optim.name {optim.name} can't step in host memory, where each rank updates its own elements: take"
+            f" {' or '.join(elementwise)}, or leave oopt out of the plan"
+        )
+    if config.train.training_step is not None:
+        raise InfeasibleError(
+            f"train.training_step {config.train.training_step} steps the optimizer on the device: leave oopt out of the"
+            " plan"
         )
 
 

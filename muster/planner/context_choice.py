@@ -15,7 +15,6 @@ from muster.spec.context_kinds import CONTEXT_KINDS
 from muster.spec.context_rules import context_violations, group_degrees
 from muster.spec.frameworks import MUSTER
 from muster.spec.plan import Mesh, Plan
-from muster.spec.workload import Workload
 
 LEAST_GAIN = 0.005
 """Part of the time that another kind than the ring must save to be chosen."""
@@ -31,7 +30,7 @@ def context_fields(request: PlanRequest, tp: int, cp: int) -> dict[str, Any]:
     if cp == 1 or base["cp_comm_type"] != "p2p" or request.framework.name != MUSTER.name:
         return base
     known = request.cost_cache.tables(
-        request.model, request.workload.seq_len, request.cluster, request.framework
+        request.model, request.workload, request.cluster, request.framework
     ).context_fields
     key = tp, cp, request.precision
     if key not in known:
@@ -68,7 +67,7 @@ def _candidates(request: PlanRequest, tp: int, cp: int) -> Iterator[Plan]:
 
 def _passes_s(request: PlanRequest, plan: Plan) -> float:
     """Return the seconds of one micro-batch's forward and backward through all layers."""
-    one_sequence = Workload(seq_len=request.workload.seq_len, global_batch_size=1)
+    one_sequence = request.workload.model_copy(update={"global_batch_size": 1})
     own = request.model, plan, one_sequence, request.cluster, request.framework
     if request.cluster.device.rates is not None:
         times = plan_times(*own, cache=request.cost_cache, optim=request.optim)

@@ -14,12 +14,11 @@ from muster.planner.request import PlanRequest
 from muster.schedule.action import Kind
 from muster.spec.plan import Plan
 from muster.spec.supported import unsupported_features
-from muster.spec.workload import Workload
 
 LEAST_GAIN = 0.005
 """Part of the time that another dispatcher than the plain all-to-all must save to be chosen."""
 DISPATCH_FIELDS = ("ep_dispatcher", "ep_inner_size", "ep_chunks")
-CHUNK_COUNTS = (2, 4)
+CHUNK_COUNTS = (2, 4, 8)
 """Numbers of chunks in flight that are tried."""
 
 
@@ -42,9 +41,9 @@ def dispatch_fields(request: PlanRequest, tp: int, cp: int, ep: int, sp: bool) -
     if ep == 1 or is_chosen or request.framework.storage == "megatron" or request.cluster.device.rates is not None:
         return base
     known = request.cost_cache.tables(
-        request.model, request.workload.seq_len, request.cluster, request.framework
+        request.model, request.workload, request.cluster, request.framework
     ).dispatch_fields
-    key = tp, cp, ep, sp, request.precision
+    key = tp, cp, ep, expert_slices(request, tp, ep), sp, request.precision
     if key not in known:
         known[key] = _fastest(request, tp, cp, ep, sp)
     return known[key]
@@ -83,7 +82,7 @@ def _others(request: PlanRequest, plain: Plan) -> Iterator[Plan]:
 
 def _passes_s(request: PlanRequest, plan: Plan) -> float:
     """Return the seconds of one micro-batch's forward and backward through all layers."""
-    one_sequence = Workload(seq_len=request.workload.seq_len, global_batch_size=plan.mesh(0).dp_size)
+    one_sequence = request.workload.model_copy(update={"global_batch_size": plan.mesh(0).dp_size})
     placed = place_plan(request.model, plan, one_sequence, request.cluster, request.framework, cache=request.cost_cache)
     passes_s = StageTimes(placed, 0).passes_s
     return passes_s[Kind.F] + passes_s[Kind.B]

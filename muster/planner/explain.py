@@ -19,8 +19,9 @@ from muster.planner.space import (
 from muster.spec.cluster import NodeGroup
 from muster.spec.frameworks import FRAMEWORK_SCHEDULES, runs_schedule
 from muster.spec.legality import plan_violations
+from muster.spec.nearest_plans import MOST_DEVICES_WITH_NEAREST, nearest_plans
 from muster.spec.plan import Plan
-from muster.spec.plan_name import format_plan_name
+from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from muster.spec.supported import unsupported_features
 from muster.spec.units import pluralize
@@ -177,7 +178,7 @@ def suggest_legal(request: PlanRequest) -> str:
     for left_out in parts:
         rest = "-".join(part for part in parts if part != left_out)
         if _has_plans(refix_request(request, rest)):
-            return f"; there are plans without {left_out}"
+            return f"; there are plans without {left_out}{_nearest_legal(request)}"
     for more in sorted(
         {max(1, batch // world) * world, -(-batch // world) * world}, key=lambda size: abs(size - batch)
     ):
@@ -185,6 +186,15 @@ def suggest_legal(request: PlanRequest) -> str:
         if more != batch and _has_plans(replace(request, workload=other)):
             return f"; there are plans for {pluralize(more, 'sequence')} a step (--global-batch {more})"
     return ""
+
+
+def _nearest_legal(request: PlanRequest) -> str:
+    """Return the plan that can run and is nearest to what is required, as an end of a sentence."""
+    asked = parse_plan_name(request.fixed_text, request.base)
+    devices = request.cluster.num_devices
+    own = request.model, request.workload, devices
+    near = nearest_plans(asked, *own, limit=1) if devices <= MOST_DEVICES_WITH_NEAREST else []
+    return f", the nearest being {format_plan_name(near[0])}" if near else ""
 
 
 def _has_plans(request: PlanRequest) -> bool:

@@ -214,7 +214,7 @@ class Frontier:
             self._push_tiled(tiled, bound)
             return
         self.budget.spend(fit_work(plan, self.request.workload))
-        fit, excess = self.memory_budget.start_fit(plan)
+        fit, excess = self.memory_budget.start_fit(plan, self.nearest_miss[0])
         if fit != [plan] and tiled is not None:
             self._push_tiled(tiled, bound)
         if isinstance(fit, PendingFit):
@@ -257,10 +257,10 @@ class Frontier:
         fitting: list[Plan] = []
         excess = inf
         if tiled is None or self.memory_budget.logits_fit(plan):
-            fitting, excess = self.memory_budget.fit(plan)
+            fitting, excess = self.memory_budget.fit(plan, self.nearest_miss[0])
             self.budget.spend(fit_work(plan, self.request.workload, by_layer=plan not in fitting))
         if not fitting and tiled is not None:
-            fitting, excess = self.memory_budget.fit(tiled)
+            fitting, excess = self.memory_budget.fit(tiled, self.nearest_miss[0])
             self.budget.spend(fit_work(plan, self.request.workload, by_layer=tiled not in fitting))
         self._note_nearest_miss(plan, fitting, excess)
         return fitting

@@ -15,6 +15,9 @@ from muster.schedule.build import build_program
 from muster.schedule.program import Program
 from muster.spec.plan import Plan
 
+MAX_PASS_TIMES = 4096
+"""Plans whose pass times are kept: a plan is bounded, fitted and perhaps balanced in a row."""
+
 
 class PlanCosts:
     """Cache of the times and Programs of one request's plans."""
@@ -22,6 +25,7 @@ class PlanCosts:
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
         self._op_times: dict[Plan, OpTimes] = {}
+        self._pass_times: dict[Plan, PassTimes] = {}
         self._programs: dict[tuple, Program] = {}
         self._last_pinned_program: tuple[tuple, Program] | None = None
         """Program of the latest plan with a pinned schedule, which no other plan shares."""
@@ -37,9 +41,15 @@ class PlanCosts:
 
     def pass_times(self, plan: Plan) -> PassTimes:
         """Return the times of a plan's passes, far faster than all its `op_times` where devices have data sheets."""
-        if self.request.cluster.device.rates is not None:
-            return pass_times_of_op_times(plan, self.op_times(plan))
-        return pass_times_of_placed(self.placed(plan))
+        if plan not in self._pass_times:
+            if self.request.cluster.device.rates is not None:
+                found = pass_times_of_op_times(plan, self.op_times(plan))
+            else:
+                found = pass_times_of_placed(self.placed(plan))
+            if len(self._pass_times) >= MAX_PASS_TIMES:
+                self._pass_times.clear()
+            self._pass_times[plan] = found
+        return self._pass_times[plan]
 
     def placed(self, plan: Plan) -> PlacedPlan:
         """Return a plan with its ranks laid on the cluster."""

@@ -1,7 +1,11 @@
 """Evaluation of plans: cheap lower bounds and memory limits, or a full simulation."""
 
+from collections import OrderedDict
 from copy import copy
+from dataclasses import dataclass, replace
+from itertools import count
 
+from muster.cost.time.cost_cache import CostCache
 from muster.planner.balance import balance_layers
 from muster.planner.bounds.lower_bounds import LowerBounds
 from muster.planner.evaluated_plan import EvaluatedPlan
@@ -15,6 +19,11 @@ from muster.simulate.predict import predict
 from muster.spec.errors import InfeasibleError
 from muster.spec.plan import Plan, StageSpec
 
+_NUMBERS = count()
+
+MAX_RESTORED = 8
+"""Evaluators with their caches that a process keeps for the searches of others."""
+
 
 class PlanEvaluator:
     """Evaluates the plans of one request, and keeps the costs that many of them share."""
@@ -22,6 +31,8 @@ class PlanEvaluator:
     def __init__(self, request: PlanRequest) -> None:
         """Raise InfeasibleError where the cluster's price or power is unknown and the objective needs it."""
         self.request = request
+        self.number = next(_NUMBERS)
+        """Number that evaluators with shared caches have in common."""
         self.costs = PlanCosts(request)
         self.memory_budget = MemoryBudget(request, self.costs)
         self.batch_splitter = BatchSplitter(request, whole_model_s)
@@ -51,6 +62,12 @@ class PlanEvaluator:
         narrow.bounds.request = request
         narrow.bounds.memory_budget = narrow.memory_budget
         return narrow
+
+    @property
+    def recipe(self) -> "EvaluatorRecipe":
+        """Recipe from which another process makes the same evaluator."""
+        requests = (replace(one, cost_cache=CostCache()) for one in (self.costs.request, self.request))
+        return EvaluatorRecipe(self.number, *requests, self.shape_work, self.memory_budget.head_room > 0)
 
     def evaluate(self, plan: Plan) -> EvaluatedPlan:
         """Simulate a step of a plan."""
@@ -85,6 +102,33 @@ class PlanEvaluator:
             self._balanced_stages[key] = balanced and balanced.stages
         stages = self._balanced_stages[key]
         return plan.model_copy(update={"stages": stages}) if stages else None
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatorRecipe:
+    """An evaluator without its caches, for another process."""
+
+    number: int
+    base: PlanRequest
+    """Request that the caches are for."""
+    request: PlanRequest
+    shape_work: float
+    leaves_head_room: bool
+
+    def restore(self) -> PlanEvaluator:
+        """Return the evaluator, with the caches of those with its number that this process has restored before."""
+        if self.number not in _RESTORED:
+            _RESTORED[self.number] = PlanEvaluator(self.base)
+        _RESTORED.move_to_end(self.number)
+        while len(_RESTORED) > MAX_RESTORED:
+            _RESTORED.popitem(last=False)
+        base = _RESTORED[self.number]
+        found = base.narrowed(replace(self.request, cost_cache=base.request.cost_cache))
+        found.shape_work = self.shape_work
+        return found if self.leaves_head_room else found.without_head_room()
+
+
+_RESTORED: OrderedDict[int, PlanEvaluator] = OrderedDict()
 
 
 def _value_per_second(request: PlanRequest) -> float:

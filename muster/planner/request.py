@@ -19,6 +19,7 @@ from muster.spec.frameworks import MUSTER
 from muster.spec.model import ModelSpec
 from muster.spec.plan import PRECISIONS, LayerStrategy, Plan, Precision
 from muster.spec.plan_name import parse_name_parts
+from muster.spec.routing_load import RoutingLoad
 from muster.spec.schedules import SCHEDULES
 from muster.spec.suggest import did_you_mean
 from muster.spec.supported import unsupported_parts
@@ -154,6 +155,23 @@ def build_request(
         conditions=conditions or TrainingConditions(),
         derived_lines=(*derived, *_substituted_peaks(cluster, kind)),
     )
+
+
+def with_placed_experts(request: PlanRequest, plan: Plan) -> Plan:
+    """Return a plan with the places of the experts that it was predicted with."""
+    load, degrees = request.workload.expert_load, {mesh.ep for mesh in plan.distinct_meshes}
+    if load is None or not load.is_placed or plan.expert_placement or len(degrees) > 1 or max(degrees) == 1:
+        return plan
+    return plan.model_copy(update={"expert_placement": load.placement(max(degrees))})
+
+
+def with_expert_load(request: PlanRequest, load: RoutingLoad) -> PlanRequest:
+    """Return the request for experts that have this load."""
+    line = f"experts loaded by {load.source}: the most chosen one gets {load.max_over_mean:.2f} times the mean"
+    if request.framework.name == MUSTER.name:  # whose runtime finds experts wherever they lie
+        load, line = load.placed(), f"{line}; plans place them evenly (-o writes how)"
+    workload = request.workload.model_copy(update={"expert_load": load})
+    return replace(request, workload=workload, derived_lines=(*request.derived_lines, line))
 
 
 def _require_memory(cluster: ClusterSpec, limit_bytes: int | None) -> None:

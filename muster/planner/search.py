@@ -17,7 +17,7 @@ from muster.planner.frontier import Frontier
 from muster.planner.lockstep import run_in_lockstep
 from muster.planner.node_order import is_heterogeneous
 from muster.planner.notable_plans import Trait
-from muster.planner.plan_evaluator import PlanEvaluator
+from muster.planner.plan_evaluator import EvaluatorRecipe, PlanEvaluator
 from muster.planner.request import PlanRequest
 from muster.planner.search_budget import SearchBudget, simulation_work
 from muster.planner.search_phases import best_first, local_search, probe, seed
@@ -147,22 +147,11 @@ def _search(evaluator: PlanEvaluator, wishes: _Wishes, budget: SearchBudget, pat
         ready = sorted((one for one in wishes.known if isinstance(one, EvaluatedPlan)), key=attrgetter("sort_key"))
         return SearchResult(evaluator, ready[: wishes.top], 0.0, None)
     until_first = budget.share(patience)
-    frontiers = [
-        Frontier(
-            evaluator,
-            wishes.top,
-            wishes.exact,
-            wishes.ceiling,
-            SearchBudget(end_s=budget.end_s),
-            (part, NUM_PARTS),
-            must_answer=wishes.ceiling == inf and not wishes.climbs,
-        )
-        for part in range(NUM_PARTS)
-    ]
-    for frontier in frontiers:
-        frontier.keep([FoundPlan(one.sort_key, one.plan) for one in wishes.known])
+    found = tuple(FoundPlan(one.sort_key, one.plan) for one in wishes.known)
+    frontiers = [_frontier(evaluator, replace(wishes, known=found), budget.end_s, part) for part in range(NUM_PARTS)]
+    job = _SearchJob(evaluator.recipe, replace(wishes, known=found), budget.end_s, SearchBudget.seconds_per_unit)
     with gc_paused():
-        group = run_in_lockstep([_search_part(frontier, wishes) for frontier in frontiers], budget.processes)
+        group = run_in_lockstep([_search_part(frontier, wishes) for frontier in frontiers], budget.processes, job)
         try:
             order = _Round(SEED_WORK, min(SEED_WORK, budget.left / NUM_PARTS), False, ())
             reports = group.step([order] * NUM_PARTS)
@@ -201,6 +190,38 @@ def _search(evaluator: PlanEvaluator, wishes: _Wishes, budget: SearchBudget, pat
         perf_counter() - begin_s,
         _merged_notable(reports),
     )
+
+
+def _frontier(evaluator: PlanEvaluator, wishes: _Wishes, end_s: float, part: int) -> Frontier:
+    """Return the frontier of one part, which knows the plans of the wishes."""
+    frontier = Frontier(
+        evaluator,
+        wishes.top,
+        wishes.exact,
+        wishes.ceiling,
+        SearchBudget(end_s=end_s),
+        (part, NUM_PARTS),
+        must_answer=wishes.ceiling == inf and not wishes.climbs,
+    )
+    frontier.keep([one for one in wishes.known if isinstance(one, FoundPlan)])
+    return frontier
+
+
+@dataclass(frozen=True, slots=True)
+class _SearchJob:
+    """A search for another process: a part of the parts."""
+
+    recipe: EvaluatorRecipe
+    wishes: _Wishes
+    end_s: float
+    pace_s: float
+
+    def coroutines(self, numbers: Sequence[int]) -> list[Generator[_PartReport, _Round, None]]:
+        """Return the coroutines of some parts."""
+        SearchBudget.seconds_per_unit = max(SearchBudget.seconds_per_unit, self.pace_s)
+        evaluator = self.recipe.restore()
+        frontiers = [_frontier(evaluator, self.wishes, self.end_s, part) for part in numbers]
+        return [_search_part(frontier, self.wishes) for frontier in frontiers]
 
 
 def _merged_notable(reports: Sequence[_PartReport]) -> tuple[FoundPlan, ...]:

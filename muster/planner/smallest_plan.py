@@ -136,7 +136,7 @@ def _kinds(request: PlanRequest) -> Iterator[_Changes]:
         yield _all_memory
     yield _more_devices
     yield _shorter_sequences
-    if request.fixed.get("offload", "none") == "none" and request.cluster.device.kind != "cpu":
+    if request.fixed.get("offload_optimizer", "none") == "none" and request.cluster.device.kind != "cpu":
         yield _optimizer_offload
 
 
@@ -197,8 +197,11 @@ def _optimizer_offload(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]
     state = MOMENT_BYTES * request.model.num_parameters
     if state > sum(size or state for size in hosts):
         return
-    change = "the optimizer's state in host memory, which is predicted but can't be run yet"
-    yield change, replace(request, fixed={**request.fixed, "offload": "optimizer"}, runnable=False)
+    change = "the optimizer's state in host memory, oopt in the plan's name"
+    offloaded = {"offload_optimizer": "host"}
+    strategy = request.base.default_strategy.model_copy(update=offloaded)
+    template = request.base.model_copy(update={"default_strategy": strategy})
+    yield change, replace(request, fixed={**request.fixed, **offloaded}, template=template)
 
 
 def describe_need(request: PlanRequest) -> str:

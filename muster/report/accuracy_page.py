@@ -115,7 +115,7 @@ def _dot(result: RowResult, x: float, y: float) -> Dot:
     assert result.inputs is not None
     row = result.row
     words = (
-        f"{row.model_name}, {row.n_gpus} × {row.gpu}\n{short_plan_name(result.inputs.cases[result.chosen].plan)}\n"
+        f"{row.model_name}, {row.n_gpus} × {row.gpu}\n{short_plan_name(result.case.plan)}\n"
         f"measured {format_seconds(result.measured_s)}, predicted {format_seconds(result.predicted_s)}\n{row.location}"
     )
     return Dot(x, y, words, 0 if result.is_fully_specified else 1)

@@ -225,7 +225,7 @@ def worst_rows(summary: Summary) -> list[Cells]:
     for result in summary.worst:
         assert result.inputs is not None
         row = result.row
-        plan = result.inputs.cases[result.chosen].plan
+        plan = result.case.plan
         rows.append(
             (
                 *(row.location, row.model_name, f"{row.n_gpus} × {row.gpu}", short_plan_name(plan)),

@@ -12,6 +12,7 @@ KINDS = {
     "muster": "Muster checkpoint",
     "hf": "Hugging Face directory",
     "dcp": "torch.distributed.checkpoint folder",
+    "peft": "PEFT directory",
     "megatron": "Megatron-LM checkpoint",
     "unknown": "directory",
 }

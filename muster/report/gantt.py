@@ -31,6 +31,7 @@ _LANE_NAMES: dict[Lane, str] = {
     "p2p": "sends and receives",
     "collective": "collectives",
     "host_copy": "copies",
+    "disk": "disk",
 }
 """Lanes as the legend names them."""
 

@@ -6,7 +6,7 @@ simulated colour blindness and the contrast of the text on them.
 
 from dataclasses import dataclass
 
-from muster.schedule.action import Kind
+from muster.schedule.action import COPIES, Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ PAINTS = (
     Paint(
         "step",
         "gradient norm, optimizer step",
-        (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.STEP),
+        (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.CLIP, Kind.UPDATE, Kind.STEP),
         "#2b2f36",
         "#ffffff",
         "#e3e7ec",
@@ -70,7 +70,7 @@ PAINTS = (
         "#1d2126",
         "#86c9f0",
     ),
-    Paint("copy", "copy to the host, back", (Kind.OFFLOAD, Kind.RELOAD), "#7a6bb0", "#ffffff", "#a196d3"),
+    Paint("copy", "copy to the host, back", COPIES, "#7a6bb0", "#ffffff", "#a196d3"),
     Paint("other", "other", (), "#8d8a96", "#101214", "#a3a0ad"),
 )
 """Colours of all kinds; the last is for any other."""

@@ -44,6 +44,10 @@ def headline_figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
     )
     yield "range", _range_text(prediction)
     yield "framework", prediction.framework.label(prediction.compiled)
+    if (load := prediction.workload.expert_load) is not None:
+        ep = prediction.plan.mesh(0).ep
+        by_rank = f", the fullest of {ep} ranks {load.imbalance(ep):.2f}" if ep > 1 else ""
+        yield "experts", f"the most chosen one has {load.max_over_mean:.2f} times the mean{by_rank} ({load.source})"
     if prediction.not_yet:
         yield "not yet", "; ".join(prediction.not_yet)
     yield "tokens/s", f"{format_count(prediction.tokens_per_s)}, {per_device}"
@@ -51,6 +55,7 @@ def headline_figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
     if prediction.model.architecture is not None:
         yield "layers", "plugin layers, predicted from the kernels of their forward, unmeasured"
     yield "fits", _fits(prediction)
+    yield from _host_tiers(prediction)
     yield from _memory_fixes(prediction)
     yield "cost", _cost(prediction)
 
@@ -91,6 +96,13 @@ def _fits(prediction: Prediction) -> str:
     reserve = f"the reserve of plans is {format_bytes(prediction.memory_reserve_bytes)}"
     held = f"holds {_size(fullest)} of {format_bytes(limit)} ({reserve})"
     return f"{answer}: the fullest rank, {fullest.rank}, {held}{host}"
+
+
+def _host_tiers(prediction: Prediction) -> Iterator[tuple[str, str]]:
+    """Yield what the fullest rank keeps in host memory and on disk, where it keeps anything there."""
+    for name, field in (("host", "host_bytes"), ("disk", "disk_bytes")):
+        if held := max((getattr(rank, field) for rank in prediction.forecast.ranks), default=0):
+            yield name, f"{format_bytes(held)} of each rank's state and buffers"
 
 
 def _memory_fixes(prediction: Prediction) -> Iterator[tuple[str, str]]:

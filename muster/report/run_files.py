@@ -13,6 +13,12 @@ from muster.config.migrations import migrate
 from muster.spec.dotted_keys import flatten
 from muster.spec.errors import ConfigError
 from muster.spec.plan import Plan
+from muster.spec.units import pluralize
+
+RESTARTS_FILE = "restarts.jsonl"
+"""File of a run directory with a line for each restart."""
+_MOST_TOLD = 5
+"""Restarts whose reasons a note tells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,7 @@ def read_run_plan(run_dir: Path) -> Plan:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics file; a line cut short by a kill is skipped."""
+    """Return the rows of a file with an object a line; a line cut short by a kill is skipped."""
     rows = []
     if path.exists():
         for line in path.read_text().splitlines():
@@ -62,6 +68,21 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             except json.JSONDecodeError:
                 continue
     return rows
+
+
+def last_step(run_dir: Path) -> int:
+    """Return the last step of which a run has written metrics; 0 without one."""
+    return max((row.get("step", 0) for row in read_metrics(run_dir / "metrics.jsonl")[-1:]), default=0)
+
+
+def restarts_note(run_dir: Path) -> str | None:
+    """Return a sentence about the restarts of a run; None where there were none."""
+    rows = read_metrics(run_dir / RESTARTS_FILE)
+    if not rows:
+        return None
+    told = "; ".join(f"after step {row['step']}, when {row['reason']}" for row in rows[-_MOST_TOLD:])
+    last = f", the last {_MOST_TOLD}" if len(rows) > _MOST_TOLD else ""
+    return f"{pluralize(len(rows), 'restart')}{last}: {told}"
 
 
 def _read(directory: Path, name: str) -> RunRecord:

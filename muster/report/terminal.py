@@ -120,7 +120,10 @@ def _storage(plan: Plan, num_layers: int) -> str:
 
 
 def _strategy(strategy: LayerStrategy) -> str:
-    return f"{strategy.zero}, {_mode_text(strategy.recompute, 'recompute')}, {_mode_text(strategy.offload, 'offload')}"
+    tier = strategy.offload_optimizer
+    optimizer = "" if tier == "none" else f", optimizer state {'on disk' if tier == 'disk' else 'in host memory'}"
+    modes = f"{_mode_text(strategy.recompute, 'recompute')}, {_mode_text(strategy.offload, 'offload')}"
+    return f"{strategy.zero}, {modes}{optimizer}"
 
 
 def _mode_text(choice: str, what: str) -> str:

@@ -1,15 +1,17 @@
 """Actions, the instructions of a schedule, such as `2F0` (stage 2, forward, micro-batch 0), and their kinds."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import repeat
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-Lane = Literal["compute", "p2p", "collective", "host_copy"]
-LANES: tuple[Lane, ...] = ("compute", "p2p", "collective", "host_copy")
+Lane = Literal["compute", "p2p", "collective", "host_copy", "disk"]
+LANES: tuple[Lane, ...] = ("compute", "p2p", "collective", "host_copy", "disk")
+COPY_LANES: tuple[Lane, ...] = ("host_copy", "disk")
+"""Lanes whose instructions run beside the passes; those that need their results wait for them."""
 
 
 class Kind(StrEnum):
@@ -44,6 +46,12 @@ class Kind(StrEnum):
     ALL_REDUCE_TIED = "ALL_REDUCE_TIED"
     GRAD_NORM = "GRAD_NORM"
     GRAD_NORM_ASYNC = "GRAD_NORM_ASYNC"
+    CLIP = "CLIP"
+    OFFLOAD_GRAD = "OFFLOAD_GRAD"
+    READ_STATE = "READ_STATE"
+    UPDATE = "UPDATE"
+    RELOAD_PARAM = "RELOAD_PARAM"
+    WRITE_STATE = "WRITE_STATE"
     STEP = "STEP"
 
     __hash__ = str.__hash__  # Enum's own is a Python function: a large program looks up a million kinds
@@ -65,6 +73,9 @@ class KindTraits:
     | `w` | activations and gradients saved by a split backward for `W` |
     | `o` | `a` in host memory |
     | `p` | unsharded parameters (one for all micro-batches) |
+    | `m` | gradients in host memory of one part of a stage's parameters (the slice of its action) |
+    | `v` | optimizer state of that part, read from disk |
+    | `n` | updated parameters of that part in host memory |
 
     Under vocabulary parallelism each pipeline rank has, for each micro-batch: `e` its shard's word embeddings, `h` the
     hidden state under the head, `s` its part of the logit statistics, `l` the exponentials of its logits, `z` the
@@ -112,8 +123,19 @@ KINDS: dict[Kind, KindTraits] = {
     Kind.ALL_REDUCE_TIED: KindTraits("collective", "all-reduce of the tied embedding's gradients"),
     Kind.GRAD_NORM: KindTraits("collective", "all-reduce of gradient squares and of the step's sums"),
     Kind.GRAD_NORM_ASYNC: KindTraits("collective", "GRAD_NORM whose result is awaited in the next step"),
+    Kind.CLIP: KindTraits("compute", "clipping of the gradients before the host takes them"),
+    Kind.OFFLOAD_GRAD: KindTraits("host_copy", "copy a part's gradients and parameters to host memory", makes="m"),
+    Kind.UPDATE: KindTraits(
+        "compute", "update of a part of the parameters by the host", reads="m", makes="n", frees="m"
+    ),
+    Kind.RELOAD_PARAM: KindTraits("host_copy", "copy a part's parameters back to the device", reads="n", frees="n"),
+    Kind.READ_STATE: KindTraits("disk", "read a part's optimizer state from disk", makes="v"),
+    Kind.WRITE_STATE: KindTraits("disk", "write a part's optimizer state to disk", reads="v", frees="v"),
     Kind.STEP: KindTraits("compute", "optimizer step"),
 }
+
+COPIES = (Kind.OFFLOAD, Kind.RELOAD, Kind.OFFLOAD_GRAD, Kind.RELOAD_PARAM, Kind.READ_STATE, Kind.WRITE_STATE)
+"""Kinds of the lanes of copies."""
 
 PASSES = (Kind.F, Kind.B, Kind.I, Kind.W)
 """Kinds of a schedule: forward, full backward, and the two halves of a split backward."""
@@ -121,6 +143,9 @@ BACKWARDS = (Kind.B, Kind.I)
 """Passes that make the gradient of a stage's input."""
 SENDS = (Kind.SEND_F, Kind.SEND_B)
 RECEIVES = (Kind.RECV_F, Kind.RECV_B)
+
+HOST_UPDATE_KINDS = (Kind.OFFLOAD_GRAD, Kind.READ_STATE, Kind.UPDATE, Kind.RELOAD_PARAM, Kind.WRITE_STATE)
+"""Instructions on one part of a stage's parameters, which is the slice of their action."""
 
 VOCAB_FORWARD_KINDS = (
     Kind.EMB_F,
@@ -164,6 +189,17 @@ def actions_of_stage(kind: Kind, stage: int, micro_batches: int) -> list[Action]
     """
     columns = zip(repeat(kind), repeat(stage), range(micro_batches), repeat(0), repeat(0), strict=False)
     return list(map(tuple.__new__, repeat(Action), columns))
+
+
+def most_in_flight(actions: Iterable[Action]) -> dict[int, int]:
+    """Return, for each stage of a rank, the most micro-batches at a time between their forward and their backward."""
+    now: dict[int, int] = {}
+    most: dict[int, int] = {}
+    for kind, stage, *_ in actions:
+        if kind in (Kind.F, Kind.B, Kind.I):
+            now[stage] = now.get(stage, 0) + (1 if kind == Kind.F else -1)
+            most[stage] = max(most.get(stage, 0), now[stage])
+    return most
 
 
 _MATCHING_TRANSFERS = {

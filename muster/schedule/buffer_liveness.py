@@ -1,10 +1,11 @@
 """Buffer liveness for the checker: buffers that a rank holds during a Program, and complete gradients."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from muster.schedule.action import KINDS, Action, Kind, matching_transfer
+from muster.schedule.action import HOST_UPDATE_KINDS, KINDS, Action, Kind, matching_transfer
 from muster.schedule.program import Program, ProgramError, stages_of_action
 
 PASSES = (Kind.F, Kind.B, Kind.I, Kind.W)
@@ -24,6 +25,9 @@ _BUFFER_NAMES = {
     "z": ("the logit statistics of all ranks", Kind.LOGIT_STATS),
     "q": ("the gradient of the word embeddings", Kind.EMB_GRAD_BCAST),
     "o": ("its saved activations in host memory", Kind.OFFLOAD),
+    "m": ("the gradients in host memory", Kind.OFFLOAD_GRAD),
+    "v": ("the optimizer state", Kind.READ_STATE),
+    "n": ("the updated parameters in host memory", Kind.UPDATE),
 }
 """Description of each buffer, and the kind that makes it."""
 
@@ -45,9 +49,12 @@ _GRADIENT_ORDER = {
     Kind.ALL_REDUCE_REPLICAS: 3,
     Kind.ALL_REDUCE_TIED: 4,
 }
-_GRADIENT_ORDER |= {Kind.GRAD_NORM: 5, Kind.GRAD_NORM_ASYNC: 5, Kind.STEP: 6}
+_GRADIENT_ORDER |= {Kind.GRAD_NORM: 5, Kind.GRAD_NORM_ASYNC: 5, Kind.CLIP: 6, Kind.STEP: 8}
+_GRADIENT_ORDER |= dict.fromkeys(set(HOST_UPDATE_KINDS) - {Kind.READ_STATE}, 7)
 """Order of instructions on gradients: each kind needs all the earlier ones to be over."""
 
+
+_READ = Kind.READ_STATE
 
 BufferKey = tuple[str, int]
 """Letter and stage of a buffer."""
@@ -79,6 +86,10 @@ class BufferLiveness:
         self.rules: dict[tuple[Kind, int], _BufferRule] = {}
         actions = [action for items in program.ranks[rank].values() for action, _, _ in items]
         self.unsharded_stages = {action.stage for action in actions if action.kind == Kind.UNSHARD}
+        read = Counter(item.action.stage for item in program.ranks[rank].get("disk", ()) if item.action.kind == _READ)
+        updated = Counter(action.stage for action in actions if action.kind == Kind.UPDATE) if read else read
+        self.read_stages = {stage for stage, count in read.items() if count == updated[stage]}
+        """Stages whose optimizer state is on disk, all of it."""
         self.pending_gradients = dict.fromkeys(action for action in actions if action.kind in _GRADIENT_ORDER)
         """Instructions on gradients that are not over yet."""
         self.kinds = KINDS
@@ -125,7 +136,8 @@ class BufferLiveness:
 
     def _add_rule(self, kind: Kind, stage: int) -> _BufferRule:
         own = self.kinds[kind]
-        reads = own.reads + ("p" if kind in PASSES and stage in self.unsharded_stages else "")
+        reads = own.reads + ("v" if kind == Kind.UPDATE and stage in self.read_stages else "")
+        reads += "p" if kind in PASSES and stage in self.unsharded_stages else ""
         read, made, freed = (tuple(self._buffer_keys(letters, stage)) for letters in (reads, own.makes, own.frees))
         rule = _BufferRule(read, made, freed, _GRADIENT_ORDER.get(kind, -1))
         if kind in _BOUNDARY_BUFFERS:

@@ -3,6 +3,7 @@
 from math import prod
 
 from muster.layout.tensor_layout import tp_partial_grad_copies
+from muster.schedule.action import Kind
 from muster.schedule.forward_only import forward_only
 from muster.schedule.lower import LoweringOptions, lower
 from muster.schedule.offload import MIN_OFFLOAD_GAP
@@ -75,15 +76,17 @@ def build_program(
         zero=plan.default_strategy.zero,
         data_ranks=tuple(plan.mesh(stage).grad_sum_size for stage in stages),
         tp_replicated_weights=any(tp_partial_grad_copies(model, names, mesh, sp) for mesh, sp in tensor_axes),
-        tied_embeddings=model.tied_embeddings and not plan.vocab_parallel,
+        tied_embeddings=model.embeds_on_last_stage and not plan.vocab_parallel,
         vocab_times=_vocab_times(plan, model) if plan.vocab_parallel else None,
         post_validation=plan.post_validation,
         offload=frozenset(stage for stage in stages if train and plan.offloaded_layers(stage, model.num_layers)),
+        host_updates=tuple(plan.host_update_tiers(stage, model.num_layers) for stage in stages) if train else (),
         train=train,
     )
     program = lower(schedule, options)
     is_longest = num_micro_batches == plan.num_micro_batches(workload)
-    if options.offload and is_longest and not any(lanes.get("host_copy") for lanes in program.ranks):
+    copies = (item for lanes in program.ranks for item in lanes.get("host_copy", ()))
+    if options.offload and is_longest and not any(item.action.kind == Kind.OFFLOAD for item in copies):
         raise nothing_to_offload_error(plan, num_micro_batches)
     return program
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from muster.schedule.action import (
     BACKWARDS,
+    HOST_UPDATE_KINDS,
     KINDS,
     LANES,
     VOCAB_BACKWARD_KINDS,
@@ -77,7 +78,9 @@ def _check_shape(program: Program) -> None:
             late = [one for one in actions if one[2] >= program.num_micro_batches]
             if late:
                 raise ProgramError(_out_of_range(program, rank, str(late[0])))
-            beyond = [one for one in actions if not 0 <= one[3] < program.num_slices]
+            beyond = [
+                one for one in actions if not 0 <= one[3] < program.num_slices and one[0] not in HOST_UPDATE_KINDS
+            ]
             if beyond:
                 slices = pluralize(program.num_slices, "slice")
                 raise ProgramError(f"{beyond[0]} on rank {rank} is outside of {slices} per sequence")

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 
 from muster.schedule.action import KINDS, LANES, Action, Kind, Lane
 from muster.schedule.gc_pause import gc_paused
+from muster.schedule.host_update import copy_order
 from muster.schedule.offload import add_copy_lane
 from muster.schedule.program import Instruction, Program, Wait
 from muster.schedule.schedule import Schedule
-from muster.schedule.transfers import lanes_with_transfers
+from muster.schedule.transfers import Transfers, lanes_with_transfers, schedule_transfers
 from muster.schedule.vocab_passes import VocabSchedule, VocabTimes, add_vocab_passes
-from muster.spec.plan import ZeroLevel
+from muster.spec.plan import Tier, ZeroLevel
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,9 @@ class LoweringOptions:
     """True if the optimizer steps before the global gradient norm is known."""
     offload: frozenset[int] = frozenset()
     """Stages whose activations are offloaded to host memory, where they are saved long enough."""
+    host_updates: tuple[tuple[Tier, ...], ...] = ()
+    """Places, by stage, of the optimizer's state of each part that the host updates; empty: the device updates
+    all."""
     train: bool = True
     """False for evaluation: no gradients are reduced and no optimizer steps."""
 
@@ -46,11 +50,13 @@ class ProgramDraft:
     vocab_schedule: VocabSchedule | None = None
     """Schedule with vocabulary passes, under vocabulary parallelism."""
     ranks: list[dict[Lane, list[Instruction]]] = field(init=False)
+    transfers: Transfers = field(init=False)
 
     def __post_init__(self) -> None:
         self.ranks = [{lane: [] for lane in LANES} for _ in self.schedule.ranks]
         ends_s = self.vocab_schedule.ends_s if self.vocab_schedule else None
-        for rank, both in enumerate(lanes_with_transfers(self.schedule, ends_s)):
+        self.transfers = schedule_transfers(self.schedule, ends_s)
+        for rank, both in enumerate(lanes_with_transfers(self.schedule, self.transfers)):
             if self.vocab_schedule:
                 both = _insert_vocab_passes(self.vocab_schedule.orders[rank], *both)
             self.ranks[rank]["compute"], self.ranks[rank]["p2p"] = both
@@ -77,7 +83,8 @@ class ProgramDraft:
             {lane: tuple(items) for lane, items in lanes.items() if items} for lanes in self.ranks
         )
         sizes = schedule.num_micro_batches, ranks, schedule.replicas, schedule.num_slices
-        return Program(schedule.name, schedule.placement, *sizes)
+        transfers = None if self.vocab_schedule else self.transfers
+        return Program(schedule.name, schedule.placement, *sizes, transfers=transfers)
 
 
 def lower(schedule: Schedule, options: LoweringOptions) -> Program:
@@ -253,4 +260,33 @@ def add_step(draft: ProgramDraft, options: LoweringOptions) -> None:
         after = draft.wait_all_passes(rank) + draft.wait_collectives(
             rank, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP, Kind.ALL_REDUCE_REPLICAS, Kind.ALL_REDUCE_TIED
         )
-        draft.add(rank, Action(Kind.STEP), [draft.add(rank, Action(kind), after)])
+        norm = draft.add(rank, Action(kind), after)
+        updated = add_host_updates(draft, rank, options, norm) if any(options.host_updates) else ()
+        draft.add(rank, Action(Kind.STEP), updated or [norm])
+
+
+def add_host_updates(draft: ProgramDraft, rank: int, options: LoweringOptions, norm: Wait) -> list[Wait]:
+    """Add the updates of a rank's parameters by the host, and their copies; return the waits for their results."""
+    stages = [stage for stage, holder in enumerate(draft.schedule.placement) if holder == rank]
+    tiers = {(stage, part): tier for stage in stages for part, tier in enumerate(options.host_updates[stage])}
+    if not tiers:
+        return []
+    clipped = draft.add(rank, Action(Kind.CLIP), [norm])
+    # An UPDATE is the instruction after CLIP that has the number of its part.
+    updates = {place: clipped._replace(index=clipped.index + 1 + number) for number, place in enumerate(tiers)}
+    arrived: dict[tuple[int, int], list[Wait]] = {place: [] for place in tiers}
+    done = []
+    on_disk = [place for place, tier in tiers.items() if tier == "disk"]
+    for parts, before, after in (
+        (list(tiers), Kind.OFFLOAD_GRAD, Kind.RELOAD_PARAM),
+        (on_disk, Kind.READ_STATE, Kind.WRITE_STATE),
+    ):
+        for action in copy_order(parts, before, after):
+            place = action.stage, action.slice
+            if action.kind == before:
+                arrived[place].append(draft.add(rank, action, [clipped] if before == Kind.OFFLOAD_GRAD else []))
+            else:
+                done.append(draft.add(rank, action, [updates[place]]))
+    for (stage, part), waits in arrived.items():
+        draft.add(rank, Action(Kind.UPDATE, stage, slice=part), waits)
+    return done

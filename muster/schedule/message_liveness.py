@@ -45,6 +45,9 @@ def schedule_message_counts(schedule: Schedule) -> list[dict[int, Column]]:
 
 def program_message_counts(program: Program) -> list[dict[int, Column]]:
     """Return the same for each rank of a Program, by its compute instructions."""
+    if program.transfers is not None:
+        lengths = [len(lanes.get("compute", ())) for lanes in program.ranks]
+        return [_counts(_of_schedule(program.transfers, rank), length) for rank, length in enumerate(lengths)]
     ends = _message_ends(program)
     counts = []
     for lanes in program.ranks:

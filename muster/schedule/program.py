@@ -2,13 +2,16 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from muster.config.migrations import INSTRUCTIONS
 from muster.config.migrations import LANES as FORMER_LANES
 from muster.schedule.action import KINDS, LANES, SENDS, Action, Kind, Lane, parse_action
 from muster.spec.errors import MusterError
+
+if TYPE_CHECKING:
+    from muster.schedule.transfers import Transfers
 
 VERSION = 2
 """Version of the text of programs: 2 since instructions have the names of torch.distributed.pipelining."""
@@ -61,6 +64,8 @@ class Program:
     """Copies of the model; stages are numbered copy by copy, see `Schedule`."""
     num_slices: int = 1
     """Slices of each sequence, of which each pass and each transfer takes one."""
+    transfers: "Transfers | None" = field(default=None, compare=False, repr=False)
+    """Transfers of the schedule that was lowered, by columns; None where other passes than its own are among them."""
 
     @property
     def num_ranks(self) -> int:

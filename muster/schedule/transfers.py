@@ -27,20 +27,10 @@ Column = NDArray[np.int64]
 
 
 def lanes_with_transfers(
-    schedule: Schedule, ends_s: Sequence[Sequence[float]] | None = None
+    schedule: Schedule, transfers: "Transfers"
 ) -> list[tuple[list[Instruction], list[Instruction]]]:
-    """Return the compute lane and the p2p lane of each rank.
-
-    All ranks keep their transfers in one global order: that of the time at which each is nominally ready. This order
-    agrees with every rank's order of compute, so that nothing can deadlock, even if a backend runs all transfers of a
-    rank strictly one after another and a send ends only once its receive is posted (NCCL). A receive waits for an
-    earlier compute instruction, so as not to be posted too early; that wait is never later than that of any later entry
-    of its lane, so that a receive delays no send.
-
-    `ends_s`: when each pass nominally ends, if more than passes takes time. Raises ProgramError if no rank could follow
-    the schedule's order.
-    """
-    transfers = schedule_transfers(schedule, ends_s)
+    """Return the compute lane and the p2p lane of each rank; `transfers`: those of the schedule
+    (`schedule_transfers`)."""
     longest = max(map(len, schedule.ranks))
     after_compute = _waits("compute", longest)
     after_p2p = _waits("p2p", 4 * longest)
@@ -79,7 +69,17 @@ class Transfers:
 
 
 def schedule_transfers(schedule: Schedule, ends_s: Sequence[Sequence[float]] | None = None) -> Transfers:
-    """Return the transfers of a schedule in their global order; `ends_s` as in `lanes_with_transfers`."""
+    """Return the transfers of a schedule.
+
+    All ranks keep their transfers in one global order: that of the time at which each is nominally ready. This order
+    agrees with every rank's order of compute, so that nothing can deadlock, even if a backend runs all transfers of a
+    rank strictly one after another and a send ends only once its receive is posted (NCCL). A receive waits for an
+    earlier compute instruction, so as not to be posted too early; that wait is never later than that of any later entry
+    of its lane, so that a receive delays no send.
+
+    `ends_s`: when each pass nominally ends, if more than passes takes time. Raises ProgramError if no rank could follow
+    the schedule's order.
+    """
     if ends_s is None:
         unit_s = [NOMINAL_S] * schedule.depth
         ends_s = time_passes(schedule, PassTimes(unit_s, unit_s, unit_s)).end_s

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from muster.schedule.action import KINDS, RECEIVES, Action, Kind, matching_transfer
+from muster.schedule.action import COPIES, COPY_LANES, KINDS, RECEIVES, Action, Kind, matching_transfer
 from muster.schedule.offload import PASSES_FOR_COPY
 from muster.simulate.spans import BUBBLE, P2P, RankSpans, time_by_part
 from muster.simulate.timeline import Event, Timeline
@@ -48,12 +48,22 @@ class Breakdown:
 _KINDS_BY_PART = {
     "forward": (Kind.F, Kind.EMB_F, Kind.S),
     "backward": (Kind.B, Kind.I, Kind.W, Kind.T, Kind.EMB_W),
-    "send": (P2P, Kind.EMB_REDUCE, Kind.HIDDEN_BCAST, Kind.LOGIT_STATS, Kind.EMB_GRAD_BCAST, Kind.OFFLOAD, Kind.RELOAD),
+    "send": (P2P, Kind.EMB_REDUCE, Kind.HIDDEN_BCAST, Kind.LOGIT_STATS, Kind.EMB_GRAD_BCAST, *COPIES),
     "gather": (Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP, Kind.ALL_REDUCE_REPLICAS, Kind.ALL_REDUCE_TIED),
-    "optimizer": (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.STEP),
+    "optimizer": (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.CLIP, Kind.UPDATE, Kind.STEP),
     "bubble": (BUBBLE,),
 }
 """Part of a step → kinds of instructions that belong to it."""
+
+_COPY_READERS = {
+    Kind.OFFLOAD: ((Kind.F,), PASSES_FOR_COPY),
+    Kind.RELOAD: ((Kind.B, Kind.I), -1),
+    Kind.OFFLOAD_GRAD: ((Kind.UPDATE,), -1),
+    Kind.RELOAD_PARAM: ((Kind.STEP,), -1),
+    Kind.READ_STATE: ((Kind.UPDATE,), -1),
+}
+"""Kind of a host copy → kinds of an instruction of the same unit, and the place relative to it of the last one that
+needn't wait for the copy."""
 
 _READERS = {Kind.RECV_F: (Kind.F,), Kind.RECV_B: (Kind.B, Kind.I)}
 
@@ -122,15 +132,15 @@ def _copy_spans(timeline: Timeline, compute: Sequence[Sequence[Event]]) -> list[
     On a CPU the rank itself copies: a measured timeline shows the copy between its passes, and all of it counts.
     """
     spans: list[dict[str, list[TimeSpan]]] = [{} for _ in compute]
-    copying = [event for event in timeline.events if event.lane == "host_copy"]
+    copying = [event for event in timeline.events if event.lane in COPY_LANES]
     place = {(event.rank, event.action): n for passes in compute for n, event in enumerate(passes)} if copying else {}
     for event in copying:
         since_s = event.start_s
-        if timeline.source == "predicted":
-            kinds, later = ((Kind.F,), PASSES_FOR_COPY) if event.action.kind == Kind.OFFLOAD else ((Kind.B, Kind.I), -1)
-            named = next(
-                n for kind in kinds if (n := place.get((event.rank, event.action._replace(kind=kind)))) is not None
-            )
+        # A write delays the next read, which waits for it in their lane: all of it counts where the rank is idle.
+        if timeline.source == "predicted" and event.action.kind != Kind.WRITE_STATE:
+            readers, later = _COPY_READERS[event.action.kind]
+            actions = (Action(kind) if kind == Kind.STEP else event.action._replace(kind=kind) for kind in readers)
+            named = next(n for action in actions if (n := place.get((event.rank, action))) is not None)
             since_s = max(since_s, compute[event.rank][named + later].end_s)
         spans[event.rank].setdefault(event.action.kind, []).append((since_s, event.end_s))
     return spans

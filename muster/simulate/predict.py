@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from muster.config.optim_config import OptimConfig
@@ -18,7 +18,7 @@ from muster.schedule.action import Action, Kind
 from muster.schedule.build import build_program
 from muster.schedule.program import Program
 from muster.schedule.resolve import resolve_schedule
-from muster.simulate.simulator import simulate_parts
+from muster.simulate.simulator import SimulatedStep, simulate_step
 from muster.simulate.spans import BUBBLE, P2P
 from muster.simulate.timeline import Timeline
 from muster.spec.cluster import ClusterSpec
@@ -28,6 +28,7 @@ from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import MUSTER
 from muster.spec.legality import plan_violations, required_world_size
 from muster.spec.model import ModelSpec
+from muster.spec.nearest_plans import MOST_DEVICES_WITH_NEAREST, nearest_plans
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 from muster.spec.supported import not_run_yet
@@ -53,8 +54,14 @@ _AXIS_BY_KIND |= {
     Kind.GRAD_NORM: "world",
     Kind.OFFLOAD: "host",
     Kind.RELOAD: "host",
+    Kind.OFFLOAD_GRAD: "host",
+    Kind.RELOAD_PARAM: "host",
+    Kind.READ_STATE: "disk",
+    Kind.WRITE_STATE: "disk",
 }
 """Kind of communication → axis on which it runs."""
+_STEP_KINDS = (Kind.CLIP, Kind.UPDATE, Kind.STEP)
+"""Compute of the optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +70,7 @@ class StepParts:
 
     compute_s: float
     communication_s: Mapping[str, float]
-    """Axis (pp, dp, tp, cp, ep, world; host: the link to host memory) → exposed seconds of its communication."""
+    """Axis (pp, dp, tp, cp, ep, world; host: the link to host memory; disk) → exposed seconds of its communication."""
     bubble_s: float
     optimizer_s: float
     data_s: float
@@ -94,23 +101,46 @@ class Prediction:
     program: Program
     times: OpTimes
     step_time_s: float
-    parts: StepParts
-    bubble_fraction: float
-    """Share of the step (without data loading) in which ranks wait for compute of other ranks."""
-    memory: tuple[RankMemory, ...]
-    """Peak memory by pipeline rank."""
-    forecast: MemoryForecast = field(repr=False)
     framework: FrameworkTraits
-    fits: bool | None
-    """True if every rank fits; None if a device's memory is unknown."""
-    make_timeline: Callable[[], Timeline] = field(repr=False)
+    simulated: SimulatedStep = field(repr=False)
+    make_forecast: Callable[[], MemoryForecast] = field(repr=False)
     optim: OptimConfig | None = None
     """Optimizer; None: AdamW."""
 
     @cached_property
     def timeline(self) -> Timeline:
         """Predicted timeline of all instructions, by pipeline rank; made on first access."""
-        return self.make_timeline()
+        return self.simulated.timeline()
+
+    @cached_property
+    def _time_by_part_s(self) -> dict[str, float]:
+        return self.simulated.time_by_part()
+
+    @cached_property
+    def parts(self) -> StepParts:
+        """Breakdown of the step time."""
+        return _step_parts(self._time_by_part_s, self.program, self.times, self.plan.world_size)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of the step (without data loading) in which ranks wait for compute of other ranks."""
+        round_s = self.simulated.duration_s
+        return self._time_by_part_s.get(BUBBLE, 0.0) / round_s if round_s else 0.0
+
+    @cached_property
+    def forecast(self) -> MemoryForecast:
+        """Forecast of the memory; made on first access, since it takes as long as the simulation."""
+        return self.make_forecast()
+
+    @cached_property
+    def memory(self) -> tuple[RankMemory, ...]:
+        """Peak memory by pipeline rank."""
+        return tuple(RankMemory(one.rank, one.pp_rank, one.terms.by_name()) for one in self.forecast.ranks)
+
+    @property
+    def fits(self) -> bool | None:
+        """True if every rank fits; None if a device's memory is unknown."""
+        return self.forecast.fits
 
     @cached_property
     def memory_fixes(self) -> list[MemoryFix]:
@@ -279,26 +309,10 @@ def predict(
     else:
         program = longest
         times = times or plan_times(model, plan, workload, cluster, framework, cache=cache, optim=optim)
-    found_s, make_timeline = simulate_parts(program, times)
-    round_s = sum(found_s.values())
-    found = forecast_memory(model, plan, workload, cluster, longest, framework, optim=optim)
-    return Prediction(
-        model,
-        plan,
-        workload,
-        cluster,
-        program,
-        times,
-        round_s + times.data_s,
-        _step_parts(found_s, program, times, plan.world_size),
-        found_s.get(BUBBLE, 0.0) / round_s if round_s else 0.0,
-        _rank_memory(found),
-        found,
-        framework,
-        found.fits,
-        make_timeline,
-        optim,
-    )
+    step = simulate_step(program, times)
+    forecast = partial(forecast_memory, model, plan, workload, cluster, longest, framework, optim=optim)
+    step_time_s = step.duration_s + times.data_s
+    return Prediction(model, plan, workload, cluster, program, times, step_time_s, framework, step, forecast, optim)
 
 
 def _slowest_data_rank(
@@ -324,11 +338,12 @@ def _slowest_data_rank(
                 program = build_program(plan, model, workload, data_rank=data_rank)
                 times = plan_times(model, plan, workload, cluster, framework, data_rank, cache, optim)
                 candidates[key] = program, times
-    return max(candidates.values(), key=lambda pair: sum(simulate_parts(*pair)[0].values()))
+    return max(candidates.values(), key=lambda pair: simulate_step(*pair).duration_s)
 
 
 def require_legal(plan: Plan, model: ModelSpec, workload: Workload, cluster: ClusterSpec) -> None:
-    """Raise InfeasibleError with all reasons why the plan is not legal; missing support in the runtime is no reason."""
+    """Raise InfeasibleError with all reasons why the plan is not legal, and the nearest plans that can run; missing
+    support in the runtime is no reason."""
     # Cores of a measured machine are shared by any number of ranks.
     shared = cluster.device.rates is not None and cluster.device.shared_cores
     devices = required_world_size(plan) if shared else cluster.num_devices
@@ -336,7 +351,8 @@ def require_legal(plan: Plan, model: ModelSpec, workload: Workload, cluster: Clu
     if not found:
         return
     needed = required_world_size(plan)
-    refusal, remedy = "can't be used", ""
+    near = nearest_plans(plan, model, workload, devices) if devices <= MOST_DEVICES_WITH_NEAREST else []
+    refusal, remedy = "can't be used", f"; nearest: {', '.join(map(format_plan_name, near))}" if near else ""
     if found != plan_violations(plan, model, workload, needed):
         refusal, remedy = f"doesn't fit {cluster.name or pluralize(devices, 'device')}", _other_cluster(cluster, needed)
     found = [reason.replace("processes", "devices").replace("process", "device") for reason in found]
@@ -356,12 +372,13 @@ def _step_parts(found_s: Mapping[str, float], program: Program, times: OpTimes, 
     if world_size == 1:  # without other ranks the gradient norm is compute of the optimizer
         norm_s = found_s.get(Kind.GRAD_NORM, 0.0)
         found_s = {**found_s, Kind.GRAD_NORM: 0.0, Kind.STEP: found_s.get(Kind.STEP, 0.0) + norm_s}
+    step_s = sum(found_s.get(kind, 0.0) for kind in _STEP_KINDS)
     for kind, time_s in found_s.items():
         if kind in _AXIS_BY_KIND:
             communication_s[_AXIS_BY_KIND[kind]] += time_s
     within_s = _exposed_in_passes(program, times)
-    compute_s = sum(time_s for kind, time_s in found_s.items() if kind not in (*_AXIS_BY_KIND, Kind.STEP, BUBBLE))
-    optimizer_s = found_s.get(Kind.STEP, 0.0)
+    compute_s = sum(time_s for kind, time_s in found_s.items() if kind not in (*_AXIS_BY_KIND, *_STEP_KINDS, BUBBLE))
+    optimizer_s = step_s
     for (kind, axis), time_s in within_s.items():
         communication_s[axis] += time_s
         if kind == Kind.STEP:
@@ -383,7 +400,3 @@ def _exposed_in_passes(program: Program, times: OpTimes) -> dict[tuple[str, str]
             for axis, time_s in times.exposed_in(Action(*timed)).items():
                 total_s[timed[0], axis] += count * time_s / program.num_ranks
     return total_s
-
-
-def _rank_memory(found: MemoryForecast) -> tuple[RankMemory, ...]:
-    return tuple(RankMemory(one.rank, one.pp_rank, one.terms.by_name()) for one in found.ranks)

@@ -27,8 +27,8 @@ def simulate_on_shared_cores(program: Program, times: OpTimes) -> Timeline:
     """Return the timeline of `simulate` for ranks that share `times.cores` cores of their machine (None: unlimited).
 
     Passes, the optimizer step and collectives need a core for each process that takes part: on one machine collectives
-    are memory copies and additions. P2p transfers and GRAD_NORM are latency and need no core, nor do host copies
-    where cores aren't shared.
+    are memory copies and additions. P2p transfers and GRAD_NORM are latency and need no core, nor do reads and
+    writes of files, nor host copies where cores aren't shared.
     """
     machine = _SharedCoreSimulation(program, times)
     machine.run()
@@ -156,7 +156,11 @@ class _SharedCoreSimulation:
         if not places:
             return
         duration_s = max(self.times.duration_s(self._action(one)) for one in places)
-        if (lane == "host_copy" and self.times.cores is None) or instruction.action.kind == Kind.GRAD_NORM:
+        if (
+            lane == "disk"
+            or (lane == "host_copy" and self.times.cores is None)
+            or instruction.action.kind == Kind.GRAD_NORM
+        ):
             self._add_timer(duration_s, places)
         else:
             self._add_job(duration_s, places)

@@ -2,12 +2,14 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 
 import numpy as np
 
 from muster.cost.time.op_times import OpTimes
-from muster.schedule.action import LANES, Action, Kind, Lane
+from muster.schedule.action import LANES, Action, Lane
 from muster.schedule.gc_pause import gc_paused
 from muster.schedule.program import Instruction, Program, ProgramError, participants
 from muster.simulate.breakdown import spans_of
@@ -39,23 +41,37 @@ def simulate(program: Program, times: OpTimes) -> Timeline:
         return run.timeline()
 
 
-def simulate_parts(program: Program, times: OpTimes) -> tuple[dict[str, float], Callable[[], Timeline]]:
-    """Return `time_by_part` of `simulate(program, times)`, and a function that makes the timeline.
+@dataclass(frozen=True, eq=False)
+class SimulatedStep:
+    """A simulated step: its duration, and what takes time to work out, on demand."""
 
-    For large Programs this is much faster than making all events.
-    """
+    duration_s: float
+    time_by_part: Callable[[], dict[str, float]]
+    """Return `muster.simulate.spans.time_by_part` of the step."""
+    timeline: Callable[[], Timeline]
+    """Return the timeline of all instructions."""
+
+
+def simulate_step(program: Program, times: OpTimes) -> SimulatedStep:
+    """Simulate a step as `simulate` does, without making its events."""
     if times.cores is not None or not _has_simple_waits(program):
         timeline = simulate_on_shared_cores(program, times)
-        return time_by_part(spans_of(timeline), 0.0, timeline.makespan_s), lambda: timeline
+        parts = partial(_timeline_parts, timeline)
+        return SimulatedStep(timeline.makespan_s, parts, lambda: timeline)
     with gc_paused():
         run = _Simulation(program, times)
         run.run()
-        return time_by_part(run.spans(), 0.0, run.last_s()), run.timeline
+        return SimulatedStep(run.last_s(), run.time_by_part, run.timeline)
+
+
+def _timeline_parts(timeline: Timeline) -> dict[str, float]:
+    return time_by_part(spans_of(timeline), 0.0, timeline.makespan_s)
 
 
 def _has_simple_waits(program: Program) -> bool:
-    """Return True if transfers and host copies wait for compute alone, and collectives don't wait for transfers."""
-    return all(
+    """Return True if transfers and host copies wait for compute alone, collectives don't wait for transfers, and there
+    is nothing on disk."""
+    return not any(lanes.get("disk") for lanes in program.ranks) and all(
         all(lane == "compute" for _, _, waits in lanes.get("host_copy", ()) for lane, _ in waits)
         and all(lane == "compute" for _, _, waits in lanes.get("p2p", ()) for lane, _ in waits)
         and all(lane != "p2p" for _, _, waits in lanes.get("collective", ()) for lane, _ in waits)
@@ -135,7 +151,12 @@ class _Simulation:
         """Return the end of the last instruction on any rank."""
         return max((end_s[-1] for lanes in self.end_s for end_s in lanes.values() if end_s), default=0.0)
 
-    def spans(self) -> Iterator[RankSpans]:
+    def time_by_part(self) -> dict[str, float]:
+        """Return the parts of the step as means over the ranks."""
+        with gc_paused():
+            return time_by_part(self._spans(), 0.0, self.last_s())
+
+    def _spans(self) -> Iterator[RankSpans]:
         """Yield the spans of each rank."""
         sent_s = np.array(self.sent_s)
         transfer_s = np.array(self.transfer_s)
@@ -159,7 +180,7 @@ class _Simulation:
         """Yield by kind the spans in which a rank was idle before a pass that waits for a host copy."""
         copies = self.program.ranks[rank].get("host_copy", ())
         begin_s, end_s = (np.array(times_s[rank]["host_copy"]) for times_s in (self.begin_s, self.end_s))
-        for kind in (Kind.OFFLOAD, Kind.RELOAD) if copies else ():
+        for kind in dict.fromkeys(item.action.kind for item in copies):
             found = [pair for pair in self.awaited_copies[rank] if copies[pair[1]].action.kind == kind]
             readers, own = np.array(found, int).reshape(-1, 2).T
             yield kind, np.maximum(begin_s[own], idle_since_s[readers]), end_s[own]

@@ -59,6 +59,8 @@ class DeviceSpec(Frozen):
     """Streaming multiprocessors, compute units or cores: tiles of a matmul are distributed over them in waves."""
     matmul_efficiency: dict[Precision, PositiveFloat] = {}
     """Share of the peak that large matmuls sustain in training, under the limits of clocks and power."""
+    block_scaled_fp8: bool = False
+    """Its fp8 matmuls read a scale for each block of 32 elements (recipe mxfp8)."""
     matmul_tile: tuple[PositiveInt, PositiveInt] = (128, 256)
     """Rows and columns of the result that one compute unit works on at a time."""
     attention: dict[AttentionKernel, AttentionRate] = {}
@@ -111,6 +113,9 @@ class LinkSpec(Frozen):
     """Bandwidth by the vendor."""
     latency_s: PositiveFloat
     """Latency of one step of a collective, or of one message."""
+    message_s: PositiveFloat | None = None
+    """Time that each message takes besides its bytes where many are on their way; left out: the latency, 20 µs at
+    most, since longer latencies are distance."""
     efficiency: PositiveFloat = Field(default=0.8, le=1.0)
     """Share of the bandwidth that long ring collectives reach (busbw of nccl-tests over the line rate)."""
     in_network: PositiveFloat | None = None

@@ -124,7 +124,10 @@ class FrameworkTraits(Frozen):
         name = self.name or "custom"
         return name if self.for_plan(compiled) is self else f"{name}, {'compiled' if compiled else 'eager'}"
 
-    def for_plan(self, compiled: bool) -> "FrameworkTraits":
-        """Return the traits of a plan's passes: what is left to the plan's `compile` is decided."""
+    def for_plan(self, compiled: bool, cuda_graphs: bool = False) -> "FrameworkTraits":
+        """Return the traits of a plan's passes: what is left to the plan's `compile` is decided, and `cuda_graphs`
+        holds beside the program's own."""
         open_fields = {name: compiled for name in ("fused_elementwise", "fused_loss") if getattr(self, name) is None}
+        if cuda_graphs and not self.cuda_graphs:
+            open_fields["cuda_graphs"] = True
         return self.model_copy(update=open_fields) if open_fields else self

@@ -30,6 +30,9 @@ def require_evaluation_supported(plan: Plan, model: ModelSpec) -> None:
 def _require(plan: Plan, can: Plan, model: ModelSpec, task: str, reason: str) -> None:
     require_supported_model(model)
     name = format_plan_name(plan)
+    if model.moe is not None:  # each rank gets a slice of every expert, whether the plan says so or not
+        can = can.model_copy(update={"etp": plan.tp})
+        plan = plan.model_copy(update={"etp": plan.tp}) if plan.etp == 1 else plan
     if plan != can:
         nearest = format_plan_name(can)
         kept = nearest.split("-")

@@ -8,7 +8,7 @@ from muster.spec.expert_rules import DISPATCHER_RULES
 from muster.spec.mesh_axes import MESH_AXES, SEQUENCE_AXES
 from muster.spec.mesh_cuts import cut_violations, homeless_experts, with_placed_experts
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Mesh, Offload, Plan
+from muster.spec.plan import Mesh, Plan
 from muster.spec.plugin_model import plugin_model
 from muster.spec.rules import Rule, broken_rules, in_every_layer, setting
 from muster.spec.schedules import SCHEDULES
@@ -37,6 +37,7 @@ def plan_violations(plan: Plan, model: ModelSpec, workload: Workload, world_size
         broken_rules(LEGAL_RULES, plan),
         _plugin(plan, model),
         _tiles(plan, model, workload),
+        _placed_experts(plan, model),
         _slices(plan, model, workload),
     )
     return [problem for check in checks for problem in check]
@@ -248,6 +249,23 @@ def _tiles(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:
             )
 
 
+def _placed_experts(plan: Plan, model: ModelSpec) -> Iterator[str]:
+    """Check that a placement of experts has each expert of each layer once."""
+    if not plan.expert_placement:
+        return
+    layers, experts = model.expert_layers, 0 if model.moe is None else model.moe.num_experts
+    if len(plan.expert_placement) != len(layers):
+        yield (
+            f"expert_placement has {pluralize(len(plan.expert_placement), 'layer')}, but the model has"
+            f" {len(layers)} with experts: leave it out, or let muster plan --expert-load place them"
+        )
+        return
+    for layer, order in zip(layers, plan.expert_placement, strict=True):
+        if sorted(order) != list(range(experts)):
+            yield f"expert_placement doesn't have each of the experts 0 to {experts - 1} of layer {layer} once"
+            return
+
+
 def _slices(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:
     """Check the slices in which sequences pass through the pipeline."""
     if plan.sequence_slices == 1:
@@ -281,11 +299,9 @@ def _replicas(plan: Plan, workload: Workload) -> Iterator[str]:
 
 LEGAL_RULES: tuple[Rule, ...] = (
     Rule(
-        lambda plan: plan.pp == 1 and any(s.offload in ("activations", "all") for s in plan.strategies),
+        lambda plan: plan.pp == 1 and any(s.offload != "none" for s in plan.strategies),
         "offload of activations overlaps other stages' passes, but pp is 1",
-        in_every_layer(
-            lambda strategy: strategy.model_copy(update={"offload": _WITHOUT_ACTIVATIONS[strategy.offload]})
-        ),
+        in_every_layer(lambda strategy: strategy.model_copy(update={"offload": "none"})),
     ),
     Rule(
         lambda plan: plan.post_validation and plan.pp == 1,
@@ -337,13 +353,6 @@ LEGAL_RULES: tuple[Rule, ...] = (
     *DISPATCHER_RULES,
 )
 """Combinations within a plan that no runtime could give a meaning; checks against model and batch are functions."""
-
-_WITHOUT_ACTIVATIONS: dict[Offload, Offload] = {
-    "none": "none",
-    "optimizer": "optimizer",
-    "activations": "none",
-    "all": "optimizer",
-}
 
 
 def _are(number: int) -> str:

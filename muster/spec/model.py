@@ -5,8 +5,9 @@ from contextlib import suppress
 from math import prod
 from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from muster.spec.adapters import AdapterSpec, with_adapters
 from muster.spec.base import Fraction, Frozen
 from muster.spec.model_components import (
     DECAY_RANK,
@@ -122,6 +123,8 @@ class ModelSpec(Frozen):
     mtp_layers: NonNegativeInt = 0
     """Multi-token-prediction layers after the last, each of which predicts one token further, with the model's
     embedding and head (arXiv:2412.19437 §2.2)."""
+    mtp_loss_scaling_factor: NonNegativeFloat = 0.1
+    """Weight of the mean of these layers' losses beside the main one (λ in that section: 0.3, later 0.1)."""
     hidden_dropout: Fraction = 0.0
     """Dropout rate, in training, of the outputs of attention and MLP before they are added to the residual
     (arXiv:1207.0580). Every plan drops the same elements: a mask follows from the seed, the sample and the position."""
@@ -130,6 +133,8 @@ class ModelSpec(Frozen):
     piece, several times as slowly."""
     embedding_dropout: Fraction = 0.0
     """Dropout rate, in training, of the embeddings, with learned positions added."""
+    adapter: AdapterSpec | None = None
+    """Adapters beside linear layers; a run file gives them as its section `adapter`."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights (GPT-2, and most decoders since)."""
     scaled_residual: bool = True
@@ -190,6 +195,8 @@ class ModelSpec(Frozen):
             )
         if self.qk_norm_width != "head" and not self.qk_norm:
             raise ValueError(f"qk_norm_width is {self.qk_norm_width}, but the model has no qk_norm")
+        if self.adapter is not None:
+            _check_adapter(self, self.adapter)
         if self.linear_attention is not None and max(self.linear_attention.layers, default=0) >= self.num_layers:
             raise ValueError(
                 f"linear_attention.layers names layer {max(self.linear_attention.layers)}, but the last of num_layers"
@@ -221,10 +228,19 @@ class ModelSpec(Frozen):
         """Return the positions that each position of this layer attends to; None: all before it."""
         return self.sliding_window if self.window_layers is None or layer in self.window_layers else None
 
+    def last_layers(self, is_last_stage: bool = True) -> range:
+        """Return the numbers of the `mtp_layers`, which are counted on from the last layer."""
+        return range(self.num_layers, self.num_layers + self.mtp_layers * is_last_stage)
+
+    @property
+    def embeds_on_last_stage(self) -> bool:
+        """True if a last stage that isn't the first has a copy of the embedding: a tied head, or for `mtp_layers`."""
+        return self.tied_embeddings or self.mtp_layers > 0
+
     @property
     def expert_layers(self) -> tuple[int, ...]:
-        """Layers with experts."""
-        return tuple(layer for layer in range(self.num_layers) if self.has_experts(layer))
+        """Layers with experts, `mtp_layers` among them."""
+        return tuple(layer for layer in range(self.last_layers().stop) if self.has_experts(layer))
 
     def has_experts(self, layer: int) -> bool:
         """Return True if this layer's MLP is a choice of experts; `mtp_layers` are like the last layer."""
@@ -274,6 +290,25 @@ def _check_latent_attention(spec: ModelSpec, mla: MlaSpec) -> None:
         raise ValueError(f"latent attention (mla) is without {wrong[0]}: leave it out")
 
 
+def _check_adapter(spec: ModelSpec, adapter: AdapterSpec) -> None:
+    attention, mlp = [name for name in adapter.target_modules if name in "qkvo"], ("gate", "up", "down")
+    others = [name for name in adapter.target_modules if name in mlp]
+    if spec.architecture is not None:
+        raise ValueError(f"adapter is for the layers that Muster knows, but architecture is {spec.architecture}")
+    if attention and (spec.mla is not None or spec.linear_attention is not None):
+        kind = "latent (mla)" if spec.mla is not None else "linear (linear_attention)"
+        raise ValueError(f"adapter.target_modules names {attention[0]}, but adapters of {kind} attention aren't known")
+    if others and spec.moe is not None:
+        raise ValueError(
+            f"adapter.target_modules names {others[0]}, but adapters of experts (moe) aren't known:"
+            " leave gate, up and down out"
+        )
+    if spec.mtp_layers:
+        raise ValueError("adapters of a model with mtp_layers aren't known: leave mtp_layers out")
+    if "gate" in others and not spec.gated:
+        raise ValueError("adapter.target_modules names gate, but the MLP of this model has none (gated false)")
+
+
 def active_numel(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> int:
     """Return the elements of a parameter that are used for one token."""
     if spec.moe is None or ".experts." not in name:
@@ -289,15 +324,25 @@ def layer_parameter_shapes(spec: ModelSpec, layer: int) -> NamedShapes:
     """Yield name and shape of each parameter of one decoder layer, in the order of use.
 
     A matrix is (output width, input width). The experts of a layer are stacked in one tensor (experts, output, input)
-    each.
+    each. Layers from `num_layers` on are `mtp_layers`.
     """
-    yield from _layer(spec, layer, f"layers.{layer}.")
+    if layer < spec.num_layers:
+        shapes = _layer(spec, layer, layer_prefix(spec, layer))
+        yield from shapes if spec.adapter is None else with_adapters(spec.adapter, shapes)
+    else:
+        yield from _mtp(spec, layer)
+
+
+def layer_prefix(spec: ModelSpec, layer: int) -> str:
+    """Return the beginning of the names of a layer's parameters."""
+    return f"layers.{layer}." if layer < spec.num_layers else f"mtp.{layer - spec.num_layers}."
 
 
 def stage_parameter_shapes(spec: ModelSpec, layers: range, first: bool, last: bool) -> NamedShapes:
     """Yield name and shape of each parameter of a stage.
 
-    A tied embedding is called `embed.weight` wherever it is: on the first stage, and again on the last one.
+    The embedding is called `embed.weight` wherever it is: on the first stage, and again on the last one where that has
+    a tied head or `mtp_layers`.
     """
     if first:
         yield "embed.weight", (spec.vocab_size, spec.hidden_size)
@@ -308,11 +353,11 @@ def stage_parameter_shapes(spec: ModelSpec, layers: range, first: bool, last: bo
         yield from layer_parameter_shapes(spec, layer)
     if last:
         yield from _norm(spec, "norm")
-        for index in range(spec.mtp_layers):
-            yield from _mtp(spec, index)
+        for layer in spec.last_layers():
+            yield from _mtp(spec, layer)
         if not spec.tied_embeddings:
             yield "head.weight", (spec.vocab_size, spec.hidden_size)
-        elif not first:
+        if spec.embeds_on_last_stage and not first:
             yield "embed.weight", (spec.vocab_size, spec.hidden_size)
 
 
@@ -345,14 +390,14 @@ def _layer(spec: ModelSpec, layer: int, prefix: str) -> NamedShapes:
         yield from _norm(spec, prefix + "mlp_post_norm")
 
 
-def _mtp(spec: ModelSpec, index: int) -> NamedShapes:
+def _mtp(spec: ModelSpec, layer: int) -> NamedShapes:
     """Yield the parameters of a multi-token-prediction layer: it joins the hidden state and the next token's embedding,
     then is a layer like the last one."""
-    prefix = f"mtp.{index}."
+    prefix = layer_prefix(spec, layer)
+    yield from _layer(spec, layer, prefix)
     yield from _norm(spec, prefix + "embed_norm")
     yield from _norm(spec, prefix + "hidden_norm")
-    yield prefix + "join.weight", (spec.hidden_size, 2 * spec.hidden_size)
-    yield from _layer(spec, spec.num_layers + index, prefix)
+    yield prefix + "eh_proj.weight", (spec.hidden_size, 2 * spec.hidden_size)
     yield from _norm(spec, prefix + "norm")
 
 

@@ -17,6 +17,9 @@ from muster.spec.supported import require_supported_model, runtime_rules, unsupp
 from muster.spec.units import pluralize
 from muster.spec.workload import Workload
 
+MOST_DEVICES_WITH_NEAREST = 4096
+"""Devices up to which predictions and searches look for the nearest plans, among all degrees."""
+
 
 def require_runnable(plan: Plan, model: ModelSpec, workload: Workload, world_size: int) -> None:
     """Raise InfeasibleError unless the plan can run: with the reasons and the nearest plans that can, or with the parts

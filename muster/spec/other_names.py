@@ -6,7 +6,7 @@ _SEQ_LEN = "train.seq_len"
 _RECOMPUTE = "parallel.default_strategy.recompute"
 _PRECISION = "parallel.precision"
 _DROPOUT = "model.hidden_dropout (beside model.attention_dropout and model.embedding_dropout)"
-_LORA = "Muster trains all weights and has no LoRA"
+_LORA = "the section adapter has low-rank adapters, such as adapter.r: 8"
 
 OTHER_NAMES: dict[str, str] = {
     "adam_beta1": "optim.beta1",
@@ -78,7 +78,7 @@ WITHOUT_KEY: dict[str, str] = {
     ),
     "lora": _LORA,
     "lora_alpha": _LORA,
-    "lora_dropout": _LORA,
+    "lora_dropout": "adapters have no dropout before A yet: leave it out",
     "lora_rank": _LORA,
     "output_dir": "muster train --run names the directory",
     "unfrozen_parameters": "optim.freeze names those that are frozen",

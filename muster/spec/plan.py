@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, groupby
-from math import gcd, lcm, prod
+from math import floor, gcd, lcm, prod
 from operator import attrgetter
 from typing import Any, Literal, get_args
 
@@ -24,6 +24,7 @@ from muster.spec.mesh_axes import (
     STAGE_AXES,
     STATE_SHARD_AXES,
 )
+from muster.spec.routing_load import ExpertPlacement
 from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES, ScheduleEntry, stage_placement
 from muster.spec.suggest import did_you_mean
 from muster.spec.workload import Workload
@@ -34,10 +35,13 @@ Recompute = Literal["none", "elementwise", "core_attention", "every_second_matmu
 linear unit, one pass over memory each. core_attention: scores, softmax and weighted values (Megatron-LM's selective,
 arXiv:2205.05198 §5). every_second_matmul: every second matmul and everything cheap (torchtitan's selective activation
 checkpointing by operation). full: the whole layer."""
-Offload = Literal["none", "optimizer", "activations", "all"]
-"""State kept in host memory. activations: those that a layer saves for its backward, where enough other passes run
-between forward and backward (arXiv:2503.01328). optimizer: its state (arXiv:2101.06840)."""
+Offload = Literal["none", "activations"]
+"""Activations that a layer saves for its backward wait in host memory, where enough other passes run between forward
+and backward (arXiv:2503.01328)."""
+Tier = Literal["none", "host", "disk"]
+"""Place of a state that leaves the device."""
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
+Float8Recipe = Literal["tensorwise", "rowwise", "mxfp8"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 
@@ -118,7 +122,23 @@ class LayerStrategy(Frozen):
     """Attention kernel. flash: scores stay within one kernel (arXiv:2205.14135). unfused: they are written to memory,
     and saved."""
     offload: Offload = "none"
-    """State of the layer kept in host memory."""
+    """State of passes kept in host memory: activations from forward to backward."""
+    offload_optimizer: Tier = "none"
+    """Place of the optimizer's state where that isn't the device. host: it stays in host memory, and the host's cores
+    update the parameters (ZeRO-Offload, arXiv:2101.06840). disk: beside that, it is on disk between updates
+    (ZeRO-Infinity, arXiv:2104.07857)."""
+    offload_optimizer_ratio: float = Field(default=1.0, gt=0, le=1)
+    """Share of the layers whose optimizer state leaves the device, spread evenly over the model; parameters outside
+    layers are among them (Deep Optimizer States, arXiv:2410.21316)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_older(cls, content: Any) -> Any:
+        # `offload` said where the optimizer's state is, too, before it had a field of its own.
+        if isinstance(content, dict) and content.get("offload") in ("optimizer", "all"):
+            kept = "activations" if content["offload"] == "all" else "none"
+            return content | {"offload": kept, "offload_optimizer": content.get("offload_optimizer", "host")}
+        return content
 
 
 class LayerOverride(Frozen):
@@ -220,6 +240,9 @@ class Plan(Frozen):
     ep_chunks: PositiveInt = 1
     """Chunks of a rank's tokens that travel to experts and back one after another, beside the experts' work on others
     (Tutel's pipelining degree)."""
+    expert_placement: ExpertPlacement = ()
+    """Experts of each layer that has any, in the order of the ep ranks that have them, as `muster plan --expert-load`
+    places them by their load; empty: in their own order."""
     schedule: str = DEFAULT_SCHEDULE
     """Pipeline schedule."""
     pinned_schedule: PinnedSchedule | None = None
@@ -241,8 +264,14 @@ class Plan(Frozen):
     """Stages of one replica, in model order; empty: layers are split as evenly as possible."""
     precision: Precision = "bf16"
     """Compute dtype; parameters are stored in fp32 (fp64 for fp64), and gradients accumulated in it."""
+    fp8_recipe: Float8Recipe = "tensorwise"
+    """Scales of what fp8 matmuls read: one for a tensor, one for each row of an operand along the sum, or one for each
+    block of 32 along it (Blackwell)."""
     compile: bool | None = None
     """torch.compile of each decoder block; left out: on GPUs where the runtime can compile the plan, never on CPUs."""
+    cuda_graphs: bool = False
+    """CUDA graphs of the passes of each stage, captured in the second step and replayed from then on, without host time
+    between kernels; a CPU runs them as without."""
     bucket_layers: PositiveInt = 1
     """Layers whose parameters are gathered, and whose gradients are reduced, in one collective of the sharded ranks."""
     prefetch_buckets: PositiveInt = 1
@@ -309,7 +338,7 @@ class Plan(Frozen):
     @property
     def stages_per_replica(self) -> int:
         """Stages of one replica."""
-        return max(1, self.pp * self.vpp // SCHEDULES[self.schedule].default_replicas)
+        return self.pp * self.vpp // (SCHEDULES[self.schedule].replicas or 1) or 1
 
     def is_first(self, stage: int) -> bool:
         """Return True for a stage that begins its replica: the embedding's."""
@@ -317,7 +346,7 @@ class Plan(Frozen):
 
     def is_last(self, stage: int) -> bool:
         """Return True for a stage that ends its replica: the head's."""
-        return stage % self.stages_per_replica == self.stages_per_replica - 1
+        return (stage + 1) % self.stages_per_replica == 0
 
     @property
     def is_uniform(self) -> bool:
@@ -420,10 +449,11 @@ class Plan(Frozen):
 
     def layers(self, stage: int, num_layers: int) -> range:
         """Return the layers of one stage, of a model with `num_layers`."""
+        count = self.stages_per_replica
         if not self.stages:
-            return _even_runs(num_layers, self.stages_per_replica)[stage % self.stages_per_replica]
-        start = sum(s.layers for s in self.stages[: stage % self.stages_per_replica])
-        return range(start, start + self.stages[stage % self.stages_per_replica].layers)
+            return _even_runs(num_layers, count)[stage % count]
+        start = sum(s.layers for s in self.stages[: stage % count])
+        return range(start, start + self.stages[stage % count].layers)
 
     def layer_counts(self, num_layers: int) -> list[int]:
         """Return the number of layers of each stage of one replica, of a model with `num_layers`."""
@@ -431,7 +461,30 @@ class Plan(Frozen):
 
     def offloaded_layers(self, stage: int, num_layers: int) -> list[int]:
         """Return the layers of one stage whose activations may be offloaded to host memory."""
-        return [n for n in self.layers(stage, num_layers) if self.strategy(n).offload in ("activations", "all")]
+        return [n for n in self.layers(stage, num_layers) if self.strategy(n).offload == "activations"]
+
+    def offloads_optimizer(self, layer: int | None) -> bool:
+        """Return True if a layer's optimizer state is kept off the device; None: of parameters outside layers."""
+        strategy = self.default_strategy if layer is None else self.strategy(layer)
+        ratio = strategy.offload_optimizer_ratio
+        is_chosen = layer is None or floor(round((layer + 1) * ratio, 6)) > floor(round(layer * ratio, 6))
+        return strategy.offload_optimizer != "none" and is_chosen
+
+    def num_host_updates(self, stage: int, num_layers: int) -> int:
+        """Return the parts in which the host updates a stage's parameters."""
+        return len(self.host_update_tiers(stage, num_layers))
+
+    def host_update_tiers(self, stage: int, num_layers: int) -> tuple[Tier, ...]:
+        """Return the place of the optimizer's state of each part in which the host updates a stage's parameters: one
+        for each layer whose state is off the device, and a last one for parameters outside layers."""
+        if not self.overrides and self.default_strategy.offload_optimizer == "none":
+            return ()
+        parts: list[int | None] = [*self.layers(stage, num_layers)]
+        if self.vocab_parallel or self.is_first(stage) or self.is_last(stage):
+            parts.append(None)
+        away = filter(self.offloads_optimizer, parts)
+        strategies = (self.default_strategy if part is None else self.strategy(part) for part in away)
+        return tuple(strategy.offload_optimizer for strategy in strategies)
 
     def num_micro_batches(self, workload: Workload, dp_index: int | None = None) -> int:
         """Return the micro-batches that a data-parallel rank of the first stage runs in one step. With
@@ -490,14 +543,21 @@ class Plan(Frozen):
         """
         values = self.model_dump(mode="json")
         values["compile"] = bool(self.compile)
-        defaults = {key: Plan.model_fields[key].default for key in _ADDED_LATER}
+        for strategy in (values["default_strategy"], *(run["strategy"] for run in values["overrides"])):
+            if strategy["offload_optimizer"] == "none":
+                del strategy["offload_optimizer"]
+            if strategy["offload_optimizer_ratio"] == 1:
+                del strategy["offload_optimizer_ratio"]
+        added = {key: Plan.model_fields[key].default for key in _ADDED_LATER}
+        defaults = {key: list(default) if isinstance(default, tuple) else default for key, default in added.items()}
         text = json.dumps({k: v for k, v in values.items() if k not in defaults or v != defaults[k]}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 _ADDED_LATER = (
     *("cp_comm_type", "cp_ulysses_degree", "cp_window_size", "dynamic_context_parallel", "sequence_tiles"),
-    *("ep_dispatcher", "ep_inner_size", "ep_chunks", "sequence_slices"),
+    *("ep_dispatcher", "ep_inner_size", "ep_chunks", "sequence_slices", "cuda_graphs", "fp8_recipe"),
+    "expert_placement",
 )
 """Fields of a plan that are younger than the hashes in files."""
 

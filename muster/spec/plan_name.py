@@ -10,7 +10,7 @@ from muster.spec.errors import ConfigError
 from muster.spec.expert_kinds import DISPATCHERS
 from muster.spec.former_names import current_plan_part, report_renames
 from muster.spec.mesh_axes import DEGREE_FIELDS
-from muster.spec.plan import LayerStrategy, Offload, Plan, Precision, Recompute, StageSpec
+from muster.spec.plan import LayerStrategy, Plan, Precision, Recompute, StageSpec
 from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from muster.spec.suggest import did_you_mean
 
@@ -20,10 +20,10 @@ _RECOMPUTE: dict[str, Recompute] = {
     "mm2": "every_second_matmul",
     "full": "full",
 }
-_OFFLOAD: dict[str, Offload] = {"act": "activations", "opt": "optimizer", "all": "all"}
 _EP_WORDS = {name: kind.word for name, kind in DISPATCHERS.items()}
 _CP_WORDS = {name: kind.word for name, kind in CONTEXT_KINDS.items()}
 _DEFAULTS = Plan()
+_STRATEGY_FIELDS = ("zero", "sp", "recompute", "offload", "offload_optimizer", "offload_optimizer_ratio")
 
 _NAMED_AXES = tuple(axis for axis in DEGREE_FIELDS if not axis.startswith("dp_"))
 _PLAIN_AXES = tuple(axis for axis in _NAMED_AXES if axis not in ("pp", "tp", "cp", "ep"))
@@ -74,6 +74,20 @@ def _expert_parallel(degree: str, word: str, inner: str | None) -> dict[str, Any
     if inner is not None:
         fields["ep_inner_size"] = int(inner)
     return fields
+
+
+_RATIO = r"\d{0,3}\.\d{1,6}|\d{1,3}"
+
+
+def _optimizer_offload(tier: str, ratio: str | None) -> dict[str, Any]:
+    """Return the fields of `oopt`, `oopt0.5`, `ooptd`, `oopt0.5d`. Raises ConfigError for no share of the layers."""
+    if ratio is not None and not 0 < float(ratio) <= 1:
+        raise ConfigError(f"oopt{ratio} is no share of the layers: expected one above 0, at most 1, such as oopt0.5")
+    return {"offload_optimizer": tier} | ({} if ratio is None else {"offload_optimizer_ratio": float(ratio)})
+
+
+def _ratio_word(strategy: LayerStrategy) -> str:
+    return "" if strategy.offload_optimizer_ratio == 1 else f"{strategy.offload_optimizer_ratio:g}"
 
 
 _LAYER_RUN = r"\d{1,9}(?:x[1-9]\d{0,3})?"
@@ -134,10 +148,12 @@ _NAME_PARTS = (
         lambda word: {"recompute": _RECOMPUTE[word]},
     ),
     _NamePart(
-        ", ".join("o" + word for word in _OFFLOAD),
-        f"o({'|'.join(_OFFLOAD)})",
-        lambda word: {"offload": _OFFLOAD[word]},
+        "oact",
+        "oacth?",
+        lambda: {"offload": "activations"},
     ),
+    _NamePart("oopt, ooptR", rf"oopt({_RATIO})?h?", lambda ratio: _optimizer_offload("host", ratio)),
+    _NamePart("ooptd, ooptRd", rf"oopt({_RATIO})?d", lambda ratio: _optimizer_offload("disk", ratio)),
     _NamePart(", ".join(get_args(Precision)), f"({'|'.join(get_args(Precision))})", lambda word: {"precision": word}),
     _NamePart(
         "lA.B.C or lAxN.B (layers per stage)",
@@ -176,9 +192,12 @@ def settings_beyond_name(plan: Plan) -> list[str]:
         )
     for words, runs in layers.items():
         settings.append(f"{words} in layer{'' if len(runs) == 1 and runs[0].isdecimal() else 's'} {', '.join(runs)}")
-    if shown := _differing_fields(default, LayerStrategy(), ("attention", "tp_overlap")):
-        settings.append(shown)
-    known = {name: getattr(plan, name) for name in ("compile", "bucket_layers", "prefetch_buckets")}
+    if words := _differing_fields(default, LayerStrategy(), ("attention", "tp_overlap")):
+        settings.append(words)
+    known = {
+        name: getattr(plan, name)
+        for name in ("fp8_recipe", "compile", "cuda_graphs", "bucket_layers", "prefetch_buckets")
+    }
     settings += [
         name if value is True else f"{name} {value}"
         for name, value in known.items()
@@ -186,6 +205,8 @@ def settings_beyond_name(plan: Plan) -> list[str]:
     ]
     if any(stage.ranks or stage.mesh for stage in plan.stages):
         settings.append("stages with individual ranks or degrees")
+    if plan.expert_placement:
+        settings.append("placed experts")
     return [*settings, *(["a pinned schedule"] if plan.pinned_schedule else [])]
 
 
@@ -222,7 +243,9 @@ def _format_parts(plan: Plan) -> list[str]:
         "pv": plan.post_validation,
         "vocab": plan.vocab_parallel,
         **{"r" + word: strategy.recompute == how for word, how in _RECOMPUTE.items()},
-        **{"o" + word: strategy.offload == how for word, how in _OFFLOAD.items()},
+        "oact": strategy.offload != "none",
+        f"oopt{_ratio_word(strategy)}": strategy.offload_optimizer == "host",
+        f"oopt{_ratio_word(strategy)}d": strategy.offload_optimizer == "disk",
         plan.precision: True,
         "l" + ".".join(str(stage.layers) for stage in plan.stages): bool(plan.stages),
     }
@@ -247,9 +270,7 @@ def parse_plan_name(text: str, base: Plan = _DEFAULTS) -> Plan:
             f"plan name '{text}' ends in '+' and a hash because no name expresses all of that plan; give its plan.yaml"
         )
     fields = _parse_parts(text)
-    strategy = LayerStrategy(
-        **{key: fields.pop(key) for key in ("zero", "sp", "recompute", "offload") if key in fields}
-    )
+    strategy = LayerStrategy(**{key: fields.pop(key) for key in _STRATEGY_FIELDS if key in fields})
     stages = tuple(StageSpec(layers=count) for count in fields.pop("layers", ()))
     kept = {"micro_batch_size": base.micro_batch_size, "precision": base.precision}
     return Plan(**{**kept, **fields}, default_strategy=strategy, stages=stages)
@@ -313,7 +334,9 @@ def _suggestion(token: str) -> str:
         "z2",
         "z3",
         *("r" + word for word in _RECOMPUTE),
-        *("o" + word for word in _OFFLOAD),
+        "oact",
+        "oopt",
+        "ooptd",
         *get_args(Precision),
     ]
     fixed += ["s" + word for word in _schedule_names()]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from math import gcd
 
 from muster.spec.compilation import AGAINST_COMPILE
+from muster.spec.cuda_graphs import AGAINST_CUDA_GRAPHS, against_cuda_graphs
 from muster.spec.errors import InfeasibleError
 from muster.spec.mesh_axes import MESH_AXIS_TABLE, SUPPORTED_AXES, MeshAxis
 from muster.spec.model import ModelSpec
@@ -42,13 +43,20 @@ def _with_supported_recompute(strategy: LayerStrategy) -> LayerStrategy:
     return strategy.model_copy(update={"recompute": "elementwise"})
 
 
-def _without_optimizer_offload(strategy: LayerStrategy) -> LayerStrategy:
-    kept = {"optimizer": "none", "all": "activations"}.get(strategy.offload, strategy.offload)
-    return strategy.model_copy(update={"offload": kept})
+def _optimizer_offload_rule(has: Callable[[Plan], bool], what: str) -> Rule:
+    return Rule(
+        lambda plan: any(s.offload_optimizer != "none" for s in plan.strategies) and has(plan),
+        f"offload of the optimizer's state with {what}",
+        in_every_layer(lambda strategy: strategy.model_copy(update={"offload_optimizer": "none"})),
+    )
 
 
 def _compile_rule(has: Callable[[Plan], bool], sentence: str) -> Rule:
     return Rule(lambda plan: plan.compile is True and has(plan), sentence, setting(compile=False))
+
+
+def _graphs_rule(has: Callable[[Plan], bool], sentence: str) -> Rule:
+    return Rule(lambda plan: plan.cuda_graphs and has(plan), sentence, setting(cuda_graphs=False))
 
 
 def _fp8_rule(has: Callable[[Plan], bool], what: str) -> Rule:
@@ -63,10 +71,12 @@ def _dynamic_rule(has: Callable[[Plan], bool], sentence: str) -> Rule:
 
 RUNTIME_RULES: tuple[Rule, ...] = (
     *(_axis_rule(axis) for axis in MESH_AXIS_TABLE if not axis.supported),
-    Rule(
-        lambda plan: any(s.offload in ("optimizer", "all") for s in plan.strategies),
-        "offload of the optimizer's state (it stays on the device, which makes the step)",
-        in_every_layer(_without_optimizer_offload),
+    _optimizer_offload_rule(
+        lambda plan: plan.post_validation, "post_validation (a step that is rolled back updates on the device)"
+    ),
+    _optimizer_offload_rule(lambda plan: plan.sequence_slices > 1, "sequence_slices (it has no parity test yet)"),
+    _optimizer_offload_rule(
+        lambda plan: plan.pipeline_replicas > 1, "two replicas in one pipeline (it has no parity test yet)"
     ),
     Rule(
         lambda plan: any(s.recompute not in SUPPORTED_RECOMPUTE for s in plan.strategies),
@@ -132,6 +142,11 @@ RUNTIME_RULES: tuple[Rule, ...] = (
         "sequence_tiles with vocab_parallel (its passes over a part of the vocabulary aren't tiled)",
         setting(sequence_tiles=1),
     ),
+    Rule(
+        lambda plan: plan.fp8_recipe != "tensorwise" and plan.precision != "fp8",
+        lambda plan: f"fp8_recipe {plan.fp8_recipe} in {plan.precision} (it is for precision fp8)",
+        setting(fp8_recipe="tensorwise"),
+    ),
     _fp8_rule(lambda plan: plan.uses_axis("tp"), "tensor parallelism (its matmuls of sharded weights are in bf16)"),
     _fp8_rule(lambda plan: plan.split_backward, "a schedule whose backward is split (W's matmuls are in bf16)"),
     _fp8_rule(lambda plan: plan.uses_axis("cp"), "context parallelism (it has no parity test yet)"),
@@ -153,7 +168,7 @@ RUNTIME_RULES: tuple[Rule, ...] = (
         setting(post_validation=False),
     ),
     Rule(
-        lambda plan: plan.sequence_slices > 1 and any(s.offload in ("activations", "all") for s in plan.strategies),
+        lambda plan: plan.sequence_slices > 1 and any(s.offload != "none" for s in plan.strategies),
         "sequence_slices with offload of activations (it has no parity test yet)",
         setting(sequence_slices=1),
     ),
@@ -188,6 +203,7 @@ RUNTIME_RULES: tuple[Rule, ...] = (
         setting(post_validation=False),
     ),
     *(_compile_rule(*one) for one in AGAINST_COMPILE),
+    *(_graphs_rule(*one) for one in AGAINST_CUDA_GRAPHS),
 )
 """Things that the runtime can't do: a row goes when the work behind it is done."""
 
@@ -257,7 +273,7 @@ EXPERT_RULES: tuple[Rule, ...] = (
         setting(compile=False),
     ),
     Rule(
-        lambda plan: any(strategy.offload in ("activations", "all") for strategy in plan.strategies),
+        lambda plan: any(strategy.offload != "none" for strategy in plan.strategies),
         "offload of the activations of experts (their sizes change from batch to batch)",
         in_every_layer(lambda strategy: strategy.model_copy(update={"offload": "none"})),
     ),
@@ -320,6 +336,57 @@ GROUP_DROPOUT_RULES: tuple[Rule, ...] = (
 )
 """Things that the runtime can't do for a model with dropout."""
 
+ADAPTER_RULES: tuple[Rule, ...] = (
+    _fp8_rule(lambda plan: True, "adapters (whose matrices are too narrow to gain from it)"),
+    _compile_rule(lambda plan: True, "compile with adapters (it has no parity test yet)"),
+    _graphs_rule(lambda plan: True, "cuda_graphs with adapters (it has no parity test yet)"),
+    Rule(
+        lambda plan: any(strategy.tp_overlap != "none" for strategy in plan.strategies),
+        "tp_overlap async_tp with adapters (whose partial results are added before the sum over the ranks)",
+        in_every_layer(lambda strategy: strategy.model_copy(update={"tp_overlap": "none"})),
+    ),
+)
+"""Things that the runtime can't do for a model with adapters."""
+
+MTP_RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda plan: plan.vocab_parallel,
+        "vocab_parallel with multi-token prediction (whose layers need embedding and head within one pass)",
+        setting(vocab_parallel=False),
+    ),
+    Rule(
+        lambda plan: plan.sequence_slices > 1,
+        "sequence_slices with multi-token prediction (it has no parity test yet)",
+        setting(sequence_slices=1),
+    ),
+    _dynamic_rule(lambda plan: True, "cpdyn with multi-token prediction (it has no parity test yet)"),
+    Rule(
+        lambda plan: plan.precision == "fp8",
+        "fp8 with multi-token prediction (it has no parity test yet)",
+        setting(precision="bf16"),
+    ),
+    Rule(
+        lambda plan: plan.compile is True,
+        "compile with multi-token prediction (it has no parity test yet)",
+        setting(compile=False),
+    ),
+    Rule(
+        lambda plan: any(strategy.offload in ("activations", "all") for strategy in plan.strategies),
+        "offload of activations with multi-token prediction (it has no parity test yet)",
+        in_every_layer(lambda strategy: strategy.model_copy(update={"offload": "none"})),
+    ),
+)
+"""Things that the runtime can't do for a model with multi-token prediction."""
+
+DORA_RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda plan: plan.uses_axis("tp"),
+        "dora of o or down with tensor parallelism (which cuts the rows whose lengths it trains)",
+        setting(tp=1),
+    ),
+)
+"""Things that the runtime can't do for DoRA of linear layers whose columns tensor parallelism cuts."""
+
 CAPACITY_RULES: tuple[Rule, ...] = (
     Rule(
         lambda plan: plan.uses_axis("cp"),
@@ -352,7 +419,13 @@ _UNSUPPORTED_MODELS: tuple[tuple[str, Callable[[ModelSpec], bool]], ...] = (
         "the gated delta rule (linear_attention.kind gated_deltanet; linear_attn, simple_gla and gla run)",
         lambda model: model.linear_attention is not None and model.linear_attention.kind == "gated_deltanet",
     ),
-    ("heads that predict further tokens (mtp_layers, which 0 leaves out)", lambda model: model.mtp_layers > 0),
+    (
+        "multi-token prediction (mtp_layers, which 0 leaves out) with adapters, linear attention or a plugin's layers",
+        lambda model: (
+            model.mtp_layers > 0
+            and any(part is not None for part in (model.adapter, model.linear_attention, model.architecture))
+        ),
+    ),
 )
 """Parts of a model that the runtime can't do; such a model can be planned and predicted."""
 
@@ -369,8 +442,12 @@ def runtime_rules(model: ModelSpec | None) -> tuple[Rule, ...]:
         *(LINEAR_ATTENTION_RULES if model.linear_attention is not None else ()),
         *(LATENT_ATTENTION_RULES if model.mla is not None else ()),
         *(SINK_RULES if model.attention_sinks else ()),
+        *(MTP_RULES if model.mtp_layers else ()),
         *(ATTENTION_DROPOUT_RULES if model.attention_dropout else ()),
         *(GROUP_DROPOUT_RULES if model.has_dropout else ()),
+        *(_graphs_rule(lambda plan: True, sentence) for sentence in against_cuda_graphs(model)),
+        *(ADAPTER_RULES if model.adapter is not None else ()),
+        *(DORA_RULES if model.adapter is not None and model.adapter.needs_whole_rows else ()),
     )
 
 

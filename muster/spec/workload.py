@@ -3,6 +3,7 @@
 from pydantic import NonNegativeInt, PositiveInt
 
 from muster.spec.base import Frozen
+from muster.spec.routing_load import RoutingLoad
 
 MAX_PROGRAM_MICRO_BATCHES = 2**18
 """Largest product of micro-batches of a step and pipeline ranks: programs of more take minutes to build."""
@@ -16,6 +17,9 @@ class Workload(Frozen):
     """Sequences per optimizer step, over all ranks."""
     earlier_positions: NonNegativeInt = 0
     """Positions before these `seq_len` whose keys attention sees, too: 0 but in the cost of a slice of sequences."""
+
+    expert_load: RoutingLoad | None = None
+    """Load of the experts; None: an even one."""
 
     @property
     def tokens_per_step(self) -> int:

@@ -1,6 +1,6 @@
 """Batches of a rank: reads its part of each global batch and feeds its stages."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +16,7 @@ from muster.layout.mesh import dp_index_of
 from muster.layout.sequence_slices import sequence_slices
 from muster.model.documents import Documents
 from muster.model.dropout import sample_keys
+from muster.model.further_tokens import FurtherTokens, shift_further
 from muster.model.host_copies import to_device
 from muster.parallel.stage import DecoderStage
 from muster.parallel.stage_inputs import StageInputs
@@ -114,9 +115,13 @@ class BatchLoader:
             self.fed_groups = groups
         drops = self.config.model.has_dropout and share.groups is None
         keys_M = self._dropout_keys(share) if drops else None
+        counted_M = self._counted(share, tokens_M)
         feed = StageInputs(
             local_tokens_M, local_labels_M, share.num_valid, train.z_loss, loss_scale, loss, documents, keys_M
         )
+        feed.further_M = self._further(tokens_M, labels_M, counted_M, share.batch)
+        if counted_M is not None:
+            feed.counted_M = tuple(part_BS for x_BS in counted_M for part_BS in self._slices(self._cut(x_BS)))
         for stage in self.stages.values():
             stage.inputs = feed
             if stage.vocab is not None:
@@ -150,6 +155,53 @@ class BatchLoader:
         found = sequence_slices(self.config.model, self.plan, x_BS.shape[1])
         return [x_BS[:, positions.start : positions.stop].contiguous() for positions in found]
 
+    def _counted(self, share: LocalBatch, tokens_M: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """Return the positions of each micro-batch that are no padding, for routers; None where all are."""
+        if share.arrangement is None or not tokens_M or self.config.model.moe is None:
+            return None
+        lengths_M = self._by_micro_batch(share.arrangement.lengths_B[share.arrangement.samples_B])
+        device = self.world.device
+        return tuple(
+            torch.arange(tokens_BS.shape[1], device=device) < torch.from_numpy(lengths_B).to(device).unsqueeze(1)
+            for tokens_BS, lengths_B in zip(tokens_M, lengths_M, strict=True)
+        )
+
+    def _by_micro_batch(self, values_B: np.ndarray) -> list[np.ndarray]:
+        """Return the values of each micro-batch's rows on this rank, of one for each place in the global batch."""
+        count = self.config.train.global_batch_size
+        return [
+            np.concatenate(
+                [
+                    values_B[first : first + rows.stop - rows.start]
+                    for rows, first in samples_of_micro_batch(self.plan, self.world.at, micro_batch, count)
+                ]
+            )
+            for micro_batch in range(self.num_micro_batches)
+        ]
+
+    def _further(
+        self,
+        tokens_M: tuple[Tensor, ...],
+        labels_M: tuple[Tensor, ...],
+        counted_M: tuple[Tensor, ...] | None,
+        batch: Batch | None,
+    ) -> tuple[tuple[FurtherTokens, ...], ...]:
+        """Return the data of each depth of multi-token prediction, which are shifted in whole sequences, for each
+        micro-batch."""
+        depths = range(1, self.config.model.mtp_layers + 1)
+        if batch is None or not depths or not any(stage.computes_loss for stage in self.stages.values()):
+            return ()
+        positions_M: Sequence[Tensor | None] = [None] * len(tokens_M)
+        if batch.positions_BS is not None:
+            shape = (self.num_micro_batches, -1, self.config.train.seq_len)
+            positions_M = to_device(torch.from_numpy(batch.positions_BS).view(shape), self.world.device).unbind()
+        further_M = []
+        for index, (tokens_BS, labels_BS) in enumerate(zip(tokens_M, labels_M, strict=True)):
+            counted_BS = None if counted_M is None else counted_M[index]
+            shifted = [shift_further(tokens_BS, labels_BS, n, positions_M[index], counted_BS) for n in depths]
+            further_M.append(tuple(FurtherTokens(*map(self._cut, one)) for one in shifted))
+        return tuple(further_M)
+
     def _documents(self, positions_BS: Tensor) -> list[Documents | None]:
         """Return the documents of each slice of a micro-batch; their lengths are those in whole sequences."""
         whole = Documents.from_positions(positions_BS, self.world.device)
@@ -159,14 +211,10 @@ class BatchLoader:
 
     def _dropout_keys(self, share: LocalBatch) -> tuple[Tensor, ...]:
         """Return the keys of each micro-batch's samples, in the order of its rows."""
-        count, keys_M = self.config.train.global_batch_size, []
+        count = self.config.train.global_batch_size
         places = np.arange(count) if share.arrangement is None else share.arrangement.samples_B
-        for micro_batch in range(self.num_micro_batches):
-            runs = samples_of_micro_batch(self.plan, self.world.at, micro_batch, count)
-            own = [places[first : first + rows.stop - rows.start] for rows, first in runs]
-            samples = (share.first_sample + np.concatenate(own)).tolist()
-            keys_M.append(sample_keys(self.config.seed, samples, self.world.device))
-        return tuple(keys_M)
+        samples_M = ((share.first_sample + own).tolist() for own in self._by_micro_batch(places))
+        return tuple(sample_keys(self.config.seed, samples, self.world.device) for samples in samples_M)
 
     def num_epochs(self, num_samples: int) -> float:
         """Return the number of passes over the training samples that `num_samples` make up."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muster.checkpoint.checkpoint_dir import named_checkpoint, split_average
+from muster.checkpoint.formats.peft import ADAPTER_CONFIG
 from muster.checkpoint.initial_weights import load_initial_weights
 from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.manifest import MANIFEST
@@ -170,6 +171,11 @@ def _open(options: EvalOptions) -> _Evaluation:
         raise ConfigError(f"there is no directory {place}: expected a run, a checkpoint or a Hugging Face directory")
     if (place / "config.yaml").exists() or (place / MANIFEST).exists():
         return _open_run(options)
+    if (place / ADAPTER_CONFIG).exists():
+        raise ConfigError(
+            f"{place} is a PEFT directory: merge its adapters with 'muster checkpoint convert {place} DIR --to hf', and"
+            " evaluate DIR"
+        )
     open_directory(options.model_path)  # which says what is wrong with it
     spec = load_model(f"{HF_PREFIX}{place}")
     plan = options.plan_for(spec, stored_precision(model_weights(open_directory(place))))

@@ -22,11 +22,12 @@ from muster.cost.memory.forecast import forecast_memory
 from muster.cost.memory.rank_memory import peak_slices, rank_memory
 from muster.model.float8 import float8_note
 from muster.parallel.compile import eager_note
+from muster.parallel.cuda_graphs import graphs_note
 from muster.parallel.op_profile import StageProfile
 from muster.report.console import table_console
 from muster.report.page import write_report
 from muster.report.report_data import PredictedVsMeasured, ReportData, RunInfo
-from muster.report.run_files import read_metrics
+from muster.report.run_files import read_metrics, restarts_note
 from muster.report.terminal import comparison_table, plan_lines
 from muster.schedule.build import build_program
 from muster.simulate.breakdown import breakdown
@@ -53,7 +54,9 @@ def print_plan(trainer: Trainer, predicted: Timeline) -> None:
     print(plan_lines(plan, config.model, config.workload, plan.num_micro_batches(config.workload)))
     if note := eager_note(plan, config.model, trainer.world.device):
         print(note)
-    if plan.precision == "fp8" and (note := float8_note(trainer.world.device)):
+    if note := graphs_note(plan, trainer.world.device):
+        print(note)
+    if plan.precision == "fp8" and (note := float8_note(trainer.world.device, plan.fp8_recipe)):
         print(note)
     step, idle = format_seconds(predicted.makespan_s), breakdown(predicted).bubble_fraction
     print(f"predicted step: {step}, {idle:.0%} of it idle, from passes timed on this machine")
@@ -93,6 +96,7 @@ def finalize(
     if ALL_DATA in losses:
         notes.append(validation_text(losses))
     notes += further_notes
+    notes += filter(None, [restarts_note(run_dir)])
     notes += _sample_notes(config, run_dir)
     data = ReportData(
         title=run_dir.name,
@@ -163,7 +167,7 @@ def _memory_terms(trainer: Trainer, profile: StageProfile) -> dict[str, tuple[in
     counted = {
         "parameters": sum(local.nbytes for stage in trainer.stages.values() for local in stage.parameters.values()),
         "gradients": profile.gradients_bytes,
-        "optimizer": sum(tensor.nbytes for _, tensor in trainer.updater.optimizer.state().values()),
+        "optimizer": trainer.updater.optimizer.device_state_bytes(),
         "activations": sum(_live_bytes(sizes, live[stage]) for stage, sizes in profile.saved_bytes.items())
         + words * profile.vocab_bytes,
     }

@@ -33,6 +33,7 @@ from muster.train.config_consistency import require_same_config
 from muster.train.console import TrainingDisplay
 from muster.train.data import open_dataset
 from muster.train.device_metrics import DeviceMetrics
+from muster.train.expert_load_log import ExpertLoadLog
 from muster.train.finalize import finalize, print_plan
 from muster.train.in_memory_checkpoint import LOAD_TIMEOUT, load_in_memory_checkpoint, open_in_memory_checkpoint
 from muster.train.metrics import MetricsLog, metrics_row, write_text
@@ -71,6 +72,7 @@ class TrainingLoop:
         self.device_metrics = DeviceMetrics(config.model, plan, config.train.seq_len, world)
         self.post_validation: PostValidation | None = None
         self.metrics = MetricsLog(run_dir / "metrics.jsonl")
+        self.expert_load = ExpertLoadLog(run_dir)
         self.stream = StreamHash()
         self.validation = ValidationTracker(config.train)
         self.callbacks = Callbacks(config.train.callbacks, world.rank, run_dir, self._on_stop)
@@ -92,6 +94,7 @@ class TrainingLoop:
             stop_requested=lambda: self.stop_requested,
             save_status=lambda: self.checkpoint_manager.status(),
             before_update=lambda: self.checkpoint_manager.wait_staged(),
+            state_folder=self.run_dir,
         )
 
     def _on_stop(self, *_: object) -> None:
@@ -120,6 +123,8 @@ class TrainingLoop:
         with closing(Trackers(self.config, self.run_dir, first_step - 1, self.is_main)) as self.trackers:
             code = self._train()
             self.metrics.flush()
+            if self.is_main:
+                self.expert_load.write()
             self.world.heartbeat.update("finish")
             if code == 0:
                 losses = self._final_losses()
@@ -205,6 +210,8 @@ class TrainingLoop:
         self._tokens_skipped = self._tokens_skipped + result.num_tokens if result.skip_reason else 0
         if self.config.data.hash_samples:
             self._hash_samples()
+        if self.is_main:
+            self.expert_load.add(result)
         if self.is_main and result.skip_reason:
             display.print_line(f"step {result.step} was skipped: {result.skip_reason} ({self._describe_samples(1)})")
         train = self.config.train

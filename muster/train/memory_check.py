@@ -8,7 +8,7 @@ The losses' chunks are those of a GPU: a CPU's are so small that following them 
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +30,8 @@ from muster.data.dataset import Batch, SampleStream
 from muster.launch.launcher import launch, rank_command
 from muster.launch.rank_process import exit_process, rank_main
 from muster.model.chunk_sizes import large_chunks
-from muster.parallel.offload import ActivationOffload, HostBufferPool, OffloadedStorages
+from muster.optim.host_optimizer import HostOptimizer
+from muster.parallel.offload import ActivationOffload, HostBufferPool, HostLink, OffloadedStorages
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World, fake_world, open_world
 from muster.schedule.action import Action
@@ -39,6 +40,7 @@ from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 from muster.spec.workload import Workload
+from muster.train.parameter_updater import ParameterUpdater
 from muster.train.prefetch import LocalBatch
 from muster.train.step_state import StepState
 from muster.train.trainer import Trainer
@@ -55,7 +57,7 @@ class MeasuredMemory:
     """Largest number of bytes during a step."""
 
 
-FAKE_KERNELS = KernelWorkspace(fused_norm=False, loss_chunk_logits=GPU_LOSS_CHUNK_LOGITS)
+FAKE_KERNELS = KernelWorkspace(fused_norm=False, loss_chunk_logits=GPU_LOSS_CHUNK_LOGITS, fused_bands=False)
 """Kernels that the forecast has to assume to be comparable with `measure_fake_rank`."""
 
 
@@ -69,7 +71,7 @@ def measure_fake_rank(model: ModelSpec, plan: Plan, workload: Workload, rank: in
 
 def measure_real_ranks(model: ModelSpec, plan: Plan, workload: Workload) -> list[MeasuredMemory]:
     """Measure all ranks with real tensors, as processes on this machine. Raises MusterError when one fails."""
-    if any(plan.offloaded_layers(stage, model.num_layers) for stage in range(plan.num_stages)):
+    if any(strategy.offload != "none" or strategy.offload_optimizer != "none" for strategy in plan.strategies):
         raise InfeasibleError(
             "processes of this machine keep what is offloaded in the same memory, where it would be counted:"
             " leave out --on-device"
@@ -137,18 +139,41 @@ class _FakeHost(HostBufferPool):
         return torch.empty(size, dtype=torch.uint8, device=_HOST)
 
 
-class _FakeOffload(ActivationOffload):
-    """Offload that takes and frees memory, but copies nothing."""
+_HOST = torch.device("meta")
+
+
+class _FakeLink(HostLink):
+    """Link that copies nothing, to host memory that isn't counted with the device's."""
+
+    host_device = _HOST
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.pool = _FakeHost(pinned=False)
 
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], host_waits: bool = False) -> Callable[[], None]:
+        return lambda: None
+
+
+class _FakeOffload(ActivationOffload):
+    """Offload that takes and frees memory, but copies nothing."""
+
+    link_type = _FakeLink
+
     def _copy(self, away: OffloadedStorages, to_host: bool) -> Callable[[], None]:
         return lambda: None
 
 
-_HOST = torch.device("meta")
+class _FakeUpdater(ParameterUpdater):
+    link_type = _FakeLink
+
+    def _build_host_optimizer(self, trained: Mapping[str, Tensor]) -> HostOptimizer:
+        """Build it without files: host memory isn't counted."""
+        own = self.config.optim, trained, self.layouts, self.world, self._host_parts
+        return HostOptimizer(*own, self.link_type(self.world.device))
+
+    def update_part(self, stage: int, part: int) -> None:
+        """Leave out the update in host memory, whose tensors have no values and aren't counted."""
 
 
 class FakeStage(DecoderStage):
@@ -186,6 +211,7 @@ class CountedTrainer(Trainer):
 
 class _FakeTrainer(CountedTrainer):
     stage_type = FakeStage
+    updater_type = _FakeUpdater
 
     def _reduce_norm(self, action: Action) -> None:
         """Skip reading the values, which fake tensors don't have, and clip in any case."""

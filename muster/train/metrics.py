@@ -42,6 +42,8 @@ def metrics_row(
         row["train/load_balancing_loss"] = result.load_balancing_loss
     if result.router_z_loss:
         row["train/router_z_loss"] = result.router_z_loss
+    if result.mtp_loss:
+        row["train/mtp_loss"] = result.mtp_loss
     for load in result.expert_load:
         row[f"experts/max_over_mean/{load.layer}"] = load.max_over_mean
         row[f"experts/entropy/{load.layer}"] = load.entropy

@@ -4,17 +4,21 @@ import os
 import signal
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 
 from muster.config.attempt_files import attempt_files
 from muster.config.load_config import ResolvedConfig, load_plan
+from muster.launch.exit_status import ExitStatus
 from muster.launch.nodes.handshake import require_same
 from muster.launch.nodes.launcher_group import JobEnded, LauncherGroup, error_for_code
 from muster.launch.nodes.rendezvous import rendezvous
 from muster.launch.nodes.rendezvous_config import RendezvousConfig
 from muster.launch.rank_errors import EXIT_STOPPED
+from muster.launch.restarts import Restarts
 from muster.launch.shared_filesystem import require_marker, write_marker
 from muster.planner.auto import choose_plan
+from muster.report.run_files import last_step
 from muster.train.config_consistency import ranks_per_node, training_facts
 from muster.train.data import open_dataset
 from muster.train.preflight import TrainOptions, require_device
@@ -27,10 +31,21 @@ _DATA_TIMEOUT = timedelta(hours=2)
 
 def train_on_nodes(resolved: ResolvedConfig, options: TrainOptions, nodes: RendezvousConfig) -> int:
     """Train together with the launchers of the other nodes. Returns the exit code, the same on all."""
-    ranks = ranks_per_node(resolved, options.nproc, nodes.num_nodes)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED))  # until there are ranks
     # Addresses without a name make PyTorch warn at each connection.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    run_dir = options.run_dir
+    restarts = Restarts(run_dir, resolved.config.train.restarts, lambda: last_step(run_dir), nodes.node_rank == 0)
+    while True:
+        status = _train_once(resolved, options, nodes)
+        if not restarts.wait_for_next(status):
+            return restarts.explained(status).report()
+        options = replace(options, fresh=False)
+
+
+def _train_once(resolved: ResolvedConfig, options: TrainOptions, nodes: RendezvousConfig) -> ExitStatus:
+    """Meet the launchers of the other nodes and train until the ranks end, all of them or one too early."""
+    ranks = ranks_per_node(resolved, options.nproc, nodes.num_nodes)
     try:
         with rendezvous(nodes, training_facts(resolved, ranks)) as group, ExitStack() as held:
             if group.is_coordinator:
@@ -47,11 +62,11 @@ def train_on_nodes(resolved: ResolvedConfig, options: TrainOptions, nodes: Rende
 
             command = rank_command(WORKER, options.run_dir, ranks * nodes.num_nodes)
             hang_s = resolved.config.train.hang_timeout_s
-            return launch(command, ranks, options.run_dir, hang_timeout_s=hang_s, group=group).report()
+            return launch(command, ranks, options.run_dir, hang_timeout_s=hang_s, group=group)
     except JobEnded as over:
         if over.code == 0:
             print(over.reason)
-            return 0
+            return ExitStatus(0, over.reason)
         raise error_for_code(over.code, over.reason) from None
 
 

@@ -1,7 +1,7 @@
 """From complete gradients to new parameters: global norm, skipped steps, clipping and the optimizer, on one rank."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,19 +10,28 @@ from torch import Tensor
 from muster.checkpoint.local_shard import LocalShard
 from muster.config.freezing import is_frozen, matches_freeze
 from muster.config.run_config import RunConfig
+from muster.layout.host_updates import host_update_parts
 from muster.layout.tensor_layout import TensorLayout
 from muster.model.routing import update_expert_bias
 from muster.optim.base import StateStarts
 from muster.optim.build import build_optimizer
+from muster.optim.host_optimizer import HostOptimizer, HostPart
+from muster.optim.state_store import StateStore
+from muster.parallel.offload import HostLink
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World
+from muster.spec.model import layer_prefix
 from muster.spec.plan import Plan
 from muster.train.gradients import find_tied_copies, sum_of_squares
 from muster.train.loss_scale import LossScale
 from muster.train.step_skipper import StepSkipper
 from muster.train.step_state import StepHooks, StepState, no_step
 
-NUM_STATISTICS = 8
+
+def _nothing() -> None: ...
+
+
+NUM_STATISTICS = 9
 """Numbers that ranks sum in a step of any model."""
 
 
@@ -32,6 +41,8 @@ class ParameterUpdater:
     One all-reduce per step carries all that the ranks have to agree on: the squared gradient norm, the loss, a request
     to stop and the progress of saving. All ranks read the same sums, so all decide alike.
     """
+
+    link_type = HostLink
 
     def __init__(
         self, config: RunConfig, plan: Plan, world: World, stages: Mapping[int, DecoderStage], hooks: StepHooks
@@ -51,6 +62,14 @@ class ParameterUpdater:
         # On different ranks the two copies of a tied embedding sum their gradients by an instruction of the program.
         self._sums_tied_copies = plan.pp_rank(0) == plan.pp_rank(plan.stages_per_replica - 1)
         self._scales_loss = plan.precision == "fp16"
+        self._host_parts = {
+            (index, part): [name for name in names if self.layouts[name] is stage.layouts[name]]
+            for index, stage in stages.items()
+            for part, names in enumerate(host_update_parts(plan, config.model, index, stage.layouts))
+        }
+        """Names of the parameters that the host updates, by stage and part."""
+        self._tiers = {index: plan.host_update_tiers(index, config.model.num_layers) for index in stages}
+        self._store: StateStore | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -59,9 +78,23 @@ class ParameterUpdater:
         """The step under way."""
         optim = self.config.optim
         trained = {name: local for name, local in self.parameters.items() if not is_frozen(optim, name)}
-        self.optimizer = build_optimizer(optim, trained, self.layouts, self.world)
+        self.optimizer = (
+            self._build_host_optimizer(trained)
+            if self._host_parts
+            else build_optimizer(optim, trained, self.layouts, self.world)
+        )
         self.step_skipper = StepSkipper(self.config.train)
         self.loss_scale = LossScale() if self._scales_loss else None
+
+    def _build_host_optimizer(self, trained: Mapping[str, Tensor]) -> HostOptimizer:
+        """Build the optimizer with state in host memory or on disk, in place of the one before."""
+        if self._store is not None:
+            self._store.close()
+        on_disk = [key for key in self._host_parts if self._tiers[key[0]][key[1]] == "disk"]
+        self._store = StateStore(self.hooks.state_folder) if on_disk else None
+        link = self.link_type(self.world.device)
+        own = self.config.optim, trained, self.layouts, self.world, self._host_parts
+        return HostOptimizer(*own, link, on_disk, self._store)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Deciding
@@ -78,7 +111,7 @@ class ParameterUpdater:
             self._read_sums(self.state, sums)
 
     def local_statistics(self) -> Tensor:
-        """This rank's part of the statistics, from its complete gradients, which are unscaled on the way: float64 [8],
+        """This rank's part of the statistics, from its complete gradients, which are unscaled on the way: float64 [9],
         or more in a model with experts.
 
         (squared gradient norm, sums of the losses as `DecoderStage.pop_losses` has them, stop requested, is saving, a
@@ -99,9 +132,9 @@ class ParameterUpdater:
             self._multiply_gradients(1 / self.loss_scale.value)
         for stage in self.stages.values():
             sums[0] += sum_of_squares(stage)
-            sums[1:5] += stage.pop_losses()
-        sums[5] = self.hooks.stop_requested()
-        sums[6], sums[7] = self.hooks.save_status()
+            sums[1:6] += stage.pop_losses()
+        sums[6] = self.hooks.stop_requested()
+        sums[7], sums[8] = self.hooks.save_status()
         loads = [load for stage in self.stages.values() if (load := stage.pop_router_load()) is not None]
         return torch.cat((sums, torch.stack(loads).sum(0).flatten())) if loads else sums
 
@@ -120,7 +153,7 @@ class ParameterUpdater:
         moe = self.config.model.moe
         if moe is not None and len(values) > NUM_STATISTICS:
             state.router_load = torch.tensor(values[NUM_STATISTICS:], dtype=torch.float64).view(-1, moe.num_experts + 1)
-        state.loss, state.z_loss, state.load_balancing_loss, state.router_z_loss = (
+        state.loss, state.z_loss, state.load_balancing_loss, state.router_z_loss, state.mtp_loss = (
             loss / state.num_valid for loss in losses
         )
         state.grad_norm = math.sqrt(squares) if squares >= 0 else math.nan
@@ -138,9 +171,51 @@ class ParameterUpdater:
     def apply(self) -> None:
         """Clip the gradients and step the optimizer, unless the step is skipped; then drop the gradients."""
         if self.state.skip_reason is None:
-            self.clip()
+            if not self._host_parts:
+                self.clip()
             self.optimizer_step()
         self.drop_gradients()
+
+    def prepare_host_updates(self) -> None:
+        """Clip the gradients before the host takes them, unless the step is skipped."""
+        if self.state.skip_reason is None:
+            self.hooks.before_update()
+            self.clip()
+
+    def fetch_part(self, stage: int, part: int) -> Callable[[], None]:
+        """Start to copy gradients and parameters of a part to the host; the returned function waits for the end."""
+        own = self._host_part(stage, part)
+        return _nothing if own is None else own.fetch()
+
+    def update_part(self, stage: int, part: int) -> None:
+        """Update a part of the parameters in host memory."""
+        if self._host_part(stage, part) is not None:
+            assert isinstance(self.optimizer, HostOptimizer)
+            self.optimizer.update((stage, part), self.state.learning_rate)
+
+    def return_part(self, stage: int, part: int) -> Callable[[], None]:
+        """Start to copy a part of the parameters back to the device; the returned function waits for the end."""
+        own = self._host_part(stage, part)
+        return _nothing if own is None else own.give_back()
+
+    def read_part(self, stage: int, part: int) -> Callable[[], None]:
+        """Start to read the state of a part from disk; the returned function waits for the end."""
+        assert isinstance(self.optimizer, HostOptimizer)
+        stored = self.optimizer.parts[stage, part].stored
+        return _nothing if stored is None else stored.read()
+
+    def write_part(self, stage: int, part: int) -> Callable[[], None]:
+        """Start to write the state of a part to disk; the returned function waits for the end and frees its memory."""
+        assert isinstance(self.optimizer, HostOptimizer)
+        stored = self.optimizer.parts[stage, part].stored
+        return _nothing if stored is None else stored.write()
+
+    def _host_part(self, stage: int, part: int) -> HostPart | None:
+        """Return a part that the host updates in this step; None where the step is skipped."""
+        if self.state.skip_reason is not None:
+            return None
+        assert isinstance(self.optimizer, HostOptimizer)
+        return self.optimizer.parts[stage, part]
 
     def clip(self) -> None:
         """Scale the gradients down to the largest global norm allowed, `optim.clip_norm`."""
@@ -161,7 +236,7 @@ class ParameterUpdater:
             return
         for stage in self.stages.values():
             for load_F, layer in zip(load_LF, model.expert_layers, strict=True):
-                name = f"layers.{layer}.mlp.router.expert_bias"
+                name = f"{layer_prefix(model, layer)}mlp.router.expert_bias"
                 layout = stage.layouts.get(name)
                 if layout is None or not layout.boxes or matches_freeze(self.config.optim, name):
                     continue
@@ -190,8 +265,9 @@ class ParameterUpdater:
     def local_shards(self) -> list[LocalShard]:
         """Everything on this rank that a checkpoint holds."""
         shards = [LocalShard(f"model/{name}", self.layouts[name], local) for name, local in self.parameters.items()]
+        own_layouts = self.optimizer.state_layouts()
         for key, (name, tensor) in self.optimizer.state().items():
-            shards.append(LocalShard(f"optim/{key}", self.layouts[name], tensor))
+            shards.append(LocalShard(f"optim/{key}", own_layouts.get(key, self.layouts[name]), tensor))
         return shards
 
     def counters(self) -> dict[str, Any]:

@@ -42,6 +42,7 @@ CHANGEABLE_KEYS = (
     "train.spike_sigmas",
     "train.spike_window",
     "train.hang_timeout_s",
+    "train.restarts",
     "data.cache",
 )
 """Keys that may change on resuming: they affect neither the model, the sample stream nor the optimization."""
@@ -56,6 +57,7 @@ def check_config_unchanged(run_dir: Path, config: RunConfig, steps_done: int, al
     all other changes. Raises ConfigError.
     """
     before = load_run_config(None, run_dir / "config.yaml", []).config
+    _require_same_adapters(run_dir, before, config)
     changed = config_changes(before, config)
     if changed and not allow:
         raise ConfigError(f"{run_dir} holds a run with another configuration ({'; '.join(changed)}): {RESUME_HINT}")
@@ -83,6 +85,20 @@ def check_data_unchanged(run_dir: Path, dataset: SampleStream, counters: dict, a
     if not allow:
         raise ConfigError(f"the text of data.source is not what {run_dir} began with {change}: {RESUME_HINT}")
     print(f"allowed: another text {change}, from sample {counters['samples_consumed']} of its stream on")
+
+
+def _require_same_adapters(run_dir: Path, before: RunConfig, after: RunConfig) -> None:
+    """Raise ConfigError where a checkpoint's adapters would be lost or not fit, which nothing can allow."""
+    old, new = (
+        adapter and f"{adapter.kind} of rank {adapter.r} at {', '.join(adapter.target_modules)}"
+        for adapter in (before.model.adapter, after.model.adapter)
+    )
+    if old is not None and old != new:
+        raise ConfigError(
+            f"{run_dir} has trained adapters ({old}), which don't go on under the section adapter of now"
+            f" ({new or 'none'}): give the same section, or --init-from {run_dir} with another --run, which merges them"
+            " into the model"
+        )
 
 
 def config_changes(before: RunConfig, after: RunConfig) -> list[str]:

@@ -3,12 +3,15 @@
 import os
 import signal
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 
 from muster.config.load_config import ResolvedConfig
 from muster.launch.output_streams import ignore_output_errors
 from muster.launch.rank_errors import EXIT_STOPPED
+from muster.launch.restarts import Restarts
 from muster.planner.auto import choose_plan
+from muster.report.run_files import last_step
 from muster.train.preflight import TrainOptions, check_launcher_environment
 from muster.train.prepare import WORKER, prepare
 from muster.train.run_directory import locked_run_dir
@@ -42,9 +45,13 @@ def _train(resolved: ResolvedConfig, options: TrainOptions) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED))
     train_config = resolved.config.train
     with locked_run_dir(options.run_dir, train_config.remote_checkpoint_dir):
-        if not prepare(resolved, chosen, options):
-            return 0
-        from muster.launch.launcher import launch, rank_command
+        restarts = Restarts(options.run_dir, train_config.restarts, lambda: last_step(options.run_dir))
+        while prepare(resolved, chosen, options):
+            from muster.launch.launcher import launch, rank_command
 
-        command = rank_command(WORKER, options.run_dir, world_size)
-        return launch(command, world_size, options.run_dir, hang_timeout_s=train_config.hang_timeout_s).report()
+            command = rank_command(WORKER, options.run_dir, world_size)
+            status = launch(command, world_size, options.run_dir, hang_timeout_s=train_config.hang_timeout_s)
+            if not restarts.wait_for_next(status):
+                return restarts.explained(status).report()
+            options = replace(options, fresh=False)
+    return 0

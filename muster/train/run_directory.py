@@ -12,7 +12,9 @@ from typing import IO
 from muster.checkpoint.in_memory.directory import IDENTITY_FILE
 from muster.checkpoint.remote_lock import hold_remote_lock
 from muster.config.attempt_files import adopt_attempt_files
+from muster.config.routing_load_file import FILE_NAME as LOAD_FILE
 from muster.launch.rank_errors import error_path
+from muster.report.run_files import RESTARTS_FILE
 from muster.spec.errors import MusterError
 from muster.train.tracking import TENSORBOARD, WANDB
 
@@ -99,7 +101,9 @@ def remove_previous_results(run_dir: Path, everything: bool = False) -> None:
     """
     doomed = [run_dir / name for name in ("report.html", "result.json", "timeline.json")]
     if everything:
-        doomed += [run_dir / name for name in ("metrics.jsonl", "samples.sha256", IDENTITY_FILE)]
+        doomed += [
+            run_dir / name for name in ("metrics.jsonl", LOAD_FILE, "samples.sha256", IDENTITY_FILE, RESTARTS_FILE)
+        ]
         for folder in ("checkpoints", "failed", "logs", TENSORBOARD, WANDB):
             if (run_dir / folder).exists():
                 shutil.rmtree(run_dir / folder)

@@ -16,6 +16,8 @@ class ExpertLoad:
     """Entropy of the experts' shares, relative to that of an even load: 1 at most."""
     dropped: float
     """Share of the choices that exceeded an expert's capacity."""
+    counts: tuple[float, ...] = ()
+    """Choices of each expert."""
 
 
 def expert_load(layer: int, counts: Iterable[float], dropped: float) -> ExpertLoad:
@@ -23,10 +25,10 @@ def expert_load(layer: int, counts: Iterable[float], dropped: float) -> ExpertLo
     chosen = list(counts)
     total = sum(chosen)
     if not total:
-        return ExpertLoad(layer, 1.0, 1.0, 0.0)
+        return ExpertLoad(layer, 1.0, 1.0, 0.0, tuple(chosen))
     shares = [count / total for count in chosen]
     entropy = -sum(share * log(share) for share in shares if share) / log(len(shares)) if len(shares) > 1 else 1.0
-    return ExpertLoad(layer, max(shares) * len(shares), entropy, dropped / total)
+    return ExpertLoad(layer, max(shares) * len(shares), entropy, dropped / total, tuple(chosen))
 
 
 @dataclass(frozen=True)
@@ -60,5 +62,7 @@ class StepResult:
     """Sum of the layers' load-balancing losses with their coefficient, by the divisor of the loss."""
     router_z_loss: float = 0.0
     """Sum of the z-losses of the layers' routers, likewise."""
+    mtp_loss: float = 0.0
+    """Mean of the losses of multi-token prediction with its factor, likewise."""
     expert_load: tuple[ExpertLoad, ...] = ()
     """Load of each layer with experts, in the layers' order."""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 
@@ -26,6 +27,8 @@ class StepState:
     """Sum of the layers' load-balancing losses with their coefficient, by the same divisor."""
     router_z_loss: float = math.nan
     """Sum of the z-losses of the layers' routers, likewise."""
+    mtp_loss: float = math.nan
+    """Mean of the losses of multi-token prediction with its factor, likewise."""
     grad_norm: float = math.nan
     """Global gradient norm before clipping."""
     router_load: Tensor | None = None
@@ -56,3 +59,5 @@ class StepHooks:
     """(this rank is still saving a checkpoint, a checkpoint has failed since the last call)."""
     before_update: Callable[[], None] = lambda: None
     """Called before parameters and optimizer state change."""
+    state_folder: Path | None = None
+    """Folder of the files of optimizer state on disk; None: the system's for temporary files."""

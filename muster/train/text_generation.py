@@ -121,7 +121,8 @@ def _find_converted_model(path: Path) -> TrainedModel:
     context = run.get("train", {}).get("seq_len") or directory.model.max_positions
     if context is None:
         raise ConfigError(f"{path} doesn't say how long the model's context is: expected max_positions in its model")
-    places = (directory.folder, directory.folder / AUXILIARY_FOLDER)
+    base = () if directory.base is None else (directory.base.folder,)
+    places = (directory.folder, directory.folder / AUXILIARY_FOLDER, *base)
     files = [place / name for place in places for name in ("tokenizer.json", "tokenizer.model")]
     tokenizer = next((str(file) for file in files if file.exists()), None)
     if tokenizer is None and "data" not in run:

@@ -13,13 +13,14 @@ from muster.data.dataset import SampleStream
 from muster.layout.mesh import dp_index_of, rank_at
 from muster.layout.tensor_layout import stages_on
 from muster.optim.lr import lr_at_step
+from muster.parallel.cuda_graphs import PassGraphs, has_cuda_graphs
 from muster.parallel.device_clock import StepRecord, step_clock
 from muster.parallel.executor import Executor
 from muster.parallel.op_profile import StageProfile, profile_stages
 from muster.parallel.p2p import stage_routes, tied_embedding_routes, variable_length_routes
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World
-from muster.schedule.action import Action, Kind
+from muster.schedule.action import Action, Kind, most_in_flight
 from muster.schedule.build import build_program
 from muster.schedule.check import check
 from muster.schedule.program import Program, has_split_backward
@@ -38,6 +39,8 @@ KEPT_STEPS = 64
 
 Handler = Callable[[Action], None]
 """Executes one instruction that is not a stage's own."""
+Copy = Callable[[Action], Callable[[], None]]
+"""Starts a copy; the function that it returns waits for the end."""
 
 
 class Trainer:
@@ -69,9 +72,17 @@ class Trainer:
         self.updater = self.updater_type(config, plan, world, self.stages, hooks or StepHooks())
         self.handlers: dict[Kind, Handler] = {
             Kind.GRAD_NORM: self._reduce_norm,
+            Kind.CLIP: lambda action: self.updater.prepare_host_updates(),
+            Kind.UPDATE: lambda action: self.updater.update_part(action.stage, action.slice),
             Kind.STEP: self._update_parameters,
             Kind.ALL_REDUCE_TIED: self._reduce_tied_gradients,
             Kind.ALL_REDUCE_REPLICAS: self._reduce_replica_gradients,
+        }
+        self.copies: dict[Kind, Copy] = {
+            Kind.OFFLOAD_GRAD: lambda action: self.updater.fetch_part(action.stage, action.slice),
+            Kind.RELOAD_PARAM: lambda action: self.updater.return_part(action.stage, action.slice),
+            Kind.READ_STATE: lambda action: self.updater.read_part(action.stage, action.slice),
+            Kind.WRITE_STATE: lambda action: self.updater.write_part(action.stage, action.slice),
         }
         custom_step = config.train.training_step
         self._custom_step = None if custom_step is None else CustomStep(self.updater, custom_step)
@@ -80,6 +91,7 @@ class Trainer:
         self._routes = make_routes(config.model, world, workload.seq_len, self.stages)
         self._tied_routes = tied_embedding_routes(config.model, world, self.stages)
         self._executor = self._make_step_executor()
+        self._pass_graphs = self._make_pass_graphs()
         self._group_executors: dict[int, Executor] = {}
         """Executors by micro-batches, where each step has its own number."""
         self._set_backwards_per_step()
@@ -116,6 +128,13 @@ class Trainer:
         self.plan = self.plan.model_copy(update={"pinned_schedule": order})
         self._read_plan()
         self._executor = self._make_step_executor()
+        self._pass_graphs = self._make_pass_graphs()
+
+    def _make_pass_graphs(self) -> list[PassGraphs]:
+        if not self.plan.cuda_graphs or not has_cuda_graphs(self.world.device):
+            return []
+        in_flight = most_in_flight(item.action for item in self.program.ranks[self.world.at.pp]["compute"])
+        return [PassGraphs(stage, in_flight[index]) for index, stage in self.stages.items()]
 
     def _make_step_executor(self) -> Executor:
         """Make the executor whose steps wait for the gradient norm of all ranks, as every plan's first steps do."""
@@ -152,6 +171,7 @@ class Trainer:
             clock=step_clock(world.device),
             vocab=next((stage.vocab for stage in self.stages.values() if stage.vocab), None),
             heartbeat=world.heartbeat if has_heartbeat else None,
+            copies=self.copies,
         )
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -163,6 +183,8 @@ class Trainer:
         state = self.load_batch()
         data_s = perf_counter() - start_s
         executor = self._executor_of_step()
+        for graphs in self._pass_graphs:
+            graphs.begin_step()
         record = executor.run()
         if self._custom_step is not None:
             self._custom_step.run(executor.run)
@@ -210,6 +232,7 @@ class Trainer:
             z_loss=state.z_loss,
             load_balancing_loss=state.load_balancing_loss,
             router_z_loss=state.router_z_loss,
+            mtp_loss=state.mtp_loss,
             expert_load=self._expert_load(state),
             grad_norm=state.grad_norm,
             learning_rate=state.learning_rate,
@@ -235,7 +258,7 @@ class Trainer:
         self.updater.state = no_step()
         self.world.heartbeat.update("profile")
         self._set_backwards_per_step(known=False)
-        profile = profile_stages(self.program, self.stages, self.world, self.handlers, self._routes)
+        profile = profile_stages(self.program, self.stages, self.world, self.handlers, self._routes, self.copies)
         for stage in self.stages.values():
             stage.zero_grad()
             stage.reshard()

@@ -75,7 +75,7 @@ def _groups_along(timed: _Timed, axis: int) -> Iterable[_Timed]:
 def _layout(result: RowResult) -> _Layout:
     """Return a sort key of the layout for each axis."""
     assert result.inputs is not None
-    plan = result.inputs.cases[result.chosen].plan
+    plan = result.case.plan
     strategy = plan.default_strategy
     degrees = plan.tp, plan.pp, plan.vpp, plan.cp, plan.ep, plan.micro_batch_size
     return *degrees, int(strategy.sp), strategy.zero, _RECOMPUTE.index(strategy.recompute)

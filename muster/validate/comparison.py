@@ -1,27 +1,39 @@
 """Rows of a table together with their predictions."""
 
-from collections.abc import Callable, Iterable
+import gc
+import signal
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
+from multiprocessing import get_context
+from operator import ge, le
+from typing import get_args
 
+from muster.cost.time.cost_cache import CostCache
 from muster.schedule.build import build_program
 from muster.schedule.program import Program
 from muster.simulate.predict import predict
 from muster.spec.device import DeviceSpec
 from muster.spec.errors import MusterError
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Plan
+from muster.spec.plan import Plan, Recompute
 from muster.spec.workload import Workload
 from muster.validate.case import RowCase, RowInputs, row_inputs
 from muster.validate.errors import UnpredictableRowError
 from muster.validate.formulas import FLOP_METRICS, OTHER_METRICS, TIME_METRICS, UNTIMED_METRICS, step_time_s
 from muster.validate.sources import MeasurementSource, source_of_row, with_facts
-from muster.validate.table import OUT_OF_MEMORY, MeasurementRow
+from muster.validate.table import MeasurementRow, is_out_of_memory
 
 NEAR_CAPACITY = 0.05
 """Relative distance from the memory capacity within which the outcome is open: details beyond the plan decide."""
+ASSUMED_COLUMNS = ("sp",)
+"""Columns whose default choice is certain enough to decide if a run fits."""
 MIN_MFU, MAX_MFU = 0.002, 1.0
 """Plausible range of MFU. A measured time outside it has another unit or belongs to another job."""
+
+_RECOMPUTES = get_args(Recompute)
+"""Kinds of recompute, from the least to the most."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +41,45 @@ class CasePrediction:
     """Prediction of one case."""
 
     step_time_s: float
-    peak_bytes: float
-    """Peak memory of the fullest rank."""
     capacity_bytes: float | None
-    fits: bool | None
+    forecast: Callable[[], tuple[float, bool | None]]
+    """Return the peak memory of the fullest rank in bytes, and if all ranks fit. It takes as long as the time's
+    prediction, and most cases' memory interests nobody."""
+
+    @cached_property
+    def _memory(self) -> tuple[float, bool | None]:
+        return self.forecast()
+
+    @property
+    def peak_bytes(self) -> float:
+        """Peak memory of the fullest rank."""
+        return self._memory[0]
+
+    @property
+    def fits(self) -> bool | None:
+        """True if every rank fits; None if the capacity is unknown."""
+        return self._memory[1]
+
+    def settled(self) -> "CasePrediction":
+        """Return the same prediction without what its forecast needs, such as a Program."""
+        return replace(self, forecast=partial(tuple, self._memory))
 
 
 Predictor = Callable[[RowInputs, RowCase], CasePrediction]
 """Function that predicts a case."""
+
+
+@dataclass(frozen=True)
+class RowPrediction:
+    """Predictions of a row's cases."""
+
+    chosen: int
+    """Index of the case that represents the row."""
+    of_chosen: CasePrediction
+    interval_s: tuple[float, float]
+    """Shortest and longest predicted step time over the choices that the row leaves open."""
+    is_fit_open: bool
+    """True where the open choices decide if the run fits the memory."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +92,7 @@ class RowResult:
     inputs: RowInputs | None = None
     measured_s: float | None = None
     """Measured step time; None for outcomes and memory."""
-    predictions: tuple[CasePrediction, ...] = ()
-    """Predictions, one for each case."""
-    chosen: int = 0
-    """Index of the case that represents the row."""
+    predicted: RowPrediction | None = None
 
     @property
     def is_timed(self) -> bool:
@@ -63,20 +103,27 @@ class RowResult:
         return metric in TIME_METRICS or metric not in (*OTHER_METRICS, *UNTIMED_METRICS)
 
     @property
+    def case(self) -> RowCase:
+        """Case that represents the row."""
+        assert self.inputs is not None
+        assert self.predicted is not None
+        return self.inputs.cases[self.predicted.chosen]
+
+    @property
     def prediction(self) -> CasePrediction | None:
         """Prediction of the representative case."""
-        return self.predictions[self.chosen] if self.predictions else None
+        return self.predicted and self.predicted.of_chosen
 
     @property
     def is_predicted(self) -> bool:
         """True where both a measured and a predicted step time exist."""
-        return self.is_timed and self.measured_s is not None and bool(self.predictions)
+        return self.is_timed and self.measured_s is not None and self.predicted is not None
 
     @property
     def predicted_s(self) -> float:
         """Predicted step time of the representative case."""
-        assert self.predictions
-        return self.predictions[self.chosen].step_time_s
+        assert self.predicted is not None
+        return self.predicted.of_chosen.step_time_s
 
     @property
     def error(self) -> float:
@@ -87,8 +134,8 @@ class RowResult:
     @property
     def interval_s(self) -> tuple[float, float]:
         """Shortest and longest predicted step time over the choices that the row leaves open."""
-        times = [answer.step_time_s for answer in self.predictions]
-        return min(times), max(times)
+        assert self.predicted is not None
+        return self.predicted.interval_s
 
     @property
     def is_fully_specified(self) -> bool:
@@ -99,33 +146,66 @@ class RowResult:
     def succeeded(self) -> bool | None:
         """True if the run worked (a row with a time did), False if it failed, None if unknown."""
         if self.row.metric == "outcome":
-            return None if self.row.problem else not OUT_OF_MEMORY.search(self.row.outcome)
+            return None if self.row.problem else not is_out_of_memory(self.row.outcome)
         return True if self.is_timed and self.row.value is not None else None
 
 
 def predict_rows(
-    rows: Iterable[MeasurementRow], predictor: Predictor | None = None, uncalibrated: bool = False
+    rows: Iterable[MeasurementRow],
+    predictor: Predictor | None = None,
+    uncalibrated: bool = False,
+    processes: int = 1,
+    on_row: Callable[[], None] | None = None,
 ) -> list[RowResult]:
-    """Predict each row; identical rows are read once, identical configurations predicted once.
+    """Predict each row; identical rows are read once, identical configurations predicted once by each process.
 
-    With `uncalibrated`, constants are used as they were before the row's own source contributed to them.
+    With `uncalibrated`, constants are used as they were before the row's own source contributed to them. `processes`
+    above 1 are forked. `on_row` is called for each row once it is predicted.
     """
-    predictor = predictor or predict_case
-    cache: dict[str, CasePrediction | str] = {}
-    seen: dict[MeasurementRow, RowResult] = {}
-    results = []
-    for row in rows:
-        alike = replace(row, line=0, number=0)
-        if alike not in seen:
-            seen[alike] = _result(row, predictor, cache, uncalibrated)
-        results.append(replace(seen[alike], row=row))
-    return results
+    rows = list(rows)
+    alike = [replace(row, line=0, number=0) for row in rows]
+    count = Counter(alike)
+    found: dict[MeasurementRow, RowResult] = {}
+    for result in _distinct_results(list(count), predictor, uncalibrated, processes):
+        found[result.row] = result
+        for _ in range(count[result.row] if on_row else 0):
+            on_row()  # type: ignore[misc]
+    return [replace(found[key], row=row) for key, row in zip(alike, rows, strict=True)]
+
+
+def _distinct_results(
+    rows: Sequence[MeasurementRow], predictor: Predictor | None, uncalibrated: bool, processes: int
+) -> Iterator[RowResult]:
+    """Yield the results of distinct rows."""
+    if processes < 2 or predictor is not None or len(rows) <= _CHUNK:
+        cache: dict[str, RowPrediction | str] = {}
+        yield from (_result(row, predictor or predict_case, cache, uncalibrated) for row in rows)
+        return
+    chunks = [rows[begin : begin + _CHUNK] for begin in range(0, len(rows), _CHUNK)]
+    with get_context("fork").Pool(min(processes, len(chunks)), _begin_process) as pool:
+        for results in pool.imap_unordered(partial(_chunk_results, uncalibrated), chunks):
+            yield from results
+
+
+_CHUNK = 8
+"""Rows that one process predicts at a time: neighbours, which often share their model and cluster."""
+_cache_of_process: dict[str, RowPrediction | str] = {}
+
+
+def _begin_process() -> None:
+    """Prepare a forked process: it shares the parent's objects, and leaves Ctrl-C to the parent, which ends it."""
+    gc.freeze()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _chunk_results(uncalibrated: bool, rows: Sequence[MeasurementRow]) -> list[RowResult]:
+    return [_result(row, predict_case, _cache_of_process, uncalibrated) for row in rows]
 
 
 def _result(
-    row: MeasurementRow, predictor: Predictor, cache: dict[str, CasePrediction | str], left_out: bool
+    row: MeasurementRow, predictor: Predictor, cache: dict[str, RowPrediction | str], left_out: bool
 ) -> RowResult:
-    """Predict one row; `cache` keeps predictions of equal cases."""
+    """Predict one row; `cache` keeps predictions of equal configurations."""
     try:
         if row.problem:
             raise UnpredictableRowError(row.problem)
@@ -139,10 +219,10 @@ def _result(
         if left_out:
             inputs = _uncalibrated(inputs, source_of_row(row))
         measured_s = _measured_s(row, inputs) if row.metric in (*TIME_METRICS, *FLOP_METRICS) else None
-        answers = tuple(_predict_once(inputs, case, predictor, cache) for case in inputs.cases)
+        found = _predict_once(inputs, predictor, cache)
     except UnpredictableRowError as error:
         return RowResult(row, reason=str(error))
-    return RowResult(row, "", inputs, measured_s, answers, _representative_case(inputs, answers))
+    return RowResult(row, "", inputs, measured_s, found)
 
 
 def _uncalibrated(inputs: RowInputs, source: MeasurementSource) -> RowInputs:
@@ -156,14 +236,14 @@ def _uncalibrated(inputs: RowInputs, source: MeasurementSource) -> RowInputs:
     return replace(inputs, cluster=inputs.cluster.model_copy(update={"groups": tuple(groups)}))
 
 
-def _predict_once(
-    inputs: RowInputs, case: RowCase, predictor: Predictor, cache: dict[str, CasePrediction | str]
-) -> CasePrediction:
-    """Return the prediction of a case, from `cache` where it was predicted before. Raises UnpredictableRowError."""
-    key = repr((case.model, inputs.cluster.name, inputs.cluster.groups, inputs.workload, case.plan, case.software))
+def _predict_once(inputs: RowInputs, predictor: Predictor, cache: dict[str, RowPrediction | str]) -> RowPrediction:
+    """Return the predictions of a row's cases, from `cache` where they were made before. Raises
+    UnpredictableRowError."""
+    cases = [(case.model, case.plan, case.software) for case in inputs.cases]
+    key = repr((inputs.cluster.name, inputs.cluster.groups, inputs.workload, cases))
     if key not in cache:
         try:
-            cache[key] = predictor(inputs, case)
+            cache[key] = _predict_cases(inputs, predictor)
         except MusterError as error:
             cache[key] = str(error)
     answer = cache[key]
@@ -172,11 +252,62 @@ def _predict_once(
     return answer
 
 
-def _representative_case(inputs: RowInputs, answers: tuple[CasePrediction, ...]) -> int:
+def _predict_cases(inputs: RowInputs, predictor: Predictor) -> RowPrediction:
+    """Predict those of a row's cases that its results need."""
+    answers: dict[int, CasePrediction] = {}
+
+    def answer(index: int) -> CasePrediction:
+        if index not in answers:
+            answers[index] = predictor(inputs, inputs.cases[index])
+        return answers[index]
+
+    chosen = _representative_case(inputs, answer)
+    times_s = [answer(index).step_time_s for index in {chosen, *_time_extremes(inputs.cases)}]
+    fits = {answer(chosen).fits}
+    if any(column not in ASSUMED_COLUMNS for column in inputs.unstated):
+        fits |= {answer(index).fits for index in _memory_extremes(inputs.cases)}
+    return RowPrediction(chosen, answer(chosen).settled(), (min(times_s), max(times_s)), len(fits) > 1)
+
+
+def _time_extremes(cases: Sequence[RowCase]) -> set[int]:
+    """Return the indices of cases among which the fastest and the slowest are.
+
+    More recompute, another attention kernel than the fastest, or a larger vocabulary is never faster, all else equal.
+    """
+    alike: dict[tuple[object, ...], dict[tuple[int, bool, int], int]] = defaultdict(dict)
+    for index, case in enumerate(cases):
+        chosen = {column: value for column, value in case.chosen if column not in ("recompute", "attn_kernel", "vocab")}
+        recompute = _RECOMPUTES.index(case.plan.default_strategy.recompute)
+        work = recompute, case.software.attention is not None, case.model.vocab_size
+        alike[tuple(chosen.items())][work] = index
+    found: set[int] = set()
+    for indices in alike.values():
+        for work, index in indices.items():
+            is_less = [other != work and all(map(le, other, work)) for other in indices]
+            is_more = [other != work and all(map(ge, other, work)) for other in indices]
+            if not any(is_less) or not any(is_more):
+                found.add(index)
+    return found
+
+
+def _memory_extremes(cases: Sequence[RowCase]) -> tuple[int, int]:
+    """Return the indices of the cases that take the least and the most memory: with and without recompute and sequence
+    parallelism, with short and long micro-batches, few and many chunks, kernels that write the scores or don't."""
+
+    def size(index: int) -> tuple[float, ...]:
+        plan, strategy = cases[index].plan, cases[index].plan.default_strategy
+        widths = plan.micro_batch_size, strategy.attention == "unfused", not strategy.sp, plan.vpp
+        return -_RECOMPUTES.index(strategy.recompute), *widths, cases[index].model.vocab_size
+
+    order = sorted(range(len(cases)), key=size)
+    return order[0], order[-1]
+
+
+def _representative_case(inputs: RowInputs, answer: Callable[[int], CasePrediction]) -> int:
     """Return the index of the representative case: with default choices, the least recompute that fits the memory."""
     usual = _without_recompute(inputs.cases[0])
     candidates = [index for index, case in enumerate(inputs.cases) if _without_recompute(case) == usual]
-    return next((index for index in candidates if _may_fit(answers[index])), candidates[-1])
+    return next((index for index in candidates[:-1] if _may_fit(answer(index))), candidates[-1])
 
 
 def _may_fit(answer: CasePrediction) -> bool:
@@ -215,7 +346,11 @@ def minimum_flops(model: ModelSpec, workload: Workload) -> float:
     return 6.0 * (model.num_active_parameters - model.vocab_size * model.hidden_size) * workload.tokens_per_step
 
 
-@lru_cache(maxsize=4)
+_COSTS = CostCache()
+"""Costs that the cases of a row share."""
+
+
+@lru_cache(maxsize=8)
 def _program(plan: Plan, model: ModelSpec, workload: Workload) -> Program:
     """Return a plan's program; neighbouring cases share it."""
     return build_program(plan, model, workload)
@@ -223,13 +358,16 @@ def _program(plan: Plan, model: ModelSpec, workload: Workload) -> Program:
 
 def predict_case(inputs: RowInputs, case: RowCase) -> CasePrediction:
     """Predict a case as `muster predict` does."""
-    # The order of work is the same whatever is recomputed, and however attention is computed.
+    # The order of work is the same whatever is recomputed and however attention is computed, and for any vocabulary
+    # that isn't cut over the pipeline.
     strategy = case.plan.default_strategy.model_copy(update={"recompute": "none", "attention": "flash"})
-    program = _program(
-        case.plan.model_copy(update={"default_strategy": strategy}),  # type: ignore[arg-type]
-        case.model,  # type: ignore[arg-type]
-        inputs.workload,  # type: ignore[arg-type]
-    )
-    found = predict(case.model, case.plan, inputs.workload, inputs.cluster, program, framework=case.software)
-    peak_bytes = max((rank.total for rank in found.memory), default=0)
-    return CasePrediction(found.step_time_s, peak_bytes, inputs.cluster.device.memory_bytes, found.fits)
+    plan = case.plan.model_copy(update={"default_strategy": strategy})
+    model = case.model if plan.vocab_parallel else inputs.model
+    program = _program(plan, model, inputs.workload)  # type: ignore[arg-type]
+    own = case.model, case.plan, inputs.workload, inputs.cluster
+    found = predict(*own, program, framework=case.software, cache=_COSTS)
+
+    def memory() -> tuple[float, bool | None]:
+        return max((rank.total for rank in found.memory), default=0), found.fits
+
+    return CasePrediction(found.step_time_s, inputs.cluster.device.memory_bytes, memory)

@@ -32,7 +32,7 @@ def _by_class(results: Iterable[RowResult]) -> dict[tuple[Hashable, ...], list[R
     found: dict[tuple[Hashable, ...], list[RowResult]] = defaultdict(list)
     for result in results:
         if result.is_predicted and result.inputs is not None:
-            plan, device = result.inputs.cases[result.chosen].plan, result.inputs.cluster.device
+            plan, device = result.case.plan, result.inputs.cluster.device
             experts = result.inputs.model.moe is not None
             found[result.row.source, device.name, plan.precision == "fp8", experts].append(result)
     return found

@@ -31,7 +31,7 @@ def _row(result: RowResult) -> dict[str, Any]:
     found["measured_memory_gib"] = row.peak_mem_gb or (row.value if row.metric == "peak_memory_gb" else None)
     if answer is None or inputs is None:
         return found
-    case = inputs.cases[result.chosen]
+    case = result.case
     found["plan"] = format_plan_name(case.plan)
     found["predicted_s"] = answer.step_time_s
     found["low_s"], found["high_s"] = result.interval_s

@@ -99,9 +99,6 @@ def worst_results(results: Iterable[RowResult], count: int) -> list[RowResult]:
 # ----------------------------------------------------------------------------------------------------------------------
 # Does it fit?
 
-_ASSUMED_COLUMNS = ("sp",)
-"""Columns whose default choice is certain enough to decide the outcome."""
-
 
 @dataclass(frozen=True)
 class FitScores:
@@ -137,9 +134,8 @@ def score_fits(results: Iterable[RowResult]) -> FitScores:
         if offloads_activations(result.row):
             undecided += 1
             continue
-        assert result.inputs is not None
-        is_open = any(column not in _ASSUMED_COLUMNS for column in result.inputs.unstated)
-        if is_open and len({one.fits for one in result.predictions}) > 1:
+        assert result.predicted is not None
+        if result.predicted.is_fit_open:
             undecided += 1
         elif abs(answer.peak_bytes / answer.capacity_bytes - 1) <= NEAR_CAPACITY:
             near.append(result)

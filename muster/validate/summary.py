@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
+from itertools import count
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -97,14 +98,27 @@ def shipped_rows() -> list[MeasurementRow]:
     return [row for name, text in texts for row in parse_table(text, name)]
 
 
-def validate_table(path: Path | None = None, predictor: Predictor | None = None) -> Summary:
+def validate_table(
+    path: Path | None = None,
+    predictor: Predictor | None = None,
+    processes: int = 1,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Summary:
     """Predict and score each row of a table, or of the shipped tables.
 
-    Raises ConfigError where the table can't be read.
+    `on_progress` is called with the number of predicted rows and that of all. Raises ConfigError where the table can't
+    be read.
     """
     rows = shipped_rows() if path is None else read_table(path)
     used = [row for row in rows if source_of_row(row).without]
-    return summarize(predict_rows(rows, predictor), predict_rows(used, predictor, uncalibrated=True))
+    numbers = count(1)
+
+    def on_row() -> None:
+        if on_progress is not None:
+            on_progress(next(numbers), len(rows) + len(used))
+
+    results = predict_rows(rows, predictor, processes=processes, on_row=on_row)
+    return summarize(results, predict_rows(used, predictor, uncalibrated=True, processes=processes, on_row=on_row))
 
 
 def summarize(results: Sequence[RowResult], uncalibrated: Sequence[RowResult] = ()) -> Summary:

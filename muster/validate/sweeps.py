@@ -94,7 +94,7 @@ def distinct_plans(results: Sequence[RowResult]) -> list[RowResult]:
     found: dict[str, RowResult] = {}
     for result in results:
         assert result.inputs is not None
-        found.setdefault(repr(result.inputs.cases[result.chosen].plan), result)
+        found.setdefault(repr(result.case.plan), result)
     return list(found.values())
 
 

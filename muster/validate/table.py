@@ -42,13 +42,22 @@ _WORDS = (
 )
 """Columns of free text."""
 
-OUT_OF_MEMORY = re.compile(r"oom|out.?of.?memory|memory", re.IGNORECASE)
-"""Values that mean an out-of-memory failure."""
+_OUT_OF_MEMORY = re.compile(
+    r"(?<![a-z])(oom(s|ed)?|outofmemory(error)?|out[\s_-]of[\s_-](\w+ )?memory|(not enough|insufficient) (\w+ )?memory"
+    r"|exceed\w* (\w+ )?memory|memory (error|exceeded|exhausted))(?![a-z])|^memory$",
+    re.IGNORECASE,
+)
+_NOT_OUT_OF_MEMORY = re.compile(r"\b(no|not|non|without|never)[\s-]+(an?\s+)?(oom|out)", re.IGNORECASE)
 SUCCESS = re.compile(
     r"ok|success(ful|fully|ed)?|succeeded|works?|worked|ran|runs|fits?|fitted|completed?|done|pass(ed)?|yes|true",
     re.IGNORECASE,
 )
 """Values of an outcome that mean a run that worked, as a whole."""
+
+
+def is_out_of_memory(said: str) -> bool:
+    """Return True for a value that means an out-of-memory failure, such as `OOM` or `CUDA out of memory`."""
+    return bool(_OUT_OF_MEMORY.search(said)) and not _NOT_OUT_OF_MEMORY.search(said)
 
 
 @dataclass(frozen=True)
@@ -172,10 +181,16 @@ _IGNORED_LINE = re.compile(r"\s*#|sep=.\s*$|[\s|:-]*--[\s|:-]*$", re.IGNORECASE)
 """Comments, the rule of a Markdown table, and what spreadsheets write of separators."""
 
 
+def _is_ignored(line: str) -> bool:
+    """Return True for comments and rules, but not for a header whose first column is called `#` or `#GPUs`."""
+    names = {cell.strip().lower() for cell in re.split(r"[,;\t|]", line)}
+    return bool(_IGNORED_LINE.match(line)) and not names >= set(REQUIRED_COLUMNS[:2])
+
+
 def _header_and_lines(text: str) -> tuple[list[str], list[tuple[int, Sequence[str] | None]]]:
     """Return the names of a table's columns, and the numbered lines below without empty and ignored ones."""
     plain = text.replace("\r\n", "\n").replace("\r", "\n")
-    plain = "\n".join("" if _IGNORED_LINE.match(line) else line for line in plain.split("\n"))
+    plain = "\n".join("" if _is_ignored(line) else line for line in plain.split("\n"))
     first = next((line for line in plain.split("\n") if line.strip()), "")
     delimiter = next((mark for mark in ",;\t|" if mark in first), ",")
     lines = [(at, cells) for at, cells in _split_lines(plain, delimiter) if cells is None or any(map(str.strip, cells))]
@@ -278,9 +293,9 @@ def _row(cells: dict[str, str], file: str, line: int, number: int) -> Measuremen
     fields["ffn_hidden"], fields["expert_hidden"] = parsed("ffn_hidden", parse_inner_widths, (None, None))
     fields["source"] = cells["source"] or file
     metric, said = canonical_metric(cells["metric"]), cells["value"]
-    if metric == "outcome" or OUT_OF_MEMORY.search(said):
+    if metric == "outcome" or is_out_of_memory(said):
         fields |= {"metric": "outcome", "value": None, "outcome": said}
-        if not (OUT_OF_MEMORY.search(said) or SUCCESS.fullmatch(said)):
+        if not (is_out_of_memory(said) or SUCCESS.fullmatch(said)):
             problems.append(f"row {number}, value: found '{said}', expected OOM, or ok for a run that worked")
     else:
         value = parsed("value", lambda text: parse_value(text, metric), None)

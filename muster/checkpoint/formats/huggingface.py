@@ -50,15 +50,20 @@ def open_weights(folder: Path) -> TensorSource:
 
 
 def write_weights(
-    folder: Path, tensors: TensorSource, max_shard_bytes: int, progress: Callable[[int], None]
+    folder: Path,
+    tensors: TensorSource,
+    max_shard_bytes: int,
+    progress: Callable[[int], None],
+    file_name: str = WEIGHTS_FILE,
 ) -> list[str]:
     """Write all tensors in shards of at most `max_shard_bytes` (at least one tensor each); return the files' names.
+    `file_name` is that of a single one.
 
     Only a few parts of a tensor are in memory at once. `progress` receives the bytes of each part. Raises OSError, or
     what reading a tensor raises.
     """
     shards = list(_plan_shards(tensors.metas, max_shard_bytes))
-    names = [WEIGHTS_FILE]
+    names = [file_name]
     if len(shards) > 1:
         names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from muster.config.optim_config import OptimConfig
 from muster.cost.memory.device_overhead import device_overhead
+from muster.cost.memory.graph_memory import held_by_graphs
 from muster.cost.memory.kernel_workspace import DEFAULT_KERNEL_WORKSPACE, KERNEL_WORKSPACES, KernelWorkspace
 from muster.cost.memory.liveness import (
     AllocationOrder,
@@ -28,6 +29,7 @@ from muster.layout.tensor_layout import has_vocab_shard
 from muster.schedule.program import Program
 from muster.spec.cluster import ClusterSpec
 from muster.spec.compilation import compiles
+from muster.spec.cuda_graphs import replays_graphs
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import MUSTER
 from muster.spec.model import ModelSpec
@@ -61,13 +63,15 @@ class RankForecast:
     capacity_bytes: int | None
     """Memory of the rank's device; None if unknown."""
     host_bytes: int = 0
-    """Peak of its offloaded activations in host memory."""
+    """Peak of its offloaded activations, optimizer state and buffers in host memory."""
     host_capacity_bytes: float | None = None
     """Host memory per device, the least of these ranks; None if unknown."""
+    disk_bytes: int = 0
+    """Its optimizer state on disk."""
 
     @property
     def exceeds_host_memory(self) -> bool:
-        """True if its offloaded activations exceed its share of the host memory."""
+        """True if what it keeps in host memory exceeds its share."""
         return self.host_capacity_bytes is not None and self.host_bytes > self.host_capacity_bytes
 
     @property
@@ -125,10 +129,12 @@ def forecast_memory(
     for pp_rank, stages in enumerate(
         _stage_memory_by_pp_rank(model, plan, workload, cluster, framework, kernel_workspace, optim=optim)
     ):
+        resident = sum(stage.resident.total for stage in stages.values())
+        if replays_graphs(plan, cluster.device.kind):
+            stages = held_by_graphs(plan, stages, orders[pp_rank].actions)
         peak_instruction, terms = peak_terms(orders[pp_rank], stages, cache)
         rank = tightest[pp_rank]
         device = cluster.group_of(rank).device
-        resident = sum(stage.resident.total for stage in stages.values())
         terms += device_overhead(device, plan, pp_rank, terms.total - resident)
         offloaded = {stage: memory.offloaded.total for stage, memory in stages.items()}
         found.append(
@@ -139,8 +145,11 @@ def forecast_memory(
                 peak_instruction,
                 terms,
                 device.memory_bytes,
-                orders[pp_rank].max_host_bytes(offloaded),
+                orders[pp_rank].max_host_bytes(offloaded)
+                + sum(memory.host_state for memory in stages.values())
+                + max(memory.host_buffers for memory in stages.values()),
                 None if shares[pp_rank] == inf else shares[pp_rank],
+                sum(memory.disk_state for memory in stages.values()),
             )
         )
     return MemoryForecast(tuple(found))
@@ -156,19 +165,22 @@ def peak_bytes_by_pp_rank(
     framework: FrameworkTraits | None = None,
     optim: OptimConfig | None = None,
 ) -> list[tuple[int, int]]:
-    """Return (world rank, peak bytes) of each pipeline rank: the total of `forecast_memory`.
+    """Return (world rank, peak bytes) of the pipeline ranks that have orders: the total of `forecast_memory`.
 
-    `orders`: allocation orders, which plans with one schedule share. `framework`, `optim`: as there. `cache`:
-    memory of stages of plans with this one's `stage_memory_family`; it is extended.
+    `orders`: allocation orders of all ranks, or of the first ones, which plans with one schedule share. `framework`,
+    `optim`: as there. `cache`: memory of stages of plans with this one's `stage_memory_family`; it is extended.
     """
     found = []
     instructions: InstructionMemoryCache = {}
     tightest = _tightest_ranks(plan, cluster)
     own = model, plan, workload, cluster, framework
-    for pp_rank, stages in enumerate(_stage_memory_by_pp_rank(*own, cache=cache, optim=optim)):
+    held = _stage_memory_by_pp_rank(*own, cache=cache, optim=optim, num_ranks=len(orders))
+    for pp_rank, stages in enumerate(held):
+        resident = sum(stage.resident.total for stage in stages.values())
+        if replays_graphs(plan, cluster.device.kind):
+            stages = held_by_graphs(plan, stages, orders[pp_rank].actions)
         _, total = find_peak(orders[pp_rank], stages, instructions)
         rank = tightest[pp_rank]
-        resident = sum(stage.resident.total for stage in stages.values())
         device = cluster.group_of(rank).device
         found.append((rank, total + device_overhead(device, plan, pp_rank, total - resident).total))
     return found
@@ -217,14 +229,18 @@ def _stage_memory_by_pp_rank(
     kernel_workspace: KernelWorkspace | None = None,
     cache: StageMemoryCache | None = None,
     optim: OptimConfig | None = None,
+    num_ranks: int | None = None,
 ) -> list[dict[int, StageMemory]]:
-    """Return stage → memory for each pipeline rank; stages with equal memory share one object."""
+    """Return stage → memory for the first pipeline ranks (default: all); stages with equal memory share one object."""
     framework = framework or MUSTER
-    framework = framework.for_plan(compiles(plan, model, cluster.device.kind, framework))
+    kind = cluster.device.kind
+    framework = framework.for_plan(compiles(plan, model, kind, framework), replays_graphs(plan, kind))
     kernel_workspace = kernel_workspace or KERNEL_WORKSPACES.get(cluster.device.kind, DEFAULT_KERNEL_WORKSPACE)
     cache = {} if cache is None else cache
-    found: list[dict[int, StageMemory]] = [{} for _ in range(plan.pp)]
+    found: list[dict[int, StageMemory]] = [{} for _ in range(plan.pp if num_ranks is None else num_ranks)]
     for stage, pp_rank in enumerate(plan.placement):
+        if pp_rank >= len(found):
+            continue
         key = stage_memory_key(model, plan, stage, optim)
         if key not in cache:
             cache[key] = (
@@ -249,12 +265,10 @@ def stage_memory_family(plan: Plan) -> Hashable:
     """Return a key that is equal for plans whose stages have equal memory where their `stage_memory_key` is: of a
     schedule only the stages' places and what its backwards do matter."""
     strategy = plan.default_strategy
-    keeps_optimizer = strategy.offload in ("optimizer", "all")
     schedule = plan.placement, plan.pipeline_replicas, plan.split_backward, plan.reduces_replicas_once
     return (
         *(getattr(plan, name) for name in _FAMILY_FIELDS),
         *(getattr(strategy, name) for name in _FAMILY_STRATEGY_FIELDS),
-        keeps_optimizer,
         *schedule,
     )
 

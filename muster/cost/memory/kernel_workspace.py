@@ -15,6 +15,8 @@ class KernelWorkspace:
     """Scores that piecewise attention processes at once (`muster.model.piecewise_attention`)."""
     dropout_chunk_numbers: int = 1 << 22
     """Random numbers of 64 bits that dropout draws at once (`muster.model.dropout`)."""
+    fused_bands: bool = True
+    """True if a fused kernel takes blocks of attention with a window (`muster.model.block_kernels`)."""
     stages_collectives: bool = False
     """True if collectives copy their data to one more buffer, as gloo does."""
 
@@ -27,6 +29,7 @@ KERNEL_WORKSPACES = {
         loss_chunk_logits=CPU_LOSS_CHUNK_LOGITS,
         attention_chunk_scores=1 << 20,
         dropout_chunk_numbers=1 << 15,
+        fused_bands=False,
         stages_collectives=True,
     )
 }

@@ -233,7 +233,7 @@ def _insert_after(order: Sequence[Action], inserted: Mapping[Action, Sequence[Ac
 
 def _allocating_actions(lanes: Mapping[Lane, Sequence[Instruction]]) -> list[Action]:
     collectives = lanes.get("collective", ())
-    copied = {action.stage for action, _, _ in lanes.get("host_copy", ())}
+    copied = {action.stage for action, _, _ in lanes.get("host_copy", ()) if action.kind == Kind.OFFLOAD}
     passes = [action for action, _, _ in lanes.get("compute", ())]
     reductions = defaultdict[Action, list[Action]](list)
     begin = 0  # the lane is walked in order

@@ -10,9 +10,11 @@ from muster.schedule.build import build_program
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import InfeasibleError, MusterError
 from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.frameworks import MUSTER
 from muster.spec.legality import plan_violations
 from muster.spec.model import ModelSpec
 from muster.spec.plan import LayerStrategy, Plan, Recompute, ZeroLevel
+from muster.spec.sequence_tiles import tiled
 from muster.spec.workload import Workload
 
 MAX_CHANGES = 3
@@ -57,10 +59,14 @@ def memory_fixes(
 ) -> list[MemoryFix]:
     """Return the cheapest plans that fit and differ from `plan` in as few changes as needed, cheapest first.
 
-    Changes: recompute, offload, sharding level, sequence parallelism, micro-batch size, tensor parallelism, pipeline
-    stages, vocabulary parallelism.
+    Changes: recompute, offload, sharding level, sequence parallelism, micro-batch size, tiles of long sequences, tensor
+    parallelism, pipeline stages, vocabulary parallelism.
     """
     edits = list(_edits(plan, model))
+    with_tiles = None if (framework or MUSTER).storage == "megatron" else tiled(plan, model, workload.seq_len)
+    if with_tiles is not None:
+        count = with_tiles.sequence_tiles
+        edits.insert(0, (f"tiles {count}", lambda p: p.model_copy(update={"sequence_tiles": count})))
     tried = 0
     fitting: list[tuple[tuple[str, ...], Plan, MemoryForecast]] = []
     for together in range(1, MAX_CHANGES + 1):

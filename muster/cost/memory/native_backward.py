@@ -9,8 +9,9 @@ the operands of its weights' gradients, from which W computes them all before it
 
 from dataclasses import replace
 
-from muster.cost.activations import dispatched_bytes, mlp_inner_bytes, saved_mlp_bytes
+from muster.cost.activations import dispatched_bytes, further_activation_bytes, mlp_inner_bytes, saved_mlp_bytes
 from muster.cost.context_traffic import attention_workspace
+from muster.cost.memory.band_pieces import band_workspace, has_bands
 from muster.cost.memory.kernel_workspace import KernelWorkspace
 from muster.cost.memory.linear_attention import recurrence_workspace
 from muster.cost.memory.native_storage import NativeStorage
@@ -97,7 +98,7 @@ class BackwardPeaks:
         """Bytes of the head's weights in the compute dtype; 0 on a stage without a head."""
         if not self.stage.has_head:
             return 0
-        both = self.stage.has_embedding and not self.stage.spec.tied_embeddings
+        both = (self.stage.has_embedding or self.stage.mtp_layers > 0) and not self.stage.spec.tied_embeddings
         return self.param_shards.vocab.unsharded_numel * self.compute_size // (1 + both)
 
     @property
@@ -115,29 +116,45 @@ class BackwardPeaks:
     @property
     def pending_gradients(self) -> int:
         """Bytes of gradients that I computes: of all parameters outside layers but the head, in the master dtype."""
-        root = self.root
+        root, embeds = self.root, self.stage.mtp_layers > 0 and self.stage.spec.tied_embeddings
         trained = root.unsharded_numel - root.frozen_unsharded_numel
-        return max(0, trained - self._head_bytes // self.compute_size) * self.master_size
+        return max(0, trained - self._head_bytes // self.compute_size * (not embeds)) * self.master_size
 
     def backward(self) -> list[PeakCandidate]:
         """Return the moments of B."""
         head = 0 if self._adds_head_at_once else self._head_bytes
-        base = MemoryTerms(logits=-self.saved.logits, workspace=head)
         moments = [self._head_backward(self._head_bytes)] if self.stage.has_head else self._hidden_gradient()
         moments += self._tile_of_head() if self.stage.has_head and self._is_tiled else []
         for index in self._indices_of_interest():
+            # The head's gradient of further tokens waits for that of the model itself.
+            is_further = index < self.stage.mtp_layers
+            base = self._after_heads(index) + MemoryTerms(workspace=self._head_bytes if is_further else head)
+            summed = 0 if is_further else self._head_sum_bytes
             for moment in self._layer_backward(index, base, weights=True):
-                moments.append(replace(moment, first_gradients=moment.first_gradients + self._head_sum_bytes))
+                moments.append(replace(moment, first_gradients=moment.first_gradients + summed))
         return [*moments, self._embedding_gradient(), self._root_reduction()]
+
+    def _after_heads(self, index: int) -> MemoryTerms:
+        """Return the change by the heads that come before the backward of the `index`-th layer from the end: logits,
+        which each head frees, and the embedding's gradients of further tokens, which wait for the model's own."""
+        further = self.stage.mtp_layers
+        heads = 1 + further
+        freed = self.saved.logits * min(index + 1, heads) // heads
+        waits = self.stage.has_embedding and index > 0 and further > 0 and not self.stage.spec.tied_embeddings
+        embedding = self.param_shards.vocab.unsharded_numel // 2 * waits
+        return MemoryTerms(logits=-freed, workspace=embedding * self.compute_size)
 
     def backward_input(self) -> list[PeakCandidate]:
         """Return the moments of I."""
         deferred = self.stage.deferred()
-        base = MemoryTerms(activations=-self.stage.last_norm_bytes, logits=deferred.logits - self.saved.logits)
+        base = MemoryTerms(activations=-self.stage.last_norm_bytes, logits=deferred.logits)
         moments = [self._head_backward(0)] if self.stage.has_head else self._hidden_gradient()
         for index in self._indices_of_interest():
             done = sum(map(self.stage.deferred_layer_bytes, self.layers[len(self.layers) - index :]))
-            moments += self._layer_backward(index, base + MemoryTerms(activations=done), weights=False)
+            before = base + self._after_heads(index) + MemoryTerms(activations=done)
+            if index < self.stage.mtp_layers:  # whose heads' inputs wait for W with the rest
+                before += MemoryTerms(activations=self.stage.last_norm_bytes)
+            moments += self._layer_backward(index, before, weights=False)
         embedding = self.pending_gradients // self.master_size * self.compute_size * self.stage.has_embedding
         left = deferred + self.saved.scaled(-1) + MemoryTerms(workspace=self.sizes.hidden_bytes + embedding)
         return [*moments, PeakCandidate("inputs", left)]
@@ -213,7 +230,10 @@ class BackwardPeaks:
         inside = MemoryTerms(gathered_parameters=gathered, communication=reducing, workspace=waiting)
         # The gradient of the stage's output lies in the buffer of its receive.
         received = self.sizes.hidden_bytes * (index == 0 and self.plan.sends_activations(self.stage.index))
-        work = MemoryTerms(workspace=self._backward_workspace(layer, weights) - received)
+        again = 0
+        if index < self.stage.mtp_layers:
+            again = further_activation_bytes(self.sizes, "none") - self.stage.further_bytes
+        work = MemoryTerms(workspace=self._backward_workspace(layer, weights) + again - received)
         moments = [PeakCandidate(_layer_position(index), base + inside + work, first)]
         if not weights:
             kept = self.stage.deferred_layer_bytes(layer) - self.stage.layer_activation_bytes(layer)
@@ -330,14 +350,17 @@ class BackwardPeaks:
         if sizes.model.has_linear_attention(layer):
             return recurrence_workspace(sizes, self.compute_size, self.master_size, backward)
         shape = sizes.attention._replace(window=sizes.model.attention_window(layer))
-        exchanged = attention_workspace(sizes.context, shape, self.compute_size, self.master_size, backward)
+        elements = self.compute_size, self.master_size
+        is_piecewise = sizes.local_model.attention_softcap is not None or sizes.local_model.attention_dropout
+        exchanged = attention_workspace(sizes.context, shape, *elements, backward)
+        if has_bands(sizes.context, shape) and not is_piecewise:
+            exchanged = band_workspace(sizes.context, shape, self.kernel_workspace, *elements, backward)
         if sizes.is_sliced:
             exchanged = self._sliced_attention_workspace(backward)
         if exchanged and backward:  # the gradient of its output
             exchanged += sizes.attention.queries * self.compute_size
             if (mla := sizes.local_model.mla) is not None:  # beside that of its values without padding
                 exchanged += sizes.tokens * sizes.local_model.num_heads * mla.v_head_dim * self.compute_size
-        is_piecewise = sizes.local_model.attention_softcap is not None or sizes.local_model.attention_dropout
         return exchanged + (self._piece_workspace(backward) if is_piecewise else 0)
 
     def _sliced_attention_workspace(self, backward: bool) -> int:
@@ -412,6 +435,7 @@ class BackwardPeaks:
         embedding = self.param_shards.vocab.unsharded_numel * stage.has_embedding
         if stage.has_head:
             embedding = 3 * embedding if stage.spec.tied_embeddings else embedding // 2
+            embedding *= 1 if stage.spec.tied_embeddings or not stage.mtp_layers else 3
         layers = sum(map(stage.gradients_of, self.param_shards.layers))
         # The buffer of the last reduction, of the first layers' bucket, lives until the next one.
         first = sum(self.param_shards.layers[: self.plan.bucket_layers], start=NO_PARAMS)

@@ -84,6 +84,9 @@ def _pass_memory(
         gradients=own.gradients - head_gradients - embedding_gradients,
         saved=moments.saved,
         offloaded=MemoryTerms(activations=offloaded_activation_bytes(spec, plan, workload, stage)),
+        host_state=own.host_optimizer - own.disk_optimizer,
+        disk_state=own.disk_optimizer,
+        host_buffers=own.host_update_buffers,
         deferred=own.deferred(),
         vocab_parallel=MemoryTerms(logits=moments.vocab_saved_bytes),
         peak_candidates={

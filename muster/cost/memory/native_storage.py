@@ -12,16 +12,20 @@ from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import mean_state_bytes
 from muster.cost.activations import (
     PassSizes,
+    further_activation_bytes,
     layer_activation_bytes,
     loss_saved_bytes,
     mlp_inner_bytes,
     norm_saved_bytes,
     pass_sizes,
 )
+from muster.cost.host_updates import host_updated_numels
 from muster.cost.memory.linear_attention import deferred_width
 from muster.cost.memory.param_shards import ParamShard, StageParamShards, layer_type, stage_param_shards
 from muster.cost.memory.terms import MemoryTerms
 from muster.cost.precision_bytes import compute_bytes, master_bytes
+from muster.layout.tensor_layout import computed_layers
+from muster.schedule.host_update import PARTS_AHEAD
 from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Plan, Recompute
 from muster.spec.workload import Workload
@@ -49,7 +53,11 @@ class NativeStorage:
         self._layer_bytes: dict[Hashable, int] = {}
         self.sizes: PassSizes = pass_sizes(spec, plan, workload, stage)
         self.param_shards: StageParamShards = stage_param_shards(spec, plan, stage, optim)
-        self.layers = list(plan.layers(stage, spec.num_layers))
+        self.layers = computed_layers(spec, plan, stage)
+        self.mtp_layers = len(spec.last_layers(plan.is_last(stage)))
+        """Number of its layers, the last ones, that predict further tokens."""
+        self.host_updated = host_updated_numels(spec, plan, stage, optim)
+        """Elements of each part that the host updates."""
         mesh = plan.mesh(stage)
         self.is_single_rank = mesh.grad_sum_size == 1
         self.is_single_shard = mesh.state_shards == 1
@@ -81,13 +89,49 @@ class NativeStorage:
 
     @property
     def optimizer(self) -> int:
-        """Bytes of the optimizer's state; 0 if it is offloaded to host memory (arXiv:2101.06840)."""
-        offloaded = self.plan.default_strategy.offload in ("optimizer", "all")
-        updated = self.trained_shard_numel
+        """Bytes of the optimizer's state on the device."""
+        return self._all_optimizer_state - self.host_optimizer
+
+    @property
+    def _all_optimizer_state(self) -> int:
+        return int((self.trained_shard_numel - self._tied_numel) * self.master_size * self.state_per_param)
+
+    @property
+    def _tied_numel(self) -> int:
+        """Elements of a tied weight whose state the first stage's copy on this rank has."""
         if self.spec.tied_embeddings and self.has_head and not self.has_embedding and self._first_stage_is_here:
-            vocab = self.param_shards.vocab  # the first stage's copy has the state
-            updated -= vocab.shard_numel - vocab.frozen_shard_numel
-        return 0 if offloaded else int(updated * self.master_size * self.state_per_param)
+            return _trained_numel(self.param_shards.vocab)
+        return 0
+
+    @property
+    def host_optimizer(self) -> int:
+        """Bytes of the optimizer's state that isn't on the device (arXiv:2101.06840)."""
+        return int(sum(self.host_updated) * self.master_size * self.state_per_param)
+
+    @property
+    def disk_optimizer(self) -> int:
+        """Part of `host_optimizer` on disk (arXiv:2104.07857)."""
+        return int(sum(self._on_disk) * self.master_size * self.state_per_param)
+
+    @property
+    def _on_disk(self) -> list[int]:
+        """Elements of each part that the host updates, of those whose state is on disk."""
+        if not self.host_updated:
+            return []
+        tiers = self.plan.host_update_tiers(self.index, self.spec.num_layers)
+        return [numel for numel, tier in zip(self.host_updated, tiers, strict=True) if tier == "disk"]
+
+    @property
+    def host_update_buffers(self) -> int:
+        """Bytes of the buffers in host memory through which gradients and parameters pass: those of neighbouring parts,
+        one of which is updated while another is copied, and of the state on disk those that are read, updated and
+        written."""
+        if not (parts := self.host_updated):
+            return 0
+        pairs = [sum(parts[place : place + PARTS_AHEAD + 1]) for place in range(len(parts))]
+        states = [sum(self._on_disk[place : place + PARTS_AHEAD + 2]) for place in range(len(self._on_disk))]
+        state = max(states, default=0) * self.state_per_param
+        return int((2 * max(pairs, default=0) + state) * self.master_size)
 
     @property
     def _first_stage_is_here(self) -> bool:
@@ -151,11 +195,13 @@ class NativeStorage:
                 logits = loss_saved_bytes(sizes.local_model, sizes.tokens, self.plan.precision) * (
                     1 + self.spec.mtp_layers
                 )
-            if self.has_head:
-                total += self.spec.mtp_layers * (
-                    self.layer_activation_bytes(self.spec.num_layers - 1) + 4 * sizes.hidden_bytes
-                )
+            total += self.mtp_layers * self.further_bytes if self.mtp_layers else 0
         return MemoryTerms(activations=total, logits=logits)
+
+    @property
+    def further_bytes(self) -> int:
+        """Bytes that a layer for multi-token prediction saves beside what another layer does."""
+        return further_activation_bytes(self.sizes, self.plan.strategy(self.spec.num_layers - 1).recompute)
 
     @property
     def rotary_bytes(self) -> int:
@@ -178,9 +224,12 @@ class NativeStorage:
 
     def deferred(self) -> MemoryTerms:
         """Return the bytes that the stage saves from I to W: inputs and output gradients of all linear layers."""
-        logits = self.saved_per_micro_batch().logits + (self.sizes.full_hidden_bytes if self.has_head else 0)
+        heads = 1 + self.mtp_layers
+        logits = self.saved_per_micro_batch().logits + (heads * self.sizes.full_hidden_bytes if self.has_head else 0)
         gradient = self.sizes.hidden_bytes * (not self.plan.is_first(self.index))  # of the stage's input
-        return MemoryTerms(activations=sum(map(self.deferred_layer_bytes, self.layers)) + gradient, logits=logits)
+        projected = 3 * self.mtp_layers * self.sizes.hidden_bytes  # inputs and output gradients of `eh_proj`
+        layers = sum(map(self.deferred_layer_bytes, self.layers))
+        return MemoryTerms(activations=layers + projected + gradient, logits=logits)
 
     def deferred_layer_bytes(self, layer: int) -> int:
         """Return the bytes that one layer saves from I to W, whatever its recompute."""
@@ -196,6 +245,10 @@ class NativeStorage:
             ends = (2 + 2 * bool(moe.shared_size)) * sizes.full_hidden_bytes + 2 * sizes.routed_row_bytes
         linear = ends + sizes.tokens * width * self.compute_size
         return linear + (2 + own.gated) * mlp_inner_bytes(sizes, layer)
+
+
+def _trained_numel(held: ParamShard) -> int:
+    return held.shard_numel - held.frozen_shard_numel
 
 
 def _without_freezing(optim: OptimConfig) -> OptimConfig:

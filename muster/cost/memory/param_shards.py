@@ -5,14 +5,22 @@ counts are those of `muster.layout.tensor_layout`; experts, latent and linear at
 torchtitan.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import ceil, prod
 
 from muster.config.freezing import is_frozen
 from muster.config.optim_config import OptimConfig
-from muster.layout.tensor_layout import VOCAB_PARAMETERS, chunk_bounds, has_vocab_shard, is_expert, state_shard_numel
+from muster.layout.tensor_layout import (
+    VOCAB_PARAMETERS,
+    chunk_bounds,
+    has_vocab_shard,
+    is_expert,
+    state_shard_numel,
+    tp_shard,
+)
+from muster.spec.adapters import is_adapter
 from muster.spec.model import ModelSpec, layer_parameter_shapes, stage_parameter_shapes
 from muster.spec.plan import Mesh, Plan
 
@@ -67,11 +75,11 @@ class StageParamShards:
     """Parameters of a stage in the groups in which they are gathered and reduced."""
 
     layers: tuple[ParamShard, ...]
-    """Parameters of each layer."""
+    """Parameters of each layer, those for multi-token prediction last."""
     vocab: ParamShard
     """Embedding and head."""
     other: ParamShard
-    """Last norm, position embeddings, and heads that predict further tokens."""
+    """Last norm and position embeddings."""
     last_root_numel: int
     """Unsharded elements of the last parameter outside layers, in the order of the module."""
     experts: tuple[ParamShard, ...]
@@ -105,9 +113,9 @@ class StageParamShards:
 
 def stage_param_shards(spec: ModelSpec, plan: Plan, stage: int, optim: OptimConfig | None = None) -> StageParamShards:
     """Return the parameters that the first rank of a stage holds."""
-    layers, mesh = plan.layers(stage, spec.num_layers), plan.mesh(stage)
-    first, last = plan.is_first(stage), plan.is_last(stage)
-    outside = list(stage_parameter_shapes(spec, range(0), first, last))
+    mesh, first, last = plan.mesh(stage), plan.is_first(stage), plan.is_last(stage)
+    layers = [*plan.layers(stage, spec.num_layers), *spec.last_layers(last)]
+    outside = [one for one in stage_parameter_shapes(spec, range(0), first, last) if not one[0].startswith("mtp.")]
     ends = _sum_shards(spec, mesh, ((name, shape) for name, shape in outside if name not in VOCAB_PARAMETERS), optim)
     if plan.vocab_parallel:
         part = NO_PARAMS
@@ -122,30 +130,48 @@ def stage_param_shards(spec: ModelSpec, plan: Plan, stage: int, optim: OptimConf
         final = part.last_param_numel or ends.last_param_numel
     else:
         final = _param_shard(spec, mesh, *outside[-1]).unsharded_numel if outside else 0
-    apart = tuple(_layer_experts(spec, mesh, layer, optim) for layer in layers)
+    apart = (NO_PARAMS,) * len(layers)
+    if mesh.ep > 1:
+        apart = tuple(_layer_experts(spec, mesh, layer, optim) for layer in layers)
     return StageParamShards(_layer_shards(spec, mesh, layers, optim), part, ends, final, apart)
 
 
 def _layer_experts(spec: ModelSpec, mesh: Mesh, layer: int, optim: OptimConfig | None) -> ParamShard:
-    if mesh.ep == 1 or not spec.has_experts(layer):
+    if not spec.has_experts(layer):
         return NO_PARAMS
     shapes = ((name, shape) for name, shape in layer_parameter_shapes(spec, layer) if is_expert(name))
     return _sum_shards(spec, mesh, shapes, optim)
 
 
 def _layer_shards(
-    spec: ModelSpec, mesh: Mesh, layers: range, optim: OptimConfig | None = None
+    spec: ModelSpec, mesh: Mesh, layers: Sequence[int], optim: OptimConfig | None = None
 ) -> tuple[ParamShard, ...]:
     """Return the parameters of each layer; layers of one type hold the same, but for which of them are frozen."""
     if optim is not None and optim.freeze:
         return tuple(_sum_shards(spec, mesh, layer_parameter_shapes(spec, layer), optim) for layer in layers)
-    if layers and spec.moe is None and spec.linear_attention is None:
-        return (_sum_shards(spec, mesh, layer_parameter_shapes(spec, layers.start)),) * len(layers)
-    held: dict[tuple[bool, bool], ParamShard] = {}
-    for layer in layers:
-        if (kind := layer_type(spec, layer)) not in held:
-            held[kind] = _sum_shards(spec, mesh, layer_parameter_shapes(spec, layer))
-    return tuple(held[layer_type(spec, layer)] for layer in layers)
+    return _trained_layer_shards(spec, mesh, tuple(layers))
+
+
+@lru_cache(maxsize=1024)
+def _trained_layer_shards(spec: ModelSpec, mesh: Mesh, layers: tuple[int, ...]) -> tuple[ParamShard, ...]:
+    """Return the parameters of each layer where none is frozen."""
+    first_of_type = _first_layers_of_types(spec)
+    examples = [first_of_type[min(layer, spec.num_layers)] for layer in layers]
+    held = {example: _trained_layer_shard(spec, mesh, example) for example in dict.fromkeys(examples)}
+    return tuple(held[example] for example in examples)
+
+
+@lru_cache(maxsize=64)
+def _first_layers_of_types(spec: ModelSpec) -> tuple[int, ...]:
+    """Return for each layer the first one of its type; last, for those of further tokens, the first of them."""
+    first_of = {layer_type(spec, layer): layer for layer in reversed(range(spec.num_layers))}
+    return (*(first_of[layer_type(spec, layer)] for layer in range(spec.num_layers)), spec.num_layers)
+
+
+@lru_cache(maxsize=1024)
+def _trained_layer_shard(spec: ModelSpec, mesh: Mesh, layer: int) -> ParamShard:
+    """Return the parameters of a layer that has none frozen; a search asks for those of the same few layers often."""
+    return _sum_shards(spec, mesh, layer_parameter_shapes(spec, layer))
 
 
 def layer_type(spec: ModelSpec, layer: int) -> tuple[bool, bool]:
@@ -186,11 +212,14 @@ def _param_numels(spec: ModelSpec, mesh: Mesh, name: str, shape: tuple[int, ...]
 
 def _shard_by_tp(spec: ModelSpec, name: str, size: list[int], tp: int) -> None:
     """Change `size` to that on the first of `tp` ranks, as `muster.layout.tensor_layout.tp_shard` does."""
+    if is_adapter(name):
+        size[:] = tp_shard(spec, name, tuple(size), tp, 0)[0].size
+        return
     kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     is_bias, is_linear = name.endswith(".bias"), spec.has_linear_attention_parameter(name)
     if kind in ("q_norm", "k_norm") and spec.qk_norm_width == "projection":
         kind = kind[0]
-    if tp == 1 or (kind in _ROW_PARALLEL and is_bias) or ".shared_gate" in name or "join" in name:
+    if tp == 1 or (kind in _ROW_PARALLEL and is_bias) or ".shared_gate" in name or "eh_proj" in name:
         return
     if kind in _ROW_PARALLEL:
         size[-1] = ceil(size[-1] / tp)

@@ -9,8 +9,14 @@ from collections.abc import Mapping
 
 from muster.config.freezing import is_frozen, is_frozen_up_to
 from muster.config.optim_config import OptimConfig
-from muster.config.optimizer_state import optimizer_state_bytes
+from muster.config.optimizer_state import (
+    has_owned_state,
+    optimizer_state_bytes,
+    owned_state_bytes,
+    whole_matrix_shapes,
+)
 from muster.cost.activations import (
+    further_activation_bytes,
     layer_activation_bytes,
     loss_saved_bytes,
     norm_saved_bytes,
@@ -20,11 +26,12 @@ from muster.cost.activations import (
 from muster.cost.memory.terms import MemoryTerms
 from muster.cost.precision_bytes import master_bytes
 from muster.cost.sequence_slices import kept_bytes, slice_workloads
+from muster.layout.host_updates import layer_of
+from muster.layout.matrix_owners import assign_owners, peer_ranks
 from muster.layout.mesh import MeshCoordinates, coordinates_of
-from muster.layout.tensor_layout import stage_layouts, stage_shards, stages_on
+from muster.layout.tensor_layout import computed_layers, stage_layouts, stage_shards, stages_on
 from muster.schedule.action import Kind
 from muster.schedule.program import Program
-from muster.spec.errors import InfeasibleError
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan, ZeroLevel
 from muster.spec.workload import Workload
@@ -73,10 +80,7 @@ def stage_terms(
 ) -> MemoryTerms:
     """Return the bytes that the rank at `at` holds for one stage with `live_micro_batches` in flight, or so many of
     each slice.
-
-    Raises InfeasibleError if the plan uses a feature without a formula.
     """
-    _reject_unknown(plan, stage, spec.num_layers)
     return MemoryTerms(
         parameters=stage_parameter_bytes(spec, plan, stage, at),
         gradients=gradient_bytes(spec, plan, stage, at, optim),
@@ -123,15 +127,6 @@ def peak_slices(program: Program, pp_rank: int, sizes: Mapping[int, tuple[int, .
     return {stage: tuple(counts) for stage, counts in at_most.items()}
 
 
-def _reject_unknown(plan: Plan, stage: int, num_layers: int) -> None:
-    strategies = [plan.strategy(layer) for layer in plan.layers(stage, num_layers)]
-    if any(s.offload in ("optimizer", "all") for s in strategies):
-        raise InfeasibleError(
-            f"the memory of stage {stage} can't be predicted: there are formulas for the optimizer's state on the"
-            " device only"
-        )
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Parameters and gradients
 
@@ -153,14 +148,32 @@ def stage_parameter_bytes(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoord
 
 
 def optimizer_bytes(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates, optim: OptimConfig | None) -> int:
-    """Return the bytes of the optimizer's state; AdamW has two moments (arXiv:1711.05101).
+    """Return the bytes of the optimizer's state on the device; AdamW has two moments (arXiv:1711.05101).
 
     If a rank holds both copies of a tied weight, only the first stage's has state.
     """
     layouts = stage_layouts(spec, plan, stage, at)
     if plan.is_last(stage) and any(plan.is_first(own) for own in stages_on(plan, at.pp) if own != stage):
         layouts = [layout for layout in layouts if layout.name != "embed.weight"]
-    return optimizer_state_bytes(optim, layouts, master_bytes(plan.precision))
+    kept = [layout for layout in layouts if not plan.offloads_optimizer(layer_of(layout.name))]
+    size = master_bytes(plan.precision)
+    return optimizer_state_bytes(optim, kept, size) + _owned_state_bytes(spec, plan, stage, at, optim, size)
+
+
+def _owned_state_bytes(
+    spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates, optim: OptimConfig | None, size: int
+) -> int:
+    """Return the bytes of state of the stage's matrices that the rank owns; owners are chosen among all matrices of
+    its stages."""
+    if not has_owned_state(optim):
+        return 0
+    ranks = peer_ranks(plan, at)
+    member = next(index for index, rank in enumerate(ranks) if coordinates_of(plan, rank) == at)
+    held = [(own, one) for own in stages_on(plan, at.pp) for one in stage_layouts(spec, plan, own, at)]
+    shapes = whole_matrix_shapes(optim, {layout.name: layout.shape for _, layout in held})
+    owned = {name for batch in assign_owners(shapes, len(ranks)) for name, owner in batch.items() if owner == member}
+    mine = {layout.name for own, layout in held if own == stage} & owned
+    return sum(owned_state_bytes(optim, name, shapes[name], size) for name in mine)
 
 
 def gradient_bytes(
@@ -201,7 +214,7 @@ def activation_bytes(
     sizes = pass_sizes(spec, plan, workload, stage, tp_index)
     precision = plan.precision
     total = 0
-    for layer in plan.layers(stage, spec.num_layers):
+    for layer in computed_layers(spec, plan, stage):
         if is_frozen_up_to(optim, spec, layer + 1):
             continue
         strategy = plan.strategy(layer)
@@ -214,5 +227,6 @@ def activation_bytes(
         total += sizes.tokens * (_INDEX_BYTES + (sizes.mesh.tp > 1))
     if plan.is_last(stage):
         logits = loss_saved_bytes(sizes.local_model, sizes.tokens, precision)
-        total += norm + (logits if plan.sequence_tiles == 1 else 0)
+        total += norm + (1 + spec.mtp_layers) * (logits if plan.sequence_tiles == 1 else 0)
+        total += spec.mtp_layers * further_activation_bytes(sizes, plan.strategy(spec.num_layers - 1).recompute)
     return total

@@ -45,6 +45,12 @@ class StageMemory:
     peak_candidates: Mapping[str, tuple[PeakCandidate, ...]]
     """Kind of instruction → candidates; `gather F` and `gather B`: more candidates if the pass gathers parameters,
     `pending`: if it makes pending gradients, `first T`: at a step's first T."""
+    host_state: int = 0
+    """Optimizer state in host memory."""
+    disk_state: int = 0
+    """Optimizer state on disk."""
+    host_buffers: int = 0
+    """Buffers in host memory through which gradients and parameters of an update by the host pass."""
     freed_by_reduction: int = 0
     """Part of `gradients` that REDUCE_GRAD frees, since each rank keeps its shard only."""
     pending_gradients: int = 0

@@ -12,6 +12,7 @@ from muster.cost.time.kernels import flash_attention_s, matmul_s, stream_s, sust
 from muster.cost.time.sublayer import (
     LayerContext,
     SublayerCost,
+    add_adapters,
     add_dropout,
     add_latent_entry,
     add_tp_entry,
@@ -75,6 +76,9 @@ def add_self_attention(at: LayerContext, part: SublayerCost, window: int | None)
         forward, backward = (passes * tokens * q_width * at.element_bytes for passes in SINK_PASSES)
         part.add_elementwise(at, forward, backward, SINK_KERNELS)
     part.add_linear(at, tokens, model.hidden_size, q_width)
+    hidden = model.hidden_size
+    widths = {"q": (q_width, hidden), "k": (kv_width, hidden), "v": (kv_width, hidden), "o": (hidden, q_width)}
+    add_adapters(at, part, widths)
     add_tp_exit(at, part)
 
 

@@ -15,6 +15,7 @@ from muster.spec.cluster import ClusterSpec
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.model import ModelSpec
 from muster.spec.plan import LayerStrategy
+from muster.spec.workload import Workload
 
 
 class LayerKind(NamedTuple):
@@ -40,7 +41,8 @@ class CostTables:
     """Costs that all plans for one model, sequence length, cluster and framework share."""
 
     model: ModelSpec
-    seq_len: int
+    workload: Workload
+    """One of those that agree in the length of sequences and the load of experts."""
     cluster: ClusterSpec
     framework: FrameworkTraits
     layer_types: tuple[int, ...]
@@ -80,7 +82,7 @@ class CostTables:
         Collectives of equal groups take equal times. With one object for all of them, the object itself is the key of
         what was worked out for a group: hashing it costs nothing, hashing its links would.
         """
-        rates = group.network_bytes_per_s, group.network_latency_s
+        rates = group.network_bytes_per_s, group.network_latency_s, group.network_message_s
         key = group.size, group.num_domains, group.max_ranks_per_domain, *rates
         alike = self.interned_groups.setdefault(key, [])
         for known in alike:
@@ -89,10 +91,12 @@ class CostTables:
         alike.append(group)
         return group
 
-    def is_for(self, model: ModelSpec, seq_len: int, cluster: ClusterSpec, framework: FrameworkTraits) -> bool:
+    def is_for(self, model: ModelSpec, workload: Workload, cluster: ClusterSpec, framework: FrameworkTraits) -> bool:
         """Tell if these tables hold for the very same model and cluster objects."""
         same_objects = self.model is model and self.cluster is cluster
-        return same_objects and self.seq_len == seq_len and self.framework == framework
+        same_load = self.workload.expert_load is workload.expert_load
+        same_work = same_load and self.workload.seq_len == workload.seq_len
+        return same_objects and same_work and self.framework == framework
 
 
 class CostCache:
@@ -105,12 +109,14 @@ class CostCache:
     def __init__(self, max_tables: int = 8) -> None:
         self._recent: deque[CostTables] = deque(maxlen=max_tables)
 
-    def tables(self, model: ModelSpec, seq_len: int, cluster: ClusterSpec, framework: FrameworkTraits) -> CostTables:
+    def tables(
+        self, model: ModelSpec, workload: Workload, cluster: ClusterSpec, framework: FrameworkTraits
+    ) -> CostTables:
         """Return the tables for a model on a cluster, empty ones where there are none yet."""
         for tables in self._recent:
-            if tables.is_for(model, seq_len, cluster, framework):
+            if tables.is_for(model, workload, cluster, framework):
                 return tables
-        made = CostTables(model, seq_len, cluster, framework, _layer_types(model), _device_types(cluster))
+        made = CostTables(model, workload, cluster, framework, _layer_types(model), _device_types(cluster))
         self._recent.append(made)
         return made
 

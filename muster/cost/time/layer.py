@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 from muster.cost.time.attention import add_latent_attention, add_linear_attention, add_self_attention
-from muster.cost.time.collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
+from muster.cost.time.collectives import all_gather_s, all_reduce_s
+from muster.cost.time.expert_parallel import add_expert_exchange, add_experts
 from muster.cost.time.kernels import matmul_s, stream_s
+from muster.cost.time.mlp import add_mlp
 from muster.cost.time.pass_cost import PassCost
 from muster.cost.time.plugin_layer import plugin_layer_passes
 from muster.cost.time.sublayer import (
@@ -27,15 +29,6 @@ product (`muster.model.loss`); with the vocabulary over tensor-parallel ranks, m
 sum, two products and cast (`muster.parallel.tensor_parallel`)."""
 TILED_LOGIT_BYTES = {False: 14, True: 50}
 """Bytes per logit, in bf16, of the forward of a tile's loss, which makes no gradient but over tensor-parallel ranks."""
-CLAMPED_SWIGLU_PASSES, CLAMPED_SWIGLU_KERNELS = (16, 44), 12
-"""Passes over the inner activations (forward, backward), and kernels, of a clamped SwiGLU, operation by operation
-(`muster.model.kernels.clamped_swiglu`)."""
-EXPERT_BIAS_PASSES = (4.5, 6)
-"""Passes over the outputs of experts' matrices (forward, backward) that biases of experts take: their rows are gathered
-and added; gradients are cast to float32 and summed by expert."""
-PERMUTE_RATE = 0.5
-"""Share of the streaming rate at which rows are gathered into another order (B200, github:MooreThreads/SimuMax
-configs/system/b200_bf16_ceperm.json)."""
 
 
 def layer_passes(at: LayerContext, layer: int) -> LayerPasses:
@@ -51,14 +44,14 @@ def layer_passes(at: LayerContext, layer: int) -> LayerPasses:
         add_self_attention(at, attention, model.attention_window(layer))
     mlp = SublayerCost()
     if model.has_experts(layer):
-        _add_experts(at, mlp)
+        add_experts(at, mlp)
     else:
-        _add_mlp(at.tile, mlp, model.intermediate_size)
+        add_mlp(at.tile, mlp, model.intermediate_size)
     add_norm_and_residual(at, attention)
     add_norm_and_residual(at.tile, mlp)
     mlp.repeat_for_tiles(at, (2 + model.gated) * model.intermediate_size * model.hidden_size / at.tp.size)
     if model.has_experts(layer):
-        _add_expert_exchange(at, attention, mlp)
+        add_expert_exchange(at, attention, mlp)
     forward = attention.forward + mlp.forward
     return LayerPasses(
         forward,
@@ -66,103 +59,6 @@ def layer_passes(at: LayerContext, layer: int) -> LayerPasses:
         attention.weight_grads + mlp.weight_grads,
         _recompute_cost(at, attention, mlp),
     )
-
-
-def _add_mlp(at: LayerContext, part: SublayerCost, inner: float) -> None:
-    add_tp_entry(at, part, 1 + at.model.gated)
-    _add_mlp_matmuls(at, part, at.tokens, inner / at.tp.size)
-    add_tp_exit(at, part)
-
-
-def _add_mlp_matmuls(at: LayerContext, part: SublayerCost, tokens: float, inner: float, experts: float = 1) -> None:
-    """Add the up (and gate) projection, the activation and the down projection."""
-    gated = at.model.gated
-    part.add_linear(at, tokens, (1 + gated) * inner, at.model.hidden_size, experts, 1 + gated)
-    numbers = tokens * inner * at.element_bytes
-    forward, backward = (3, 5) if gated else (2, 3)
-    extra, kernels = (1.0, 1) if at.framework.fused_elementwise else (5 / 3, 2)
-    if at.model.swiglu_limit is not None and not at.framework.fused_swiglu_clamp:
-        (forward, backward), extra, kernels = CLAMPED_SWIGLU_PASSES, 1.0, CLAMPED_SWIGLU_KERNELS
-    part.add_elementwise(at, forward * extra * numbers, backward * extra * numbers, kernels)
-    part.add_linear(at, tokens, at.model.hidden_size, inner, experts)
-
-
-def _add_experts(at: LayerContext, part: SublayerCost) -> None:
-    """Add router, dispatch, grouped matmuls over the local experts, and combine (arXiv:2101.03961 §2).
-
-    Tokens are assumed to be distributed evenly over experts. Each rank dispatches the tokens of its own part of the
-    sequence, or all where the hidden state enters experts as it does an MLP.
-    """
-    model, moe = at.model, at.model.moe
-    assert moe is not None
-    rows = at.routed_tokens * moe.top_k * at.etp
-    own = at.tokens if at.experts_like_mlp else at.routed_tokens
-    hidden = model.hidden_size * at.element_bytes
-    part.add_elementwise(at, 2 * own * moe.num_experts * 4 + own * hidden, 3 * own * moe.num_experts * 4, 6)
-    permuted = 4 * (rows if at.experts_like_mlp else rows / at.etp) * hidden / PERMUTE_RATE
-    part.add_elementwise(at, permuted, permuted, 4)
-    for spent in (part.forward, part.input_grads):
-        if at.experts_like_mlp:
-            continue
-        if at.etp > 1:
-            gathered = rows * hidden
-            spent.add_exposed("tp", all_gather_s(at.tp, gathered) + reduce_scatter_s(at.tp, gathered))
-        elif at.tp.size > 1 and at.framework.experts_in_tp_region and not at.strategy.sp:
-            # Each rank routes a part of the positions, and gathers the others.
-            spent.add_exposed("tp", all_gather_s(at.tp, at.tokens * hidden))
-    if at.experts_like_mlp:
-        add_tp_entry(at, part)
-    _add_mlp_matmuls(at, part, rows, moe.expert_size / at.etp, moe.num_experts / at.ep.size)
-    if model.mlp_bias and not at.framework.fused_swiglu_clamp:
-        made = rows * ((1 + model.gated) * moe.expert_size / at.etp + model.hidden_size) * at.element_bytes
-        forward, backward = EXPERT_BIAS_PASSES
-        part.add_elementwise(at, forward * made, backward * made, 2 * (2 + model.gated))
-    if moe.shared_size and at.experts_like_mlp:
-        _add_mlp_matmuls(at, part, at.tokens, moe.shared_size / at.tp.size)
-    elif moe.shared_size:
-        _add_mlp(at, part, moe.shared_size)
-    if at.experts_like_mlp:
-        add_tp_exit(at, part)
-
-
-def _add_expert_exchange(at: LayerContext, attention: SublayerCost, mlp: SublayerCost) -> None:
-    """Add the exchange of tokens with their experts' ranks, and of gradients.
-
-    It is exposed, or overlaps with the passes of another micro-batch (arXiv:2412.19437 §3.2.1); in chunks, all but the
-    first there and the last back overlap with the experts' own matmuls (arXiv:2206.03382 §4.2).
-    """
-    exchange_s, chunks = _exchange_s(at), at.dispatch.chunks
-    backward_s = sum(one.compute_s for part in (attention, mlp) for one in (part.input_grads, part.weight_grads))
-    experts_s = mlp.matmuls.compute_s
-    passes = (
-        (mlp.forward, attention.forward.compute_s + mlp.forward.compute_s, experts_s),
-        (mlp.input_grads, backward_s, 2 * experts_s),
-    )
-    for spent, compute_s, matmuls_s in passes:
-        if at.framework.overlap_expert_comm:
-            spent.add_overlapped("ep", exchange_s, compute_s)
-        else:
-            spent.add_exposed("ep", exchange_s / chunks)
-            spent.add_overlapped("ep", exchange_s * (1 - 1 / chunks), matmuls_s * (1 - 1 / chunks))
-
-
-def _exchange_s(at: LayerContext) -> float:
-    """Return the seconds of a forward's exchange, by dispatcher; a backward's takes as long."""
-    moe = at.model.moe
-    assert moe is not None
-    states = at.routed_tokens * at.model.hidden_size * at.element_bytes
-    rows, chunks = states * moe.top_k, at.dispatch.chunks
-    match at.dispatch.kind:
-        case "slicing":
-            return 0.0
-        case "all_gather":
-            return all_gather_s(at.ep, at.ep.size * states) + reduce_scatter_s(at.ep, at.ep.size * states)
-        case "hierarchical" if at.ep_levels is not None:
-            return sum(2 * all_to_all_s(group, rows) for group in at.ep_levels)
-    # Experts of a group lie on one node; a token crosses the network once for each node (arXiv:2412.19437 §3.2.2).
-    reached = min(moe.top_groups, at.ep.num_domains) if moe.num_groups > 1 else min(moe.top_k, at.ep.num_domains)
-    crossing = min(1.0, reached / moe.top_k) if at.framework.dispatch_once_per_node else 1.0
-    return 2 * chunks * all_to_all_s(at.ep, rows / chunks, crossing)
 
 
 def _recompute_cost(at: LayerContext, attention: SublayerCost, mlp: SublayerCost) -> PassCost:

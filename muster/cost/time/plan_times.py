@@ -5,12 +5,14 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from muster.config.optim_config import OptimConfig
-from muster.config.optimizer_state import mean_update_bytes
+from muster.config.optimizer_state import mean_state_bytes, mean_update_bytes
 from muster.cost.activations import offloaded_activation_bytes
 from muster.cost.comm_volume import step_report_bytes
-from muster.cost.precision_bytes import compute_bytes
+from muster.cost.host_updates import DISK_BYTES_PER_S, HOST_UPDATE_BYTES_PER_S, host_part_copies, host_updated_numels
+from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.cost.sequence_slices import slice_workloads
 from muster.cost.time.collectives import CommGroup, all_reduce_s, p2p_s
 from muster.cost.time.cost_cache import CostCache
@@ -23,6 +25,7 @@ from muster.layout.stage_resharding import stage_transfers
 from muster.schedule.action import Kind
 from muster.spec.cluster import ClusterSpec
 from muster.spec.compilation import compiles
+from muster.spec.cuda_graphs import replays_graphs
 from muster.spec.device import DeviceSpec, LinkSpec
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
@@ -92,6 +95,7 @@ def _micro_batch_times(
     for stage in _stages_with_step_sums(setting):
         seconds.update({(kind, stage): time_s for kind, time_s in _stage_sums(setting, stage, stages[stage])})
     seconds.update(_offload_times(setting))
+    seconds.update(_host_update_times(setting))
     if plan.vocab_parallel:
         seconds.update(_vocab_parallel_times(setting))
     whole = setting if data_rank is None else replace(setting, data_rank=None)  # all wait for the slowest
@@ -139,8 +143,9 @@ def place_plan(
             f"the plan needs {world_size} devices, but {cluster.name or 'the cluster'} has {cluster.num_devices}"
         )
     framework = framework or MUSTER
-    framework = framework.for_plan(compiles(plan, model, cluster.device.kind, framework))
-    tables = (cache or CostCache()).tables(model, workload.seq_len, cluster, framework)
+    kind = cluster.device.kind
+    framework = framework.for_plan(compiles(plan, model, kind, framework), replays_graphs(plan, kind))
+    tables = (cache or CostCache()).tables(model, workload, cluster, framework)
     return PlacedPlan(model, plan, workload, cluster, framework, world_size, tables, data_rank, optim)
 
 
@@ -178,14 +183,17 @@ def per_step_s(setting: PlacedPlan, examples: Sequence[StageTimes]) -> tuple[flo
     update_bytes = _update_bytes(setting.model, setting.optim)
     owned = np.array([at.param_communication.shard_numel for at in examples])[setting.stage_kinds.kind_by_stage]
     held = np.bincount(setting.placement, owned, setting.plan.pp)
+    normed, held = held, held - np.bincount(setting.placement, _host_updated(setting), setting.plan.pp)
     if setting.cluster.is_uniform:
         most = [(setting.cluster.device, float(np.max(held)))]
+        all_held = [(setting.cluster.device, float(np.max(normed)))]
     else:
         kinds = zip(setting.placement, setting.stage_kinds.kind_by_stage.tolist(), strict=True)
         devices = {rank: examples[kind].device for rank, kind in kinds}
         most = [(device, float(held[rank])) for rank, device in devices.items()]
+        all_held = [(device, float(normed[rank])) for rank, device in devices.items()]
     norm_s = all_reduce_s(setting.group(0, ((1, setting.world_size),)), step_report_bytes(setting.model))
-    norm_s += max(stream_s(device, GRAD_NORM_BYTES * count) for device, count in most)
+    norm_s += max(stream_s(device, GRAD_NORM_BYTES * count) for device, count in all_held)
     return norm_s, STEP_HOST_S + max(stream_s(device, update_bytes * count) for device, count in most)
 
 
@@ -243,6 +251,44 @@ def _offload_times(setting: PlacedPlan) -> Iterator[tuple[tuple[str, int], float
         time_s = host_copy_s(setting.device(stage), moved)
         yield (Kind.OFFLOAD, stage), time_s
         yield (Kind.RELOAD, stage), time_s
+
+
+def _host_updated(setting: PlacedPlan) -> NDArray[np.float64]:
+    """Return the elements of each stage that the host updates."""
+    if all(strategy.offload_optimizer == "none" for strategy in setting.plan.strategies):
+        return np.zeros(len(setting.placement))
+    own = setting.model, setting.plan
+    stages = range(len(setting.placement))
+    return np.array([float(sum(host_updated_numels(*own, stage, setting.optim))) for stage in stages])
+
+
+def _host_update_times(setting: PlacedPlan) -> Iterator[tuple[tuple[str, int], float]]:
+    """Yield the times of the mean part of each stage that the host updates: copies to the host and back, and the update
+    by the node's cores, which its devices share. On a CPU all of it is work within its memory."""
+    if not any(updated := _host_updated(setting)):
+        return
+    update_bytes = _update_bytes(setting.model, setting.optim) - 2  # no copy for bf16 passes
+    shapes = dict(parameter_shapes(setting.model))
+    state_bytes = mean_state_bytes(setting.optim, shapes, master_bytes(setting.plan.precision))
+    for stage, numel in enumerate(updated):
+        if not numel:
+            continue
+        device = setting.device(stage)
+        group = setting.cluster.group_of(setting.first_rank(stage))
+        sharing = min(group.devices_per_node, setting.world_size)
+        parts = setting.plan.num_host_updates(stage, setting.model.num_layers)
+        sent, returned = host_part_copies(setting.model, setting.plan, stage, setting.optim)
+        yield (Kind.OFFLOAD_GRAD, stage), host_copy_s(device, sent)
+        yield (Kind.RELOAD_PARAM, stage), host_copy_s(device, returned)
+        updated = update_bytes * float(numel) / parts
+        if "disk" in setting.plan.host_update_tiers(stage, setting.model.num_layers):
+            moved = state_bytes * float(numel) / parts
+            yield (Kind.READ_STATE, stage), moved * sharing / DISK_BYTES_PER_S
+            yield (Kind.WRITE_STATE, stage), moved * sharing / DISK_BYTES_PER_S
+        if device.kind == "cpu":
+            yield (Kind.UPDATE, stage), stream_s(device, updated)
+        else:
+            yield (Kind.UPDATE, stage), updated * sharing / HOST_UPDATE_BYTES_PER_S
 
 
 def stage_p2p_times(setting: PlacedPlan) -> list[tuple[P2PTime, P2PTime] | None]:

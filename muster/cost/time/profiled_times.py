@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from muster.config.optim_config import OptimConfig
-from muster.config.optimizer_state import mean_update_bytes
+from muster.config.optimizer_state import mean_state_bytes, mean_update_bytes
 from muster.cost.activations import offloaded_activation_bytes, pass_sizes
 from muster.cost.comm_volume import step_report_bytes
 from muster.cost.context_traffic import AttentionShape, attention_transfers, state_transfers
+from muster.cost.host_updates import DISK_BYTES_PER_S, host_updated_numels
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.cost.time.attention import SOFT_CAP_BYTES
 from muster.cost.time.op_times import OpTimes, P2PTime
@@ -75,7 +76,8 @@ def profiled_times(
 
 def _reject_unsupported(model: ModelSpec, plan: Plan, machine: MachineRates) -> None:
     refused = {
-        "offload to another memory": not machine.cores and bool(_offloaded_layers(plan, model)),
+        "offload to another memory": not machine.cores
+        and (bool(_offloaded_layers(plan, model)) or any(s.offload_optimizer != "none" for s in plan.strategies)),
         "a vocabulary that is spread": plan.vocab_parallel,
         "mixtures of experts": model.moe is not None,
         "latent attention": model.mla is not None,
@@ -153,6 +155,7 @@ class _StagePasses:
         optim: OptimConfig | None = None,
     ) -> None:
         self.rates, self.model, self.plan, self.workload, self.stage = rates, model, plan, workload, stage
+        self.optim = optim
         self.trained = trained_parts(optim, model, plan, stage)
         self.mesh, self.layers = plan.mesh(stage), plan.layers(stage, model.num_layers)
         self.strategy = plan.strategy(self.layers.start)
@@ -191,12 +194,27 @@ class _StagePasses:
         copy_s = self.rates.kernel("copy", moved // master_bytes(self.plan.precision))
         yield Kind.OFFLOAD, copy_s, {}
         yield Kind.RELOAD, copy_s, {}
+        yield from self._host_updates()
         copied = sum(prod(shape) for parts in self.param_shapes.values() for shape in parts.values() if len(shape) == 1)
         yield (
             Kind.ALL_REDUCE_TP,
             self.rates.collective("all_reduce", self.mesh.tp, copied * master_bytes(self.plan.precision)),
             {},
         )
+
+    def _host_updates(self) -> Iterator[tuple[str, float, dict[str, float]]]:
+        """Yield the times of the mean part of the stage that the host updates."""
+        if not (parts := host_updated_numels(self.model, self.plan, self.stage, self.optim)):
+            return
+        mean = sum(parts) // len(parts)
+        yield Kind.OFFLOAD_GRAD, 2 * self.rates.kernel("copy", mean), {}
+        yield Kind.UPDATE, self.rates.kernel("adamw", _adamw_numel(mean, self.model, self.optim)), {}
+        yield Kind.RELOAD_PARAM, self.rates.kernel("copy", mean), {}
+        if "disk" in self.plan.host_update_tiers(self.stage, self.model.num_layers):
+            each = mean_state_bytes(self.optim, dict(parameter_shapes(self.model)), master_bytes(self.plan.precision))
+            moved_s = each * mean * self.plan.world_size / DISK_BYTES_PER_S
+            yield Kind.READ_STATE, moved_s, {}
+            yield Kind.WRITE_STATE, moved_s, {}
 
     def _overhead(self, kind: str) -> float:
         level = storage_level(self.plan, self.stage)
@@ -460,6 +478,14 @@ def _p2p_times(
     return found
 
 
+def _adamw_numel(count: int, model: ModelSpec, optim: OptimConfig | None) -> int:
+    """Return the elements that AdamW updates in the time in which the optimizer updates `count`."""
+    if optim is None:
+        return count
+    shapes = dict(parameter_shapes(model))
+    return round(count * mean_update_bytes(optim, shapes, 4, 2) / mean_update_bytes(None, shapes, 4, 2))
+
+
 def _per_step_times(
     rates: RateInterpolator, model: ModelSpec, plan: Plan, pp_rank: int, optim: OptimConfig | None
 ) -> dict[str, float]:
@@ -476,10 +502,8 @@ def _per_step_times(
         base, layer = (rates.overhead(overhead_name(level, kind, part)) for part in ("base", "layer"))
         return max(0.0, base + layer * layers)
 
-    updated = total
-    if optim is not None:
-        shapes = dict(parameter_shapes(model))
-        updated = round(total * mean_update_bytes(optim, shapes, 4, 2) / mean_update_bytes(None, shapes, 4, 2))
+    hosted = sum(sum(host_updated_numels(model, plan, stage, optim)) for stage in stages)
+    updated = _adamw_numel(max(0, total - hosted), model, optim)
     all_reduce_s = rates.collective("all_reduce", plan.world_size, step_report_bytes(model))
     contention = rates.contention(level)
     return {

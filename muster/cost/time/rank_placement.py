@@ -35,6 +35,7 @@ _SCHEDULE_FIELDS = (
     "stages",
     "overrides",
     "default_strategy",
+    "expert_placement",
 )
 _SHARED_FIELDS = tuple(name for name in Plan.model_fields if name not in (*_SHAPE_FIELDS, *_SCHEDULE_FIELDS))
 """Plan fields that may change the cost of every stage. The others change it only through a stage's layers, mesh and

@@ -65,8 +65,19 @@ class StageTimes:
             self._is_data_parallel,
             placed.plan.expert_dispatch(self.mesh),
             self.groups.ep_levels,
+            self._expert_imbalance,
             placed.workload.earlier_positions,
             placed.plan.sequence_slices > 1,
+            placed.plan.fp8_recipe,
+        )
+
+    @property
+    def _expert_imbalance(self) -> float:
+        load = self.placed.workload.expert_load
+        return (
+            1.0
+            if load is None or self.mesh.ep == 1
+            else load.imbalance(self.mesh.ep, self.placed.plan.expert_placement)
         )
 
     @property
@@ -141,7 +152,7 @@ class StageTimes:
         placed = self.placed
         p2p_groups = () if placed.framework.overlap_p2p else (self._p2p_group(-1), self._p2p_group(1))
         own = self.mesh.etp, self.mesh.ep, placed.micro_batch_size(self.stage), self.strategy, self._is_data_parallel
-        own_key = *own, *self.groups.layer_key, *p2p_groups, self.trained
+        own_key = *own, *self.groups.layer_key, *p2p_groups, self.trained, self._expert_imbalance
         return *placed.shared_key, *placed.stage_key(self.stage)[1:], *own_key
 
     def _p2p_group(self, step: int) -> CommGroup | None:
@@ -246,7 +257,7 @@ class StageTimes:
         known = self.placed.cache.layer_passes
         own = plan.precision, plan.local_micro_batch_size(self.stage), self.mesh.etp, self._is_data_parallel
         own = *own, plan.context_ranks(self.mesh), plan.sequence_tiles, plan.expert_dispatch(self.mesh)
-        own = *own, plan.sequence_slices > 1
+        own = *own, plan.sequence_slices > 1, self._expert_imbalance
         key = kind, *own, self.groups.layer_key
         if key not in known:
             known[key] = layer_passes(replace(self.layer_context, strategy=kind.strategy), self._example_layers[kind])

@@ -12,7 +12,7 @@ from muster.spec.device import DeviceSpec
 from muster.spec.expert_kinds import DISPATCHERS, ExpertDispatch
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.model import ModelSpec
-from muster.spec.plan import LayerStrategy, Precision
+from muster.spec.plan import Float8Recipe, LayerStrategy, Precision
 
 CAST_NORM_BYTES = (20, 32)
 """Bytes per element (forward, backward) of a norm's kernel between casts to float32 and back, as in eager programs."""
@@ -28,8 +28,15 @@ square, mean, multiplication, cast, multiplication by the weight (Llama's publis
 FP8_CAST_BYTES = {False: 9, True: 5}
 """Bytes that an eager, or a compiled, cast of an element of 2 bytes to fp8 moves: read for the largest value, scaled,
 cast."""
+FUSED_PART_CAST_BYTES = 3
+"""The same of a compiled cast by rows or blocks, which reads each once and keeps it in registers."""
 FP8_LAYOUT_BYTES = 2
 """Bytes that another memory layout of an fp8 element moves."""
+
+
+def fp8_cast_bytes(recipe: Float8Recipe, fused: bool) -> int:
+    """Return the bytes that the cast of an element of 2 bytes to fp8 moves."""
+    return FUSED_PART_CAST_BYTES if fused and recipe != "tensorwise" else FP8_CAST_BYTES[fused]
 
 
 @dataclass(frozen=True)
@@ -55,10 +62,13 @@ class LayerContext:
     dispatch: ExpertDispatch = ExpertDispatch()
     ep_levels: tuple[CommGroup, CommGroup] | None = None
     """Groups of the two steps of a hierarchical exchange of tokens."""
+    expert_imbalance: float = 1.0
+    """Load of the fullest of the ranks that share experts, relative to the mean."""
     earlier_positions: int = 0
     """Positions of the sequence before these whose keys attention sees, too: of the slices before this one."""
     is_sliced: bool = False
     """True for a slice of sequences."""
+    fp8_recipe: Float8Recipe = "tensorwise"
 
     @property
     def tokens(self) -> float:
@@ -88,8 +98,10 @@ class LayerContext:
 
     @cached_property
     def matmul_precision(self) -> Precision:
-        """Precision of the layers' matmuls; Muster's are in bf16 on devices without fp8."""
-        lacks_fp8 = self.framework.recasts_fp8 and self.device.peak_precision("fp8") != "fp8"
+        """Precision of the layers' matmuls; Muster's are in bf16 on devices without fp8, or without the recipe's
+        scales."""
+        lacks_scales = self.fp8_recipe == "mxfp8" and not self.device.block_scaled_fp8
+        lacks_fp8 = self.framework.recasts_fp8 and (self.device.peak_precision("fp8") != "fp8" or lacks_scales)
         return "bf16" if self.precision == "fp8" and lacks_fp8 else self.precision
 
     @cached_property
@@ -150,6 +162,17 @@ class SublayerCost:
         summed = 3 * matrix_elements * at.element_bytes
         self.weight_grads = self.weight_grads + PassCost(stream_s(at.device, summed), 1) * (count - 1)
 
+    def add_parts(self, part: "SublayerCost", count: int) -> None:
+        """Add operators once for each of `count` equal parts of the rows."""
+        self.forward += part.forward * count
+        self.input_grads += part.input_grads * count
+        self.weight_grads += part.weight_grads * count
+        self.matmuls, self.elementwise = (
+            self.matmuls + part.matmuls * count,
+            self.elementwise + part.elementwise * count,
+        )
+        self.last_matmul = part.last_matmul
+
     def add_elementwise(self, at: LayerContext, forward: float, backward: float, kernels: float = 1) -> None:
         """Add elementwise kernels that move so many bytes."""
         self.forward.add(seconds := stream_s(at.device, forward, kernels), kernels)
@@ -197,14 +220,19 @@ class SublayerCost:
 
     def _add_fp8_casts(self, at: LayerContext, inputs: float, outputs: float, weights: float, num_linears: int) -> None:
         """Add the casts of linear layers' inputs, output gradients and weights, of so many elements, in every pass that
-        reads them (`muster.model.float8`). A compiler casts an input that several layers share once."""
-        fused = at.framework.fused_elementwise
-        cast, inputs = FP8_CAST_BYTES[bool(fused)], inputs * (1 if fused else num_linears)
-        kernels = 2 if fused else 4
+        reads them (`muster.model.float8`). A compiler casts an input that several layers share once.
+
+        The gradients' transpose has the scale of the gradients as a whole, but other scales of rows and blocks: it is
+        cast again.
+        """
+        fused, is_whole = at.framework.fused_elementwise, at.fp8_recipe == "tensorwise"
+        cast, inputs = fp8_cast_bytes(at.fp8_recipe, bool(fused)), inputs * (1 if fused else num_linears)
+        kernels = (2 if is_whole else 1) if fused else 4
+        again = 0.0 if is_whole else cast * outputs
         moved = (
             (self.forward, cast * (inputs + weights), 2),
             (self.input_grads, cast * (outputs + weights) + FP8_LAYOUT_BYTES * weights, 2),
-            (self.weight_grads, cast * inputs + FP8_LAYOUT_BYTES * (inputs + outputs), 1),
+            (self.weight_grads, cast * inputs + again + FP8_LAYOUT_BYTES * (inputs + outputs), 1 if is_whole else 2),
         )
         for spent, num_bytes, operands in moved:
             count = kernels * operands * num_linears
@@ -300,6 +328,26 @@ def add_norm_and_residual(at: LayerContext, part: SublayerCost) -> None:
         part.input_grads.add(stream_s(at.device, backward * numbers, kernels), kernels)
     part.add_elementwise(at, 3 * numbers * at.element_bytes + kept, 3 * numbers * at.element_bytes + kept)
     add_dropout(at, part, numbers, at.model.hidden_dropout)
+
+
+def add_adapters(at: LayerContext, part: SublayerCost, widths: dict[str, tuple[float, float]]) -> None:
+    """Add the adapters of linear layers, given by name with their output and input widths on the rank: two narrow
+    matmuls each, and a sum of their output to that of the layer."""
+    adapter = at.model.adapter
+    for name, (out_features, in_features) in widths.items():
+        if adapter is None or name not in adapter.target_modules:
+            continue
+        last = part.last_matmul
+        part.add_linear(at, at.tokens, adapter.r, in_features)
+        part.add_linear(at, at.tokens, out_features, adapter.r)
+        part.last_matmul = last
+        moved = at.tokens * out_features * at.element_bytes
+        part.add_elementwise(at, 3 * moved, 2 * moved)
+        if adapter.kind == "dora":  # lengths of the rows of W + B A, and a product with every output
+            rows = out_features * in_features * at.element_bytes
+            part.forward.add(matmul_s(at.device, out_features, in_features, adapter.r, at.matmul_precision), 1)
+            part.forward.add(stream_s(at.device, 3 * rows, 2), 2)
+            part.add_elementwise(at, 2 * moved, 5 * moved)
 
 
 def add_dropout(at: LayerContext, part: SublayerCost, numbers: float, rate: float) -> None:

@@ -124,7 +124,7 @@ _ATTENTION = {
     "kv_down_norm": "kv_a_layernorm",
     "kv_up": "kv_b_proj",
 }
-_FURTHER = {"embed_norm": "enorm", "hidden_norm": "hnorm", "join": "eh_proj", "norm": "shared_head.norm"}
+_FURTHER = {"embed_norm": "enorm", "hidden_norm": "hnorm", "norm": "shared_head.norm"}
 
 
 def weight_links(spec: ModelSpec) -> Iterator[WeightLink]:

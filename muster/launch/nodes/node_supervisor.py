@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from muster.launch.exit_status import (
@@ -98,9 +99,7 @@ class NodeSupervisor(RankSupervisor):
                 offset_s = self._group.clock_offset_s.get(node, 0.0)
                 self._node_exits.setdefault(node, [rank_exit_from_json(row, offset_s) for row in message["ends"]])
             case "over":
-                self._final_status = ExitStatus(
-                    message["code"], message["reason"], message.get("rank"), message.get("host")
-                )
+                self._final_status = ExitStatus(**{key: value for key, value in message.items() if key != "kind"})
                 self._failed_elsewhere = True
             case "failed":  # its ranks could not be started
                 self._handle_lost_node(node, message["reason"])
@@ -154,5 +153,5 @@ class NodeSupervisor(RankSupervisor):
         self.writes_exit_file = self._group.is_coordinator or not (self.run_dir / "exit.json").exists()
         status = determine_exit_status(ends, self.stop_requested, self.kill_requested, self.hang_fault)
         if self._group.is_coordinator:
-            self._group.send("over", code=status.code, reason=status.reason, rank=status.rank, host=status.host)
+            self._group.send("over", **asdict(status))
         return status

@@ -28,6 +28,7 @@ from muster.cost.time.plan_times import host_copy_s
 from muster.planner.bounds.pass_times import PassTimes
 from muster.planner.memory.deferred_weight_grads import deferred_micro_batches, min_fullest_rank_bytes
 from muster.planner.memory.fitter import RECOMPUTE_MODES, HostLink, LayerPolicy, MemoryFitter, stage_layers, with_policy
+from muster.planner.memory.hopeless import hopeless_bytes
 from muster.planner.plan_costs import PlanCosts
 from muster.planner.request import PlanRequest
 from muster.planner.space import DataSharding, MeshShape, ScheduleChoice, make_plan, recompute_modes
@@ -86,6 +87,7 @@ class MemoryBudget:
         self._peaks: dict[Plan, list[tuple[int, int]]] = {}
         self._misses: dict[tuple, float] = {}
         """Excess of plans that can't be made to fit."""
+        self._hopeless: dict[tuple, float | None] = {}
 
     def without_head_room(self) -> "MemoryBudget":
         """Return a budget whose plans may fill all memory that may be used; it shares this one's caches."""
@@ -239,24 +241,50 @@ class MemoryBudget:
         """Return True if a plan fits on its devices, and what it offloads in their hosts' memory."""
         return max(self.excess_bytes(plan)) <= 0 and self.host_excess_bytes(plan) <= 0
 
-    def fit(self, plan: Plan) -> tuple[list[Plan], float]:
+    def fit(self, plan: Plan, nearest_bytes: float = -inf) -> tuple[list[Plan], float]:
         """Return the plan where it fits, else the plans that do: with the cheapest recompute by layer, and the cheapest
         recompute and offload where that is another. Empty where none does.
 
-        Also return by how many bytes the plan exceeds its limits, infinite where it has no Program.
+        Also return by how many bytes the plan exceeds its limits, infinite where it has no Program. Where nothing makes
+        it fit and that is more than `nearest_bytes`, at least by how many.
         """
-        fit, excess = self.start_fit(plan)
+        fit, excess = self.start_fit(plan, nearest_bytes)
         return self.finish_fit(fit) if isinstance(fit, PendingFit) else fit, excess
 
-    def start_fit(self, plan: Plan) -> tuple["list[Plan] | PendingFit", float]:
+    def start_fit(self, plan: Plan, nearest_bytes: float = -inf) -> tuple["list[Plan] | PendingFit", float]:
         """Return what `fit` does, or where that takes longer, a `PendingFit` for `finish_fit`."""
         key = plan, self.head_room, self.request.simpler_than
         if key in self._misses:
             return [], self._misses[key]
+        least = self._hopeless_bytes(plan)
+        if least is not None and least >= nearest_bytes:
+            return [], least
         fit, excess = self._start_fit(plan)
         if fit == []:
             self._misses[key] = excess
         return fit, excess
+
+    def _hopeless_bytes(self, plan: Plan) -> float | None:
+        """Return by how many bytes at least a plan that nothing makes fit exceeds its limits (`hopeless_bytes`)."""
+        if self._needs_program(plan) or plan.overrides or plan.default_strategy.offload != "none":
+            return None
+        key = plan, self.head_room
+        if key not in self._hopeless:
+            live = self._orders_of(plan)[0].live_micro_batches
+            own = self.request, plan, self.limit_bytes(0), live
+            self._hopeless[key] = hopeless_bytes(*own, self._first_rank_bytes)
+        return self._hopeless[key]
+
+    def _first_rank_bytes(self, plan: Plan) -> float:
+        """Return the peak of a plan's first pipeline rank; infinite where it has nothing to offload."""
+        request = self.request
+        own = request.model, plan, request.workload, request.cluster
+        cache = self._stage_memory.setdefault(stage_memory_family(plan), {})
+        try:
+            orders = self._orders_of(plan)[:1]
+        except InfeasibleError:
+            return inf
+        return peak_bytes_by_pp_rank(*own, orders, cache, request.framework, request.optim)[0][1]
 
     def _start_fit(self, plan: Plan) -> tuple["list[Plan] | PendingFit", float]:
         try:

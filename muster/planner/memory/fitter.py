@@ -48,7 +48,7 @@ class LayerPolicy(NamedTuple):
     @property
     def offloads(self) -> bool:
         """True if activations go to the host's memory."""
-        return self.offload in ("activations", "all")
+        return self.offload == "activations"
 
 
 @dataclass(frozen=True, slots=True)

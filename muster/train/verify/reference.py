@@ -4,9 +4,10 @@ There is no program, no executor and nothing parallel in it; loss, clipping and 
 model, its initial values, the data and the optimizer are Muster's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,6 +21,7 @@ from muster.model.decoder import Decoder
 from muster.model.documents import Documents
 from muster.model.dropout import sample_keys
 from muster.model.float8 import apply_float8, has_float8
+from muster.model.further_tokens import shift_further
 from muster.model.init import init_stage
 from muster.model.kernels import accumulation_dtype
 from muster.model.routing import Router, update_expert_bias
@@ -30,7 +32,7 @@ from muster.parallel.fsdp import DTYPES, master_dtype
 from muster.parallel.world import pick_device
 from muster.plugins.registry import get_component
 from muster.spec.model import parameter_shapes
-from muster.spec.plan import Precision
+from muster.spec.plan import Float8Recipe, Precision
 from muster.train.verify.sketch import Sketches, hook_outputs
 from muster.train.verify.trace import Trace
 
@@ -41,9 +43,17 @@ class Reference:
     It has a plan's precision and micro-batches: in bf16, gradients lose digits when they are accumulated.
     """
 
-    def __init__(self, config: RunConfig, precision: Precision, micro_batch_size: int, dataset: SampleStream) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        precision: Precision,
+        fp8_recipe: Float8Recipe,
+        micro_batch_size: int,
+        dataset: SampleStream,
+    ) -> None:
         self.config = config
         self.precision: Precision = precision
+        self._fp8_recipe: Float8Recipe = fp8_recipe
         self._micro_batch_size = micro_batch_size
         self._dataset = dataset
         self._device = pick_device(0, 1)
@@ -93,9 +103,9 @@ class Reference:
         init_stage(model, spec, self.config.seed)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and not is_frozen(self.config.optim, name))
-        if self.precision == "fp8" and has_float8(device):
+        if self.precision == "fp8" and has_float8(device, self._fp8_recipe):
             for block in model.blocks():
-                apply_float8(block)
+                apply_float8(block, self._fp8_recipe)
         return model.to(device, master_dtype(self.precision))
 
     def _new_optimizer(self, model: Decoder) -> Optimizer:
@@ -107,10 +117,14 @@ class Reference:
 
     def _gradients_of(self, model: Decoder, step: int, sketches: Sketches) -> float:
         """Accumulate the gradients of one step. Returns its loss."""
-        count, size = self.config.train.global_batch_size, self._micro_batch_size
+        config = self.config
+        count, size = config.train.global_batch_size, self._micro_batch_size
         batch = self._dataset.train_batch(step * count, count)
         tokens_BS, labels_BS = (torch.from_numpy(a).to(self._device) for a in (batch.tokens_BS, batch.labels_BS))
         num_valid = int((labels_BS != IGNORE_INDEX).sum())
+        lengths_B, is_text_BS = self._dataset.lengths(np.arange(step * count, (step + 1) * count)), None
+        if lengths_B is not None:
+            is_text_BS = torch.from_numpy(np.arange(tokens_BS.shape[1]) < lengths_B[:, None]).to(self._device)
         model.router_state.loss_weight = 1 / num_valid
         total = 0.0
         for first in range(0, count, size):
@@ -122,20 +136,36 @@ class Reference:
                 model.position_state.documents = Documents.from_positions(positions_BS, self._device)
             samples = range(step * count + first, step * count + min(first + size, count))
             model.dropout_state.keys_B = sample_keys(self.config.seed, samples, self._device)
-            logits_BSV = functional_call(model, cast, (tokens_BS[first : first + size],))
-            logits_NV = logits_BSV.flatten(0, 1).to(accumulation_dtype(logits_BSV.dtype))
-            labels_N = labels_BS[first : first + size].flatten()
-            own = self.config.train.loss
-            of = (
-                get_component("loss", own)
-                if own
-                else partial(F.cross_entropy, ignore_index=IGNORE_INDEX, reduction="sum")
-            )
-            loss = of(logits_NV, labels_N)
-            z_loss = logits_NV[labels_N != IGNORE_INDEX].logsumexp(1).square().sum()
-            ((loss + self.config.train.z_loss * z_loss) / num_valid).backward()
-            total += float(loss.detach())
+            rows = slice(first, first + size)
+            positions_BS = None if batch.positions_BS is None else torch.from_numpy(batch.positions_BS[rows])
+            whole = tokens_BS[rows], labels_BS[rows]
+            depths = range(1, config.model.mtp_layers + 1)
+            counted_BS = None if is_text_BS is None else is_text_BS[rows]
+            further = [shift_further(*whole, depth, positions_BS, counted_BS) for depth in depths]
+            found: list[tuple[Tensor, Tensor]] = []
+            labels = [whole[1], *(one.labels_BS for one in further)]
+            model.reduce_hidden = partial(self._add_losses, model, labels, found)
+            model.further_tokens, model.router_state.counted_BS = further, counted_BS
+            functional_call(model, cast, (whole[0],))
+            model.reduce_hidden, model.further_tokens = None, ()
+            objective, *deeper = (loss + config.train.z_loss * z_loss for loss, z_loss in found)
+            if deeper:
+                objective = objective + config.model.mtp_loss_scaling_factor * sum(deeper) / len(deeper)
+            (objective / num_valid).backward()
+            total += float(found[0][0].detach())
         return total / num_valid
+
+    def _add_losses(
+        self, model: Decoder, labels: Sequence[Tensor], found: list[tuple[Tensor, Tensor]], x_BSD: Tensor, depth: int
+    ) -> Tensor:
+        """Append the loss and the z-loss at one depth of prediction (0: of the model itself)."""
+        logits_BSV = model.logits(x_BSD)
+        logits_NV = logits_BSV.flatten(0, 1).to(accumulation_dtype(logits_BSV.dtype))
+        labels_N, own = labels[depth].flatten(), self.config.train.loss
+        cross_entropy = partial(F.cross_entropy, ignore_index=IGNORE_INDEX, reduction="sum")
+        loss = (get_component("loss", own) if own else cross_entropy)(logits_NV, labels_N)
+        found.append((loss, logits_NV[labels_N != IGNORE_INDEX].logsumexp(1).square().sum()))
+        return loss
 
     def _balance_experts(self, model: Decoder, load: Mapping[str, Tensor | None]) -> None:
         """Move the biases that balance experts, after a step with this load."""

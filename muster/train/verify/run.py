@@ -14,7 +14,7 @@ from muster.launch.rank_errors import EXIT_STOPPED, read_rank_error
 from muster.report.parity import ParityResult
 from muster.schedule.resolve import resolve_schedule
 from muster.spec.errors import ConfigError, InfeasibleError
-from muster.spec.plan import Plan, Precision
+from muster.spec.plan import Float8Recipe, Plan, Precision
 from muster.spec.plan_name import format_plan_name
 from muster.train.data import open_dataset
 from muster.train.memory_preflight import require_memory
@@ -63,12 +63,12 @@ def verify(
         require_memory(config, plan)
     config = comparison_config(config, steps, run_dir)
     dataset = PaddedDataset(open_dataset(config, run_dir))
-    references: dict[tuple[Precision, int], Reference] = {}
+    references: dict[tuple[Precision, Float8Recipe, int], Reference] = {}
     verdicts = []
     former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED))
     try:
         for number, plan in enumerate(plans, 1):
-            kind = plan.precision, plan.micro_batch_size
+            kind = plan.precision, plan.fp8_recipe, plan.micro_batch_size
             if kind not in references:
                 progress(f"the reference: one process in {plan.precision}, micro-batches of {plan.micro_batch_size}")
                 references[kind] = Reference(config, *kind, dataset)

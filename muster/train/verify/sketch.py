@@ -13,7 +13,7 @@ from torch import Tensor
 
 from muster.model.decoder import Decoder
 from muster.model.init import keyed_generator
-from muster.spec.model import ModelSpec
+from muster.spec.model import ModelSpec, layer_prefix
 from muster.spec.workload import Workload
 
 NUM_DRAWS = 8
@@ -24,7 +24,9 @@ _CHUNK_POSITIONS = 256
 
 def traced_parts(spec: ModelSpec) -> list[str]:
     """Return the parts of a model whose outputs are sketched, in the order of the forward."""
-    layers = [f"layers.{layer}.{kind}" for layer in range(spec.num_layers) for kind in ("attn", "mlp")]
+    layers = [
+        f"{layer_prefix(spec, layer)}{kind}" for layer in range(spec.last_layers().stop) for kind in ("attn", "mlp")
+    ]
     return ["embed", *layers, "norm", "head"]
 
 

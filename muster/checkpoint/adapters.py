@@ -1,0 +1,142 @@
+"""Adapters of stored models: weights without them, and weights that they are merged into."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from muster.checkpoint.model_directory import ModelDirectory, model_weights
+from muster.checkpoint.tensors import TensorMeta, TensorSource
+from muster.layout.tensor_layout import Box
+from muster.spec.adapters import MAGNITUDE, AdapterSpec, adapted_module, is_adapter
+from muster.spec.model import ModelSpec, parameter_shapes
+
+
+def without_adapter(spec: ModelSpec) -> ModelSpec:
+    """Return the model that adapters were added to."""
+    return spec.model_copy(update={"adapter": None})
+
+
+def merged_weights(directory: ModelDirectory) -> TensorSource:
+    """Return the parameters of a model that does without adapters what this one does with them.
+
+    Raises as `model_weights` does.
+    """
+    weights = model_weights(directory)
+    assert directory.model is not None
+    return weights if directory.model.adapter is None else MergedTensors(weights, directory.model.adapter)
+
+
+def weights_for(directory: ModelDirectory, spec: ModelSpec) -> TensorSource:
+    """Return the parameters of a directory as a run with the model `spec` begins with them: with the directory's
+    adapters where they are the run's, else merged; new adapters aren't among them.
+
+    Raises as `model_weights` does.
+    """
+    stored = directory.model.adapter if directory.model is not None else None
+    found = replace(directory, model=spec.model_copy(update={"adapter": stored}))
+    if stored == spec.adapter:
+        return model_weights(found)
+    weights, kind = merged_weights(found), None if spec.adapter is None else spec.adapter.kind
+    if kind == "dora":
+        return RowLengths(weights, spec)
+    return PissaTensors(weights, spec) if kind == "pissa" else weights
+
+
+class RowLengths:
+    """Weights with DoRA's magnitudes beside them, which begin as the lengths of their rows (a `TensorSource`)."""
+
+    def __init__(self, weights: TensorSource, spec: ModelSpec) -> None:
+        self._weights = weights
+        self._modules = {n: adapted_module(n)[0] for n, _ in parameter_shapes(spec) if f".{MAGNITUDE}." in n}
+        stored = {name: weights.metas[f"{module}.weight"] for name, module in self._modules.items()}
+        lengths = {name: TensorMeta(meta.shape[:1], meta.dtype) for name, meta in stored.items()}
+        self.metas: dict[str, TensorMeta] = {**weights.metas, **lengths}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        if name not in self._modules:
+            return self._weights.read(name, box)
+        weight = f"{self._modules[name]}.weight"
+        return _row_lengths(self._weights.read(weight, _whole_rows(self._weights.metas[weight], box)))
+
+
+def _whole_rows(meta: TensorMeta, box: Box) -> Box:
+    """Return the box of all columns of a matrix in the rows of a box."""
+    return Box((box.start[0], 0), (box.size[0], meta.shape[1]))
+
+
+def _row_lengths(rows: Tensor) -> Tensor:
+    return rows.to(torch.promote_types(rows.dtype, torch.float32)).norm(dim=1).to(rows.dtype)
+
+
+class PissaTensors:
+    """Weights of which adapters take over the largest singular values (a `TensorSource`): with U S Vᵀ these of W,
+    scaling · B A begins as U S Vᵀ, evenly divided between B = U √(S / scaling) and A = √(S / scaling) Vᵀ, and what is
+    left is frozen (F. Meng et al., PiSSA, arXiv:2404.02948 §3).
+
+    A matrix is read and decomposed whole, in float32 at least; all ranks find the same.
+    """
+
+    def __init__(self, weights: TensorSource, spec: ModelSpec) -> None:
+        assert spec.adapter is not None
+        self._weights, self._adapter = weights, spec.adapter
+        adapters = {name: shape for name, shape in parameter_shapes(spec) if is_adapter(name)}
+        self._modules = {adapted_module(name)[0] for name in adapters}
+        wide = {name: weights.metas[f"{adapted_module(name)[0]}.weight"].dtype for name in adapters}
+        self.metas: dict[str, TensorMeta] = {
+            **weights.metas,
+            **{name: TensorMeta(shape, wide[name]) for name, shape in adapters.items()},
+        }
+        self._last: tuple[str, dict[str, Tensor]] = ("", {})
+
+    def read(self, name: str, box: Box) -> Tensor:
+        module, place = adapted_module(name) if is_adapter(name) else (name.removesuffix(".weight"), "weight")
+        if module not in self._modules or name.endswith(".bias"):
+            return self._weights.read(name, box)
+        if self._last[0] != module:
+            self._last = module, self._decomposed(module)
+        return self._last[1][place][box.slices].to(self.metas[name].dtype).clone()
+
+    def _decomposed(self, module: str) -> dict[str, Tensor]:
+        """Return A, B and what is left of a layer's weight."""
+        meta = self._weights.metas[f"{module}.weight"]
+        weight = self._weights.read(f"{module}.weight", meta.whole).to(torch.promote_types(meta.dtype, torch.float32))
+        left, values, right = torch.linalg.svd(weight, full_matrices=False)
+        r, root = self._adapter.r, (values[: self._adapter.r] / self._adapter.scaling).sqrt()
+        a, b = root.unsqueeze(1) * right[:r], left[:, :r] * root
+        return {"lora_A": a, "lora_B": b, "weight": torch.addmm(weight, b, a, alpha=-self._adapter.scaling)}
+
+
+class MergedTensors:
+    """Weights with the products of their adapters' matrices added (a `TensorSource`), computed in float32 at least."""
+
+    def __init__(self, weights: TensorSource, adapter: AdapterSpec) -> None:
+        self._weights, self._scaling = weights, adapter.scaling
+        self.metas: dict[str, TensorMeta] = {name: meta for name, meta in weights.metas.items() if not is_adapter(name)}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        weight, module = self._weights.read(name, box), name.removesuffix(".weight")
+        if not name.endswith(".weight") or f"{module}.lora_A.weight" not in self._weights.metas:
+            return weight
+        (r, _), wide = (
+            self._weights.metas[f"{module}.lora_A.weight"].shape,
+            torch.promote_types(weight.dtype, torch.float32),
+        )
+        (row, column), (rows, columns) = box.start, box.size
+        if f"{module}.{MAGNITUDE}.weight" in self._weights.metas:
+            return self._scaled_rows(module, box, wide).to(weight.dtype)
+        a = self._weights.read(f"{module}.lora_A.weight", Box((0, column), (r, columns))).to(wide)
+        b = self._weights.read(f"{module}.lora_B.weight", Box((row, 0), (rows, r))).to(wide)
+        return torch.addmm(weight.to(wide), b, a, alpha=self._scaling).to(weight.dtype)
+
+    def _scaled_rows(self, module: str, box: Box, wide: torch.dtype) -> Tensor:
+        """Return a part of a matrix whose rows DoRA scales to its magnitudes, which takes all of these rows."""
+        metas = self._weights.metas
+        rows = self._weights.read(f"{module}.weight", _whole_rows(metas[f"{module}.weight"], box)).to(wide)
+        a = self._weights.read(f"{module}.lora_A.weight", metas[f"{module}.lora_A.weight"].whole).to(wide)
+        r = a.shape[0]
+        b = self._weights.read(f"{module}.lora_B.weight", Box((box.start[0], 0), (box.size[0], r))).to(wide)
+        lengths = self._weights.read(f"{module}.{MAGNITUDE}.weight", Box(box.start[:1], box.size[:1])).to(wide)
+        rows = torch.addmm(rows, b, a, alpha=self._scaling)
+        rows *= (lengths / rows.norm(dim=1)).unsqueeze(1)
+        return rows[:, box.start[1] : box.start[1] + box.size[1]].contiguous()

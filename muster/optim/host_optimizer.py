@@ -1,0 +1,150 @@
+"""Optimizer whose state lies in host memory for some of the parameters, which the host's cores then update.
+
+The parameters are updated in parts (`muster.schedule.host_update`). Gradients and parameters of a part are copied into
+buffers in host memory, updated there by an optimizer of the part's own, and the parameters copied back: the same
+kernels over the same tensors as without offload, so that the results are the same on a CPU, bit for bit.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from muster.config.optim_config import OptimConfig
+from muster.layout.tensor_layout import TensorLayout
+from muster.optim.base import Optimizer
+from muster.optim.build import build_optimizer
+from muster.optim.state_store import StateStore, StoredPart
+from muster.parallel.offload import HostLink
+from muster.parallel.world import World
+
+PartKey = tuple[int, int]
+"""Stage and number of a part of its parameters."""
+
+
+class HostPart:
+    """One part of a rank's parameters, and its optimizer in host memory."""
+
+    def __init__(
+        self, params: Mapping[str, Tensor], build: Callable[[Mapping[str, Tensor]], Optimizer], link: HostLink
+    ):
+        self.params = params
+        self._link = link
+        self._hosted = {name: torch.empty_like(param, device=link.host_device) for name, param in params.items()}
+        """Parameters in host memory, which have memory only while they are updated."""
+        self.optimizer = build(self._hosted)
+        self.stored: StoredPart | None = None
+        """State on disk between updates; None where it stays in host memory."""
+        self._buffers: list[Tensor] = []
+        self._free()
+
+    def fetch(self) -> Callable[[], None]:
+        """Start to copy gradients and parameters to the host; the returned function waits for the end."""
+        pairs = []
+        for name, param in self.params.items():
+            if param.grad is not None:
+                hosted = self._hosted[name]
+                hosted.data, hosted.grad = self._buffer(param), self._buffer(param)
+                pairs += [(hosted.data, param.detach()), (hosted.grad, param.grad)]
+        return self._link.copy(pairs, host_waits=True)
+
+    def update(self, lr: float) -> None:
+        """Take one step of the part's optimizer over the parameters in host memory that have a gradient."""
+        self.optimizer.step(lr)
+        if self.stored is not None:
+            self.stored.is_changed = True
+
+    def give_back(self) -> Callable[[], None]:
+        """Start to copy the parameters back; the returned function waits for the end and frees the buffers."""
+        pairs = [
+            (param.detach(), self._hosted[name].data)
+            for name, param in self.params.items()
+            if self._hosted[name].grad is not None
+        ]
+        wait = self._link.copy(pairs)
+
+        def finish() -> None:
+            wait()
+            self._free()
+
+        return finish
+
+    def _buffer(self, like: Tensor) -> Tensor:
+        buffer = self._link.pool.acquire(like.nbytes)
+        self._buffers.append(buffer)
+        return buffer.view(like.dtype).view(like.shape)
+
+    def _free(self) -> None:
+        for hosted in self._hosted.values():
+            hosted.data, hosted.grad = hosted.new_empty(0), None
+        for buffer in self._buffers:
+            self._link.pool.release(buffer)
+        self._buffers.clear()
+
+
+class HostOptimizer(Optimizer):
+    """Optimizer that steps some parameters on the device, and others in parts on the host.
+
+    `step` completes a step in which each part has been updated by `update`, or by nothing where there is no gradient.
+    """
+
+    def __init__(
+        self,
+        config: OptimConfig,
+        params: Mapping[str, Tensor],
+        layouts: Mapping[str, TensorLayout],
+        world: World | None,
+        parts: Mapping[PartKey, Sequence[str]],
+        link: HostLink,
+        on_disk: Collection[PartKey] = (),
+        store: StateStore | None = None,
+    ) -> None:
+        """Build the optimizers of the device and of the parts; `on_disk` are those whose state lies in `store` between
+        updates."""
+
+        def build(own: Mapping[str, Tensor]) -> Optimizer:
+            return build_optimizer(config, own, {name: layouts[name] for name in own}, world)
+
+        away = {name for names in parts.values() for name in names}
+        self.resident = build({name: param for name, param in params.items() if name not in away})
+        self.parts = {
+            key: HostPart({name: params[name] for name in names if name in params}, build, link)
+            for key, names in parts.items()
+        }
+        self.store = store
+        for key in on_disk:
+            part = self.parts[key]
+            tensors = [tensor for _, tensor in part.optimizer.state().values()]
+            assert store is not None
+            part.stored = store.allocate(tensors)
+            part.stored.write()()
+        super().__init__(params)
+
+    def update(self, key: PartKey, lr: float) -> None:
+        """Update one part in host memory, as a part of the step that `step` completes."""
+        part = self.parts[key]
+        self._follow(part.optimizer)
+        part.update(lr)
+
+    def _update(self, lr: float) -> None:
+        self._follow(self.resident)
+        self.resident.step(lr)
+
+    def _follow(self, optimizer: Optimizer) -> None:
+        optimizer.step_count, optimizer.starts = self.step_count, self.starts
+
+    def state(self) -> dict[str, tuple[str, Tensor]]:
+        """Return the state (see `Optimizer.state`); what is on disk is read, and written after the next update."""
+        for part in self.parts.values():
+            if part.stored is not None:
+                part.stored.read()()
+                part.stored.is_changed = True  # the caller may fill it
+        optimizers = (self.resident, *(part.optimizer for part in self.parts.values()))
+        return {key: entry for optimizer in optimizers for key, entry in optimizer.state().items()}
+
+    def state_layouts(self) -> dict[str, TensorLayout]:
+        optimizers = (self.resident, *(part.optimizer for part in self.parts.values()))
+        return {key: layout for optimizer in optimizers for key, layout in optimizer.state_layouts().items()}
+
+    def device_state_bytes(self) -> int:
+        return self.resident.device_state_bytes()

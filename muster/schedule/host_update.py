@@ -1,0 +1,32 @@
+"""Optimizer step by the host: the optimizer's state of some layers stays in host memory (ZeRO-Offload, Ren et al. 2021,
+arXiv:2101.06840).
+
+The parameters of a stage are updated in parts, one for each layer. The gradients and parameters of a part go to the
+host, whose cores update it, and the parameters return. Copies have a lane of their own, in which a part leaves before
+an earlier one returns, so that copies overlap with updates, and host memory holds a few parts beside the state:
+
+    compute    STEP's norm, CLIP   UPDATE.0   UPDATE.1   UPDATE.2   STEP
+    host copy              grads.0 grads.1    params.0 grads.2 params.1   params.2
+    disk       read.0 read.1                  write.0 read.2 write.1      write.2
+
+State on disk (ZeRO-Infinity, Rajbhandari et al. 2021, arXiv:2104.07857) is read before an update and written after it,
+in a lane of its own: that of the first parts beside the passes, which don't need it.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from muster.schedule.action import Action, Kind
+
+PARTS_AHEAD = 1
+"""Parts whose gradients are copied, and whose state is read, while an earlier part is updated."""
+
+
+def copy_order(parts: Sequence[tuple[int, int]], first: Kind, second: Kind) -> Iterator[Action]:
+    """Yield the copies of (stage, part) before and after its update, `first` and `second`, in the order of their
+    lane."""
+    for number, (stage, part) in enumerate(parts):
+        yield Action(first, stage, slice=part)
+        if number >= PARTS_AHEAD:
+            yield Action(second, parts[number - PARTS_AHEAD][0], slice=parts[number - PARTS_AHEAD][1])
+    for stage, part in parts[max(0, len(parts) - PARTS_AHEAD) :]:
+        yield Action(second, stage, slice=part)

@@ -1,0 +1,115 @@
+"""Low-rank adapters beside the linear layers of a frozen model: which layers have one, its parameters and their
+shapes.
+
+LoRA (E. Hu et al., arXiv:2106.09685 §4.1) adds scaling · B A x to a frozen W x, where A is (r, input width) and B
+(output width, r); B begins at 0. Keys and names of parameters are those of PEFT (github:huggingface/peft).
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+
+from muster.spec.base import Frozen
+from muster.spec.suggest import did_you_mean
+
+ROW_PARALLEL = ("o", "down")
+"""Linear layers that lead back to the hidden state: tensor parallelism cuts their columns, and those of their A."""
+TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+"""Linear layers of a decoder layer that may have an adapter."""
+_PEFT_NAMES = {f"{name}_proj": name for name in TARGETS}
+ADAPTER_FREEZE = ("*", "!*.lora_*")
+"""Patterns of `optim.freeze` that leave adapters alone trained."""
+MAGNITUDE = "lora_magnitude_vector"
+"""Module of the lengths of rows, in DoRA."""
+
+
+class AdapterSpec(Frozen):
+    """Adapters of a model, the only parameters that a run with them trains. Keys are PEFT's `LoraConfig`'s."""
+
+    kind: Literal["lora", "pissa", "dora"] = "lora"
+    """Kind of adapter. lora: scaling · B A x is added to W x (arXiv:2106.09685 §4.1). pissa: likewise, but scaling · B
+    A begins as the part of W that belongs to its `r` largest singular values, and W without it is frozen
+    (arXiv:2404.02948 §3). dora: as lora, and each row of the sum is scaled to a trained length (arXiv:2402.09353
+    §4)."""
+    r: PositiveInt = 8
+    """Rank: rows of A and columns of B."""
+    lora_alpha: PositiveFloat = Field(default=8.0)
+    """The scaling of B A is lora_alpha / r."""
+    use_rslora: bool = False
+    """The scaling is lora_alpha / √r, which keeps outputs as large at any rank (arXiv:2312.03732)."""
+    target_modules: tuple[str, ...] = ("q", "v")
+    """Linear layers with an adapter, in every decoder layer: q, k, v, o, gate, up, down, or PEFT's names (q_proj), or
+    all-linear for all of these. One text holds several, with commas between them."""
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _read_names(cls, names: object) -> object:
+        if isinstance(names, str):
+            names = [name.strip() for name in names.split(",") if name.strip()]
+        if not isinstance(names, list | tuple | set) or not all(isinstance(name, str) for name in names):
+            return names
+        found = {_PEFT_NAMES.get(name, name) for name in names}
+        return tuple(name for name in TARGETS if name in found or "all-linear" in found) + tuple(
+            sorted(found - {*TARGETS, "all-linear"})
+        )
+
+    @field_validator("target_modules")
+    @classmethod
+    def _check_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if not names:
+            raise ValueError(f"no linear layer is named, expected some of {', '.join(TARGETS)}")
+        for name in names:
+            if name not in TARGETS:
+                hint = did_you_mean(name, (*TARGETS, *_PEFT_NAMES, "all-linear"))
+                raise ValueError(
+                    f"no linear layer is called {name!r}, expected some of {', '.join(TARGETS)} or all-linear{hint}"
+                )
+        return names
+
+    @property
+    def needs_whole_rows(self) -> bool:
+        """True if a layer whose columns tensor parallelism cuts trains the lengths of its rows."""
+        return self.kind == "dora" and any(name in ROW_PARALLEL for name in self.target_modules)
+
+    @property
+    def scaling(self) -> float:
+        """Factor of B A."""
+        return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
+
+
+def with_adapters(
+    adapter: AdapterSpec, shapes: Iterable[tuple[str, tuple[int, ...]]]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the parameters of a decoder layer, each adapter's behind its linear layer's own."""
+    waiting: tuple[str, tuple[int, ...]] | None = None
+    for name, shape in shapes:
+        module, _, leaf = name.rpartition(".")
+        if waiting is not None and waiting[0] != module:
+            yield from adapter_shapes(adapter, *waiting)
+            waiting = None
+        if leaf == "weight" and module.rpartition(".")[2] in adapter.target_modules:
+            waiting = module, shape
+        yield name, shape
+    if waiting is not None:
+        yield from adapter_shapes(adapter, *waiting)
+
+
+def adapter_shapes(adapter: AdapterSpec, module: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the parameters of the adapter of a linear layer whose weight has this shape."""
+    yield f"{module}.lora_A.weight", (adapter.r, shape[1])
+    yield f"{module}.lora_B.weight", (shape[0], adapter.r)
+    if adapter.kind == "dora":
+        yield f"{module}.{MAGNITUDE}.weight", (shape[0],)
+
+
+def is_adapter(name: str) -> bool:
+    """Return True for a parameter of an adapter."""
+    return ".lora_" in name
+
+
+def adapted_module(name: str) -> tuple[str, str]:
+    """Return the linear layer that a parameter of an adapter belongs to, and its place there: lora_A, lora_B or
+    lora_magnitude_vector."""
+    module, _, rest = name.partition(".lora_")
+    return module, "lora_" + rest.partition(".")[0]

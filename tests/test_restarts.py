@@ -1,0 +1,81 @@
+"""Restarts by the launcher: when, after how long, and that a run that lost ranks becomes the same run."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from muster.launch import restarts as module
+from muster.launch.exit_status import ExitStatus, RankExit, determine_exit_status
+from muster.launch.rank_errors import make_rank_error
+from muster.launch.restarts import Restarts
+from muster.report.run_files import restarts_note
+from muster.spec.errors import MusterError
+from tests.train_runs import QUICK, Command, assert_same_training, whole_run
+
+LOST = ExitStatus(1, "rank 1 on here was killed by signal 9 (SIGKILL)", 1, "here", restartable=True)
+
+
+def waits_of(attempts: list[int], limit: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The waits before further attempts, when these have come to the given steps."""
+    waits: list[float] = []
+    monkeypatch.setattr(module.time, "sleep", waits.append)
+    steps = iter(attempts)
+    restarts = Restarts(folder, limit, lambda: next(steps))
+    while restarts.wait_for_next(LOST):
+        pass
+    assert next(steps, None) is None, "the last attempt is that after which it gives up"
+    return waits
+
+
+@pytest.mark.parametrize(
+    ("attempts", "limit", "waits"),
+    [
+        ([5, 5, 5, 5], 3, [0, 1, 2]),
+        ([5, 7, 7, 9, 9, 9], 2, [0, 0, 1, 0, 1]),  # each new step counts anew
+        ([0] * 10, 9, [0, 1, 2, 4, 8, 16, 32, 60, 60]),
+        ([4, 2, 4, 3], 3, [0, 1, 2]),  # what is done again is no progress
+    ],
+)
+def test_restarts_are_limited_and_wait_longer_the_less_they_help(
+    attempts: list[int], limit: int, waits: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert waits_of(attempts, limit, tmp_path, monkeypatch) == waits
+    rows = [json.loads(line) for line in (tmp_path / "restarts.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == attempts[:-1]
+    assert f"{len(waits)} restart" in (restarts_note(tmp_path) or "")
+
+
+def test_what_would_only_come_again_is_no_reason_to_start_again(tmp_path: Path) -> None:
+    def status(error: Exception | None, code: int = 1, stop: bool = False, kill: bool = False) -> ExitStatus:
+        reported = None if error is None else make_rank_error(error, 0)
+        return determine_exit_status([RankExit(0, "here", code, kill, reported, None)], stop, kill)
+
+    assert status(ValueError("CUDA error")).restartable
+    assert status(ConnectionResetError("connection reset by peer")).restartable
+    assert not status(MusterError("10 steps in a row were skipped")).restartable
+    assert not status(None, 0).restartable
+    assert not status(None, 75, stop=True).restartable
+    assert not status(ValueError("late"), stop=True).restartable
+    assert not status(None, -9, kill=True).restartable
+    assert not Restarts(tmp_path, 0, lambda: 1).wait_for_next(LOST)
+    assert restarts_note(tmp_path) is None
+
+
+def test_a_run_that_loses_a_rank_starts_again_and_is_the_same(tmp_path_factory: pytest.TempPathFactory) -> None:
+    whole = whole_run(tmp_path_factory.getbasetemp())[0]
+    run = whole.with_name("restarted")
+    command = ["--preset", "tiny", *QUICK, "--run", run, "--train.save_every", "3", "--train.restarts", "1"]
+    with Command(*command, "--parallel", whole / "plan.yaml", hold_after=[8]) as job:
+        job.wait_for_step(8)
+        os.kill(job.ranks()[0], signal.SIGKILL)
+        job.go_on(8)
+        ended = job.wait()
+    assert (ended.code, ended.err) == (0, "")
+    assert "restart 1 of 1, after step 8: rank 0 on " in ended.out
+    assert f"resuming {run} after step 6" in ended.out
+    assert "1 restart: after step 8, when rank 0 on " in ended.out
+    assert "was killed by signal 9" in (run / "report.html").read_text()
+    assert_same_training(run, whole)
