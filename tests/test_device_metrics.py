@@ -1,9 +1,12 @@
 """Figures of the devices that a run trains on, with a GPU that exists in name only."""
 
+import os
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -95,7 +98,7 @@ def test_a_large_model_is_not_sampled_at_the_end_of_its_run(tmp_path: Path) -> N
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """A machine with `count` visible GPUs, the first of which is `uuid`."""
     found = SimpleNamespace(count=1, uuid="a")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -105,7 +108,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(world_module, "COLLECTIVE_TIMEOUT", world_module.timedelta(seconds=30))
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    return found
+    with patch.dict(os.environ):  # a rank with a GPU sets variables of its own
+        yield found
 
 
 def test_each_rank_takes_a_gpu_of_its_own(gpus: SimpleNamespace) -> None:

@@ -34,7 +34,7 @@ def test_a_rank_on_a_gpu_sets_it_before_anything_is_allocated(
     monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
     assert pick_device(0, 1) == torch.device("cuda", 0)
     assert asked == [0, EXPANDABLE_SEGMENTS, "highest"]
-    assert [os.environ[name] for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")] == ["2000", "2000"]
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "2000"
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -43,11 +43,17 @@ def test_settings_of_the_environment_stand(name: str, environment: None, monkeyp
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append, raising=False)
     monkeypatch.setenv(name, "max_split_size_mb:64")
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
     use_expandable_segments()
-    enable_flight_recorder()
     assert not asked
-    assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ
+
+
+@pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
+def test_the_recorders_size_of_the_environment_stands(
+    name: str, environment: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "0")
+    enable_flight_recorder()
+    assert {key: value for key, value in os.environ.items() if "BUFFER_SIZE" in key} == {name: "0"}
 
 
 def test_an_older_pytorch_has_another_name_for_the_allocators_settings(

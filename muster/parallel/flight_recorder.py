@@ -10,15 +10,17 @@ from muster.launch.flight_records import format_records, parse_dump
 
 NUM_ENTRIES = "2000"
 """Collectives that are kept; a step of a large plan launches some hundreds."""
-_SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-"""Names of the recorder's size in newer and in older versions of PyTorch; it has no other switch."""
+_SIZE_VARIABLE = "TORCH_FR_BUFFER_SIZE"
+"""Size of the recorder, which has no other switch."""
+_OLD_SIZE_VARIABLE = "TORCH_NCCL_TRACE_BUFFER_SIZE"
+"""Its name before PyTorch 2.9; still read, with a warning."""
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
 def enable_flight_recorder() -> None:
     """Let NCCL's collectives be recorded, unless the environment says how many; before groups are made."""
-    if not any(name in os.environ for name in _SIZE_VARIABLES):
-        os.environ.update(dict.fromkeys(_SIZE_VARIABLES, NUM_ENTRIES))
+    if _OLD_SIZE_VARIABLE not in os.environ:
+        os.environ.setdefault(_SIZE_VARIABLE, NUM_ENTRIES)
 
 
 def flight_record() -> str:
