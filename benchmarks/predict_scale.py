@@ -21,8 +21,9 @@ from muster.schedule.build import build_program
 from muster.simulate.predict import predict
 from muster.simulate.simulator import simulate_step
 from muster.spec.cluster import ClusterSpec
+from muster.spec.mesh import Mesh
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Mesh, Plan, StageSpec
+from muster.spec.plan import Plan, StageSpec
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
 

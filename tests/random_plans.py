@@ -3,9 +3,10 @@
 from random import Random
 
 from muster.spec.errors import InfeasibleError
+from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.model import ModelSpec
 from muster.spec.nearest_plans import require_runnable
-from muster.spec.plan import LayerStrategy, Plan
+from muster.spec.plan import Plan
 from muster.spec.schedules import SCHEDULES
 from muster.spec.workload import Workload
 

@@ -24,9 +24,11 @@ from muster.optim.weight_average import average_decay
 from muster.parallel.world import World, open_world
 from muster.spec.context_kinds import CP_COMM_TYPES
 from muster.spec.errors import MusterError
+from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.legality import schedules_for_vpp
+from muster.spec.mesh import Mesh
 from muster.spec.nearest_plans import require_runnable
-from muster.spec.plan import LayerStrategy, Mesh, Plan, StageSpec
+from muster.spec.plan import Plan, StageSpec
 from muster.train.step_state import StepHooks
 from muster.train.trainer import Trainer
 from tests.parity import open_data

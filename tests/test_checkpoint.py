@@ -41,8 +41,10 @@ from muster.checkpoint.read_plan import coalesce_reads, plan_reads
 from muster.checkpoint.save import save, single_rank_exchange
 from muster.layout.tensor_layout import Box, TensorLayout, chunk_bounds, rank_layouts
 from muster.spec.errors import ConfigError, MusterError
+from muster.spec.layer_strategy import LayerStrategy
+from muster.spec.mesh import Mesh
 from muster.spec.model import ModelSpec, parameter_shapes
-from muster.spec.plan import LayerStrategy, Mesh, Plan, StageSpec
+from muster.spec.plan import Plan, StageSpec
 
 INFO = {"plan": Plan().model_dump(mode="json"), "model": {"name": "test"}, "counters": {"samples_consumed": 12}}
 SPEC = ModelSpec(

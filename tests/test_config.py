@@ -24,8 +24,9 @@ from muster.planner.auto import resolve_plan
 from muster.spec.cluster import ClusterSpec, single_node_cluster
 from muster.spec.device import DeviceSpec
 from muster.spec.errors import ConfigError, InfeasibleError
+from muster.spec.layer_strategy import LayerOverride, LayerStrategy
 from muster.spec.model import ModelSpec
-from muster.spec.plan import LayerOverride, LayerStrategy, Plan, StageSpec
+from muster.spec.plan import Plan, StageSpec
 from muster.spec.plan_name import format_plan_name
 
 

@@ -19,8 +19,9 @@ from muster.model.init import init_stage
 from muster.model.loss import cross_entropy_sum
 from muster.model.recompute import apply_recompute
 from muster.model.saved_tensors import count_saved_bytes
+from muster.spec.layer_strategy import LayerOverride, LayerStrategy
 from muster.spec.model import ModelSpec
-from muster.spec.plan import LayerOverride, LayerStrategy, Plan, StageSpec
+from muster.spec.plan import Plan, StageSpec
 from muster.spec.workload import Workload
 
 SMALL = ModelSpec(vocab_size=97, hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=2, intermediate_size=48)

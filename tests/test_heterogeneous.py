@@ -29,8 +29,10 @@ from muster.schedule.schedule_spec import ScheduleSpec
 from muster.simulate.predict import predict
 from muster.spec.cluster import ClusterSpec, NodeGroup
 from muster.spec.framework_traits import FrameworkTraits, StateStorage
+from muster.spec.layer_strategy import LayerStrategy
+from muster.spec.mesh import Mesh
 from muster.spec.model import ModelSpec
-from muster.spec.plan import LayerStrategy, Mesh, Plan, StageSpec
+from muster.spec.plan import Plan, StageSpec
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.schedules import SCHEDULES
 from muster.spec.workload import Workload

@@ -14,8 +14,9 @@ from muster.checkpoint.model_directory import open_directory
 from muster.checkpoint.tensors import ArrayFile
 from muster.cli.main import main
 from muster.layout.tensor_layout import rank_layouts
+from muster.spec.mesh import Mesh
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Mesh, Plan, StageSpec
+from muster.spec.plan import Plan, StageSpec
 from tests.train_runs import QUICK, train
 from tests.weights import expected_weights, make_run, read_weights, save_weights
 

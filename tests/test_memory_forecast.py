@@ -29,8 +29,9 @@ from muster.spec.cluster import single_node_cluster
 from muster.spec.device import DeviceSpec
 from muster.spec.errors import InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.layer_strategy import LayerStrategy, Recompute
 from muster.spec.model import ModelSpec, parameter_shapes
-from muster.spec.plan import LayerStrategy, Plan, Recompute
+from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.spec.schedules import SCHEDULES
 from muster.spec.workload import Workload

@@ -18,9 +18,11 @@ from muster.data.dp_slice import read_dp_slice, samples_of_micro_batch
 from muster.layout.mesh import MeshCoordinates, coordinates_of, dp_index_of, rank_at, ranks_of_pp_rank
 from muster.layout.stage_resharding import box_transfers, hidden_state_box, stage_transfers, tied_grad_transfers
 from muster.layout.tensor_layout import Box, rank_layouts
+from muster.spec.layer_strategy import LayerStrategy
+from muster.spec.mesh import Mesh
 from muster.spec.mesh_axes import DEGREE_FIELDS, MESH_AXES
 from muster.spec.model import ModelSpec, parameter_shapes
-from muster.spec.plan import LayerStrategy, Mesh, Plan, StageSpec
+from muster.spec.plan import Plan, StageSpec
 from muster.spec.workload import Workload
 
 MODEL = ModelSpec(vocab_size=37, hidden_size=8, num_layers=4, num_heads=4, num_kv_heads=2, intermediate_size=12)

@@ -13,11 +13,13 @@ from muster.schedule.check import check
 from muster.schedule.registry import make_schedule
 from muster.schedule.schedule_spec import ScheduleSpec
 from muster.spec.errors import ConfigError, InfeasibleError
+from muster.spec.layer_strategy import LayerOverride, LayerStrategy
 from muster.spec.legality import LEGAL_RULES, plan_violations
+from muster.spec.mesh import Mesh
 from muster.spec.model import ModelSpec
 from muster.spec.model_components import LinearAttentionSpec, MoeSpec
 from muster.spec.nearest_plans import nearest_plans, require_runnable
-from muster.spec.plan import LayerOverride, LayerStrategy, Mesh, Plan, StageSpec
+from muster.spec.plan import Plan, StageSpec
 from muster.spec.plan_name import format_plan_name, parse_plan_name, settings_beyond_name
 from muster.spec.rules import repaired
 from muster.spec.schedules import SCHEDULES, stage_placement

@@ -33,7 +33,8 @@ from muster.spec.cluster import ClusterSpec, NetworkTier
 from muster.spec.device import LinkSpec
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import DEEPSPEED, MEGATRON, runs_schedule
-from muster.spec.plan import LayerOverride, LayerStrategy, Plan, StageSpec
+from muster.spec.layer_strategy import LayerOverride, LayerStrategy
+from muster.spec.plan import Plan, StageSpec
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
 

@@ -26,8 +26,9 @@ from muster.schedule.build import build_program
 from muster.schedule.program import Program
 from muster.simulate.predict import predict
 from muster.spec.cluster import ClusterSpec
+from muster.spec.layer_strategy import LayerOverride, LayerStrategy
 from muster.spec.model import ModelSpec
-from muster.spec.plan import LayerOverride, LayerStrategy, Plan
+from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
 

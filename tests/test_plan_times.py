@@ -16,10 +16,11 @@ from muster.spec.device import Nics
 from muster.spec.errors import InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import MEGATRON, MUSTER
+from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.model import ModelSpec
 from muster.spec.model_components import LinearAttentionSpec, MlaSpec, MoeSpec
-from muster.spec.plan import LayerStrategy, Plan
+from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
 

@@ -45,11 +45,12 @@ from muster.schedule.one_f_one_b import one_f_one_b
 from muster.simulate.predict import predict
 from muster.spec.errors import InfeasibleError
 from muster.spec.frameworks import MEGATRON
+from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.legality import plan_violations
 from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.model import ModelSpec
 from muster.spec.model_components import MoeSpec
-from muster.spec.plan import LayerStrategy, Plan
+from muster.spec.plan import Plan
 from muster.spec.schedules import SCHEDULES, PlannerTraits, ScheduleEntry
 from muster.spec.workload import Workload
 

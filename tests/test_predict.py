@@ -22,8 +22,9 @@ from muster.simulate.predict import predict
 from muster.spec.device import LinkSpec, Nics
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.frameworks import framework_named
+from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.model import ModelSpec
-from muster.spec.plan import LayerStrategy, Plan
+from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
 

@@ -11,9 +11,10 @@ from muster.simulate.predict import predict
 from muster.spec.cluster import ClusterSpec, NodeGroup, single_node_cluster
 from muster.spec.device import DeviceSpec
 from muster.spec.errors import ConfigError, InfeasibleError
+from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.machine_rates import KernelRates, MachineRates
 from muster.spec.model import ModelSpec
-from muster.spec.plan import LayerStrategy, Plan, StageSpec
+from muster.spec.plan import Plan, StageSpec
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
 

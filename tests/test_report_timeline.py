@@ -16,8 +16,9 @@ from muster.report.terminal import comparison_table, gantt_text, plan_lines
 from muster.report.timeline_rows import MAX_RANKS, timeline_rows
 from muster.schedule.action import Action
 from muster.simulate.timeline import Event, Timeline
+from muster.spec.layer_strategy import LayerOverride, LayerStrategy
 from muster.spec.model import ModelSpec
-from muster.spec.plan import LayerOverride, LayerStrategy, Plan
+from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 from tests.report_example import pipeline, report
 

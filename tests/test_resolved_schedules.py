@@ -15,8 +15,9 @@ from muster.schedule.resolve import refine_schedule, resolve_schedule
 from muster.schedule.unit_costs import nominal_pass_times
 from muster.spec.errors import MusterError
 from muster.spec.legality import plan_violations
+from muster.spec.mesh import Mesh
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Mesh, PinnedSchedule, Plan, StageSpec
+from muster.spec.plan import PinnedSchedule, Plan, StageSpec
 from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.spec.stage_placement import looped_placement, wave_placement
 from muster.spec.workload import Workload

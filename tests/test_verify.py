@@ -24,7 +24,8 @@ from muster.data.dataset import IGNORE_INDEX, Batch
 from muster.data.dp_slice import read_dp_slice
 from muster.layout.mesh import ranks_of_pp_rank
 from muster.report.parity import ParityResult, parity_sentence
-from muster.spec.plan import Mesh, Plan, StageSpec
+from muster.spec.mesh import Mesh
+from muster.spec.plan import Plan, StageSpec
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
 from muster.train.data import open_dataset

@@ -17,9 +17,11 @@ from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.layout.tensor_layout import chunk_bounds, tp_shard
 from muster.spec.context_kinds import CONTEXT_KINDS, ContextRanks
 from muster.spec.expert_kinds import ExpertDispatch
+from muster.spec.layer_strategy import Recompute
+from muster.spec.mesh import Mesh
 from muster.spec.model import ModelSpec
 from muster.spec.model_components import DECAY_RANK
-from muster.spec.plan import Mesh, Plan, Precision, Recompute
+from muster.spec.plan import Plan, Precision
 from muster.spec.plugin_model import LayerTrace, plugin_model
 from muster.spec.workload import Workload
 

@@ -15,8 +15,9 @@ from muster.layout.mesh import (
     state_shard_index,
 )
 from muster.spec.adapters import MAGNITUDE, ROW_PARALLEL, adapted_module, is_adapter
+from muster.spec.mesh import Mesh
 from muster.spec.model import ModelSpec, parameter_shapes, stage_parameter_shapes
-from muster.spec.plan import Mesh, Plan
+from muster.spec.plan import Plan
 
 
 def intersect(a: Box, b: Box) -> Box | None:

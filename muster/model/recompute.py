@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from muster.model.decoder import Layer
 from muster.model.experts import MoeMlp
 from muster.model.routing import RouterState
-from muster.spec.plan import Recompute
+from muster.spec.layer_strategy import Recompute
 
 
 def apply_recompute(layer: Layer, recompute: Recompute) -> None:

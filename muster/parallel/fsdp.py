@@ -19,7 +19,9 @@ from muster.model.dtypes import DTYPES
 from muster.model.experts import Experts
 from muster.parallel.master_weights import MasterWeights, master_weights
 from muster.parallel.world import World
-from muster.spec.plan import Mesh, Plan, Precision, ZeroLevel
+from muster.spec.layer_strategy import ZeroLevel
+from muster.spec.mesh import Mesh
+from muster.spec.plan import Plan, Precision
 
 
 def master_dtype(precision: Precision) -> torch.dtype:

@@ -69,8 +69,9 @@ from muster.parallel.tensor_parallel import (
 from muster.parallel.vocab_parallel import VocabShard, add_vocab_shard
 from muster.parallel.weight_grad_store import WeightGradStore
 from muster.parallel.world import World
+from muster.spec.layer_strategy import ZeroLevel
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Plan, ZeroLevel
+from muster.spec.plan import Plan
 
 if TYPE_CHECKING:
     from muster.parallel.cuda_graphs import PassGraphs

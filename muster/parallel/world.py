@@ -19,7 +19,8 @@ from muster.parallel.axis import ContextAxis, ExpertAxis, PipelineAxis, TensorAx
 from muster.parallel.flight_recorder import enable_flight_recorder
 from muster.parallel.gpu_settings import use_expandable_segments, use_full_float32
 from muster.parallel.process_groups import ProcessGroups
-from muster.spec.plan import LayerStrategy, Plan
+from muster.spec.layer_strategy import LayerStrategy
+from muster.spec.plan import Plan
 from muster.spec.units import pluralize
 
 T = TypeVar("T")

@@ -31,10 +31,11 @@ from muster.plugins.registry import get_component
 from muster.spec.cluster import ClusterSpec
 from muster.spec.cuda_graphs import require_static_shapes
 from muster.spec.errors import ConfigError, InfeasibleError
+from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.legality import required_world_size
 from muster.spec.model import parameter_shapes
 from muster.spec.nearest_plans import require_runnable
-from muster.spec.plan import LayerStrategy, Plan
+from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 from muster.spec.plugin_model import plugin_model
 from muster.spec.schedules import DEFAULT_SCHEDULE

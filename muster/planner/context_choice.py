@@ -14,7 +14,8 @@ from muster.schedule.action import Kind
 from muster.spec.context_kinds import CONTEXT_KINDS
 from muster.spec.context_rules import context_violations, group_degrees
 from muster.spec.frameworks import MUSTER
-from muster.spec.plan import Mesh, Plan
+from muster.spec.mesh import Mesh
+from muster.spec.plan import Plan
 
 LEAST_GAIN = 0.005
 """Part of the time that another kind than the ring must save to be chosen."""

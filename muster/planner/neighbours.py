@@ -10,8 +10,9 @@ from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
 from muster.planner.space import is_admitted
 from muster.spec.errors import InfeasibleError
+from muster.spec.layer_strategy import LayerOverride
 from muster.spec.legality import plan_violations
-from muster.spec.plan import LayerOverride, Plan
+from muster.spec.plan import Plan
 from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
 
 COMPENSATING_AXES = ("dp_shard", "dp_replicate", "pp", "tp", "cp")

@@ -25,8 +25,8 @@ from muster.planner.simplicity import PREDICTION_ERROR, Simplicity, simplicity
 from muster.planner.space import data_shardings, is_admitted, make_plan, mesh_shapes
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import InfeasibleError
+from muster.spec.layer_strategy import Recompute
 from muster.spec.legality import plan_violations
-from muster.spec.plan import Recompute
 
 MEMORY_STEP = 0.75
 """Largest part of a plan's memory that the next plan may take."""

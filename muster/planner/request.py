@@ -16,8 +16,9 @@ from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.formatting import format_bytes
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import MUSTER
+from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.model import ModelSpec
-from muster.spec.plan import PRECISIONS, LayerStrategy, Plan, Precision
+from muster.spec.plan import PRECISIONS, Plan, Precision
 from muster.spec.plan_name import parse_name_parts
 from muster.spec.routing_load import RoutingLoad
 from muster.spec.schedules import SCHEDULES

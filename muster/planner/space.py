@@ -15,11 +15,12 @@ from muster.planner.node_order import is_heterogeneous
 from muster.planner.request import PlanRequest
 from muster.planner.simplicity import least_simplicity
 from muster.spec.frameworks import runs_schedule, treats_layers_alike
+from muster.spec.layer_strategy import LayerStrategy, Offload, Recompute, ZeroLevel
 from muster.spec.legality import plan_violations
 from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.mesh_cuts import divisors
 from muster.spec.model import ModelSpec
-from muster.spec.plan import LayerStrategy, Offload, Plan, Recompute, ZeroLevel
+from muster.spec.plan import Plan
 from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from muster.spec.supported import unsupported_features
 from muster.spec.workload import MAX_PROGRAM_MICRO_BATCHES

@@ -14,8 +14,9 @@ from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
 from muster.planner.search_budget import PLAN_WORK, SearchBudget, fit_work, simulation_work
 from muster.planner.space import is_admitted, micro_batch_sizes, schedule_options
+from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.legality import plan_violations
-from muster.spec.plan import LayerStrategy, Plan
+from muster.spec.plan import Plan
 from muster.spec.schedules import DEFAULT_SCHEDULE
 
 MAX_CHANGED = 8

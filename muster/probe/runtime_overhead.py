@@ -13,9 +13,10 @@ from muster.cost.time.profiled_times import overhead_name, profiled_times, stora
 from muster.data.dataset import SampleStream
 from muster.parallel.world import open_world
 from muster.schedule.action import Kind
+from muster.spec.layer_strategy import LayerStrategy, ZeroLevel
 from muster.spec.machine_rates import MachineRates
 from muster.spec.model import ModelSpec
-from muster.spec.plan import LayerStrategy, Plan, StageSpec, ZeroLevel
+from muster.spec.plan import Plan, StageSpec
 from muster.train.trainer import Trainer
 
 LAYERS = (1, 4)

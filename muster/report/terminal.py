@@ -19,9 +19,10 @@ from muster.spec.formatting import (
     format_value,
     is_large_error,
 )
+from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.model import ModelSpec
-from muster.spec.plan import LayerStrategy, Plan
+from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 from muster.spec.workload import Workload
 

@@ -11,7 +11,7 @@ from muster.schedule.program import Instruction, Program, Wait
 from muster.schedule.schedule import Schedule
 from muster.schedule.transfers import Transfers, lanes_with_transfers, schedule_transfers
 from muster.schedule.vocab_passes import VocabSchedule, VocabTimes, add_vocab_passes
-from muster.spec.plan import Tier, ZeroLevel
+from muster.spec.layer_strategy import Tier, ZeroLevel
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,9 @@
 from math import prod
 
 from muster.schedule.timing import PassTimes
+from muster.spec.layer_strategy import Recompute
 from muster.spec.model import ModelSpec, layer_parameter_shapes
-from muster.spec.plan import Plan, Recompute
+from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 
 NOMINAL_P2P = 0.05

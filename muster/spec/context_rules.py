@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from muster.spec.context_kinds import CONTEXT_KINDS, CpCommType
+from muster.spec.mesh import Mesh
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Mesh, Plan
+from muster.spec.plan import Plan
 from muster.spec.rules import Rule, setting
 from muster.spec.units import pluralize
 

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from muster.spec.context_rules import CONTEXT_RULES
 from muster.spec.errors import InfeasibleError
 from muster.spec.expert_rules import DISPATCHER_RULES
+from muster.spec.mesh import Mesh
 from muster.spec.mesh_axes import MESH_AXES, SEQUENCE_AXES
 from muster.spec.mesh_cuts import cut_violations, homeless_experts, with_placed_experts
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Mesh, Plan
+from muster.spec.plan import Plan
 from muster.spec.plugin_model import plugin_model
 from muster.spec.rules import Rule, broken_rules, in_every_layer, setting
 from muster.spec.schedules import SCHEDULES

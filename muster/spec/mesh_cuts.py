@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from math import gcd, isqrt, lcm
 
 from muster.spec.context_rules import context_violations
+from muster.spec.mesh import Mesh
 from muster.spec.mesh_axes import EXPERT_RANK_AXES, SEQUENCE_AXES
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Mesh, Plan
+from muster.spec.plan import Plan
 from muster.spec.units import pluralize
 from muster.spec.workload import Workload
 

@@ -5,11 +5,12 @@ from math import gcd, log2
 
 from muster.spec.context_rules import with_possible_kind
 from muster.spec.errors import InfeasibleError
+from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.legality import LEGAL_RULES, layer_violations, plan_violations, schedules_for_vpp
 from muster.spec.mesh_axes import DEGREE_FIELDS, MESH_AXES, SUPPORTED_AXES
 from muster.spec.mesh_cuts import divisors
 from muster.spec.model import ModelSpec
-from muster.spec.plan import LayerStrategy, Plan
+from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 from muster.spec.rules import as_by_default, repaired
 from muster.spec.schedules import DEFAULT_SCHEDULE

@@ -2,11 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, groupby
-from math import floor, gcd, lcm, prod
-from operator import attrgetter
+from math import floor, gcd, lcm
 from typing import Any, Literal, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
@@ -15,138 +14,17 @@ from muster.spec.base import Frozen
 from muster.spec.context_kinds import ContextRanks, CpCommType, context_ranks
 from muster.spec.errors import InfeasibleError, MusterError
 from muster.spec.expert_kinds import DISPATCHERS, EpDispatcher, ExpertDispatch, usual_inner_size
-from muster.spec.mesh_axes import (
-    BATCH_AXES,
-    EXPERT_RANK_AXES,
-    GRAD_SUM_AXES,
-    MESH_AXES,
-    SEQUENCE_AXES,
-    STAGE_AXES,
-    STATE_SHARD_AXES,
-)
+from muster.spec.layer_strategy import LayerOverride, LayerStrategy, Tier, complete_override, drop_later_defaults
+from muster.spec.mesh import Mesh, default_mesh
+from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.routing_load import ExpertPlacement
 from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES, ScheduleEntry, stage_placement
 from muster.spec.suggest import did_you_mean
 from muster.spec.workload import Workload
 
-ZeroLevel = Literal["z1", "z2", "z3"]
-Recompute = Literal["none", "elementwise", "core_attention", "every_second_matmul", "full"]
-"""Part of a layer that its backward computes again. none: nothing. elementwise: norms and the product of the gated
-linear unit, one pass over memory each. core_attention: scores, softmax and weighted values (Megatron-LM's selective,
-arXiv:2205.05198 §5). every_second_matmul: every second matmul and everything cheap (torchtitan's selective activation
-checkpointing by operation). full: the whole layer."""
-Offload = Literal["none", "activations"]
-"""Activations that a layer saves for its backward wait in host memory, where enough other passes run between forward
-and backward (arXiv:2503.01328)."""
-Tier = Literal["none", "host", "disk"]
-"""Place of a state that leaves the device."""
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 Float8Recipe = Literal["tensorwise", "rowwise", "mxfp8"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-
-
-class Mesh(Frozen):
-    """Degrees of the axes within one pipeline stage."""
-
-    dp_replicate: PositiveInt = 1
-    dp_shard: PositiveInt = 1
-    cp: PositiveInt = 1
-    tp: PositiveInt = 1
-    ep: PositiveInt = 1
-    etp: PositiveInt = 1
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of one stage; the experts' axes fold into the others."""
-        return prod(_STAGE_DEGREES(self))
-
-    @property
-    def dp_size(self) -> int:
-        """Ranks that read different sequences."""
-        return prod(_BATCH_DEGREES(self))
-
-    @property
-    def sequence_shards(self) -> int:
-        """Parts that a sequence is cut into by the axes whose ranks read different positions."""
-        return prod(_SEQUENCE_DEGREES(self))
-
-    @property
-    def grad_sum_size(self) -> int:
-        """Ranks that every parameter's gradient is summed over."""
-        return prod(_GRAD_SUM_DEGREES(self))
-
-    @property
-    def state_shards(self) -> int:
-        """Parts that optimizer state is sharded into."""
-        return prod(_STATE_SHARD_DEGREES(self))
-
-    @property
-    def expert_ranks(self) -> int:
-        """Ranks that share one copy of a layer's experts; ep × etp divides them."""
-        return prod(_EXPERT_RANK_DEGREES(self))
-
-    @property
-    def expert_state_shards(self) -> int:
-        """Parts that the optimizer state of a rank's experts is sharded into (edp): the ranks with the same experts."""
-        return max(1, self.expert_ranks // (self.ep * self.etp))
-
-
-def _degrees_of(axes: Sequence[str]) -> Callable[[Mesh], tuple[int, ...]]:
-    first, *others = axes
-    return attrgetter(first, *others) if others else lambda mesh: (getattr(mesh, first),)
-
-
-_STAGE_DEGREES = _degrees_of(STAGE_AXES)
-_BATCH_DEGREES = _degrees_of(BATCH_AXES)
-_SEQUENCE_DEGREES = _degrees_of(SEQUENCE_AXES)
-_GRAD_SUM_DEGREES = _degrees_of(GRAD_SUM_AXES)
-_STATE_SHARD_DEGREES = _degrees_of(STATE_SHARD_AXES)
-_EXPERT_RANK_DEGREES = _degrees_of(EXPERT_RANK_AXES)
-
-
-class LayerStrategy(Frozen):
-    """Storage and computation of one layer."""
-
-    zero: ZeroLevel = "z3"
-    """ZeRO level. z1: optimizer state sharded, gradients reduced once per step; z2: gradients kept sharded across
-    micro-batches too; z3: parameters too. Without sharded ranks (dp_shard 1) all three are the same."""
-    sp: bool = False
-    """Sequence parallelism: between sublayers the sequence is sharded over the tp ranks."""
-    tp_overlap: Literal["none", "async_tp"] = "none"
-    """Overlap of tensor-parallel collectives with matmuls under sp. none: all-gather, then matmul, and matmul, then
-    reduce-scatter; only weight gradients are computed meanwhile. async_tp: cut into chunks, each multiplied while the
-    next one travels."""
-    recompute: Recompute = "none"
-    """Part of the layer that the backward computes again."""
-    attention: Literal["flash", "unfused"] = "flash"
-    """Attention kernel. flash: scores stay within one kernel (arXiv:2205.14135). unfused: they are written to memory,
-    and saved."""
-    offload: Offload = "none"
-    """State of passes kept in host memory: activations from forward to backward."""
-    offload_optimizer: Tier = "none"
-    """Place of the optimizer's state where that isn't the device. host: it stays in host memory, and the host's cores
-    update the parameters (ZeRO-Offload, arXiv:2101.06840). disk: beside that, it is on disk between updates
-    (ZeRO-Infinity, arXiv:2104.07857)."""
-    offload_optimizer_ratio: float = Field(default=1.0, gt=0, le=1)
-    """Share of the layers whose optimizer state leaves the device, spread evenly over the model; parameters outside
-    layers are among them (Deep Optimizer States, arXiv:2410.21316)."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_older(cls, content: Any) -> Any:
-        # `offload` said where the optimizer's state is, too, before it had a field of its own.
-        if isinstance(content, dict) and content.get("offload") in ("optimizer", "all"):
-            kept = "activations" if content["offload"] == "all" else "none"
-            return content | {"offload": kept, "offload_optimizer": content.get("offload_optimizer", "host")}
-        return content
-
-
-class LayerOverride(Frozen):
-    """A strategy for `count` layers from `start` on. Fields left out in a file are those of `default_strategy`."""
-
-    start: int = Field(ge=0)
-    count: PositiveInt
-    strategy: LayerStrategy
 
 
 class StageSpec(Frozen):
@@ -292,7 +170,7 @@ class Plan(Frozen):
         if not isinstance(data, dict) or not isinstance(data.get("overrides"), list | tuple):
             return data
         default = data.get("default_strategy")
-        return data | {"overrides": [_complete_override(run, default) for run in data["overrides"]]}
+        return data | {"overrides": [complete_override(run, default) for run in data["overrides"]]}
 
     @field_validator("axis_order")
     @classmethod
@@ -401,7 +279,7 @@ class Plan(Frozen):
         """Return the degrees of a stage."""
         if self.stages and (stage_mesh := self.stages[stage % self.stages_per_replica].mesh) is not None:
             return stage_mesh
-        return _default_mesh(*_MESH_DEGREES(self))
+        return default_mesh(self)
 
     def routes_own_tokens(self, mesh: Mesh) -> bool:
         """Return True where each tensor-parallel rank of a mesh sends a part of the positions to whole experts (etp 1),
@@ -544,10 +422,7 @@ class Plan(Frozen):
         values = self.model_dump(mode="json")
         values["compile"] = bool(self.compile)
         for strategy in (values["default_strategy"], *(run["strategy"] for run in values["overrides"])):
-            if strategy["offload_optimizer"] == "none":
-                del strategy["offload_optimizer"]
-            if strategy["offload_optimizer_ratio"] == 1:
-                del strategy["offload_optimizer_ratio"]
+            drop_later_defaults(strategy)
         added = {key: Plan.model_fields[key].default for key in _ADDED_LATER}
         defaults = {key: list(default) if isinstance(default, tuple) else default for key, default in added.items()}
         text = json.dumps({k: v for k, v in values.items() if k not in defaults or v != defaults[k]}, sort_keys=True)
@@ -570,21 +445,6 @@ def normalize_shares(shares: Sequence[int]) -> tuple[int, ...]:
     common = gcd(*shares)
     run = gcd(*(len(list(alike)) for _, alike in groupby(shares)))
     return tuple(share // common for share in shares[::run])
-
-
-_MESH_DEGREES = attrgetter(*Mesh.model_fields)
-
-
-@lru_cache(maxsize=4096)
-def _default_mesh(*degrees: int) -> Mesh:
-    return Mesh(**dict(zip(Mesh.model_fields, degrees, strict=True)))
-
-
-def _complete_override(run: object, default: object) -> object:
-    """Return an override as a file has it, on top of the default strategy as the file has that."""
-    if isinstance(run, dict) and isinstance(strategy := run.get("strategy"), dict) and isinstance(default, dict):
-        return run | {"strategy": default | strategy}
-    return run
 
 
 @lru_cache(maxsize=1024)

@@ -3,14 +3,15 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from muster.spec.plan import LayerStrategy, Plan
+from muster.spec.layer_strategy import LayerStrategy
+from muster.spec.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One thing that no plan may have, whatever the model and the batch."""
 
-    broken: Callable[[Plan], bool]
+    broken: Callable[[Plan], bool | None]
     """The predicate: true for plans that break the rule."""
     sentence: str | Callable[[Plan], str]
     """The reason for people, or a function that makes it of the plan."""

@@ -6,9 +6,11 @@ from math import gcd
 from muster.spec.compilation import AGAINST_COMPILE
 from muster.spec.cuda_graphs import AGAINST_CUDA_GRAPHS, against_cuda_graphs
 from muster.spec.errors import InfeasibleError
+from muster.spec.layer_strategy import LayerStrategy
+from muster.spec.mesh import Mesh
 from muster.spec.mesh_axes import MESH_AXIS_TABLE, SUPPORTED_AXES, MeshAxis
 from muster.spec.model import ModelSpec
-from muster.spec.plan import LayerStrategy, Mesh, Plan
+from muster.spec.plan import Plan
 from muster.spec.rules import Rule, as_by_default, broken_rules, in_every_layer, setting
 
 __all__ = [

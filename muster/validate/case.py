@@ -16,10 +16,11 @@ from muster.spec.device import AttentionKernel
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import framework_named
+from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.legality import plan_violations
 from muster.spec.mesh_cuts import divisors
 from muster.spec.model import ModelSpec
-from muster.spec.plan import LayerStrategy, Plan, StageSpec
+from muster.spec.plan import Plan, StageSpec
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
 from muster.validate.cluster_from_row import cluster_from_row

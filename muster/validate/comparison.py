@@ -16,8 +16,9 @@ from muster.schedule.program import Program
 from muster.simulate.predict import predict
 from muster.spec.device import DeviceSpec
 from muster.spec.errors import MusterError
+from muster.spec.layer_strategy import Recompute
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Plan, Recompute
+from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 from muster.validate.case import RowCase, RowInputs, row_inputs
 from muster.validate.errors import UnpredictableRowError

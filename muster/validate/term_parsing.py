@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass
 
 from muster.spec.device import AttentionKernel
-from muster.spec.plan import Precision, Recompute, ZeroLevel
+from muster.spec.layer_strategy import Recompute, ZeroLevel
+from muster.spec.plan import Precision
 from muster.spec.schedules import SCHEDULES
 from muster.spec.suggest import did_you_mean
 from muster.validate.errors import UnpredictableRowError

@@ -32,8 +32,9 @@ from muster.spec.compilation import compiles
 from muster.spec.cuda_graphs import replays_graphs
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import MUSTER
+from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.model import ModelSpec
-from muster.spec.plan import LayerStrategy, Plan
+from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 
 MEMORY_HEADROOM = 0.12

@@ -22,8 +22,9 @@ from muster.cost.memory.terms import MemoryTerms
 from muster.cost.precision_bytes import compute_bytes
 from muster.schedule.action import Kind
 from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.layer_strategy import Recompute
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Plan, Recompute
+from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 
 _FP32_BYTES = 4

@@ -11,9 +11,10 @@ from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import InfeasibleError, MusterError
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import MUSTER
+from muster.spec.layer_strategy import LayerStrategy, Recompute, ZeroLevel
 from muster.spec.legality import plan_violations
 from muster.spec.model import ModelSpec
-from muster.spec.plan import LayerStrategy, Plan, Recompute, ZeroLevel
+from muster.spec.plan import Plan
 from muster.spec.sequence_tiles import tiled
 from muster.spec.workload import Workload
 

@@ -26,8 +26,9 @@ from muster.cost.memory.terms import MemoryTerms
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.layout.tensor_layout import computed_layers
 from muster.schedule.host_update import PARTS_AHEAD
+from muster.spec.layer_strategy import Recompute
 from muster.spec.model import ModelSpec, parameter_shapes
-from muster.spec.plan import Plan, Recompute
+from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 
 ADAMW_STATE_PER_PARAM = 2.0

@@ -21,8 +21,9 @@ from muster.layout.tensor_layout import (
     tp_shard,
 )
 from muster.spec.adapters import is_adapter
+from muster.spec.mesh import Mesh
 from muster.spec.model import ModelSpec, layer_parameter_shapes, stage_parameter_shapes
-from muster.spec.plan import Mesh, Plan
+from muster.spec.plan import Plan
 
 _COLUMN_PARALLEL = {"q", "k", "v", "gate", "up", "head", "embed", "q_up", "kv_up", "b", "a", "conv"}
 """Modules whose weights tensor parallelism cuts along their output."""

@@ -32,8 +32,9 @@ from muster.layout.mesh import MeshCoordinates, coordinates_of
 from muster.layout.tensor_layout import computed_layers, stage_layouts, stage_shards, stages_on
 from muster.schedule.action import Kind
 from muster.schedule.program import Program
+from muster.spec.layer_strategy import ZeroLevel
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Plan, ZeroLevel
+from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 
 _INDEX_BYTES = 8

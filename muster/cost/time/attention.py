@@ -22,8 +22,8 @@ from muster.cost.time.sublayer import (
 from muster.spec.context_kinds import CONTEXT_KINDS
 from muster.spec.device import AttentionKernel, DeviceSpec
 from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.model_components import DECAY_RANK, PLAIN_CHUNK
-from muster.spec.plan import LayerStrategy
 
 EAGER_ROPE_BYTES = (20, 24)
 """Bytes (forward, backward) per element of queries and keys where rotary embedding is eager: two multiplications, a

@@ -13,8 +13,8 @@ from muster.cost.time.pass_cost import PassCost
 from muster.cost.time.sublayer import LayerPasses
 from muster.spec.cluster import ClusterSpec
 from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.model import ModelSpec
-from muster.spec.plan import LayerStrategy
 from muster.spec.workload import Workload
 
 

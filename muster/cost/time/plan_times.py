@@ -30,8 +30,9 @@ from muster.spec.device import DeviceSpec, LinkSpec
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import MUSTER
+from muster.spec.mesh import Mesh
 from muster.spec.model import ModelSpec, parameter_shapes
-from muster.spec.plan import Mesh, Plan
+from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 
 ADAMW_UPDATE_BYTES = 30

@@ -18,9 +18,10 @@ from muster.layout.mesh import axis_sizes
 from muster.spec.cluster import ClusterSpec
 from muster.spec.device import DeviceSpec
 from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.mesh import Mesh
 from muster.spec.mesh_axes import EXPERT_RANK_AXES
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Mesh, Plan
+from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 
 _DATA_AXES = "dp_replicate", "dp_shard"

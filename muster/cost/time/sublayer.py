@@ -11,8 +11,9 @@ from muster.spec.context_kinds import ContextRanks
 from muster.spec.device import DeviceSpec
 from muster.spec.expert_kinds import DISPATCHERS, ExpertDispatch
 from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Float8Recipe, LayerStrategy, Precision
+from muster.spec.plan import Float8Recipe, Precision
 
 CAST_NORM_BYTES = (20, 32)
 """Bytes per element (forward, backward) of a norm's kernel between casts to float32 and back, as in eager programs."""

@@ -40,7 +40,8 @@ from muster.schedule.schedule import Schedule
 from muster.spec.compilation import compiles
 from muster.spec.errors import InfeasibleError
 from muster.spec.frameworks import MUSTER, treats_layers_alike
-from muster.spec.plan import Offload, Plan
+from muster.spec.layer_strategy import Offload
+from muster.spec.plan import Plan
 from muster.spec.plugin_model import plugin_model
 from muster.spec.schedules import SCHEDULES
 from muster.spec.supported import unsupported_features

@@ -25,8 +25,9 @@ from muster.cost.memory.native_storage import native_saved_per_micro_batch
 from muster.planner.bounds.pass_times import PassTimes
 from muster.planner.memory.knapsack import Choice, Option, cheapest_choice
 from muster.schedule.offload import CopyOverlaps
+from muster.spec.layer_strategy import LayerOverride, Offload, Recompute
 from muster.spec.model import ModelSpec
-from muster.spec.plan import LayerOverride, Offload, Plan, Recompute
+from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 
 RECOMPUTE_MODES: tuple[Recompute, ...] = ("none", "elementwise", "full")

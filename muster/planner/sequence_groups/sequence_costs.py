@@ -19,8 +19,9 @@ from muster.schedule.action import Kind
 from muster.spec.cluster import ClusterSpec
 from muster.spec.context_rules import context_violations
 from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.mesh import Mesh
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Mesh, Plan
+from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 
 SHORTEST = 256
