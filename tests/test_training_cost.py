@@ -2,13 +2,14 @@
 
 import json
 from dataclasses import replace
-from math import sqrt
+from math import exp, expm1
 
 import pytest
 
 from muster.cli.main import main
 from muster.config.cluster_files import load_cluster
 from muster.config.named_model import load_model
+from muster.planner.failures import FailureModel, best_interval_s, waiting_share
 from muster.planner.training_cost import (
     MAX_STORAGE_SHARE,
     PUE,
@@ -49,11 +50,43 @@ def test_the_interval_loses_least_and_storage_is_shared(one):
     size = 12 * one.model.num_parameters
     stall_s, write_s = size / 64 / (0.8 * 63e9), size / 8 / STORAGE_BYTES_PER_S_PER_NODE
     rare = training_cost(one, 1e12, TrainingConditions(1e9))
-    assert rare.checkpoint_interval_s == pytest.approx(sqrt(2 * stall_s * 1e9 * 3600 / 64))
+    assert rare.checkpoint_interval_s == best_interval_s(FailureModel(1e9 * 3600 / 64, stall_s, 0, 0))
     often = training_cost(one, 1e12, TrainingConditions(500.0))
     assert often.checkpoint_interval_s == pytest.approx(write_s / MAX_STORAGE_SHARE)
-    assert often.restarts_h == pytest.approx(often.failures * (RESTART_S + write_s) / 3600)
-    assert often.lost_h == pytest.approx(often.failures * (often.checkpoint_interval_s / 2 + write_s) / 3600)
+    mtbf_s, segment_s = 500 * 3600 / 64, often.checkpoint_interval_s + stall_s
+    runs = 3600 * often.steps_h / often.checkpoint_interval_s * expm1(segment_s / mtbf_s) * exp(write_s / mtbf_s)
+    assert 3600 * often.restarts_h == pytest.approx(runs * mtbf_s * expm1((RESTART_S + write_s) / mtbf_s))
+    # For rare failures each costs half a segment, the write on its way, and a restart.
+    lost_s = 3600 * often.lost_h / often.failures
+    assert lost_s == pytest.approx(segment_s / 2 + write_s, rel=0.05)
+
+
+def test_copies_in_other_nodes_lose_less_and_a_shorter_restart_too(one):
+    """A node of 8 H100 has eight cards of 50 GB/s, which carry 80 % of it."""
+    disk = training_cost(one, 1e12, TrainingConditions(500.0))
+    memory = training_cost(one, 1e12, TrainingConditions(500.0, recovery="memory"))
+    size, mtbf_s = 12 * one.model.num_parameters, 500 * 3600 / 64
+    stall_s, write_s = size / 64 / (0.8 * 63e9), size / 8 / (8 * 50e9 * 0.8)
+    assert memory.checkpoint_interval_s == best_interval_s(FailureModel(mtbf_s, stall_s, write_s, 0))
+    assert memory.lost_h < disk.lost_h / 2
+    fast = training_cost(one, 1e12, TrainingConditions(500.0, recovery="memory", restart_s=10))
+    assert fast.restarts_h < memory.restarts_h / 50
+    assert fast.effective_share > memory.effective_share > disk.effective_share
+    alone = predict(one.model, parse_plan_name("dp8-z3-rfull"), one.workload, load_cluster("8xh100"))
+    with pytest.raises(ConfigError, match="expected several nodes"):
+        training_cost(alone, 1e12, TrainingConditions(recovery="memory"))
+
+
+def test_nodes_in_repair_are_waited_for_unless_there_are_spares(one):
+    """64 devices that fail every 500 h lose a node every 7.8 h; each is away for 24 h."""
+    shares = []
+    for spares in (0, 4, 12):
+        cost = training_cost(one, 1e12, TrainingConditions(500.0, spare_nodes=spares, repair_hours=24))
+        shares.append(cost.waiting_h / cost.hours)
+        assert cost.usd == pytest.approx(one.cluster.usd_per_hour * (1 + spares / 8) * cost.hours)
+        assert cost.kwh == pytest.approx(energy_kwh(one, 3600 * (cost.hours - cost.waiting_h)))
+    assert shares == pytest.approx([waiting_share(24 / (500 / 64), spares) for spares in (0, 4, 12)])
+    assert training_cost(one, 1e12, TrainingConditions(500.0)).waiting_h == 0
 
 
 def test_a_training_that_fails_faster_than_it_restarts_is_refused(one):
@@ -79,6 +112,16 @@ def test_llama_3_trained_effectively_for_more_than_90_percent():
     one = predict(load_model("llama3.1-405b"), plan, workload, load_cluster("16384xh100"))
     cost = training_cost(one, 15.6e12)
     assert cost.mtbf_h == pytest.approx(54 * 24 / 419, rel=0.02)
+    assert 0.9 < cost.effective_share < 0.97
+
+
+def test_megascale_trained_effectively_for_more_than_90_percent():
+    """175B parameters on 12,288 devices, with more than 100 restarts in several weeks (arXiv:2402.15627 §6.3)."""
+    workload = Workload(seq_len=2048, global_batch_size=6144)
+    plan = parse_plan_name("dp192-tp8-sp-pp8v6-sinterleaved-z1")
+    one = predict(load_model("gpt3-175b"), plan, workload, load_cluster("12288xa100"))
+    cost = training_cost(one, 3e12)
+    assert 100 < cost.failures / (cost.days / 7) * 4 < 200
     assert 0.9 < cost.effective_share < 0.97
 
 
@@ -112,6 +155,13 @@ def test_plan_and_predict_agree_on_energy_and_cost(capsys):
         (["--tokens", "15"], "--tokens 15 is less than one sequence of 4,096 tokens: 15 trillion are 15T"),
         (["--mtbf", "100"], "--mtbf 100.0 is of a whole training: add its --tokens"),
         (["--tokens", "1T", "--mtbf", "-1"], "expected hours above 0"),
+        (["--spares", "2"], "--spares 2 is of a whole training: add its --tokens"),
+        (["--tokens", "1T", "--spares", "2"], "--spares 2: say how long a repair takes, such as --repair-time 24"),
+        (["--tokens", "1T", "--spares", "-1", "--repair-time", "24"], "expected a number of nodes, 0 or more"),
+        (["--tokens", "1T", "--repair-time", "0"], "--repair-time 0: expected hours above 0, such as 24"),
+        (["--tokens", "1T", "--restart-time", "nan"], "--restart-time nan: expected seconds above 0, such as 60"),
+        (["--tokens", "1T", "--recovery", "memry"], "expected one of disk, memory; did you mean 'memory'?"),
+        (["--tokens", "1T", "--recovery", "memory"], "expected several nodes"),
         (["--tokens", "1T", "--batch-ramp", "32"], "expected START,STEP,SAMPLES"),
         (["--tokens", "1T", "--batch-ramp", "0.5,32,1M"], "expected whole sequences"),
     ],

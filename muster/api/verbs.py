@@ -3,8 +3,9 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from muster.api.defaults import SEARCH_EFFORT
 from muster.api.former_arguments import takes_former_arguments
@@ -32,7 +33,14 @@ from muster.planner.request import (
     with_placed_experts,
 )
 from muster.planner.search_budget import SearchBudget
-from muster.planner.training_cost import DEVICE_MTBF_HOURS, BatchRamp, TrainingConditions
+from muster.planner.training_cost import (
+    DEVICE_MTBF_HOURS,
+    RECOVERIES,
+    RESTART_S,
+    BatchRamp,
+    Recovery,
+    TrainingConditions,
+)
 from muster.simulate.predict import Prediction
 from muster.simulate.predict import predict as predict_plan
 from muster.spec.cluster import ClusterSpec
@@ -82,6 +90,10 @@ def plan(
     tokens: float | str | None = None,
     mtbf_hours: float | None = None,
     batch_ramp: str | None = None,
+    recovery: str | None = None,
+    restart_s: float | None = None,
+    spares: int | None = None,
+    repair_hours: float | None = None,
     objective: Objective = "time",
     precision: str | None = None,
     require: str = "",
@@ -110,8 +122,15 @@ def plan(
         seq_len=seq_len,
         global_batch=global_batch,
         tokens=tokens,
-        mtbf_hours=mtbf_hours,
-        batch_ramp=batch_ramp,
+        conditions=training_conditions(
+            tokens,
+            mtbf_hours=mtbf_hours,
+            batch_ramp=batch_ramp,
+            recovery=recovery,
+            restart_s=restart_s,
+            spares=spares,
+            repair_hours=repair_hours,
+        ),
         objective=objective,
         precision=precision,
         require=require,
@@ -132,8 +151,7 @@ def plan_request(
     seq_len: int | None,
     global_batch: int | None,
     tokens: float | str | None,
-    mtbf_hours: float | None,
-    batch_ramp: str | None,
+    conditions: TrainingConditions,
     objective: Objective,
     precision: str | None,
     require: str,
@@ -159,7 +177,7 @@ def plan_request(
         default_seq_len(seq_len, spec),
         require_positive_int("global_batch", global_batch),
         tokens=None if tokens is None else parse_count(str(tokens), "--tokens"),
-        conditions=training_conditions(tokens, mtbf_hours, batch_ramp),
+        conditions=conditions,
         objective=objective,
         precision=precision,
         fix=require,
@@ -175,23 +193,57 @@ def plan_request(
 
 
 def training_conditions(
-    tokens: float | str | None, mtbf_hours: float | None, batch_ramp: str | None
+    tokens: float | str | None,
+    *,
+    mtbf_hours: float | None = None,
+    batch_ramp: str | None = None,
+    recovery: str | None = None,
+    restart_s: float | None = None,
+    spares: int | None = None,
+    repair_hours: float | None = None,
 ) -> TrainingConditions:
-    """Return the conditions of a whole training; `batch_ramp` is `START,STEP,SAMPLES`. Raises ConfigError."""
-    for flag, value in (("--mtbf", mtbf_hours), ("--batch-ramp", batch_ramp)):
-        if value is not None and tokens is None:
-            raise ConfigError(f"{flag} {value} is of a whole training: add its --tokens, such as --tokens 15T")
-    if mtbf_hours is not None and not mtbf_hours > 0:
-        raise ConfigError(f"--mtbf {mtbf_hours:g}: expected hours above 0, such as 50000")
-    ramp = None
-    if batch_ramp is not None:
-        parts = batch_ramp.split(",")
-        if len(parts) != 3:
-            raise ConfigError(f"--batch-ramp {batch_ramp}: expected START,STEP,SAMPLES in sequences, such as 32,32,1M")
-        ramp = BatchRamp(*(int(parse_count(part, "--batch-ramp")) for part in parts))
-        if min(ramp.start, ramp.increment, ramp.samples) < 1:
-            raise ConfigError(f"--batch-ramp {batch_ramp}: expected whole sequences, at least 1 each")
-    return TrainingConditions(DEVICE_MTBF_HOURS if mtbf_hours is None else mtbf_hours, ramp)
+    """Return the conditions of a whole training; `batch_ramp` is `START,STEP,SAMPLES`, and None the default of each.
+    Raises ConfigError."""
+    given = {
+        "mtbf": mtbf_hours,
+        "batch-ramp": batch_ramp,
+        "recovery": recovery,
+        "restart-time": restart_s,
+        "spares": spares,
+        "repair-time": repair_hours,
+    }
+    given = {flag: value for flag, value in given.items() if value is not None}
+    for flag, value in given.items():
+        if tokens is None:
+            raise ConfigError(f"--{flag} {value} is of a whole training: add its --tokens, such as --tokens 15T")
+    for flag, unit, least in (("mtbf", "hours", 50_000), ("restart-time", "seconds", 60), ("repair-time", "hours", 24)):
+        value = given.get(flag, least)
+        if not 0 < value < inf:
+            raise ConfigError(f"--{flag} {value:g}: expected {unit} above 0, such as {least}")
+    if spares is not None and (spares < 0 or repair_hours is None):
+        missing = "say how long a repair takes, such as --repair-time 24"
+        raise ConfigError(f"--spares {spares}: {'expected a number of nodes, 0 or more' if spares < 0 else missing}")
+    if recovery is not None and recovery not in RECOVERIES:
+        hint = did_you_mean(recovery, RECOVERIES)
+        raise ConfigError(f"--recovery {recovery}: expected one of {', '.join(RECOVERIES)}{hint}")
+    return TrainingConditions(
+        DEVICE_MTBF_HOURS if mtbf_hours is None else mtbf_hours,
+        None if batch_ramp is None else _parse_batch_ramp(batch_ramp),
+        cast(Recovery, recovery or "disk"),
+        RESTART_S if restart_s is None else restart_s,
+        spares or 0,
+        repair_hours,
+    )
+
+
+def _parse_batch_ramp(text: str) -> BatchRamp:
+    parts = text.split(",")
+    if len(parts) != 3:
+        raise ConfigError(f"--batch-ramp {text}: expected START,STEP,SAMPLES in sequences, such as 32,32,1M")
+    ramp = BatchRamp(*(int(parse_count(part, "--batch-ramp")) for part in parts))
+    if min(ramp.start, ramp.increment, ramp.samples) < 1:
+        raise ConfigError(f"--batch-ramp {text}: expected whole sequences, at least 1 each")
+    return ramp
 
 
 def check_batch_ramp(conditions: TrainingConditions, global_batch: int) -> None:

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 
 from muster.api.defaults import SEARCH_EFFORT
 from muster.cli.parser import Parser, positive_int
-from muster.cli.planning_flags import add_planning_flags, add_training_flags, require_flags, unit_warnings_shown
+from muster.cli.planning_flags import (
+    add_planning_flags,
+    add_training_flags,
+    conditions_of,
+    require_flags,
+    unit_warnings_shown,
+)
 from muster.spec.errors import ConfigError, InfeasibleError, MusterError
 
 if TYPE_CHECKING:
@@ -237,8 +243,7 @@ def _request(args: argparse.Namespace) -> "PlanRequest":
             seq_len=args.seq_len,
             global_batch=args.global_batch,
             tokens=args.tokens,
-            mtbf_hours=args.mtbf,
-            batch_ramp=args.batch_ramp,
+            conditions=conditions_of(args),
             objective=args.objective,
             precision=args.precision,
             require="-".join(args.require or ()),

@@ -5,10 +5,14 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from muster.api.defaults import FRAMEWORK_NAMES, SEQ_LEN
 from muster.cli.parser import Parser, positive_int, sequence_length
 from muster.spec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from muster.planner.training_cost import TrainingConditions
 
 
 def add_planning_flags(parser: Parser, default_batch: str) -> None:
@@ -65,6 +69,44 @@ def add_training_flags(parser: Parser) -> None:
         "--batch-ramp",
         metavar="START,STEP,SAMPLES",
         help="with --tokens: grow the batch from START sequences by STEP over the first SAMPLES sequences",
+    )
+    add(
+        "--recovery",
+        metavar="PLACE",
+        help="with --tokens: place that a restart loads the state from, disk or (other nodes') memory (default: disk)",
+    )
+    add(
+        "--restart-time",
+        type=float,
+        metavar="SECONDS",
+        help="with --tokens: time from a failure until ranks run again, without loading (default: 600, MegaScale's)",
+    )
+    add(
+        "--spares",
+        type=int,
+        metavar="NODES",
+        help="with --tokens and --repair-time: nodes that stand by for failed ones (default: 0)",
+    )
+    add(
+        "--repair-time",
+        type=float,
+        metavar="HOURS",
+        help="with --tokens: time for which a failed node is away (default: another takes its place at once)",
+    )
+
+
+def conditions_of(args: argparse.Namespace) -> "TrainingConditions":
+    """Return the conditions of the whole training that the flags give. Raises ConfigError."""
+    from muster.api.verbs import training_conditions
+
+    return training_conditions(
+        args.tokens,
+        mtbf_hours=args.mtbf,
+        batch_ramp=args.batch_ramp,
+        recovery=args.recovery,
+        restart_s=args.restart_time,
+        spares=args.spares,
+        repair_hours=args.repair_time,
     )
 
 

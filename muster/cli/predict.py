@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 from muster.api.defaults import MICRO_BATCHES_PER_PIPELINE_RANK
 from muster.cli.parser import Parser
-from muster.cli.planning_flags import add_planning_flags, add_training_flags, require_flags, unit_warnings_shown
+from muster.cli.planning_flags import (
+    add_planning_flags,
+    add_training_flags,
+    conditions_of,
+    require_flags,
+    unit_warnings_shown,
+)
 from muster.spec.errors import InfeasibleError, MusterError
 
 if TYPE_CHECKING:
@@ -88,11 +94,11 @@ def _predict(args: argparse.Namespace) -> "Prediction":
 
 def _training_cost(args: argparse.Namespace, prediction: "Prediction") -> "TrainingCost | None":
     """Return the cost of the whole training where its tokens are given."""
-    from muster.api.verbs import check_batch_ramp, training_conditions
+    from muster.api.verbs import check_batch_ramp
     from muster.planner.training_cost import training_cost
     from muster.spec.units import parse_count
 
-    conditions = training_conditions(args.tokens, args.mtbf, args.batch_ramp)
+    conditions = conditions_of(args)
     check_batch_ramp(conditions, prediction.workload.global_batch_size)
     return training_cost(prediction, parse_count(args.tokens, "--tokens"), conditions) if args.tokens else None
 

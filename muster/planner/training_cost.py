@@ -1,13 +1,14 @@
 """Days, dollars, energy and CO₂ of a whole training: its steps, and what it meets beside them."""
 
 from dataclasses import dataclass
-from math import ceil, sqrt
+from math import ceil
+from typing import Literal, get_args
 
 from muster.cost.time.plan_times import host_copy_s
+from muster.planner.failures import FailureModel, best_interval_s, expected_times, waiting_share
 from muster.simulate.predict import Prediction, predict
 from muster.spec.device import DeviceSpec
 from muster.spec.errors import ConfigError, InfeasibleError
-from muster.spec.units import pluralize
 
 PUE = 1.2
 """Energy of a data centre over that of its computers, where nobody says another: between what large operators publish
@@ -29,6 +30,10 @@ MAX_STORAGE_SHARE = 0.1
 """Largest share of the time in which checkpoints are written, since others use the storage too (an assumption)."""
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 """Float32 weight and AdamW's two moments."""
+Recovery = Literal["disk", "memory"]
+"""Place that a restarted training loads its state from. disk: shared storage; memory: another node's
+(`train.in_memory_checkpoint_every`)."""
+RECOVERIES: tuple[Recovery, ...] = get_args(Recovery)
 UNKNOWN_HOST_BYTES_PER_S = 31.5e9
 """Rate assumed for an unknown link to the host: PCI Express 4 with 16 lanes."""
 
@@ -50,6 +55,13 @@ class TrainingConditions:
     device_mtbf_hours: float = DEVICE_MTBF_HOURS
     """Mean time between failures of one device."""
     batch_ramp: BatchRamp | None = None
+    recovery: Recovery = "disk"
+    restart_s: float = RESTART_S
+    """Seconds to notice a failure, find its cause and start again, before the state is loaded."""
+    spare_nodes: int = 0
+    """Nodes that stand by for those that are being repaired."""
+    repair_hours: float | None = None
+    """Hours for which a failed node is away; None: another takes its place within the restart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +81,8 @@ class TrainingCost:
     """Hours of work that failures destroy: since the last checkpoint that was written whole."""
     restarts_h: float
     """Hours to notice failures, start again and load a checkpoint."""
+    waiting_h: float
+    """Hours in which the job waits for a repaired node, all spare ones being in use."""
     failures: float
     """Expected number of failures."""
     mtbf_h: float
@@ -83,7 +97,8 @@ class TrainingCost:
     @property
     def hours(self) -> float:
         """Hours from the first step to the last."""
-        return self.steps_h + self.ramp_h + self.data_h + self.checkpoints_h + self.lost_h + self.restarts_h
+        running = self.steps_h + self.ramp_h + self.data_h + self.checkpoints_h + self.lost_h + self.restarts_h
+        return running + self.waiting_h
 
     @property
     def days(self) -> float:
@@ -104,59 +119,84 @@ def require_a_sequence(tokens: float, seq_len: int) -> None:
 
 
 def training_cost(prediction: Prediction, tokens: float, conditions: TrainingConditions | None = None) -> TrainingCost:
-    """Return the cost of training on `tokens` tokens with checkpoints, failures and restarts.
+    """Return the cost of training on `tokens` tokens with checkpoints, failures, restarts and repairs.
 
-    Checkpoints are copied to host memory while devices wait for δ seconds, then written in the background. With a mean
-    time M between failures, the interval √(2·δ·M) loses least (Young, CACM 17 (9), 1974; Daly, Future Generation
-    Computer Systems 22 (3), 2006), unless the storage were busy for more than a tenth of the time. A failure destroys
-    half an interval and the write on its way, and takes a restart. So a training of T hours has T / M failures, and
-    T = (steps + stalls) / (1 − loss per failure / M).
+    Checkpoints are copied to host memory while devices wait, then written in the background, to storage or to the next
+    node's memory: as often as loses least, unless storage were busy for more than a tenth of the time, or the next copy
+    came before the last is complete. `muster.planner.failures` has the formulas.
 
-    Example: 405B parameters on 16,384 devices that fail every 50,000 h each: M is 3.1 h; 4.9 TB take 9 s to write, so
-    that a checkpoint is made every 1.5 minutes, and a failure costs 11 minutes: 6 % of the time.
+    Example: 405B parameters on 16,384 devices that fail every 50,000 h each: one of them fails every 3.1 h; 4.9 TB take
+    9 s to write, so that a checkpoint is made every 1.5 minutes, and a failure costs 11 minutes: 6 % of the time.
 
-    Raises ConfigError for less than one sequence, and where failures come faster than restarts.
+    Raises ConfigError for less than one sequence, where failures come faster than restarts, and for copies in another
+    node's memory on a single node.
     """
     conditions = conditions or TrainingConditions()
     require_a_sequence(tokens, prediction.workload.seq_len)
-    step_s, workload, plan = prediction.step_time_s, prediction.workload, prediction.plan
+    step_s, workload = prediction.step_time_s, prediction.workload
     steps = ceil(tokens / workload.tokens_per_step)
     added_steps, ramp_s = _ramp(prediction, conditions.batch_ramp, tokens) if conditions.batch_ramp else (0, 0.0)
     size = CHECKPOINT_BYTES_PER_PARAMETER * prediction.model.num_parameters
-    storage_bytes_per_s = STORAGE_BYTES_PER_S_PER_NODE * _num_nodes(prediction)
-    write_s = size / storage_bytes_per_s
-    stall_s = _stall_s(prediction.cluster.device, size / plan.world_size)
-    mtbf_s = 3600 * conditions.device_mtbf_hours / plan.world_size
-    interval_s = max(sqrt(2 * stall_s * mtbf_s), write_s / MAX_STORAGE_SHARE, step_s)
+    failures = _failure_model(prediction, size, conditions)
+    busy = MAX_STORAGE_SHARE if conditions.recovery == "disk" else 1.0
+    interval_s = max(best_interval_s(failures), failures.write_s / busy, step_s)
     token_bytes = 2 if prediction.model.vocab_size <= 2**16 else 4
+    storage_bytes_per_s = STORAGE_BYTES_PER_S_PER_NODE * _num_nodes(prediction)
     read_s = max(0.0, token_bytes * workload.tokens_per_step / storage_bytes_per_s - step_s)
     work_s, data_s = steps * step_s + ramp_s, steps * read_s
-    checkpoints_s = (work_s + data_s) / interval_s * stall_s
-    lost_s, restart_s = interval_s / 2 + write_s, RESTART_S + write_s
-    if lost_s + restart_s >= mtbf_s:
-        raise ConfigError(
-            f"--mtbf {conditions.device_mtbf_hours:g}: {pluralize(plan.world_size, 'device')} would fail every"
-            f" {mtbf_s:.0f} s, and a failure costs {lost_s + restart_s:.0f} s: the training would never end"
-        )
-    failures = (work_s + data_s + checkpoints_s) / (mtbf_s - lost_s - restart_s)
-    total_s = work_s + data_s + checkpoints_s + failures * (lost_s + restart_s)
-    price, kwh = prediction.cluster.usd_per_hour, energy_kwh(prediction, total_s)
+    beside = expected_times(work_s + data_s, interval_s, failures)
+    running_s = work_s + data_s + beside.checkpoints_s + beside.lost_s + beside.restarts_s
+    waiting = _waiting_share(failures, conditions)
+    total_s = running_s / (1 - waiting)
+    price, kwh = _usd_per_hour(prediction, conditions.spare_nodes), energy_kwh(prediction, running_s)
     return TrainingCost(
-        steps + added_steps,
-        steps * step_s / 3600,
-        ramp_s / 3600,
-        data_s / 3600,
-        checkpoints_s / 3600,
-        failures * lost_s / 3600,
-        failures * restart_s / 3600,
-        failures,
-        mtbf_s / 3600,
-        interval_s,
-        size,
-        None if price is None else price * total_s / 3600,
-        kwh,
-        None if kwh is None else kwh * CO2_G_PER_KWH / 1000,
+        steps=steps + added_steps,
+        steps_h=steps * step_s / 3600,
+        ramp_h=ramp_s / 3600,
+        data_h=data_s / 3600,
+        checkpoints_h=beside.checkpoints_s / 3600,
+        lost_h=beside.lost_s / 3600,
+        restarts_h=beside.restarts_s / 3600,
+        waiting_h=(total_s - running_s) / 3600,
+        failures=beside.failures,
+        mtbf_h=failures.mtbf_s / 3600,
+        checkpoint_interval_s=interval_s,
+        checkpoint_bytes=size,
+        usd=None if price is None else price * total_s / 3600,
+        kwh=kwh,
+        co2_kg=None if kwh is None else kwh * CO2_G_PER_KWH / 1000,
     )
+
+
+def _failure_model(prediction: Prediction, size: int, conditions: TrainingConditions) -> FailureModel:
+    """Return the rate of failures and the times of saving and loading a state of `size` bytes."""
+    nodes, ranks = _num_nodes(prediction), prediction.plan.world_size
+    rate = STORAGE_BYTES_PER_S_PER_NODE
+    if conditions.recovery == "memory":
+        nics = prediction.cluster.groups[0].nics
+        if nodes == 1 or nics is None:
+            raise ConfigError("--recovery memory: expected several nodes; a single one loses its memory's copy, too")
+        rate = nics.count * nics.link.bandwidth_bytes_per_s * nics.link.efficiency
+    transfer_s = size / nodes / rate
+    return FailureModel(
+        mtbf_s=3600 * conditions.device_mtbf_hours / ranks,
+        stall_s=_stall_s(prediction.cluster.device, size / ranks),
+        write_s=transfer_s,
+        restart_s=conditions.restart_s + transfer_s,
+    )
+
+
+def _waiting_share(failures: FailureModel, conditions: TrainingConditions) -> float:
+    if conditions.repair_hours is None:
+        return 0.0
+    return waiting_share(conditions.repair_hours * 3600 / failures.mtbf_s, conditions.spare_nodes)
+
+
+def _usd_per_hour(prediction: Prediction, spare_nodes: int) -> float | None:
+    """Return the price of the cluster and of spare nodes; None where it is unknown."""
+    cluster = prediction.cluster
+    price = cluster.usd_per_hour
+    return None if price is None else price * (1 + spare_nodes / cluster.num_nodes)
 
 
 def energy_kwh(prediction: Prediction, time_s: float) -> float | None:

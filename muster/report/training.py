@@ -14,9 +14,10 @@ _PARTS = (
     ("checkpoints", "checkpoints_h"),
     ("work lost", "lost_h"),
     ("restarts", "restarts_h"),
+    ("waiting for repair", "waiting_h"),
 )
 """Name of each part of the time, and its field."""
-_INTERVAL = "Young and Daly, or what storage allows"
+_INTERVAL = "Young and Daly, or what storage or network allow"
 
 
 def training_lines(cost: TrainingCost, cluster: ClusterSpec) -> list[str]:
