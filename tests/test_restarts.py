@@ -77,5 +77,14 @@ def test_a_run_that_loses_a_rank_starts_again_and_is_the_same(tmp_path_factory: 
     assert "restart 1 of 1, after step 8: rank 0 on " in ended.out
     assert f"resuming {run} after step 6" in ended.out
     assert "1 restart: after step 8, when rank 0 on " in ended.out
-    assert "was killed by signal 9" in (run / "report.html").read_text()
+    page = (run / "report.html").read_text()
+    assert "was killed by signal 9" in page
+    assert "lost (steps done again)" in page
+    attempts = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
+    assert [(one["step"], one["lost_steps"]) for one in attempts] == [(0, 0), (6, 2)]
+    time = json.loads((run / "result.json").read_text())["wall_time"]
+    parts = time["productive_s"], time["lost_s"], time["recovering_s"], time["other_s"]
+    assert min(parts) > 0
+    assert time["total_s"] == pytest.approx(sum(parts))
+    assert (time["stopped_s"], time["restarts"]) == (0, 1)
     assert_same_training(run, whole)

@@ -9,6 +9,7 @@ from typing import Any
 
 from muster.report.report_data import ReportData, RunInfo
 from muster.report.run_files import read_metrics, read_run_config, read_run_plan, restarts_note
+from muster.report.wall_time import wall_time_note
 from muster.spec.formatting import format_count
 from muster.spec.plan_name import format_plan_name
 from muster.version import __version__
@@ -52,7 +53,7 @@ def unfinished_run(run_dir: Path) -> UnfinishedRun:
         facts=facts,
         metrics=metrics,
         validation_loss=losses[-1] if losses else None,
-        notes=list(filter(None, [restarts_note(run_dir)])),
+        notes=list(filter(None, [restarts_note(run_dir), wall_time_note(run_dir, when)])),
         status=status,
     )
     return UnfinishedRun(is_running, status, report)

@@ -29,6 +29,7 @@ from muster.report.page import write_report
 from muster.report.report_data import PredictedVsMeasured, ReportData, RunInfo
 from muster.report.run_files import read_metrics, restarts_note
 from muster.report.terminal import comparison_table, plan_lines
+from muster.report.wall_time import split_wall_time, wall_time_note
 from muster.schedule.build import build_program
 from muster.simulate.breakdown import breakdown
 from muster.simulate.timeline import Event, Timeline, timeline_to_json
@@ -90,13 +91,15 @@ def finalize(
     write_text(run_dir / "timeline.json", json.dumps(timelines))
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     machine = {"device": _device_text(trainer, devices), "devices_per_node": per_node}
-    write_text(run_dir / "result.json", json.dumps(_result(losses, rows, machine)))
+    ended = time()
+    result = _result(losses, rows, machine) | {"wall_time": _wall_time(run_dir, ended)}
+    write_text(run_dir / "result.json", json.dumps(result))
     prompt, sample = _generate_sample(trainer, run_dir)
     notes = [data_wait_text(metrics)] if metrics else []
     if ALL_DATA in losses:
         notes.append(validation_text(losses))
     notes += further_notes
-    notes += filter(None, [restarts_note(run_dir)])
+    notes += filter(None, [restarts_note(run_dir), wall_time_note(run_dir, ended)])
     notes += _sample_notes(config, run_dir)
     data = ReportData(
         title=run_dir.name,
@@ -130,6 +133,11 @@ def _result(
     table = {row.label: {"unit": row.unit, "predicted": row.predicted, "measured": row.measured} for row in rows}
     metrics = null_non_finite(validation_metrics(losses))
     return {"version": 1, "metrics": metrics, "comparison": table, "machine": {**machine, "muster": __version__}}
+
+
+def _wall_time(run_dir: Path, ended: float) -> dict[str, float] | None:
+    found = split_wall_time(run_dir, ended)
+    return None if found is None else found.to_json()
 
 
 def data_wait_text(metrics: Sequence[dict]) -> str:

@@ -22,6 +22,7 @@ from muster.config.yaml_writer import write_atomically
 from muster.data.dataset import SampleStream, StreamHash, sample_digest
 from muster.launch.rank_errors import EXIT_STOPPED
 from muster.parallel.world import World, open_world
+from muster.report.wall_time import append_attempt, attempt_row
 from muster.schedule.build import build_program
 from muster.simulate.simulator import simulate
 from muster.spec.errors import ConfigError, MusterError
@@ -39,7 +40,7 @@ from muster.train.in_memory_checkpoint import LOAD_TIMEOUT, load_in_memory_check
 from muster.train.metrics import MetricsLog, metrics_row, write_text
 from muster.train.new_state import find_new_state
 from muster.train.post_validation import PostValidation
-from muster.train.run_directory import begin_attempt
+from muster.train.run_directory import begin_attempt, explain_write_errors
 from muster.train.schedule_refinement import refine_schedule_from_profile
 from muster.train.step_result import StepResult
 from muster.train.step_state import StepHooks
@@ -323,7 +324,14 @@ class TrainingLoop:
             self.trainer.restore(0, {"samples_consumed": 0})
         if self.is_main:
             begin_attempt(self.run_dir)
+            self._record_attempt()
             self.metrics.truncate_after(self.trainer.step_count)
+
+    def _record_attempt(self) -> None:
+        """Note when this attempt goes on, and which steps it repeats."""
+        row = attempt_row(self.started_at, time(), self.trainer.step_count, self.metrics.path)
+        with explain_write_errors(self.run_dir):
+            append_attempt(self.run_dir, row)
 
     def _load_in_memory_checkpoint(self) -> Manifest | None:
         """Load the in-memory checkpoint if it is the newest."""

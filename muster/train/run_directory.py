@@ -15,6 +15,7 @@ from muster.config.attempt_files import adopt_attempt_files
 from muster.config.routing_load_file import FILE_NAME as LOAD_FILE
 from muster.launch.rank_errors import error_path
 from muster.report.run_files import RESTARTS_FILE
+from muster.report.wall_time import ATTEMPTS_FILE
 from muster.spec.errors import MusterError
 from muster.train.tracking import TENSORBOARD, WANDB
 
@@ -101,9 +102,8 @@ def remove_previous_results(run_dir: Path, everything: bool = False) -> None:
     """
     doomed = [run_dir / name for name in ("report.html", "result.json", "timeline.json")]
     if everything:
-        doomed += [
-            run_dir / name for name in ("metrics.jsonl", LOAD_FILE, "samples.sha256", IDENTITY_FILE, RESTARTS_FILE)
-        ]
+        records = ("metrics.jsonl", LOAD_FILE, "samples.sha256", IDENTITY_FILE, RESTARTS_FILE, ATTEMPTS_FILE)
+        doomed += [run_dir / name for name in records]
         for folder in ("checkpoints", "failed", "logs", TENSORBOARD, WANDB):
             if (run_dir / folder).exists():
                 shutil.rmtree(run_dir / folder)

@@ -1,0 +1,104 @@
+"""Wall time of a run, split into steps that count and what attempts, failures and pauses took beside them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from muster.report.run_files import RESTARTS_FILE, read_metrics
+from muster.spec.formatting import format_fraction, format_seconds
+from muster.spec.units import pluralize
+
+ATTEMPTS_FILE = "attempts.jsonl"
+"""File of a run directory with a line for each attempt, written when its first step begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class WallTime:
+    """Seconds from the start of a run's first attempt to the end of its last; the parts add up to the total."""
+
+    total_s: float
+    productive_s: float
+    """Steps that count, each once (goodput)."""
+    lost_s: float
+    """Steps that were done again, because a failure came before they were saved."""
+    recovering_s: float
+    """From the last step that was logged before a failure to the first after its restart by the launcher."""
+    stopped_s: float
+    """The same where a person started the run again."""
+    other_s: float
+    """Start, validation, and waiting for checkpoints."""
+    restarts: int
+
+    def to_json(self) -> dict[str, float]:
+        """Return the parts as plain data."""
+        return asdict(self)
+
+
+def attempt_row(started: float, begins: float, step: int, metrics: Path) -> dict[str, Any]:
+    """Return an attempt's line of attempts.jsonl; call it before the metrics of steps to be repeated are dropped.
+
+    `started` is the time when its ranks were ready, `begins` that when its first step begins, after `step`; in seconds
+    since 1970.
+    """
+    repeated = [row for row in read_metrics(metrics) if row["step"] > step]
+    lost_steps = max((row["step"] for row in repeated), default=step) - step
+    return {
+        "started": started,
+        "begins": begins,
+        "step": step,
+        "lost_steps": lost_steps,
+        "lost_s": lost_steps * _mean_step_s(repeated),
+        "last_logged": metrics.stat().st_mtime if metrics.exists() else None,
+    }
+
+
+def append_attempt(run_dir: Path, row: Mapping[str, Any]) -> None:
+    """Append an attempt's line; raises OSError where that can't be done."""
+    with (run_dir / ATTEMPTS_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def split_wall_time(run_dir: Path, ended: float | None = None) -> WallTime | None:
+    """Return the parts of a run's wall time; None for runs without a step, and of versions that recorded no attempts.
+
+    `ended` is the end of the last attempt, in seconds since 1970; None: the last step that was logged.
+    """
+    attempts, metrics = read_metrics(run_dir / ATTEMPTS_FILE), run_dir / "metrics.jsonl"
+    rows = read_metrics(metrics)
+    if not attempts or not rows:
+        return None
+    first = attempts[0]
+    total_s = max(0.0, (metrics.stat().st_mtime if ended is None else ended) - first["started"])
+    productive_s = (rows[-1]["step"] - first["step"]) * _mean_step_s(rows)
+    restarts = [row["time"] for row in read_metrics(run_dir / RESTARTS_FILE)]
+    recovering_s = stopped_s = 0.0
+    for attempt in attempts[1:]:
+        since = attempt["last_logged"] or attempt["started"]
+        if any(since <= time <= attempt["begins"] for time in restarts):
+            recovering_s += attempt["begins"] - since
+        else:
+            stopped_s += attempt["begins"] - since
+    lost_s = sum(attempt["lost_s"] for attempt in attempts)
+    other_s = max(0.0, total_s - productive_s - lost_s - recovering_s - stopped_s)
+    return WallTime(total_s, productive_s, lost_s, recovering_s, stopped_s, other_s, len(restarts))
+
+
+def wall_time_note(run_dir: Path, ended: float | None = None) -> str | None:
+    """Return a sentence about the wall time of a run with several attempts; None for others."""
+    if len(read_metrics(run_dir / ATTEMPTS_FILE)) < 2 or (time := split_wall_time(run_dir, ended)) is None:
+        return None
+    parts = (
+        (time.productive_s, "productive"),
+        (time.lost_s, "lost (steps done again)"),
+        (time.recovering_s, f"recovering ({pluralize(time.restarts, 'restart')})"),
+        (time.stopped_s, "stopped until started again"),
+        (time.other_s, "start, validation and checkpoints"),
+    )
+    told = ", ".join(f"{format_fraction(part_s / time.total_s)} {name}" for part_s, name in parts if part_s)
+    return f"wall time {format_seconds(time.total_s)}: {told}"
+
+
+def _mean_step_s(rows: Sequence[Mapping[str, Any]]) -> float:
+    return sum(row["time/step"] for row in rows) / len(rows) if rows else 0.0
