@@ -10,10 +10,12 @@ from muster.api.verbs import predict
 from muster.parallel.cuda_graphs import graphs_note
 from muster.spec.cuda_graphs import require_static_shapes
 from muster.spec.errors import InfeasibleError
+from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.rules import repaired
 from muster.spec.supported import RUNTIME_RULES, unsupported_features
+from tests.parity import small_run
 from tests.ranks import run_ranks
 
 GRAPHS = {"cuda_graphs": True}
@@ -81,6 +83,13 @@ def test_a_plan_that_cant_be_captured_is_refused_with_one_sentence(name: str) ->
     (sentence,) = unsupported_features(plan)
     assert sentence.startswith("cuda_graphs with ")
     assert not unsupported_features(repaired(RUNTIME_RULES, plan))
+
+
+def test_a_refusal_names_the_same_plan_without_graphs() -> None:
+    plan = parse_plan_name("dp2-z1", Plan(micro_batch_size=1)).model_copy(update=GRAPHS)
+    config = small_run()
+    with pytest.raises(InfeasibleError, match=r"nearest: dp2-mb1-z1-bf16 \(without cuda_graphs\)"):
+        require_runnable(plan, config.model, config.workload, 2)
 
 
 def test_lengths_that_change_are_refused() -> None:

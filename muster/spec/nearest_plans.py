@@ -11,7 +11,7 @@ from muster.spec.mesh_axes import DEGREE_FIELDS, MESH_AXES, SUPPORTED_AXES
 from muster.spec.mesh_cuts import divisors
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
-from muster.spec.plan_name import format_plan_name
+from muster.spec.plan_name import format_plan_name, settings_beyond_name
 from muster.spec.rules import as_by_default, repaired
 from muster.spec.schedules import DEFAULT_SCHEDULE
 from muster.spec.supported import require_supported_model, runtime_rules, unsupported_features
@@ -33,8 +33,16 @@ def require_runnable(plan: Plan, model: ModelSpec, workload: Workload, world_siz
     for size in range(min(world_size, model.num_layers * workload.global_batch_size), 0, -1):
         if near := nearest_plans(plan, model, workload, size):
             where = "" if size == world_size else f" with {pluralize(size, 'process')}"
-            raise InfeasibleError(f"{sentence}; nearest{where}: {', '.join(map(format_plan_name, near))}")
+            raise InfeasibleError(f"{sentence}; nearest{where}: {', '.join(_name_beside(plan, one) for one in near)}")
     raise InfeasibleError(sentence)
+
+
+def _name_beside(plan: Plan, near: Plan) -> str:
+    """Return the name of a plan near another one, with what it lacks where the names alone look the same."""
+    name, own = format_plan_name(near), format_plan_name(plan)
+    lacks = [setting for setting in settings_beyond_name(plan) if setting not in settings_beyond_name(near)]
+    is_alike = name.partition("+")[0] == own.partition("+")[0]
+    return f"{name} (without {', '.join(lacks)})" if is_alike and lacks else name
 
 
 def nearest_plans(plan: Plan, model: ModelSpec, workload: Workload, world_size: int, limit: int = 3) -> list[Plan]:
