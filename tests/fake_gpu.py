@@ -209,6 +209,8 @@ class Watch(TorchDispatchMode):
         if func.namespace == "c10d":
             self._see_communication(func.overloadpacket.__name__, args)
             return func(*args, **kwargs)
+        if func.namespace == "symm_mem":  # of which a device in name only has no kernels
+            return self._see_symmetric_memory(func.overloadpacket.__name__, *args, **kwargs)
         name = str(func)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         devices = {x.device.type for x in tensors if x.dim() > 0}  # a scalar of the host goes with the launch
@@ -222,6 +224,19 @@ class Watch(TorchDispatchMode):
         if len(devices) > 1 and name not in _COPIES:
             self.strays.append(f"{name} in {caller()}")
         return func(*args, **kwargs)
+
+    def _see_symmetric_memory(self, name: str, x: Any, matrices: Any, *rest: Any, return_A: bool = True) -> Any:
+        """Note a fused operator as the collective that it is, and return results of its shapes."""
+        group = dist.distributed_c10d._resolve_process_group(rest[-1])
+        ranks, dim = tuple(dist.get_process_group_ranks(group)), rest[-2]
+        self.calls.append(Call(name, ranks, x.numel()))
+        shape = list(x.shape[:-1])
+        if name == "fused_matmul_reduce_scatter":
+            shape[dim] //= len(ranks)
+            return x.new_empty(*shape, matrices.shape[1])
+        shape[dim] *= len(ranks)
+        whole = x.new_empty(*shape, x.shape[-1]) if return_A else None
+        return whole, [x.new_empty(*shape, matrix.shape[1]) for matrix in matrices]
 
     def _see_sync(self) -> None:
         """Note a wait; a list is read element by element, in one wait."""

@@ -62,6 +62,7 @@ from muster.train.grouped_batches import GroupedStep, GroupReader
 from muster.train.prefetch import LocalBatch
 from muster.train.schedule_refinement import refine_schedule_from_profile
 from muster.train.trainer import Trainer
+from tests.emulated_symmetric_memory import gradients_out_of_order, symmetric_memory
 from tests.optim_ranks import plain_newton_schulz
 from tests.recorded_graphs import one_pair_for_all, recorded_graphs, stale_inputs
 
@@ -982,6 +983,8 @@ def routed_padding_counts() -> Iterator[None]:
 
 
 FAULTS = {
+    "symmetric memory": symmetric_memory,
+    "gradients out of order": gradients_out_of_order,
     "recorded graphs": recorded_graphs,
     "one pair of graphs for all": one_pair_for_all,
     "stale inputs of graphs": stale_inputs,

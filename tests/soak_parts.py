@@ -25,7 +25,13 @@ PARTS: dict[str, tuple[str, ...]] = {
     "experts": ("test_experts.py", "test_multi_token_prediction.py"),
     "parity": ("test_parity.py", "test_dropout.py", "test_verify.py", "test_post_validation.py", "test_extend.py"),
     "adapters": ("test_adapters.py", "test_small_states.py"),
-    "gpu": ("test_fake_gpu.py", "test_framework_traits.py", "test_executed_order.py", "test_cuda_graphs.py"),
+    "gpu": (
+        "test_fake_gpu.py",
+        "test_framework_traits.py",
+        "test_executed_order.py",
+        "test_cuda_graphs.py",
+        "test_symmetric_memory.py",
+    ),
     "gpu-benchmark": ("test_gpu_benchmark.py",),
     "gpu-schedules": (
         "test_fake_gpu.py::test_steps_of_every_schedule_with_each_kind_of_plan_wait_once_and_all_ranks_meet",

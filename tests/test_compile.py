@@ -89,7 +89,7 @@ def test_a_tensor_parallel_block_is_one_graph(sequence_parallel: bool, one_of_tw
 @pytest.mark.parametrize("kind", ["tp", "sp", "async"])
 def test_operators_of_tensor_parallelism_compute_what_its_functions_compute(kind: str, alone: None) -> None:
     """Outputs and gradients, bit by bit, also where some weights are frozen; and PyTorch's own checks of operators."""
-    axis = TensorAxis(dist.group.WORLD, 1, 0, kind != "tp", kind == "async")
+    axis = TensorAxis(dist.group.WORLD, 1, 0, kind != "tp", "ring" if kind == "async" else "none")
     q, k, o = nn.Linear(8, 6), nn.Linear(8, 4, bias=False), nn.Linear(6, 8)
     k.weight.requires_grad_(kind == "sp")
     q.bias.requires_grad_(kind != "tp")
@@ -112,7 +112,7 @@ def test_operators_of_tensor_parallelism_compute_what_its_functions_compute(kind
     assert all(seam is not None for seam in traceable)
     for plain, operator in zip(gradients(*seams), gradients(*traceable), strict=True):
         assert torch.equal(plain, operator)
-    names = axis.group.group_name, 1, 0, axis.sequence_parallel, axis.async_tp
+    names = axis.group.group_name, 1, 0, axis.sequence_parallel, axis.overlap
     weights = [one.weight for one in (q, k)]
     torch.library.opcheck(
         torch.ops.muster.column_parallel_linear.default, (x, weights, [q.bias], [True, False], *names)

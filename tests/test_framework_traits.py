@@ -254,6 +254,21 @@ def overlap_tp_grad_reduce(patch: pytest.MonkeyPatch) -> bool:
     return overlapped == 2 * MICRO_BATCHES * (2 * LAYERS + 1)
 
 
+def symmetric_memory(patch: pytest.MonkeyPatch) -> bool:
+    """A gather before each of a layer's two groups of columns and before the head, a reduce-scatter after each of its
+    two rows, whose gradient is gathered in the backward; where PyTorch has no such kernels, as many transfers."""
+    plan = {"plan": "tp2", "changes": {"default_strategy": {"sp": True, "tp_overlap": "async_tp"}}}
+    ring, counts = Counter(call.name for call in step.__wrapped__(**plan).calls), MICRO_BATCHES * LAYERS
+    with patch.context() as patched:
+        patched.setattr("muster.parallel.symmetric_memory.has_fused_operators", lambda device: True)
+        copied = Counter(call.name for call in step.__wrapped__(**plan).calls)
+    assert ring["send"] == ring["recv_"] == 6 * counts + MICRO_BATCHES
+    assert copied["fused_all_gather_matmul"] == 4 * counts + MICRO_BATCHES
+    assert copied["fused_matmul_reduce_scatter"] == 2 * counts
+    assert ring[GATHER] == copied[GATHER]
+    return "send" not in copied
+
+
 def blocking_launches(patch: pytest.MonkeyPatch) -> bool:
     return len(step("dp1").syncs) > 1
 
@@ -298,7 +313,8 @@ CHECKS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
         fused_loss, loss_keeps_gradient, early_stop_recompute, gathered_logits, dropout, fused_grad_accumulation,
         grad_bytes, all_reduce_grads, replica_reduce_once,
         overlap_grad_reduce, overlap_param_gather, per_parameter_collectives, broadcast_updates, overlap_p2p,
-        scatter_gather_p2p, joint_input_grad_reduce, overlap_tp_grad_reduce, blocking_launches, recasts_fp8,
+        scatter_gather_p2p, joint_input_grad_reduce, overlap_tp_grad_reduce, symmetric_memory, blocking_launches,
+        recasts_fp8,
     )
 }  # fmt: skip
 

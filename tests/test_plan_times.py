@@ -214,6 +214,16 @@ def test_collectives_in_parts_wait_less():
     assert 0.1 * whole < parts < 0.6 * whole
 
 
+def test_chunks_out_of_symmetric_memory_are_copied_and_added_on_the_device():
+    plan = Plan(tp=8, default_strategy=LayerStrategy(sp=True, tp_overlap="async_tp"))
+    (ring, _), (copied, _), (far, _) = (
+        step_parts(FrameworkTraits(symmetric_memory=copies), plan, cluster)
+        for copies, cluster in ((False, "8xh100"), (True, "8xh100"), (True, "8xa100-80-pcie"))
+    )
+    assert ring["F", 0] < copied["F", 0] < 1.2 * ring["F", 0]
+    assert far == step_parts(FrameworkTraits(), plan, "8xa100-80-pcie")[0]
+
+
 def test_gathering_rank_by_rank_grows_with_the_ranks():
     plan = Plan(dp_shard=64)
     whole = step_parts(FrameworkTraits(), plan, "64xa100")[1]["F", 0]["dp"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,10 @@ from torch import Tensor
 # PyTorch 2.13 warns of the older names on every run; 2.11 has no others.
 all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+TpOverlap = Literal["none", "ring", "symmetric_memory"]
+"""Overlap of tensor-parallel collectives with the matmuls beside them: none; chunks that travel in a ring; or chunks
+that ranks copy out of each other's symmetric memory."""
 
 
 @dataclass
@@ -181,9 +186,8 @@ class TensorAxis:
     index: int
     sequence_parallel: bool
     """The hidden state between layers is sharded along the sequence (sequence parallelism)."""
-    async_tp: bool = False
-    """All-gathers before and reduce-scatters after a linear layer run in a ring, overlapped with its matmuls (async
-    TP)."""
+    overlap: TpOverlap = "none"
+    """Overlap of all-gathers before and reduce-scatters after a linear layer with its matmuls (async TP)."""
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> PendingTensor:
         """Start an in-place all-reduce."""

@@ -29,6 +29,7 @@ from muster.model.loss import LossSums, softmax_gradient_
 from muster.model.norms import RmsNorm
 from muster.model.plugin_layer import PROJECT_IN, PROJECT_OUT
 from muster.parallel.axis import PendingTensor, TensorAxis
+from muster.parallel.symmetric_memory import all_gather_linears, row_backward, row_forward
 from muster.parallel.vocab_loss import exp_and_sums, local_rows, whole_vocab_loss
 from muster.parallel.weight_grad_store import WeightGradStore
 from muster.spec.model import ModelSpec
@@ -76,8 +77,9 @@ def linears_forward(
     axis: TensorAxis | None, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
     """Apply linear layers, column-parallel ones if there is an axis, to one hidden state."""
-    if axis and axis.async_tp:
-        return _ring_linears(axis, x, weights, biases)
+    if axis and axis.overlap != "none":
+        linears = all_gather_linears if axis.overlap == "symmetric_memory" else _ring_linears
+        return linears(axis, x, weights, biases)
     whole = axis.all_gather(x).wait() if axis and axis.sequence_parallel else x
     return tuple(_linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
@@ -138,9 +140,9 @@ def _linear_of_shard(
             torch.addmm(bias_O, shard_sD, weight_DO, out=output_SO[start:end])
 
 
-class _RingRowParallelLinear(torch.autograd.Function):
-    """Row-parallel linear layer whose output is reduce-scattered in a ring: a partial sum travels while the next shard
-    is multiplied. In the backward the shards of the gradient travel likewise."""
+class _OverlappedRowParallelLinear(torch.autograd.Function):
+    """Row-parallel linear layer whose output is reduce-scattered shard by shard: a partial sum travels while the next
+    shard is multiplied. In the backward the shards of the gradient travel likewise."""
 
     @staticmethod
     def forward(ctx: Any, axis: TensorAxis, weight_grads: WeightGradStore, x: Tensor, weight: Tensor) -> Tensor:
@@ -148,24 +150,28 @@ class _RingRowParallelLinear(torch.autograd.Function):
         ctx.weight_grads = weight_grads
         ctx.weight = weight  # not through save_for_backward, as in `_ParallelLinears`
         ctx.save_for_backward(x)
-        return ring_row_forward(axis, x, weight)
+        return overlapped_row_forward(axis, x, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        grad_x, grad_BSD = ring_row_backward(ctx.axis, x, ctx.weight, grads[0])
+        grad_x, grad_BSD = overlapped_row_backward(ctx.axis, x, ctx.weight, grads[0])
         grad_weight, _ = ctx.weight_grads.compute_or_defer(ctx.weight, None, x.flatten(0, -2), grad_BSD.flatten(0, -2))
         return None, None, grad_x, grad_weight
 
 
-def ring_row_forward(axis: TensorAxis, x: Tensor, weight: Tensor) -> Tensor:
+def overlapped_row_forward(axis: TensorAxis, x: Tensor, weight: Tensor) -> Tensor:
     """Return this rank's shard of a row-parallel linear layer's output."""
+    if axis.overlap == "symmetric_memory":
+        return row_forward(axis, x, weight)
     shards = x.unflatten(1, (axis.size, -1))
     return axis.ring_reduce_scatter(lambda rank: F.linear(shards[:, rank], weight))
 
 
-def ring_row_backward(axis: TensorAxis, x: Tensor, weight: Tensor, grad_BsD: Tensor) -> tuple[Tensor, Tensor]:
+def overlapped_row_backward(axis: TensorAxis, x: Tensor, weight: Tensor, grad_BsD: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of a row-parallel linear layer's input, and that of its whole output."""
+    if axis.overlap == "symmetric_memory":
+        return row_backward(axis, weight, grad_BsD)
     size = grad_BsD.shape[1]
     grad_BSD = grad_BsD.new_empty(len(x), axis.size * size, grad_BsD.shape[2])
     grad_x = x.new_empty(x.shape)
@@ -272,8 +278,8 @@ def row_parallel_linear(axis: TensorAxis | None, weight_grads: WeightGradStore, 
         return y if linear.bias is None else y.add_(linear.bias)
     if axis is None:
         return _ParallelLinears.apply(None, weight_grads, x, 1, linear.weight, linear.bias)[0]  # type: ignore[index]
-    if axis.async_tp:
-        y: Tensor = _RingRowParallelLinear.apply(axis, weight_grads, x, linear.weight)  # type: ignore[assignment]
+    if axis.overlap != "none":
+        y: Tensor = _OverlappedRowParallelLinear.apply(axis, weight_grads, x, linear.weight)  # type: ignore[assignment]
     else:
         y = _ReduceFromTensorParallelRegion.apply(
             axis, *_ParallelLinears.apply(None, weight_grads, x, 1, linear.weight, None)

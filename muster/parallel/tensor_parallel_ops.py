@@ -22,16 +22,16 @@ from muster.parallel.tensor_parallel import (
     linears_backward,
     linears_forward,
     normalize_sharded_projections,
+    overlapped_row_backward,
+    overlapped_row_forward,
     projection_norms_backward,
     projection_norms_forward,
-    ring_row_backward,
-    ring_row_forward,
     row_parallel_linear,
 )
 
 _LIBRARY = Library("muster", "FRAGMENT")
-AxisArguments = tuple[str, int, int, bool, bool]
-"""An axis as arguments of an operator: name of its group, size, index, sequence parallelism, async TP."""
+AxisArguments = tuple[str, int, int, bool, str]
+"""An axis as arguments of an operator: name of its group, size, index, sequence parallelism, overlap."""
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
@@ -56,7 +56,7 @@ def traceable_seam(seam: Any) -> Callable[..., Any] | None:
     None for any other function."""
     if not isinstance(seam, partial) or not seam.args or not isinstance(axis := seam.args[0], TensorAxis):
         return None
-    names = axis.group.group_name, axis.size, axis.index, axis.sequence_parallel, axis.async_tp
+    names = axis.group.group_name, axis.size, axis.index, axis.sequence_parallel, axis.overlap
     if seam.func is column_parallel_linear:
         return partial(_column_parallel_linear, names)
     if seam.func is row_parallel_linear:
@@ -95,10 +95,10 @@ def _column(
     size: int,
     index: int,
     sequence_parallel: bool,
-    async_tp: bool,
+    overlap: str,
 ) -> list[Tensor]:
     left = iter(biases)
-    axis = _axis(group, size, index, sequence_parallel, async_tp)
+    axis = _axis(group, size, index, sequence_parallel, overlap)
     return list(linears_forward(axis, x, weights, [next(left) if one else None for one in has_bias]))
 
 
@@ -118,7 +118,7 @@ def _column_backward(
     size: int,
     index: int,
     sequence_parallel: bool,
-    async_tp: bool,
+    overlap: str,
 ) -> list[Tensor]:
     """Return the gradients of the hidden state, of the weights and of the biases that are trained."""
 
@@ -126,7 +126,7 @@ def _column_backward(
         grad_weight = grad_NO.t() @ x_NI if trains_weight[index] else None
         return grad_weight, grad_NO.sum(0) if trains_bias[index] else None
 
-    axis = _axis(group, size, index, sequence_parallel, async_tp)
+    axis = _axis(group, size, index, sequence_parallel, overlap)
     grad_x, made = linears_backward(axis, x, weights, grads, param_grads)
     return [grad_x, *(one for kind in zip(*made, strict=True) for one in kind if one is not None)]
 
@@ -178,12 +178,10 @@ def _row_parallel_linear(names: AxisArguments, x: Tensor, linear: nn.Linear) -> 
 
 
 @_operator("row_parallel_linear")
-def _row(
-    x: Tensor, weight: Tensor, group: str, size: int, index: int, sequence_parallel: bool, async_tp: bool
-) -> Tensor:
-    axis = _axis(group, size, index, sequence_parallel, async_tp)
-    if async_tp:
-        return ring_row_forward(axis, x, weight)
+def _row(x: Tensor, weight: Tensor, group: str, size: int, index: int, sequence_parallel: bool, overlap: str) -> Tensor:
+    axis = _axis(group, size, index, sequence_parallel, overlap)
+    if overlap != "none":
+        return overlapped_row_forward(axis, x, weight)
     (y,) = linears_forward(None, x, [weight], [None])
     return (axis.reduce_scatter(y) if sequence_parallel else axis.all_reduce(y)).wait()
 
@@ -203,12 +201,12 @@ def _row_backward(
     size: int,
     index: int,
     sequence_parallel: bool,
-    async_tp: bool,
+    overlap: str,
 ) -> list[Tensor]:
     """Return the gradients of the input and, where it is trained, of the weight."""
-    axis = _axis(group, size, index, sequence_parallel, async_tp)
-    if async_tp:
-        grad_x, grad = ring_row_backward(axis, x, weight, grad)
+    axis = _axis(group, size, index, sequence_parallel, overlap)
+    if overlap != "none":
+        grad_x, grad = overlapped_row_backward(axis, x, weight, grad)
     else:
         grad = axis.all_gather(grad).wait() if sequence_parallel else grad
         grad_x = grad @ weight
@@ -263,9 +261,9 @@ def _norms(
     size: int,
     index: int,
     sequence_parallel: bool,
-    async_tp: bool,
+    overlap: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    axis = _axis(group, size, index, sequence_parallel, async_tp)
+    axis = _axis(group, size, index, sequence_parallel, overlap)
     q, k, *scales = projection_norms_forward(axis, widths, kv_copies, eps, q, k, q_weight, k_weight)
     return q, k, scales[0], scales[1]
 
@@ -286,9 +284,9 @@ def _norms_backward(
     size: int,
     index: int,
     sequence_parallel: bool,
-    async_tp: bool,
+    overlap: str,
 ) -> list[Tensor]:
-    axis = _axis(group, size, index, sequence_parallel, async_tp)
+    axis = _axis(group, size, index, sequence_parallel, overlap)
     return list(projection_norms_backward(axis, widths, kv_copies, grads, saved))
 
 

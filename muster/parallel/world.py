@@ -19,6 +19,7 @@ from muster.parallel.axis import ContextAxis, ExpertAxis, PipelineAxis, TensorAx
 from muster.parallel.flight_recorder import enable_flight_recorder
 from muster.parallel.gpu_settings import use_expandable_segments, use_full_float32
 from muster.parallel.process_groups import ProcessGroups
+from muster.parallel.symmetric_memory import overlap_of
 from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.plan import Plan
 from muster.spec.units import pluralize
@@ -51,8 +52,9 @@ class World:
         size = self.plan.mesh(self.at.pp).tp
         if size == 1:
             return None
-        chunked = strategy.tp_overlap == "async_tp"
-        return TensorAxis(self.groups.by_axis["tp"], size, self.at.tp, strategy.sp, chunked)
+        group = self.groups.by_axis["tp"]
+        overlap = overlap_of(group, self.device) if strategy.tp_overlap == "async_tp" else "none"
+        return TensorAxis(group, size, self.at.tp, strategy.sp, overlap)
 
     def context_axis(self) -> ContextAxis | None:
         """Return the context-parallel ranks of this one; None where a rank has whole sequences."""

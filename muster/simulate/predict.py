@@ -2,18 +2,21 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 from muster.config.optim_config import OptimConfig
 from muster.cost.flops import train_flops_per_token
 from muster.cost.memory.forecast import MEMORY_HEADROOM, MemoryForecast, forecast_memory
 from muster.cost.memory.memory_fixes import MemoryFix, memory_fixes
+from muster.cost.time.collectives import make_comm_group
 from muster.cost.time.cost_cache import CostCache
 from muster.cost.time.op_times import OpTimes
 from muster.cost.time.plan_times import data_ranks_by_kind, place_plan, plan_times
+from muster.cost.time.sublayer import copies_chunks
 from muster.cost.uncertainty import COVERAGE, ErrorInterval, step_time_interval
+from muster.layout.mesh import coordinates_of, rank_at
 from muster.schedule.action import Action, Kind
 from muster.schedule.build import build_program
 from muster.schedule.program import Program
@@ -222,6 +225,15 @@ class Prediction:
         """True if the plan's blocks are compiled."""
         return compiles(self.plan, self.model, self.cluster.device.kind, self.framework)
 
+    @property
+    def tp_overlap(self) -> Literal["ring", "symmetric_memory"] | None:
+        """Way of the chunks of asynchronous tensor parallelism on the first stage; None without it."""
+        if self.plan.default_strategy.tp_overlap == "none" or self.plan.mesh(0).tp == 1:
+            return None
+        ranks = [rank_at(self.plan, replace(coordinates_of(self.plan, 0), tp=tp)) for tp in range(self.plan.mesh(0).tp)]
+        copies = copies_chunks(self.framework, make_comm_group(self.cluster, ranks))
+        return "symmetric_memory" if copies else "ring"
+
     def interval_json(self) -> dict[str, Any] | None:
         """Return the interval of the step time as plain data."""
         found = self.interval
@@ -240,6 +252,7 @@ class Prediction:
             "cluster": self.cluster.name,
             "framework": self.framework.name,
             "compile": self.compiled,
+            "tp_overlap": self.tp_overlap,
             "devices": self.plan.world_size,
             "not_yet": self.not_yet,
             "seq_len": self.workload.seq_len,

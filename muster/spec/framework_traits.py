@@ -114,6 +114,9 @@ class FrameworkTraits(Frozen):
     """The all-reduce of a column-parallel input's gradient overlaps the weight gradients."""
     async_tp: bool = False
     """Tensor-parallel collectives are split and overlap the matmuls (asynchronous tensor parallelism)."""
+    symmetric_memory: bool = False
+    """Asynchronous tensor parallelism copies chunks out of other GPUs' memory, over NVLink within a node, and adds up
+    their partial sums in one pass (PyTorch's symmetric memory); otherwise they travel in a ring."""
     blocking_launches: bool = False
     """The host waits for each kernel before it launches the next (CUDA_LAUNCH_BLOCKING=1)."""
     cuda_graphs: bool = False

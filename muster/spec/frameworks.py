@@ -11,7 +11,8 @@ from muster.spec.suggest import did_you_mean
 
 # parallel/: z1 gathers before a stage's first pass and reduces after its last (fsdp.py, schedule/lower.py); gradients
 # of micro-batches are added by fully_shard, in float32; tensor-parallel sums of input gradients run beside the
-# weights' (tensor_parallel.py). model/: torch's fused RMSNorm and scaled_dot_product_attention, whose kernel for bf16
+# weights' (tensor_parallel.py); chunks of async_tp are copied out of symmetric memory where GPUs of a node reach each
+# other's (symmetric_memory.py). model/: torch's fused RMSNorm and scaled_dot_product_attention, whose kernel for bf16
 # is FlashAttention-2, for documents and windows by its variable-length interface (varlen_attention.py), with values
 # padded to the width of keys (latent_attention.py); operators one by one, or compiled block by block (compile.py),
 # never the loss, which keeps its gradient (loss.py). Blocks of a ring are merged in float32, operator by operator
@@ -38,6 +39,7 @@ MUSTER = FrameworkTraits(
     cp_grad_bytes=4,
     recasts_fp8=True,
     experts_in_tp_region=True,
+    symmetric_memory=True,
 )
 
 # Megatron-Core with the flags of NVIDIA's published runs: --use-distributed-optimizer, --overlap-grad-reduce and
@@ -48,7 +50,8 @@ MEGATRON = FrameworkTraits(name="megatron", storage="megatron", scatter_gather_p
 
 # torchtitan: fully_shard (distributed/fsdp), scaled_dot_product_attention; torch.compile of blocks and of the loss is
 # an option (compile.enable, compile.components), operators are eager without it; DTensor's tensor parallelism sums an
-# input's gradient after both matmuls of a linear layer's backward, since they are one autograd node.
+# input's gradient after both matmuls of a linear layer's backward, since they are one autograd node; its asynchronous
+# tensor parallelism is torch.compile's, which puts the operators of symmetric memory into the graph.
 TORCHTITAN = FrameworkTraits(
     name="torchtitan",
     attention="flash2",
@@ -58,6 +61,7 @@ TORCHTITAN = FrameworkTraits(
     fused_loss=None,
     fused_grad_accumulation=False,
     overlap_tp_grad_reduce=False,
+    symmetric_memory=True,
 )
 
 # DeepSpeed with Hugging Face Transformers' layers and FlashAttention-2: eager operators, RMSNorm and loss in float32

@@ -1,7 +1,8 @@
 """Building blocks of a layer's times: linear layers, elementwise operators, tensor-parallel collectives."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from muster.cost.precision_bytes import compute_bytes
 from muster.cost.time.collectives import CommGroup, all_gather_s, all_reduce_s, reduce_scatter_s
@@ -257,7 +258,7 @@ def add_tp_entry(at: LayerContext, part: SublayerCost, num_matmuls: int = 1) -> 
     hides_s = _overlapping_matmul_s(at) if at.framework.overlap_tp_grad_reduce else 0.0
     if at.strategy.sp:
         gather_s, scatter_s = all_gather_s(at.tp, size), reduce_scatter_s(at.tp, size)
-        _add_tp_collective(at, part.forward, gather_s)
+        _add_tp_collective(at, part.forward, gather_s, partial(gather_copies, num_matmuls=num_matmuls))
         part.input_grads.add_overlapped("tp", gather_s + scatter_s, 2 * hides_s)
     else:
         times = 1 if at.framework.joint_input_grad_reduce else num_matmuls
@@ -286,23 +287,47 @@ def add_tp_exit(at: LayerContext, part: SublayerCost) -> None:
         return
     size = at.hidden_bytes
     if at.strategy.sp:
-        _add_tp_collective(at, part.forward, reduce_scatter_s(at.tp, size))
-        _add_tp_collective(at, part.input_grads, all_gather_s(at.tp, size))
+        _add_tp_collective(at, part.forward, reduce_scatter_s(at.tp, size), scatter_copies)
+        _add_tp_collective(at, part.input_grads, all_gather_s(at.tp, size), partial(gather_copies, keeps_whole=True))
     else:
         part.forward.add_exposed("tp", all_reduce_s(at.tp, size))
 
 
-def _add_tp_collective(at: LayerContext, spent: PassCost, seconds: float) -> None:
+def _add_tp_collective(
+    at: LayerContext, spent: PassCost, seconds: float, copies: Callable[[int], tuple[int, int]]
+) -> None:
     """Add a collective before or after a matmul.
 
     With asynchronous tensor parallelism it is divided into chunks, and all but the first overlap with the matmul.
+    `copies` gives what symmetric memory adds on so many ranks (`gather_copies`).
     """
     if at.framework.async_tp or at.strategy.tp_overlap == "async_tp":
         first_s = seconds / at.tp.size
         spent.add_exposed("tp", first_s)
         spent.add_overlapped("tp", seconds - first_s, _overlapping_matmul_s(at))
+        if copies_chunks(at.framework, at.tp):
+            shards, kernels = copies(at.tp.size)
+            spent.add(stream_s(at.device, shards * at.hidden_bytes / at.tp.size), kernels)
     else:
         spent.add_exposed("tp", seconds)
+
+
+def copies_chunks(framework: FrameworkTraits, tp: CommGroup) -> bool:
+    """Return True if asynchronous tensor parallelism copies chunks out of symmetric memory: over NVLink."""
+    return framework.symmetric_memory and tp.num_domains == 1 and tp.intra_link.kind == "nvlink"
+
+
+def gather_copies(ranks: int, num_matmuls: int = 1, keeps_whole: bool = False) -> tuple[int, int]:
+    """Return the shards that a gather out of symmetric memory moves on the device itself, and the kernels that it adds:
+    a shard is copied to where others read it, and into the whole where that is kept; a matmul, a copy and three
+    barriers stand around each chunk or all of them (PyTorch, _pipelined_multi_all_gather_and_consume)."""
+    return 2 + 2 * keeps_whole, num_matmuls * (ranks - 1) + ranks + keeps_whole + 3
+
+
+def scatter_copies(ranks: int) -> tuple[int, int]:
+    """Return the same for a reduce-scatter, which adds up all ranks' partial sums in one pass; a copy and two barriers
+    follow each chunk but the rank's own (PyTorch, _pipelined_produce_and_all2all)."""
+    return ranks + 1, 4 * (ranks - 1) + 3
 
 
 def _overlapping_matmul_s(at: LayerContext) -> float:
