@@ -217,6 +217,7 @@ TOY_ROW = """    MeshAxis(
 """
 TOY_AXIS = {
     "spec/mesh_axes.py": ('    MeshAxis(\n        "tp",', TOY_ROW + '    MeshAxis(\n        "tp",'),
+    "spec/mesh.py": ("    cp: PositiveInt = 1\n", "    cp: PositiveInt = 1\n    uly: PositiveInt = 1\n"),
     "spec/plan.py": ("    cp: PositiveInt = 1\n", "    cp: PositiveInt = 1\n    uly: PositiveInt = 1\n"),
     "layout/mesh.py": ("    cp: int\n", "    cp: int\n    uly: int\n"),
 }
@@ -245,7 +246,7 @@ assert near and not any(one.uly > 1 for one in near)
 """
 
 
-def test_a_new_axis_touches_three_files(tmp_path):
+def test_a_new_axis_touches_four_files(tmp_path):
     shutil.copytree(ROOT / "muster", tmp_path / "muster", ignore=shutil.ignore_patterns("__pycache__"))
     for name, (old, new) in TOY_AXIS.items():
         path = tmp_path / "muster" / name
