@@ -31,6 +31,7 @@ from muster.planner.request import (
     build_request,
     with_expert_load,
     with_placed_experts,
+    with_tier_sizes,
 )
 from muster.planner.search_budget import SearchBudget
 from muster.planner.training_cost import (
@@ -103,6 +104,8 @@ def plan(
     compile: bool | None = None,
     expert_load: str | Path | None = None,
     fastest: bool = False,
+    host_memory: int | str | None = None,
+    disk: int | str | None = None,
     top: int = 5,
     effort: float = SEARCH_EFFORT,
     time_limit: float | None = None,
@@ -140,6 +143,8 @@ def plan(
         compile=compile,
         expert_load=expert_load,
         fastest=fastest,
+        host_memory=host_memory,
+        disk=disk,
     )
     return PlanResults(answer_request(asked, top, budget))
 
@@ -161,6 +166,8 @@ def plan_request(
     compile: bool | None = None,
     expert_load: str | Path | None = None,
     fastest: bool = False,
+    host_memory: int | str | None = None,
+    disk: int | str | None = None,
 ) -> PlanRequest:
     """Return the request that `plan` searches for. Raises ConfigError."""
     if objective not in OBJECTIVES:
@@ -170,7 +177,9 @@ def plan_request(
     require = re.sub(r"(^|-)([a-z]+) +(?=\d)", r"\1\2", require)  # `tp 2`, as answers have it, for `tp2`
     if precision is not None:
         require_text("precision", precision, "a precision such as bf16")
-    spec, devices = resolve_model(model), resolve_cluster(cluster)
+    spec = resolve_model(model)
+    sizes = _optional_bytes(host_memory, "--host-memory"), _optional_bytes(disk, "--disk")
+    devices = with_tier_sizes(resolve_cluster(cluster), *sizes)
     request = build_request(
         spec,
         devices,
@@ -181,7 +190,7 @@ def plan_request(
         objective=objective,
         precision=precision,
         fix=require,
-        memory_limit_bytes=None if memory_limit is None else parse_bytes(str(memory_limit), "--memory-limit"),
+        memory_limit_bytes=_optional_bytes(memory_limit, "--memory-limit"),
         runnable=not anticipate,
         framework=_resolve_framework(framework, devices),
         compile=compile,
@@ -189,7 +198,13 @@ def plan_request(
     check_batch_ramp(request.conditions, request.workload.global_batch_size)
     if expert_load is not None:
         request = with_expert_load(request, parse_routing_load(str(expert_load), spec))
-    return replace(request, tolerance=0.0) if fastest else request
+    searches_tiers = host_memory is not None or disk is not None
+    return replace(request, tolerance=0.0 if fastest else request.tolerance, searches_tiers=searches_tiers)
+
+
+def _optional_bytes(size: int | str | None, flag: str) -> int | None:
+    """Return a size in bytes, which text may give with a unit. Raises ConfigError."""
+    return None if size is None else parse_bytes(f"{size}B" if isinstance(size, int) else size, flag)
 
 
 def training_conditions(

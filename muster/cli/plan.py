@@ -122,6 +122,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     add("--memory-limit", metavar="SIZE", help="memory that may be used of each device, such as 70GB")
     add(
+        "--host-memory",
+        metavar="SIZE",
+        help="host memory of each node, such as 128G: optimizer state may lie in it",
+    )
+    add("--disk", metavar="SIZE", help="disk space of each node, such as 2T: optimizer state may lie on it")
+    add(
         "--anticipate",
         action="store_true",
         help="also search plans and models that can be predicted, but not trained yet",
@@ -253,6 +259,8 @@ def _request(args: argparse.Namespace) -> "PlanRequest":
             compile=args.compile,
             expert_load=args.expert_load,
             fastest=args.fastest,
+            host_memory=args.host_memory,
+            disk=args.disk,
         )
 
 

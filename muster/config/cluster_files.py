@@ -182,7 +182,8 @@ def _joined(data: dict[str, Any], place: KeyLocation) -> dict[str, Any]:
 
 def _usual_node(node: NodeShape) -> dict[str, Any]:
     """Return the properties that a group takes from its devices' usual node."""
-    return {name: getattr(node, name) for name in ("intra", "nics", "domain_nodes", "host_memory_bytes")}
+    names = ("intra", "nics", "domain_nodes", "host_memory_bytes", "host_update_bytes_per_s", "disk")
+    return {name: getattr(node, name) for name in names}
 
 
 def _device(data: Any, place: KeyLocation) -> Any:

@@ -3,6 +3,8 @@
 from muster.config.optim_config import OptimConfig
 from muster.cost.memory.param_shards import NO_PARAMS, stage_param_shards
 from muster.cost.precision_bytes import master_bytes
+from muster.spec.cluster import NodeGroup
+from muster.spec.device import DiskSpec
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 
@@ -14,6 +16,12 @@ machines; a measured one has its own rate."""
 DISK_BYTES_PER_S = 3e9
 """Bytes a second that a node reads from its disk, and writes to it: an NVMe drive behind PCI Express 4 (an assumption;
 data sheets say 5 to 7 GB/s of reads and 3 to 5 GB/s of lasting writes)."""
+
+
+def disk_rates(group: NodeGroup) -> tuple[float, float]:
+    """Return the bytes a second that a node reads from its disks, and writes to them."""
+    disk = group.disk or DiskSpec()
+    return disk.read_bytes_per_s or DISK_BYTES_PER_S, disk.write_bytes_per_s or DISK_BYTES_PER_S
 
 
 def host_updated_numels(spec: ModelSpec, plan: Plan, stage: int, optim: OptimConfig | None = None) -> list[int]:

@@ -23,6 +23,7 @@ from muster.planner.search_result import ROUNDING_TOLERANCE, SearchResult
 from muster.planner.simple_first import find_simplest
 from muster.planner.simplicity import PREDICTION_ERROR, simplest
 from muster.planner.space import is_admitted, used_axes
+from muster.planner.tiers import choose_tier, explain_no_tier, tier_words
 from muster.planner.training_cost import TrainingCost, training_cost
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import InfeasibleError
@@ -35,6 +36,12 @@ UNREQUIRED_TIME_SHARE = 0.3
 
 PART_EFFORT = 0.5
 """Work for each part of the cluster that may be faster alone, as a part of that of the search."""
+
+TIER_EFFORT = 1.0
+"""Work for the choice of the optimizer state's tier, where that is searched for, as a part of that of the search."""
+
+TIER_TIME_SHARE = 0.4
+"""Share of the time for it, where that is limited."""
 
 EXPLANATION_EFFORT = 1.0
 """Work for simpler plans, other families and reasons, as a part of that of the search."""
@@ -124,8 +131,16 @@ def answer_request(request: PlanRequest, top: int, budget: SearchBudget, explain
 
     Raises InfeasibleError, with the limit that binds, if there is no plan.
     """
+    if request.searches_tiers:
+        choice = choose_tier(request, budget.renew(TIER_EFFORT, TIER_TIME_SHARE))
+        if not choice.fits:
+            raise explain_no_tier(request)
+        request = choice.request
     search = find_best_plans(request, 2, budget.share(1.0, SEARCH_TIME_SHARE))
     if not search.result.best:
+        tiers = tier_words(request)[1:] if search.result.proven and not request.tier_word else ()
+        if tiers and (choice := choose_tier(request, budget.renew(TIER_EFFORT, TIER_TIME_SHARE), tiers)).fits:
+            return answer_request(choice.request, top, budget, explained)
         raise InfeasibleError(explain_no_plan(search.result, budget))
     search, whole = _search_parts(request, search, budget)
     unrequired = _without_requirement(request, budget) if explained and request.fixed_text else None

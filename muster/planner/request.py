@@ -12,6 +12,7 @@ from muster.cost.time.cost_cache import CostCache
 from muster.planner.simplicity import PREDICTION_ERROR, Simplicity, simplicity
 from muster.planner.training_cost import TrainingConditions, require_a_sequence
 from muster.spec.cluster import ClusterSpec
+from muster.spec.device import DiskSpec
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.formatting import format_bytes
 from muster.spec.framework_traits import FrameworkTraits
@@ -66,6 +67,10 @@ class PlanRequest:
     """Conditions of the whole training, such as failures."""
     optim: OptimConfig | None = None
     """Optimizer, with its moving average and what it freezes; None: AdamW of all parameters."""
+    searches_tiers: bool = False
+    """True if the tier of the optimizer's state is searched for, too; else that is done where nothing fits."""
+    tier_word: str = ""
+    """Word of a plan's name for the tier that was found; all plans have it."""
     derived_lines: tuple[str, ...] = ()
     """Line for each value that was left out and derived from others."""
     cost_cache: CostCache = field(default_factory=CostCache, compare=False, repr=False)
@@ -237,8 +242,29 @@ def refix_request(request: PlanRequest, name_parts: str) -> PlanRequest:
     """Return the request with other fixed parts of a plan's name."""
     fixed = fixed_fields(name_parts)
     kind = fixed.get("precision", "bf16" if "precision" in request.fixed else request.precision)
-    template = _template(fixed, kind).model_copy(update={"compile": request.base.compile})
+    tier = parse_name_parts(request.tier_word) if request.tier_word else {}
+    template = _template({**tier, **fixed}, kind).model_copy(update={"compile": request.base.compile})
     return replace(request, fixed=fixed, fixed_text=name_parts, precision=kind, template=template)
+
+
+def with_tier(request: PlanRequest, word: str) -> PlanRequest:
+    """Return the request for plans with this word of a tier, such as `oopt0.5`; none if it is empty."""
+    fields = parse_name_parts(word) if word else {}
+    strategy = request.base.default_strategy.model_copy(update=fields)
+    template = request.base.model_copy(update={"default_strategy": strategy})
+    return replace(request, template=template, tier_word=word, searches_tiers=False)
+
+
+def with_tier_sizes(cluster: ClusterSpec, host_memory_bytes: int | None, disk_bytes: int | None) -> ClusterSpec:
+    """Return the cluster with so much host memory and disk space on each node; None: as it is."""
+    changed: dict[str, Any] = {} if host_memory_bytes is None else {"host_memory_bytes": host_memory_bytes}
+    groups = []
+    for group in cluster.groups:
+        if disk_bytes is not None:
+            disk = group.disk or DiskSpec()
+            changed["disk"] = disk.model_copy(update={"capacity_bytes": disk_bytes})
+        groups.append(group.model_copy(update=changed))
+    return cluster.model_copy(update={"groups": tuple(groups)})
 
 
 def round_batch(target: float, num_devices: int) -> int:

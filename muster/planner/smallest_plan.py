@@ -40,10 +40,17 @@ class SmallestPlan:
     """Bytes that this rank may hold; infinite where that is unknown."""
     terms: dict[str, int]
     """Memory term → bytes at the peak."""
+    tiers: tuple[tuple[str, int, float], ...] = ()
+    """(`host memory` or `disk`, bytes that a rank keeps there, its share), where the share is known."""
 
     @property
     def fits(self) -> bool:
-        return self.peak_bytes <= self.limit_bytes
+        return self.peak_bytes <= self.limit_bytes and not self.full_tiers
+
+    @property
+    def full_tiers(self) -> list[tuple[str, int, float]]:
+        """Tiers that hold less than the plan keeps there."""
+        return [tier for tier in self.tiers if tier[1] > tier[2]]
 
     @property
     def name(self) -> str:
@@ -108,7 +115,12 @@ def _forecast(request: PlanRequest, plan: Plan, budget: MemoryBudget) -> Smalles
         return None
     limits = [budget.limit_bytes(one.rank) or inf for one in ranks]
     fullest, limit = max(zip(ranks, limits, strict=True), key=lambda pair: pair[0].terms.total / pair[1])
-    return SmallestPlan(plan, fullest.terms.total, limit, fullest.terms.by_name())
+    held = (
+        ("host memory", fullest.host_bytes, fullest.host_capacity_bytes),
+        ("disk", fullest.disk_bytes, fullest.disk_capacity_bytes),
+    )
+    tiers = tuple((name, size, share) for name, size, share in held if share is not None)
+    return SmallestPlan(plan, fullest.terms.total, limit, fullest.terms.by_name(), tiers)
 
 
 def helpful_changes(request: PlanRequest) -> Iterator[HelpfulChange]:
@@ -136,7 +148,7 @@ def _kinds(request: PlanRequest) -> Iterator[_Changes]:
         yield _all_memory
     yield _more_devices
     yield _shorter_sequences
-    if request.fixed.get("offload_optimizer", "none") == "none" and request.cluster.device.kind != "cpu":
+    if request.base.default_strategy.offload_optimizer == "none" and request.cluster.device.kind != "cpu":
         yield _optimizer_offload
 
 
@@ -210,6 +222,8 @@ def describe_need(request: PlanRequest) -> str:
     if smallest is None:
         return ""
     needs = f"needs {format_size(smallest.peak_bytes)} on a device {_limit_text(request, smallest)}"
+    for name, size, share in smallest.full_tiers:
+        needs += f", and {format_size(size)} of {name} for each device, whose share is {format_size(share)}"
     if smallest.fits:
         return f"{smallest.name} would fit: it {needs}"
     how = "as required" if "recompute" in request.fixed else "with every layer recomputed"

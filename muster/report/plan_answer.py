@@ -1,6 +1,7 @@
 """Answer of `muster plan`, for people and as JSON."""
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any
 
@@ -14,6 +15,7 @@ from muster.planner.search_result import COUNTERS, ROUNDING_TOLERANCE
 from muster.report.console import table_console
 from muster.report.plans import footprint_table, plan_json, plan_names, plan_table, unnamed_settings
 from muster.report.training import price_json, training_lines
+from muster.simulate.resource_load import busy_seconds
 from muster.spec.formatting import format_count, format_seconds
 from muster.spec.units import pluralize
 
@@ -42,6 +44,8 @@ def print_answer(answer: PlanAnswer, explain: bool) -> None:
     print()
     print("\n".join(plan_names(result.best)) + "\n")
     console.print(plan_table(result.best))
+    for line in _tier_lines(answer):
+        print(line)
     if answer.training_costs:
         print()
         console.print(footprint_table(answer.training_costs))
@@ -77,6 +81,36 @@ def _required_lines(answer: PlanAnswer) -> list[str]:
         f"{required}: {words} than what is found without it,",
         f"          {without.name}, {format_seconds(without.prediction.step_time_s)} a step",
     ]
+
+
+def _tier_lines(answer: PlanAnswer) -> list[str]:
+    """Return the rate of the first plan and what binds it, where it keeps optimizer state off its device."""
+    load = tier_load(answer)
+    if load is None:
+        return []
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in load.shares.items())
+    return [f"\nA token takes {format_seconds(load.s_per_token)}; {load.binds} binds. At work in a step: {shares}."]
+
+
+@dataclass(frozen=True, slots=True)
+class TierLoad:
+    """Work of compute, host and links under a plan."""
+
+    s_per_token: float
+    binds: str
+    """Resource with the most work."""
+    shares: dict[str, float]
+    """Resource → share of the step in which it works, on the rank where that is largest."""
+
+
+def tier_load(answer: PlanAnswer) -> TierLoad | None:
+    """Return the work of compute, host and links under the first plan; None where nothing leaves its device."""
+    first = answer.first.prediction
+    if not answer.request.tier_word and all(one.offload_optimizer == "none" for one in first.plan.strategies):
+        return None
+    shares = {name: time_s / first.step_time_s for name, time_s in busy_seconds(first.timeline).items()}
+    binds = max(shares, key=lambda name: shares[name])
+    return TierLoad(1 / first.tokens_per_s, binds, shares)
 
 
 def _part_lines(answer: PlanAnswer) -> list[str]:
@@ -197,6 +231,7 @@ def answer_json(answer: PlanAnswer, explain: bool) -> dict[str, Any]:
         "framework": request.framework.name,
         "compile": answer.first.prediction.compiled,
         "derived": list(request.derived_lines),
+        "tiers": asdict(load) if (load := tier_load(answer)) else None,
         "plans": [plan_json(number, *both) for number, both in enumerate(zip(result.best, footprints, strict=True), 1)],
         "fastest": plan_json(0, answer.fastest, None) if answer.fastest.plan != answer.first.plan else None,
         "why": [_reason_json(one) for one in answer.reasons],

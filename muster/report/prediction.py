@@ -93,12 +93,16 @@ def _fits(prediction: Prediction) -> str:
     if limit is None:
         return f"n/a (the device's memory is unknown); the fullest rank, {fullest.rank}, holds {_size(fullest)}"
     answer = "yes" if prediction.fits else "NO"
+    disk = next((rank for rank in prediction.forecast.ranks if rank.exceeds_disk), None)
     hosts = (rank for rank in prediction.forecast.ranks if rank.exceeds_host_memory)
     too_much = max(hosts, key=lambda rank: rank.host_bytes, default=None)
     host = ""
     if too_much is not None:
         share = format_bytes(int(too_much.host_capacity_bytes or 0))
         host = f"; rank {too_much.rank} offloads {format_bytes(too_much.host_bytes)}, its share of its host is {share}"
+    if disk is not None:
+        share = format_bytes(int(disk.disk_capacity_bytes or 0))
+        host += f"; rank {disk.rank} keeps {format_bytes(disk.disk_bytes)} on disk, its share of which is {share}"
     reserve = f"the reserve of plans is {format_bytes(prediction.memory_reserve_bytes)}"
     held = f"holds {_size(fullest)} of {format_bytes(limit)} ({reserve})"
     return f"{answer}: the fullest rank, {fullest.rank}, {held}{host}"

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from muster.spec.base import Frozen
-from muster.spec.device import DeviceSpec, LinkSpec, Nics
+from muster.spec.device import DeviceSpec, DiskSpec, LinkSpec, Nics
 
 
 class NodeGroup(Frozen):
@@ -22,6 +22,10 @@ class NodeGroup(Frozen):
     """Nodes that `intra` joins into one fabric, such as the 18 trays of NVL72."""
     host_memory_bytes: PositiveInt | None = None
     """Host memory of a node, beside the devices' own, for offloading; None where it is unknown."""
+    host_update_bytes_per_s: PositiveFloat | None = None
+    """Bytes a second that the cores of a node stream in updates of parameters; None: 112 GB/s is assumed."""
+    disk: DiskSpec | None = None
+    """Disks of a node for offloading; None where nothing is known of them."""
 
     @property
     def num_devices(self) -> int:
@@ -31,6 +35,12 @@ class NodeGroup(Frozen):
     def host_memory_per_device_bytes(self) -> float | None:
         """Host memory that each device of a node may offload to; None where it is unknown."""
         return None if self.host_memory_bytes is None else self.host_memory_bytes / self.devices_per_node
+
+    @property
+    def disk_per_device_bytes(self) -> float | None:
+        """Disk space that each device of a node may offload to; None where it is unknown."""
+        size = self.disk and self.disk.capacity_bytes
+        return None if size is None else size / self.devices_per_node
 
     @property
     def domain_devices(self) -> int:
@@ -141,10 +151,9 @@ def single_node_cluster(device: DeviceSpec, num_devices: int = 1) -> ClusterSpec
     memory."""
     intra = device.node.intra if device.node else SHARED_MEMORY_LINK
     nics = device.node.nics if device.node else None
-    host = device.node.host_memory_bytes if device.node else None
-    group = NodeGroup(
-        num_nodes=1, devices_per_node=num_devices, device=device, intra=intra, nics=nics, host_memory_bytes=host
-    )
+    names = ("host_memory_bytes", "host_update_bytes_per_s", "disk")
+    host = {name: getattr(device.node, name) for name in names} if device.node else {}
+    group = NodeGroup(num_nodes=1, devices_per_node=num_devices, device=device, intra=intra, nics=nics, **host)
     return ClusterSpec(name=f"{num_devices}x{device.name}", groups=(group,))
 
 

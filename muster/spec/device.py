@@ -139,6 +139,17 @@ class Nics(Frozen):
     """Cards per node."""
 
 
+class DiskSpec(Frozen):
+    """The disks of a node for optimizer state, all together."""
+
+    capacity_bytes: PositiveInt | None = None
+    """Bytes that they hold; None where that is unknown, which is no limit."""
+    read_bytes_per_s: PositiveFloat | None = None
+    """Bytes a second of long reads; None: 3 GB/s is assumed."""
+    write_bytes_per_s: PositiveFloat | None = None
+    """Bytes a second of long writes; None: 3 GB/s is assumed."""
+
+
 class NodeShape(Frozen):
     """A node: its devices, joined by `intra`; `domain_nodes` nodes share that fabric (NVL72: 18 trays of 4)."""
 
@@ -147,6 +158,8 @@ class NodeShape(Frozen):
     nics: Nics | None = None
     domain_nodes: PositiveInt = 1
     host_memory_bytes: PositiveInt | None = None
+    host_update_bytes_per_s: PositiveFloat | None = None
+    disk: DiskSpec | None = None
 
 
 DeviceSpec.model_rebuild()

@@ -44,6 +44,10 @@ class MachineRates(Frozen):
     host_bytes_per_s: PositiveFloat | None = None
     """Rate of copies between a device and pinned host memory while all devices copy, the slower way; None where the
     devices are the host's cores."""
+    disk_read_bytes_per_s: PositiveFloat | None = None
+    """Rate of long reads from the disk of the working directory, past the page cache; None where it wasn't measured."""
+    disk_write_bytes_per_s: PositiveFloat | None = None
+    """Rate of long writes to it, until they are on the disk."""
     overheads: dict[str, NonNegativeFloat] = {}
     """Seconds of work beside kernels and collectives: see `muster.cost.time.profiled_times`."""
     contention: dict[str, PositiveFloat] = {}

@@ -69,6 +69,8 @@ class RankForecast:
     """Host memory per device, the least of these ranks; None if unknown."""
     disk_bytes: int = 0
     """Its optimizer state on disk."""
+    disk_capacity_bytes: float | None = None
+    """Disk space per device, the least of these ranks; None if unknown."""
 
     @property
     def exceeds_host_memory(self) -> bool:
@@ -76,8 +78,13 @@ class RankForecast:
         return self.host_capacity_bytes is not None and self.host_bytes > self.host_capacity_bytes
 
     @property
+    def exceeds_disk(self) -> bool:
+        """True if what it keeps on disk exceeds its share."""
+        return self.disk_capacity_bytes is not None and self.disk_bytes > self.disk_capacity_bytes
+
+    @property
     def fits(self) -> bool | None:
-        if self.exceeds_host_memory:
+        if self.exceeds_host_memory or self.exceeds_disk:
             return False
         return None if self.capacity_bytes is None else self.terms.total <= self.capacity_bytes
 
@@ -102,7 +109,7 @@ class MemoryForecast:
     def fits(self) -> bool | None:
         """True if every rank fits; None if a device's memory is unknown."""
         found = [rank.fits for rank in self.ranks]
-        if any(rank.exceeds_host_memory for rank in self.ranks):
+        if any(rank.exceeds_host_memory or rank.exceeds_disk for rank in self.ranks):
             return False
         return None if None in found else all(found)
 
@@ -126,7 +133,7 @@ def forecast_memory(
     cache: InstructionMemoryCache = {}
     orders = allocation_orders(program)
     tightest = _tightest_ranks(plan, cluster)
-    shares = host_shares_bytes(plan, cluster)
+    shares, disk_shares = host_shares_bytes(plan, cluster), disk_shares_bytes(plan, cluster)
     for pp_rank, stages in enumerate(
         _stage_memory_by_pp_rank(model, plan, workload, cluster, framework, kernel_workspace, optim=optim)
     ):
@@ -151,6 +158,7 @@ def forecast_memory(
                 + max(memory.host_buffers for memory in stages.values()),
                 None if shares[pp_rank] == inf else shares[pp_rank],
                 sum(memory.disk_state for memory in stages.values()),
+                None if disk_shares[pp_rank] == inf else disk_shares[pp_rank],
             )
         )
     return MemoryForecast(tuple(found))
@@ -187,9 +195,40 @@ def peak_bytes_by_pp_rank(
     return found
 
 
+def offloaded_state_bytes(
+    model: ModelSpec,
+    plan: Plan,
+    workload: Workload,
+    cluster: ClusterSpec,
+    cache: StageMemoryCache | None = None,
+    framework: FrameworkTraits | None = None,
+    optim: OptimConfig | None = None,
+) -> list[tuple[int, int]]:
+    """Return the bytes of optimizer state and buffers in host memory, and on disk, by pipeline rank. `cache`, `optim`:
+    as in `peak_bytes_by_pp_rank`."""
+    held = _stage_memory_by_pp_rank(model, plan, workload, cluster, framework, cache=cache, optim=optim)
+    return [
+        (
+            sum(memory.host_state for memory in stages.values())
+            + max((memory.host_buffers for memory in stages.values()), default=0),
+            sum(memory.disk_state for memory in stages.values()),
+        )
+        for stages in held
+    ]
+
+
 def host_shares_bytes(plan: Plan, cluster: ClusterSpec) -> list[float]:
     """Return the host memory per device of each pipeline rank, the least of its ranks; infinite where unknown."""
-    shares = np.array([group.host_memory_per_device_bytes or inf for group in cluster.groups])
+    return _least_shares(plan, cluster, [group.host_memory_per_device_bytes for group in cluster.groups])
+
+
+def disk_shares_bytes(plan: Plan, cluster: ClusterSpec) -> list[float]:
+    """Return the disk space per device of each pipeline rank, the least of its ranks; infinite where unknown."""
+    return _least_shares(plan, cluster, [group.disk_per_device_bytes for group in cluster.groups])
+
+
+def _least_shares(plan: Plan, cluster: ClusterSpec, by_group: Sequence[float | None]) -> list[float]:
+    shares = np.array([share or inf for share in by_group])
     if cluster.is_uniform:
         return [float(shares[0])] * plan.pp
     return [float(np.min(shares[groups])) for groups in _node_groups_of(_ranks_by_pp_rank(plan), cluster)]

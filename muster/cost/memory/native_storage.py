@@ -158,9 +158,10 @@ class NativeStorage:
     def state_bytes(self, held: ParamShard) -> int:
         """Return the bytes held for some parameters during a backward.
 
-        Parameters, optimizer state, gradients, and gathered parameters if these are kept between passes.
+        Parameters, gradients, gathered parameters if these are kept between passes, and optimizer state unless some of
+        that isn't on the device.
         """
-        state = (held.shard_numel - held.frozen_shard_numel) * (self.optimizer > 0) * self.state_per_param
+        state = (held.shard_numel - held.frozen_shard_numel) * (not self.host_updated) * self.state_per_param
         sharded = (held.shard_numel + state) * self.master_size
         gathered = 0 if self.is_unsharded or self.zero == "z3" else held.unsharded_numel * self.compute_size
         return int(sharded) + self.gradients_of(held) + gathered
@@ -287,7 +288,7 @@ def memory_lower_bound(
 ) -> MemoryLowerBound:
     """Return the lower bound for a plan with all layers on one stage."""
     own = NativeStorage(spec, plan, workload, 0, optim)
-    state = own.state_bytes(own.param_shards.total)
+    state = own.state_bytes(own.param_shards.total) + (own.optimizer if own.host_updated else 0)
     freezes = optim is not None and bool(optim.freeze)  # whose gradients need no operands
     one_of_each = dict(zip(own.param_shards.layers, own.layers, strict=True))
     return MemoryLowerBound(

@@ -11,7 +11,7 @@ from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import mean_state_bytes, mean_update_bytes
 from muster.cost.activations import offloaded_activation_bytes
 from muster.cost.comm_volume import step_report_bytes
-from muster.cost.host_updates import DISK_BYTES_PER_S, HOST_UPDATE_BYTES_PER_S, host_part_copies, host_updated_numels
+from muster.cost.host_updates import HOST_UPDATE_BYTES_PER_S, disk_rates, host_part_copies, host_updated_numels
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.cost.sequence_slices import slice_workloads
 from muster.cost.time.collectives import CommGroup, all_reduce_s, p2p_s
@@ -284,12 +284,13 @@ def _host_update_times(setting: PlacedPlan) -> Iterator[tuple[tuple[str, int], f
         updated = update_bytes * float(numel) / parts
         if "disk" in setting.plan.host_update_tiers(stage, setting.model.num_layers):
             moved = state_bytes * float(numel) / parts
-            yield (Kind.READ_STATE, stage), moved * sharing / DISK_BYTES_PER_S
-            yield (Kind.WRITE_STATE, stage), moved * sharing / DISK_BYTES_PER_S
+            reads, writes = disk_rates(group)
+            yield (Kind.READ_STATE, stage), moved * sharing / reads
+            yield (Kind.WRITE_STATE, stage), moved * sharing / writes
         if device.kind == "cpu":
             yield (Kind.UPDATE, stage), stream_s(device, updated)
         else:
-            yield (Kind.UPDATE, stage), updated * sharing / HOST_UPDATE_BYTES_PER_S
+            yield (Kind.UPDATE, stage), updated * sharing / (group.host_update_bytes_per_s or HOST_UPDATE_BYTES_PER_S)
 
 
 def stage_p2p_times(setting: PlacedPlan) -> list[tuple[P2PTime, P2PTime] | None]:

@@ -212,9 +212,9 @@ class _StagePasses:
         yield Kind.RELOAD_PARAM, self.rates.kernel("copy", mean), {}
         if "disk" in self.plan.host_update_tiers(self.stage, self.model.num_layers):
             each = mean_state_bytes(self.optim, dict(parameter_shapes(self.model)), master_bytes(self.plan.precision))
-            moved_s = each * mean * self.plan.world_size / DISK_BYTES_PER_S
-            yield Kind.READ_STATE, moved_s, {}
-            yield Kind.WRITE_STATE, moved_s, {}
+            moved, machine = each * mean * self.plan.world_size, self.rates.machine
+            yield Kind.READ_STATE, moved / (machine.disk_read_bytes_per_s or DISK_BYTES_PER_S), {}
+            yield Kind.WRITE_STATE, moved / (machine.disk_write_bytes_per_s or DISK_BYTES_PER_S), {}
 
     def _overhead(self, kind: str) -> float:
         level = storage_level(self.plan, self.stage)
