@@ -11,12 +11,17 @@ from muster.checkpoint.initial_weights import load_initial_weights
 from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.model_directory import open_directory
 from muster.cli.main import main
+from muster.cli.memory_check import _forecast
 from muster.config.load_config import config_yaml, load_run_config
+from muster.config.named_model import load_model
+from muster.config.optim_config import OptimConfig
 from muster.parallel.inference import build_inference_decoder
-from muster.spec.adapters import AdapterSpec
+from muster.spec.adapters import ADAPTER_FREEZE, AdapterSpec
 from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
 from muster.spec.plan_name import parse_plan_name
+from muster.spec.workload import Workload
+from muster.train.memory_check import FAKE_KERNELS, measure_fake_rank
 from muster.train.resume_check import check_config_unchanged
 from tests.fine_tuning import write_base_model, write_dialogues
 from tests.test_parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, run
@@ -83,6 +88,28 @@ def test_adapters_train_as_in_one_process(cache: Path) -> None:
     check_found(plans[0] | LORA, good[0])
     check_found(plans[1] | LORA, good[1])
     assert max(rank["gradient_error"] for rank in bad) > 1e4 * GRADIENT_TOLERANCE
+
+
+@pytest.mark.parametrize("targets", ["q,v", "all-linear", "v,down"])
+def test_inputs_that_only_frozen_matrices_would_read_are_neither_saved_nor_forecast(targets: str) -> None:
+    adapter = AdapterSpec.model_validate({"target_modules": targets})
+    model = load_model("demo").model_copy(update={"adapter": adapter, "num_layers": 3})
+    plan, optim = parse_plan_name("dp1-mb4"), OptimConfig(lr=1e-3, freeze=ADAPTER_FREEZE)
+    workload = Workload(seq_len=256, global_batch_size=8)
+    (planned,) = _forecast(model, plan, workload, FAKE_KERNELS, optim).ranks
+    counted = measure_fake_rank(model, plan, workload, 0, optim).peak_bytes
+    assert counted <= planned.terms.total <= 1.03 * counted
+
+
+def test_memory_check_takes_a_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its model, step, optimizer and adapter are checked."""
+    run_file = tmp_path / "run.yaml"
+    step = "train: {seq_len: 128, global_batch_size: 4}\n"
+    run_file.write_text(f"model: tiny\nparallel: dp1-mb2\nadapter: {{r: 4}}\noptim: {{lr: 1.0e-3}}\n{step}")
+    assert main(["memory-check", "--plan", str(run_file)]) == 0
+    assert "tiny, plan dp1-mb2-bf16, sequences of 128 tokens" in capsys.readouterr().out
+    run_file.write_text("model: tiny\nparallel: auto\n")
+    assert main(["memory-check", "--plan", str(run_file)]) == 2
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -11,9 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from muster.api.verbs import predict
 from muster.cli.main import main
+from muster.config.local_machine import detect_machine
 from muster.probe import doctor
+from muster.probe.disk_rates import measure_disk
 from muster.probe.doctor import CHECKS, CheckResult, DoctorRequest, run_checks
+from muster.probe.doctor_plan import PlanNeed, check_plan
+from muster.spec.formatting import format_bytes
 
 
 def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -106,3 +111,36 @@ def test_each_problem_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "start NTP" in found["clocks"].sentence
     assert "GLOO_SOCKET_IFNAME is eth99, but this machine's interfaces are lo" in found["ports"].sentence
     assert found["files"].sentence == "a process may open only 256 files: raise the limit with `ulimit -n 1024`"
+
+
+def test_a_plan_is_held_against_memory_and_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a plan keeps in memory, host memory and on disk is that of its forecast."""
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text("preset: demo\nparallel: dp2-z3-ooptd-fp32\n")
+    cluster = detect_machine(2)
+    forecast = predict(None, cluster, run_file).forecast
+    need = PlanNeed("dp2-z3-ooptd", forecast, shares_memory=True)
+    total = sum(rank.num_ranks * (rank.terms.total + rank.host_bytes) for rank in forecast.ranks)
+    on_disk = sum(rank.num_ranks * rank.disk_bytes for rank in forecast.ranks)
+    assert total > 0
+    assert on_disk > 0
+    fits = list(check_plan(need, total, tmp_path))
+    assert [one.level for one in fits] == ["ok", "ok"]
+    assert format_bytes(on_disk) in fits[1].sentence
+    (short, _) = check_plan(need, total - 1, tmp_path)
+    assert short.level == "problem"
+    assert "take oopt0.5 or ooptd" in short.sentence
+    request = DoctorRequest(tmp_path, plan=need)
+    assert [one.check for one in run_checks(request, ["plan"])] == ["plan", "plan"]
+    devices = PlanNeed("dp2-z3-ooptd", predict(None, "2xrtx4090", run_file).forecast, shares_memory=False)
+    assert "on a device that has 23.6 GiB" in list(check_plan(devices, total, tmp_path))[-1].sentence
+    assert main(["doctor", "--model", "demo"]) == 2
+    assert "--model demo is of a plan" in capsys.readouterr().err
+
+
+def test_a_disk_is_measured_where_files_can_be_written(tmp_path: Path) -> None:
+    found = measure_disk(tmp_path, 1 << 22)
+    assert found is not None
+    assert min(found) > 0
+    assert not list(tmp_path.iterdir())
+    assert measure_disk(tmp_path / "missing") is None

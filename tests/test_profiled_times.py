@@ -4,6 +4,7 @@ import pytest
 
 from muster.config.cluster_files import load_cluster
 from muster.cost.flops import forward_flops_per_token
+from muster.cost.host_updates import disk_rates
 from muster.cost.time.plan_times import plan_times
 from muster.cost.time.profiled_times import overhead_name, profiled_times
 from muster.cost.time.rate_interpolation import RateInterpolator
@@ -180,11 +181,18 @@ def test_a_measured_machine_runs_any_number_of_ranks_on_its_cores():
 def test_a_profile_is_a_cluster_file(tmp_path):
     from muster.probe.profile import cluster_from_rates, cluster_text, summary
 
-    cluster = cluster_from_rates(machine({"z1 F base": 1e-4}))
+    disk = {"disk_read_bytes_per_s": 6e9, "disk_write_bytes_per_s": 2e9}
+    rates = machine({"z1 F base": 1e-4}).model_copy(update=disk)
+    cluster = cluster_from_rates(rates)
     (tmp_path / "machine.yaml").write_text(cluster_text(cluster))
     read = load_cluster(str(tmp_path / "machine.yaml"))
     assert isinstance(read, ClusterSpec)
     assert isinstance(read.groups[0], NodeGroup)
     assert read == cluster
-    assert read.device.rates == machine({"z1 F base": 1e-4})
+    assert read.device.rates == rates
+    assert disk_rates(read.groups[0]) == (6e9, 2e9)
     assert "2 cores" in summary(read)
+    assert "6.00 GB/s read and 2.00 GB/s written" in summary(read)
+    plan = parse_plan_name("dp1-ooptd-fp32")
+    times = plan_times(SMALL, plan, WORKLOAD, read)
+    assert times.seconds["WRITE_STATE", 0] == pytest.approx(3 * times.seconds["READ_STATE", 0])

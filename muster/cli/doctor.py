@@ -1,11 +1,17 @@
 """`muster doctor`: check that this machine can train."""
 
+import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from muster.cli.node_flags import add_node_flags, nodes_request
-from muster.cli.parser import Parser, positive_int
+from muster.cli.parser import Parser, positive_int, sequence_length
+from muster.spec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from muster.probe.doctor_plan import PlanNeed
 
 _MARKS = {"ok": "ok      ", "note": "note    ", "problem": "PROBLEM "}
 """Prefixes of the lines of each level."""
@@ -28,13 +34,21 @@ def run(arguments: list[str]) -> int:
     parser.add_argument(
         "--time-limit", type=positive_int, default=60, metavar="S", help="seconds for each check (default: 60)"
     )
+    parser.add_argument(
+        "--plan",
+        metavar="PLAN",
+        help="plan whose memory and disk are to be there: a name such as dp2-z3-ooptd, a plan file, or a run file",
+    )
+    parser.add_argument("--model", metavar="M", help="with --plan: the model, where that is no run file")
+    parser.add_argument("--seq-len", type=sequence_length, metavar="S", help="with --plan: tokens per sequence")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_node_flags(parser)
     args = parser.parse(arguments)
     nodes = nodes_request(args)
     from muster.probe.doctor import DoctorRequest, run_checks
 
-    request = DoctorRequest(args.run, args.ranks or (1 if nodes else 2), args.time_limit)
+    need = _plan_need(args, nodes.num_nodes if nodes else 1)
+    request = DoctorRequest(args.run, args.ranks or (1 if nodes else 2), args.time_limit, need)
     if nodes is None:
         findings = run_checks(request)
     else:
@@ -54,3 +68,24 @@ def run(arguments: list[str]) -> int:
     else:
         print("all is well")
     return 1 if problems else 0
+
+
+def _plan_need(args: argparse.Namespace, nodes: int) -> "PlanNeed | None":
+    """Return the memory of the plan that is to fit on nodes like this one; None where none is given."""
+    if args.plan is None:
+        for flag, value in (("--model", args.model), ("--seq-len", args.seq_len)):
+            if value is not None:
+                raise ConfigError(f"{flag} {value} is of a plan: add --plan, such as --plan dp2-z3-ooptd")
+        return None
+    from muster.api.inputs import resolve_plan_input
+    from muster.api.verbs import predict
+    from muster.config.local_machine import detect_machine
+    from muster.probe.doctor_plan import PlanNeed
+    from muster.spec.plan_name import format_plan_name
+
+    given = resolve_plan_input(args.plan)
+    if given.is_auto:
+        raise ConfigError(f"--plan {args.plan} leaves its plan open (auto), which fits where one is found: name a plan")
+    cluster = detect_machine(given.plan.world_size, nodes)
+    found = predict(args.model, cluster, args.plan, seq_len=args.seq_len)
+    return PlanNeed(format_plan_name(found.plan), found.forecast, cluster.device.shared_cores is not None, nodes)

@@ -11,6 +11,7 @@ from muster.cli.parser import Parser, positive_int, sequence_length
 from muster.spec.errors import ConfigError
 
 if TYPE_CHECKING:
+    from muster.config.optim_config import OptimConfig
     from muster.cost.memory.forecast import MemoryForecast
     from muster.spec.model import ModelSpec
     from muster.spec.plan import Plan
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 TOLERANCE = 0.03
 """Allowed relative difference."""
+DEFAULT_SEQ_LEN = 2048
 DEFAULT_MICRO_BATCHES = 2
 """Micro-batches per pipeline rank, if not given."""
 
@@ -40,18 +42,22 @@ class RankComparison:
 def run(arguments: list[str]) -> int:
     """Compare. Returns the exit code: 1 when a rank differs by more than the tolerance."""
     args = _parse(arguments)
-    from muster.config.named_model import load_model
+    from muster.api.inputs import resolve_plan_input, resolve_planned_model
     from muster.spec.nearest_plans import require_runnable
-    from muster.spec.plan_name import parse_plan_name
     from muster.spec.workload import Workload
 
-    model, plan = load_model(args.model), parse_plan_name(args.plan)
+    given = resolve_plan_input(args.plan)
+    model, plan = resolve_planned_model(args.model, args.plan, given), given.plan
+    if given.is_auto:
+        raise ConfigError(f"--plan {args.plan} leaves its plan open (auto): name a plan in it, or give another")
     count = args.micro_batches or DEFAULT_MICRO_BATCHES * plan.pp
     batch = plan.mesh(0).dp_size * plan.micro_batch_size * count
-    workload = Workload(seq_len=args.seq_len, global_batch_size=batch)
+    if args.micro_batches is None and given.global_batch_size is not None:
+        batch = given.global_batch_size
+    workload = Workload(seq_len=args.seq_len or given.seq_len or DEFAULT_SEQ_LEN, global_batch_size=batch)
     require_runnable(plan, model, workload, plan.world_size)
-    found = list(_compare(model, plan, workload, args.on_device))
-    _print(found, plan, args)
+    found = list(_compare(model, plan, workload, args.on_device, given.optim))
+    _print(found, model.name, workload.seq_len, plan, args)
     return 0 if all(abs(one.difference) <= TOLERANCE for one in found) else 1
 
 
@@ -65,34 +71,46 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", metavar="M", help="model: a name such as llama3-8b, or a file")
-    add("--plan", metavar="PLAN", help="a plan's name, such as dp8-tp4-pp2")
-    add("--seq-len", type=sequence_length, default=2048, metavar="S", help="tokens per sequence (default: 2048)")
+    add(
+        "--plan",
+        metavar="PLAN",
+        help="plan: a name such as dp8-tp4-pp2, a plan file, or a run file, with its model, step and optimizer",
+    )
+    add(
+        "--seq-len",
+        type=sequence_length,
+        metavar="S",
+        help=f"tokens per sequence (default: the run file's, else {DEFAULT_SEQ_LEN})",
+    )
     add(
         "--micro-batches",
         type=positive_int,
         metavar="N",
-        help=f"micro-batches per step (default: {DEFAULT_MICRO_BATCHES} per pipeline rank)",
+        help=f"micro-batches per step (default: the run file's, else {DEFAULT_MICRO_BATCHES} per pipeline rank)",
     )
     add("--on-device", action="store_true", help="run the plan's ranks as real processes on this machine")
     add("--json", action="store_true", help="print one JSON object")
     args = parser.parse(arguments)
-    for flag, example in (("model", "llama3-8b"), ("plan", "dp8-tp4-pp2")):
-        if getattr(args, flag) is None:
-            raise ConfigError(f"--{flag} is missing: expected for example --{flag} {example}")
+    if args.plan is None:
+        raise ConfigError("--plan is missing: expected for example --plan dp8-tp4-pp2, or a run file")
     return args
 
 
-def _compare(model: "ModelSpec", plan: "Plan", workload: "Workload", real: bool) -> Iterator[RankComparison]:
+def _compare(
+    model: "ModelSpec", plan: "Plan", workload: "Workload", real: bool, optim: "OptimConfig | None"
+) -> Iterator[RankComparison]:
     """Yield each pipeline rank's forecast and count."""
     check = import_torch_module("muster.train.memory_check")
-    found = _forecast(model, plan, workload, None if real else check.FAKE_KERNELS)
-    counted = check.measure_real_ranks(model, plan, workload) if real else []
+    found = _forecast(model, plan, workload, None if real else check.FAKE_KERNELS, optim)
+    counted = check.measure_real_ranks(model, plan, workload, optim) if real else []
     for one in found.ranks:
-        accounting = counted[one.rank] if real else check.measure_fake_rank(model, plan, workload, one.rank)
+        accounting = counted[one.rank] if real else check.measure_fake_rank(model, plan, workload, one.rank, optim)
         yield RankComparison(one.rank, one.peak_instruction, one.terms.total, accounting.peak_bytes)
 
 
-def _forecast(model: "ModelSpec", plan: "Plan", workload: "Workload", kernels: object) -> "MemoryForecast":
+def _forecast(
+    model: "ModelSpec", plan: "Plan", workload: "Workload", kernels: object, optim: "OptimConfig | None"
+) -> "MemoryForecast":
     """Return the forecast for CPU ranks; `kernels` replaces the workspace of kernels, which fake tensors don't have."""
     from muster.cost.memory.forecast import forecast_memory
     from muster.schedule.build import build_program
@@ -101,10 +119,11 @@ def _forecast(model: "ModelSpec", plan: "Plan", workload: "Workload", kernels: o
 
     cluster = single_node_cluster(DeviceSpec(name="cpu", kind="cpu"), plan.world_size)
     program = build_program(plan, model, workload)
-    return forecast_memory(model, plan, workload, cluster, program, kernel_workspace=kernels)  # type: ignore[arg-type]
+    own = model, plan, workload, cluster, program
+    return forecast_memory(*own, kernel_workspace=kernels, optim=optim)  # type: ignore[arg-type]
 
 
-def _print(found: list[RankComparison], plan: "Plan", args: argparse.Namespace) -> None:
+def _print(found: list[RankComparison], model: str, seq_len: int, plan: "Plan", args: argparse.Namespace) -> None:
     from muster.spec.formatting import format_bytes
     from muster.spec.plan_name import format_plan_name
 
@@ -122,7 +141,7 @@ def _print(found: list[RankComparison], plan: "Plan", args: argparse.Namespace) 
         print(json.dumps({"version": 1, "plan": format_plan_name(plan), "real": args.on_device, "ranks": ranks}))
         return
     how = "real processes" if args.on_device else f"one process that simulates {plan.world_size} ranks"
-    print(f"{args.model}, plan {format_plan_name(plan)}, sequences of {args.seq_len:,} tokens, counted with {how}")
+    print(f"{model}, plan {format_plan_name(plan)}, sequences of {seq_len:,} tokens, counted with {how}")
     for one in found:
         print(
             f"rank {one.rank:<5} forecast {format_bytes(one.forecast_bytes):>9}, PyTorch counts"

@@ -167,7 +167,7 @@ def layer_activation_bytes(sizes: PassSizes, layer: int, recompute: Recompute, a
         return sizes.hidden_bytes + _every_second_matmul_bytes(sizes, layer)
     scores = attention_score_bytes(sizes) if attention_kernel != "flash" else 0
     total = layer_norm_saved_bytes(sizes) + attention_activation_bytes(sizes, layer) + saved_mlp_bytes(sizes, layer)
-    total += adapter_saved_bytes(sizes)
+    total += adapter_saved_bytes(sizes) - _unread_input_bytes(sizes, layer, recompute)
     if recompute == "core_attention":
         return total - tokens * own.num_heads * master_bytes(precision)
     if recompute == "elementwise":
@@ -190,6 +190,24 @@ def adapter_saved_bytes(sizes: PassSizes) -> int:
         widths = {"q": q, "k": kv, "v": kv, "gate": own.intermediate_size, "up": own.intermediate_size}
         rows = sum(widths.get(name, hidden) for name in targets)
     return ((numbers + rows) * sizes.tokens + 2 * rows) * compute_bytes(sizes.precision)
+
+
+def _unread_input_bytes(sizes: PassSizes, layer: int, recompute: Recompute) -> int:
+    """Return the bytes of inputs of linear layers that nothing saves where adapters alone are trained: a frozen matrix
+    needs no input in its backward, and only an adapter's A does.
+
+    They are the outputs of both norms and the gated activation; attention saves its output anyhow. Under tensor
+    parallelism they are saved all the same, with the gathered input, as linear layers are there; of elementwise
+    recompute none are.
+    """
+    adapter, own = sizes.model.adapter, sizes.local_model
+    is_plain = own.mla is None and not own.has_linear_attention(layer) and not own.has_experts(layer)
+    if adapter is None or recompute == "elementwise" or sizes.mesh.tp > 1 or not is_plain:
+        return 0
+    has_mlp_input = sizes.sequence_tiles > 1 or bool({"gate", "up"} & {*adapter.target_modules})
+    normed = (not {"q", "k", "v"} & {*adapter.target_modules}) + (not has_mlp_input)
+    inner = 0 if sizes.sequence_tiles > 1 or "down" in adapter.target_modules else mlp_inner_bytes(sizes, layer)
+    return normed * own.has_pre_norms * sizes.hidden_bytes + inner
 
 
 def _plugin_layer_trace(sizes: PassSizes) -> LayerTrace | None:

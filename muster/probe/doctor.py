@@ -1,4 +1,5 @@
-"""Checks of `muster doctor`: versions, memory, disk, leftover checkpoints, clocks, ports, file limits, GPUs, ranks.
+"""Checks of `muster doctor`: versions, memory, disk, leftover checkpoints, clocks, ports, file limits, GPUs, ranks, and
+what a plan needs.
 
 Each check runs within a time limit. This module needs no torch; a check that needs PyTorch reports that it is missing.
 """
@@ -22,6 +23,7 @@ from pathlib import Path
 from muster.checkpoint.in_memory.directory import find_orphaned
 from muster.probe.check_result import CheckResult, note, ok, problem
 from muster.probe.doctor_gpus import check_gpus
+from muster.probe.doctor_plan import PlanNeed, check_plan
 
 GIB, MIB = 1 << 30, 1 << 20
 MIN_FREE_BYTES = GIB
@@ -42,6 +44,8 @@ class DoctorRequest:
     ranks: int = 2
     limit_s: float = 60.0
     """Seconds for each check."""
+    plan: PlanNeed | None = None
+    """Plan that is to fit; None: none was given."""
 
 
 Check = Callable[[DoctorRequest], Iterator[CheckResult]]
@@ -49,7 +53,7 @@ Check = Callable[[DoctorRequest], Iterator[CheckResult]]
 
 def run_checks(request: DoctorRequest, names: Collection[str] | None = None) -> Iterator[CheckResult]:
     """Run the checks of these names (None: all) one after the other; one that exceeds the time limit is a problem."""
-    for name, check in CHECKS.items():
+    for name, check in {**CHECKS, **({"plan": _plan} if request.plan is not None else {})}.items():
         if names is not None and name not in names:
             continue
         found: list[CheckResult] = []
@@ -94,17 +98,28 @@ def _versions(request: DoctorRequest) -> Iterator[CheckResult]:
 
 
 def _memory(request: DoctorRequest) -> Iterator[CheckResult]:
+    total, free = _memory_bytes()
+    sentence = f"{free / GIB:.1f} of {total / GIB:.1f} GiB of memory are free"
+    if free < MIN_FREE_BYTES:
+        yield problem("memory", f"{sentence}: end other programs, or use a machine with more memory")
+    else:
+        yield ok("memory", sentence)
+
+
+def _plan(request: DoctorRequest) -> Iterator[CheckResult]:
+    if request.plan is not None:
+        yield from check_plan(request.plan, _memory_bytes()[1], _existing_parent(request.run_dir))
+
+
+def _memory_bytes() -> tuple[int, int]:
+    """Return the bytes of the machine's memory, or of the container's, and those that are free."""
     rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     total, free = (int(rows[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     limit = _cgroup_memory_limit()
     if limit is not None and limit < total:
         total = limit
         free = min(free, limit)
-    sentence = f"{free / GIB:.1f} of {total / GIB:.1f} GiB of memory are free"
-    if free < MIN_FREE_BYTES:
-        yield problem("memory", f"{sentence}: end other programs, or use a machine with more memory")
-    else:
-        yield ok("memory", sentence)
+    return total, free
 
 
 def _cgroup_memory_limit() -> int | None:

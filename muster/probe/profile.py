@@ -14,7 +14,7 @@ from muster.cost.time.plan_times import HOST_LINK_EFFICIENCY
 from muster.launch.launcher import launch, rank_command
 from muster.probe.profile_worker import QUICK_FILE, RATES_FILE
 from muster.spec.cluster import ClusterSpec, NodeGroup
-from muster.spec.device import DeviceSpec, LinkSpec
+from muster.spec.device import DeviceSpec, DiskSpec, LinkSpec
 from muster.spec.errors import MusterError
 from muster.spec.machine_rates import MachineRates
 from muster.spec.plan import Precision
@@ -30,7 +30,7 @@ def profile(output: Path, num_ranks: int | None, quick: bool = False) -> Cluster
     """
     _require_writable(output)
     ranks = num_ranks or default_num_ranks()
-    with tempfile.TemporaryDirectory(prefix="muster-profile-") as place:
+    with tempfile.TemporaryDirectory(prefix=".muster-profile-", dir=output.absolute().parent) as place:
         folder = Path(place)
         if quick:
             (folder / QUICK_FILE).touch()
@@ -80,7 +80,13 @@ def cluster_from_rates(machine: MachineRates) -> ClusterSpec:
         latency_s=smallest[2] if smallest else 1e-5,
         efficiency=1.0,
     )
-    group = NodeGroup(num_nodes=1, devices_per_node=machine.cores or machine.ranks, device=device, intra=link)
+    disk = None
+    if machine.disk_read_bytes_per_s is not None:
+        disk = DiskSpec(
+            read_bytes_per_s=machine.disk_read_bytes_per_s, write_bytes_per_s=machine.disk_write_bytes_per_s
+        )
+    devices = machine.cores or machine.ranks
+    group = NodeGroup(num_nodes=1, devices_per_node=devices, device=device, intra=link, disk=disk)
     return ClusterSpec(name=f"{device.name} measured {datetime.now(UTC):%Y-%m-%d}", groups=(group,))
 
 
@@ -127,6 +133,9 @@ def summary(cluster: ClusterSpec) -> str:
     lines.append(f"memory       {(device.memory_bandwidth_bytes_per_s or 0) / 1e9:,.1f} GB/s copied, read and written")
     if device.rates.host_bytes_per_s is not None:
         lines.append(f"host link    {device.rates.host_bytes_per_s / 1e9:,.1f} GB/s to pinned memory and back")
+    if device.rates.disk_read_bytes_per_s is not None and device.rates.disk_write_bytes_per_s is not None:
+        reads, writes = device.rates.disk_read_bytes_per_s / 1e9, device.rates.disk_write_bytes_per_s / 1e9
+        lines.append(f"disk         {reads:,.2f} GB/s read and {writes:,.2f} GB/s written, past the page cache")
     for name, points in device.rates.collectives.items():
         ranks, count, time_s = max(points, key=lambda point: point[:2])
         lines.append(f"{name:12} {count / time_s / 1e9:,.2f} GB/s over {ranks} ranks with {count >> 20} MiB each")

@@ -14,6 +14,9 @@ from muster.launch.rank_process import exit_process, rank_main
 from muster.parallel.world import open_world
 from muster.probe.collectives import BYTES, QUICK_BYTES, CollectiveTimes, ranks_per_core_of, time_collectives
 from muster.probe.contention import contention_factors, contention_runs, time_steps
+from muster.probe.disk_rates import BYTES as BYTES_ON_DISK
+from muster.probe.disk_rates import QUICK_BYTES as QUICK_BYTES_ON_DISK
+from muster.probe.disk_rates import measure_disk
 from muster.probe.host_link import time_host_copies
 from muster.probe.kernels import QUICK, SIZES, time_kernels
 from muster.probe.runtime_overhead import profile_run, runtime_overheads, tiny_runs
@@ -55,12 +58,16 @@ def profile_rank(folder: Path, store: dist.Store, rank: int, world_size: int) ->
             )
         report("copies to host memory and back")
         host_links = world.all_gather_object(time_host_copies(world.device))
+    report("reads and writes of the disk")
+    disk = measure_disk(folder, QUICK_BYTES_ON_DISK if quick else BYTES_ON_DISK) if rank == 0 else None
     machine = MachineRates(
         ranks=world_size,
         cores=cores,
         kernels={precision: _mean_kernels(found) for precision, found in kernels.items()},
         collectives={name: tuple(points) for name, points in _mean_collectives(collectives).items()},
         host_bytes_per_s=min((rate for rate in host_links if rate is not None), default=None),
+        disk_read_bytes_per_s=disk and disk[0],
+        disk_write_bytes_per_s=disk and disk[1],
     )
     runs = []
     for generation, config in enumerate(islice(tiny_runs(world_size), QUICK_RUNS if quick else None), start=1):

@@ -61,22 +61,27 @@ FAKE_KERNELS = KernelWorkspace(fused_norm=False, loss_chunk_logits=GPU_LOSS_CHUN
 """Kernels that the forecast has to assume to be comparable with `measure_fake_rank`."""
 
 
-def measure_fake_rank(model: ModelSpec, plan: Plan, workload: Workload, rank: int) -> MeasuredMemory:
-    """Build one of the plan's ranks and run one step of it, on fake tensors on the CPU."""
+def measure_fake_rank(
+    model: ModelSpec, plan: Plan, workload: Workload, rank: int, optim: OptimConfig | None = None
+) -> MeasuredMemory:
+    """Build one of the plan's ranks and run one step of it, on fake tensors on the CPU; `optim`: AdamW if None."""
     with _fake_group(plan, rank) as world, large_chunks():
-        trainer = _FakeTrainer(_run_config(model, plan, workload), plan, world, cast(SampleStream, None))
+        trainer = _FakeTrainer(_run_config(model, plan, workload, optim), plan, world, cast(SampleStream, None))
         with FAKE_MODE:
             return _count(trainer)
 
 
-def measure_real_ranks(model: ModelSpec, plan: Plan, workload: Workload) -> list[MeasuredMemory]:
-    """Measure all ranks with real tensors, as processes on this machine. Raises MusterError when one fails."""
+def measure_real_ranks(
+    model: ModelSpec, plan: Plan, workload: Workload, optim: OptimConfig | None = None
+) -> list[MeasuredMemory]:
+    """Measure all ranks with real tensors, as processes on this machine; `optim`: AdamW if None. Raises MusterError
+    when one fails."""
     if any(strategy.offload != "none" or strategy.offload_optimizer != "none" for strategy in plan.strategies):
         raise InfeasibleError(
             "processes of this machine keep what is offloaded in the same memory, where it would be counted:"
             " leave out --on-device"
         )
-    config = _run_config(model, plan, workload)
+    config = _run_config(model, plan, workload, optim)
     with TemporaryDirectory(prefix="memory-check-") as place:
         folder = Path(place)
         (folder / _REQUEST_FILE).write_text(config.model_dump_json())
@@ -101,12 +106,12 @@ def _count_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> 
 _REQUEST_FILE = "request.json"
 
 
-def _run_config(model: ModelSpec, plan: Plan, workload: Workload) -> RunConfig:
+def _run_config(model: ModelSpec, plan: Plan, workload: Workload, optim: OptimConfig | None = None) -> RunConfig:
     return RunConfig(
         model=model,
         parallel=plan,
         data=DataConfig(source="none"),
-        optim=OptimConfig(lr=1e-3),
+        optim=optim or OptimConfig(lr=1e-3),
         train=TrainConfig(steps=1, seq_len=workload.seq_len, global_batch_size=workload.global_batch_size),
     )
 

@@ -13,9 +13,7 @@ from muster.cost.memory.device_overhead import FRAGMENTATION_SHARE, device_overh
 from muster.cost.memory.forecast import (
     MEMORY_HEADROOM,
     StageMemoryCache,
-    disk_shares_bytes,
     host_shares_bytes,
-    offloaded_state_bytes,
     peak_bytes_by_pp_rank,
     stage_memory_family,
 )
@@ -31,6 +29,7 @@ from muster.planner.bounds.pass_times import PassTimes
 from muster.planner.memory.deferred_weight_grads import deferred_micro_batches, min_fullest_rank_bytes
 from muster.planner.memory.fitter import RECOMPUTE_MODES, HostLink, LayerPolicy, MemoryFitter, stage_layers, with_policy
 from muster.planner.memory.hopeless import hopeless_bytes
+from muster.planner.memory.host_tiers import offloaded_states, tier_excess_bytes
 from muster.planner.plan_costs import PlanCosts
 from muster.planner.request import PlanRequest
 from muster.planner.space import DataSharding, MeshShape, ScheduleChoice, make_plan, recompute_modes
@@ -229,31 +228,17 @@ class MemoryBudget:
     def host_excess_bytes(self, plan: Plan) -> float:
         """Return the most bytes of any rank beyond its share of the host's memory or disk; 0 where nothing is
         offloaded."""
-        offloads, states = self._offloading_stages(plan), self._offloaded_states(plan)
-        shares = self._host_shares_bytes(plan) if offloads or states else []
-        beyond_disk = -inf
-        if states:
-            disks = zip(states, disk_shares_bytes(plan, self.request.cluster), strict=True)
-            beyond_disk = max(on_disk - share for (_, on_disk), share in disks)
-        if min(shares, default=inf) == inf:
-            return max(0.0, beyond_disk)
-        sizes = {
-            stage: offloaded_activation_bytes(self.request.model, plan, self.request.workload, stage)
-            for stage in offloads
-        }
-        activations = [order.max_host_bytes(sizes) for order in self._orders_of(plan)] if offloads else [0] * plan.pp
-        held = [size + state for size, (state, _) in zip(activations, states or [(0, 0)] * plan.pp, strict=True)]
-        return max(beyond_disk, *(size - share for size, share in zip(held, shares, strict=True)))
-
-    def _offloaded_states(self, plan: Plan) -> list[tuple[int, int]]:
-        """Return the optimizer state that each pipeline rank keeps in host memory and on disk; empty where none
-        does."""
-        if all(strategy.offload_optimizer == "none" for strategy in plan.strategies):
-            return []
-        request = self.request
-        own = request.model, plan, request.workload, request.cluster
+        request, offloads = self.request, self._offloading_stages(plan)
         cache = self._stage_memory.setdefault(stage_memory_family(plan), {})
-        return offloaded_state_bytes(*own, cache, request.framework, request.optim)
+        states = offloaded_states(request, plan, cache)
+        shares = self._host_shares_bytes(plan) if offloads or states else []
+        is_limited = bool(offloads) and min(shares) < inf
+        sizes = {
+            stage: offloaded_activation_bytes(request.model, plan, request.workload, stage)
+            for stage in (offloads if is_limited else ())
+        }
+        orders = self._orders_of(plan) if is_limited else ()
+        return tier_excess_bytes(request, plan, states, orders, sizes, shares)
 
     def fits(self, plan: Plan) -> bool:
         """Return True if a plan fits on its devices, and what it offloads in their hosts' memory."""
