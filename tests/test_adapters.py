@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from muster.api.verbs import plan, predict
 from muster.checkpoint.initial_weights import load_initial_weights
 from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.model_directory import open_directory
@@ -99,6 +100,26 @@ def test_inputs_that_only_frozen_matrices_would_read_are_neither_saved_nor_forec
     (planned,) = _forecast(model, plan, workload, FAKE_KERNELS, optim).ranks
     counted = measure_fake_rank(model, plan, workload, 0, optim).peak_bytes
     assert counted <= planned.terms.total <= 1.03 * counted
+
+
+def test_predict_and_plan_take_adapters_as_a_run_file_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Trainable parameters, optimizer state, gradients, activations and times are those of the run."""
+    run_file = tmp_path / "run.yaml"
+    step = "train: {seq_len: 128, global_batch_size: 4}\n"
+    run_file.write_text(f"model: tiny\nparallel: dp1-mb2\nadapter: {{r: 4, target_modules: [q, down]}}\n{step}")
+    of_run = predict(None, "1xa100", run_file)
+    named = {"seq_len": 128, "global_batch": 4, "adapter": "lora:r=4,target_modules=q+down"}
+    of_flag = predict("tiny", "1xa100", "dp1-mb2", **named)
+    assert of_flag.forecast == of_run.forecast
+    assert of_flag.step_time_s == of_run.step_time_s
+    whole = predict("tiny", "1xa100", "dp1-mb2", seq_len=128, global_batch=4)
+    for term in ("optimizer", "gradients"):
+        assert of_run.memory[0].terms[term] < 0.1 * whole.memory[0].terms[term]
+    found = plan("tiny", "1xa100", **named)
+    assert found.predictions[0].forecast.ranks[0].terms.optimizer == of_run.memory[0].terms["optimizer"]
+    for text, expected in (("lora:rank=4", "rank"), ("lore", "kind"), ("lora:r", "expected key=value")):
+        assert main(["plan", "--model", "tiny", "--cluster", "1xa100", "--adapter", text]) == 2
+        assert expected in capsys.readouterr().err
 
 
 def test_memory_check_takes_a_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

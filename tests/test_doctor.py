@@ -116,7 +116,7 @@ def test_each_problem_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_plan_is_held_against_memory_and_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What a plan keeps in memory, host memory and on disk is that of its forecast."""
     run_file = tmp_path / "run.yaml"
-    run_file.write_text("preset: demo\nparallel: dp2-z3-ooptd-fp32\n")
+    run_file.write_text("model: demo\nparallel: dp2-z3-ooptd-fp32\n")
     cluster = detect_machine(2)
     forecast = predict(None, cluster, run_file).forecast
     need = PlanNeed("dp2-z3-ooptd", forecast, shares_memory=True)

@@ -19,6 +19,7 @@ from muster.api.inputs import (
     resolve_plan_input,
     resolve_planned_model,
 )
+from muster.config.adapter_text import with_adapter
 from muster.config.load_config import load_run_config
 from muster.config.routing_load_file import parse_routing_load
 from muster.planner.answer import PlanAnswer, answer_request
@@ -106,6 +107,7 @@ def plan(
     fastest: bool = False,
     host_memory: int | str | None = None,
     disk: int | str | None = None,
+    adapter: str | None = None,
     top: int = 5,
     effort: float = SEARCH_EFFORT,
     time_limit: float | None = None,
@@ -145,6 +147,7 @@ def plan(
         fastest=fastest,
         host_memory=host_memory,
         disk=disk,
+        adapter=adapter,
     )
     return PlanResults(answer_request(asked, top, budget))
 
@@ -168,6 +171,7 @@ def plan_request(
     fastest: bool = False,
     host_memory: int | str | None = None,
     disk: int | str | None = None,
+    adapter: str | None = None,
 ) -> PlanRequest:
     """Return the request that `plan` searches for. Raises ConfigError."""
     if objective not in OBJECTIVES:
@@ -177,7 +181,9 @@ def plan_request(
     require = re.sub(r"(^|-)([a-z]+) +(?=\d)", r"\1\2", require)  # `tp 2`, as answers have it, for `tp2`
     if precision is not None:
         require_text("precision", precision, "a precision such as bf16")
-    spec = resolve_model(model)
+    spec, optim = resolve_model(model), None
+    if adapter is not None:
+        spec, optim = with_adapter(spec, adapter)
     sizes = _optional_bytes(host_memory, "--host-memory"), _optional_bytes(disk, "--disk")
     devices = with_tier_sizes(resolve_cluster(cluster), *sizes)
     request = build_request(
@@ -199,7 +205,8 @@ def plan_request(
     if expert_load is not None:
         request = with_expert_load(request, parse_routing_load(str(expert_load), spec))
     searches_tiers = host_memory is not None or disk is not None
-    return replace(request, tolerance=0.0 if fastest else request.tolerance, searches_tiers=searches_tiers)
+    tolerance = 0.0 if fastest else request.tolerance
+    return replace(request, tolerance=tolerance, searches_tiers=searches_tiers, optim=optim)
 
 
 def _optional_bytes(size: int | str | None, flag: str) -> int | None:
@@ -319,6 +326,7 @@ def predict(
     compile: bool | None = None,
     node_order: str | Sequence[int] | None = None,
     expert_load: str | Path | None = None,
+    adapter: str | None = None,
 ) -> Prediction:
     """Predict a plan's step: its time, where the time goes, and each rank's memory; the arguments are the flags of
     `muster predict`.
@@ -326,12 +334,14 @@ def predict(
     A run file that is given as the plan also supplies model, sequence length, batch and optimizer where these are None.
     `compile`: as the plan says where it is None. `node_order`: the cluster's nodes in the order of their ranks, as
     `muster plan` names it; None: as listed. `expert_load`: a run directory, its expert-load.json, or `zipf:1.0`; None:
-    an even one. `.to_json()` is the verb's JSON. If the plan doesn't fit in memory,
-    `.fits` is False. A run file whose plan is `auto` is planned for the cluster first. Raises ConfigError,
-    InfeasibleError.
+    an even one. `adapter`: as in `lora:r=16`, the only parameters that are trained then. `.to_json()` is the verb's
+    JSON. If the plan doesn't fit in memory, `.fits` is False. A run file whose plan is `auto` is planned for the
+    cluster first. Raises ConfigError, InfeasibleError.
     """
     given, devices = resolve_plan_input(plan), _in_node_order(resolve_cluster(cluster), node_order)
-    spec, spread = resolve_planned_model(model, plan, given), given.plan
+    spec, spread, optim = resolve_planned_model(model, plan, given), given.plan, given.optim
+    if adapter is not None:
+        spec, optim = with_adapter(spec, adapter, optim)
     if given.is_auto:
         spread = _planned(Path(str(plan)), devices, seq_len, global_batch)
     if compile is not None:
@@ -347,5 +357,5 @@ def predict(
         workload,
         devices,
         framework=_resolve_framework(framework, devices),
-        optim=given.optim,
+        optim=optim,
     )

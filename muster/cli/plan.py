@@ -261,6 +261,7 @@ def _request(args: argparse.Namespace) -> "PlanRequest":
             fastest=args.fastest,
             host_memory=args.host_memory,
             disk=args.disk,
+            adapter=args.adapter,
         )
 
 

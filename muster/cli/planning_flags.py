@@ -52,6 +52,12 @@ def add_planning_flags(parser: Parser, default_batch: str) -> None:
         help="load of the experts: a run's directory, its expert-load.json, or Zipf's law such as zipf:1.0"
         " (default: even)",
     )
+    add(
+        "--adapter",
+        metavar="A",
+        help="train adapters alone: lora, pissa or dora, with keys of a run file's adapter as in"
+        " lora:r=16,target_modules=q+v",
+    )
 
 
 def add_training_flags(parser: Parser) -> None:

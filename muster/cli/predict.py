@@ -89,6 +89,7 @@ def _predict(args: argparse.Namespace) -> "Prediction":
         compile=args.compile,
         node_order=args.node_order,
         expert_load=args.expert_load,
+        adapter=args.adapter,
     )
 
 

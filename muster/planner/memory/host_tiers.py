@@ -1,4 +1,4 @@
-"""What plans keep in host memory and on disk, against the share that each device has of them."""
+"""Host memory and disk that plans take, against the share that each device has of them."""
 
 from collections.abc import Mapping, Sequence
 from math import inf
