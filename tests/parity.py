@@ -43,6 +43,7 @@ from muster.optim.host_optimizer import HostPart
 from muster.optim.lr import learning_rate
 from muster.parallel import ep_all_to_all, expert_parallel, op_profile, tensor_parallel
 from muster.parallel.axis import TensorAxis
+from muster.parallel.expert_copies import CopiedExperts
 from muster.parallel.offload import ActivationOffload
 from muster.parallel.p2p import PendingReceive
 from muster.parallel.stage import DecoderStage
@@ -56,6 +57,7 @@ from muster.spec.model_components import LinearAttentionSpec, MlaSpec, MoeSpec, 
 from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
+from muster.spec.redundant_experts import ExpertCopies
 from muster.train.batch_loader import BatchLoader
 from muster.train.finalize import _memory_terms
 from muster.train.grouped_batches import GroupedStep, GroupReader
@@ -713,6 +715,26 @@ def doubled_bias() -> Iterator[None]:
 
 
 @contextmanager
+def copies_without_gradients() -> Iterator[None]:
+    """Gradients of redundant experts don't go home."""
+    depart = CopiedExperts._depart
+    with patch.object(CopiedExperts, "_depart", lambda self, stacked: depart(self, stacked.detach())):
+        yield
+
+
+@contextmanager
+def copies_of_other_experts() -> Iterator[None]:
+    """Ranks send the neighbours of the experts that they should send."""
+    sent_by = ExpertCopies.sent_by
+
+    def faulty(found: ExpertCopies, rank: int, each: int) -> list[list[int]]:
+        return [[(one + 1) % each for one in own] for own in sent_by(found, rank, each)]
+
+    with patch.object(ExpertCopies, "sent_by", faulty):
+        yield
+
+
+@contextmanager
 def lost_copies() -> Iterator[None]:
     """The gradients of weights that several ranks have a copy of are not summed."""
     with patch("muster.parallel.stage.tp_partial_grad_copies", lambda *_: {}):
@@ -1002,6 +1024,8 @@ FAULTS = {
     "unsorted rows": unsorted_rows,
     "own order": own_order,
     "averaged experts": averaged_experts,
+    "copies without gradients": copies_without_gradients,
+    "copies of other experts": copies_of_other_experts,
     "repeated balance": repeated_balance,
     None: no_fault,
     "mask off by one": mask_off_by_one,

@@ -85,8 +85,16 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "cp2-ep2-rfull", "family": "gpt_oss"},
         {"plan": "tp2-etp2", "family": "gpt_oss", "fault": "repeated expert bias"},
         {"plan": "cp2-ep2", "family": "gpt_oss", "fault": "unseen sinks"},
+        {"plan": "dp2-ep2x1", "family": "experts"},
+        {"plan": "dp2-ep2x2-z2-rfull", "family": "gpt_oss"},
+        {"plan": "dp2-ep2x1", "family": "experts", "fault": "copies without gradients"},
+        {"plan": "dp2-ep2x1", "family": "experts", "fault": "copies of other experts"},
     ],
     4: [
+        {"plan": "dp4-ep4x2", "family": "experts"},
+        {"plan": "dp2-tp2-ep4hx1-sp-relem", "family": "grouped"},
+        {"plan": "dp4-ep2x1-z1", "family": "capacity"},
+        {"plan": "dp4-ep4gx1", "family": "grouped"},
         {"plan": "dp4-ep4", "family": "experts"},
         {"plan": "dp4-ep2-z3-rfull", "family": "switch"},
         {"plan": "dp2-tp2-ep2-etp2-sp", "family": "experts"},
@@ -125,6 +133,9 @@ SOAK: dict[int, list[dict[str, Any]]] = {
         {"plan": "tp2-ep2-epover2", "family": "experts"},
         {"plan": "dp2-ep2-epover4-rfull", "family": "switch"},
         {"plan": "dp2-ep2g-z1", "family": "choice"},
+        {"plan": "dp2-ep2x1-z3-relem", "family": "switch"},
+        {"plan": "cp2-ep2x2-rfull", "family": "experts"},
+        {"plan": "tp2-ep2gx1", "family": "gpt_oss"},
         {"plan": "cp2-ep2g", "family": "experts"},
         {"plan": "tp2-sp-ep2-mb2", "family": "switch", "packing": "none"},
         {"plan": "dp2-z1", "family": "gpt_oss"},
@@ -166,6 +177,9 @@ SOAK: dict[int, list[dict[str, Any]]] = {
         {"plan": "dp2-tp2-ep4h-sp-rfull", "family": "grouped"},
         {"plan": "dp4-ep4h-z1", "family": "capacity"},
         {"plan": "dp4-ep4g-z2", "family": "balanced"},
+        {"plan": "dp2-pp2-ep2x1", "family": "grouped"},
+        {"plan": "dp2-tp2-ep2x1-etp2-z2", "family": "experts"},
+        {"plan": "dp2x2-ep2x2", "family": "switch"},
         {"plan": "dp2-pp2-ep2-epover2-szbh1", "family": "experts"},
         {"plan": "dp2-tp2-ep2s-z2", "family": "experts"},
         {"plan": "tp4-etp4-sp", "family": "gpt_oss"},
@@ -227,6 +241,7 @@ BYTES: dict[int, list[tuple[Any, ...]]] = {
         ("tp2-ep2s-rfull", False, {"family": "experts"}),
         ("dp2-ep2g-rfull", False, {"family": "experts"}),
         ("dp2-ep2g", False, {"family": "choice"}),
+        ("dp2-ep2x1-rfull", False, {"family": "choice"}),
         ("dp2-ep2-epover3-bf16", False, {"family": "grouped"}),
         ("tp2-etp2-sp-rfull", False, {"family": "gpt_oss"}),
         ("dp2-ep2-z2", False, {"family": "gpt_oss"}),
@@ -457,6 +472,10 @@ MODEL = load_model("tiny-moe")
         ("dp2-ep2s", "ep_dispatcher slicing takes rows of the same tokens"),
         ("dp2-ep1g", "ep_dispatcher all_gather sends tokens between ranks, but ep is 1"),
         ("dp2-ep2g-epover2", "ep_chunks are exchanged by the dispatcher all_to_all"),
+        ("dp2-ep1x1", "ep_redundant_experts are copies of other ranks' experts, but ep is 1"),
+        ("dp2-ep2x1-epover2", "redundant experts with ep_chunks"),
+        ("dp2-pp2-ep2x1-szbh1", "redundant experts with split backwards"),
+        ("tp2-ep2sx1", "redundant experts where ranks have the same tokens"),
     ],
 )
 def test_plans_of_experts_that_do_not_run(name: str, sentence: str) -> None:
@@ -473,6 +492,7 @@ def test_two_steps_are_chosen_where_messages_take_longer_than_bytes() -> None:
         "ep_dispatcher": "hierarchical",
         "ep_inner_size": 8,
         "ep_chunks": 1,
+        "ep_redundant_experts": 0,
     }
     assert dispatch_fields(long, 1, 1, 64, False)["ep_chunks"] == 2
     without = load_cluster("64xh100").groups[0]
@@ -493,7 +513,8 @@ def test_chunks_take_as_long_as_what_takes_longest() -> None:
 @pytest.mark.parametrize(
     "name",
     ["dp2-ep2-z2-bf16", "dp4-ep2-z3-rfull-fp32", "tp2-etp2-sp-fp32", "tp2-sp-ep2-bf16", "tp2-ep2-fp32"]
-    + ["tp2-ep2s-fp32", "dp2-ep2g-fp32", "dp4-ep4h-rfull-fp32", "dp2-ep2-epover2-fp32"],
+    + ["tp2-ep2s-fp32", "dp2-ep2g-fp32", "dp4-ep4h-rfull-fp32", "dp2-ep2-epover2-fp32"]
+    + ["dp4-ep4x2-z1-fp32", "dp2-ep2x1-z2-bf16"],
 )
 def test_forecast_of_experts_is_what_pytorch_counts(name: str) -> None:
     moe = MoeSpec(num_experts=8, top_k=2, expert_size=384, shared_size=64, shared_gate=True)
@@ -518,7 +539,16 @@ def assert_forecast(spec: ModelSpec, name: str) -> None:
     assert found.terms.total == pytest.approx(real.peak_bytes, rel=0.05), found.peak_instruction
 
 
-DISPATCHERS = ("dp8-ep8", "dp8-ep8h4", "dp8-ep8g", "dp8-ep8-epover4", "tp2-ep2s-sp", "dp4-tp2-ep8h")
+DISPATCHERS = (
+    "dp8-ep8",
+    "dp8-ep8h4",
+    "dp8-ep8x2",
+    "dp8-ep8h4x1",
+    "dp8-ep8g",
+    "dp8-ep8-epover4",
+    "tp2-ep2s-sp",
+    "dp4-tp2-ep8h",
+)
 
 
 @pytest.mark.parametrize("name", DISPATCHERS)

@@ -13,6 +13,7 @@ from functools import lru_cache
 from math import ceil
 
 from muster.cost.context_traffic import AttentionShape, StateShape, state_saved_numel
+from muster.cost.expert_traffic import load_of_ranks
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.layout.tensor_layout import chunk_bounds, tp_shard
 from muster.spec.context_kinds import CONTEXT_KINDS, ContextRanks
@@ -120,7 +121,6 @@ def pass_sizes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, tp_i
     hidden_tokens = tokens // mesh.tp if sp else tokens
     local_model = _local_model(spec, mesh.tp, tp_index)
     own = local_model, mesh, tokens, hidden_tokens, plan.precision, spec, workload.seq_len
-    load = workload.expert_load
     return PassSizes(
         *own,
         plan.context_ranks(mesh),
@@ -129,7 +129,7 @@ def pass_sizes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, tp_i
         plan.expert_dispatch(mesh),
         plan.sequence_slices > 1,
         workload.earlier_positions,
-        1.0 if load is None or mesh.ep == 1 else load.imbalance(mesh.ep, plan.expert_placement),
+        load_of_ranks(workload, plan, mesh).imbalance,
     )
 
 
@@ -330,7 +330,8 @@ def mlp_activation_bytes(sizes: PassSizes, layer: int) -> int:
     """Return the bytes that a layer's MLP saves, without its norm.
 
     Experts save the router's probabilities, the dispatched rows, each expert's inner activations, and the rows that are
-    combined; of each token the choices with their weights, before and after these are scaled; and orders of rows.
+    combined; of each token the choices with their weights, before and after these are scaled; and orders of rows;
+    and as many copies of other ranks' experts as there may be.
     """
     own, size = sizes.local_model, compute_bytes(sizes.precision)
     if (trace := _plugin_layer_trace(sizes)) is not None:
@@ -346,11 +347,21 @@ def mlp_activation_bytes(sizes: PassSizes, layer: int) -> int:
     rows = sizes.expert_tokens * (own.hidden_size + inner * moe.expert_size // sizes.mesh.etp) * size
     combined = sizes.expert_tokens * own.hidden_size * size
     shared = sizes.tokens * inner * moe.shared_size // sizes.mesh.tp * size
+    copies = sizes.dispatch.redundant * sum(expert_parameter_bytes(own, sizes.mesh.etp, size))
     if moe.shared_gate:
         shared += sizes.tokens * (own.hidden_size + 1) * size
     # Under sequence parallelism the norm's output is saved whole, as it enters the experts.
     entered = max(0, tokens - sizes.hidden_tokens) * own.hidden_size * size
-    return router + choices + orders + rows + combined + shared + entered
+    return router + choices + orders + rows + combined + shared + entered + copies
+
+
+def expert_parameter_bytes(model: ModelSpec, etp: int, element_bytes: int) -> list[int]:
+    """Return the bytes of each matrix and bias of one expert, of which a rank has one of `etp` slices."""
+    assert model.moe is not None
+    inner, hidden = model.moe.expert_size // etp, model.hidden_size
+    matrices = [inner * hidden * element_bytes] * (2 + model.gated)
+    biases = [*[inner * element_bytes] * (1 + model.gated), hidden * element_bytes] if model.mlp_bias else []
+    return matrices + biases
 
 
 def _row_order_bytes(sizes: PassSizes) -> int:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from muster.config.freezing import is_frozen
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import whole_matrix_precision, whole_matrix_shapes
-from muster.cost.activations import offloaded_activation_bytes, pass_sizes
+from muster.cost.activations import expert_parameter_bytes, offloaded_activation_bytes, pass_sizes
 from muster.cost.context_traffic import attention_transfers, state_transfers
-from muster.cost.expert_traffic import ExpertCall, RoutedShape, dispatch_calls
+from muster.cost.expert_traffic import ExpertCall, RoutedShape, copy_calls, dispatch_calls, load_of_ranks
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.layout.host_updates import layer_of
 from muster.layout.matrix_owners import OwnedMatrix, assign_owners, sent_numel
@@ -253,10 +253,16 @@ def expert_axis_calls(
         moe.shared_size > 0 or spec.has_post_norms,
     )
     dispatch = plan.expert_dispatch(sizes.mesh)
+    load, sizes_of_one = (
+        load_of_ranks(workload, plan, sizes.mesh),
+        expert_parameter_bytes(spec, sizes.mesh.etp, compute_bytes(plan.precision)),
+    )
+    copied = copy_calls(dispatch, moe.num_experts, sizes_of_one, load.copies)
     calls = dispatch_calls(dispatch, shape)
     # A layer that predicts further ends with a norm, which reads the experts' results again.
     normed = dispatch_calls(dispatch, shape._replace(result_is_repeated=True)).repeated
-    passes = ((calls.forward, len(layers)), (calls.repeated, again), (normed, further_again))
+    passes = [(calls.forward, len(layers)), (calls.repeated, again), (normed, further_again)]
+    passes += [(copied.forward, len(layers)), (copied.repeated, again + further_again), (copied.backward, len(layers))]
     for some, times in (*passes, (calls.backward, len(layers))):
         yield from ((count * times, call) for call in some if times)
 

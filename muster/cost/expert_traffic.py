@@ -5,9 +5,14 @@ From here `muster.cost.comm_volume` takes bytes, and `muster.cost.time.layer` ti
 or are passed on, depend on the routing; counted as many as were sent, which is what they are over all ranks together.
 """
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from muster.spec.expert_kinds import ExpertDispatch
+from muster.spec.mesh import Mesh
+from muster.spec.plan import Plan
+from muster.spec.routing_load import LoadOfRanks
+from muster.spec.workload import Workload
 
 COUNT_BYTES = 8
 """Bytes of the number of rows of one expert, of an expert's number or a token's, an int64."""
@@ -56,6 +61,14 @@ class RoutedShape(NamedTuple):
     """Full recompute goes on behind the experts' results: to shared experts, or to a norm of the output."""
 
 
+def load_of_ranks(workload: Workload, plan: Plan, mesh: Mesh) -> LoadOfRanks:
+    """Return the work of the ranks of a mesh that share a layer's experts, under the load of the workload."""
+    load = workload.expert_load
+    if load is None or mesh.ep == 1:
+        return LoadOfRanks(1.0)
+    return load.of_ranks(mesh.ep, plan.expert_placement, plan.ep_redundant_experts)
+
+
 def dispatch_calls(dispatch: ExpertDispatch, shape: RoutedShape) -> ExpertCalls:
     """Return the collectives of one layer.
 
@@ -71,6 +84,23 @@ def dispatch_calls(dispatch: ExpertDispatch, shape: RoutedShape) -> ExpertCalls:
     return {"all_to_all": _all_to_all, "hierarchical": _hierarchical, "all_gather": _all_gather}[dispatch.kind](
         dispatch, shape
     )
+
+
+def copy_calls(
+    dispatch: ExpertDispatch, num_experts: int, parameter_bytes: Sequence[int], copies: float
+) -> ExpertCalls:
+    """Return the collectives that bring a rank copies of other ranks' experts, and their gradients home.
+
+    The numbers of rows of all ranks are gathered; then a matrix of each copied expert travels in one all-to-all, and so
+    does its gradient. `parameter_bytes` are those of each matrix and bias of one expert, `copies` those that a rank
+    gives to others.
+    """
+    if dispatch.size == 1 or not dispatch.redundant:
+        return ExpertCalls((), (), ())
+    counts = ExpertCall("all_gather", num_experts * COUNT_BYTES, dispatch.size)
+    sizes = [round(copies * nbytes) for nbytes in parameter_bytes] if copies else []
+    moves = tuple(ExpertCall("all_to_all", nbytes, dispatch.size) for nbytes in sizes)
+    return ExpertCalls((counts, *moves), (counts, *moves), moves)
 
 
 def _all_to_all(dispatch: ExpertDispatch, shape: RoutedShape) -> ExpertCalls:

@@ -4,13 +4,13 @@ Tokens are permuted so that each expert's lie together, and every expert compute
 are (MegaBlocks, arXiv:2211.15841). Suffixes: R rows, D hidden width, E experts, I inner width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from muster.model.expert_rows import ExpertRows
-from muster.model.grouped_matmul import Segments, StackedLinear, grouped_linears
+from muster.model.grouped_matmul import Segments, Stacked, StackedLinear, grouped_linears
 from muster.model.kernels import mlp_activation
 from muster.model.routing import Router, RouterState, Routing
 from muster.spec.model import ModelSpec
@@ -61,14 +61,26 @@ class Experts(nn.Module):
         self.down = StackedLinear(sizes[0], sizes[2], sizes[1], bias=bias)
         self._activate = mlp_activation(spec)
 
-    def forward(self, x_RD: Tensor, segments: Segments) -> Tensor:
-        """Compute rows that are sorted by expert; `segments` are those of the experts whose matrices are here."""
-        linears = (self.up,) if self.gate is None else (self.gate, self.up)
-        inner = self.grouped_linears(x_RD, segments, *linears)
-        return self.recomputable(self._activate, inner, self._down, segments)
+    @property
+    def linears(self) -> list[StackedLinear]:
+        """Gate and up, or up alone, and down."""
+        return [one for one in (self.gate, self.up, self.down) if one is not None]
 
-    def _down(self, x_RI: Tensor, segments: Segments) -> Tensor:
-        return self.grouped_linears(x_RI, segments, self.down)[0]
+    def forward(
+        self, x_RD: Tensor, segments: Segments, compute: "Callable[[Experts, Tensor, Segments], Tensor] | None" = None
+    ) -> Tensor:
+        """Compute rows that are sorted by expert; `segments` are those of the experts whose matrices are here, unless
+        `compute` has others, too, and calls for them what it needs of these."""
+        return self.compute(x_RD, segments, self.linears) if compute is None else compute(self, x_RD, segments)
+
+    def compute(self, x_RD: Tensor, segments: Segments, linears: Sequence[Stacked]) -> Tensor:
+        """Compute rows by stacked matrices as `linears` has them."""
+        *entering, down = linears
+        inner = self.grouped_linears(x_RD, segments, *entering)
+        return self.recomputable(self._activate, inner, self._down, segments, down)
+
+    def _down(self, x_RI: Tensor, segments: Segments, down: Stacked) -> Tensor:
+        return self.grouped_linears(x_RI, segments, down)[0]
 
 
 class SharedExpert(nn.Module):

@@ -7,7 +7,7 @@ idea). Suffixes: R rows, E experts, I input width, O output width.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,10 @@ class Segments:
         expert_E = torch.arange(len(self.counts_E), device=self.counts_E.device)
         return expert_E.repeat_interleave(self.counts_E, output_size=self.num_rows)
 
+    def part(self, start: int, end: int) -> "Segments":
+        """Return the segments of some consecutive experts."""
+        return Segments(self.counts_E[start:end], sum(self.sizes[start:end]))
+
     def __iter__(self) -> Iterator[tuple[int, slice]]:
         """Yield expert and rows of each segment that isn't empty."""
         start = 0
@@ -72,10 +76,22 @@ class StackedLinear(nn.Module):
         """False on ranks whose results are summed with that of a rank that adds it."""
 
 
+class StackedMatrices(NamedTuple):
+    """The same from elsewhere: matrices and biases of experts whose module isn't here."""
+
+    weight: Tensor
+    bias: Tensor | None
+    adds_bias: bool
+
+
+Stacked = StackedLinear | StackedMatrices
+
+
 def _runs_grouped_kernel(x_RI: Tensor) -> bool:
     """Return True where PyTorch has one kernel for all segments (2.8 and later: CUDA, bfloat16, rows of 16 bytes)."""
     aligned = x_RI.shape[-1] * x_RI.element_size() % 16 == 0
-    return x_RI.device.type == "cuda" and x_RI.dtype == torch.bfloat16 and aligned and hasattr(torch, "_grouped_mm")
+    fits = len(x_RI) > 0 and aligned and x_RI.dtype == torch.bfloat16
+    return x_RI.device.type == "cuda" and fits and hasattr(torch, "_grouped_mm")
 
 
 def grouped_product(x_RI: Tensor, weight_EIO: Tensor, segments: Segments) -> Tensor:
@@ -158,7 +174,7 @@ class _GroupedLinears(torch.autograd.Function):
 
 
 def grouped_linears(
-    x_RI: Tensor, segments: Segments, *linears: StackedLinear, weight_grad: WeightGrad = grouped_weight_grad
+    x_RI: Tensor, segments: Segments, *linears: Stacked, weight_grad: WeightGrad = grouped_weight_grad
 ) -> tuple[Tensor, ...]:
     """Apply several stacked linear layers to the same rows, each segment with its expert's matrix and bias."""
     parameters = (one for linear in linears for one in (linear.weight, linear.bias))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from muster.model.experts import ComputeRows, Dispatch, MoeMlp
 from muster.model.routing import Routing
 from muster.parallel.axis import ExpertAxis
+from muster.parallel.expert_copies import with_copies
 from muster.spec.expert_kinds import DISPATCHERS, ExpertDispatch
 
 
@@ -29,6 +30,8 @@ def apply_expert_parallel(
         return
     file, name = DISPATCHERS[dispatch.kind].implementation.split(":")
     dispatcher: Dispatch = getattr(import_module(f"muster.parallel.{file}"), name)(axis, dispatch)
+    if dispatch.redundant:
+        dispatcher = with_copies(dispatcher, axis, dispatch.redundant)
     for layer, part in module.named_modules():
         if isinstance(part, MoeMlp):
             order = order_of(layer)

@@ -51,8 +51,11 @@ def headline_figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
     if prediction.tp_overlap is not None:
         yield "async tp", _ASYNC_TP[prediction.tp_overlap]
     if (load := prediction.workload.expert_load) is not None:
-        ep = prediction.plan.mesh(0).ep
+        ep, copies = prediction.plan.mesh(0).ep, prediction.plan.ep_redundant_experts
         by_rank = f", the fullest of {ep} ranks {load.imbalance(ep):.2f}" if ep > 1 else ""
+        if ep > 1 and copies:
+            placed = load.of_ranks(ep, prediction.plan.expert_placement, copies)
+            by_rank += f", with copies {placed.imbalance:.2f}"
         yield "experts", f"the most chosen one has {load.max_over_mean:.2f} times the mean{by_rank} ({load.source})"
     if prediction.not_yet:
         yield "not yet", "; ".join(prediction.not_yet)

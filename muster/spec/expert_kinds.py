@@ -48,6 +48,8 @@ class ExpertDispatch(NamedTuple):
     size: int = 1
     inner: int = 1
     chunks: int = 1
+    redundant: int = 0
+    """Copies of other ranks' experts that each rank may have."""
 
     @property
     def outer(self) -> int:

@@ -59,4 +59,9 @@ DISPATCHER_RULES: tuple[Rule, ...] = (
         "ep_chunks are exchanged by the dispatcher all_to_all, between several ranks",
         setting(ep_chunks=1),
     ),
+    Rule(
+        lambda plan: plan.ep_redundant_experts > 0 and not plan.uses_axis("ep"),
+        "ep_redundant_experts are copies of other ranks' experts, but ep is 1",
+        setting(ep_redundant_experts=0),
+    ),
 )

@@ -118,6 +118,9 @@ class Plan(Frozen):
     ep_chunks: PositiveInt = 1
     """Chunks of a rank's tokens that travel to experts and back one after another, beside the experts' work on others
     (Tutel's pipelining degree)."""
+    ep_redundant_experts: int = Field(default=0, ge=0)
+    """Experts of other ranks, at most, of which a rank gets copies for one micro-batch of a layer, to take over rows of
+    the most chosen ones (Hecate)."""
     expert_placement: ExpertPlacement = ()
     """Experts of each layer that has any, in the order of the ep ranks that have them, as `muster plan --expert-load`
     places them by their load; empty: in their own order."""
@@ -291,7 +294,7 @@ class Plan(Frozen):
         inner = 1
         if self.ep_dispatcher == "hierarchical":
             inner = self.ep_inner_size or usual_inner_size(mesh.ep)
-        return ExpertDispatch(self.ep_dispatcher, mesh.ep, inner, self.ep_chunks)
+        return ExpertDispatch(self.ep_dispatcher, mesh.ep, inner, self.ep_chunks, self.ep_redundant_experts)
 
     @property
     def distinct_meshes(self) -> list[Mesh]:
@@ -432,7 +435,7 @@ class Plan(Frozen):
 _ADDED_LATER = (
     *("cp_comm_type", "cp_ulysses_degree", "cp_window_size", "dynamic_context_parallel", "sequence_tiles"),
     *("ep_dispatcher", "ep_inner_size", "ep_chunks", "sequence_slices", "cuda_graphs", "fp8_recipe"),
-    "expert_placement",
+    *("expert_placement", "ep_redundant_experts"),
 )
 """Fields of a plan that are younger than the hashes in files."""
 

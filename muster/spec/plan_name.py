@@ -67,13 +67,15 @@ def _context_parallel(degree: str, word: str, ulysses: str | None, window: str |
     return fields
 
 
-def _expert_parallel(degree: str, word: str, inner: str | None) -> dict[str, Any]:
-    """Return the fields of `ep8`, `ep8g`, `ep8h`, `ep8h4`."""
+def _expert_parallel(degree: str, word: str, inner: str | None, redundant: str | None) -> dict[str, Any]:
+    """Return the fields of `ep8`, `ep8g`, `ep8h`, `ep8h4`, `ep8x2`."""
     fields: dict[str, Any] = {"ep": int(degree)}
     if word:
         fields["ep_dispatcher"] = next(kind for kind, own in _EP_WORDS.items() if own == word)
     if inner is not None:
         fields["ep_inner_size"] = int(inner)
+    if redundant is not None:
+        fields["ep_redundant_experts"] = int(redundant)
     return fields
 
 
@@ -122,8 +124,8 @@ _NAME_PARTS = (
     ),
     _NamePart("cpdyn", "cpdyn", lambda: {"dynamic_context_parallel": True}),
     _NamePart(
-        ", ".join([*("epN" + word for word in _EP_WORDS.values()), "epNhL"]),
-        rf"ep(\d{{1,9}})([{''.join(_EP_WORDS.values())}]?)((?<=h)\d{{1,9}})?",
+        ", ".join([*("epN" + word for word in _EP_WORDS.values()), "epNhL", "epNxM"]),
+        rf"ep(\d{{1,9}})([{''.join(_EP_WORDS.values())}]?)((?<=h)\d{{1,9}})?(?:x(\d{{1,9}}))?",
         _expert_parallel,
     ),
     _degree("ep_chunks", "epover"),
@@ -227,9 +229,7 @@ def _format_parts(plan: Plan) -> list[str]:
         f"pp{plan.pp}" + (f"v{plan.vpp}" if plan.vpp > 1 else ""): plan.num_stages > 1,
         f"cp{plan.cp}" + _cp_word(plan): plan.cp > 1 or plan.cp_comm_type != "p2p" or plan.cp_window_size > 1,
         "cpdyn": plan.dynamic_context_parallel,
-        f"ep{plan.ep}{_EP_WORDS[plan.ep_dispatcher]}{plan.ep_inner_size or ''}": plan.ep > 1
-        or plan.ep_dispatcher != "all_to_all"
-        or plan.ep_inner_size is not None,
+        f"ep{plan.ep}{_ep_word(plan)}": plan.ep > 1 or bool(_ep_word(plan)),
         f"epover{plan.ep_chunks}": plan.ep_chunks > 1,
         **{f"{axis}{getattr(plan, axis)}": getattr(plan, axis) > 1 for axis in _PLAIN_AXES},
     }
@@ -253,6 +253,11 @@ def _format_parts(plan: Plan) -> list[str]:
     return ([word for word, shown in mesh.items() if shown] or ["dp1"]) + [
         word for word, shown in rest.items() if shown
     ]
+
+
+def _ep_word(plan: Plan) -> str:
+    copies = f"x{plan.ep_redundant_experts}" if plan.ep_redundant_experts else ""
+    return f"{_EP_WORDS[plan.ep_dispatcher]}{plan.ep_inner_size or ''}{copies}"
 
 
 def _cp_word(plan: Plan) -> str:

@@ -3,9 +3,29 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from muster.spec.redundant_experts import copy_experts
 
 ExpertPlacement = tuple[tuple[int, ...], ...]
 """Layers with experts → their experts in the order of the ranks that have them; empty: in the experts' own order."""
+
+
+_SHARES_SCALE = 10**6
+"""Rows by which shares are told to the choice of copies, which counts rows."""
+
+
+class LoadOfRanks(NamedTuple):
+    """Work of the ranks that share a layer's experts, on average over layers."""
+
+    imbalance: float
+    """Load of the fullest rank relative to the mean."""
+    copies: float = 0.0
+    """Copies of experts that a rank gets, on average over the ranks."""
+    most_copies: float = 0.0
+    """Most copies that a rank gets or gives."""
+    own_share: float = 1.0
+    """Least part of the mean load that a rank computes of its own experts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,24 +38,29 @@ class RoutingLoad:
     """Place that it comes from."""
     is_placed: bool = False
     """True if plans without a placement are taken to have `placement`."""
-    _known: dict[tuple[int, ExpertPlacement], float] = field(default_factory=dict, repr=False)
+    _known: dict[tuple[int, ExpertPlacement, int], "LoadOfRanks"] = field(default_factory=dict, repr=False)
     _placements: dict[int, ExpertPlacement] = field(default_factory=dict, repr=False)
 
-    def imbalance(self, ep: int, placement: ExpertPlacement = ()) -> float:
+    def imbalance(self, ep: int, placement: ExpertPlacement = (), redundant: int = 0) -> float:
         """Return the load of the fullest of `ep` ranks relative to the mean, on average over the layers, at each of
         which all ranks wait for it.
 
         Example: experts with 4, 2, 1 and 1 of 8 choices, on 2 ranks: 6 / 4 = 1.5.
         """
-        key = ep, placement
+        return self.of_ranks(ep, placement, redundant).imbalance
+
+    def of_ranks(self, ep: int, placement: ExpertPlacement = (), redundant: int = 0) -> "LoadOfRanks":
+        """Return what `ep` ranks have to do, each of which may have copies of `redundant` experts of others."""
+        key = ep, placement, redundant
         if key not in self._known:
             if self.is_placed and not placement:
                 placement = self.placement(ep)
-            worst = [
-                max(rank_shares(shares, ep, placement[layer] if placement else ())) * ep
-                for layer, shares in enumerate(self.shares)
-            ]
-            self._known[key] = sum(worst) / len(worst)
+            self._known[key] = _mean_of_layers(
+                [
+                    _load_of_ranks(shares, ep, placement[layer] if placement else (), redundant)
+                    for layer, shares in enumerate(self.shares)
+                ]
+            )
         return self._known[key]
 
     def placement(self, ep: int) -> ExpertPlacement:
@@ -52,6 +77,20 @@ class RoutingLoad:
     def max_over_mean(self) -> float:
         """Load of the most chosen expert relative to the mean, on average over the layers."""
         return sum(max(shares) * len(shares) for shares in self.shares) / len(self.shares)
+
+
+def _load_of_ranks(shares: Sequence[float], ep: int, order: Sequence[int], redundant: int) -> LoadOfRanks:
+    if not redundant or ep == 1:
+        return LoadOfRanks(max(rank_shares(shares, ep, order)) * ep)
+    ordered = [shares[expert] for expert in order] if order else shares
+    found = copy_experts([round(share * _SHARES_SCALE) for share in ordered], ep, redundant)
+    each = len(shares) // ep
+    copies = sum(map(len, found.copies)) / ep
+    return LoadOfRanks(found.imbalance, copies, found.most_moved(each), found.own_share(each))
+
+
+def _mean_of_layers(loads: Sequence[LoadOfRanks]) -> LoadOfRanks:
+    return LoadOfRanks(*(sum(values) / len(loads) for values in zip(*loads, strict=True)))
 
 
 def rank_shares(shares: Sequence[float], ep: int, order: Sequence[int] = ()) -> list[float]:

@@ -6,6 +6,7 @@ from math import gcd
 from muster.spec.compilation import AGAINST_COMPILE
 from muster.spec.cuda_graphs import AGAINST_CUDA_GRAPHS, against_cuda_graphs
 from muster.spec.errors import InfeasibleError
+from muster.spec.expert_kinds import DISPATCHERS
 from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.mesh import Mesh
 from muster.spec.mesh_axes import MESH_AXIS_TABLE, SUPPORTED_AXES, MeshAxis
@@ -248,6 +249,21 @@ EXPERT_RULES: tuple[Rule, ...] = (
         lambda plan: plan.uses_axis("ep") and bool(plan.uneven_micro_batches),
         "expert parallelism with uneven_micro_batches (each micro-batch meets those of all other ranks)",
         setting(uneven_micro_batches=()),
+    ),
+    Rule(
+        lambda plan: plan.ep_redundant_experts > 0 and plan.split_backward,
+        "redundant experts with split backwards (gradients of copies go home in the backward of their inputs)",
+        setting(ep_redundant_experts=0),
+    ),
+    Rule(
+        lambda plan: plan.ep_redundant_experts > 0 and plan.ep_chunks > 1,
+        "redundant experts with ep_chunks (copies travel once for all tokens)",
+        setting(ep_chunks=1),
+    ),
+    Rule(
+        lambda plan: plan.ep_redundant_experts > 0 and DISPATCHERS[plan.ep_dispatcher].shares_tokens,
+        "redundant experts where ranks have the same tokens (ep_dispatcher slicing)",
+        setting(ep_dispatcher="all_to_all"),
     ),
     Rule(
         lambda plan: plan.dynamic_context_parallel,

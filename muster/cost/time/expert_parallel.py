@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from itertools import accumulate
 
-from muster.cost.expert_traffic import ExpertCall, RoutedShape, dispatch_calls
+from muster.cost.activations import expert_parameter_bytes
+from muster.cost.expert_traffic import ExpertCall, RoutedShape, copy_calls, dispatch_calls
 from muster.cost.precision_bytes import master_bytes
 from muster.cost.time.collectives import all_gather_s, all_to_all_s, reduce_scatter_s
 from muster.cost.time.kernels import stream_s
@@ -61,7 +62,7 @@ def _chunk_of_matmuls(at: LayerContext) -> SublayerCost:
     """Return the matmuls of the rows of one chunk. Gradients of the weights are added up over chunks."""
     moe, part, chunks = at.model.moe, SublayerCost(), at.dispatch.chunks
     assert moe is not None
-    inner, experts = moe.expert_size / at.etp, moe.num_experts / at.ep.size
+    inner, experts = moe.expert_size / at.etp, moe.num_experts / at.ep.size + at.expert_load.copies
     rows = at.routed_tokens * moe.top_k * at.etp * at.expert_imbalance
     add_mlp_matmuls(at, part, rows / chunks, inner, experts)
     if chunks > 1:
@@ -90,6 +91,8 @@ def add_expert_exchange(at: LayerContext, attention: SublayerCost, mlp: Sublayer
     )
     for spent, made, compute_s, matmuls_s in passes:
         seconds = [_call_s(at, call) for call in made]
+        if at.dispatch.redundant:
+            _add_copies(at, spent, made is calls.forward, matmuls_s)
         if at.framework.overlap_expert_comm:
             spent.add_overlapped("ep", sum(seconds), compute_s)
             continue
@@ -98,6 +101,23 @@ def add_expert_exchange(at: LayerContext, attention: SublayerCost, mlp: Sublayer
         exposed_s = sum(rows) if at.dispatch.chunks == 1 else chunked_s(rows, matmuls_s) - in_flight_s
         spent.add_exposed("ep", sum(counts) + exposed_s)
         spent.add_overlapped("ep", sum(rows) - exposed_s, in_flight_s)
+
+
+def _add_copies(at: LayerContext, spent: PassCost, is_forward: bool, matmuls_s: float) -> None:
+    """Add the copies of experts that travel before the experts compute, or their gradients, beside the matmuls of a
+    rank's own experts (arXiv:2502.02581 §3); the rank that gives or gets most of them decides.
+
+    The numbers of rows, from which ranks choose copies, come before.
+    """
+    moe, load, ranks = at.model.moe, at.expert_load, at.ep.size
+    assert moe is not None
+    sizes = expert_parameter_bytes(at.model, at.etp, at.element_bytes)
+    calls = copy_calls(at.dispatch, moe.num_experts, sizes, load.most_copies * ranks / max(1, ranks - 1))
+    made = calls.forward if is_forward else calls.backward
+    counts_s = sum(_call_s(at, call) for call in made if call.kind == "all_gather")
+    spent.add_exposed("ep", counts_s)
+    copies_s = sum(all_to_all_s(at.ep, call.nbytes) for call in made if call.kind == "all_to_all")
+    spent.add_overlapped("ep", copies_s, matmuls_s * min(1.0, load.own_share / load.imbalance))
 
 
 def chunked_s(exchanges_s: Sequence[float], matmuls_s: float) -> float:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import log2
 
+from muster.cost.expert_traffic import load_of_ranks
 from muster.cost.time.collectives import CommGroup, all_gather_s, p2p_s
 from muster.cost.time.cost_cache import LayerKind
 from muster.cost.time.layer import embedding_passes, head_passes, layer_passes
@@ -13,6 +14,7 @@ from muster.cost.time.pass_cost import PassCost
 from muster.cost.time.rank_placement import PlacedPlan
 from muster.cost.time.sublayer import LayerContext, LayerPasses
 from muster.cost.time.trained_parts import trained_parts
+from muster.spec.routing_load import LoadOfRanks
 
 STRAGGLER_SHARE = 0.005
 """Share of the passes' time that ranks lose to the slowest of them per doubling of nodes, where data-parallel ranks
@@ -65,20 +67,15 @@ class StageTimes:
             self._is_data_parallel,
             placed.plan.expert_dispatch(self.mesh),
             self.groups.ep_levels,
-            self._expert_imbalance,
             placed.workload.earlier_positions,
             placed.plan.sequence_slices > 1,
             placed.plan.fp8_recipe,
+            self._expert_load,
         )
 
     @property
-    def _expert_imbalance(self) -> float:
-        load = self.placed.workload.expert_load
-        return (
-            1.0
-            if load is None or self.mesh.ep == 1
-            else load.imbalance(self.mesh.ep, self.placed.plan.expert_placement)
-        )
+    def _expert_load(self) -> LoadOfRanks:
+        return load_of_ranks(self.placed.workload, self.placed.plan, self.mesh)
 
     @property
     def _is_data_parallel(self) -> bool:
@@ -152,7 +149,7 @@ class StageTimes:
         placed = self.placed
         p2p_groups = () if placed.framework.overlap_p2p else (self._p2p_group(-1), self._p2p_group(1))
         own = self.mesh.etp, self.mesh.ep, placed.micro_batch_size(self.stage), self.strategy, self._is_data_parallel
-        own_key = *own, *self.groups.layer_key, *p2p_groups, self.trained, self._expert_imbalance
+        own_key = *own, *self.groups.layer_key, *p2p_groups, self.trained, self._expert_load
         return *placed.shared_key, *placed.stage_key(self.stage)[1:], *own_key
 
     def _p2p_group(self, step: int) -> CommGroup | None:
@@ -257,7 +254,7 @@ class StageTimes:
         known = self.placed.cache.layer_passes
         own = plan.precision, plan.local_micro_batch_size(self.stage), self.mesh.etp, self._is_data_parallel
         own = *own, plan.context_ranks(self.mesh), plan.sequence_tiles, plan.expert_dispatch(self.mesh)
-        own = *own, plan.sequence_slices > 1, self._expert_imbalance
+        own = *own, plan.sequence_slices > 1, self._expert_load
         key = kind, *own, self.groups.layer_key
         if key not in known:
             known[key] = layer_passes(replace(self.layer_context, strategy=kind.strategy), self._example_layers[kind])

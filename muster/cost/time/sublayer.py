@@ -15,6 +15,7 @@ from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Float8Recipe, Precision
+from muster.spec.routing_load import LoadOfRanks
 
 CAST_NORM_BYTES = (20, 32)
 """Bytes per element (forward, backward) of a norm's kernel between casts to float32 and back, as in eager programs."""
@@ -64,13 +65,18 @@ class LayerContext:
     dispatch: ExpertDispatch = ExpertDispatch()
     ep_levels: tuple[CommGroup, CommGroup] | None = None
     """Groups of the two steps of a hierarchical exchange of tokens."""
-    expert_imbalance: float = 1.0
-    """Load of the fullest of the ranks that share experts, relative to the mean."""
     earlier_positions: int = 0
     """Positions of the sequence before these whose keys attention sees, too: of the slices before this one."""
     is_sliced: bool = False
     """True for a slice of sequences."""
     fp8_recipe: Float8Recipe = "tensorwise"
+    expert_load: LoadOfRanks = LoadOfRanks(1.0)
+    """Work of the ranks that share experts, and copies of experts between them."""
+
+    @property
+    def expert_imbalance(self) -> float:
+        """Load of the fullest of the ranks that share experts, relative to the mean."""
+        return self.expert_load.imbalance
 
     @property
     def tokens(self) -> float:
