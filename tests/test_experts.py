@@ -243,6 +243,8 @@ BYTES: dict[int, list[tuple[Any, ...]]] = {
         ("dp2-ep2g", False, {"family": "choice"}),
         ("dp2-ep2x1-rfull", False, {"family": "choice"}),
         ("dp2-ep2-epover3-bf16", False, {"family": "grouped"}),
+        ("dp2-ep2-epfp8-bf16", False, {"family": "grouped"}),
+        ("dp2-ep2-epint8-epover3-rfull", False, {"family": "experts"}),
         ("tp2-etp2-sp-rfull", False, {"family": "gpt_oss"}),
         ("dp2-ep2-z2", False, {"family": "gpt_oss"}),
         ("tp2-ep2", False, {"family": "grouped"}, {"default_strategy": {"sp": True, "tp_overlap": "async_tp"}}),
@@ -472,6 +474,7 @@ MODEL = load_model("tiny-moe")
         ("dp2-ep2s", "ep_dispatcher slicing takes rows of the same tokens"),
         ("dp2-ep1g", "ep_dispatcher all_gather sends tokens between ranks, but ep is 1"),
         ("dp2-ep2g-epover2", "ep_chunks are exchanged by the dispatcher all_to_all"),
+        ("dp2-ep2g-epint8", "hidden states travel in int8 with the dispatcher all_to_all"),
         ("dp2-ep1x1", "ep_redundant_experts are copies of other ranks' experts, but ep is 1"),
         ("dp2-ep2x1-epover2", "redundant experts with ep_chunks"),
         ("dp2-pp2-ep2x1-szbh1", "redundant experts with split backwards"),
@@ -493,6 +496,7 @@ def test_two_steps_are_chosen_where_messages_take_longer_than_bytes() -> None:
         "ep_inner_size": 8,
         "ep_chunks": 1,
         "ep_redundant_experts": 0,
+        "ep_dispatch_dtype": "none",
     }
     assert dispatch_fields(long, 1, 1, 64, False)["ep_chunks"] == 2
     without = load_cluster("64xh100").groups[0]
@@ -514,7 +518,7 @@ def test_chunks_take_as_long_as_what_takes_longest() -> None:
     "name",
     ["dp2-ep2-z2-bf16", "dp4-ep2-z3-rfull-fp32", "tp2-etp2-sp-fp32", "tp2-sp-ep2-bf16", "tp2-ep2-fp32"]
     + ["tp2-ep2s-fp32", "dp2-ep2g-fp32", "dp4-ep4h-rfull-fp32", "dp2-ep2-epover2-fp32"]
-    + ["dp4-ep4x2-z1-fp32", "dp2-ep2x1-z2-bf16"],
+    + ["dp4-ep4x2-z1-fp32", "dp2-ep2x1-z2-bf16", "dp2-ep2-epfp8-fp32"],
 )
 def test_forecast_of_experts_is_what_pytorch_counts(name: str) -> None:
     moe = MoeSpec(num_experts=8, top_k=2, expert_size=384, shared_size=64, shared_gate=True)

@@ -251,6 +251,7 @@ def expert_axis_calls(
         moe.num_experts,
         moe.needs_whole_sequences,
         moe.shared_size > 0 or spec.has_post_norms,
+        spec.hidden_size,
     )
     dispatch = plan.expert_dispatch(sizes.mesh)
     load, sizes_of_one = (

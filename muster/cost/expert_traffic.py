@@ -8,7 +8,7 @@ or are passed on, depend on the routing; counted as many as were sent, which is 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from muster.spec.expert_kinds import ExpertDispatch
+from muster.spec.expert_kinds import ROW_SCALE_BYTES, ExpertDispatch
 from muster.spec.mesh import Mesh
 from muster.spec.plan import Plan
 from muster.spec.routing_load import LoadOfRanks
@@ -59,6 +59,8 @@ class RoutedShape(NamedTuple):
     """Pairs are a list, with the token of each."""
     result_is_repeated: bool = False
     """Full recompute goes on behind the experts' results: to shared experts, or to a norm of the output."""
+    row_elements: int = 0
+    """Elements of a hidden state."""
 
 
 def load_of_ranks(workload: Workload, plan: Plan, mesh: Mesh) -> LoadOfRanks:
@@ -72,8 +74,9 @@ def load_of_ranks(workload: Workload, plan: Plan, mesh: Mesh) -> LoadOfRanks:
 def dispatch_calls(dispatch: ExpertDispatch, shape: RoutedShape) -> ExpertCalls:
     """Return the collectives of one layer.
 
-    all_to_all: numbers of rows, then the rows to their experts and back, chunk by chunk; the backward sends their
-    gradients (arXiv:2006.16668 §3.2). hierarchical: each of these once among neighbours and once between groups
+    all_to_all: numbers of rows, then the rows to their experts, which they may do in 8 bits, and back, chunk by chunk;
+    the backward sends their gradients (arXiv:2006.16668 §3.2). hierarchical: each of these once among neighbours and
+    once between groups
     (arXiv:2206.03382 §4.3). all_gather: hidden states, weights and experts' numbers; the backward reduce-scatters
     gradients (arXiv:2505.11432 §3.2). slicing: none; where the hidden state leaves, tensor parallelism sums it.
 
@@ -109,8 +112,10 @@ def _all_to_all(dispatch: ExpertDispatch, shape: RoutedShape) -> ExpertCalls:
     k = shape.pairs // shape.tokens if shape.tokens else 0
     sizes = [shape.pairs] if chunks == 1 else [k * (base + (chunk < rest)) for chunk in range(chunks)]
     rows = tuple(ExpertCall("all_to_all", size * shape.row_bytes, ranks) for size in sizes)
+    row_bytes = shape.row_bytes if dispatch.dtype == "none" else shape.row_elements + ROW_SCALE_BYTES
+    departing = tuple(ExpertCall("all_to_all", size * row_bytes, ranks) for size in sizes)
     counts = ExpertCall("all_to_all", chunks * shape.num_experts * COUNT_BYTES, ranks)
-    forward = (counts, *rows, *rows)
+    forward = (counts, *departing, *rows)
     return ExpertCalls(forward, forward, (*rows, *rows))
 
 

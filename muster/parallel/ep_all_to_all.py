@@ -14,6 +14,7 @@ from muster.model.grouped_matmul import Segments, host_counts
 from muster.model.routing import Routing
 from muster.parallel.axis import ExpertAxis
 from muster.parallel.expert_exchange import Exchange, FinishExchange, Flight, Reorder, StartExchange, block_order
+from muster.parallel.row_casts import row_cast
 from muster.spec.expert_kinds import ExpertDispatch
 
 
@@ -26,7 +27,7 @@ class AllToAll:
     """
 
     def __init__(self, axis: ExpertAxis, dispatch: ExpertDispatch) -> None:
-        self.axis, self.chunks = axis, dispatch.chunks
+        self.axis, self.chunks, self.cast = axis, dispatch.chunks, row_cast(dispatch.dtype)
 
     def __call__(self, experts: ComputeRows, x_BSD: Tensor, routing: Routing) -> Tensor:
         if self.chunks > 1:
@@ -37,7 +38,7 @@ class AllToAll:
         y_rD: Any = rows.permute(x_BSD.flatten(0, 1))  # one name for all, so that none keeps what was read
         sent, received = (host_counts(counts.sum(1), len(y_rD)) for counts in (sent_Pe, received_Pe))
         order_r, inverse_r = block_order(received_Pe, (1, 0), sum(received))
-        y_rD = Exchange.apply(self.axis, y_rD, sent, received)
+        y_rD = Exchange.apply(self.axis, y_rD, sent, received, self.cast)
         y_rD = Reorder.apply(y_rD, order_r, inverse_r)
         y_rD = experts(y_rD, Segments(received_Pe.sum(0), sum(received)))
         y_rD = Reorder.apply(y_rD, inverse_r, order_r)
@@ -57,12 +58,12 @@ class AllToAll:
                 host_counts(counts_Pce[:, chunk].sum(1), len(y_rD)) for counts_Pce in (sent_Pce, received_Pce)
             )
             flights.append(Flight(self.axis, sent, received))
-            travelling.append(StartExchange.apply(flights[-1], y_rD))
+            travelling.append(StartExchange.apply(flights[-1], y_rD, self.cast))
         returning = []
         for chunk, flight in enumerate(flights):
             counts_Pe = received_Pce[:, chunk]
             order_r, inverse_r = block_order(counts_Pe, (1, 0), sum(flight.received))
-            y_rD = FinishExchange.apply(flight, travelling[chunk])
+            y_rD = FinishExchange.apply(flight, travelling[chunk], self.cast)
             travelling[chunk] = None
             y_rD = Reorder.apply(y_rD, order_r, inverse_r)
             y_rD = experts(y_rD, Segments(counts_Pe.sum(0), sum(flight.received)))

@@ -10,19 +10,30 @@ import torch
 from torch import Tensor
 
 from muster.parallel.axis import ExpertAxis, PendingTensor
+from muster.parallel.row_casts import RowCast
 
 
 class Exchange(torch.autograd.Function):
-    """All-to-all of rows; the gradients travel back. Saves nothing but the numbers of rows."""
+    """All-to-all of rows; the gradients travel back. Saves nothing but the numbers of rows. With a cast, rows travel in
+    8 bits, but not their gradients, which are taken as if none were rounded."""
 
     @staticmethod
-    def forward(ctx: Any, axis: ExpertAxis, x_RD: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def forward(
+        ctx: Any,
+        axis: ExpertAxis,
+        x_RD: Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        cast: RowCast | None = None,
+    ) -> Tensor:
         ctx.axis, ctx.sent, ctx.received = axis, sent, received
-        return axis.all_to_all(x_RD, sent, received)
+        if cast is None:
+            return axis.all_to_all(x_RD, sent, received)
+        return cast.unpack(axis.all_to_all(cast.pack(x_RD), sent, received), x_RD.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None]:
-        return None, ctx.axis.all_to_all(grads[0], ctx.received, ctx.sent), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:
+        return None, ctx.axis.all_to_all(grads[0], ctx.received, ctx.sent), None, None, None
 
 
 class Flight:
@@ -43,30 +54,34 @@ class StartExchange(torch.autograd.Function):
     """Start an all-to-all of rows, whose result `FinishExchange` waits for; the backward waits for the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, flight: Flight, x_RD: Tensor) -> Tensor:
+    def forward(ctx: Any, flight: Flight, x_RD: Tensor, cast: RowCast | None = None) -> Tensor:
         ctx.flight = flight
-        flight.pending = flight.axis.start_all_to_all(x_RD, flight.sent, flight.received)
-        return flight.pending.result()
+        if cast is None:
+            flight.pending = flight.axis.start_all_to_all(x_RD, flight.sent, flight.received)
+            return flight.pending.result()
+        packed = cast.pack(x_RD)
+        flight.pending = flight.axis.start_all_to_all(packed, flight.sent, flight.received)
+        return x_RD.new_empty(sum(flight.received), *x_RD.shape[1:])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.flight.arrive()  # autograd hands on what it got, which has other rows
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
+        return None, ctx.flight.arrive(), None  # autograd hands on what it got, which has other rows
 
 
 class FinishExchange(torch.autograd.Function):
     """Wait for the rows of an all-to-all; the backward starts that of their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, flight: Flight, x_rD: Tensor) -> Tensor:
+    def forward(ctx: Any, flight: Flight, x_rD: Tensor, cast: RowCast | None = None) -> Tensor:
         ctx.flight = flight
-        flight.arrive()
-        return x_rD.view_as(x_rD)
+        arrived = flight.arrive()
+        return x_rD.view_as(x_rD) if cast is None else cast.unpack(arrived, x_rD.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
         flight: Flight = ctx.flight
         flight.pending = flight.axis.start_all_to_all(grads[0], flight.received, flight.sent)
-        return None, grads[0]
+        return None, grads[0], None
 
 
 class Reorder(torch.autograd.Function):

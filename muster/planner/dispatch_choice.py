@@ -17,7 +17,7 @@ from muster.spec.supported import unsupported_features
 
 LEAST_GAIN = 0.005
 """Part of the time that another dispatcher than the plain all-to-all must save to be chosen."""
-DISPATCH_FIELDS = ("ep_dispatcher", "ep_inner_size", "ep_chunks", "ep_redundant_experts")
+DISPATCH_FIELDS = ("ep_dispatcher", "ep_inner_size", "ep_chunks", "ep_redundant_experts", "ep_dispatch_dtype")
 CHUNK_COUNTS = (2, 4, 8)
 """Numbers of chunks in flight that are tried."""
 

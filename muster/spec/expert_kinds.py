@@ -15,6 +15,12 @@ slicing: tensor-parallel ranks, which have the same tokens, each take the rows o
 arXiv:2304.11414)."""
 
 
+DispatchDtype = Literal["none", "fp8", "int8"]
+"""Numbers in which hidden states travel to experts; none: those that the layers compute in."""
+ROW_SCALE_BYTES = 4
+"""Bytes of the scale of a hidden state in 8 bits, which travels with it."""
+
+
 @dataclass(frozen=True, slots=True)
 class DispatcherKind:
     """One kind of dispatcher."""
@@ -25,12 +31,14 @@ class DispatcherKind:
     """Class of `muster/parallel`, as `file:class`."""
     sends_chunks: bool = False
     """True if the tokens may travel in chunks, beside the products of others."""
+    casts_rows: bool = False
+    """True if hidden states may travel in 8 bits."""
     shares_tokens: bool = False
     """True if all its ranks have the same tokens: those of a tensor-parallel group."""
 
 
 DISPATCHERS: dict[EpDispatcher, DispatcherKind] = {
-    "all_to_all": DispatcherKind("", "ep_all_to_all:AllToAll", sends_chunks=True),
+    "all_to_all": DispatcherKind("", "ep_all_to_all:AllToAll", sends_chunks=True, casts_rows=True),
     "hierarchical": DispatcherKind("h", "ep_hierarchical:HierarchicalAllToAll"),
     "all_gather": DispatcherKind("g", "ep_all_gather:AllGather"),
     "slicing": DispatcherKind("s", "ep_slicing:Slicing", shares_tokens=True),
@@ -48,6 +56,7 @@ class ExpertDispatch(NamedTuple):
     size: int = 1
     inner: int = 1
     chunks: int = 1
+    dtype: DispatchDtype = "none"
     redundant: int = 0
     """Copies of other ranks' experts that each rank may have."""
 

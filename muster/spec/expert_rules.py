@@ -64,4 +64,14 @@ DISPATCHER_RULES: tuple[Rule, ...] = (
         "ep_redundant_experts are copies of other ranks' experts, but ep is 1",
         setting(ep_redundant_experts=0),
     ),
+    Rule(
+        lambda plan: (
+            plan.ep_dispatch_dtype != "none"
+            and not (plan.uses_axis("ep") and DISPATCHERS[plan.ep_dispatcher].casts_rows)
+        ),
+        lambda plan: (
+            f"hidden states travel in {plan.ep_dispatch_dtype} with the dispatcher all_to_all, between several ranks"
+        ),
+        setting(ep_dispatch_dtype="none"),
+    ),
 )

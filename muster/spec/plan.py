@@ -13,7 +13,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 from muster.spec.base import Frozen
 from muster.spec.context_kinds import ContextRanks, CpCommType, context_ranks
 from muster.spec.errors import InfeasibleError, MusterError
-from muster.spec.expert_kinds import DISPATCHERS, EpDispatcher, ExpertDispatch, usual_inner_size
+from muster.spec.expert_kinds import DISPATCHERS, DispatchDtype, EpDispatcher, ExpertDispatch, usual_inner_size
 from muster.spec.layer_strategy import LayerOverride, LayerStrategy, Tier, complete_override, drop_later_defaults
 from muster.spec.mesh import Mesh, default_mesh
 from muster.spec.mesh_axes import MESH_AXES
@@ -118,6 +118,9 @@ class Plan(Frozen):
     ep_chunks: PositiveInt = 1
     """Chunks of a rank's tokens that travel to experts and back one after another, beside the experts' work on others
     (Tutel's pipelining degree)."""
+    ep_dispatch_dtype: DispatchDtype = "none"
+    """Numbers in which hidden states travel to experts: in 8 bits with a scale for each, or as they are. Results, and
+    gradients, travel as they are."""
     ep_redundant_experts: int = Field(default=0, ge=0)
     """Experts of other ranks, at most, of which a rank gets copies for one micro-batch of a layer, to take over rows of
     the most chosen ones (Hecate)."""
@@ -294,7 +297,8 @@ class Plan(Frozen):
         inner = 1
         if self.ep_dispatcher == "hierarchical":
             inner = self.ep_inner_size or usual_inner_size(mesh.ep)
-        return ExpertDispatch(self.ep_dispatcher, mesh.ep, inner, self.ep_chunks, self.ep_redundant_experts)
+        own = self.ep_dispatcher, mesh.ep, inner, self.ep_chunks
+        return ExpertDispatch(*own, self.ep_dispatch_dtype, self.ep_redundant_experts)
 
     @property
     def distinct_meshes(self) -> list[Mesh]:
@@ -435,7 +439,7 @@ class Plan(Frozen):
 _ADDED_LATER = (
     *("cp_comm_type", "cp_ulysses_degree", "cp_window_size", "dynamic_context_parallel", "sequence_tiles"),
     *("ep_dispatcher", "ep_inner_size", "ep_chunks", "sequence_slices", "cuda_graphs", "fp8_recipe"),
-    *("expert_placement", "ep_redundant_experts"),
+    *("expert_placement", "ep_redundant_experts", "ep_dispatch_dtype"),
 )
 """Fields of a plan that are younger than the hashes in files."""
 

@@ -129,6 +129,7 @@ _NAME_PARTS = (
         _expert_parallel,
     ),
     _degree("ep_chunks", "epover"),
+    _NamePart("epfp8, epint8", "ep(fp8|int8)", lambda dtype: {"ep_dispatch_dtype": dtype}),
     *(_degree(axis, axis) for axis in _PLAIN_AXES),
     _degree("micro_batch_size", "mb"),
     _degree("sequence_tiles", "tile"),
@@ -231,6 +232,7 @@ def _format_parts(plan: Plan) -> list[str]:
         "cpdyn": plan.dynamic_context_parallel,
         f"ep{plan.ep}{_ep_word(plan)}": plan.ep > 1 or bool(_ep_word(plan)),
         f"epover{plan.ep_chunks}": plan.ep_chunks > 1,
+        f"ep{plan.ep_dispatch_dtype}": plan.ep_dispatch_dtype != "none",
         **{f"{axis}{getattr(plan, axis)}": getattr(plan, axis) > 1 for axis in _PLAIN_AXES},
     }
     rest = {

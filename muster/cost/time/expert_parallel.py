@@ -11,6 +11,7 @@ from muster.cost.time.kernels import stream_s
 from muster.cost.time.mlp import add_mlp, add_mlp_matmuls
 from muster.cost.time.pass_cost import PassCost
 from muster.cost.time.sublayer import LayerContext, SublayerCost, add_tp_entry, add_tp_exit
+from muster.spec.expert_kinds import ROW_SCALE_BYTES
 
 EXPERT_BIAS_PASSES = (4.5, 6)
 """Passes over the outputs of experts' matrices (forward, backward) that biases of experts take: their rows are gathered
@@ -34,6 +35,8 @@ def add_experts(at: LayerContext, part: SublayerCost) -> None:
     part.add_elementwise(at, 2 * own * moe.num_experts * 4 + own * hidden, 3 * own * moe.num_experts * 4, 6)
     permuted = 4 * (rows if at.experts_like_mlp else rows / at.etp) * hidden / PERMUTE_RATE
     part.add_elementwise(at, permuted, permuted, 4)
+    if at.dispatch.dtype != "none":
+        part.add_elementwise(at, rows / at.etp * (3 * hidden + 2 * (model.hidden_size + ROW_SCALE_BYTES)), 0, 4)
     for spent in (part.forward, part.input_grads):
         if at.experts_like_mlp:
             continue
@@ -150,6 +153,7 @@ def _routed_shape(at: LayerContext) -> RoutedShape:
         master_bytes(at.precision),
         moe.num_experts,
         moe.needs_whole_sequences,
+        row_elements=at.model.hidden_size,
     )
 
 
