@@ -12,6 +12,7 @@ from muster.model.documents import Documents
 from muster.model.further_tokens import shift_further
 from muster.model.init import init_stage
 from muster.model.loss import cross_entropy_sum
+from muster.report.terminal import plan_lines
 from muster.spec.errors import InfeasibleError
 from muster.spec.inference_plans import require_evaluation_supported, require_generation_supported
 from muster.spec.model import ModelSpec, parameter_shapes, stage_parameter_shapes
@@ -196,6 +197,15 @@ def test_what_cannot_run_is_refused_in_one_sentence(plan: str, sentence: str) ->
     with pytest.raises(InfeasibleError, match=sentence) as refusal:
         require_runnable(parse_plan_name(plan), spec, Workload(seq_len=16, global_batch_size=8), 2)
     assert "\n" not in str(refusal.value)
+
+
+def test_the_last_stage_names_its_layers_for_multi_token_prediction() -> None:
+    workload, plan = Workload(seq_len=16, global_batch_size=8), parse_plan_name("pp2")
+    lines = plan_lines(plan, model_of("llama mtp"), workload, 8).splitlines()
+    further = [line for line in lines if "for multi-token prediction" in line]
+    assert len(further) == 1
+    assert "1: layer" in further[0]
+    assert further[0].endswith("for multi-token prediction, head")
 
 
 @pytest.mark.soak

@@ -63,7 +63,7 @@ def plan_rows(plan: Plan, model: ModelSpec, workload: Workload, n_micro_batches:
         ("plan", f"{format_plan_name(plan)}  ({plan.hash})"),
         ("model", f"{model.name}, {model.num_layers} layers, {size} parameters"),
         ("ranks", _degrees(plan)),
-        *(("stages" if i == 0 else "", line) for i, line in enumerate(_stages(plan, model.num_layers))),
+        *(("stages" if i == 0 else "", line) for i, line in enumerate(_stages(plan, model))),
         ("schedule", f"{plan.schedule}, {_plural(n_micro_batches, 'micro-batch', 'es')} of {plan.micro_batch_size}"),
         *([("shares", _micro_batch_groups(plan, n_micro_batches))] if plan.uneven_micro_batches else []),
         ("storage", _storage(plan, model.num_layers)),
@@ -88,23 +88,25 @@ def _micro_batch_groups(plan: Plan, most: int) -> str:
     return f"micro-batches of {width} data-parallel ranks each: {counts}"
 
 
-def _stages(plan: Plan, num_layers: int) -> list[str]:
+def _stages(plan: Plan, model: ModelSpec) -> list[str]:
     """Return a line for each stage; of very many the first and last ones."""
-    lines = [_stage(plan, stage, num_layers) for stage in range(plan.num_stages)]
+    lines = [_stage(plan, stage, model) for stage in range(plan.num_stages)]
     if len(lines) <= _STAGES_IN_FULL:
         return lines
     half = _STAGES_IN_FULL // 2
     return [*lines[:half], f"… {len(lines) - 2 * half} more", *lines[-half:]]
 
 
-def _stage(plan: Plan, stage: int, num_layers: int) -> str:
+def _stage(plan: Plan, stage: int, model: ModelSpec) -> str:
     """Return a stage with its layers, embedding, head and vocabulary shard."""
-    layers = plan.layers(stage, num_layers)
+    layers, further = plan.layers(stage, model.num_layers), model.last_layers(plan.is_last(stage))
     parts = ["embedding"] if plan.is_first(stage) and not plan.vocab_parallel else []
     if len(layers) == 1:
         parts.append(f"layer {layers[0]}")
     elif layers:
         parts.append(f"layers {layers[0]}–{layers[-1]}")
+    if further:
+        parts.append(f"{_plural(len(further), 'layer', 's')} for multi-token prediction")
     if plan.is_last(stage) and not plan.vocab_parallel:
         parts.append("head")
     if has_vocab_shard(plan, stage):
