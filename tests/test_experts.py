@@ -269,7 +269,7 @@ def test_bytes_equal_the_formula(ranks: int, tmp_path: Path) -> None:
             key: sum(case[key].get("ep", {}).pop("all_to_all", 0) for case in cases) for key in ("counted", "predicted")
         }
         assert exchanged["counted"] == exchanged["predicted"], cases[0]["plan"]
-        assert (exchanged["counted"] > 0) == bool(re.search("-ep[0-9]+(h|-|$)", cases[0]["plan"])), cases[0]["plan"]
+        assert (exchanged["counted"] > 0) == bool(re.search("-ep[0-9]+(h|x|-|$)", cases[0]["plan"])), cases[0]["plan"]
         for case in cases:
             for key in ("counted", "predicted"):
                 case[key] = {axis: +Counter(kinds) for axis, kinds in case[key].items() if +Counter(kinds)}
