@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from muster.api.verbs import plan, predict
 from muster.checkpoint.initial_weights import load_initial_weights
@@ -202,6 +203,24 @@ def test_an_adapter_is_the_same_in_peft(kind: str, plan: str, tmp_path: Path, ca
     assert more[0] < losses[0] - 0.5
 
 
+def test_parameters_trained_beside_adapters_are_in_what_is_exported(tmp_path: Path, capsys) -> None:
+    """Norms that a pattern trains are in the base model beside PEFT's files; a comparison sees adapters."""
+    write_base_model("llama", tmp_path / "base")
+    write_dialogues(tmp_path / "talks.json")
+    (tmp_path / "lora.yaml").write_text(RUN_FILE)
+    more = ("--parallel", "dp1-mb2-fp32", "--optim.freeze", "!*norm.weight", "--train.steps", "2", *QUICK)
+    assert train(tmp_path / "lora.yaml", "--run", tmp_path / "run", *more).code == 0
+    assert main(["checkpoint", "convert", str(tmp_path / "run"), str(tmp_path / "export"), "--to", "peft"]) == 0
+    ids = torch.randint(0, 300, (2, 24), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(logits(tmp_path / "run", ids), logits(tmp_path / "export", ids))
+    assert main(["checkpoint", "diff", str(tmp_path / "run"), str(tmp_path / "export")]) == 0
+    weights = tmp_path / "export" / "adapter_model.safetensors"
+    save_file({name: 2 * one for name, one in load_file(weights).items()}, weights)
+    capsys.readouterr()
+    assert main(["checkpoint", "diff", str(tmp_path / "run"), str(tmp_path / "export")]) == 1
+    assert "lora_A.weight: relative difference" in capsys.readouterr().out
+
+
 def test_what_muster_does_not_know_of_adapters_is_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     known: dict[str, Any] = {
         "vocab_size": 64,
@@ -224,6 +243,10 @@ def test_what_muster_does_not_know_of_adapters_is_said(tmp_path: Path, capsys: p
     assert "adapter.kind pissa decomposes given weights: give train.init_from" in capsys.readouterr().err
     assert main([*tiny, "--adapter.lora_dropout", "0.1"]) == 2
     assert "adapters have no dropout before A yet" in capsys.readouterr().err
+    assert main([*tiny, "--adapter.lora_alpha", "inf"]) == 2
+    assert "adapter.lora_alpha: expected a number > 0, got inf" in capsys.readouterr().err
+    assert main([*tiny, "--adapter.r", "65"]) == 2
+    assert "adapter.r 65 is more than the shorter side of v" in capsys.readouterr().err
     trained, other = (
         load_run_config("tiny", None, [("adapter.r", rank), ("adapter.target_modules", "q,v")]) for rank in "48"
     )

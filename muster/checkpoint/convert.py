@@ -42,6 +42,7 @@ from muster.checkpoint.model_directory import (
 )
 from muster.checkpoint.remapped import RenamedTensors
 from muster.checkpoint.tensors import TensorSource
+from muster.config.freezing import matches_pattern
 from muster.config.load_config import load_run_config
 from muster.config.migrations import migrate
 from muster.config.yaml_writer import fsync_directory
@@ -54,6 +55,7 @@ from muster.data.tokenizer_files import (
     special_token_ids,
 )
 from muster.interop.hf_config import hf_config_from_spec
+from muster.spec.adapters import ADAPTER_FREEZE, is_adapter
 from muster.spec.errors import ConfigError, MusterError
 from muster.spec.model import ModelSpec, parameter_shapes
 
@@ -281,13 +283,13 @@ def _write_peft(
     progress: Callable[[int], None],
 ) -> str | None:
     """Write adapters; their base model is the Hugging Face directory that the run began with, or written beside them,
-    into `base`: where there is none, or where adapters took over a part of it."""
+    into `base`: where there is none, or where the run changed it."""
     assert source.model is not None
     kind = _model_type(_auxiliary_folder(source, options))
     began = _run_config_of(source).get("train", {}).get("init_from")
     base = began if source.base is None else str(source.base.folder)
     tokenizer = None
-    is_changed = source.model.adapter is not None and source.model.adapter.kind == "pissa" and source.base is None
+    is_changed = source.base is None and _changes_base(source)
     if base is None or is_changed or not (Path(base) / CONFIG_FILE).exists():
         base = str(target.resolve() / "base")
         plain = without_adapter(source.model)
@@ -297,6 +299,17 @@ def _write_peft(
     write_adapter_config(folder, adapter_config(source.model, base, kind))
     write_weights(folder, tensors, options.max_shard_bytes, progress, ADAPTER_WEIGHTS)
     return tokenizer
+
+
+def _changes_base(source: ModelDirectory) -> bool:
+    """Return True if the run's base model isn't the one that it began with: adapters took over a part of it, or
+    patterns of `optim.freeze` let it train others of its parameters beside the adapters."""
+    assert source.model is not None
+    if source.model.adapter is not None and source.model.adapter.kind == "pissa":
+        return True
+    patterns = tuple(_run_config_of(source).get("optim", {}).get("freeze", ADAPTER_FREEZE))
+    names = (name for name, _ in parameter_shapes(source.model))
+    return not all(is_adapter(name) or matches_pattern(patterns, name) for name in names)
 
 
 def _model_type(folder: Path | None) -> str | None:

@@ -8,9 +8,9 @@ LoRA (E. Hu et al., arXiv:2106.09685 §4.1) adds scaling · B A x to a frozen W 
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import PositiveInt, field_validator
 
-from muster.spec.base import Frozen
+from muster.spec.base import Frozen, Positive
 from muster.spec.suggest import did_you_mean
 
 ROW_PARALLEL = ("o", "down")
@@ -33,8 +33,8 @@ class AdapterSpec(Frozen):
     (arXiv:2404.02948 §3). dora: as lora, and each row of the sum is scaled to a trained length (arXiv:2402.09353
     §4)."""
     r: PositiveInt = 8
-    """Rank: rows of A and columns of B."""
-    lora_alpha: PositiveFloat = Field(default=8.0)
+    """Rank: rows of A and columns of B; at most the shorter side of each weight."""
+    lora_alpha: Positive = 8.0
     """The scaling of B A is lora_alpha / r."""
     use_rslora: bool = False
     """The scaling is lora_alpha / √r, which keeps outputs as large at any rank (arXiv:2312.03732)."""

@@ -307,6 +307,13 @@ def _check_adapter(spec: ModelSpec, adapter: AdapterSpec) -> None:
         raise ValueError("adapters of a model with mtp_layers aren't known: leave mtp_layers out")
     if "gate" in others and not spec.gated:
         raise ValueError("adapter.target_modules names gate, but the MLP of this model has none (gated false)")
+    for name, shape in _layer(spec, 0, "") if spec.num_layers else ():
+        module, _, leaf = name.rpartition(".")
+        if leaf == "weight" and module.rpartition(".")[2] in adapter.target_modules and adapter.r > min(shape):
+            raise ValueError(
+                f"adapter.r {adapter.r} is more than the shorter side of {module.rpartition('.')[2]}, a matrix of"
+                f" {shape[0]} x {shape[1]}, whose rank is {min(shape)} at most: take adapter.r {min(shape)} or less"
+            )
 
 
 def active_numel(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> int:
