@@ -246,7 +246,7 @@ def test_what_muster_does_not_know_of_adapters_is_said(tmp_path: Path, capsys: p
     assert main([*tiny, "--adapter.lora_alpha", "inf"]) == 2
     assert "adapter.lora_alpha: expected a number > 0, got inf" in capsys.readouterr().err
     assert main([*tiny, "--adapter.r", "65"]) == 2
-    assert "adapter.r 65 is more than the shorter side of v" in capsys.readouterr().err
+    assert "adapter.r 65 is more than the shorter side of q" in capsys.readouterr().err
     trained, other = (
         load_run_config("tiny", None, [("adapter.r", rank), ("adapter.target_modules", "q,v")]) for rank in "48"
     )

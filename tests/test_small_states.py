@@ -20,6 +20,7 @@ from tests.test_optim import WHOLE, make_whole, single_rank_exchange
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "galore": {"name": "galore", "rank": 3, "update_proj_gap": 2},
+    "natural_galore": {"name": "natural_galore", "rank": 3, "update_proj_gap": 2, "gradient_history": 3},
     "apollo": {"name": "apollo", "rank": 3, "update_proj_gap": 2},
     "apollo_mini": {"name": "apollo_mini", "update_proj_gap": 2},
     "adafactor": {"name": "adafactor"},
@@ -38,6 +39,7 @@ def plain(config: OptimConfig, name: str, steps: int) -> Tensor:
     m, v = (torch.zeros(rows, r, dtype=w.dtype) for _ in range(2))
     p, norm_before = torch.zeros(r, cols, dtype=w.dtype), 0.0
     row, col = torch.zeros(rows, dtype=w.dtype), torch.zeros(cols, dtype=w.dtype)
+    last: list[Tensor] = []
     for step in range(1, steps + 1):
         g = draw(name, WHOLE[name].shape, step)
         g = g.T if turned else g
@@ -48,16 +50,20 @@ def plain(config: OptimConfig, name: str, steps: int) -> Tensor:
             update = update / max(1.0, float(update.square().mean().sqrt()))
         else:
             if (step - 1) % config.update_proj_gap == 0:
-                if config.name == "galore":
+                if config.name in ("galore", "natural_galore"):
                     p = torch.linalg.svd(g, full_matrices=False)[2][:r]
                     p = p * torch.sign(p.gather(1, p.abs().argmax(1, keepdim=True)))
                 else:
                     generator = keyed_generator(0, f"apollo/{name}/{(step - 1) // config.update_proj_gap}")
                     p = torch.randn(r, cols, generator=generator).double() / r**0.5
             low = g @ p.T
+            if config.name == "natural_galore":
+                last = [*last, low.flatten()][-config.gradient_history :]
+                fisher = torch.stack(last).T @ torch.stack(last) + config.damping * torch.eye(low.numel()).double()
+                low = torch.linalg.solve(fisher, low.flatten()).view(low.shape)
             m, v = config.beta1 * m + (1 - config.beta1) * low, config.beta2 * v + (1 - config.beta2) * low * low
             adam = (m / (1 - config.beta1**step)) / ((v / (1 - config.beta2**step)).sqrt() + config.eps)
-            if config.name == "galore":
+            if config.name in ("galore", "natural_galore"):
                 update = config.scale * adam @ p
             else:
                 ratio = adam.norm() / (low.norm() + 1e-8)
@@ -152,6 +158,7 @@ def test_states_are_small() -> None:
         name: mean_state_bytes(OptimConfig(lr=LR, name=name, **({} if rank is None else {"rank": rank})), shapes, 4)
         for name, rank in (
             ("galore", 1024),
+            ("natural_galore", 64),
             ("apollo", 256),
             ("apollo_mini", None),
             ("adafactor", None),
@@ -159,6 +166,7 @@ def test_states_are_small() -> None:
         )
     }
     assert found["galore"] == pytest.approx(4 * 1024 * (2 * 14336 + 4096) / (14336 * 4096))
+    assert found["natural_galore"] == pytest.approx(4 * 64 * (22 * 14336 + 4096) / (14336 * 4096))
     assert found["apollo"] == pytest.approx(4 * 256 * 2 / 4096, rel=1e-5)
     assert found["apollo_mini"] < 0.01
     assert found["adafactor"] < 0.01
@@ -171,5 +179,7 @@ def test_host_memory_is_for_elementwise_updates(capsys: pytest.CaptureFixture) -
 
 
 def test_keys_of_other_optimizers_are_refused() -> None:
-    with pytest.raises(ValueError, match="rank 4 is for galore, apollo and apollo_mini, but adamw is chosen"):
+    with pytest.raises(
+        ValueError, match="rank 4 is for galore, natural_galore, apollo and apollo_mini, but adamw is chosen"
+    ):
         OptimConfig(lr=LR, rank=4)

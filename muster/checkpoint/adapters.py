@@ -40,7 +40,7 @@ def weights_for(directory: ModelDirectory, spec: ModelSpec) -> TensorSource:
     weights, kind = merged_weights(found), None if spec.adapter is None else spec.adapter.kind
     if kind == "dora":
         return RowLengths(weights, spec)
-    return PissaTensors(weights, spec) if kind == "pissa" else weights
+    return PissaTensors(weights, spec) if kind in ("pissa", "hd_pissa") else weights
 
 
 class RowLengths:
@@ -72,7 +72,7 @@ def _row_lengths(rows: Tensor) -> Tensor:
 class PissaTensors:
     """Weights of which adapters take over the largest singular values (a `TensorSource`): with U S Vᵀ these of W,
     scaling · B A begins as U S Vᵀ, evenly divided between B = U √(S / scaling) and A = √(S / scaling) Vᵀ, and what is
-    left is frozen (F. Meng et al., PiSSA, arXiv:2404.02948 §3).
+    left is frozen (F. Meng et al., PiSSA, arXiv:2404.02948 §3). HD-PiSSA leaves W whole.
 
     A matrix is read and decomposed whole, in float32 at least; all ranks find the same.
     """
@@ -102,21 +102,25 @@ class PissaTensors:
         meta = self._weights.metas[f"{module}.weight"]
         weight = self._weights.read(f"{module}.weight", meta.whole).to(torch.promote_types(meta.dtype, torch.float32))
         left, values, right = torch.linalg.svd(weight, full_matrices=False)
-        r, root = self._adapter.r, (values[: self._adapter.r] / self._adapter.scaling).sqrt()
+        r = self._adapter.width
+        root = (values[:r] / self._adapter.scaling).sqrt()
         a, b = root.unsqueeze(1) * right[:r], left[:, :r] * root
-        return {"lora_A": a, "lora_B": b, "weight": torch.addmm(weight, b, a, alpha=-self._adapter.scaling)}
+        if not self._adapter.changes_weights:
+            weight = torch.addmm(weight, b, a, alpha=-self._adapter.scaling)
+        return {"lora_A": a, "lora_B": b, "weight": weight}
 
 
 class MergedTensors:
     """Weights with the products of their adapters' matrices added (a `TensorSource`), computed in float32 at least."""
 
     def __init__(self, weights: TensorSource, adapter: AdapterSpec) -> None:
-        self._weights, self._scaling = weights, adapter.scaling
+        self._weights, self._scaling, self._are_merged = weights, adapter.scaling, adapter.changes_weights
         self.metas: dict[str, TensorMeta] = {name: meta for name, meta in weights.metas.items() if not is_adapter(name)}
 
     def read(self, name: str, box: Box) -> Tensor:
         weight, module = self._weights.read(name, box), name.removesuffix(".weight")
-        if not name.endswith(".weight") or f"{module}.lora_A.weight" not in self._weights.metas:
+        has_adapter = name.endswith(".weight") and f"{module}.lora_A.weight" in self._weights.metas
+        if not has_adapter or self._are_merged:
             return weight
         (r, _), wide = (
             self._weights.metas[f"{module}.lora_A.weight"].shape,

@@ -271,6 +271,11 @@ def _names_in_peft(source: ModelDirectory, kind: str | None) -> dict[str, str]:
     assert source.model is not None
     if source.model.adapter is None:
         raise ConfigError(f"{source.folder} holds no adapters, which a PEFT directory is made of: give --to hf")
+    if source.model.adapter.changes_weights:
+        raise ConfigError(
+            f"{source.folder} holds adapters of kind {source.model.adapter.kind}, which have changed the model's own"
+            " weights: give --to hf"
+        )
     return peft_names(source.model, kind)
 
 

@@ -61,6 +61,18 @@ def freeze_for_adapter(optim: OptimConfig) -> OptimConfig:
     return optim.model_copy(update={"freeze": (*ADAPTER_FREEZE, *optim.freeze)})
 
 
+def check_weight_changes(optim: OptimConfig, kind: str) -> None:
+    """Raise ValueError where adapters that are added to the weights in each step can't be trained so."""
+    if optim.name != "adamw":
+        raise ValueError(f"adapter.kind {kind} has AdamW's updates, but optim.name is {optim.name}: take adamw")
+    if optim.ema_decay:
+        raise ValueError(
+            f"adapter.kind {kind} changes frozen weights, which have no average: leave optim.ema_decay out"
+        )
+    if not set(optim.freeze) <= set(ADAPTER_FREEZE):
+        raise ValueError(f"adapter.kind {kind} trains adapters alone: leave optim.freeze out")
+
+
 def frozen_numel(optim: OptimConfig, spec: ModelSpec) -> int:
     """Return the number of the model's elements that are frozen."""
     return sum(prod(shape) for name, shape in parameter_shapes(spec) if is_frozen(optim, name))

@@ -21,8 +21,8 @@ class OptimConfig(Frozen):
     """The optimizer and its learning rate. What an optimizer doesn't use can't be given another value."""
 
     name: str = "adamw"
-    """adamw, sgd or lion; muon, galore, apollo, apollo_mini, adafactor or adamw_8bit, which are for the matrices of the
-    layers (the embedding, the head and all vectors then get AdamW); or one that a plugin registers."""
+    """adamw, sgd or lion; muon, galore, natural_galore, apollo, apollo_mini, adafactor or adamw_8bit, which are for the
+    matrices of the layers (the embedding, the head and all vectors then get AdamW); or one that a plugin registers."""
     options: dict[str, bool | int | float | str] = {}
     """A plugin's optimizer: its own arguments."""
     lr: Positive
@@ -46,12 +46,17 @@ class OptimConfig(Frozen):
     muon_precision: Literal["fp32", "bf16"] = "fp32"
     """Precision in which Muon sends and orthogonalizes matrices; fp32 means that of the master weights."""
     rank: PositiveInt = 128
-    """galore, apollo; apollo_mini, 1 if not given: elements to which the shorter side of a gradient is projected, in
-    which the optimizer keeps its moments."""
+    """galore, natural_galore, apollo; apollo_mini, 1 if not given: elements to which the shorter side of a gradient is
+    projected, in which the optimizer keeps its moments."""
     update_proj_gap: PositiveInt = 200
-    """galore, apollo, apollo_mini: steps after which the projection is made anew."""
+    """galore, natural_galore, apollo, apollo_mini: steps after which the projection is made anew."""
     scale: Positive = 0.25
-    """galore: factor of its updates. apollo, 1 if not given; apollo_mini, 128: updates are multiplied by its root."""
+    """galore, natural_galore: factor of its updates. apollo, 1 if not given; apollo_mini, 128: updates are multiplied
+    by its root."""
+    gradient_history: PositiveInt = 20
+    """natural_galore: last projected gradients whose products stand for the Fisher information."""
+    damping: Positive = 1e-3
+    """natural_galore: what is added to the Fisher information's diagonal before it is inverted."""
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay of matrices: each step subtracts learning rate · weight_decay · weight. Norms, biases and
     embeddings have none."""

@@ -139,6 +139,17 @@ def _galore_flops(shape: Shape, optim: Any) -> float:
     return 2 * _projection_flops(shape, optim) + svd
 
 
+def _history(shape: Shape, optim: Any) -> Shape:
+    """Return the shape of the last projected gradients."""
+    return (optim.gradient_history, *_projected(shape, optim))
+
+
+def _natural_galore_flops(shape: Shape, optim: Any) -> float:
+    """Return GaLore's FLOPs, and those of the products of the last gradients and of their weighted sum."""
+    last = optim.gradient_history
+    return _galore_flops(shape, optim) + 2.0 * (last + 1) * prod(_history(shape, optim))
+
+
 def _passes_flops(shape: Shape, _: Any) -> float:
     """Return the FLOPs of an update that passes a few times over the elements of a whole matrix."""
     return 10.0 * prod(shape)
@@ -192,6 +203,19 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
             state=(*_PROJECTED_MOMENTS, StateTensor("projector", owned_shape=_projector)), matrix_flops=_galore_flops
         ),
         keys=_PROJECTION_KEYS,
+    ),
+    "natural_galore": OptimizerEntry(
+        "muster.optim.natural_galore:NaturalGaLore",
+        ADAMW_UPDATE,
+        matrix_rule=UpdateRule(
+            state=(
+                *_PROJECTED_MOMENTS,
+                StateTensor("projector", owned_shape=_projector),
+                StateTensor("last_gradients", owned_shape=_history),
+            ),
+            matrix_flops=_natural_galore_flops,
+        ),
+        keys=_PROJECTION_KEYS | {"gradient_history", "damping"},
     ),
     "apollo": OptimizerEntry(
         "muster.optim.apollo:Apollo",

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
-from muster.config.freezing import check_patterns, freeze_for_adapter
+from muster.config.freezing import check_patterns, check_weight_changes, freeze_for_adapter
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizers import OPTIMIZERS
 from muster.plugins.loader import PluginFile
@@ -252,8 +252,12 @@ class RunConfig(Frozen):
         """Put the adapter into the model, whose parameters are then frozen."""
         adapter = self.adapter or self.model.adapter
         if adapter is not None:
-            if adapter.kind == "pissa" and self.train.init_from is None:
-                raise ValueError("adapter.kind pissa decomposes given weights: give train.init_from, or take kind lora")
+            if adapter.kind in ("pissa", "hd_pissa") and self.train.init_from is None:
+                raise ValueError(
+                    f"adapter.kind {adapter.kind} decomposes given weights: give train.init_from, or take kind lora"
+                )
+            if adapter.changes_weights:
+                check_weight_changes(self.optim, adapter.kind)
             model = ModelSpec.model_validate({**self.model.model_dump(), "adapter": adapter})
             for name, value in {"adapter": adapter, "model": model, "optim": freeze_for_adapter(self.optim)}.items():
                 object.__setattr__(self, name, value)

@@ -179,8 +179,9 @@ def layer_activation_bytes(sizes: PassSizes, layer: int, recompute: Recompute, a
 
 def adapter_saved_bytes(sizes: PassSizes) -> int:
     """Return the bytes that a layer's adapters save: A x of each, which the gradient of B reads, and in DoRA
-    the output before its rows are scaled, their lengths and factors; those of an MLP in tiles save nothing."""
-    if (adapter := sizes.model.adapter) is None:
+    the output before its rows are scaled, their lengths and factors; those of an MLP in tiles save nothing, nor do
+    HD-PiSSA's, which only the backward computes with."""
+    if (adapter := sizes.model.adapter) is None or adapter.changes_weights:
         return 0
     targets = [name for name in adapter.target_modules if sizes.sequence_tiles == 1 or name in ("q", "k", "v", "o")]
     numbers, rows = len(targets) * adapter.r, 0

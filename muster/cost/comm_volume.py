@@ -15,7 +15,7 @@ from muster.cost.context_traffic import attention_transfers, state_transfers
 from muster.cost.expert_traffic import ExpertCall, RoutedShape, copy_calls, dispatch_calls, load_of_ranks
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.layout.host_updates import layer_of
-from muster.layout.matrix_owners import OwnedMatrix, assign_owners, sent_numel
+from muster.layout.matrix_owners import OwnedMatrix, assign_owners, peer_ranks, sent_numel
 from muster.layout.mesh import MeshCoordinates, coordinates_of, dp_index_of, rank_at, ranks_of_pp_rank
 from muster.layout.stage_resharding import BoxTransfer, stage_transfers, tied_grad_transfers
 from muster.layout.tensor_layout import (
@@ -32,6 +32,7 @@ from muster.layout.tensor_layout import (
 )
 from muster.schedule.action import Kind
 from muster.schedule.build import build_program
+from muster.spec.adapters import is_adapter
 from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Plan
 from muster.spec.workload import Workload
@@ -75,7 +76,7 @@ def step_comm_bytes(
         sent["host"] = _host_bytes(spec, plan, workload, at, optim)
     if plan.world_size > 1:
         sent["world"]["all_reduce"] = step_report_bytes(spec)
-    sent["optimizer"] = Counter(send=whole_matrix_bytes(spec, plan, rank, optim))
+    sent["optimizer"] = Counter(send=whole_matrix_bytes(spec, plan, rank, optim) + adapter_step_bytes(spec, plan, rank))
     return {axis: dict(+kinds) for axis, kinds in sent.items() if +kinds}
 
 
@@ -464,3 +465,13 @@ def whole_matrix_bytes(spec: ModelSpec, plan: Plan, rank: int, optim: OptimConfi
     precision = whole_matrix_precision(optim)
     size = master_bytes(plan.precision) if precision is None else compute_bytes(precision)
     return sent_numel(matrices, peers.index(rank)) * size
+
+
+def adapter_step_bytes(spec: ModelSpec, plan: Plan, rank: int) -> int:
+    """Return the bytes that a rank sends in a step of adapters that change the weights beside them: its parts of A and
+    B, and of their steps, to each of its peers."""
+    if spec.adapter is None or not spec.adapter.changes_weights:
+        return 0
+    peers = peer_ranks(plan, coordinates_of(plan, rank))
+    numel = sum(layout.numel for layout in rank_layouts(spec, plan, rank) if is_adapter(layout.name))
+    return 2 * numel * (len(peers) - 1) * master_bytes(plan.precision)

@@ -6,6 +6,7 @@ import numpy as np
 
 from muster.data.dataset import IGNORE_INDEX, Batch
 from muster.layout.mesh import MeshCoordinates, dp_index_of
+from muster.spec.errors import InfeasibleError
 from muster.spec.plan import Plan
 
 
@@ -59,3 +60,28 @@ def samples_of_micro_batch(
         sample = plan.sample_range(first_stage_rank, count).start + micro_batch * size + row_there
         yield slice(row, end), sample
         row = end
+
+
+def parts_of_micro_batches(
+    plan: Plan, coordinates: MeshCoordinates, num_micro_batches: int, count: int, parts: int
+) -> tuple[int, ...]:
+    """Return which of `parts` equal parts of `count` samples each micro-batch of a rank is of.
+
+    Raises InfeasibleError where one has samples of several parts.
+    """
+    found = []
+    for micro_batch in range(num_micro_batches):
+        own = {
+            sample * parts // count
+            for rows, first in samples_of_micro_batch(plan, coordinates, micro_batch, count)
+            for sample in range(first, first + rows.stop - rows.start)
+        }
+        if count % parts or len(own) > 1:
+            most = count // parts
+            raise InfeasibleError(
+                f"adapter.parts {parts} of {count} samples don't fit micro-batches of {plan.micro_batch_size}, each of"
+                f" which belongs to one part: expected parts that divide the global batch, and a micro-batch size"
+                f" ({plan.micro_batch_size}) that divides what a part has on a rank ({most} samples in all)"
+            )
+        found += own
+    return tuple(found)

@@ -1,5 +1,8 @@
 """Low-rank adapters of linear layers: LoRA (arXiv:2106.09685 §4.1), W x + scaling · B A x with W frozen; DoRA
-(arXiv:2402.09353 §4), whose rows have trained lengths."""
+(arXiv:2402.09353 §4), whose rows have trained lengths; HD-PiSSA (arXiv:2505.18777), whose adapters leave the forward
+as it is."""
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +44,59 @@ class LoraLinear(nn.Linear):
         return torch.addmm(self.weight, self.lora_B.weight, self.lora_A.weight, alpha=self.scaling).norm(dim=1)
 
 
+class HdPissaLinear(nn.Linear):
+    """Linear layer W x whose adapters only collect gradients: those that a product scaling · B A of W's own singular
+    vectors would have, of which pass number `part` is given its own r rows of A and columns of B."""
+
+    def __init__(self, linear: nn.Linear, adapter: AdapterSpec) -> None:
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
+        self.lora_A = nn.Linear(linear.in_features, adapter.width, bias=False)
+        self.lora_B = nn.Linear(adapter.width, linear.out_features, bias=False)
+        self.scaling, self.r = adapter.scaling, adapter.r
+        self.part = 0
+        """Part of the batch that the next pass is of."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        own = slice(self.part * self.r, (self.part + 1) * self.r)
+        return _HdPissaProduct.apply(
+            input, self.weight, self.bias, self.lora_A.weight, self.lora_B.weight, own, self.scaling
+        )  # type: ignore[return-value]
+
+
+class _HdPissaProduct(torch.autograd.Function):
+    """W x, whose backward also makes the gradients of one part of the adapters; those of the others are zero.
+
+    With the gradient G of W, that of A is scaling · Bᵀ G, and that of B scaling · G Aᵀ: the published code gets them by
+    adding 10⁻¹⁶ · B A x to the output, which 16-bit numbers can't hold.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, own: slice, scaling: float
+    ) -> Tensor:
+        ctx.weights = weight, a, b  # not through save_for_backward, which would keep gathered parameters
+        ctx.own, ctx.scaling = own, scaling
+        ctx.save_for_backward(x)
+        y = x.new_empty(*x.shape[:-1], len(weight))
+        if bias is None:
+            torch.mm(x.flatten(0, -2), weight.t(), out=y.flatten(0, -2))
+        else:
+            torch.addmm(bias, x.flatten(0, -2), weight.t(), out=y.flatten(0, -2))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        weight, a, b = ctx.weights
+        own, scaling = ctx.own, ctx.scaling
+        grad_x = grads[0] @ weight if ctx.needs_input_grad[0] else None
+        x_NI, grad_NO = x.flatten(0, -2), grads[0].flatten(0, -2) * scaling
+        grad_a, grad_b = torch.zeros_like(a), torch.zeros_like(b)
+        grad_a[own] = (grad_NO @ b[:, own]).t() @ x_NI
+        grad_b[:, own] = grad_NO.t() @ (x_NI @ a[own].t())
+        return grad_x, None, None, grad_a, grad_b, None, None
+
+
 class Magnitudes(nn.Module):
     """Trained lengths of a layer's rows."""
 
@@ -54,4 +110,4 @@ def add_adapters(layer: nn.Module, adapter: AdapterSpec) -> None:
     for part in list(layer.children()):
         for name, linear in list(part.named_children()):
             if name in adapter.target_modules and isinstance(linear, nn.Linear):
-                setattr(part, name, LoraLinear(linear, adapter))
+                setattr(part, name, (HdPissaLinear if adapter.changes_weights else LoraLinear)(linear, adapter))

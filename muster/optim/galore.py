@@ -21,8 +21,13 @@ class GaLore(OwnedMatrixOptimizer):
         if step % self.config.update_proj_gap == 0:
             projector.copy_(singular_vectors(gradient, min(projector.shape), on_right))
         low_rank = gradient @ projector.mT if on_right else projector.mT @ gradient
+        low_rank = self.preconditioned(low_rank, state, step)
         update = self.adam_direction(low_rank, state["exp_avg"], state["exp_avg_sq"], step)
         return (update @ projector if on_right else projector @ update).mul_(self.config.scale)
+
+    def preconditioned(self, low_rank: Tensor, state: dict[str, Tensor], step: int) -> Tensor:
+        """Return what Adam is given for the projected gradient."""
+        return low_rank
 
 
 def singular_vectors(matrix: Tensor, rank: int, on_right: bool) -> Tensor:

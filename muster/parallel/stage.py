@@ -23,6 +23,7 @@ from muster.layout.tensor_layout import (
     tp_partial_grad_copies,
     tp_shard,
 )
+from muster.model.adapters import HdPissaLinear
 from muster.model.decoder import Decoder
 from muster.model.dtypes import DTYPES
 from muster.model.experts import Experts, MoeMlp
@@ -265,6 +266,7 @@ class DecoderStage:
             self.module.position_state.seq_len = self._seq_len(micro_batch)
         if self._slices is not None:
             self._enter_slice(self._slices, micro_batch)
+        self._select_part(micro_batch)
         documents = None if self.inputs.documents_M is None else self.inputs.documents_M[micro_batch]
         if documents is not None and documents.num_shards is not None:
             keep_group_positions(self.module, documents, self._seq_len(micro_batch))
@@ -309,6 +311,18 @@ class DecoderStage:
         elif self._slices is not None and self._slices.positions.stop == self._slices.length:
             self._slices.drop()
         return y
+
+    @cached_property
+    def _parted_adapters(self) -> list[HdPissaLinear]:
+        return [part for part in self.module.modules() if isinstance(part, HdPissaLinear)]
+
+    def _select_part(self, unit: int) -> None:
+        """Let adapters of which each part of the batch has its own collect those of a pass."""
+        if self.inputs is None or self.inputs.parts_M is None:
+            return
+        part = self.inputs.parts_M[unit // self.world.plan.sequence_slices]
+        for module in self._parted_adapters:
+            module.part = part
 
     def _enter_slice(self, state: SliceState, unit: int) -> None:
         """Tell the layers which slice the next pass is of."""
@@ -382,6 +396,7 @@ class DecoderStage:
         """Run `backward` operator by operator."""
         x, start = self._saved.pop(micro_batch)
         self._offload.discard(micro_batch)
+        self._select_part(micro_batch)
         if self._slices is not None:
             self._enter_slice(self._slices, micro_batch)
         if start is not None:

@@ -35,5 +35,7 @@ class StageInputs:
     """Key of each sample of each micro-batch (`muster.model.dropout.sample_keys`); None: nothing is dropped."""
     further_M: tuple[tuple[FurtherTokens, ...], ...] = ()
     """Data of each micro-batch for each depth of multi-token prediction; empty in a model without it."""
+    parts_M: tuple[int, ...] | None = None
+    """Part of the batch that each micro-batch is of, where parts train adapters of their own."""
     counted_M: tuple[Tensor, ...] | None = None
     """Positions of each micro-batch that are no padding, bool (B, S); None: all."""

@@ -8,7 +8,7 @@ LoRA (E. Hu et al., arXiv:2106.09685 §4.1) adds scaling · B A x to a frozen W 
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from pydantic import PositiveInt, field_validator
+from pydantic import PositiveInt, field_validator, model_validator
 
 from muster.spec.base import Frozen, Positive
 from muster.spec.suggest import did_you_mean
@@ -27,15 +27,18 @@ MAGNITUDE = "lora_magnitude_vector"
 class AdapterSpec(Frozen):
     """Adapters of a model, the only parameters that a run with them trains. Keys are PEFT's `LoraConfig`'s."""
 
-    kind: Literal["lora", "pissa", "dora"] = "lora"
+    kind: Literal["lora", "pissa", "dora", "hd_pissa"] = "lora"
     """Kind of adapter. lora: scaling · B A x is added to W x (arXiv:2106.09685 §4.1). pissa: likewise, but scaling · B
     A begins as the part of W that belongs to its `r` largest singular values, and W without it is frozen
     (arXiv:2404.02948 §3). dora: as lora, and each row of the sum is scaled to a trained length (arXiv:2402.09353
-    §4)."""
+    §4). hd_pissa: each of `parts` parts of the batch trains its own `r` singular values of W, and all of their updates
+    are added to W in each step (arXiv:2505.18777)."""
     r: PositiveInt = 8
     """Rank: rows of A and columns of B; at most the shorter side of each weight."""
     lora_alpha: Positive = 8.0
     """The scaling of B A is lora_alpha / r."""
+    parts: PositiveInt = 1
+    """hd_pissa: equal parts of the global batch, each with adapters of its own; published with one for each device."""
     use_rslora: bool = False
     """The scaling is lora_alpha / √r, which keeps outputs as large at any rank (arXiv:2312.03732)."""
     target_modules: tuple[str, ...] = ("q", "v")
@@ -67,6 +70,22 @@ class AdapterSpec(Frozen):
                 )
         return names
 
+    @model_validator(mode="after")
+    def _check_parts(self) -> "AdapterSpec":
+        if self.parts > 1 and self.kind != "hd_pissa":
+            raise ValueError(f"parts {self.parts} is for kind hd_pissa, but {self.kind} is chosen; leave it out")
+        return self
+
+    @property
+    def width(self) -> int:
+        """Rows of A and columns of B, of all parts together."""
+        return self.r * self.parts
+
+    @property
+    def changes_weights(self) -> bool:
+        """True if steps add what adapters learn to the weights beside them."""
+        return self.kind == "hd_pissa"
+
     @property
     def needs_whole_rows(self) -> bool:
         """True if a layer whose columns tensor parallelism cuts trains the lengths of its rows."""
@@ -97,8 +116,8 @@ def with_adapters(
 
 def adapter_shapes(adapter: AdapterSpec, module: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the parameters of the adapter of a linear layer whose weight has this shape."""
-    yield f"{module}.lora_A.weight", (adapter.r, shape[1])
-    yield f"{module}.lora_B.weight", (shape[0], adapter.r)
+    yield f"{module}.lora_A.weight", (adapter.width, shape[1])
+    yield f"{module}.lora_B.weight", (shape[0], adapter.width)
     if adapter.kind == "dora":
         yield f"{module}.{MAGNITUDE}.weight", (shape[0],)
 

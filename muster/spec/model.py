@@ -309,10 +309,12 @@ def _check_adapter(spec: ModelSpec, adapter: AdapterSpec) -> None:
         raise ValueError("adapter.target_modules names gate, but the MLP of this model has none (gated false)")
     for name, shape in _layer(spec, 0, "") if spec.num_layers else ():
         module, _, leaf = name.rpartition(".")
-        if leaf == "weight" and module.rpartition(".")[2] in adapter.target_modules and adapter.r > min(shape):
+        if leaf == "weight" and module.rpartition(".")[2] in adapter.target_modules and adapter.width > min(shape):
+            times = f" times adapter.parts {adapter.parts}" if adapter.parts > 1 else ""
+            most = max(1, min(shape) // adapter.parts)
             raise ValueError(
-                f"adapter.r {adapter.r} is more than the shorter side of {module.rpartition('.')[2]}, a matrix of"
-                f" {shape[0]} x {shape[1]}, whose rank is {min(shape)} at most: take adapter.r {min(shape)} or less"
+                f"adapter.r {adapter.r}{times} is more than the shorter side of {module.rpartition('.')[2]}, a matrix"
+                f" of {shape[0]} x {shape[1]}, whose rank is {min(shape)} at most: take adapter.r {most} or less"
             )
 
 

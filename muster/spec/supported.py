@@ -405,6 +405,27 @@ DORA_RULES: tuple[Rule, ...] = (
 )
 """Things that the runtime can't do for DoRA of linear layers whose columns tensor parallelism cuts."""
 
+HD_PISSA_RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda plan: plan.uses_axis("tp"),
+        "hd_pissa with tensor parallelism (parts of the batch belong to data-parallel ranks)",
+        setting(tp=1),
+    ),
+    Rule(
+        lambda plan: plan.split_backward,
+        "hd_pissa with a backward in two passes (whose gradients are made with those of the inputs)",
+        setting(schedule="1f1b", vpp=1),
+    ),
+    _dynamic_rule(lambda plan: True, "cpdyn with hd_pissa (whose parts are of whole batches)"),
+    _optimizer_offload_rule(lambda plan: True, "hd_pissa (which changes weights that aren't the optimizer's)"),
+    Rule(
+        lambda plan: plan.post_validation,
+        "post_validation with hd_pissa (it has no parity test yet)",
+        setting(post_validation=False),
+    ),
+)
+"""Things that the runtime can't do for HD-PiSSA."""
+
 CAPACITY_RULES: tuple[Rule, ...] = (
     Rule(
         lambda plan: plan.uses_axis("cp"),
@@ -466,6 +487,7 @@ def runtime_rules(model: ModelSpec | None) -> tuple[Rule, ...]:
         *(_graphs_rule(lambda plan: True, sentence) for sentence in against_cuda_graphs(model)),
         *(ADAPTER_RULES if model.adapter is not None else ()),
         *(DORA_RULES if model.adapter is not None and model.adapter.needs_whole_rows else ()),
+        *(HD_PISSA_RULES if model.adapter is not None and model.adapter.changes_weights else ()),
     )
 
 

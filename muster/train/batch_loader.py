@@ -9,7 +9,7 @@ from torch import Tensor
 
 from muster.config.run_config import RunConfig
 from muster.data.dataset import Batch, SampleStream, require_known_ids
-from muster.data.dp_slice import read_dp_slice, samples_of_micro_batch
+from muster.data.dp_slice import parts_of_micro_batches, read_dp_slice, samples_of_micro_batch
 from muster.data.length_bucketing import BucketedStep, bucket_by_length
 from muster.layout.context_parallel import kept_positions
 from muster.layout.mesh import dp_index_of
@@ -120,6 +120,11 @@ class BatchLoader:
             local_tokens_M, local_labels_M, share.num_valid, train.z_loss, loss_scale, loss, documents, keys_M
         )
         feed.further_M = self._further(tokens_M, labels_M, counted_M, share.batch)
+        adapter = self.config.model.adapter
+        if adapter is not None and adapter.parts > 1:
+            feed.parts_M = parts_of_micro_batches(
+                self.plan, self.world.at, self.num_micro_batches, train.global_batch_size, adapter.parts
+            )
         if counted_M is not None:
             feed.counted_M = tuple(part_BS for x_BS in counted_M for part_BS in self._slices(self._cut(x_BS)))
         for stage in self.stages.values():

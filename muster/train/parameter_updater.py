@@ -13,8 +13,9 @@ from muster.config.run_config import RunConfig
 from muster.layout.host_updates import host_update_parts
 from muster.layout.tensor_layout import TensorLayout
 from muster.model.routing import update_expert_bias
-from muster.optim.base import StateStarts
+from muster.optim.base import Optimizer, StateStarts
 from muster.optim.build import build_optimizer
+from muster.optim.hd_pissa import WeightChangingOptimizer, without_decay
 from muster.optim.host_optimizer import HostOptimizer, HostPart
 from muster.optim.state_store import StateStore
 from muster.parallel.offload import HostLink
@@ -78,13 +79,16 @@ class ParameterUpdater:
         """The step under way."""
         optim = self.config.optim
         trained = {name: local for name, local in self.parameters.items() if not is_frozen(optim, name)}
-        self.optimizer = (
-            self._build_host_optimizer(trained)
-            if self._host_parts
-            else build_optimizer(optim, trained, self.layouts, self.world)
-        )
+        self.optimizer = self._build_host_optimizer(trained) if self._host_parts else self._build_optimizer(trained)
         self.step_skipper = StepSkipper(self.config.train)
         self.loss_scale = LossScale() if self._scales_loss else None
+
+    def _build_optimizer(self, trained: Mapping[str, Tensor]) -> Optimizer:
+        optim, adapter = self.config.optim, self.config.model.adapter
+        if adapter is None or not adapter.changes_weights:
+            return build_optimizer(optim, trained, self.layouts, self.world)
+        inner = build_optimizer(without_decay(optim), trained, self.layouts, self.world)
+        return WeightChangingOptimizer(inner, self.parameters, self.layouts, self.world, adapter.scaling)
 
     def _build_host_optimizer(self, trained: Mapping[str, Tensor]) -> HostOptimizer:
         """Build the optimizer with state in host memory or on disk, in place of the one before."""

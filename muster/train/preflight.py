@@ -15,7 +15,9 @@ from muster.config.load_config import ResolvedConfig, derived_value_lines, with_
 from muster.config.run_config import RunConfig
 from muster.config.yaml_writer import write_atomically, yaml_text
 from muster.data.dataset import SampleStream
+from muster.data.dp_slice import parts_of_micro_batches
 from muster.launch.nodes.rendezvous_config import RendezvousConfig
+from muster.layout.mesh import coordinates_of, dp_index_of
 from muster.planner.auto import ChosenPlan, choose_plan
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.plan import Plan
@@ -124,6 +126,7 @@ def preflight(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOption
     elif config.train.init_from is not None and (options.fresh or resumes):
         initial_model = _check_initial_weights(config.train.init_from, config)
     plan = with_resolved_schedule(plan, config, run_dir if resume_point is not None else None)
+    _check_adapter_parts(config, plan)
     if not options.ignore_memory:
         require_memory(config, plan, chosen.num_nodes)
     if dataset is None:
@@ -198,11 +201,23 @@ def require_device(plan: Plan) -> None:
         raise InfeasibleError("fp16 needs a GPU, and there is none here: bf16 is as fast, and has the range of fp32")
 
 
+def _check_adapter_parts(config: RunConfig, plan: Plan) -> None:
+    """Raise InfeasibleError where a rank's micro-batch has samples of several of an adapter's parts."""
+    adapter, count = config.model.adapter, config.train.global_batch_size
+    for rank in range(plan.world_size if adapter is not None and adapter.changes_weights else 0):
+        at = coordinates_of(plan, rank)
+        size = plan.num_micro_batches(config.workload, dp_index_of(plan, at))
+        parts_of_micro_batches(plan, at, size, count, adapter.parts if adapter else 1)
+
+
 def _notes(config: RunConfig) -> Iterator[str]:
     """Yield notes on frozen parameters, and on plugin parts that the prediction leaves out."""
     if config.optim.freeze:
         count = frozen_numel(config.optim, config.model)
-        yield f"frozen: {count:,} of {config.model.num_parameters:,} parameters stay as they are"
+        stay = "stay as they are"
+        if config.model.adapter is not None and config.model.adapter.changes_weights:
+            stay = "have no gradients; in each step the adapters' updates are added to the weights beside them"
+        yield f"frozen: {count:,} of {config.model.num_parameters:,} parameters {stay}"
     if config.train.loss is not None:
         yield f"loss: {config.train.loss} of a plugin; its memory is not in the forecast"
     if config.train.training_step is not None:

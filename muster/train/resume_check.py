@@ -90,7 +90,7 @@ def check_data_unchanged(run_dir: Path, dataset: SampleStream, counters: dict, a
 def _require_same_adapters(run_dir: Path, before: RunConfig, after: RunConfig) -> None:
     """Raise ConfigError where a checkpoint's adapters would be lost or not fit, which nothing can allow."""
     old, new = (
-        adapter and f"{adapter.kind} of rank {adapter.r} at {', '.join(adapter.target_modules)}"
+        adapter and f"{adapter.kind} of rank {adapter.width} at {', '.join(adapter.target_modules)}"
         for adapter in (before.model.adapter, after.model.adapter)
     )
     if old is not None and old != new:

@@ -364,10 +364,18 @@ def add_norm_and_residual(at: LayerContext, part: SublayerCost) -> None:
 
 def add_adapters(at: LayerContext, part: SublayerCost, widths: dict[str, tuple[float, float]]) -> None:
     """Add the adapters of linear layers, given by name with their output and input widths on the rank: two narrow
-    matmuls each, and a sum of their output to that of the layer."""
+    matmuls each, and a sum of their output to that of the layer. HD-PiSSA's are four narrow matmuls of the backward."""
     adapter = at.model.adapter
     for name, (out_features, in_features) in widths.items():
         if adapter is None or name not in adapter.target_modules:
+            continue
+        if adapter.changes_weights:
+            for inner, outer in ((adapter.r, out_features), (adapter.r, in_features)):
+                one_s = matmul_s(at.device, at.tokens, inner, outer, at.matmul_precision)
+                part.weight_grads.add(2 * one_s, 2)
+            scaled = at.tokens * out_features * at.element_bytes
+            whole = adapter.width * (in_features + out_features) * at.element_bytes
+            part.weight_grads.add(stream_s(at.device, 2 * scaled + 2 * whole, 3), 3)
             continue
         last = part.last_matmul
         part.add_linear(at, at.tokens, adapter.r, in_features)
