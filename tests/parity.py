@@ -230,6 +230,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "capacity": {
         "moe": MoeSpec(num_experts=4, top_k=2, expert_size=12, shared_size=8, capacity_factor=0.8, aux_loss_coef=0.05)
     },
+    "bi-level": {
+        "moe": MoeSpec(
+            num_experts=8,
+            top_k=2,
+            expert_size=10,
+            router="bi_level",
+            num_groups=4,
+            top_groups=2,
+            router_bias=True,
+            aux_loss_coef=0.05,
+            router_z_loss_coef=0.01,
+        )
+    },
     # Positions are learned, since equal tokens that begin a sequence would score alike for an expert that takes one.
     "choice": {
         "position": "learned",

@@ -86,6 +86,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "tp2-etp2", "family": "gpt_oss", "fault": "repeated expert bias"},
         {"plan": "cp2-ep2", "family": "gpt_oss", "fault": "unseen sinks"},
         {"plan": "dp2-ep2x1", "family": "experts"},
+        {"plan": "dp2-ep2-rfull", "family": "bi-level"},
         {"plan": "dp2-ep2x2-z2-rfull", "family": "gpt_oss"},
         {"plan": "dp2-ep2x1", "family": "experts", "fault": "copies without gradients"},
         {"plan": "dp2-ep2x1", "family": "experts", "fault": "copies of other experts"},
@@ -94,6 +95,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "dp4-ep4x2", "family": "experts"},
         {"plan": "dp2-tp2-ep4hx1-sp-relem", "family": "grouped"},
         {"plan": "dp4-ep2x1-z1", "family": "capacity"},
+        {"plan": "dp2-tp2-ep4h-sp", "family": "bi-level"},
         {"plan": "dp4-ep4gx1", "family": "grouped"},
         {"plan": "dp4-ep4", "family": "experts"},
         {"plan": "dp4-ep2-z3-rfull", "family": "switch"},
@@ -321,6 +323,7 @@ def _all_experts(part: MoeMlp, x_ND: Tensor, factor_NE: Tensor) -> Tensor:
         {"capacity_factor": 0.6},
         {"router": "expert_choice"},
         {"router": "expert_choice", "capacity_factor": 1.7},
+        {"router": "bi_level", "num_groups": 2, "top_groups": 1},
     ],
 )
 def test_the_layer_is_its_dense_form(moe: dict[str, Any]) -> None:
@@ -332,6 +335,37 @@ def test_the_layer_is_its_dense_form(moe: dict[str, Any]) -> None:
     theirs = torch.autograd.grad((dense(part, x_BSD) * out.flatten(0, 1)).sum(), (x_BSD, *parameters))
     for name, a, b in zip(("x", *names), ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("top_groups", [1, 2])
+def test_a_router_of_two_levels_is_the_factorised_softmax(top_groups: int) -> None:
+    """Choices, weights, losses and gradients are those of a softmax over the sums of both levels' logits; but for the
+    load-balancing loss, which is that of the groups and that of the places in them."""
+    own = {"num_experts": 6, "num_groups": 3, "top_groups": top_groups, "router_z_loss_coef": 0.1}
+    two = layer(router="bi_level", **own)
+    one = layer(**own)
+    one.experts.load_state_dict(two.experts.state_dict())
+    group_GD, place_eD = two.router.weight.detach().split([3, 2])
+    one.router.weight.data = (group_GD.unsqueeze(1) + place_eD).flatten(0, 1)
+    x_BSD = torch.randn(2, 5, 8, dtype=torch.float64)
+    chosen = [part.router(x_BSD) for part in (two, one)]
+    torch.testing.assert_close(chosen[0].weight, chosen[1].weight, rtol=1e-12, atol=1e-12)
+    assert torch.equal(chosen[0].expert, chosen[1].expert)
+    out = torch.randn(2, 5, 8, dtype=torch.float64)
+    for part in (two, one):
+        (part(x_BSD, None) * out).sum().backward()
+    mine, theirs = two.router.weight.grad, one.router.weight.grad
+    assert mine is not None
+    assert theirs is not None
+    by_level = theirs.unflatten(0, (3, 2))
+    torch.testing.assert_close(mine, torch.cat([by_level.sum(1), by_level.sum(0)]), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(two.router.state.pop_sums(), one.router.state.pop_sums(), rtol=1e-12, atol=1e-12)
+    balanced = layer(router="bi_level", **own | {"aux_loss_coef": 0.5, "router_z_loss_coef": 0.0})
+    balanced.router.weight.data.zero_()
+    losses = balanced.router._losses(
+        *[torch.zeros(1, 6, 6), torch.full((1, 6, 6), 1 / 6)], torch.arange(6).view(1, 6, 1)
+    )
+    assert float(losses[0]) == pytest.approx(0.5 * 6 * (1 + 1)), "an even load costs twice the coefficient a token"
 
 
 def test_experts_without_tokens_have_gradients_of_zero() -> None:
@@ -619,7 +653,7 @@ def test_layouts_hold_every_element_of_the_experts(name: str) -> None:
         ("top_k", "0", "model.moe.top_k: expected a whole number >= 1, got 0"),
         ("num_experts", "0", "model.moe.num_experts: expected a whole number >= 1, got 0"),
         ("capacity_factor", "0", "model.moe.capacity_factor: expected a number > 0 or null, got 0"),
-        ("router", "nope", "expected one of softmax, sigmoid, expert_choice"),
+        ("router", "nope", "expected one of softmax, sigmoid, expert_choice, bi_level"),
     ],
 )
 def test_impossible_experts_are_refused_in_one_sentence(key: str, value: str, sentence: str) -> None:

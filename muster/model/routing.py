@@ -88,15 +88,16 @@ class Router(nn.Module):
 
     softmax: Mixtral, Qwen-MoE, and with k = 1 and unscaled weights Switch (arXiv:2101.03961 §2.1). sigmoid: DeepSeek-V3
     (arXiv:2412.19437 §2.1.2), whose `expert_bias` takes part in the choice alone and has no gradient. expert_choice:
-    each expert takes the tokens that score highest for it (arXiv:2202.09368 §3.2).
+    each expert takes the tokens that score highest for it (arXiv:2202.09368 §3.2). bi_level: an expert's score is that
+    of its group times that of its place in the group (SMILE, arXiv:2212.05191), so its logit is their logits' sum.
     """
 
     def __init__(self, moe: MoeSpec, hidden_size: int, state: RouterState) -> None:
         super().__init__()
         self.moe, self.state = moe, state
-        self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size))
+        self.weight = nn.Parameter(torch.empty(moe.router_rows, hidden_size))
         nn.init.normal_(self.weight, std=hidden_size**-0.5)
-        self.bias = nn.Parameter(torch.zeros(moe.num_experts)) if moe.router_bias and not moe.has_expert_bias else None
+        self.bias = nn.Parameter(torch.zeros(moe.router_rows)) if moe.router_bias and not moe.has_expert_bias else None
         self.expert_bias: nn.Parameter | None = None
         if moe.has_expert_bias:
             self.expert_bias = nn.Parameter(torch.zeros(moe.num_experts), requires_grad=False)
@@ -107,6 +108,9 @@ class Router(nn.Module):
         moe, dtype = self.moe, accumulation_dtype(x_BSD.dtype)
         is_sigmoid = moe.router == "sigmoid"
         logits_BSE = F.linear(x_BSD, self.weight, self.bias).to(dtype)
+        if moe.router == "bi_level":
+            group_BSG, place_BSe = logits_BSE.split([moe.num_groups, moe.router_rows - moe.num_groups], -1)
+            logits_BSE = (group_BSG.unsqueeze(-1) + place_BSe.unsqueeze(-2)).flatten(-2)
         scores_BSE = logits_BSE.sigmoid() if is_sigmoid else logits_BSE.softmax(-1)
         if moe.router == "expert_choice":
             routing, chosen_BSk = self._choose_tokens(scores_BSE), None
@@ -221,12 +225,22 @@ class Router(nn.Module):
             counts_BE.scatter_add_(1, chosen_BC, counts_BSk.flatten(1))
             counts_BE = self.state.sum_counts(counts_BE)
             share_BE = counts_BE / counts_BE.sum(1, keepdim=True).clamp(min=1)
-            balance = moe.aux_loss_coef * moe.num_experts * (share_BE * scores_BSE.sum(1)).sum()
+            balance = moe.aux_loss_coef * _imbalance(moe, share_BE, scores_BSE.sum(1))
         if moe.router_z_loss_coef:
             log_z2_BS = logits_BSE.logsumexp(-1).square()
             log_z2_BS = log_z2_BS if counted_BS1 is None else log_z2_BS * counted_BS1.squeeze(-1)
             z_loss = moe.router_z_loss_coef * log_z2_BS.sum()
         return torch.stack((balance, z_loss))
+
+
+def _imbalance(moe: MoeSpec, share_BE: Tensor, scores_BE: Tensor) -> Tensor:
+    """Return E · Σ_e share_e · score_e; where the router has two levels, that of the groups and that of the places in
+    them together (arXiv:2212.05191)."""
+    if moe.router != "bi_level":
+        return moe.num_experts * (share_BE * scores_BE).sum()
+    share_BGe, scores_BGe = (values.unflatten(1, (moe.num_groups, -1)) for values in (share_BE, scores_BE))
+    sums = [(share_BGe.sum(level), scores_BGe.sum(level)) for level in (2, 1)]
+    return torch.stack([share.shape[1] * (share * score).sum() for share, score in sums]).sum()
 
 
 def _place_among_equals(expert_BR: Tensor, num_experts: int) -> Tensor:

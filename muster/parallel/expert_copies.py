@@ -3,7 +3,7 @@
 A dispatcher of any kind takes rows to places; with copies, a rank has as many places more (`with_copies`). Their
 matrices travel beside the work of the rank's own experts: a sparse all-gather, to whose adjoint, a sparse
 reduce-scatter of the gradients, the backward comes through `StartExchange`, `FinishExchange` and the selection of rows
-(Hecate, arXiv:2502.02581 §3). Suffixes: P ranks, E experts, e experts of this rank, R pairs, r rows, D hidden width.
+(Hecate, arXiv:2502.02581). Suffixes: P ranks, E experts, e experts of this rank, R pairs, r rows, D hidden width.
 """
 
 from collections.abc import Sequence

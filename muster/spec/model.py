@@ -494,7 +494,7 @@ def _experts(spec: ModelSpec, prefix: str) -> NamedShapes:
     moe = spec.moe
     assert moe is not None
     yield from _linear(
-        prefix + "router", moe.router_bias and not moe.has_expert_bias, moe.num_experts, spec.hidden_size
+        prefix + "router", moe.router_bias and not moe.has_expert_bias, moe.router_rows, spec.hidden_size
     )
     if moe.has_expert_bias:
         yield prefix + "router.expert_bias", (moe.num_experts,)

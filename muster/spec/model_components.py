@@ -93,10 +93,11 @@ class MoeSpec(Frozen):
     """First layers, which have an ordinary MLP."""
     every: PositiveInt = 1
     """Interval of layers with experts after the dense ones: the last of each so many has experts."""
-    router: Literal["softmax", "sigmoid", "expert_choice"] = "softmax"
+    router: Literal["softmax", "sigmoid", "expert_choice", "bi_level"] = "softmax"
     """Function that makes scores of the router's logits, of which each token takes the highest. expert_choice: each
     expert takes the positions of a sequence that score highest for it by a softmax, as many as its capacity, later ones
-    too (arXiv:2202.09368)."""
+    too (arXiv:2202.09368). bi_level: a softmax over the groups times one over the places in a group, which all groups
+    share (SMILE, arXiv:2212.05191)."""
     router_bias: bool = False
     """One bias per expert, added to its logit (softmax), or to its score when experts are chosen (sigmoid;
     arXiv:2412.19437 §2.1.2); the latter is moved after each step, so that the load becomes even."""
@@ -137,7 +138,19 @@ class MoeSpec(Frozen):
             raise ValueError("moe.shared_gate is for shared experts, but moe.shared_size is 0")
         if self.router == "expert_choice" and (self.router_bias or self.num_groups > 1):
             raise ValueError("moe.router expert_choice has no router_bias and no num_groups, which tokens choose by")
+        if self.router == "bi_level" and not 1 < self.num_groups < self.num_experts:
+            raise ValueError(
+                f"moe.router bi_level chooses a group and an expert in it, but moe.num_groups is {self.num_groups}:"
+                f" choose a divisor of moe.num_experts {self.num_experts} between 1 and it"
+            )
         return self
+
+    @property
+    def router_rows(self) -> int:
+        """Logits that the router makes of a token: one for each expert, or for each group and each place in a group."""
+        if self.router == "bi_level":
+            return self.num_groups + self.num_experts // self.num_groups
+        return self.num_experts
 
     @property
     def has_expert_bias(self) -> bool:

@@ -2,7 +2,7 @@
 
 An expert has a home, the rank that holds its parameters, their gradients and optimizer state. Before a layer computes,
 ranks get copies of experts of fuller ranks, and compute a part of their rows; gradients of the copies go back and are
-summed there (Hecate's fully sharded sparse data parallelism, arXiv:2502.02581 §3). Runtime and cost model choose by the
+summed there (Hecate's fully sharded sparse data parallelism, arXiv:2502.02581). Runtime and cost model choose by the
 same functions: the one from a micro-batch's choices, the other from shares that are expected.
 """
 

@@ -108,7 +108,7 @@ def add_expert_exchange(at: LayerContext, attention: SublayerCost, mlp: Sublayer
 
 def _add_copies(at: LayerContext, spent: PassCost, is_forward: bool, matmuls_s: float) -> None:
     """Add the copies of experts that travel before the experts compute, or their gradients, beside the matmuls of a
-    rank's own experts (arXiv:2502.02581 §3); the rank that gives or gets most of them decides.
+    rank's own experts (arXiv:2502.02581); the rank that gives or gets most of them decides.
 
     The numbers of rows, from which ranks choose copies, come before.
     """
