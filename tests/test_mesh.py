@@ -198,7 +198,7 @@ def test_all_stages_cut_the_same_micro_batches(plan: Plan):
 def test_every_axis_of_the_table_is_a_field_of_mesh_plan_and_coordinates():
     assert set(DEGREE_FIELDS) == {"pp", *Mesh.model_fields}
     assert set(DEGREE_FIELDS) <= set(Plan.model_fields)
-    assert {field.name for field in fields(MeshCoordinates)} == set(MESH_AXES)
+    assert {field.name for field in fields(MeshCoordinates)} == {*MESH_AXES, "island"}
     mesh = Mesh(dp_replicate=2, dp_shard=3, cp=5, tp=7, ep=3)
     assert (mesh.num_ranks, mesh.dp_size, mesh.sequence_shards) == (210, 6, 5)
     assert (mesh.grad_sum_size, mesh.state_shards) == (30, 15)

@@ -109,6 +109,6 @@ def default_workload(plan: Plan, seq_len: int, global_batch: int | None) -> Work
     each pipeline rank."""
     batch = (
         require_positive_int("global_batch", global_batch)
-        or plan.micro_batch_size * plan.mesh(0).dp_size * MICRO_BATCHES_PER_PIPELINE_RANK * plan.pp
+        or plan.islands * plan.micro_batch_size * plan.mesh(0).dp_size * MICRO_BATCHES_PER_PIPELINE_RANK * plan.pp
     )
     return Workload(seq_len=seq_len, global_batch_size=batch)

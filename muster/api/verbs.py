@@ -331,7 +331,8 @@ def predict(
     """Predict a plan's step: its time, where the time goes, and each rank's memory; the arguments are the flags of
     `muster predict`.
 
-    A run file that is given as the plan also supplies model, sequence length, batch and optimizer where these are None.
+    A run file that is given as the plan also supplies model, sequence length, batch, optimizer and outer
+    steps where these are None.
     `compile`: as the plan says where it is None. `node_order`: the cluster's nodes in the order of their ranks, as
     `muster plan` names it; None: as listed. `expert_load`: a run directory, its expert-load.json, or `zipf:1.0`; None:
     an even one. `adapter`: as in `lora:r=16`, the only parameters that are trained then. `.to_json()` is the verb's
@@ -358,4 +359,5 @@ def predict(
         devices,
         framework=_resolve_framework(framework, devices),
         optim=optim,
+        outer=given.outer,
     )

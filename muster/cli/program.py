@@ -34,8 +34,10 @@ def run(arguments: list[str]) -> int:
 def _print(preset: str, overrides: list[Override]) -> None:
     """Print the program of a plan."""
     from muster.config.load_config import load_run_config
+    from muster.config.outer_config import OuterConfig
     from muster.planner.auto import resolve_plan
     from muster.schedule.build import build_program
+    from muster.schedule.outer_steps import NO_EXCHANGE, round_end_events
     from muster.schedule.resolve import resolve_schedule as resolved_plan
     from muster.spec.legality import plan_violations, required_world_size
 
@@ -44,7 +46,9 @@ def _print(preset: str, overrides: list[Override]) -> None:
     plan = resolve_plan(resolved, None) if resolved.plan_is_auto else config.parallel
     if found := plan_violations(plan, config.model, config.workload, required_world_size(plan)):
         raise InfeasibleError(f"the plan has no program: {'; '.join(found)}")
-    print(build_program(resolved_plan(plan, config.model, config.workload), config.model, config.workload), end="")
+    outer = round_end_events(config.outer or OuterConfig()) if plan.islands > 1 else NO_EXCHANGE
+    resolved_schedule = resolved_plan(plan, config.model, config.workload)
+    print(build_program(resolved_schedule, config.model, config.workload, outer=outer), end="")
 
 
 def _check(file: str) -> None:

@@ -20,6 +20,7 @@ from muster.config.freezing import freeze_for_adapter
 from muster.config.merge import AUTO_FIELDS, MergedConfig, coerce_value, run_schema, unique_plugins
 from muster.config.migrations import migrate
 from muster.config.optim_config import OptimConfig
+from muster.config.outer_config import OuterConfig
 from muster.config.run_config import RunConfig, TrainConfig
 from muster.config.run_length import steps_from_epochs, steps_from_tokens
 from muster.config.run_paths import with_absolute_paths
@@ -160,6 +161,7 @@ class PlanInput:
     optim: OptimConfig | None = None
     is_auto: bool = False
     """True where the run file leaves the plan to `auto`; `plan` has what it says beside."""
+    outer: OuterConfig | None = None
 
 
 def load_plan_input(path: Path) -> PlanInput:
@@ -189,6 +191,7 @@ def load_plan_input(path: Path) -> PlanInput:
         train.global_batch_size if train is not None and "train.global_batch_size" in merged.values else None,
         optim,
         merged.plan_is_auto,
+        _section(merged, "outer", OuterConfig, {}),
     )
 
 

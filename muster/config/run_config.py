@@ -7,6 +7,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_v
 from muster.config.freezing import check_patterns, check_weight_changes, freeze_for_adapter
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizers import OPTIMIZERS
+from muster.config.outer_config import OuterConfig
 from muster.plugins.loader import PluginFile
 from muster.plugins.registry import ComponentKind, component_names, require_component
 from muster.spec.adapters import AdapterSpec
@@ -246,6 +247,8 @@ class RunConfig(Frozen):
     eval: EvalConfig = EvalConfig()
     tracking: TrackingConfig = TrackingConfig()
     optim: OptimConfig
+    outer: OuterConfig | None = None
+    """Outer steps of a plan with islands; left out: those of DiLoCo."""
 
     @model_validator(mode="after")
     def _join_adapter(self) -> "RunConfig":

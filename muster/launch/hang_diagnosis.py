@@ -31,6 +31,9 @@ _KIND_DESCRIPTIONS = {
     Kind.READ_STATE: "the read of optimizer state from disk",
     Kind.WRITE_STATE: "the write of optimizer state to disk",
     Kind.STEP: "the optimizer step",
+    Kind.OUTER_REDUCE: "the exchange with other islands",
+    Kind.OUTER_WAIT: "the exchange with other islands",
+    Kind.OUTER_STEP: "the outer optimizer step",
 }
 _MISSED: dict[Kind, str] = {
     Kind.RECV_F: "never sent its part of",
@@ -40,7 +43,7 @@ _MISSED: dict[Kind, str] = {
 }
 """Words for the part in a transfer that the rank missed which the others wait for."""
 _WAITS_IN = re.compile(
-    r"/torch/distributed/|/muster/(parallel/(axis|p2p|executor|fsdp|world)|optim/peer_exchange|train/post_validation)\.py$"
+    r"/torch/distributed/|/muster/(parallel/(axis|p2p|executor|fsdp|world)|optim/peer_exchange|train/(post_validation|outer_updater))\.py$"
 )
 """Files in which Python is while C++ waits for another rank."""
 _LIBRARY_FILE = re.compile(r"^<|/lib/python[\d.]+/(?!site-packages/muster/)")

@@ -59,11 +59,11 @@ def assign_owners(shapes: Mapping[str, tuple[int, ...]], members: int) -> list[d
 
 
 def peer_ranks(plan: Plan, at: MeshCoordinates) -> tuple[int, ...]:
-    """Return the world ranks, in rising order, that hold the same stages in the same data-parallel replica: the members
-    that share matrices."""
+    """Return the world ranks, in rising order, that hold the same stages in the same data-parallel replica of an
+    island: the members that share matrices."""
     coordinates = [coordinates_of(plan, rank) for rank in range(plan.world_size)]
-    local = (at.pp, at.dp_replicate)
-    return tuple(rank for rank, one in enumerate(coordinates) if (one.pp, one.dp_replicate) == local)
+    local = (at.island, at.pp, at.dp_replicate)
+    return tuple(rank for rank, one in enumerate(coordinates) if (one.island, one.pp, one.dp_replicate) == local)
 
 
 def newton_schulz_work(shape: tuple[int, ...]) -> int:

@@ -17,6 +17,8 @@ class MeshCoordinates:
     dp_shard: int
     cp: int
     tp: int
+    island: int = 0
+    """Index of its island, whose ranks follow those of the island before."""
 
 
 def axis_sizes(plan: Plan, pp_rank: int = 0) -> dict[str, int]:
@@ -28,28 +30,31 @@ def axis_sizes(plan: Plan, pp_rank: int = 0) -> dict[str, int]:
 def coordinates_of(plan: Plan, rank: int) -> MeshCoordinates:
     """Return the coordinates of world rank `rank`. With unequal stages, each has the ranks after those of the one
     before."""
+    island, rank = divmod(rank, plan.island_size)
     if plan.is_uniform:
-        return MeshCoordinates(**_index(axis_sizes(plan), rank))
+        return MeshCoordinates(**_index(axis_sizes(plan), rank), island=island)
     pp_rank = 0
     while rank >= (ranks := plan.mesh(pp_rank).num_ranks):
         rank, pp_rank = rank - ranks, pp_rank + 1
-    return MeshCoordinates(**_index(axis_sizes(plan, pp_rank) | {"pp": 1}, rank) | {"pp": pp_rank})
+    index = _index(axis_sizes(plan, pp_rank) | {"pp": 1}, rank) | {"pp": pp_rank}
+    return MeshCoordinates(**index, island=island)
 
 
 def rank_at(plan: Plan, at: MeshCoordinates) -> int:
     """Return the world rank at `at`: the inverse of `coordinates_of`."""
+    first = at.island * plan.island_size
     if plan.is_uniform:
-        return _number(axis_sizes(plan), at)
-    before = sum(plan.mesh(pp_rank).num_ranks for pp_rank in range(at.pp))
+        return first + _number(axis_sizes(plan), at)
+    before = first + sum(plan.mesh(pp_rank).num_ranks for pp_rank in range(at.pp))
     return before + _number(axis_sizes(plan, at.pp) | {"pp": 1}, replace(at, pp=0))
 
 
-def ranks_of_pp_rank(plan: Plan, pp_rank: int) -> Iterator[tuple[int, MeshCoordinates]]:
-    """Yield the world ranks of one pipeline rank with their coordinates, tp changing fastest whatever the axis
-    order."""
+def ranks_of_pp_rank(plan: Plan, pp_rank: int, island: int = 0) -> Iterator[tuple[int, MeshCoordinates]]:
+    """Yield the world ranks of one pipeline rank of an island with their coordinates, tp changing fastest whatever the
+    axis order."""
     mesh = plan.mesh(pp_rank)
     for index in product(*(range(getattr(mesh, axis)) for axis in STAGE_AXES)):
-        at = MeshCoordinates(pp_rank, *index)
+        at = MeshCoordinates(pp_rank, *index, island=island)
         yield rank_at(plan, at), at
 
 

@@ -54,9 +54,11 @@ def hidden_state_box(spec: ModelSpec, plan: Plan, seq_len: int, stage: int, at: 
     return Box((dp_index_of(plan, at) * rows, part * length), (rows, length))
 
 
-def stage_transfers(spec: ModelSpec, plan: Plan, seq_len: int, source: int, target: int) -> list[BoxTransfer]:
-    """Return the transfers between neighbouring stages for each micro-batch: the hidden state to the next stage, its
-    gradient to the one before. Every position of a box has `hidden_size` elements.
+def stage_transfers(
+    spec: ModelSpec, plan: Plan, seq_len: int, source: int, target: int, island: int = 0
+) -> list[BoxTransfer]:
+    """Return the transfers between neighbouring stages of an island for each micro-batch: the hidden state to the next
+    stage, its gradient to the one before. Every position of a box has `hidden_size` elements.
 
     Nothing is sent between stages on the same ranks.
     """
@@ -65,20 +67,20 @@ def stage_transfers(spec: ModelSpec, plan: Plan, seq_len: int, source: int, targ
     held, wanted = (
         {
             rank: hidden_state_box(spec, plan, seq_len, stage, at)
-            for rank, at in ranks_of_pp_rank(plan, plan.pp_rank(stage))
+            for rank, at in ranks_of_pp_rank(plan, plan.pp_rank(stage), island)
         }
         for stage in (source, target)
     )
     return box_transfers(held, wanted)
 
 
-def tied_grad_transfers(spec: ModelSpec, plan: Plan, source: int, target: int) -> list[BoxTransfer]:
-    """Return the transfers of a tied weight's gradient between the ranks of the first and the last stage, in either
-    direction."""
+def tied_grad_transfers(spec: ModelSpec, plan: Plan, source: int, target: int, island: int = 0) -> list[BoxTransfer]:
+    """Return the transfers of a tied weight's gradient between the ranks of the first and the last stage of an island,
+    in either direction."""
     held, wanted = (
         {
             rank: layout.boxes[0]
-            for rank, at in ranks_of_pp_rank(plan, plan.pp_rank(stage))
+            for rank, at in ranks_of_pp_rank(plan, plan.pp_rank(stage), island)
             for layout in stage_layouts(spec, plan, stage, at)
             if layout.name == "embed.weight" and layout.boxes
         }

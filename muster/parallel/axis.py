@@ -42,6 +42,18 @@ class PipelineAxis:
     index: int
 
 
+@dataclass(frozen=True)
+class IslandAxis:
+    """Ranks of the same place in all islands, which hold the same parts of the parameters."""
+
+    group: dist.ProcessGroup
+    everyone: dist.ProcessGroup
+    """All ranks of all islands."""
+    size: int
+    """Number of islands."""
+    index: int
+
+
 def _ring_shift(
     group: dist.ProcessGroup, index: int, size: int, x: Tensor, first: int = 0, stride: int = 1, hops: int = 1
 ) -> PendingTensor:

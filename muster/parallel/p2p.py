@@ -108,7 +108,8 @@ def stage_routes(spec: ModelSpec, world: World, seq_len: int, stages: Iterable[i
         for other, is_end in ((stage - 1, plan.is_first), (stage + 1, plan.is_last)):
             if not is_end(stage) and plan.pp_rank(other) != world.at.pp:
                 outgoing, incoming = (
-                    stage_transfers(spec, plan, seq_len, *ends) for ends in ((stage, other), (other, stage))
+                    stage_transfers(spec, plan, seq_len, *ends, world.at.island)
+                    for ends in ((stage, other), (other, stage))
                 )
                 routes[stage, other] = _route_of_rank(world.rank, own, outgoing, incoming)
     return routes
@@ -139,7 +140,8 @@ def tied_embedding_routes(spec: ModelSpec, world: World, stages: Iterable[int]) 
         layouts = {layout.name: layout for layout in stage_layouts(spec, world.plan, stage, world.at)}
         if other is not None:
             outgoing, incoming = (
-                tied_grad_transfers(spec, world.plan, *ends) for ends in ((stage, other), (other, stage))
+                tied_grad_transfers(spec, world.plan, *ends, world.at.island)
+                for ends in ((stage, other), (other, stage))
             )
             boxes = layouts["embed.weight"].boxes
             routes[stage] = _route_of_rank(world.rank, boxes[0], outgoing, incoming) if boxes else P2PRoute()

@@ -6,6 +6,7 @@ of groups, and a barrier of the whole world for each of them would take minutes.
 
 from collections.abc import Sequence
 from dataclasses import astuple, replace
+from datetime import timedelta
 from itertools import product
 
 import torch
@@ -19,10 +20,12 @@ from muster.layout.mesh import (
     rank_at,
     ranks_of_pp_rank,
 )
-from muster.parallel.axis import ExpertAxis, PipelineAxis
+from muster.parallel.axis import ExpertAxis, IslandAxis, PipelineAxis
 from muster.spec.mesh_axes import STAGE_AXES, STATE_SHARD_AXES
 from muster.spec.plan import Plan
 
+ISLANDS_TIMEOUT = timedelta(days=1)
+"""Time after which an island gives up waiting for the others, which may be slower."""
 _REPLICATE, _SHARD = "dp_replicate", "dp_shard"
 
 
@@ -55,6 +58,10 @@ class ProcessGroups:
         self._expert_data_mesh = self._make_expert_data_mesh(own) if mesh.ep > 1 else None
         self.pipeline = self._pipeline_axis() if plan.vocab_parallel else None
         """Ranks that share the vocabulary with this one under vocabulary parallelism over pipeline ranks."""
+        self.island = self._island_group() if plan.islands > 1 and plan.island_size > 1 else None
+        """Ranks of this one's island; None for a single rank, and without islands."""
+        self.islands = self._islands_axis() if plan.islands > 1 else None
+        """Ranks of the same place in all islands; None without islands."""
 
     def data_mesh(self) -> DeviceMesh | None:
         """Return the mesh of ranks that hold the same stage and different data, as fully_shard takes it; None for a
@@ -109,7 +116,7 @@ class ProcessGroups:
         order of the others."""
         found = [
             (astuple(own), rank)
-            for rank, at in ranks_of_pp_rank(self._plan, self._at.pp)
+            for rank, at in ranks_of_pp_rank(self._plan, self._at.pp, self._at.island)
             if at.dp_replicate == dp_replicate
             for own in (expert_coordinates(self._plan, at),)
             if all(getattr(own, axis) == index for axis, index in fixed.items())
@@ -138,6 +145,17 @@ class ProcessGroups:
             size *= 2
         return found
 
+    def _island_group(self) -> dist.ProcessGroup:
+        size = self._plan.island_size
+        return _new_group(range(self._at.island * size, (self._at.island + 1) * size))
+
+    def _islands_axis(self) -> IslandAxis:
+        """Make the groups for exchanges between islands; none of them serves anything else, so that exchanges may run
+        beside the passes."""
+        ranks = [rank_at(self._plan, replace(self._at, island=island)) for island in range(self._plan.islands)]
+        peers, everyone = (_new_group(them, ISLANDS_TIMEOUT) for them in (ranks, range(self._plan.world_size)))
+        return IslandAxis(peers, everyone, self._plan.islands, self._at.island)
+
     def _pipeline_axis(self) -> PipelineAxis:
         """Make the group of ranks with one member on each pipeline rank that this one belongs to."""
         ranks = tuple(rank_at(self._plan, replace(self._at, pp=pp_rank)) for pp_rank in range(self._plan.pp))
@@ -150,7 +168,7 @@ def ranks_along(plan: Plan, at: MeshCoordinates, axes: Sequence[str]) -> list[in
     return [rank_at(plan, replace(at, **dict(zip(axes, index, strict=True)))) for index in product(*sizes)]
 
 
-def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    group = dist.new_group(list(ranks), use_local_synchronization=True)
+def _new_group(ranks: Sequence[int], timeout: timedelta | None = None) -> dist.ProcessGroup:
+    group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -108,6 +108,14 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def sum_over_island(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum `values` over the ranks of this one's island, in place, and return it; without islands, over all."""
+        if self.plan.islands == 1:
+            return self.all_reduce(values)
+        if self.groups.island is not None:
+            dist.all_reduce(values, group=self.groups.island)
+        return values
+
     def all_reduce_async(self, values: torch.Tensor) -> dist.Work:
         """Start to sum `values` over all ranks, of which there are at least two; it holds the sum once the returned
         work is done."""

@@ -32,6 +32,7 @@ _LANE_NAMES: dict[Lane, str] = {
     "collective": "collectives",
     "host_copy": "copies",
     "disk": "disk",
+    "outer": "exchanges between islands",
 }
 """Lanes as the legend names them."""
 

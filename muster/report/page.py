@@ -10,6 +10,7 @@ from muster.report.curves import Point, finite_values, metric_points, smooth
 from muster.report.expert_load import draw_expert_load
 from muster.report.gantt import draw_timelines
 from muster.report.html import Html, element, join
+from muster.report.islands import draw_meetings
 from muster.report.report_data import PredictedVsMeasured, ReportData
 from muster.report.style import SCRIPT, style_sheet
 from muster.spec.errors import MusterError
@@ -51,6 +52,7 @@ def render_report(data: ReportData, refresh_s: int | None = None) -> str:
         data.title,
         _header(data),
         section("Training", _charts(data)),
+        section("Meetings of islands", met) if (met := draw_meetings(data.meetings)) else "",
         section("Load of experts", load) if (load := draw_expert_load(data.metrics)) else "",
         _timelines(data),
         section("Prediction against measurement", _comparison(data.comparison)) if data.comparison else "",

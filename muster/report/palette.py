@@ -37,6 +37,7 @@ PALE_TEXT = "#1d2126"
 
 
 _GATHERS = (Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP, Kind.ALL_REDUCE_REPLICAS, Kind.ALL_REDUCE_TIED)
+_GATHERS += (Kind.OUTER_REDUCE, Kind.OUTER_WAIT)
 """Kinds that share the colour of collectives."""
 
 PAINTS = (
@@ -47,7 +48,7 @@ PAINTS = (
     Paint(
         "step",
         "gradient norm, optimizer step",
-        (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.CLIP, Kind.UPDATE, Kind.STEP),
+        (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.CLIP, Kind.UPDATE, Kind.STEP, Kind.OUTER_STEP),
         "#2b2f36",
         "#ffffff",
         "#e3e7ec",

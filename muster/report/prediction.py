@@ -14,6 +14,7 @@ from muster.report.training import format_kwh, price_note, training_lines
 from muster.simulate.predict import Prediction, RankMemory
 from muster.spec.formatting import format_bytes, format_count, format_fraction, format_seconds
 from muster.spec.plan_name import format_plan_name
+from muster.spec.units import pluralize
 
 _SHOWN_RANKS = 8
 """Most pipeline ranks in the table of memory."""
@@ -46,6 +47,13 @@ def headline_figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
         "step",
         f"{format_seconds(prediction.step_time_s)}, {format_fraction(prediction.bubble_fraction)} of it bubble",
     )
+    if (whole := prediction.round) is not None:
+        yield (
+            "round",
+            f"{format_seconds(whole.round_s)} for {pluralize(whole.outer.every, 'step')} ({whole.outer.method}),"
+            f" {format_seconds(whole.exposed_s)} of it waiting for other islands; a rank sends"
+            f" {format_bytes(whole.sent_bytes)}",
+        )
     yield "range", _range_text(prediction)
     yield "framework", prediction.framework.label(prediction.compiled)
     if prediction.tp_overlap is not None:

@@ -53,6 +53,8 @@ class ReportData:
     sample_prompt: str = ""
     sample_text: str = ""
     notes: Sequence[str] = ()
+    meetings: Sequence[Mapping[str, Any]] = ()
+    """Rows of islands.jsonl."""
     status: str = ""
     """State of a run that has not finished."""
 

@@ -17,6 +17,8 @@ from muster.spec.units import pluralize
 
 RESTARTS_FILE = "restarts.jsonl"
 """File of a run directory with a line for each restart."""
+MEETINGS_FILE = "islands.jsonl"
+"""File of a run directory with a line for each exchange between islands."""
 _MOST_TOLD = 5
 """Restarts whose reasons a note tells."""
 

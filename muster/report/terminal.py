@@ -75,7 +75,7 @@ def _degrees(plan: Plan) -> str:
     """Return the world size as a product of degrees."""
     if not plan.is_uniform:
         return f"{plan.world_size}, unequal stages"
-    degrees = [f"{axis} {getattr(plan, axis)}" for axis in MESH_AXES if getattr(plan, axis) > 1]
+    degrees = [f"{axis} {getattr(plan, axis)}" for axis in ("islands", *MESH_AXES) if getattr(plan, axis) > 1]
     return f"{plan.world_size}" + (f" = {' × '.join(degrees)}" if degrees else "")
 
 

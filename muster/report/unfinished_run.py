@@ -7,8 +7,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from muster.report.islands import meetings_note
 from muster.report.report_data import ReportData, RunInfo
-from muster.report.run_files import read_metrics, read_run_config, read_run_plan, restarts_note
+from muster.report.run_files import MEETINGS_FILE, read_metrics, read_run_config, read_run_plan, restarts_note
 from muster.report.wall_time import wall_time_note
 from muster.spec.formatting import format_count
 from muster.spec.plan_name import format_plan_name
@@ -33,6 +34,7 @@ def unfinished_run(run_dir: Path) -> UnfinishedRun:
     """Read a run that has written no report of its own. Raises ConfigError for a directory that is no run."""
     config, plan = read_run_config(run_dir), read_run_plan(run_dir)
     metrics = read_metrics(run_dir / "metrics.jsonl")
+    meetings = read_metrics(run_dir / MEETINGS_FILE)
     is_running = _is_locked(run_dir)
     ended = {} if is_running else _exit_status(run_dir)
     last = metrics[-1] if metrics else {}
@@ -53,7 +55,8 @@ def unfinished_run(run_dir: Path) -> UnfinishedRun:
         facts=facts,
         metrics=metrics,
         validation_loss=losses[-1] if losses else None,
-        notes=list(filter(None, [restarts_note(run_dir), wall_time_note(run_dir, when)])),
+        notes=list(filter(None, [meetings_note(meetings), restarts_note(run_dir), wall_time_note(run_dir, when)])),
+        meetings=meetings,
         status=status,
     )
     return UnfinishedRun(is_running, status, report)

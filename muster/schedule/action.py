@@ -8,10 +8,12 @@ from itertools import repeat
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-Lane = Literal["compute", "p2p", "collective", "host_copy", "disk"]
-LANES: tuple[Lane, ...] = ("compute", "p2p", "collective", "host_copy", "disk")
+Lane = Literal["compute", "p2p", "collective", "host_copy", "disk", "outer"]
+LANES: tuple[Lane, ...] = ("compute", "p2p", "collective", "host_copy", "disk", "outer")
 COPY_LANES: tuple[Lane, ...] = ("host_copy", "disk")
-"""Lanes whose instructions run beside the passes; those that need their results wait for them."""
+"""Lanes of copies, which run beside the passes; those that need their results wait for them."""
+BESIDE_LANES: tuple[Lane, ...] = (*COPY_LANES, "outer")
+"""Lanes whose instructions no other instruction of the same program needs but those that wait for them."""
 
 
 class Kind(StrEnum):
@@ -53,6 +55,9 @@ class Kind(StrEnum):
     RELOAD_PARAM = "RELOAD_PARAM"
     WRITE_STATE = "WRITE_STATE"
     STEP = "STEP"
+    OUTER_REDUCE = "OUTER_REDUCE"
+    OUTER_WAIT = "OUTER_WAIT"
+    OUTER_STEP = "OUTER_STEP"
 
     __hash__ = str.__hash__  # Enum's own is a Python function: a large program looks up a million kinds
 
@@ -132,6 +137,9 @@ KINDS: dict[Kind, KindTraits] = {
     Kind.READ_STATE: KindTraits("disk", "read a part's optimizer state from disk", makes="v"),
     Kind.WRITE_STATE: KindTraits("disk", "write a part's optimizer state to disk", reads="v", frees="v"),
     Kind.STEP: KindTraits("compute", "optimizer step"),
+    Kind.OUTER_REDUCE: KindTraits("outer", "start of the exchange of a fragment's parameter changes between islands"),
+    Kind.OUTER_WAIT: KindTraits("outer", "wait for the end of that exchange"),
+    Kind.OUTER_STEP: KindTraits("compute", "outer optimizer step of a fragment"),
 }
 
 COPIES = (Kind.OFFLOAD, Kind.RELOAD, Kind.OFFLOAD_GRAD, Kind.RELOAD_PARAM, Kind.READ_STATE, Kind.WRITE_STATE)
@@ -146,6 +154,8 @@ RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 
 HOST_UPDATE_KINDS = (Kind.OFFLOAD_GRAD, Kind.READ_STATE, Kind.UPDATE, Kind.RELOAD_PARAM, Kind.WRITE_STATE)
 """Instructions on one part of a stage's parameters, which is the slice of their action."""
+OUTER_KINDS = (Kind.OUTER_REDUCE, Kind.OUTER_WAIT, Kind.OUTER_STEP)
+"""Instructions between islands on one fragment of the parameters, which is the slice of their action."""
 
 VOCAB_FORWARD_KINDS = (
     Kind.EMB_F,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from muster.schedule.action import HOST_UPDATE_KINDS, KINDS, Action, Kind, matching_transfer
+from muster.schedule.action import HOST_UPDATE_KINDS, KINDS, OUTER_KINDS, Action, Kind, matching_transfer
 from muster.schedule.program import Program, ProgramError, stages_of_action
 
 PASSES = (Kind.F, Kind.B, Kind.I, Kind.W)
@@ -50,6 +50,7 @@ _GRADIENT_ORDER = {
     Kind.ALL_REDUCE_TIED: 4,
 }
 _GRADIENT_ORDER |= {Kind.GRAD_NORM: 5, Kind.GRAD_NORM_ASYNC: 5, Kind.CLIP: 6, Kind.STEP: 8}
+_GRADIENT_ORDER |= dict.fromkeys(OUTER_KINDS, 9)
 _GRADIENT_ORDER |= dict.fromkeys(set(HOST_UPDATE_KINDS) - {Kind.READ_STATE}, 7)
 """Order of instructions on gradients: each kind needs all the earlier ones to be over."""
 

@@ -7,6 +7,7 @@ from muster.schedule.action import Kind
 from muster.schedule.forward_only import forward_only
 from muster.schedule.lower import LoweringOptions, lower
 from muster.schedule.offload import MIN_OFFLOAD_GAP
+from muster.schedule.outer_steps import NO_EXCHANGE, OuterEvents
 from muster.schedule.program import Program
 from muster.schedule.registry import make_schedule
 from muster.schedule.resolve import pinned_schedule
@@ -52,9 +53,15 @@ def schedule_for_plan(plan: Plan, num_micro_batches: int) -> Schedule:
 
 
 def build_program(
-    plan: Plan, model: ModelSpec, workload: Workload, train: bool = True, data_rank: int | None = None
+    plan: Plan,
+    model: ModelSpec,
+    workload: Workload,
+    train: bool = True,
+    data_rank: int | None = None,
+    outer: OuterEvents = NO_EXCHANGE,
 ) -> Program:
     """Return the Program of one optimizer step; without `train`, that of the forwards alone over as many micro-batches.
+    `outer`: exchanges between islands after the step.
 
     Under unequal `uneven_micro_batches` each data-parallel rank has a Program of its own length: `data_rank` selects
     it, None the longest. All of them have the same collectives in the same order.
@@ -81,6 +88,7 @@ def build_program(
         post_validation=plan.post_validation,
         offload=frozenset(stage for stage in stages if train and plan.offloaded_layers(stage, model.num_layers)),
         host_updates=tuple(plan.host_update_tiers(stage, model.num_layers) for stage in stages) if train else (),
+        outer=outer,
         train=train,
     )
     program = lower(schedule, options)

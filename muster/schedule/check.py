@@ -8,6 +8,7 @@ from muster.schedule.action import (
     HOST_UPDATE_KINDS,
     KINDS,
     LANES,
+    OUTER_KINDS,
     VOCAB_BACKWARD_KINDS,
     VOCAB_FORWARD_KINDS,
     Action,
@@ -17,7 +18,7 @@ from muster.schedule.action import (
 from muster.schedule.buffer_liveness import PASSES, BufferLiveness
 from muster.schedule.dry_run import dry_run
 from muster.schedule.gc_pause import gc_paused
-from muster.schedule.peer_check import check_collectives, check_transfers
+from muster.schedule.peer_check import check_collectives, check_outer_steps, check_transfers
 from muster.schedule.program import Program, ProgramError, stages_of_action
 from muster.schedule.timing import WHY_AFTER
 from muster.spec.units import pluralize
@@ -52,6 +53,7 @@ def check(program: Program, max_activations: int | None = None) -> CheckReport:
             _check_waits(program, rank)
         check_transfers(program)
         check_collectives(program)
+        check_outer_steps(program)
         books = [BufferLiveness(program, rank, max_activations) for rank in range(program.num_ranks)]
         dry_run(program, lambda rank, instruction, over: books[rank].record(instruction.action, over))
     return CheckReport(
@@ -79,7 +81,9 @@ def _check_shape(program: Program) -> None:
             if late:
                 raise ProgramError(_out_of_range(program, rank, str(late[0])))
             beyond = [
-                one for one in actions if not 0 <= one[3] < program.num_slices and one[0] not in HOST_UPDATE_KINDS
+                one
+                for one in actions
+                if not 0 <= one[3] < program.num_slices and one[0] not in (*HOST_UPDATE_KINDS, *OUTER_KINDS)
             ]
             if beyond:
                 slices = pluralize(program.num_slices, "slice")

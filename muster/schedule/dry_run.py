@@ -18,7 +18,7 @@ Nothing in these rules is a choice, so a run that ends once always ends.
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from muster.schedule.action import COPY_LANES, KINDS, LANES, Lane
+from muster.schedule.action import BESIDE_LANES, KINDS, LANES, Lane
 from muster.schedule.program import Instruction, Program, ProgramError, Wait, participants
 
 Observer = Callable[[int, Instruction, bool], None]
@@ -69,7 +69,7 @@ class _RankState:
                 items = self.lanes[lane]
                 begun = self.begun
                 while begun[lane] < len(items) and self._is_ready(items[begun[lane]]):
-                    if lane in ("p2p", *COPY_LANES) or KINDS[items[begun[lane]].action.kind].overlapped:
+                    if lane in ("p2p", *BESIDE_LANES) or KINDS[items[begun[lane]].action.kind].overlapped:
                         self._start(lane)
                     else:
                         yield from self._begin_next(lane)
@@ -88,7 +88,7 @@ class _RankState:
     def _is_ready(self, instruction: Instruction) -> bool:
         """Return True if all waits of the instruction are over."""
         for wait in instruction.waits:
-            beside = wait[0] in ("p2p", *COPY_LANES) or KINDS[self.lanes[wait[0]][wait[1]].action.kind].overlapped
+            beside = wait[0] in ("p2p", *BESIDE_LANES) or KINDS[self.lanes[wait[0]][wait[1]].action.kind].overlapped
             if not (wait in self.awaited if beside else wait[1] < self.completed[wait[0]]):
                 return False
         return True
@@ -116,7 +116,7 @@ class _RankState:
         if lane == "compute":
             self.completed[lane] += 1
             self.observe(self.rank, instruction, True)
-        elif lane in COPY_LANES:
+        elif lane in BESIDE_LANES:
             self.completed[lane] += 1
         else:
             self._advance(lane)

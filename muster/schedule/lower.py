@@ -7,6 +7,7 @@ from muster.schedule.action import KINDS, LANES, Action, Kind, Lane
 from muster.schedule.gc_pause import gc_paused
 from muster.schedule.host_update import copy_order
 from muster.schedule.offload import add_copy_lane
+from muster.schedule.outer_steps import NO_EXCHANGE, OuterEvents
 from muster.schedule.program import Instruction, Program, Wait
 from muster.schedule.schedule import Schedule
 from muster.schedule.transfers import Transfers, lanes_with_transfers, schedule_transfers
@@ -34,6 +35,8 @@ class LoweringOptions:
     host_updates: tuple[tuple[Tier, ...], ...] = ()
     """Places, by stage, of the optimizer's state of each part that the host updates; empty: the device updates
     all."""
+    outer: OuterEvents = NO_EXCHANGE
+    """Exchanges with other islands after the step."""
     train: bool = True
     """False for evaluation: no gradients are reduced and no optimizer steps."""
 
@@ -106,6 +109,7 @@ def lower(schedule: Schedule, options: LoweringOptions) -> Program:
             if options.tied_embeddings:
                 add_tied_embedding_reductions(draft)
             add_step(draft, options)
+            add_outer_steps(draft, options.outer)
         return draft.finish()
 
 
@@ -263,6 +267,18 @@ def add_step(draft: ProgramDraft, options: LoweringOptions) -> None:
         norm = draft.add(rank, Action(kind), after)
         updated = add_host_updates(draft, rank, options, norm) if any(options.host_updates) else ()
         draft.add(rank, Action(Kind.STEP), updated or [norm])
+
+
+def add_outer_steps(draft: ProgramDraft, outer: OuterEvents) -> None:
+    """Add the exchanges of fragments with other islands after the step: those that begin, and then the wait for each
+    that ends, with the outer optimizer's step. An exchange that began after an earlier step has its start there."""
+    for rank in range(len(draft.ranks)):
+        stepped = draft.wait_all_passes(rank)
+        started = {n: draft.add(rank, Action(Kind.OUTER_REDUCE, slice=n), stepped) for n in outer.starts}
+        for fragment in outer.ends:
+            before = [started[fragment]] if fragment in started else stepped
+            arrived = draft.add(rank, Action(Kind.OUTER_WAIT, slice=fragment), before)
+            draft.add(rank, Action(Kind.OUTER_STEP, slice=fragment), [arrived])
 
 
 def add_host_updates(draft: ProgramDraft, rank: int, options: LoweringOptions, norm: Wait) -> list[Wait]:

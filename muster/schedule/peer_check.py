@@ -2,8 +2,8 @@
 
 from collections import defaultdict
 
-from muster.schedule.action import SENDS, Action, Kind, matching_transfer
-from muster.schedule.program import Instruction, Program, ProgramError, stages_of_action
+from muster.schedule.action import OUTER_KINDS, SENDS, Action, Kind, matching_transfer
+from muster.schedule.program import Instruction, Program, ProgramError, Wait, stages_of_action
 
 PeerOrders = dict[tuple[int, int], list[Action]]
 """(rank, peer) → communication between them in the order of `rank`, by a name that both ends have."""
@@ -52,6 +52,32 @@ def _peer(program: Program, rank: int, item: Instruction, other: Action) -> int:
     return program.placement[stage]
 
 
+_OF_ALL_RANKS = (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.STEP, *OUTER_KINDS)
+
+
+def check_outer_steps(program: Program) -> None:
+    """Check that each rank exchanges fragments with other islands in the same order, as those of other islands do, and
+    that each outer step waits for the exchange of its own fragment."""
+    orders: list[list[Action]] = []
+    for rank, lanes in enumerate(program.ranks):
+        lane = lanes.get("outer", ())
+        orders.append([item.action for item in lane])
+        places = {item.action: Wait("outer", index) for index, item in enumerate(lane)}
+        for item in (*lane, *lanes.get("compute", ())):
+            kind, fragment = item.action.kind, item.action.slice
+            needed = {
+                Kind.OUTER_WAIT: Action(Kind.OUTER_REDUCE, slice=fragment),
+                Kind.OUTER_STEP: Action(Kind.OUTER_WAIT, slice=fragment),
+            }.get(kind)
+            if needed is None or (kind == Kind.OUTER_WAIT and needed not in places):
+                continue  # an exchange that ends here may have begun after an earlier step
+            if places.get(needed) not in item.waits:
+                raise ProgramError(f"{item.action} on rank {rank} doesn't wait for {needed}")
+    for rank, order in enumerate(orders):
+        if order != orders[0]:
+            raise ProgramError(f"rank {rank} exchanges fragments with other islands in another order than rank 0")
+
+
 def check_collectives(program: Program) -> None:
     """Check that collectives are on all their ranks: global ones on all, ALL_REDUCE_TP on all stages or none."""
     found = [{action for items in lanes.values() for action, _, _ in items if action[2] < 0} for lanes in program.ranks]
@@ -65,9 +91,7 @@ def check_collectives(program: Program) -> None:
                 f"{stage}{Kind.ALL_REDUCE_TP} is missing on rank {rank}, though other stages have theirs"
             )
     _check_pairwise_collectives(program)
-    for action in sorted(
-        {one for actions in found for one in actions if one.kind in (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.STEP)}
-    ):
+    for action in sorted({one for actions in found for one in actions if one.kind in _OF_ALL_RANKS}):
         for rank, actions in enumerate(found):
             if action not in actions:
                 raise ProgramError(f"{action} is missing on rank {rank}")

@@ -34,7 +34,8 @@ class Breakdown:
     send_s: float
     """Time of p2p transfers and of host copies."""
     gather_s: float
-    """Time of parameter gathers, gradient reductions, and all-reduces of tied embeddings and replicas."""
+    """Time of parameter gathers, gradient reductions, all-reduces of tied embeddings and replicas, and waits for other
+    islands."""
     optimizer_s: float
     """Time of the gradient norm and the optimizer step."""
     bubble_s: float
@@ -49,8 +50,11 @@ _KINDS_BY_PART = {
     "forward": (Kind.F, Kind.EMB_F, Kind.S),
     "backward": (Kind.B, Kind.I, Kind.W, Kind.T, Kind.EMB_W),
     "send": (P2P, Kind.EMB_REDUCE, Kind.HIDDEN_BCAST, Kind.LOGIT_STATS, Kind.EMB_GRAD_BCAST, *COPIES),
-    "gather": (Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP, Kind.ALL_REDUCE_REPLICAS, Kind.ALL_REDUCE_TIED),
-    "optimizer": (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.CLIP, Kind.UPDATE, Kind.STEP),
+    "gather": (
+        *(Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP, Kind.ALL_REDUCE_REPLICAS, Kind.ALL_REDUCE_TIED),
+        Kind.OUTER_WAIT,
+    ),
+    "optimizer": (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.CLIP, Kind.UPDATE, Kind.STEP, Kind.OUTER_STEP),
     "bubble": (BUBBLE,),
 }
 """Part of a step → kinds of instructions that belong to it."""
@@ -90,12 +94,17 @@ def spans_of(timeline: Timeline) -> Iterator[RankSpans]:
     collectives = _collective_spans(timeline.events)
     transfers = _transfer_spans(timeline.events, compute)
     copies = _copy_spans(timeline, compute)
+    exchanges: defaultdict[int, list[TimeSpan]] = defaultdict(list)
+    for event in timeline.events:
+        if event.action.kind == Kind.OUTER_WAIT:
+            exchanges[event.rank].append((event.start_s, event.end_s))
     for rank, events in enumerate(compute):
         compute_s: defaultdict[str, float] = defaultdict(float)
         for event in events:
             compute_s[event.action.kind] += event.duration_s
         begin_s, end_s = (np.array([event[edge] for event in events]) for edge in (3, 4))
         waits = [*collectives[rank].items(), (P2P, transfers[rank]), *copies[rank].items()]
+        waits.append((Kind.OUTER_WAIT, exchanges[rank]))
         columns = [(kind, np.array(spans, float).reshape(-1, 2)) for kind, spans in waits]
         yield RankSpans(compute_s, begin_s, end_s, [(kind, pairs[:, 0], pairs[:, 1]) for kind, pairs in columns])
 

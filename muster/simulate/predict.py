@@ -7,11 +7,13 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 from muster.config.optim_config import OptimConfig
+from muster.config.outer_config import OuterConfig
 from muster.cost.flops import train_flops_per_token
 from muster.cost.memory.forecast import MEMORY_HEADROOM, MemoryForecast, forecast_memory
 from muster.cost.memory.memory_fixes import MemoryFix, memory_fixes
 from muster.cost.time.collectives import make_comm_group
 from muster.cost.time.cost_cache import CostCache
+from muster.cost.time.island_round import IslandRound, island_round
 from muster.cost.time.op_times import OpTimes
 from muster.cost.time.plan_times import data_ranks_by_kind, place_plan, plan_times
 from muster.cost.time.sublayer import copies_chunks
@@ -61,9 +63,10 @@ _AXIS_BY_KIND |= {
     Kind.RELOAD_PARAM: "host",
     Kind.READ_STATE: "disk",
     Kind.WRITE_STATE: "disk",
+    Kind.OUTER_WAIT: "islands",
 }
 """Kind of communication → axis on which it runs."""
-_STEP_KINDS = (Kind.CLIP, Kind.UPDATE, Kind.STEP)
+_STEP_KINDS = (Kind.CLIP, Kind.UPDATE, Kind.STEP, Kind.OUTER_STEP)
 """Compute of the optimizer step."""
 
 
@@ -109,6 +112,16 @@ class Prediction:
     make_forecast: Callable[[], MemoryForecast] = field(repr=False)
     optim: OptimConfig | None = None
     """Optimizer; None: AdamW."""
+    outer: OuterConfig | None = None
+    """Outer steps of a plan with islands; None: those of DiLoCo."""
+
+    @cached_property
+    def round(self) -> IslandRound | None:
+        """Round of a plan with islands; None without."""
+        if self.plan.islands == 1:
+            return None
+        own = self.model, self.plan, self.workload, self.cluster
+        return island_round(*own, self.outer or OuterConfig(), self.step_time_s, self.optim)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -173,7 +186,13 @@ class Prediction:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.workload.tokens_per_step / self.step_time_s
+        """Tokens per second of all devices; with islands over a whole round."""
+        return self.workload.tokens_per_step / self.mean_step_s
+
+    @property
+    def mean_step_s(self) -> float:
+        """Seconds of a step with its share of what islands wait for one another."""
+        return self.step_time_s if self.round is None else self.round.round_s / self.round.outer.every
 
     @property
     def tokens_per_s_per_device(self) -> float:
@@ -206,13 +225,13 @@ class Prediction:
     def usd_per_step(self) -> float | None:
         """Rent of all devices for a step, in US dollars."""
         price = self.cluster.usd_per_hour
-        return None if price is None else price * self.step_time_s / 3600
+        return None if price is None else price * self.mean_step_s / 3600
 
     @property
     def joules_per_step(self) -> float | None:
         """Upper bound of the devices' energy for a step, at their power limits; without hosts and cooling."""
         watts = self.cluster.watts
-        return None if watts is None else watts * self.step_time_s
+        return None if watts is None else watts * self.mean_step_s
 
     @property
     def memory_reserve_bytes(self) -> int | None:
@@ -286,6 +305,7 @@ class Prediction:
                 }
                 for one in self.memory_fixes
             ],
+            "round": None if self.round is None else self.round.to_json(),
             "usd_per_step": self.usd_per_step,
             "joules_per_step": self.joules_per_step,
         }
@@ -301,10 +321,12 @@ def predict(
     framework: FrameworkTraits | None = None,
     cache: CostCache | None = None,
     optim: OptimConfig | None = None,
+    outer: OuterConfig | None = None,
 ) -> Prediction:
     """Predict the time and memory of a plan's step: lower the plan to its Program and simulate it.
 
-    `framework`: the framework that trains (default: Muster). `optim`: its optimizer (default: AdamW).
+    `framework`: the framework that trains (default: Muster). `optim`: its optimizer (default: AdamW), `outer`:
+    the outer steps of a plan with islands (default: DiLoCo's).
     `program` (from `build_program`) and `times` (from
     `plan_times`) may be passed in to save their computation: plans with the same schedule, micro-batches and ZeRO level
     have the same Program. Calls that share a `cache` share the costs of equal layers and stages.
@@ -325,7 +347,9 @@ def predict(
     step = simulate_step(program, times)
     forecast = partial(forecast_memory, model, plan, workload, cluster, longest, framework, optim=optim)
     step_time_s = step.duration_s + times.data_s
-    return Prediction(model, plan, workload, cluster, program, times, step_time_s, framework, step, forecast, optim)
+    return Prediction(
+        model, plan, workload, cluster, program, times, step_time_s, framework, step, forecast, optim, outer
+    )
 
 
 def _slowest_data_rank(

@@ -56,7 +56,7 @@ def required_world_size(plan: Plan) -> int:
 
 def _world(plan: Plan, world_size: int) -> Iterator[str]:
     if plan.world_size != world_size:
-        degrees = [f"{axis} {n}" for axis in MESH_AXES if (n := getattr(plan, axis)) > 1]
+        degrees = [f"{axis} {n}" for axis in ("islands", *MESH_AXES) if (n := getattr(plan, axis)) > 1]
         product = f" ({' × '.join(degrees)})" if degrees and plan.is_uniform else ""
         yield f"it needs {pluralize(plan.world_size, 'process')}{product}, but there {_are(world_size)}"
 

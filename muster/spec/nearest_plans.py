@@ -74,7 +74,7 @@ def _candidates(plan: Plan, model: ModelSpec, workload: Workload, world_size: in
     """
     overrides = tuple(run for run in plan.overrides if run.start + run.count <= model.num_layers)
     for axes in _degrees(plan, world_size):
-        share, rest = divmod(workload.global_batch_size, axes["dp_replicate"] * axes["dp_shard"])
+        share, rest = divmod(workload.global_batch_size, plan.islands * axes["dp_replicate"] * axes["dp_shard"])
         if rest or axes["pp"] > model.num_layers or (axes["tp"] > 1 and axes["tp"] != plan.tp):
             continue  # tensor parallelism only where the plan asks for it
         if axes["cp"] > 1 and plan.cp == 1:
@@ -121,7 +121,9 @@ def _carried_over(strategy: LayerStrategy) -> LayerStrategy:
 def _degrees(plan: Plan, world_size: int) -> Iterator[dict[str, int]]:
     """Yield all factorizations of the world over the axes, with one stage on each pipeline rank or as many as the plan
     has."""
-    for degrees in _factorizations(world_size, len(_RANK_AXES)):
+    if world_size % plan.islands:
+        return
+    for degrees in _factorizations(world_size // plan.islands, len(_RANK_AXES)):
         axes = dict(zip(_RANK_AXES, degrees, strict=True))
         yield axes | {"vpp": 1}
         wanted = {plan.vpp, plan.schedule_entry.min_chunks} - {1}

@@ -69,6 +69,9 @@ class Plan(Frozen):
 
     version: Literal[2] = 2
     """Schema version of the file."""
+    islands: PositiveInt = 1
+    """Groups of ranks, each with all degrees of this plan and its own copy of the model, that exchange parameters in
+    outer steps alone; they share the global batch (DiLoCo, arXiv:2311.08105)."""
     dp_replicate: PositiveInt = 1
     """Data-parallel groups, each with a complete copy of its state."""
     dp_shard: PositiveInt = 1
@@ -239,7 +242,12 @@ class Plan(Frozen):
 
     @property
     def world_size(self) -> int:
-        """Ranks of all stages."""
+        """Ranks of all stages of all islands."""
+        return self.islands * self.island_size
+
+    @property
+    def island_size(self) -> int:
+        """Ranks of all stages of one island; without islands, all."""
         if all(stage.mesh is None for stage in self.stages):
             return self.pp * self.mesh(0).num_ranks
         return sum(self.mesh(stage).num_ranks for stage in range(self.pp))
@@ -380,7 +388,7 @@ class Plan(Frozen):
         ranks = self.mesh(0).dp_size
         shares = self.uneven_micro_batches or (1,)
         parts = max(1, ranks // len(shares)) * sum(shares)
-        per_micro_batch = parts * self.micro_batch_size
+        per_micro_batch = self.islands * parts * self.micro_batch_size
         count, rest = divmod(workload.global_batch_size, per_micro_batch)
         if rest or not count:
             cut = (
@@ -388,15 +396,16 @@ class Plan(Frozen):
             )
             raise InfeasibleError(
                 f"global_batch_size {workload.global_batch_size} is not a multiple of {per_micro_batch}"
-                f" ({cut} × micro_batch_size {self.micro_batch_size})"
+                f" ({f'islands {self.islands} × ' if self.islands > 1 else ''}{cut} × micro_batch_size"
+                f" {self.micro_batch_size})"
             )
         if not self.uneven_micro_batches:
             return count
         return count * (max(shares) if dp_index is None else shares[dp_index * len(shares) // ranks])
 
     def sample_range(self, dp_index: int, count: int) -> range:
-        """Return the slice of a step's `count` samples that a data-parallel rank of the first stage reads. Slices are
-        consecutive in rank order, so a step has the same samples under any plan."""
+        """Return the slice of an island's `count` samples of a step that a data-parallel rank of the first stage reads.
+        Slices are consecutive in rank order, so a step has the same samples under any plan."""
         shares = self.uneven_micro_batches or (1,)
         block = self.mesh(0).dp_size // len(shares)
         whole, within = divmod(dp_index, block)
@@ -439,7 +448,7 @@ class Plan(Frozen):
 _ADDED_LATER = (
     *("cp_comm_type", "cp_ulysses_degree", "cp_window_size", "dynamic_context_parallel", "sequence_tiles"),
     *("ep_dispatcher", "ep_inner_size", "ep_chunks", "sequence_slices", "cuda_graphs", "fp8_recipe"),
-    *("expert_placement", "ep_redundant_experts", "ep_dispatch_dtype"),
+    *("expert_placement", "ep_redundant_experts", "ep_dispatch_dtype", "islands"),
 )
 """Fields of a plan that are younger than the hashes in files."""
 

@@ -113,6 +113,7 @@ def _schedule_names() -> dict[str, str]:
 
 _SCHEDULE_PART = _NamePart("sNAME", "s([a-z0-9_]+)", lambda word: {"schedule": _schedule_names()[word]})
 _NAME_PARTS = (
+    _degree("islands", "isl"),
     _NamePart("dpN or dpRxS", r"dp(\d{1,9})(?:x(\d{1,9}))?", _data_parallel),
     _degree("tp", "tp"),
     _NamePart("sp", "sp", lambda: {"sp": True}),
@@ -225,6 +226,7 @@ def _format_parts(plan: Plan) -> list[str]:
     strategy = plan.default_strategy
     data = f"dp{plan.dp_replicate}x{plan.dp_shard}" if plan.dp_replicate > 1 else f"dp{plan.dp_shard}"
     mesh = {
+        f"isl{plan.islands}": plan.islands > 1,
         data: plan.dp_replicate * plan.dp_shard > 1,
         f"tp{plan.tp}" + ("-sp" if strategy.sp else ""): plan.tp > 1 or strategy.sp,
         f"pp{plan.pp}" + (f"v{plan.vpp}" if plan.vpp > 1 else ""): plan.num_stages > 1,
@@ -252,9 +254,8 @@ def _format_parts(plan: Plan) -> list[str]:
         plan.precision: True,
         "l" + ".".join(str(stage.layers) for stage in plan.stages): bool(plan.stages),
     }
-    return ([word for word, shown in mesh.items() if shown] or ["dp1"]) + [
-        word for word, shown in rest.items() if shown
-    ]
+    degrees = [word for word, shown in mesh.items() if shown]
+    return (degrees or ["dp1"]) + [word for word, shown in rest.items() if shown]
 
 
 def _ep_word(plan: Plan) -> str:
@@ -348,7 +349,9 @@ def _suggestion(token: str) -> str:
         *get_args(Precision),
     ]
     fixed += ["s" + word for word in _schedule_names()]
-    numbered = [word + (number[0] if number else "N") for word in ("dp", *_NAMED_AXES, "epover", "mb", "tile", "slice")]
+    numbered = [
+        word + (number[0] if number else "N") for word in ("isl", "dp", *_NAMED_AXES, "epover", "mb", "tile", "slice")
+    ]
     if not number:
         return did_you_mean(token.lower(), fixed) or did_you_mean(token.lower(), numbered)
     level = [f"z{max(1, min(3, int(number[0])))}"] if re.fullmatch(r"(z|zero)-?\d+", token.lower(), re.ASCII) else []

@@ -205,6 +205,27 @@ RUNTIME_RULES: tuple[Rule, ...] = (
         "post_validation with uneven_micro_batches (it has no parity test yet)",
         setting(post_validation=False),
     ),
+    Rule(
+        lambda plan: plan.islands > 1 and plan.post_validation,
+        "islands with post_validation (a step that is rolled back may have been exchanged)",
+        setting(post_validation=False),
+    ),
+    Rule(
+        lambda plan: plan.islands > 1 and plan.dynamic_context_parallel,
+        "islands with cpdyn (it has no parity test yet)",
+        setting(dynamic_context_parallel=False),
+    ),
+    Rule(
+        lambda plan: plan.islands > 1 and plan.pipeline_replicas > 1,
+        "islands with two replicas in one pipeline (it has no parity test yet)",
+        setting(islands=1),
+    ),
+    Rule(
+        lambda plan: plan.islands > 1 and any(stage.mesh is not None for stage in plan.stages),
+        "islands with stages that have degrees of their own (it has no parity test yet)",
+        setting(islands=1),
+    ),
+    _optimizer_offload_rule(lambda plan: plan.islands > 1, "islands (it has no parity test yet)"),
     *(_compile_rule(*one) for one in AGAINST_COMPILE),
     *(_graphs_rule(*one) for one in AGAINST_CUDA_GRAPHS),
 )

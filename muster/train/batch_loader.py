@@ -38,6 +38,8 @@ class BatchLoader:
         self.world = world
         self.dataset = dataset
         self.stages = stages
+        self._batch_size = config.train.global_batch_size // plan.islands
+        """Samples of a step that this rank's island works on."""
         self.num_micro_batches = plan.num_micro_batches(config.workload, dp_index_of(plan, world.at))
         self.needs_data = config.data.packing != "concatenate" or plan.vocab_parallel
         """True when a stage of this rank needs data."""
@@ -63,11 +65,16 @@ class BatchLoader:
         return self.read_batch(self.dataset, first, count)
 
     def read_batch(self, dataset: SampleStream, first: int, count: int, validation: bool = False) -> LocalBatch:
-        """Read this rank's part of the global samples first … first + count, with the token counts of all of them."""
-        index = np.arange(first, first + count)
+        """Read this rank's part of the global samples first … first + count: of its island's, which are consecutive.
+
+        Valid labels are counted in the island's samples, by whose number its loss is divided, tokens in all of them.
+        """
         seq_len = self.config.train.seq_len
         arrangement = None
-        num_tokens = count * seq_len
+        num_tokens = self._count_tokens(dataset, first, count, validation)
+        count //= self.plan.islands
+        first += self.world.at.island * count
+        index = np.arange(first, first + count)
         # A batch of ignored labels alone has a loss of 0, not 0 / 0.
         num_valid = 1 if validation else max(1, dataset.num_valid_tokens(first, count))
         lengths_B = dataset.lengths(index, validation)
@@ -79,7 +86,6 @@ class BatchLoader:
         if lengths_B is not None:
             arrangement = bucket_by_length(lengths_B, self.plan, self.config.model.num_layers, seq_len)
             index = index[arrangement.samples_B]
-            num_tokens = int(lengths_B.sum())
 
         def read(place: int, size: int) -> Batch:
             return dataset.rows(index[place : place + size], validation)
@@ -88,6 +94,11 @@ class BatchLoader:
         if batch is not None:
             require_known_ids(batch, self.config.model.vocab_size)
         return LocalBatch(first, batch, num_valid, num_tokens, arrangement)
+
+    def _count_tokens(self, dataset: SampleStream, first: int, count: int, validation: bool) -> int:
+        """Return the positions of global samples that are no padding."""
+        lengths_B = dataset.lengths(np.arange(first, first + count), validation)
+        return count * self.config.train.seq_len if lengths_B is None else int(lengths_B.sum())
 
     def feed_stages(self, share: LocalBatch, loss_scale: float = 1.0) -> None:
         """Give the stages their part of a batch."""
@@ -173,7 +184,7 @@ class BatchLoader:
 
     def _by_micro_batch(self, values_B: np.ndarray) -> list[np.ndarray]:
         """Return the values of each micro-batch's rows on this rank, of one for each place in the global batch."""
-        count = self.config.train.global_batch_size
+        count = self._batch_size
         return [
             np.concatenate(
                 [
@@ -216,7 +227,7 @@ class BatchLoader:
 
     def _dropout_keys(self, share: LocalBatch) -> tuple[Tensor, ...]:
         """Return the keys of each micro-batch's samples, in the order of its rows."""
-        count = self.config.train.global_batch_size
+        count = self._batch_size
         places = np.arange(count) if share.arrangement is None else share.arrangement.samples_B
         samples_M = ((share.first_sample + own).tolist() for own in self._by_micro_batch(places))
         return tuple(sample_keys(self.config.seed, samples, self.world.device) for samples in samples_M)
@@ -240,12 +251,13 @@ class BatchLoader:
             return
         if self.world.at.cp > 0:
             return
-        at, count = dp_index_of(self.plan, self.world.at), self.config.train.global_batch_size
+        at, count = dp_index_of(self.plan, self.world.at), self._batch_size
         places = self.plan.sample_range(at, count)
+        before = self.world.at.island * count
         rows = (row for tokens_BS in tokens_M for row in tokens_BS.cpu().numpy())
         for place, row in zip(places, rows, strict=True):
             if share.arrangement is None:
-                yield place, row
+                yield before + place, row
             else:
                 sample = int(share.arrangement.samples_B[place])
-                yield sample, row[: share.arrangement.lengths_B[sample]]
+                yield before + sample, row[: share.arrangement.lengths_B[sample]]

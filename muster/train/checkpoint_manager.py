@@ -106,7 +106,7 @@ class CheckpointManager:
             or train.keep_best
             or train.in_memory_checkpoint_every
         )
-        if train.async_save and every:
+        if train.async_save and every and self._trainer.outer is None:
             self._saver.preallocate(self._trainer.local_shards())
 
     def after_step(self, result: StepResult, is_settled: bool, info: Callable[[], dict[str, Any]]) -> str | None:
@@ -114,6 +114,8 @@ class CheckpointManager:
 
         `is_settled`: the trainer's state is that after this step, for good.
         """
+        if self._trainer.outer is not None:  # islands, which don't hear of one another in each step, save together
+            return self.save_and_wait(info()) if self._is_disk_save_due(result.step) else None
         sentence = None
         if result.save_failed:
             self._num_failures += 1

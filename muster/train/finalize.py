@@ -25,9 +25,10 @@ from muster.parallel.compile import eager_note
 from muster.parallel.cuda_graphs import graphs_note
 from muster.parallel.op_profile import StageProfile
 from muster.report.console import table_console
+from muster.report.islands import meetings_note
 from muster.report.page import write_report
 from muster.report.report_data import PredictedVsMeasured, ReportData, RunInfo
-from muster.report.run_files import read_metrics, restarts_note
+from muster.report.run_files import MEETINGS_FILE, read_metrics, restarts_note
 from muster.report.terminal import comparison_table, plan_lines
 from muster.report.wall_time import split_wall_time, wall_time_note
 from muster.schedule.build import build_program
@@ -99,7 +100,8 @@ def finalize(
     if ALL_DATA in losses:
         notes.append(validation_text(losses))
     notes += further_notes
-    notes += filter(None, [restarts_note(run_dir), wall_time_note(run_dir, ended)])
+    meetings = read_metrics(run_dir / MEETINGS_FILE)
+    notes += filter(None, [meetings_note(meetings), restarts_note(run_dir), wall_time_note(run_dir, ended)])
     notes += _sample_notes(config, run_dir)
     data = ReportData(
         title=run_dir.name,
@@ -113,6 +115,7 @@ def finalize(
         sample_prompt=prompt,
         sample_text=sample,
         notes=[devices.note, *notes],
+        meetings=meetings,
     )
     write_report(run_dir / "report.html", data)
     table_console().print(comparison_table(rows))
@@ -175,7 +178,8 @@ def _memory_terms(trainer: Trainer, profile: StageProfile) -> dict[str, tuple[in
     counted = {
         "parameters": sum(local.nbytes for stage in trainer.stages.values() for local in stage.parameters.values()),
         "gradients": profile.gradients_bytes,
-        "optimizer": trainer.updater.optimizer.device_state_bytes(),
+        "optimizer": trainer.updater.optimizer.device_state_bytes()
+        + (0 if trainer.outer is None else trainer.outer.state_bytes),
         "activations": sum(_live_bytes(sizes, live[stage]) for stage, sizes in profile.saved_bytes.items())
         + words * profile.vocab_bytes,
     }

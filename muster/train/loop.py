@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import asdict
 from pathlib import Path
 from time import time
 from typing import Any
@@ -22,11 +23,13 @@ from muster.config.yaml_writer import write_atomically
 from muster.data.dataset import SampleStream, StreamHash, sample_digest
 from muster.launch.rank_errors import EXIT_STOPPED
 from muster.parallel.world import World, open_world
+from muster.report.run_files import MEETINGS_FILE
 from muster.report.wall_time import append_attempt, attempt_row
 from muster.schedule.build import build_program
 from muster.simulate.simulator import simulate
 from muster.spec.errors import ConfigError, MusterError
 from muster.spec.plan import Plan
+from muster.spec.units import pluralize
 from muster.train.best_checkpoint import ValidationTracker
 from muster.train.callbacks import Callbacks
 from muster.train.checkpoint_manager import CHECKPOINTS_FOLDER, CheckpointManager
@@ -37,7 +40,7 @@ from muster.train.device_metrics import DeviceMetrics
 from muster.train.expert_load_log import ExpertLoadLog
 from muster.train.finalize import finalize, print_plan
 from muster.train.in_memory_checkpoint import LOAD_TIMEOUT, load_in_memory_checkpoint, open_in_memory_checkpoint
-from muster.train.metrics import MetricsLog, metrics_row, write_text
+from muster.train.metrics import MetricsLog, metrics_row, null_non_finite, write_text
 from muster.train.new_state import find_new_state
 from muster.train.post_validation import PostValidation
 from muster.train.run_directory import begin_attempt, explain_write_errors
@@ -74,6 +77,7 @@ class TrainingLoop:
         self.post_validation: PostValidation | None = None
         self.metrics = MetricsLog(run_dir / "metrics.jsonl")
         self.expert_load = ExpertLoadLog(run_dir)
+        self.meetings = MetricsLog(run_dir / MEETINGS_FILE)
         self.stream = StreamHash()
         self.validation = ValidationTracker(config.train)
         self.callbacks = Callbacks(config.train.callbacks, world.rank, run_dir, self._on_stop)
@@ -211,6 +215,10 @@ class TrainingLoop:
         self._tokens_skipped = self._tokens_skipped + result.num_tokens if result.skip_reason else 0
         if self.config.data.hash_samples:
             self._hash_samples()
+        meetings = () if self.trainer.outer is None else self.trainer.outer.pop_meetings()
+        for meeting in meetings if self.is_main else ():
+            if problem := self.meetings.append(null_non_finite(asdict(meeting))):
+                display.print_line(problem)
         if self.is_main:
             self.expert_load.add(result)
         if self.is_main and result.skip_reason:
@@ -320,12 +328,13 @@ class TrainingLoop:
                 if self.config.train.keep_best and self.validation.best_loss is not None:
                     self.checkpoint_manager.keep_best(self.validation.best_step)
         elif (place := self.config.train.init_from) is not None:
-            load_initial_weights(Path(place), self.config.model, self.trainer.local_shards())
+            load_initial_weights(Path(place), self.config.model, self.trainer.shards_to_load(0))
             self.trainer.restore(0, {"samples_consumed": 0})
         if self.is_main:
             begin_attempt(self.run_dir)
             self._record_attempt()
             self.metrics.truncate_after(self.trainer.step_count)
+            self.meetings.truncate_after(self.trainer.step_count)
 
     def _record_attempt(self) -> None:
         """Note when this attempt goes on, and which steps it repeats."""
@@ -344,7 +353,14 @@ class TrainingLoop:
 
     def _stored_shards(self, manifest: Manifest) -> list[LocalShard]:
         """Return this rank's shards that a checkpoint has to hold."""
-        return find_new_state(manifest, self.config).stored(self.trainer.local_shards())
+        before = manifest.plan.get("islands", 1)
+        if before != self.plan.islands:
+            raise ConfigError(
+                f"{self.run_dir} was trained on {pluralize(before, 'island')}, each with an optimizer state of its own,"
+                f" and the plan has {self.plan.islands}: give a plan with as many, or another --run with"
+                f" --init-from {self.run_dir}"
+            )
+        return find_new_state(manifest, self.config).stored(self.trainer.shards_to_load(manifest.step))
 
     def _load_latest(self) -> Manifest | None:
         """Load the last checkpoint on disk; a damaged one is reported, and the one before it is taken."""
@@ -384,6 +400,12 @@ class TrainingLoop:
     def _stop_after_skips(self, result: StepResult, reason: str) -> None:
         """Stop after too many consecutive skipped steps, the last one for `reason`, and save the state before them."""
         count = result.consecutive_skips
+        if self.trainer.outer is not None:  # the other islands train on: nothing can be saved together
+            raise MusterError(
+                f"{count} steps in a row were skipped on the island of rank {self.world.rank}, as many as"
+                f" train.max_consecutive_skips allows, step {result.step} because {reason}: resume from the last"
+                " checkpoint"
+            )
         samples = self._describe_samples(count)
         self.trainer.rewind(count)
         self.tokens_seen -= self._tokens_skipped

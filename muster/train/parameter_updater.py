@@ -108,7 +108,7 @@ class ParameterUpdater:
 
         `decides` False: for further passes within a step, which has been decided on already.
         """
-        sums = self.world.all_reduce(self.local_statistics())
+        sums = self.world.sum_over_island(self.local_statistics())
         if decides:
             self.decide_step(self.state, sums)
         else:

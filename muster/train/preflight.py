@@ -21,6 +21,7 @@ from muster.layout.mesh import coordinates_of, dp_index_of
 from muster.planner.auto import ChosenPlan, choose_plan
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.plan import Plan
+from muster.spec.plan_name import format_plan_name
 from muster.train.best_checkpoint import stops_early
 from muster.train.config_consistency import ranks_per_node
 from muster.train.data import (
@@ -97,6 +98,7 @@ def preflight(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOption
     plan = chosen.plan
     require_device(plan)
     require_unequal_lengths(resolved.config, plan)
+    require_settings_of_islands(resolved.config, plan)
     require_trackers(resolved.config.tracking)
     resolved = with_settled_bos(resolved)
     run_dir = options.run_dir
@@ -258,6 +260,25 @@ def _open_data(config: RunConfig, run_dir: Path, is_trial: bool) -> SampleStream
         return open_dataset(config, run_dir)
     with TemporaryDirectory(prefix="muster-dry-run-") as place:
         return trial_dataset(config, run_dir, Path(place))
+
+
+def require_settings_of_islands(config: RunConfig, plan: Plan) -> None:
+    """Raise ConfigError where outer steps and islands don't go together, or a key doesn't go with islands."""
+    if plan.islands == 1:
+        if config.outer is not None:
+            raise ConfigError(
+                f"outer is for plans with islands, and {format_plan_name(plan)} has none: expected a plan such as"
+                f" isl2-{format_plan_name(plan)}, or no section outer"
+            )
+        return
+    for key, value in (
+        ("train.training_step", config.train.training_step),
+        ("train.in_memory_checkpoint_every", config.train.in_memory_checkpoint_every),
+    ):
+        if value:
+            raise ConfigError(
+                f"{key} {value} doesn't go with islands yet: leave it out, or take a plan without islands"
+            )
 
 
 def require_unequal_lengths(config: RunConfig, plan: Plan) -> None:

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from time import perf_counter
 from typing import Any
 
@@ -23,6 +24,7 @@ from muster.parallel.world import World
 from muster.schedule.action import Action, Kind, most_in_flight
 from muster.schedule.build import build_program
 from muster.schedule.check import check
+from muster.schedule.outer_steps import NO_EXCHANGE, OuterEvents
 from muster.schedule.program import Program, has_split_backward
 from muster.simulate.timeline import Event
 from muster.spec.plan import PinnedSchedule, Plan
@@ -30,10 +32,13 @@ from muster.train.batch_loader import BatchLoader
 from muster.train.custom_step import CustomStep
 from muster.train.evaluator import Evaluator
 from muster.train.gradients import add_replica_gradients
+from muster.train.outer_updater import OuterUpdater
 from muster.train.parameter_updater import ParameterUpdater
 from muster.train.step_result import ExpertLoad, StepResult, expert_load
 from muster.train.step_state import StepHooks, StepState, no_step
 
+COUNTERS_TIMEOUT = timedelta(minutes=30)
+"""Time for which islands wait for one another before they save."""
 KEPT_STEPS = 64
 """Last steps whose events are kept, for the measured timeline."""
 
@@ -70,6 +75,9 @@ class Trainer:
             for index in stages_on(plan, world.at.pp)
         }
         self.updater = self.updater_type(config, plan, world, self.stages, hooks or StepHooks())
+        self.outer = OuterUpdater(config, world, self.updater) if plan.islands > 1 else None
+        self._outer_executors: dict[OuterEvents, Executor] = {}
+        """Executors of the steps after which islands exchange fragments, by these."""
         self.handlers: dict[Kind, Handler] = {
             Kind.GRAD_NORM: self._reduce_norm,
             Kind.CLIP: lambda action: self.updater.prepare_host_updates(),
@@ -78,6 +86,9 @@ class Trainer:
             Kind.ALL_REDUCE_TIED: self._reduce_tied_gradients,
             Kind.ALL_REDUCE_REPLICAS: self._reduce_replica_gradients,
         }
+        if self.outer is not None:
+            own = {Kind.OUTER_REDUCE: self.outer.start, Kind.OUTER_WAIT: self.outer.wait}
+            self.handlers |= own | {Kind.OUTER_STEP: self.outer.step}
         self.copies: dict[Kind, Copy] = {
             Kind.OFFLOAD_GRAD: lambda action: self.updater.fetch_part(action.stage, action.slice),
             Kind.RELOAD_PARAM: lambda action: self.updater.return_part(action.stage, action.slice),
@@ -115,19 +126,22 @@ class Trainer:
         self.peak_by_stage = report.peak_by_stage[self.world.at.pp]
         self.peak_logits = report.peak_logits[self.world.at.pp]
 
-    def _program_of(self, plan: Plan, count: int | None = None, train: bool = True) -> Program:
+    def _program_of(
+        self, plan: Plan, count: int | None = None, train: bool = True, outer: OuterEvents = NO_EXCHANGE
+    ) -> Program:
         """Build the program of a plan with the number of micro-batches of this rank's data-parallel index; `count` is
         another number under `cpdyn`, where each step has its own."""
         dp_index, workload = dp_index_of(plan, self.world.at), self.config.workload
         if plan.dynamic_context_parallel and count is not None:
             workload = workload.model_copy(update={"global_batch_size": count * plan.micro_batch_size})
-        return build_program(plan, self.config.model, workload, train=train, data_rank=dp_index)
+        return build_program(plan, self.config.model, workload, train=train, data_rank=dp_index, outer=outer)
 
     def use_order(self, order: PinnedSchedule) -> None:
         """Continue with another order of the plan's schedule, which leaves the stages on their ranks."""
         self.plan = self.plan.model_copy(update={"pinned_schedule": order})
         self._read_plan()
         self._executor = self._make_step_executor()
+        self._outer_executors.clear()
         self._pass_graphs = self._make_pass_graphs()
 
     def _make_pass_graphs(self) -> list[PassGraphs]:
@@ -143,7 +157,13 @@ class Trainer:
         return self.make_executor(self._program_of(waiting), handlers)
 
     def _executor_of_step(self) -> Executor:
-        """Return the executor of a step with as many micro-batches as its batch has."""
+        """Return the executor of a step with as many micro-batches as its batch has, and its exchanges between
+        islands."""
+        if self.outer is not None and any(events := self.outer.events_after(self.step_count + 1)):
+            if events not in self._outer_executors:
+                check(program := self._program_of(self.plan, outer=events))
+                self._outer_executors[events] = self.make_executor(program)
+            return self._outer_executors[events]
         count = self.batch_loader.num_fed_micro_batches
         if not self.plan.dynamic_context_parallel:
             return self._executor
@@ -242,7 +262,7 @@ class Trainer:
             skip_reason=state.skip_reason,
             total_skips=self.updater.step_skipper.total,
             consecutive_skips=self.updater.step_skipper.consecutive,
-            stop_requested=state.stop_requested,
+            stop_requested=state.stop_requested if self.outer is None else self.outer.stop_requested,
             is_saving=state.is_saving,
             save_failed=state.save_failed,
         )
@@ -264,6 +284,8 @@ class Trainer:
             stage.reshard()
             stage.reset_parameters(self.config.seed)
         self.updater.reset()
+        if self.outer is not None:
+            self.outer.reset()
         self._set_backwards_per_step()
         return profile
 
@@ -305,16 +327,29 @@ class Trainer:
 
     def local_shards(self) -> list[LocalShard]:
         """Everything on this rank that a checkpoint holds."""
-        return self.updater.local_shards()
+        return self.updater.local_shards() if self.outer is None else self.outer.shards_to_save()
+
+    def shards_to_load(self, step: int) -> list[LocalShard]:
+        """Everything on this rank that the checkpoint of a step has to hold."""
+        return self.updater.local_shards() if self.outer is None else self.outer.shards_to_load(step)
 
     def counters(self) -> dict[str, Any]:
-        """Position of the training beside the step, for a checkpoint's manifest."""
-        return {"samples_consumed": self.samples_consumed} | self.updater.counters()
+        """Position of the training beside the step, for a checkpoint's manifest; with islands, all ranks call it."""
+        own = self.updater.counters()
+        if self.outer is not None:
+            everyone = self.world.all_gather_object_via_store(f"counters {self.step_count}", own, COUNTERS_TIMEOUT)
+            own |= {"islands": everyone[:: self.plan.island_size], "outer": self.outer.counters()}
+        return {"samples_consumed": self.samples_consumed} | own
 
     def restore(self, step: int, counters: Mapping[str, Any]) -> None:
         """Take up the position of a checkpoint whose shards have been loaded."""
         self.step_count = step
         self.samples_consumed = counters["samples_consumed"]
+        if self.outer is not None and "outer" in counters:
+            counters = {**counters, **counters["islands"][self.world.at.island]}
+            self.outer.restore(counters["outer"])
+        elif self.outer is not None:
+            self.outer.begin_from()
         self.updater.restore(step, counters)
 
     def rewind(self, steps: int) -> None:

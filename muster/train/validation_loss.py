@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from muster.train.trainer import Trainer
@@ -13,11 +14,11 @@ ALL_DATA = ""
 def validation_losses(trainer: Trainer, num_batches: int) -> dict[str, float]:
     """Return the mean loss over the first validation batches of all data, and of each source that has enough of them.
 
-    All ranks call it, and all get the same.
+    All ranks call it, and all get the same; with islands, the loss of the model that they share.
     """
     found = {}
-    if num_batches:
-        for name in (ALL_DATA, *trainer.dataset.sources):
+    with trainer.outer.shared_parameters() if trainer.outer and num_batches else nullcontext():
+        for name in (ALL_DATA, *trainer.dataset.sources) if num_batches else ():
             if (loss := trainer.evaluator.mean_loss(num_batches, name or None)) is not None:
                 found[name] = loss
     return found

@@ -149,7 +149,7 @@ def forecast_memory(
             RankForecast(
                 pp_rank,
                 rank,
-                plan.mesh(pp_rank).num_ranks,
+                plan.islands * plan.mesh(pp_rank).num_ranks,
                 peak_instruction,
                 terms,
                 device.memory_bytes,
@@ -248,7 +248,7 @@ def _ranks_by_pp_rank(plan: Plan) -> list[IndexArray]:
     """Return the world ranks of each pipeline rank."""
     if plan.is_uniform:
         sizes = axis_sizes(plan)
-        ranks = np.arange(plan.world_size).reshape(tuple(sizes.values()))
+        ranks = np.arange(plan.island_size).reshape(tuple(sizes.values()))
         return list(np.moveaxis(ranks, list(sizes).index("pp"), 0).reshape(plan.pp, -1))
     ends = list(accumulate(plan.mesh(pp_rank).num_ranks for pp_rank in range(plan.pp)))
     return [np.arange(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]

@@ -34,6 +34,9 @@ from muster.spec.workload import Workload
 ADAMW_STATE_PER_PARAM = 2.0
 """Elements of AdamW's state per parameter: two moments (arXiv:1711.05101)."""
 
+OUTER_STATE_PER_PARAM = 2
+"""Elements per parameter that each island has of what all share: outer parameters and momentum (arXiv:2311.08105)."""
+
 
 class NativeStorage:
     """One stage on its first rank; all quantities in bytes."""
@@ -50,6 +53,8 @@ class NativeStorage:
         if optim is not None:
             state_bytes = mean_state_bytes(_without_freezing(optim), dict(parameter_shapes(spec)), self.master_size)
             self.state_per_param = state_bytes / self.master_size
+        if plan.islands > 1:
+            self.state_per_param += OUTER_STATE_PER_PARAM
         self._optim = optim
         self._layer_bytes: dict[Hashable, int] = {}
         self.sizes: PassSizes = pass_sizes(spec, plan, workload, stage)

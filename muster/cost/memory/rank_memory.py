@@ -149,7 +149,8 @@ def stage_parameter_bytes(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoord
 
 
 def optimizer_bytes(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates, optim: OptimConfig | None) -> int:
-    """Return the bytes of the optimizer's state on the device; AdamW has two moments (arXiv:1711.05101).
+    """Return the bytes of the optimizer's state on the device; AdamW has two moments (arXiv:1711.05101). With islands
+    there are the outer parameters and their momentum, too (arXiv:2311.08105).
 
     If a rank holds both copies of a tied weight, only the first stage's has state.
     """
@@ -158,7 +159,10 @@ def optimizer_bytes(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates
         layouts = [layout for layout in layouts if layout.name != "embed.weight"]
     kept = [layout for layout in layouts if not plan.offloads_optimizer(layer_of(layout.name))]
     size = master_bytes(plan.precision)
-    return optimizer_state_bytes(optim, kept, size) + _owned_state_bytes(spec, plan, stage, at, optim, size)
+    outer = 0
+    if plan.islands > 1:
+        outer = 2 * size * sum(layout.numel for layout in layouts if not is_frozen(optim, layout.name))
+    return outer + optimizer_state_bytes(optim, kept, size) + _owned_state_bytes(spec, plan, stage, at, optim, size)
 
 
 def _owned_state_bytes(

@@ -193,7 +193,7 @@ def per_step_s(setting: PlacedPlan, examples: Sequence[StageTimes]) -> tuple[flo
         devices = {rank: examples[kind].device for rank, kind in kinds}
         most = [(device, float(held[rank])) for rank, device in devices.items()]
         all_held = [(device, float(normed[rank])) for rank, device in devices.items()]
-    norm_s = all_reduce_s(setting.group(0, ((1, setting.world_size),)), step_report_bytes(setting.model))
+    norm_s = all_reduce_s(setting.group(0, ((1, setting.plan.island_size),)), step_report_bytes(setting.model))
     norm_s += max(stream_s(device, GRAD_NORM_BYTES * count) for device, count in all_held)
     return norm_s, STEP_HOST_S + max(stream_s(device, update_bytes * count) for device, count in most)
 

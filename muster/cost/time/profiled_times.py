@@ -504,7 +504,7 @@ def _per_step_times(
 
     hosted = sum(sum(host_updated_numels(model, plan, stage, optim)) for stage in stages)
     updated = _adamw_numel(max(0, total - hosted), model, optim)
-    all_reduce_s = rates.collective("all_reduce", plan.world_size, step_report_bytes(model))
+    all_reduce_s = rates.collective("all_reduce", plan.island_size, step_report_bytes(model))
     contention = rates.contention(level)
     return {
         Kind.GRAD_NORM: contention * (all_reduce_s + rates.kernel("gradient norm", total) + overhead(Kind.GRAD_NORM)),

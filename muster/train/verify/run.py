@@ -59,6 +59,11 @@ def verify(
                 f"muster verify can't compare {plan.precision}, as its reference doesn't scale the loss;"
                 f" give one of {', '.join(TOLERANCES)} with --precision"
             )
+        if plan.islands > 1:
+            raise InfeasibleError(
+                f"plan {format_plan_name(plan)} has islands, whose steps are not those of one process: verify the plan"
+                " of one of them, without isl"
+            )
         require_device(plan)
         require_memory(config, plan)
     config = comparison_config(config, steps, run_dir)

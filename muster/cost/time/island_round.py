@@ -1,0 +1,89 @@
+"""Time of a round of islands: its steps, and the exchanges that islands wait for."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from muster.config.freezing import is_frozen
+from muster.config.optim_config import OptimConfig
+from muster.config.outer_config import OuterConfig
+from muster.cost.precision_bytes import master_bytes
+from muster.cost.time.collectives import all_reduce_s
+from muster.cost.time.plan_times import place_plan
+from muster.layout.host_updates import layer_of
+from muster.layout.island_bytes import island_reduce_bytes
+from muster.layout.mesh import ranks_of_pp_rank
+from muster.layout.tensor_layout import rank_layouts
+from muster.schedule.outer_steps import fragment_of
+from muster.spec.cluster import ClusterSpec
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
+from muster.spec.workload import Workload
+
+
+@dataclass(frozen=True)
+class IslandRound:
+    """A round: `every` steps and an exchange of each fragment."""
+
+    outer: OuterConfig
+    step_s: float
+    transfers_s: tuple[float, ...]
+    """Seconds of the exchange of each fragment, of the pipeline rank that takes longest."""
+    sent_bytes: int
+    """Bytes that the rank that sends most sends in a round."""
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of a round in which islands wait for exchanges: what the steps of the delay don't hide."""
+        hidden_s = self.outer.delay * self.step_s
+        return sum(max(0.0, transfer_s - hidden_s) for transfer_s in self.transfers_s)
+
+    @property
+    def round_s(self) -> float:
+        """Seconds of a round."""
+        return self.outer.every * self.step_s + self.exposed_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data with every key."""
+        return {
+            "method": self.outer.method,
+            "every": self.outer.every,
+            "round_s": self.round_s,
+            "exposed_s": self.exposed_s,
+            "transfers_s": list(self.transfers_s),
+            "sent_bytes": self.sent_bytes,
+        }
+
+
+def island_round(
+    model: ModelSpec,
+    plan: Plan,
+    workload: Workload,
+    cluster: ClusterSpec,
+    outer: OuterConfig,
+    step_s: float,
+    optim: OptimConfig | None = None,
+) -> IslandRound:
+    """Return the round of a plan with islands whose step takes `step_s`.
+
+    Ranks of the same place in all islands exchange `island_reduce_bytes` over the slowest link between them, as an
+    all-reduce of compressed elements takes them; all ranks of an island do at once.
+    """
+    placed = place_plan(model, plan, workload, cluster, optim=optim)
+    element = master_bytes(plan.precision)
+    transfers_s = [0.0] * outer.fragments
+    most_bytes = 0
+    for pp_rank in range(plan.pp):
+        rank = min(rank for rank, _ in ranks_of_pp_rank(plan, pp_rank))
+        group = placed.group(rank, ((plan.island_size, plan.islands),))
+        numel = [0] * outer.fragments
+        names: set[str] = set()
+        for layout in rank_layouts(model, plan, rank):
+            if not is_frozen(optim, layout.name) and layout.name not in names:  # a tied weight is exchanged once
+                numel[fragment_of(outer, layer_of(layout.name))] += layout.numel
+                names.add(layout.name)
+        sent = [island_reduce_bytes(part, plan.islands, outer.compression, element) for part in numel]
+        # An all-reduce of `size` bytes sends 2 · (N − 1) / N times as many.
+        sizes = [part * plan.islands / (2 * (plan.islands - 1)) for part in sent]
+        transfers_s = [max(old, all_reduce_s(group, size)) for old, size in zip(transfers_s, sizes, strict=True)]
+        most_bytes = max(most_bytes, sum(sent))
+    return IslandRound(outer, step_s, tuple(transfers_s), most_bytes)

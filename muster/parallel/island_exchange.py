@@ -1,0 +1,71 @@
+"""The all-reduce between islands: compressed on the way, added in one order, and the same on all islands to the bit."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muster.config.outer_config import Compression
+from muster.layout.island_bytes import INT8_BLOCK, island_chunk
+from muster.parallel.axis import IslandAxis, all_gather_into_tensor
+
+
+def mean_over_islands(values_N: Tensor, axis: IslandAxis, compression: Compression) -> Tensor:
+    """Return the mean of all islands' `values_N`, which are left as they are.
+
+    Each island owns an equal part of the elements: it receives that part from all others, adds the parts in the order
+    of the islands, in the precision of the values, and sends the mean to all. What travels is compressed, the mean too,
+    and its owner continues with the same compressed mean. So all islands have the same bits, and the order of the
+    additions depends on nothing. Each rank sends `island_reduce_bytes`.
+    """
+    chunk = island_chunk(values_N.numel(), axis.size, compression)
+    padded = values_N.new_zeros(axis.size * chunk)
+    padded[: values_N.numel()] = values_N
+    sent = torch.stack([encode(part, compression) for part in padded.split(chunk)]) if chunk else None
+    if sent is None:
+        return values_N.clone()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=axis.group)
+    total = decode(received[0], compression, values_N.dtype)
+    for part in received[1:]:
+        total += decode(part, compression, values_N.dtype)
+    mean = encode(total / axis.size, compression)
+    gathered = mean.new_empty(axis.size * mean.numel())
+    all_gather_into_tensor(gathered, mean, group=axis.group)
+    parts = [decode(part, compression, values_N.dtype) for part in gathered.view(axis.size, -1)]
+    return torch.cat(parts)[: values_N.numel()]
+
+
+def encode(values_N: Tensor, compression: Compression) -> Tensor:
+    """Return the bytes in which values travel: uint8.
+
+    int8: for each block of `INT8_BLOCK` elements a scale, the largest magnitude / 127 in fp32, and then each element's
+    nearest multiple of it: no element is off by more than half the scale. Outliers so coarsen their own block alone,
+    where one scale for a whole tensor that clips at a few standard deviations loses them (heavy tails). A block with an
+    infinity or NaN arrives as NaN.
+    """
+    if compression == "none":
+        return _as_bytes(values_N.contiguous())
+    if compression == "bf16":
+        return _as_bytes(values_N.to(torch.bfloat16))
+    blocks = values_N.view(-1, INT8_BLOCK)
+    scales = (blocks.abs().amax(1) / 127).float()
+    divisors = torch.where(scales > 0, scales, torch.ones_like(scales))
+    levels = (blocks / divisors.unsqueeze(1)).nan_to_num(0.0, 0.0, 0.0).round().clamp(-127, 127).to(torch.int8)
+    return torch.cat([_as_bytes(scales), levels.view(-1).view(torch.uint8)])
+
+
+def decode(encoded: Tensor, compression: Compression, dtype: torch.dtype) -> Tensor:
+    """Return the values that `encode` made bytes of, in `dtype`."""
+    if compression == "none":
+        return encoded.view(dtype).clone()
+    if compression == "bf16":
+        return encoded.view(torch.bfloat16).to(dtype)
+    blocks = encoded.numel() // (4 + INT8_BLOCK)
+    scales = encoded[: 4 * blocks].clone().view(torch.float32)
+    scales = torch.where(scales.isfinite(), scales, torch.full_like(scales, torch.nan))
+    levels = encoded[4 * blocks :].view(torch.int8).view(blocks, INT8_BLOCK)
+    return (levels.to(dtype) * scales.to(dtype).unsqueeze(1)).view(-1)
+
+
+def _as_bytes(values: Tensor) -> Tensor:
+    return values.contiguous().view(-1).view(torch.uint8)

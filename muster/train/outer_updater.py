@@ -1,0 +1,304 @@
+"""Outer steps of one rank: parameters that all islands share, and exchanges that run beside the passes."""
+
+import math
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muster.checkpoint.local_shard import LocalShard
+from muster.config.freezing import is_frozen
+from muster.config.outer_config import OuterConfig
+from muster.config.run_config import RunConfig
+from muster.layout.host_updates import layer_of
+from muster.layout.island_bytes import island_reduce_bytes
+from muster.optim.outer.base import OuterParameter
+from muster.optim.outer.build import build_outer_method
+from muster.parallel.island_exchange import mean_over_islands
+from muster.parallel.world import World
+from muster.schedule.action import Action
+from muster.schedule.outer_steps import OuterEvents, fragment_of, outer_events, pending_fragments
+from muster.spec.errors import MusterError
+from muster.train.parameter_updater import ParameterUpdater
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One exchange of a fragment between the islands, as all ranks know it."""
+
+    step: int
+    """Step after which the fragment was updated."""
+    fragment: int
+    distance: float
+    """Root mean square over the islands of the Euclidean distance between the fragment's parameters and their mean,
+    when the exchange began."""
+    change: float
+    """Length of the islands' mean change of the fragment since they last met."""
+    norm: float
+    """Length of the fragment's outer parameters then."""
+    losses: tuple[float, ...]
+    """Loss of each island in the step in which the exchange began."""
+    sent_bytes: int
+    """Bytes that this rank has sent."""
+    transfer_s: float
+    """Seconds of the exchange on this rank."""
+    wait_s: float
+    """Seconds of it in which this rank waited."""
+
+
+@dataclass
+class _Exchange:
+    """Result of an exchange."""
+
+    change: Tensor
+    """Mean change of this rank's part of the fragment, flat."""
+    sums: list[float]
+    """(squared distances, squared change, squared norm, stop requested, loss of each island), over all ranks."""
+    transfer_s: float = 0.0
+
+
+class OuterUpdater:
+    """Outer copies of this rank's parameters with their momentum; between meetings they don't change.
+
+    Exchanges run in a thread of their own, one after another in the same order on all ranks, over groups that nothing
+    else uses.
+    """
+
+    def __init__(self, config: RunConfig, world: World, updater: ParameterUpdater) -> None:
+        assert world.groups.islands is not None, "the plan has no islands"
+        self.config: OuterConfig = config.outer or OuterConfig()
+        self.last_step = config.train.num_steps
+        self.world = world
+        self.axis = world.groups.islands
+        self.updater = updater
+        self.method = build_outer_method(self.config)
+        self.names = [
+            [
+                name
+                for name in updater.parameters
+                if not is_frozen(config.optim, name) and fragment_of(self.config, layer_of(name)) == fragment
+            ]
+            for fragment in range(self.config.fragments)
+        ]
+        """Parameters of each fragment of which this rank holds a part, the same on all islands."""
+        self._thread = ThreadPoolExecutor(1, "outer")
+        self._pending: dict[int, Future[_Exchange]] = {}
+        self._arrived: dict[int, tuple[_Exchange, float]] = {}
+        """Exchanges that have been waited for, with the seconds of that."""
+        self.stop_requested = False
+        """True once a rank of any island was asked to stop before the last meeting."""
+        self._meetings: list[Meeting] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew from the islands' present parameters, which are equal."""
+        self.parameters = {
+            name: OuterParameter(self.updater.parameters[name].detach().clone(), self._zeros_like(name))
+            for names in self.names
+            for name in names
+        }
+        self._pending, self._arrived, self._meetings = {}, {}, []
+
+    def _zeros_like(self, name: str) -> Tensor:
+        return torch.zeros_like(self.updater.parameters[name])
+
+    def events_after(self, step: int) -> OuterEvents:
+        """Return the exchanges after a step."""
+        return outer_events(self.config, step, self.last_step)
+
+    def pop_meetings(self) -> list[Meeting]:
+        """Return the meetings since the last call."""
+        found, self._meetings = self._meetings, []
+        return found
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the outer copies and their momentum."""
+        return sum(one.value.nbytes + one.momentum.nbytes for one in self.parameters.values())
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Instructions
+
+    def start(self, action: Action) -> None:
+        """Start to exchange the changes of a fragment."""
+        names, state = self.names[action.slice], self.updater.state
+        with torch.no_grad():
+            changes = {name: self.parameters[name].value - self.updater.parameters[name] for name in names}
+        is_first = self.world.rank % self.world.plan.island_size == 0
+        losses = [state.loss if is_first and n == self.axis.index else 0.0 for n in range(self.axis.size)]
+        squares = sum(
+            float(self.parameters[name].value.double().square().sum()) / self.updater.layouts[name].num_copies
+            for name in names
+        )
+        told = [squares / self.axis.size, float(is_first and state.stop_requested), *losses]
+        self._pending[action.slice] = self._thread.submit(self._exchange, changes, told)
+
+    def _exchange(self, changes: Mapping[str, Tensor], told: list[float]) -> _Exchange:
+        start_s = perf_counter()
+        device = self.world.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            torch.cuda.synchronize(device)  # the changes were computed on another stream
+        sums = [0.0, 0.0]
+        mean = torch.empty(0)
+        if changes:
+            flat = torch.cat([change.flatten() for change in changes.values()])
+            mean = mean_over_islands(flat, self.axis, self.config.compression)
+            parts = mean.split([change.numel() for change in changes.values()])
+            for (name, change), part in zip(changes.items(), parts, strict=True):
+                copies = self.updater.layouts[name].num_copies
+                sums[0] += float((change.flatten() - part).double().square().sum()) / copies
+                sums[1] += float(part.double().square().sum()) / copies / self.axis.size
+        everyone = torch.tensor([*sums, *told], dtype=torch.float64, device=device)
+        dist.all_reduce(everyone, group=self.axis.everyone)
+        return _Exchange(mean, everyone.tolist(), perf_counter() - start_s)
+
+    def wait(self, action: Action) -> None:
+        """Wait for the exchange of a fragment."""
+        start_s = perf_counter()
+        self.world.heartbeat.wait()
+        exchange = self._pending.pop(action.slice).result()
+        self._arrived[action.slice] = exchange, perf_counter() - start_s
+
+    def step(self, action: Action) -> None:
+        """Step the outer optimizer of a fragment, and continue from its result.
+
+        Raises MusterError on all ranks where an island's parameters are no longer finite.
+        """
+        exchange, wait_s = self._arrived.pop(action.slice)
+        meeting = self._meeting(action.slice, exchange, wait_s)
+        if not math.isfinite(meeting.distance) or not math.isfinite(meeting.change):
+            raise MusterError(
+                f"parameters of an island are no longer finite after step {meeting.step} (losses of the islands:"
+                f" {', '.join(f'{loss:.4g}' for loss in meeting.losses)}): resume from an earlier checkpoint with a"
+                " lower optim.lr or outer.learning_rate"
+            )
+        names = self.names[action.slice]
+        sizes = [self.parameters[name].value.numel() for name in names]
+        with torch.no_grad():
+            for name, change in zip(names, exchange.change.split(sizes) if names else (), strict=True):
+                outer, local = self.parameters[name], self.updater.parameters[name]
+                self.updater.hooks.before_update()
+                self.method.update(outer, change.view_as(outer.value))
+                self.method.merge(local, outer.value)
+            self._refresh()
+        self.stop_requested |= exchange.sums[3] > 0
+        self._meetings.append(meeting)
+
+    def _refresh(self) -> None:
+        """Let what was made of parameters be made anew: copies of tied weights, and gathered parameters."""
+        self.updater.sync_tied_copies()
+        for stage in self.updater.stages.values():
+            stage.reshard()
+
+    def _meeting(self, fragment: int, exchange: _Exchange, wait_s: float) -> Meeting:
+        distances, change, norm, _, *losses = exchange.sums
+        names = self.names[fragment]
+        numel = sum(self.parameters[name].value.numel() for name in names)
+        element = self.parameters[names[0]].value.element_size() if names else 0
+        return Meeting(
+            step=self.updater.state.step,
+            fragment=fragment,
+            distance=math.sqrt(distances / self.axis.size) if distances >= 0 else math.nan,
+            change=math.sqrt(change) if change >= 0 else math.nan,
+            norm=math.sqrt(norm),
+            losses=tuple(losses),
+            sent_bytes=island_reduce_bytes(numel, self.axis.size, self.config.compression, element),
+            transfer_s=exchange.transfer_s,
+            wait_s=wait_s,
+        )
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # The model that the islands share
+
+    @contextmanager
+    def shared_parameters(self) -> Iterator[None]:
+        """Compute with the outer parameters, the run's model, within the context; all ranks enter it."""
+        own = {name: self.updater.parameters[name].detach().clone() for name in self.parameters}
+        self._fill({name: one.value for name, one in self.parameters.items()})
+        try:
+            yield
+        finally:
+            self._fill(own)
+
+    def _fill(self, values: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in values.items():
+                self.updater.parameters[name].copy_(value)
+            self._refresh()
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Checkpoints
+
+    def shards_to_save(self) -> list[LocalShard]:
+        """Everything on this rank that a checkpoint holds: state of its island, and on the first island what all
+        share. Exchanges under way are waited for; their results are saved, not yet used."""
+        self._settle()
+        return [*self._island_shards(), *(self._shared_shards(self._pending_changes()) if not self.axis.index else ())]
+
+    def shards_to_load(self, step: int) -> list[LocalShard]:
+        """Everything on this rank that the checkpoint of a step has to hold."""
+        self._pending = {}
+        for fragment in pending_fragments(self.config, step, self.last_step):
+            names = self.names[fragment]
+            sizes = [self.updater.parameters[name] for name in names]
+            change = torch.cat([one.new_zeros(one.numel()) for one in sizes]) if names else torch.empty(0)
+            self._pending[fragment] = _completed(_Exchange(change, []))
+        return [*self._island_shards(), *self._shared_shards(self._pending_changes())]
+
+    def _island_shards(self) -> list[LocalShard]:
+        prefix = f"islands/{self.axis.index}"
+        return [LocalShard(f"{prefix}/{one.name}", one.layout, one.tensor) for one in self.updater.local_shards()]
+
+    def _shared_shards(self, pending: Mapping[str, Tensor]) -> Iterator[LocalShard]:
+        layouts = self.updater.layouts
+        for name, local in self.updater.parameters.items():
+            outer = self.parameters.get(name)
+            yield LocalShard(f"model/{name}", layouts[name], local if outer is None else outer.value)
+            if outer is not None:
+                yield LocalShard(f"outer/{name}.momentum", layouts[name], outer.momentum)
+        for name, change in pending.items():
+            yield LocalShard(f"outer/{name}.change", layouts[name], change)
+
+    def _settle(self) -> None:
+        for future in self._pending.values():
+            future.result()
+
+    def _pending_changes(self) -> dict[str, Tensor]:
+        """Return the mean change of each parameter whose exchange is over and not yet used."""
+        found: dict[str, Tensor] = {}
+        for fragment, future in self._pending.items():
+            names = self.names[fragment]
+            sizes = [self.parameters[name].value.numel() for name in names]
+            parts = future.result().change.split(sizes) if names else ()
+            found |= {name: part.view_as(self.parameters[name].value) for name, part in zip(names, parts, strict=True)}
+        return found
+
+    def counters(self) -> dict[str, Any]:
+        """Counters of a checkpoint's manifest: the sums of exchanges that are over and not yet used."""
+        self._settle()
+        return {"pending": {str(fragment): future.result().sums for fragment, future in self._pending.items()}}
+
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        """Take up the counters of a checkpoint whose shards have been loaded."""
+        for fragment, sums in counters["pending"].items():
+            self._pending[int(fragment)].result().sums = sums
+        self.stop_requested = False
+        with torch.no_grad():
+            self._refresh()
+
+    def begin_from(self) -> None:
+        """Begin from the outer parameters, into which initial weights were loaded."""
+        self._fill({name: one.value for name, one in self.parameters.items()})
+
+
+def _completed(exchange: _Exchange) -> Future[_Exchange]:
+    future: Future[_Exchange] = Future()
+    future.set_result(exchange)
+    return future

@@ -1,0 +1,310 @@
+"""Ranks of the tests of islands: a run beside an emulator that trains the islands one after another."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muster.checkpoint.checkpoint_dir import KEEP_LAST_TWO
+from muster.checkpoint.load import load
+from muster.checkpoint.save import save
+from muster.config.outer_config import OuterConfig
+from muster.config.run_config import RunConfig
+from muster.layout.island_bytes import island_reduce_bytes
+from muster.parallel import island_exchange
+from muster.parallel.axis import IslandAxis
+from muster.parallel.island_exchange import decode, encode, mean_over_islands
+from muster.parallel.world import open_world
+from muster.spec.plan import Plan
+from muster.spec.plan_name import parse_plan_name
+from muster.train import outer_updater
+from muster.train.trainer import Trainer
+from tests.parity import open_data, small_run
+
+STEPS = 7
+
+
+class SerialIslands:
+    """The islands of a plan, trained one after another by the ranks of one, and their outer steps in plain PyTorch."""
+
+    def __init__(self, config: RunConfig, inner: Plan, islands: int, world: Any, cache: str) -> None:
+        self.outer = config.outer or OuterConfig()
+        self.batch = config.train.global_batch_size
+        self.share = self.batch // islands
+        own = config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": self.share})})
+        self.trainers = [Trainer(own, inner, world, open_data(config, cache)) for _ in range(islands)]
+        self.global_ = {name: x.detach().clone() for name, x in self.trainers[0].updater.parameters.items()}
+        self.optimizer = torch.optim.SGD(
+            self.global_.values(),
+            lr=self.outer.learning_rate,
+            momentum=self.outer.momentum,
+            nesterov=self.outer.optimizer == "nesterov",
+            foreach=False,
+        )
+        self.changes: dict[int, dict[str, Tensor]] = {}
+        self.losses: list[list[float]] = []
+        self.distances: list[float] = []
+
+    def run(self, steps: int) -> None:
+        for step in range(1, steps + 1):
+            for island, trainer in enumerate(self.trainers):
+                trainer.samples_consumed = (step - 1) * self.batch + island * self.share
+            self.losses.append([trainer.step().loss for trainer in self.trainers])
+            self._meet(step, steps)
+
+    def _meet(self, step: int, last: int) -> None:
+        """Streaming DiLoCo's algorithm as its paper has it; with one fragment and no delay that of DiLoCo."""
+        outer = self.outer
+        distance = outer.every // outer.fragments
+        for fragment in range(outer.fragments):
+            due = [n for n in range(1, last) if n % outer.every == (fragment + 1) * distance % outer.every]
+            begins = [n - outer.delay for n in due] if outer.delay else due
+            if step in begins and step + outer.delay < last or step == last:
+                self._begin(fragment)
+            if step in due or step == last:
+                self._end(fragment)
+
+    @property
+    def momentum(self) -> dict[str, Tensor]:
+        states = {name: self.optimizer.state[x] for name, x in self.global_.items()}
+        return {name: state.get("momentum_buffer", torch.zeros(())) for name, state in states.items()}
+
+    def _names(self, fragment: int) -> list[str]:
+        def fragment_of(name: str) -> int:
+            parts = name.split(".")
+            return int(parts[1]) % self.outer.fragments if parts[0] == "layers" else self.outer.fragments - 1
+
+        return [name for name in self.global_ if fragment_of(name) == fragment]
+
+    def _begin(self, fragment: int) -> None:
+        with torch.no_grad():
+            mean = {}
+            for name in self._names(fragment):
+                found = [self.global_[name] - trainer.updater.parameters[name] for trainer in self.trainers]
+                total = found[0].clone()
+                for one in found[1:]:
+                    total = total + one
+                mean[name] = total / len(found)
+            self.changes[fragment] = mean
+
+    def _end(self, fragment: int) -> None:
+        outer = self.outer
+        with torch.no_grad():
+            changes = self.changes.pop(fragment)
+            for name, gradient in changes.items():
+                self.global_[name].grad = gradient
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            for name in changes:
+                for trainer in self.trainers:
+                    local = trainer.updater.parameters[name]
+                    local.copy_(outer.mixing * local + (1 - outer.mixing) * self.global_[name])
+            for trainer in self.trainers:
+                trainer.updater.sync_tied_copies()
+                for stage in trainer.stages.values():
+                    stage.reshard()
+
+
+def _config(case: dict[str, Any]) -> RunConfig:
+    config = small_run(steps=case.get("steps", STEPS), tied=case.get("tied", False))
+    return config.model_copy(update={"outer": OuterConfig.model_validate(case["outer"])})
+
+
+def _plan(case: dict[str, Any], name: str) -> Plan:
+    return parse_plan_name(name, Plan(micro_batch_size=1, precision=case.get("precision", "fp32")))
+
+
+def _largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(((one[name] - other[name]).abs().max().item() for name in one if one[name].numel()), default=0.0)
+
+
+@contextmanager
+def _bug(kind: str | None) -> Iterator[None]:
+    """Seed a fault that the comparison has to find."""
+    if kind is None:
+        yield
+    elif kind == "sum for mean":
+        real = mean_over_islands
+        with patch.object(outer_updater, "mean_over_islands", lambda x, axis, how: real(x, axis, how) * axis.size):
+            yield
+    elif kind == "momentum lost":
+        real_step = outer_updater.OuterUpdater.step
+
+        def step(self: Any, action: Any) -> None:
+            for one in self.parameters.values():
+                one.momentum.zero_()
+            real_step(self, action)
+
+        with patch.object(outer_updater.OuterUpdater, "step", step):
+            yield
+    else:
+        raise AssertionError(kind)
+
+
+def compare_with_emulator(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]) -> list[Any]:
+    """Return for each case the largest differences between this rank and the emulator's: None where it has no part."""
+    cache, results = payload["cache"], []
+    for generation, case in enumerate(payload["cases"]):
+        plan, config = _plan(case, case["plan"]), _config(case)
+        inner = plan.model_copy(update={"islands": 1})
+        found: dict[str, Any] = {}
+        if rank < plan.world_size:
+            with open_world(store, rank, plan.world_size, plan, 2 * generation) as world:
+                with _bug(case.get("bug")):
+                    trainer = Trainer(config, plan, world, open_data(config, cache))
+                    losses = [trainer.step().loss for _ in range(config.train.num_steps)]
+                assert trainer.outer is not None
+                ours = {name: x.detach().clone() for name, x in trainer.updater.parameters.items()}
+                state = {name: one.value.clone() for name, one in trainer.outer.parameters.items()}
+                momentum = {name: one.momentum.clone() for name, one in trainer.outer.parameters.items()}
+                meetings = trainer.outer.pop_meetings()
+                everyone = world.all_gather_object({name: x.tolist() for name, x in ours.items()})
+                found = {
+                    "meetings": [(one.step, one.fragment) for one in meetings],
+                    "distance": meetings[0].distance,
+                    "sent_bytes": meetings[0].sent_bytes,
+                    "numel": sum(state[name].numel() for name in trainer.outer.names[meetings[0].fragment]),
+                }
+        if rank < inner.world_size:
+            with open_world(store, rank, inner.world_size, inner, 2 * generation + 1) as world:
+                serial = SerialIslands(config, inner, plan.islands, world, cache)
+                serial.run(config.train.num_steps)
+                found["loss"] = max(abs(a - b[0]) for a, b in zip(losses, serial.losses, strict=True))
+                found["outer"] = _largest_difference(state, serial.global_)
+                found["momentum"] = _largest_difference(momentum, serial.momentum)
+                found["islands"] = 0.0
+                for island, other in enumerate(serial.trainers):
+                    theirs = everyone[island * inner.world_size + rank]
+                    dtype = next(iter(ours.values())).dtype
+                    tensors = {name: torch.tensor(values, dtype=dtype) for name, values in theirs.items()}
+                    tensors = {name: x.view_as(ours[name]) for name, x in tensors.items()}
+                    found["islands"] = max(
+                        found["islands"], _largest_difference(tensors, dict(other.updater.parameters))
+                    )
+        results.append(found)
+    return results
+
+
+def resume(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]) -> list[Any]:
+    """Return for each case whether a run that is resumed within a round continues to the bit, or how far it is off
+    under another inner plan."""
+    cache, results = payload["cache"], []
+    for number, case in enumerate(payload["cases"]):
+        config, folder = _config(case), Path(payload["folder"]) / str(number)
+        first, second = _plan(case, case["plan"]), _plan(case, case.get("then", case["plan"]))
+        whole: dict[str, Tensor] = {}
+        if rank < first.world_size:
+            with open_world(store, rank, first.world_size, first, 2 * number) as world:
+                trainer = Trainer(config, first, world, open_data(config, cache))
+                for _ in range(case["at"]):
+                    trainer.step()
+                info = {"plan": first.model_dump(mode="json"), "model": config.model.model_dump(mode="json")}
+                shards = trainer.local_shards()
+                exchange = world.all_gather_object
+                save(
+                    folder,
+                    case["at"],
+                    shards,
+                    info | {"counters": trainer.counters()},
+                    rank,
+                    world.size,
+                    exchange,
+                    KEEP_LAST_TWO,
+                )
+                losses = [trainer.step().loss for _ in range(config.train.num_steps - case["at"])]
+                assert trainer.outer is not None
+                whole = {name: one.value.clone() for name, one in trainer.outer.parameters.items()}
+        if rank < second.world_size:
+            with open_world(store, rank, second.world_size, second, 2 * number + 1) as world:
+                trainer = Trainer(config, second, world, open_data(config, cache))
+                (place,) = folder.glob("step-*")
+                manifest = load(place, trainer.shards_to_load(case["at"]))
+                trainer.restore(case["at"], manifest.counters)
+                again = [trainer.step().loss for _ in range(config.train.num_steps - case["at"])]
+                assert trainer.outer is not None
+                found: dict[str, Any] = {}
+                if rank == 0 or first == second:
+                    found["loss"] = max(abs(a - b) for a, b in zip(losses, again, strict=True))
+                if first == second:
+                    now = {name: one.value for name, one in trainer.outer.parameters.items()}
+                    found["outer"] = _largest_difference(whole, now)
+                results.append(found)
+        else:
+            results.append({})
+    return results
+
+
+def exchange(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]) -> list[Any]:
+    """Return for each tensor and compression the mean that this rank gets, and the bytes that it handed over."""
+    results = []
+    plan = Plan(islands=world_size, precision="fp32", micro_batch_size=1)
+    with open_world(store, rank, world_size, plan) as world:
+        axis = world.groups.islands
+        assert axis is not None
+        for numel, kind, how in payload["cases"]:
+            everyone = [_values(numel, kind, island) for island in range(world_size)]
+            values, before = everyone[rank].clone(), everyone[rank].clone()
+            sent = [0]
+            with _counted(sent, axis):
+                mean = mean_over_islands(values, axis, how)
+            exact = torch.stack([one.double() for one in everyone]).mean(0)
+            digest = mean.nan_to_num(7.0, 8.0, 9.0).double()
+            error = (mean.double() - exact).norm() / exact.norm() if torch.isfinite(exact).all() else torch.zeros(())
+            results.append(
+                {
+                    "digest": [digest.sum().item(), digest.square().sum().item(), *digest[:3].tolist()],
+                    "error": error.nan_to_num(0.0).item(),
+                    "nan": int(mean.isnan().sum()),
+                    "intact": torch.equal(values, before) or kind == "inf",
+                    "sent": sent[0],
+                    "formula": island_reduce_bytes(numel, world_size, how),
+                }
+            )
+    return results
+
+
+@contextmanager
+def _counted(sent: list[int], axis: IslandAxis) -> Iterator[None]:
+    """Count the bytes that a rank hands to the transport for other ranks."""
+    all_to_all, all_gather = dist.all_to_all_single, island_exchange.all_gather_into_tensor
+
+    def count_all_to_all(into: Tensor, out: Tensor, **kwargs: Any) -> Any:
+        sent[0] += out.nbytes // axis.size * (axis.size - 1)
+        return all_to_all(into, out, **kwargs)
+
+    def count_all_gather(into: Tensor, out: Tensor, **kwargs: Any) -> Any:
+        sent[0] += out.nbytes * (axis.size - 1)
+        return all_gather(into, out, **kwargs)
+
+    with (
+        patch.object(island_exchange.dist, "all_to_all_single", count_all_to_all),
+        patch.object(island_exchange, "all_gather_into_tensor", count_all_gather),
+    ):
+        yield
+
+
+def _values(numel: int, kind: str, island: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 + island)
+    values = torch.randn(numel, generator=generator)
+    if kind == "heavy":  # Student's t with 3 degrees of freedom
+        chi = torch.randn(3, numel, generator=generator).square().sum(0)
+        return values / (chi / 3).sqrt()
+    if kind == "zero":
+        return torch.zeros(numel)
+    if kind == "inf":
+        values[5] = torch.inf
+    return values
+
+
+def round_trip_errors(numel: int, kind: str) -> tuple[float, float]:
+    """Return the largest error of an element under int8 over half the scale of its block, and the relative error."""
+    values = _values(numel, kind, 0)
+    again = decode(encode(values, "int8"), "int8", values.dtype)
+    bound = (values.view(-1, 1024).abs().amax(1) / 127 / 2).repeat_interleave(1024)
+    return ((again - values).abs() / bound).max().item(), ((again - values).norm() / values.norm()).item()

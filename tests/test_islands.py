@@ -1,0 +1,209 @@
+"""Islands: groups of ranks that meet in outer steps alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muster.config.cluster_files import load_cluster
+from muster.config.load_config import load_run_config
+from muster.config.named_model import load_model
+from muster.config.outer_config import OuterConfig
+from muster.cost.time.island_round import island_round
+from muster.schedule.build import build_program
+from muster.schedule.check import ProgramError, check
+from muster.schedule.outer_steps import OuterEvents, outer_events, pending_fragments, round_end_events
+from muster.schedule.program import parse_program
+from muster.simulate.predict import predict
+from muster.spec.errors import MusterError
+from muster.spec.plan_name import format_plan_name, parse_plan_name
+from muster.spec.workload import Workload
+from tests.islands_ranks import round_trip_errors
+from tests.ranks import run_ranks
+
+DILOCO = {"every": 3}
+AVERAGING = {"every": 1, "optimizer": "sgd", "learning_rate": 1.0}
+STREAMING = {"method": "streaming", "every": 4, "fragments": 2, "delay": 1, "mixing": 0.5}
+EXACT = {"loss": 0.0, "outer": 0.0, "momentum": 0.0, "islands": 0.0}
+
+
+def _cases(*cases: tuple[str, dict[str, Any], str] | tuple[str, dict[str, Any], str, dict[str, Any]]) -> list[Any]:
+    return [
+        {"plan": plan, "outer": outer, "precision": precision, **(more[0] if more else {})}
+        for plan, outer, precision, *more in cases
+    ]
+
+
+def _run(ranks: int, target: str, cases: list[Any], folder: Path) -> list[list[dict[str, Any]]]:
+    payload = {"cases": cases, "cache": str(folder), "folder": str(folder)}
+    return run_ranks(ranks, f"tests.islands_ranks:{target}", payload)
+
+
+def test_islands_train_as_a_serial_emulator_does_to_the_bit(tmp_path: Path) -> None:
+    cases = _cases(
+        ("isl2", DILOCO, "fp64"),
+        ("isl2-tp2", DILOCO, "fp32"),
+        ("isl2-pp2-z1", DILOCO, "fp32", {"tied": True}),
+        ("isl2-dp2-z3", STREAMING, "fp32"),
+        ("isl4", AVERAGING, "fp64"),
+        ("isl2", DILOCO, "fp32", {"bug": "sum for mean"}),
+        ("isl2", DILOCO, "fp32", {"bug": "momentum lost"}),
+    )
+    ranks = _run(4, "compare_with_emulator", cases, tmp_path)
+    for index, case in enumerate(cases):
+        for rank in ranks:
+            found = rank[index]
+            if "loss" in found:
+                differences = {key: found[key] for key in EXACT}
+                assert ("bug" in case) == (differences != EXACT), (case, differences)
+    diloco = ranks[0][0]
+    assert diloco["meetings"] == [[3, 0], [6, 0], [7, 0]]
+    assert diloco["distance"] > 0
+    assert diloco["sent_bytes"] == 8 * diloco["numel"]  # two islands: a half of the elements twice, in 8 bytes
+    assert ranks[0][3]["meetings"] == [[2, 0], [4, 1], [6, 0], [7, 0], [7, 1]]
+
+
+@pytest.mark.soak
+def test_more_plans_within_islands_train_as_a_serial_emulator_does(tmp_path: Path) -> None:
+    outers = (DILOCO, STREAMING, {"method": "streaming", "every": 4, "fragments": 4, "delay": 0, "mixing": 0.0})
+    plans = (
+        "isl2-dp2-z1",
+        "isl2-dp2-z2",
+        "isl2-dp2x1",
+        "isl2-pp2",
+        "isl2-pp2-vocab",
+        "isl2-cp2",
+        "isl2-tp2-sp",
+        "isl4",
+    )
+    cases = _cases(*((plan, outer, precision) for plan in plans for outer in outers for precision in ("fp64", "fp32")))
+    for rank in _run(4, "compare_with_emulator", cases, tmp_path):
+        for case, found in zip(cases, rank, strict=True):
+            assert {key: found[key] for key in EXACT if key in found} in ({}, EXACT), case
+
+
+def test_streaming_with_one_fragment_and_no_delay_is_diloco(tmp_path: Path) -> None:
+    outer = OuterConfig.model_validate({"method": "streaming", "every": 5, "fragments": 1, "delay": 0, "mixing": 0.0})
+    for step in range(1, 24):
+        assert outer_events(outer, step, 23) == outer_events(OuterConfig(every=5), step, 23)
+
+
+def test_runs_resume_within_a_round_to_the_bit_and_under_another_inner_plan(tmp_path: Path) -> None:
+    cases = _cases(
+        ("isl2", DILOCO, "fp32", {"at": 4}),
+        ("isl2-pp2", STREAMING, "fp32", {"at": 3}),  # while fragment 1 is under way
+        ("isl2-dp2-z3", DILOCO, "fp64", {"at": 4, "then": "isl2-pp2"}),
+        ("isl2", STREAMING, "fp64", {"at": 5, "then": "isl2-tp2"}),
+    )
+    ranks = _run(4, "resume", cases, tmp_path)
+    for index, case in enumerate(cases):
+        found = ranks[0][index]
+        if "then" in case:
+            assert found["loss"] < 1e-10, case
+        else:
+            assert found == {"loss": 0.0, "outer": 0.0}, case
+
+
+def test_means_of_islands_are_the_same_everywhere_and_send_what_the_formula_says(tmp_path: Path) -> None:
+    kinds, ways = ("normal", "heavy", "zero", "inf"), ("none", "bf16", "int8")
+    cases = [(numel, kind, how) for numel in (5001, 7) for kind in kinds for how in ways]
+    ranks = _run(3, "exchange", cases, tmp_path)
+    bounds = {"none": 1e-7, "bf16": 5e-3, "int8": 0.04}
+    for index, (numel, kind, how) in enumerate(cases):
+        found = [rank[index] for rank in ranks]
+        assert all(one["digest"] == found[0]["digest"] for one in found), (numel, kind, how)
+        assert all(one["intact"] for one in found)
+        assert all(one["sent"] == one["formula"] for one in found), (numel, kind, how, found[0])
+        assert found[0]["error"] < bounds[how], (numel, kind, how, found[0]["error"])
+        if kind == "inf" and how == "int8":
+            assert found[0]["nan"]  # not lost, for the run to stop
+
+
+def test_int8_is_off_by_half_a_step_of_its_own_block_at_most() -> None:
+    for kind in ("normal", "heavy"):
+        of_bound, relative = round_trip_errors(64 * 1024, kind)
+        assert of_bound <= 1.0 + 1e-5
+        assert relative < (0.01 if kind == "normal" else 0.05)
+
+
+def test_outer_steps_are_planned_and_checked() -> None:
+    outer = OuterConfig.model_validate(STREAMING | {"every": 8, "delay": 2})
+    found = {step: events for step in range(1, 14) if any(events := outer_events(outer, step, 13))}
+    assert found == {
+        2: OuterEvents((0,), ()),
+        4: OuterEvents((), (0,)),
+        6: OuterEvents((1,), ()),
+        8: OuterEvents((), (1,)),
+        10: OuterEvents((0,), ()),
+        12: OuterEvents((), (0,)),
+        13: OuterEvents((0, 1), (0, 1)),
+    }
+    assert pending_fragments(outer, 3, 13) == (0,)
+    assert pending_fragments(outer, 4, 13) == ()
+    assert round_end_events(OuterConfig(every=5)) == OuterEvents((0,), (0,))
+
+
+def test_programs_show_exchanges_and_the_checker_finds_wrong_ones() -> None:
+    config = load_run_config("tiny", None, []).config
+    plan = parse_plan_name("isl2-pp2-mb4-z1-fp32")
+    program = build_program(plan, config.model, config.workload, outer=OuterEvents((0, 1), (1,)))
+    text = str(program)
+    assert "rank 1 outer: OUTER_REDUCE@compute:6 OUTER_REDUCE.1@compute:6 OUTER_WAIT.1@outer:1" in text
+    check(parse_program(text))
+    for wrong, reason in (
+        (text.replace("OUTER_STEP.1@outer:2", "OUTER_STEP.1", 1), "doesn't wait for OUTER_WAIT.1"),
+        (text.replace("OUTER_WAIT.1@outer:1", "OUTER_WAIT.1@compute:6", 1), "doesn't wait for OUTER_REDUCE.1"),
+        (text.replace("OUTER_REDUCE@compute:6", "OUTER_REDUCE@compute:5", 1), "begins before"),
+        (
+            text.replace("OUTER_REDUCE@compute:6 ", "", 1)
+            .replace("@outer:1", "@outer:0", 1)
+            .replace("STEP.1@outer:2", "STEP.1@outer:1", 1),
+            "OUTER_REDUCE is missing on rank 0",
+        ),
+    ):
+        with pytest.raises(ProgramError, match=reason):
+            check(parse_program(wrong))
+
+
+def test_plans_with_islands_have_names_and_share_the_batch() -> None:
+    plan = parse_plan_name("isl2-dp2-pp2-mb2-z1-fp32")
+    assert format_plan_name(plan) == "isl2-dp2-pp2-mb2-z1-fp32"
+    assert plan.world_size == 8
+    config = load_run_config("tiny", None, []).config
+    assert plan.num_micro_batches(config.workload) == 3  # 24 sequences over 2 islands of 2 ranks, 2 at a time
+    with pytest.raises(MusterError, match="islands 5 × data-parallel ranks 1"):
+        parse_plan_name("isl5").num_micro_batches(config.workload)
+
+
+def test_a_round_waits_for_what_its_delay_does_not_hide() -> None:
+    model, cluster = load_model("llama3-8b"), load_cluster("two-sites")
+    plan = parse_plan_name("isl2-dp64-mb1-bf16")
+    workload = Workload(seq_len=8192, global_batch_size=256)
+    keys = {"method": "streaming", "every": 100, "fragments": 4, "delay": 1}
+    rounds = [
+        island_round(model, plan, workload, cluster, OuterConfig.model_validate(outer), 5.0)
+        for outer in ({"every": 100}, keys, keys | {"delay": 24}, {"every": 100, "compression": "int8"})
+    ]
+    diloco, streaming, hidden, int8 = rounds
+    assert diloco.sent_bytes == pytest.approx(model.num_parameters * 4 / 64, rel=0.01)
+    assert int8.sent_bytes == pytest.approx(diloco.sent_bytes / 4, rel=0.01)
+    assert diloco.exposed_s == sum(diloco.transfers_s) == pytest.approx(sum(streaming.transfers_s), rel=0.05)
+    assert streaming.exposed_s == pytest.approx(sum(max(0.0, time_s - 5.0) for time_s in streaming.transfers_s))
+    assert hidden.exposed_s == 0.0 < streaming.exposed_s < diloco.exposed_s
+    assert diloco.round_s == 500 + diloco.exposed_s
+    prediction = predict(model, plan, workload, cluster)
+    assert prediction.round is not None
+    assert prediction.tokens_per_s == pytest.approx(workload.tokens_per_step * 100 / prediction.round.round_s)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"every": 5, "method": "streaming"}, "every 5 is not a multiple of fragments 2"),
+        ({"every": 4, "method": "streaming", "delay": 2}, "delay 2 is not shorter than the 2 steps"),
+        ({"fragments": 2}, "fragments 2 is for method streaming"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(values: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        OuterConfig.model_validate(values)
