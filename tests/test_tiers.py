@@ -16,6 +16,7 @@ from muster.planner.request import PlanRequest, with_tier, with_tier_sizes
 from muster.planner.search import exhaustive_search
 from muster.planner.search_budget import SearchBudget
 from muster.planner.tiers import choose_tier, tier_words
+from muster.schedule.action import Kind
 from muster.simulate.predict import predict
 from muster.simulate.resource_load import busy_seconds
 from muster.spec.cluster import ClusterSpec
@@ -97,14 +98,16 @@ def test_disks_have_rates_of_their_own(rates: tuple[float | None, float | None])
     assert disk_rates(group) == (rates[0] or DISK_BYTES_PER_S, rates[1] or DISK_BYTES_PER_S)
     found = predict(load_model("demo"), parse_plan_name("dp1-mb1-ooptd-bf16"), WORK, cluster)
     shards = {event.action.kind: event.duration_s for event in found.timeline.events if event.lane == "disk"}
-    assert shards["READ_STATE"] / shards["WRITE_STATE"] == pytest.approx(disk_rates(group)[1] / disk_rates(group)[0])
+    assert shards[Kind.READ_STATE] / shards[Kind.WRITE_STATE] == pytest.approx(
+        disk_rates(group)[1] / disk_rates(group)[0]
+    )
     busy = busy_seconds(found.timeline)
     assert list(busy) == ["compute", "host cores", "host link", "disk link"]
     assert max(busy.values()) <= found.step_time_s
 
 
 def test_plan_with_tiers_names_what_binds_and_runs(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
-    where = f"--model demo --cluster 1xrtx4090 --seq-len 256 --global-batch 16 -o {tmp_path}/plan.yaml"
+    where: str = f"--model demo --cluster 1xrtx4090 --seq-len 256 --global-batch 16 -o {tmp_path}/plan.yaml"
     asked = f"plan {where} --host-memory 1G --disk 10G --memory-limit 620M"
     assert main(asked.split()) == 0
     out = capsys.readouterr().out
@@ -119,8 +122,8 @@ def test_plan_with_tiers_names_what_binds_and_runs(tmp_path, capsys: pytest.Capt
 
 
 def test_what_fits_nowhere_is_told_with_each_tier(capsys: pytest.CaptureFixture[str]) -> None:
-    where = "plan --model llama3.2-3b --cluster 1xrtx4090 --global-batch 64 --seq-len 2048"
-    assert main(f"{where} --host-memory 16G".split()) == 3
+    where: str = "plan --model llama3.2-3b --cluster 1xrtx4090 --global-batch 64 --seq-len 2048"
+    assert main([*where.split(), "--host-memory", "16G"]) == 3
     error = capsys.readouterr().err
     assert "dp1-mb1-rfull-oopt-bf16, needs" in error
     assert "of host memory for each device, whose share is 14.9 GiB" in error
