@@ -53,7 +53,7 @@ def save_at_end(outcomes: list[tuple[bool, bool, str | None]], run: Path, monkey
 
     names: list[str] = []
     world = SimpleNamespace(rank=0, size=1, store=None, heartbeat=heartbeat, all_gather_object_via_store=alone)
-    trainer = SimpleNamespace(step_count=3, local_shards=list)
+    trainer = SimpleNamespace(step_count=3, local_shards=list, outer=None)
     train = TrainConfig(steps=3, seq_len=8, global_batch_size=1, remote_checkpoint_dir="file:///there")
     saves = CheckpointManager(train, cast(Any, trainer), cast(Any, world), run)
     try:
@@ -112,7 +112,7 @@ def test_a_checkpoint_that_is_kept_for_good_waits_for_the_save_before(
 
     monkeypatch.setattr("muster.train.checkpoint_manager.AsyncSaver", lambda *_: SlowSaver())
     world = SimpleNamespace(rank=0, size=1, store=None, heartbeat=SimpleNamespace(update=lambda _: None))
-    trainer = SimpleNamespace(step_count=0, local_shards=list)
+    trainer = SimpleNamespace(step_count=0, local_shards=list, outer=None)
     train = TrainConfig(steps=9, seq_len=8, global_batch_size=1, save_every=5, keep_every=keep_every)
     manager = CheckpointManager(train, cast(Any, trainer), cast(Any, world), tmp_path)
     for step in range(1, 10):

@@ -278,6 +278,7 @@ def test_the_files_where_a_rank_waits_are_there() -> None:
     assert waiting == [
         "optim/peer_exchange.py",
         *(f"parallel/{name}.py" for name in expected),
+        "train/outer_updater.py",
         "train/post_validation.py",
     ]
 

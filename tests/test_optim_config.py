@@ -92,11 +92,11 @@ def test_optimizers_have_defaults_of_their_own(tmp_path):
         ({"momentum": "0.9"}, "optim: momentum 0.9 is for sgd and muon, but adamw is chosen; leave it out"),
         (
             {"name": "sgd", "beta1": "0.8"},
-            "optim: beta1 0.8 is for adamw, muon, lion, galore, apollo, apollo_mini, adafactor and adamw_8bit, but sgd",
+            "optim: beta1 0.8 is for adamw, muon, lion, galore, natural_galore, apollo, apollo_mini, adafactor and",
         ),
         (
             {"name": "lion", "eps": "1e-6"},
-            "optim: eps 1e-06 is for adamw, muon, galore, apollo, apollo_mini, adafactor and adamw_8bit, but lion",
+            "optim: eps 1e-06 is for adamw, muon, galore, natural_galore, apollo, apollo_mini, adafactor and adamw_8bit",
         ),
         ({"muon_precision": "bf16"}, "optim: muon_precision bf16 is for muon, but adamw is chosen"),
         ({"decay_shape": "sqrt"}, "optim: decay_shape sqrt is for wsd, but cosine is chosen"),

@@ -152,7 +152,9 @@ def test_forecast_is_what_pytorch_counts(name: str, seq_len: int) -> None:
     model = ModelSpec(
         vocab_size=2000, hidden_size=128, num_layers=4, num_heads=8, num_kv_heads=4, intermediate_size=512
     )
-    for found in _compare(model, parse_plan_name(name), Workload(seq_len=seq_len, global_batch_size=3), real=False):
+    for found in _compare(
+        model, parse_plan_name(name), Workload(seq_len=seq_len, global_batch_size=3), real=False, optim=None
+    ):
         assert abs(found.difference) < 0.05, name
 
 

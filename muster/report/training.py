@@ -17,7 +17,7 @@ _PARTS = (
     ("waiting for repair", "waiting_h"),
 )
 """Name of each part of the time, and its field."""
-_INTERVAL = "Young and Daly, or what storage or network allow"
+_INTERVAL = "Young and Daly, or as bandwidth allows"
 
 
 def training_lines(cost: TrainingCost, cluster: ClusterSpec) -> list[str]:

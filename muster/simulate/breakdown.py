@@ -104,7 +104,8 @@ def spans_of(timeline: Timeline) -> Iterator[RankSpans]:
             compute_s[event.action.kind] += event.duration_s
         begin_s, end_s = (np.array([event[edge] for event in events]) for edge in (3, 4))
         waits = [*collectives[rank].items(), (P2P, transfers[rank]), *copies[rank].items()]
-        waits.append((Kind.OUTER_WAIT, exchanges[rank]))
+        if rank in exchanges:
+            waits.append((Kind.OUTER_WAIT, exchanges[rank]))
         columns = [(kind, np.array(spans, float).reshape(-1, 2)) for kind, spans in waits]
         yield RankSpans(compute_s, begin_s, end_s, [(kind, pairs[:, 0], pairs[:, 1]) for kind, pairs in columns])
 
