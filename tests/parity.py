@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -44,6 +44,7 @@ from muster.optim.lr import learning_rate
 from muster.parallel import ep_all_to_all, expert_parallel, op_profile, tensor_parallel
 from muster.parallel.axis import TensorAxis
 from muster.parallel.expert_copies import CopiedExperts
+from muster.parallel.file_store import FileSlot
 from muster.parallel.offload import ActivationOffload
 from muster.parallel.p2p import PendingReceive
 from muster.parallel.stage import DecoderStage
@@ -769,6 +770,19 @@ def lost_reload() -> Iterator[None]:
 
 
 @contextmanager
+def lost_read() -> Iterator[None]:
+    """The activations that come back from disk differ from those that went there."""
+    read = FileSlot.read
+
+    def faulty(self: FileSlot, tensors: Sequence[Tensor]) -> None:
+        read(self, tensors)
+        tensors[0].zero_()
+
+    with patch.object(FileSlot, "read", faulty):
+        yield
+
+
+@contextmanager
 def lost_return() -> Iterator[None]:
     """Parameters that the host has updated don't come back."""
 
@@ -1023,6 +1037,7 @@ FAULTS = {
     "recorded graphs": recorded_graphs,
     "one pair of graphs for all": one_pair_for_all,
     "stale inputs of graphs": stale_inputs,
+    "lost read": lost_read,
     "lost return": lost_return,
     "same further token": same_further_token,
     "lone embedding": lone_embedding,

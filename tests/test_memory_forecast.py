@@ -71,6 +71,7 @@ def assert_ranks_are_forecast(spec: ModelSpec, plan: Plan, workload: Workload, o
         ("dp2x4-rfull", 1024, 2),
         ("pp4-oact-sgpipe", 512, 6),
         ("pp2v2-szbv", 256, 2),
+        ("pp2-oactd", 1024, 3),
         ("dp2-z2-oopt", 256, 2),  # no state in the device's memory
         ("dp2-pp2-szbh1", 256, 2),  # z3 drops embedding and head after I
         ("cp4a-rfull", 4096, 2),
@@ -164,6 +165,9 @@ def test_live_micro_batches_are_those_of_the_checker(schedule):
         ("dp2-pp4-z1-oact-sgpipe-relem", 2048, 8),
         ("pp4v2-sinterleaved-oact-rfull", 2048, 8),
         ("pp4v2-szbv-oact", 2048, 8),
+        ("pp4v2-szbv-oactd", 2048, 8),
+        ("dp2-pp2-z3-oactd-rfull", 2048, 8),
+        ("tp2-sp-oactd-relem-fp32", 512, 3),
         ("dp8-pp2-z1-rfull-oopt", 2048, 8),
     ],
 )

@@ -314,6 +314,7 @@ HOST_UPDATES = [
     ("dp2-z3", "oopt", {"optim": "adamw"}),
     ("pp2-relem", "oopt", {"tied": True, "precision": "fp64"}),
     ("tp2-sp", "ooptd", {}),
+    ("pp2-relem", "oactd", {"precision": "fp64"}),
 ]
 MORE_HOST_UPDATES = [
     *(
@@ -328,20 +329,30 @@ MORE_HOST_UPDATES = [
     ("tp2", "ooptd", {"precision": "bf16", "tied": True}),
     ("dp2", "oopt", {"changes": by_layer("none", "none", offload_optimizer="disk")}),
     ("dp2-z2", "oopt0.5", {}),
+    *(
+        (plan, "oactd", {})
+        for plan in ("dp2-z1", "dp2-z2-rfull", "dp2-z3", "tp2-sp-relem", "pp2-szbh1", "cp2", "pp2-vocab")
+    ),
+    ("pp2v2-szbv", "ooptd-oactd", {"tied": True}),
+    ("dp2-z3", "oactd", {"precision": "bf16"}),
+    ("pp2-sgpipe", "oactd", {"precision": "bf16", "packing": "next_fit"}),
+    ("dp2", "oopt", {"changes": by_layer("none", "none", offload="activations_on_disk")}),
 ]
 
 
 def check_host_updates(plans: list[tuple[str, str, dict[str, Any]]], cache: Path) -> None:
-    """Without and with the optimizer's state in host memory or on disk, losses and parameters have the same bits."""
+    """Without and with state in host memory or on disk, losses and parameters have the same bits."""
     pairs = [({"plan": plan} | fields, {"plan": f"{plan}-{word}"} | fields) for plan, word, fields in plans]
     cases = [case | {"steps": 3, "profile": case is pair[1]} for pair in pairs for case in pair]
-    *found, wrong = run(2, [*cases, pairs[0][1] | {"steps": 3, "fault": "lost return"}], cache)
+    faults = [pairs[0][1] | {"fault": "lost return"}, pairs[-1][1] | {"fault": "lost read"}]
+    *found, wrong, unread = run(2, [*cases, *(case | {"steps": 3} for case in faults)], cache)
     for place, pair in enumerate(pairs):
         for without, offloaded in zip(*found[2 * place : 2 * place + 2], strict=True):
             assert (without["losses"], without["parameters"]) == (offloaded["losses"], offloaded["parameters"]), pair
             assert all(planned == counted for planned, counted in offloaded["memory"].values()), pair
             assert not offloaded["untimed"], pair
     assert wrong[0]["parameters"] != found[0][0]["parameters"]
+    assert unread[0]["parameters"] != found[-1][0]["parameters"]
     assert found[1][0]["memory"]["optimizer"] == [0, 0]
 
 

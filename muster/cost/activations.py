@@ -18,7 +18,7 @@ from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.layout.tensor_layout import chunk_bounds, tp_shard
 from muster.spec.context_kinds import CONTEXT_KINDS, ContextRanks
 from muster.spec.expert_kinds import ExpertDispatch
-from muster.spec.layer_strategy import Recompute
+from muster.spec.layer_strategy import Recompute, Tier
 from muster.spec.mesh import Mesh
 from muster.spec.model import ModelSpec
 from muster.spec.model_components import DECAY_RANK
@@ -217,12 +217,17 @@ def _plugin_layer_trace(sizes: PassSizes) -> LayerTrace | None:
     return None if plugin is None else plugin.layer_trace(sizes.model, sizes.seq_len, sizes.mesh.tp, sizes.precision)
 
 
-def offloaded_activation_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int) -> int:
-    """Return the activation bytes of one micro-batch that the first rank of a stage offloads to host memory."""
-    sizes = pass_sizes(spec, plan, workload, stage)
+def offloaded_activation_bytes(
+    spec: ModelSpec, plan: Plan, workload: Workload, stage: int, tier: Tier = "host", tp_index: int = 0
+) -> int:
+    """Return the activation bytes of one micro-batch that a stage's first rank, or that of a tensor-parallel index,
+    offloads to host memory or keeps on disk."""
+    if not (layers := plan.offloaded_layers(stage, spec.num_layers, tier)):
+        return 0
+    sizes = pass_sizes(spec, plan, workload, stage, tp_index)
     return sum(
         layer_activation_bytes(sizes, layer, own.recompute, own.attention)
-        for layer in plan.offloaded_layers(stage, spec.num_layers)
+        for layer in layers
         for own in (plan.strategy(layer),)
     )
 

@@ -430,12 +430,17 @@ def _host_bytes(
     spec: ModelSpec, plan: Plan, workload: Workload, at: MeshCoordinates, optim: OptimConfig | None
 ) -> Counter[str]:
     """Return the bytes copied to host memory and back, by kind, for the copies in the Program."""
-    lane = build_program(plan, spec, workload, data_rank=dp_index_of(plan, at)).ranks[at.pp].get("host_copy", ())
-    moved = {stage: offloaded_activation_bytes(spec, plan, workload, stage) for stage in stages_on(plan, at.pp)}
+    lanes = build_program(plan, spec, workload, data_rank=dp_index_of(plan, at)).ranks[at.pp]
+    stages = stages_on(plan, at.pp)
+    moved, written = (
+        {stage: offloaded_activation_bytes(spec, plan, workload, stage, tier) for stage in stages}
+        for tier in ("host", "disk")
+    )
     sent = Counter[str]()
-    for item in lane:
-        if item.action.kind in (Kind.OFFLOAD, Kind.RELOAD):
-            sent[item.action.kind] += moved[item.action.stage]
+    for lane, sizes in (("host_copy", moved), ("disk", written)):
+        for item in lanes.get(lane, ()):
+            if item.action.kind in (Kind.OFFLOAD, Kind.RELOAD, Kind.WRITE_ACT, Kind.READ_ACT):
+                sent[item.action.kind] += sizes[item.action.stage]
     for stage in stages_on(plan, at.pp):
         kept = [layout for layout in stage_layouts(spec, plan, stage, at) if not is_frozen(optim, layout.name)]
         count = sum(layout.numel for layout in kept if plan.offloads_optimizer(layer_of(layout.name)))

@@ -30,6 +30,8 @@ _KIND_DESCRIPTIONS = {
     Kind.RELOAD_PARAM: "the copy of parameters from host memory",
     Kind.READ_STATE: "the read of optimizer state from disk",
     Kind.WRITE_STATE: "the write of optimizer state to disk",
+    Kind.WRITE_ACT: "the write of activations to disk",
+    Kind.READ_ACT: "the read of activations from disk",
     Kind.STEP: "the optimizer step",
     Kind.OUTER_REDUCE: "the exchange with other islands",
     Kind.OUTER_WAIT: "the exchange with other islands",

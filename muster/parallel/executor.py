@@ -70,6 +70,8 @@ class Executor:
             Kind.RECV_B: self._receive,
             Kind.OFFLOAD: self._copy,
             Kind.RELOAD: self._copy,
+            Kind.WRITE_ACT: self._copy,
+            Kind.READ_ACT: self._copy,
             Kind.UNSHARD: lambda instruction: self.stages[instruction.action.stage].unshard(),
             Kind.ALL_REDUCE_TP: lambda instruction: self.stages[instruction.action.stage].all_reduce_replicated_grads(),
             Kind.REDUCE_GRAD: lambda instruction: self.stages[instruction.action.stage].reduce_gradients(),
@@ -130,6 +132,8 @@ class Executor:
         instruction = self.lanes[lane][index]
         for wait in instruction.waits:
             self._wait_for(wait)
+        if lane == "compute" and any(wait.lane == "disk" for wait in instruction.waits):
+            self._start_ready()  # reads that waited for the same write
         self._cursor[lane] = index + 1
         start = self._clock.mark()
         self._report_start(instruction.action)
@@ -203,8 +207,9 @@ class Executor:
 
     def _copy(self, instruction: Instruction) -> None:
         kind, stage, *_ = instruction.action
-        copy = self.stages[stage].offload if kind == Kind.OFFLOAD else self.stages[stage].reload
-        copied = copy(self.program.unit(instruction.action))
+        own = self.stages[stage]
+        copies = {Kind.OFFLOAD: own.offload, Kind.RELOAD: own.reload, Kind.WRITE_ACT: own.write_activations}
+        copied = copies.get(kind, own.read_activations)(self.program.unit(instruction.action))
         self._start_copy(copied, instruction.lane)
 
     def _start_copy(self, copied: Callable[[], None], lane: Lane) -> None:

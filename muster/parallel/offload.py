@@ -91,17 +91,7 @@ class ActivationOffload:
     def _forward(self, layer: nn.Module, forward: Callable[..., Tensor], x: Tensor, *shared: object) -> Tensor:
         if not torch.is_grad_enabled():
             return forward(x, *shared)
-        seen: Storages = {}
-
-        def see(tensor: Tensor) -> None:
-            if tensor.is_floating_point() and tensor.device.type == self._device.type:
-                storage = tensor.untyped_storage()
-                seen[storage._cdata] = storage
-
-        with observe_saved_tensors(see):
-            y = forward(x, *shared)
-        # Gathered parameters and constants of all micro-batches stay. Documents hold integers, which `see` skips.
-        _exclude(seen, (*layer.parameters(), *(item for item in shared if isinstance(item, Tensor))))
+        y, seen = run_and_see_storages(layer, forward, x, *shared, device=self._device)
         self._saved_in_forward |= seen
         return y
 
@@ -109,7 +99,7 @@ class ActivationOffload:
         """Assign the storages seen since the last call to a micro-batch; its output, which others receive, is left
         out."""
         self._resident[micro_batch], self._saved_in_forward = self._saved_in_forward, {}
-        _exclude(self._resident[micro_batch], (output,))
+        exclude_storages(self._resident[micro_batch], (output,))
 
     def discard(self, micro_batch: int) -> None:
         """Drop a micro-batch's storages before its backward, which frees each tensor after its last use."""
@@ -147,18 +137,39 @@ class ActivationOffload:
 
     def _copy(self, away: OffloadedStorages, to_host: bool) -> Callable[[], None]:
         """Start the copies; the returned function makes the device wait for their end."""
-        pairs = [(buffer, _bytes_of(storage)) for storage, buffer in away]
+        pairs = [(buffer, bytes_of_storage(storage)) for storage, buffer in away]
         if not to_host:
             pairs = [(target, source) for source, target in pairs]
         return self.link.copy(pairs)
 
 
-def _exclude(storages: Storages, tensors: Iterable[Tensor]) -> None:
+def run_and_see_storages(
+    layer: nn.Module, forward: Callable[..., Tensor], x: Tensor, *shared: object, device: torch.device
+) -> tuple[Tensor, Storages]:
+    """Run a layer's forward; return its output, and the storages on a device that it has saved for its backward.
+
+    Gathered parameters and constants of all micro-batches aren't among them, nor what holds integers, as documents do.
+    """
+    seen: Storages = {}
+
+    def see(tensor: Tensor) -> None:
+        if tensor.is_floating_point() and tensor.device.type == device.type:
+            storage = tensor.untyped_storage()
+            seen[storage._cdata] = storage
+
+    with observe_saved_tensors(see):
+        y = forward(x, *shared)
+    exclude_storages(seen, (*layer.parameters(), *(item for item in shared if isinstance(item, Tensor))))
+    return y, seen
+
+
+def exclude_storages(storages: Storages, tensors: Iterable[Tensor]) -> None:
+    """Take the storages of some tensors out of others."""
     for tensor in tensors:
         storages.pop(tensor.untyped_storage()._cdata, None)
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+def bytes_of_storage(storage: torch.UntypedStorage) -> Tensor:
     """Return all of a storage as bytes, in a tensor with a version counter of its own, so that autograd doesn't notice
     when it is filled."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[arg-type]

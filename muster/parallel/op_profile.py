@@ -99,7 +99,8 @@ def profile_stages(
             clock.time_together(("", -1) if local is None else local[:2], run)
         clock.time_together((Kind.GRAD_NORM, -1), lambda: handlers[Kind.GRAD_NORM](Action(Kind.GRAD_NORM)))
         if host_updates := [action for action in host_copies if action.kind == Kind.OFFLOAD_GRAD]:
-            read = {(item.action.stage, item.action.slice) for item in program.ranks[world.at.pp].get("disk", ())}
+            disk = (item.action for item in program.ranks[world.at.pp].get("disk", ()))
+            read = {(action.stage, action.slice) for action in disk if action.kind == Kind.READ_STATE}
             _time_host_updates(clock, host_updates, read, handlers, copies or {})
         clock.time_together((Kind.STEP, -1), lambda: handlers[Kind.STEP](Action(Kind.STEP)))
     processes = tuple(world.plan.mesh(pp_rank).num_ranks for pp_rank in range(world.plan.pp))
@@ -203,6 +204,9 @@ def _time_forward_backward(stage: DecoderStage, clock: _InstructionTimer, backwa
         if copies:
             clock.time(_key(Kind.OFFLOAD, stage, part), lambda part=part: stage.offload(part)())
             clock.time(_key(Kind.RELOAD, stage, part), lambda part=part: stage.reload(part)())
+        if stage.disk_activations.has_layers:  # what the passes, whose times contain the rest, don't wait for
+            clock.time(_key(Kind.WRITE_ACT, stage, part), lambda part=part: stage.write_activations(part)())
+            clock.time(_key(Kind.READ_ACT, stage, part), lambda part=part: stage.read_activations(part)())
     _time_backwards(stage, clock, backward)
 
 

@@ -43,6 +43,7 @@ from muster.parallel.context_parallel import (
     keep_group_positions,
     keep_positions,
 )
+from muster.parallel.disk_activations import DiskActivations
 from muster.parallel.expert_parallel import apply_expert_parallel
 from muster.parallel.fsdp import (
     apply_fsdp,
@@ -112,6 +113,14 @@ class Stage(Protocol):
         """Start to copy them back; the returned function waits for the end."""
         ...
 
+    def write_activations(self, micro_batch: int) -> Callable[[], None]:
+        """Let the next forward write what it saves to disk; the returned function waits for the end."""
+        ...
+
+    def read_activations(self, micro_batch: int) -> Callable[[], None]:
+        """Start to read what a forward has written; the backward waits for each layer's part."""
+        ...
+
     def receive_buffer(self, micro_batch: int) -> Tensor:
         """Allocate a buffer for one micro-batch's activation or its gradient, in the shape that neighbours send."""
         ...
@@ -135,6 +144,7 @@ class DecoderStage:
     """
 
     offload_type = ActivationOffload
+    disk_type = DiskActivations
     pass_graphs: "PassGraphs | None" = None
     """Graphs that passes are replayed from once they are captured."""
 
@@ -190,6 +200,7 @@ class DecoderStage:
         if is_compiled(plan, spec, world.device):
             compile_blocks(self.module, world.device)
         self._offload = self.offload_type(world.device)
+        self.disk_activations = self.disk_type(world.device)
         self._save_less(plan)
         self.is_sharded = apply_fsdp(self.module, world, strategy.zero, plan)
         self._materialize()
@@ -232,6 +243,8 @@ class DecoderStage:
                 apply_tiles(block, plan.sequence_tiles)
             if plan.strategy(layer).offload == "activations":
                 self._offload.track_layer(block)
+            elif plan.strategy(layer).offload == "activations_on_disk":
+                self.disk_activations.track_layer(block)
 
     def _materialize(self) -> None:
         materialize(self.module, self.world.device)
@@ -276,6 +289,8 @@ class DecoderStage:
         keys_M = self.inputs.dropout_keys_M if torch.is_grad_enabled() else None
         self.module.dropout_state.keys_B = None if keys_M is None else keys_M[micro_batch]
         further = self.inputs.further_M[micro_batch] if self._predicts_further else ()
+        if torch.is_grad_enabled():
+            self.disk_activations.begin_forward(micro_batch)
         reduces = self.computes_loss and (self.world.plan.sequence_tiles > 1 or len(further) > 0)
         if reduces:
             labels_D = (self.inputs.labels_M[micro_batch], *(one.labels_BS for one in further))
@@ -397,10 +412,12 @@ class DecoderStage:
         x, start = self._saved.pop(micro_batch)
         self._offload.discard(micro_batch)
         self._select_part(micro_batch)
+        self.disk_activations.begin_backward(micro_batch)
         if self._slices is not None:
             self._enter_slice(self._slices, micro_batch)
         if start is not None:
             torch.autograd.backward(start, gradient)
+        self.disk_activations.end_backward(micro_batch)
         if self._slices is not None and self._slices.positions.start == 0:
             self._slices.drop()
         if start is None:
@@ -436,6 +453,13 @@ class DecoderStage:
 
     def reload(self, micro_batch: int) -> Callable[[], None]:
         return self._offload.reload(micro_batch)
+
+    def write_activations(self, micro_batch: int) -> Callable[[], None]:
+        return partial(self.disk_activations.finish_writes, micro_batch)
+
+    def read_activations(self, micro_batch: int) -> Callable[[], None]:
+        self.disk_activations.begin_backward(micro_batch)
+        return lambda: None  # the backward has waited for all
 
     @property
     def offloaded_bytes(self) -> int:

@@ -41,6 +41,8 @@ class Kind(StrEnum):
     EMB_W = "EMB_W"
     OFFLOAD = "OFFLOAD"
     RELOAD = "RELOAD"
+    WRITE_ACT = "WRITE_ACT"
+    READ_ACT = "READ_ACT"
     UNSHARD = "UNSHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
     ALL_REDUCE_TP = "ALL_REDUCE_TP"
@@ -77,6 +79,7 @@ class KindTraits:
     | `d` | gradient of the input |
     | `w` | activations and gradients saved by a split backward for `W` |
     | `o` | `a` in host memory |
+    | `k` | `a` on disk |
     | `p` | unsharded parameters (one for all micro-batches) |
     | `m` | gradients in host memory of one part of a stage's parameters (the slice of its action) |
     | `v` | optimizer state of that part, read from disk |
@@ -121,6 +124,10 @@ KINDS: dict[Kind, KindTraits] = {
     Kind.EMB_W: KindTraits("compute", "backward of the rank's shard of the embedding", reads="q", frees="q"),
     Kind.OFFLOAD: KindTraits("host_copy", "copy saved activations to host memory", reads="a", makes="o", frees="a"),
     Kind.RELOAD: KindTraits("host_copy", "copy saved activations back to the device", reads="o", makes="a", frees="o"),
+    Kind.WRITE_ACT: KindTraits("disk", "write what a forward saves to disk, layer by layer beside it", makes="k"),
+    Kind.READ_ACT: KindTraits(
+        "disk", "read saved activations from disk, layer by layer beside their backward", reads="k", frees="k"
+    ),
     Kind.UNSHARD: KindTraits("collective", "all-gather of a stage's parameters", makes="p"),
     Kind.REDUCE_GRAD: KindTraits("collective", "reduction of a stage's gradients over the data-parallel ranks"),
     Kind.ALL_REDUCE_TP: KindTraits("collective", "all-reduce of the gradients of weights replicated over tp"),
@@ -142,7 +149,10 @@ KINDS: dict[Kind, KindTraits] = {
     Kind.OUTER_STEP: KindTraits("compute", "outer optimizer step of a fragment"),
 }
 
-COPIES = (Kind.OFFLOAD, Kind.RELOAD, Kind.OFFLOAD_GRAD, Kind.RELOAD_PARAM, Kind.READ_STATE, Kind.WRITE_STATE)
+COPIES = (
+    *(Kind.OFFLOAD, Kind.RELOAD, Kind.WRITE_ACT, Kind.READ_ACT),
+    *(Kind.OFFLOAD_GRAD, Kind.RELOAD_PARAM, Kind.READ_STATE, Kind.WRITE_STATE),
+)
 """Kinds of the lanes of copies."""
 
 PASSES = (Kind.F, Kind.B, Kind.I, Kind.W)

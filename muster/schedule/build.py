@@ -87,6 +87,9 @@ def build_program(
         vocab_times=_vocab_times(plan, model) if plan.vocab_parallel else None,
         post_validation=plan.post_validation,
         offload=frozenset(stage for stage in stages if train and plan.offloaded_layers(stage, model.num_layers)),
+        disk_activations=frozenset(
+            stage for stage in stages if train and plan.offloaded_layers(stage, model.num_layers, "disk")
+        ),
         host_updates=tuple(plan.host_update_tiers(stage, model.num_layers) for stage in stages) if train else (),
         outer=outer,
         train=train,

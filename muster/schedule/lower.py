@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from muster.schedule.action import KINDS, LANES, Action, Kind, Lane
 from muster.schedule.gc_pause import gc_paused
 from muster.schedule.host_update import copy_order
-from muster.schedule.offload import add_copy_lane
+from muster.schedule.offload import add_copy_lane, add_disk_lane
 from muster.schedule.outer_steps import NO_EXCHANGE, OuterEvents
 from muster.schedule.program import Instruction, Program, Wait
 from muster.schedule.schedule import Schedule
@@ -32,6 +32,8 @@ class LoweringOptions:
     """True if the optimizer steps before the global gradient norm is known."""
     offload: frozenset[int] = frozenset()
     """Stages whose activations are offloaded to host memory, where they are saved long enough."""
+    disk_activations: frozenset[int] = frozenset()
+    """Stages that keep activations on disk."""
     host_updates: tuple[tuple[Tier, ...], ...] = ()
     """Places, by stage, of the optimizer's state of each part that the host updates; empty: the device updates
     all."""
@@ -101,6 +103,8 @@ def lower(schedule: Schedule, options: LoweringOptions) -> Program:
         if options.train:
             for lanes in draft.ranks if options.offload else ():
                 lanes["compute"], lanes["host_copy"] = add_copy_lane(lanes["compute"], options.offload)
+            for lanes in draft.ranks if options.disk_activations else ():
+                lanes["compute"], lanes["disk"] = add_disk_lane(lanes["compute"], options.disk_activations)
             add_grad_reductions(draft, options)
             if options.tp_replicated_weights:
                 add_replicated_grad_reductions(draft)
@@ -264,6 +268,8 @@ def add_step(draft: ProgramDraft, options: LoweringOptions) -> None:
         after = draft.wait_all_passes(rank) + draft.wait_collectives(
             rank, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP, Kind.ALL_REDUCE_REPLICAS, Kind.ALL_REDUCE_TIED
         )
+        if on_disk := draft.ranks[rank]["disk"]:  # the last backward's activations
+            after.append(Wait("disk", len(on_disk) - 1))
         norm = draft.add(rank, Action(kind), after)
         updated = add_host_updates(draft, rank, options, norm) if any(options.host_updates) else ()
         draft.add(rank, Action(Kind.STEP), updated or [norm])

@@ -84,3 +84,35 @@ def add_copy_lane(
         item = waiting[reader]
         waiting[reader] = item._replace(waits=(*item.waits, Wait("host_copy", place)))
     return waiting, lane
+
+
+def add_disk_lane(
+    compute: Sequence[Instruction], stages: Collection[int]
+) -> tuple[list[Instruction], list[Instruction]]:
+    """Return a rank's compute lane with waits for what `stages` keep on disk, and its disk lane.
+
+    Within each pass what layers save goes layer by layer, beside the layers after them, and comes back beside those
+    before them (SSDTrain, Wu et al. 2024, arXiv:2408.10013). So a write or a read begins with its pass; the pass after
+    that waits for its end.
+    """
+    lane: list[Instruction] = []
+    waiting = list(compute)
+    written: dict[tuple[int, int, int], Wait] = {}
+    for place, (action, _, _) in enumerate(compute):
+        kind, stage, *_ = action
+        if stage not in stages or kind not in (Kind.F, Kind.B, Kind.I):
+            continue
+        waits = [Wait("compute", place - 1)] if place else []
+        unit = action[1:4]
+        own = Wait("disk", len(lane))
+        if kind == Kind.F:
+            written[unit] = own
+        else:
+            waits.append(written[unit])
+        lane.append(
+            Instruction(action._replace(kind=Kind.WRITE_ACT if kind == Kind.F else Kind.READ_ACT), None, tuple(waits))
+        )
+        if place + 1 < len(waiting):
+            after = waiting[place + 1]
+            waiting[place + 1] = after._replace(waits=(*after.waits, own))
+    return waiting, lane

@@ -62,6 +62,8 @@ _KINDS_BY_PART = {
 _COPY_READERS = {
     Kind.OFFLOAD: ((Kind.F,), PASSES_FOR_COPY),
     Kind.RELOAD: ((Kind.B, Kind.I), -1),
+    Kind.WRITE_ACT: ((Kind.F,), 0),
+    Kind.READ_ACT: ((Kind.B, Kind.I), 0),
     Kind.OFFLOAD_GRAD: ((Kind.UPDATE,), -1),
     Kind.RELOAD_PARAM: ((Kind.STEP,), -1),
     Kind.READ_STATE: ((Kind.UPDATE,), -1),

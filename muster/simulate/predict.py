@@ -61,6 +61,8 @@ _AXIS_BY_KIND |= {
     Kind.RELOAD: "host",
     Kind.OFFLOAD_GRAD: "host",
     Kind.RELOAD_PARAM: "host",
+    Kind.WRITE_ACT: "disk",
+    Kind.READ_ACT: "disk",
     Kind.READ_STATE: "disk",
     Kind.WRITE_STATE: "disk",
     Kind.OUTER_WAIT: "islands",

@@ -12,9 +12,9 @@ Recompute = Literal["none", "elementwise", "core_attention", "every_second_matmu
 linear unit, one pass over memory each. core_attention: scores, softmax and weighted values (Megatron-LM's selective,
 arXiv:2205.05198 §5). every_second_matmul: every second matmul and everything cheap (torchtitan's selective activation
 checkpointing by operation). full: the whole layer."""
-Offload = Literal["none", "activations"]
+Offload = Literal["none", "activations", "activations_on_disk"]
 """Activations that a layer saves for its backward wait in host memory, where enough other passes run between forward
-and backward (arXiv:2503.01328)."""
+and backward (arXiv:2503.01328), or on disk, layer by layer within any pass (arXiv:2408.10013)."""
 Tier = Literal["none", "host", "disk"]
 """Place of a state that leaves the device."""
 
@@ -37,7 +37,7 @@ class LayerStrategy(Frozen):
     """Attention kernel. flash: scores stay within one kernel (arXiv:2205.14135). unfused: they are written to memory,
     and saved."""
     offload: Offload = "none"
-    """State of passes kept in host memory: activations from forward to backward."""
+    """State of passes kept in host memory or on disk: activations from forward to backward."""
     offload_optimizer: Tier = "none"
     """Place of the optimizer's state where that isn't the device. host: it stays in host memory, and the host's cores
     update the parameters (ZeRO-Offload, arXiv:2101.06840). disk: beside that, it is on disk between updates

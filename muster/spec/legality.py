@@ -300,8 +300,8 @@ def _replicas(plan: Plan, workload: Workload) -> Iterator[str]:
 
 LEGAL_RULES: tuple[Rule, ...] = (
     Rule(
-        lambda plan: plan.pp == 1 and any(s.offload != "none" for s in plan.strategies),
-        "offload of activations overlaps other stages' passes, but pp is 1",
+        lambda plan: plan.pp == 1 and any(s.offload == "activations" for s in plan.strategies),
+        "offload of activations to the host overlaps other stages' passes, but pp is 1 (oactd keeps them on disk)",
         in_every_layer(lambda strategy: strategy.model_copy(update={"offload": "none"})),
     ),
     Rule(

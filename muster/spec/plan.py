@@ -352,9 +352,10 @@ class Plan(Frozen):
         """Return the number of layers of each stage of one replica, of a model with `num_layers`."""
         return [stage.layers for stage in self.stages] or split_evenly(num_layers, self.stages_per_replica)
 
-    def offloaded_layers(self, stage: int, num_layers: int) -> list[int]:
-        """Return the layers of one stage whose activations may be offloaded to host memory."""
-        return [n for n in self.layers(stage, num_layers) if self.strategy(n).offload == "activations"]
+    def offloaded_layers(self, stage: int, num_layers: int, tier: Tier = "host") -> list[int]:
+        """Return the layers of one stage whose activations may be offloaded to host memory, or are on disk."""
+        wanted = "activations" if tier == "host" else "activations_on_disk"
+        return [n for n in self.layers(stage, num_layers) if self.strategy(n).offload == wanted]
 
     def offloads_optimizer(self, layer: int | None) -> bool:
         """Return True if a layer's optimizer state is kept off the device; None: of parameters outside layers."""

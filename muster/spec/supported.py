@@ -410,7 +410,7 @@ MTP_RULES: tuple[Rule, ...] = (
         setting(compile=False),
     ),
     Rule(
-        lambda plan: any(strategy.offload in ("activations", "all") for strategy in plan.strategies),
+        lambda plan: any(strategy.offload != "none" for strategy in plan.strategies),
         "offload of activations with multi-token prediction (it has no parity test yet)",
         in_every_layer(lambda strategy: strategy.model_copy(update={"offload": "none"})),
     ),

@@ -180,7 +180,10 @@ def _memory_terms(trainer: Trainer, profile: StageProfile) -> dict[str, tuple[in
         "gradients": profile.gradients_bytes,
         "optimizer": trainer.updater.optimizer.device_state_bytes()
         + (0 if trainer.outer is None else trainer.outer.state_bytes),
-        "activations": sum(_live_bytes(sizes, live[stage]) for stage, sizes in profile.saved_bytes.items())
+        "activations": sum(
+            _live_bytes((sizes[0] - trainer.stages[stage].disk_activations.written_bytes, *sizes[1:]), live[stage])
+            for stage, sizes in profile.saved_bytes.items()
+        )
         + words * profile.vocab_bytes,
     }
     return {term: (getattr(terms, term), count) for term, count in counted.items()}

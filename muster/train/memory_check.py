@@ -31,6 +31,7 @@ from muster.launch.launcher import launch, rank_command
 from muster.launch.rank_process import exit_process, rank_main
 from muster.model.chunk_sizes import large_chunks
 from muster.optim.host_optimizer import HostOptimizer
+from muster.parallel.disk_activations import DiskActivations
 from muster.parallel.offload import ActivationOffload, HostBufferPool, HostLink, OffloadedStorages
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World, fake_world, open_world
@@ -169,6 +170,18 @@ class _FakeOffload(ActivationOffload):
         return lambda: None
 
 
+class _FakeDisk(DiskActivations):
+    """Disk to which nothing is written."""
+
+    link_type = _FakeLink
+
+    def _write(self, own: object) -> Callable[[], None]:
+        return lambda: None
+
+    def _read(self, own: object) -> Callable[[], None]:
+        return lambda: None
+
+
 class _FakeUpdater(ParameterUpdater):
     link_type = _FakeLink
 
@@ -185,6 +198,7 @@ class FakeStage(DecoderStage):
     """Stage with fake memory, whose values therefore don't matter."""
 
     offload_type = _FakeOffload
+    disk_type = _FakeDisk
 
     def _materialize(self) -> None:
         with FAKE_MODE:

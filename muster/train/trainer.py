@@ -16,6 +16,7 @@ from muster.layout.tensor_layout import stages_on
 from muster.optim.lr import lr_at_step
 from muster.parallel.cuda_graphs import PassGraphs, has_cuda_graphs
 from muster.parallel.device_clock import StepRecord, step_clock
+from muster.parallel.disk_activations import activation_store
 from muster.parallel.executor import Executor
 from muster.parallel.op_profile import StageProfile, profile_stages
 from muster.parallel.p2p import stage_routes, tied_embedding_routes, variable_length_routes
@@ -74,7 +75,9 @@ class Trainer:
             )
             for index in stages_on(plan, world.at.pp)
         }
-        self.updater = self.updater_type(config, plan, world, self.stages, hooks or StepHooks())
+        hooks = hooks or StepHooks()
+        self._open_activation_store(hooks)
+        self.updater = self.updater_type(config, plan, world, self.stages, hooks)
         self.outer = OuterUpdater(config, world, self.updater) if plan.islands > 1 else None
         self._outer_executors: dict[OuterEvents, Executor] = {}
         """Executors of the steps after which islands exchange fragments, by these."""
@@ -119,6 +122,13 @@ class Trainer:
         self._step_events: deque[tuple[int, list[Event]]] = deque(maxlen=KEPT_STEPS)
         self._unread_steps: deque[tuple[int, StepRecord]] = deque()
         """Steps whose events a device may not have reached yet."""
+
+    def _open_activation_store(self, hooks: StepHooks) -> None:
+        """Open the rank's file for activations on disk, where it has any."""
+        own = [stage.disk_activations for stage in self.stages.values() if stage.disk_activations.has_layers]
+        store = activation_store(hooks.state_folder) if own else None
+        for one in own:
+            one.store = store
 
     def _read_plan(self) -> None:
         self.program = self._program_of(self.plan)

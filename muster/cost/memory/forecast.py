@@ -68,7 +68,7 @@ class RankForecast:
     host_capacity_bytes: float | None = None
     """Host memory per device, the least of these ranks; None if unknown."""
     disk_bytes: int = 0
-    """Its optimizer state on disk."""
+    """Its optimizer state and activations on disk."""
     disk_capacity_bytes: float | None = None
     """Disk space per device, the least of these ranks; None if unknown."""
 
@@ -155,9 +155,11 @@ def forecast_memory(
                 device.memory_bytes,
                 orders[pp_rank].max_host_bytes(offloaded)
                 + sum(memory.host_state for memory in stages.values())
-                + max(memory.host_buffers for memory in stages.values()),
+                + max(memory.host_buffers for memory in stages.values())
+                + sum(memory.activation_buffers for memory in stages.values()),
                 None if shares[pp_rank] == inf else shares[pp_rank],
-                sum(memory.disk_state for memory in stages.values()),
+                sum(memory.disk_state for memory in stages.values())
+                + orders[pp_rank].max_disk_bytes({stage: memory.on_disk.total for stage, memory in stages.items()}),
                 None if disk_shares[pp_rank] == inf else disk_shares[pp_rank],
             )
         )

@@ -44,6 +44,10 @@ class BackwardPeaks:
         """True if MLP and loss process one tile after another."""
         return self.sizes.sequence_tiles > 1
 
+    def _away(self, count: int) -> MemoryTerms:
+        """Return the change by the activations of the first `count` layers where these are on disk."""
+        return MemoryTerms(activations=-self.stage.on_disk_bytes(max(0, count)))
+
     def _of_tile(self, num_bytes: int) -> int:
         """Return a tile's part of the bytes of a tensor of all tokens."""
         return -(-num_bytes * self.sizes.tile_tokens // self.sizes.tokens)
@@ -176,13 +180,14 @@ class BackwardPeaks:
             gathered_parameters=self._bucket_bytes(1),
             workspace=gradient_bytes + (1 + self._gathered_hidden_states) * self.sizes.full_hidden_bytes,
         )
-        return PeakCandidate("head", extra)
+        return PeakCandidate("head", extra + self._away(len(self.layers) - 1))
 
     def _tile_of_head(self) -> list[PeakCandidate]:
         """Return the moments of the last tile of head and loss: when its logits have a gradient, and when the head's
         gradient is computed, which is then added to that of the tiles before."""
         summed = self._head_bytes + self.sizes.hidden_bytes
         base = MemoryTerms(gathered_parameters=self._bucket_bytes(1), workspace=summed)
+        base += self._away(len(self.layers) - 1)
         logits = self.sizes.tile_tokens * self.sizes.local_model.vocab_size * self.compute_size
         hidden = self._of_tile((1 + self._gathered_hidden_states) * self.sizes.full_hidden_bytes)
         made = MemoryTerms(logits=logits, workspace=self._head_bytes + hidden)
@@ -195,7 +200,8 @@ class BackwardPeaks:
             return []
         terms = (1 + 2 * self.plan.pp) * self.sizes.hidden_bytes
         wide = 2 * self.sizes.hidden_bytes // self.compute_size * self.master_size
-        return [PeakCandidate("hidden gradient", MemoryTerms(communication=terms + wide))]
+        away = self._away(len(self.layers) - 1)
+        return [PeakCandidate("hidden gradient", MemoryTerms(communication=terms + wide) + away)]
 
     def _indices_of_interest(self) -> list[int]:
         """Return the layers, counted from the end, whose backward may need most: those of the last bucket, the first of
@@ -226,6 +232,7 @@ class BackwardPeaks:
             waiting = 0
         waiting *= weights * self.compute_size
         base += MemoryTerms(communication=summing, activations=-done)
+        base += self._away(position - 1)  # those of the layer before are being read
         gathered = self._bucket_bytes(1) if begin == 0 else self._prefetched_bucket_bytes()
         inside = MemoryTerms(gathered_parameters=gathered, communication=reducing, workspace=waiting)
         # The gradient of the stage's output lies in the buffer of its receive.

@@ -174,6 +174,17 @@ class NativeStorage:
     # ------------------------------------------------------------------------------------------------------------------
     # Saved per micro-batch
 
+    def on_disk_bytes(self, count: int) -> int:
+        """Return the bytes that the first `count` layers of a micro-batch have on disk between passes."""
+        away = (layer for layer in self.layers[:count] if self.plan.strategy(layer).offload == "activations_on_disk")
+        return sum(map(self.layer_activation_bytes, away))
+
+    @property
+    def activation_buffers(self) -> int:
+        """Bytes of the buffers in host memory for activations of two layers on their way to the disk, or back."""
+        ends = [self.on_disk_bytes(count) for count in range(len(self.layers) + 1)]
+        return max((after - before for before, after in zip(ends, ends[2:], strict=False)), default=ends[-1])
+
     def layer_activation_bytes(self, layer: int, recompute: Recompute | None = None) -> int:
         """Return the bytes that a layer saves from F to B, with the plan's recompute unless another is given.
 

@@ -20,6 +20,7 @@ from muster.cost.activations import (
     layer_activation_bytes,
     loss_saved_bytes,
     norm_saved_bytes,
+    offloaded_activation_bytes,
     pass_sizes,
     vocab_parallel_bytes,
 )
@@ -100,12 +101,13 @@ def _live_activation_bytes(
     optim: OptimConfig | None,
 ) -> int:
     """Return the bytes of some micro-batches, or of so many of each slice; the first slice of a sequence lives as long
-    as the keys and values of all."""
+    as the keys and values of all. What is on disk between passes isn't counted."""
     parts = slice_workloads(spec, plan, workload)
     each = [activation_bytes(spec, plan, part, stage, tp_index, optim) for part in parts]
     if plan.sequence_slices > 1:
         sizes = pass_sizes(spec, plan, parts[0], stage, tp_index)
         each[0] += kept_bytes(sizes, len(plan.layers(stage, spec.num_layers)), workload.seq_len)
+    each[0] -= offloaded_activation_bytes(spec, plan, workload, stage, "disk", tp_index)
     counts = (live,) * len(each) if isinstance(live, int) else live
     return sum(count * size for count, size in zip(counts, each, strict=True))
 

@@ -49,8 +49,12 @@ class StageMemory:
     """Optimizer state in host memory."""
     disk_state: int = 0
     """Optimizer state on disk."""
+    on_disk: MemoryTerms = MemoryTerms()
+    """Part of `saved` that is on disk between the passes."""
     host_buffers: int = 0
     """Buffers in host memory through which gradients and parameters of an update by the host pass."""
+    activation_buffers: int = 0
+    """Buffers in host memory through which activations pass on their way to the disk."""
     freed_by_reduction: int = 0
     """Part of `gradients` that REDUCE_GRAD frees, since each rank keeps its shard only."""
     pending_gradients: int = 0

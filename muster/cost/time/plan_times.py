@@ -244,8 +244,15 @@ def host_copy_s(device: DeviceSpec, size: float) -> float:
 
 
 def _offload_times(setting: PlacedPlan) -> Iterator[tuple[tuple[str, int], float]]:
-    """Yield the times to copy a micro-batch's activations to the host and back; on a CPU, within its memory."""
+    """Yield the times to copy a micro-batch's activations to the host and back, on a CPU within its memory, and to
+    write those on disk and read them; the devices of a node share its disk."""
     for stage in range(setting.plan.num_stages):
+        if written := offloaded_activation_bytes(setting.model, setting.plan, setting.workload, stage, "disk"):
+            group = setting.cluster.group_of(setting.first_rank(stage))
+            sharing = min(group.devices_per_node, setting.world_size)
+            disk_s = written * sharing / DISK_BYTES_PER_S
+            yield (Kind.WRITE_ACT, stage), disk_s
+            yield (Kind.READ_ACT, stage), disk_s
         moved = offloaded_activation_bytes(setting.model, setting.plan, setting.workload, stage)
         if not moved:
             continue

@@ -90,7 +90,12 @@ def _reject_unsupported(model: ModelSpec, plan: Plan, machine: MachineRates) -> 
 
 def _offloaded_layers(plan: Plan, model: ModelSpec) -> list[int]:
     """Return the layers whose activations are offloaded."""
-    return [n for stage in range(plan.num_stages) for n in plan.offloaded_layers(stage, model.num_layers)]
+    return [
+        n
+        for stage in range(plan.num_stages)
+        for tier in ("host", "disk")
+        for n in plan.offloaded_layers(stage, model.num_layers, tier)
+    ]
 
 
 def overhead_name(level: str, kind: str, part: str) -> str:
@@ -194,6 +199,9 @@ class _StagePasses:
         copy_s = self.rates.kernel("copy", moved // master_bytes(self.plan.precision))
         yield Kind.OFFLOAD, copy_s, {}
         yield Kind.RELOAD, copy_s, {}
+        written = offloaded_activation_bytes(self.model, self.plan, self.workload, self.stage, "disk")
+        for kind in (Kind.WRITE_ACT, Kind.READ_ACT):
+            yield kind, written * self.plan.world_size / DISK_BYTES_PER_S, {}
         yield from self._host_updates()
         copied = sum(prod(shape) for parts in self.param_shapes.values() for shape in parts.values() if len(shape) == 1)
         yield (
