@@ -393,6 +393,10 @@ def test_guard_keeps_the_error_and_the_traceback(tmp_path: Path, capsys: pytest.
     (tmp_path / "file").write_text("")
     assert run_guarded(tmp_path / "file", 3, fail) == 2
     assert "steps must be positive" in capsys.readouterr().err, "what can't be written down is said"
+    (tmp_path / "full/logs/rank-3.txt").mkdir(parents=True)  # no room for the traceback
+    assert run_guarded(tmp_path / "full", 3, fail) == 2
+    assert read_rank_error(tmp_path / "full", 3) is not None
+    assert capsys.readouterr().err == "", "the launcher says it"
 
 
 def test_an_error_that_follows_from_a_lost_peer_is_secondary() -> None:

@@ -133,13 +133,15 @@ def die_with_parent() -> None:
 
 
 def _write_rank_error(run_dir: Path, error: RankError) -> OSError | None:
+    """Write the error file, from which the launcher prints the sentence, and the traceback; return why the file
+    couldn't be written. A disk may be full after the first of both."""
     try:
         log_path(run_dir, error.rank).parent.mkdir(parents=True, exist_ok=True)
         write_durably(error_path(run_dir, error.rank), json.dumps(asdict(error)))
-        with open(log_path(run_dir, error.rank), "a") as log:
-            log.write(error.traceback)
     except OSError as problem:
         return problem
+    with contextlib.suppress(OSError), open(log_path(run_dir, error.rank), "a") as log:
+        log.write(error.traceback)
     return None
 
 
