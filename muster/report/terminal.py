@@ -125,8 +125,8 @@ def _storage(plan: Plan, num_layers: int) -> str:
 def _strategy(strategy: LayerStrategy) -> str:
     tier = strategy.offload_optimizer
     optimizer = "" if tier == "none" else f", optimizer state {'on disk' if tier == 'disk' else 'in host memory'}"
-    modes = f"{_mode_text(strategy.recompute, 'recompute')}, {_mode_text(strategy.offload, 'offload')}"
-    return f"{strategy.zero}, {modes}{optimizer}"
+    offload = _mode_text(strategy.offload, "offload").replace("activations_on_disk offload", "activations on disk")
+    return f"{strategy.zero}, {_mode_text(strategy.recompute, 'recompute')}, {offload}{optimizer}"
 
 
 def _mode_text(choice: str, what: str) -> str:
