@@ -20,7 +20,7 @@ from muster.parallel.offload import HostLink, bytes_of_storage, exclude_storages
 
 @dataclass(slots=True, eq=False)
 class _LayerActivations:
-    """What one layer has saved of one micro-batch, on its way to the disk and back."""
+    """Tensors that one layer has saved of one micro-batch, on their way to the disk and back."""
 
     storages: list[torch.UntypedStorage]
     sizes: list[int] = field(default_factory=list)

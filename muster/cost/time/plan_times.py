@@ -250,9 +250,9 @@ def _offload_times(setting: PlacedPlan) -> Iterator[tuple[tuple[str, int], float
         if written := offloaded_activation_bytes(setting.model, setting.plan, setting.workload, stage, "disk"):
             group = setting.cluster.group_of(setting.first_rank(stage))
             sharing = min(group.devices_per_node, setting.world_size)
-            disk_s = written * sharing / DISK_BYTES_PER_S
-            yield (Kind.WRITE_ACT, stage), disk_s
-            yield (Kind.READ_ACT, stage), disk_s
+            read_bytes_per_s, write_bytes_per_s = disk_rates(group)
+            yield (Kind.WRITE_ACT, stage), written * sharing / write_bytes_per_s
+            yield (Kind.READ_ACT, stage), written * sharing / read_bytes_per_s
         moved = offloaded_activation_bytes(setting.model, setting.plan, setting.workload, stage)
         if not moved:
             continue

@@ -200,8 +200,9 @@ class _StagePasses:
         yield Kind.OFFLOAD, copy_s, {}
         yield Kind.RELOAD, copy_s, {}
         written = offloaded_activation_bytes(self.model, self.plan, self.workload, self.stage, "disk")
-        for kind in (Kind.WRITE_ACT, Kind.READ_ACT):
-            yield kind, written * self.plan.world_size / DISK_BYTES_PER_S, {}
+        read_bytes_per_s, write_bytes_per_s = self._disk_rates()
+        yield Kind.WRITE_ACT, written * self.plan.world_size / write_bytes_per_s, {}
+        yield Kind.READ_ACT, written * self.plan.world_size / read_bytes_per_s, {}
         yield from self._host_updates()
         copied = sum(prod(shape) for parts in self.param_shapes.values() for shape in parts.values() if len(shape) == 1)
         yield (
@@ -220,9 +221,15 @@ class _StagePasses:
         yield Kind.RELOAD_PARAM, self.rates.kernel("copy", mean), {}
         if "disk" in self.plan.host_update_tiers(self.stage, self.model.num_layers):
             each = mean_state_bytes(self.optim, dict(parameter_shapes(self.model)), master_bytes(self.plan.precision))
-            moved, machine = each * mean * self.plan.world_size, self.rates.machine
-            yield Kind.READ_STATE, moved / (machine.disk_read_bytes_per_s or DISK_BYTES_PER_S), {}
-            yield Kind.WRITE_STATE, moved / (machine.disk_write_bytes_per_s or DISK_BYTES_PER_S), {}
+            moved = each * mean * self.plan.world_size
+            read_bytes_per_s, write_bytes_per_s = self._disk_rates()
+            yield Kind.READ_STATE, moved / read_bytes_per_s, {}
+            yield Kind.WRITE_STATE, moved / write_bytes_per_s, {}
+
+    def _disk_rates(self) -> tuple[float, float]:
+        """Return the bytes per second that all ranks together read and write on disk."""
+        machine = self.rates.machine
+        return machine.disk_read_bytes_per_s or DISK_BYTES_PER_S, machine.disk_write_bytes_per_s or DISK_BYTES_PER_S
 
     def _overhead(self, kind: str) -> float:
         level = storage_level(self.plan, self.stage)
