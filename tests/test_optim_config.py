@@ -96,7 +96,7 @@ def test_optimizers_have_defaults_of_their_own(tmp_path):
         ),
         (
             {"name": "lion", "eps": "1e-6"},
-            "optim: eps 1e-06 is for adamw, muon, galore, natural_galore, apollo, apollo_mini, adafactor and adamw_8bit",
+            "optim: eps 1e-06 is for adamw, muon, galore, natural_galore, apollo, apollo_mini, adafactor and",
         ),
         ({"muon_precision": "bf16"}, "optim: muon_precision bf16 is for muon, but adamw is chosen"),
         ({"decay_shape": "sqrt"}, "optim: decay_shape sqrt is for wsd, but cosine is chosen"),

@@ -194,9 +194,7 @@ class DecoderStage:
         self._zero: ZeroLevel = strategy.zero if world.groups.data_mesh() is not None else "z2"
         if self.tp_axis is not None or split_backward:
             apply_parallel_linears(self.module, self.tp_axis, self._weight_grads, self._routes_own_tokens)
-        if plan.precision == "fp8" and has_float8(world.device, plan.fp8_recipe):
-            for block in self.module.blocks():
-                apply_float8(block, plan.fp8_recipe)
+        self._use_float8(plan)
         if is_compiled(plan, spec, world.device):
             compile_blocks(self.module, world.device)
         self._offload = self.offload_type(world.device)
@@ -229,6 +227,11 @@ class DecoderStage:
         self._saved: dict[int, tuple[Tensor | None, Tensor | GradientEdge | None]] = {}
         """Input of each micro-batch and the start of its backward: the loss, or the output's edge in the autograd
         graph, which doesn't keep the output alive; None where all that made it is frozen."""
+
+    def _use_float8(self, plan: Plan) -> None:
+        if plan.precision == "fp8" and has_float8(self.world.device, plan.fp8_recipe):
+            for block in self.module.blocks():
+                apply_float8(block, plan.fp8_recipe)
 
     def _spread_experts(self, world: World) -> None:
         plan, order_of = world.plan, partial(expert_order, self.spec, world.plan)
