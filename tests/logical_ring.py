@@ -5,7 +5,7 @@ Sends of a rank over one link go one after another, each when both ends have ask
 takes a time for each score. All times follow from the order of the calls alone, whichever thread is first.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +33,8 @@ class Pass(NamedTuple):
     compute_s: float
     link_s: float
     """Of the link that carries most."""
+    sends: Counter[tuple[str, int]] = Counter()
+    """Number of sends by link and elements."""
 
     @property
     def ratio(self) -> float:
@@ -83,6 +85,12 @@ class Links:
         """Return the seconds of the link of a rank that carries most."""
         links = [link for rank, link in self.sends if rank == source]
         return max((sum(send.seconds for send in self.sends[source, link]) for link in links), default=0.0)
+
+    def counted(self, source: int) -> Counter[tuple[str, int]]:
+        """Return the number of a rank's sends by link and elements."""
+        return Counter(
+            (link, send.data.numel()) for (rank, link), sends in self.sends.items() if rank == source for send in sends
+        )
 
 
 @dataclass(frozen=True)
@@ -182,7 +190,10 @@ def run_kind(kind: type[BlockAttention], cp: int, window: int, seconds: dict[str
                 ctx.axis = axis
                 kind.function.backward(ctx, grad)
             passes.append((CLOCK.now_s, CLOCK.compute_s))
-        found[index] = tuple(Pass(*one, of_pass.total_s(index)) for one, of_pass in zip(passes, links, strict=True))
+        found[index] = tuple(
+            Pass(*one, of_pass.total_s(index), of_pass.counted(index))
+            for one, of_pass in zip(passes, links, strict=True)
+        )
 
     kept = [kept_positions(length, cp, index) for index in range(cp)]
     mean = sum(_scores(attention_blocks(length, one, other, None, None)) for one in kept for other in kept) / cp**2
@@ -192,4 +203,8 @@ def run_kind(kind: type[BlockAttention], cp: int, window: int, seconds: dict[str
             thread.start()
         for thread in threads:
             thread.join()
-    return max(one[0] for one in found.values()), max(one[1] for one in found.values())
+    return max((one[0] for one in found.values()), key=_seconds), max((one[1] for one in found.values()), key=_seconds)
+
+
+def _seconds(one: Pass) -> float:
+    return one.seconds

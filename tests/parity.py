@@ -41,7 +41,7 @@ from muster.model.recompute import _RecomputedTensor
 from muster.model.routing import Router, RouterState
 from muster.optim.host_optimizer import HostPart
 from muster.optim.lr import learning_rate
-from muster.parallel import ep_all_to_all, expert_parallel, op_profile, tensor_parallel
+from muster.parallel import cp_ring, ep_all_to_all, expert_parallel, op_profile, tensor_parallel
 from muster.parallel.axis import TensorAxis
 from muster.parallel.expert_copies import CopiedExperts
 from muster.parallel.file_store import FileSlot
@@ -867,6 +867,18 @@ def padding_counts() -> Iterator[None]:
 
 
 @contextmanager
+def swapped_parts() -> Iterator[None]:
+    """The late keys of another rank are taken for its early ones."""
+    parts_of = cp_ring.blocks_of_keys
+
+    def faulty(blocks: tuple[AttentionBlock, ...], part: range) -> tuple[AttentionBlock, ...]:
+        return parts_of(blocks, range(0 if part.start else part.stop, part.start or 2 * part.stop))
+
+    with patch.object(cp_ring, "blocks_of_keys", faulty):
+        yield
+
+
+@contextmanager
 def labels_not_shifted() -> Iterator[None]:
     """Labels are those of the token itself instead of the next one."""
 
@@ -1061,6 +1073,7 @@ FAULTS = {
     "unshared keys": unshared_keys,
     "padding counts": padding_counts,
     "dropped lse": dropped_lse,
+    "swapped parts": swapped_parts,
     "labels not shifted": labels_not_shifted,
     "dropped gradient": dropped_gradient,
     "swapped micro-batches": swapped_micro_batches,

@@ -129,10 +129,10 @@ def test_a_run_goes_on_under_any_other_plan(part: int, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize("part", range(12))
 def test_each_word_of_context_parallelism_goes_on_under_each_other_one(part: int, tmp_path: Path) -> None:
     walk = all_pairs(LADDER)
     count = len(LADDER) * (len(LADDER) - 1)
     assert len(set(pairwise(walk))) == len(walk) - 1 == count
-    own = walk[count * part // 6 : count * (part + 1) // 6 + 1]
+    own = walk[count * part // 12 : count * (part + 1) // 12 + 1]
     assert check([ladder_chain(own)], run(tmp_path, [ladder_chain(own)], most=4)) == len(own) - 1

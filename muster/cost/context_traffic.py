@@ -8,6 +8,7 @@ from collections.abc import Callable
 from math import gcd
 from typing import Literal, NamedTuple
 
+from muster.layout.context_parallel import last_hop_parts
 from muster.spec.context_kinds import ContextRanks, CpCommType
 
 Among = Literal["ring", "outer ring", "back", "ulysses"]
@@ -108,6 +109,15 @@ def attention_transfers(ranks: ContextRanks, shape: AttentionShape) -> Attention
     return AttentionTransfers((qkv, *ring.forward, outputs), (outputs, *ring.backward, qkv))
 
 
+def unhidden_share(ranks: ContextRanks, backward: bool) -> float:
+    """Return the share of a ring's scores that no transfer overlaps where its links are the slower part: those of the
+    block that arrives last, or of the part of it that does (`muster.layout.context_parallel.ring_parts`), and in a
+    double ring of as many as an inner ring has ranks."""
+    if ranks.kind in ("token_ring", "rsa") or (ranks.kind == "burst" and backward):
+        return 1 / ranks.ring
+    return ranks.window / (2 * last_hop_parts(ranks.window, backward)) / ranks.ring
+
+
 def attention_workspace(ranks: ContextRanks, shape: AttentionShape, compute: int, master: int, backward: bool) -> int:
     """Return the temporary bytes of attention over several ranks, with elements of `compute` and `master` bytes.
 
@@ -188,8 +198,9 @@ class _Kind(NamedTuple):
 
 
 def _ring_transfers(ranks: ContextRanks, shape: AttentionShape) -> AttentionTransfers:
-    """Return hops of keys and values; in the backward again, and hops of their gradients from the second rank home."""
-    hops = Transfer("send", ranks.ring - 1, shape.keys_and_values)
+    """Return hops of keys and values, an early and a late chunk; in the backward again, and hops of their gradients
+    from the second rank home."""
+    hops = Transfer("send", 2 * (ranks.ring - 1), shape.keys_and_values // 2)
     return AttentionTransfers((hops,), (hops, hops._replace(in_master_dtype=True)))
 
 
@@ -206,14 +217,23 @@ def _ring_workspace(ranks: ContextRanks, shape: AttentionShape, compute: int, ma
 
 
 def _double_ring_transfers(ranks: ContextRanks, shape: AttentionShape) -> AttentionTransfers:
-    """Return the hops of keys and values around inner rings and, once for each, over the outer one; in the backward
-    again, and hops of their gradients around each inner ring, home, and over the outer one, home."""
-    turns, block = ranks.ring // ranks.window, shape.keys_and_values
+    """Return the hops of keys and values around inner rings and, once for each, over the outer one, in the last hop
+    over it and the inner rings after it in smaller parts; in the backward again, and hops of their gradients around
+    each inner ring, home, and over the outer one, home."""
+    forward, backward = _double_ring_hops(ranks, shape, False), _double_ring_hops(ranks, shape, True)
+    return AttentionTransfers(forward, (*backward, *(one._replace(in_master_dtype=True) for one in backward)))
+
+
+def _double_ring_hops(ranks: ContextRanks, shape: AttentionShape, backward: bool) -> tuple[Transfer, ...]:
+    turns, half, steps = ranks.ring // ranks.window, shape.keys_and_values // 2, ranks.window - 1
+    last = last_hop_parts(ranks.window, backward)
     hops = (
-        Transfer("send", turns * (ranks.window - 1), block),
-        Transfer("send", turns - 1, block, among="outer ring"),
+        Transfer("send", 2 * (turns - 1) * steps, half),
+        Transfer("send", 2 * last * steps, half // last),
+        Transfer("send", 2 * (turns - 2), half, among="outer ring"),
+        Transfer("send", 2 * last, half // last, among="outer ring"),
     )
-    return AttentionTransfers(hops, (*hops, *(one._replace(in_master_dtype=True) for one in hops)))
+    return tuple(one for one in hops if one.calls)
 
 
 def _double_ring_workspace(

@@ -90,6 +90,38 @@ def packed_blocks(
     return tuple(blocks)
 
 
+def last_hop_parts(inner_ranks: int, backward: bool) -> int:
+    """Return the parts of each chunk of a block in the last hop around a ring: one, or more where it is the outer one
+    of two rings. The ranks of an inner ring then hand what comes last to each other, so that no transfer hides the work
+    on as many last parts; a backward also has sums to hide them."""
+    return 1 if inner_ranks == 1 else 2 if backward else 4
+
+
+@lru_cache(maxsize=256)
+def ring_parts(positions: int, turns: int, last_parts: int) -> tuple[tuple[range, ...], ...]:
+    """Return the parts, of a rank's positions, in which its keys and values arrive at another one, for each turn of the
+    (outer) ring: its early and its late chunk, each of them in `last_parts` in the last turn."""
+    halves = range(positions // 2), range(positions // 2, positions)
+    last = [
+        half[len(half) * n // last_parts : len(half) * (n + 1) // last_parts]
+        for half in halves
+        for n in range(last_parts)
+    ]
+    return (halves,) * (turns - 1) + (tuple(part for part in last if part),)
+
+
+@lru_cache(maxsize=4096)
+def blocks_of_keys(blocks: tuple[AttentionBlock, ...], part: range) -> tuple[AttentionBlock, ...]:
+    """Return the blocks that some of the keys have, whose indices are counted from the first of these keys. All keys
+    are of another rank than the queries, and before those that see them."""
+    found: list[AttentionBlock] = []
+    for block in blocks:
+        if keys := _intersect(block.keys, part):
+            moved = range(keys.start - part.start, keys.stop - part.start)
+            found.append(block._replace(keys=moved, offset=block.offset - (keys.start - block.keys.start)))
+    return tuple(found)
+
+
 def _documents_by_sequence(lengths: Iterable[int], length: int) -> Iterator[list[range]]:
     """Yield the positions of each sequence's documents."""
     bounds: list[range] = []

@@ -106,11 +106,14 @@ class ContextAxis:
 
     def rings(self) -> "tuple[ContextAxis, ContextAxis]":
         """Return the inner ring of this rank and its outer one, which has one rank of each inner ring; without a
-        `window` all ranks are an inner ring, and the outer one is this rank alone."""
-        window = self.size if self.window == 1 else self.window
-        inner_index, first = self.index % window, self.first + self.stride * (self.index - self.index % window)
-        inner = replace(self, size=window, index=inner_index, first=first, window=1)
-        return inner, replace(self.strided(window), group=self.second_group or self.group, window=1)
+        `window` this rank alone is an inner ring, and the outer one has all ranks."""
+        inner_index, first = (
+            self.index % self.window,
+            self.first + self.stride * (self.index - self.index % self.window),
+        )
+        inner = replace(self, size=self.window, index=inner_index, first=first, window=1)
+        group = self.group if self.window == 1 else self.second_group or self.group
+        return inner, replace(self.strided(self.window), group=group, window=1)
 
     def all_reduce(self, x: Tensor) -> PendingTensor:
         """Start an in-place sum over the ranks."""

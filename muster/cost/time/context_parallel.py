@@ -5,7 +5,14 @@ from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 
-from muster.cost.context_traffic import AttentionShape, StateShape, Transfer, attention_transfers, state_transfers
+from muster.cost.context_traffic import (
+    AttentionShape,
+    StateShape,
+    Transfer,
+    attention_transfers,
+    state_transfers,
+    unhidden_share,
+)
 from muster.cost.time.collectives import CommGroup, all_gather_s, all_to_all_s, p2p_s, reduce_scatter_s
 from muster.cost.time.kernels import stream_s
 from muster.cost.time.pass_cost import PassCost
@@ -23,18 +30,31 @@ def add_context_transfers(
 ) -> None:
     """Add the transfers of context parallelism (`attention_transfers`) to an attention whose scores take some seconds.
 
-    Sends overlap with the scores of all blocks but the first. In programs that don't say what the gradients around
-    their ring are summed in, these travel with keys and values, in the compute dtype.
+    Sends overlap with the scores but those after the last one (`unhidden_share`). In programs that don't say what the
+    gradients around their ring are summed in, these travel with keys and values, in the compute dtype, and blocks
+    travel whole.
     """
     forward, backward = attention_transfers(at.context, shape)
+    shares = unhidden_share(at.context, backward=False), unhidden_share(at.context, backward=True)
     if at.framework.cp_grad_bytes is None:
+        forward, backward = _in_whole_blocks(at.context, forward), _in_whole_blocks(at.context, backward)
         backward = tuple(
             one._replace(numel=2 * one.numel) if one.kind == "send" else one
             for one in backward
             if not one.in_master_dtype
         )
-    _add_pass(at, part.forward, forward, forward_s)
-    _add_pass(at, part.input_grads, backward, backward_s)
+        shares = 1 / at.context.ring, 1 / at.context.ring
+    _add_pass(at, part.forward, forward, (1 - shares[0]) * forward_s)
+    _add_pass(at, part.input_grads, backward, (1 - shares[1]) * backward_s)
+
+
+def _in_whole_blocks(context: ContextRanks, transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+    """Return the transfers of a single ring whose blocks aren't sent in two parts."""
+    if context.kind not in ("p2p", "a2a+p2p") or context.window > 1:
+        return transfers
+    return tuple(
+        one._replace(calls=one.calls // 2, numel=2 * one.numel) if one.kind == "send" else one for one in transfers
+    )
 
 
 def add_block_merges(at: LayerContext, part: SublayerCost, shape: AttentionShape) -> None:
@@ -81,7 +101,7 @@ def add_slice_merges(at: LayerContext, part: SublayerCost, shape: AttentionShape
     part.input_grads.add(stream_s(at.device, moved, blocks * MERGE_KERNELS), blocks * MERGE_KERNELS)
 
 
-def _add_pass(at: LayerContext, cost: PassCost, transfers: tuple[Transfer, ...], scores_s: float) -> None:
+def _add_pass(at: LayerContext, cost: PassCost, transfers: tuple[Transfer, ...], hiding_s: float) -> None:
     sends_s: defaultdict[str, float] = defaultdict(float)
     for one in transfers:
         seconds = one.calls * _transfer_s(at, one)
@@ -90,7 +110,7 @@ def _add_pass(at: LayerContext, cost: PassCost, transfers: tuple[Transfer, ...],
         else:
             cost.add_exposed("cp", seconds)
     if sends_s:
-        cost.add_overlapped("cp", max(sends_s.values()), (at.context.ring - 1) / at.context.ring * scores_s)
+        cost.add_overlapped("cp", max(sends_s.values()), hiding_s)
 
 
 def _transfer_s(at: LayerContext, one: Transfer) -> float:
