@@ -35,13 +35,13 @@ class _Arrived(NamedTuple):
     """A part of another rank's keys and values."""
 
     turn: int
-    """Of the outer ring."""
+    """Turn of the outer ring."""
     part: range
-    """Its positions among those of that rank."""
+    """Its positions among those of the other rank."""
     step: int
-    """In the inner ring."""
+    """Step of the inner ring."""
     source: int
-    """That rank."""
+    """The other rank."""
     kv_2BKpd: Tensor
 
 
