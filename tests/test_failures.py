@@ -94,3 +94,7 @@ def test_a_training_that_never_ends_is_refused_even_where_exponentials_overflow(
     for mtbf_s in (100.0, 0.1):
         with pytest.raises(ConfigError, match="the training would never end"):
             expected_times(1e6, 60.0, FailureModel(mtbf_s, 1.0, 1.0, 600.0))
+
+
+def test_more_spares_than_are_ever_needed_cost_no_time() -> None:
+    assert waiting_share(3.0, 10**9) == 0

@@ -241,7 +241,7 @@ def training_conditions(
     for flag, unit, least in (("mtbf", "hours", 50_000), ("restart-time", "seconds", 60), ("repair-time", "hours", 24)):
         value = given.get(flag, least)
         if not 0 < value < inf:
-            raise ConfigError(f"--{flag} {value:g}: expected {unit} above 0, such as {least}")
+            raise ConfigError(f"--{flag} {value:g}: expected a finite number of {unit} above 0, such as {least}")
     if spares is not None and (spares < 0 or repair_hours is None):
         missing = "say how long a repair takes, such as --repair-time 24"
         raise ConfigError(f"--spares {spares}: {'expected a number of nodes, 0 or more' if spares < 0 else missing}")

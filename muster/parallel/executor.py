@@ -207,9 +207,13 @@ class Executor:
 
     def _copy(self, instruction: Instruction) -> None:
         kind, stage, *_ = instruction.action
-        own = self.stages[stage]
-        copies = {Kind.OFFLOAD: own.offload, Kind.RELOAD: own.reload, Kind.WRITE_ACT: own.write_activations}
-        copied = copies.get(kind, own.read_activations)(self.program.unit(instruction.action))
+        own, unit = self.stages[stage], self.program.unit(instruction.action)
+        if kind == Kind.OFFLOAD:
+            copied = own.offload(unit)
+        elif kind == Kind.RELOAD:
+            copied = own.reload(unit)
+        else:
+            copied = own.write_activations(unit) if kind == Kind.WRITE_ACT else own.read_activations(unit)
         self._start_copy(copied, instruction.lane)
 
     def _start_copy(self, copied: Callable[[], None], lane: Lane) -> None:

@@ -15,6 +15,9 @@ from muster.spec.errors import ConfigError
 MIN_EFFECTIVE_SHARE = 0.01
 """Share of the time in steps that count under which a training is said never to end."""
 
+_NO_SHARE = 1e-12
+"""Share of the time that is as good as none; more spares only make it smaller."""
+
 
 @dataclass(frozen=True, slots=True)
 class FailureModel:
@@ -85,4 +88,6 @@ def waiting_share(nodes_in_repair: float, spares: int) -> float:
     share = 1.0
     for servers in range(1, spares + 2):
         share = nodes_in_repair * share / (servers + nodes_in_repair * share)
+        if share < _NO_SHARE:
+            return 0.0
     return share
