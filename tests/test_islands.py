@@ -9,6 +9,7 @@ from muster.config.cluster_files import load_cluster
 from muster.config.load_config import load_run_config
 from muster.config.named_model import load_model
 from muster.config.outer_config import OuterConfig
+from muster.config.run_config import RunConfig
 from muster.cost.time.island_round import island_round
 from muster.schedule.build import build_program
 from muster.schedule.check import ProgramError, check
@@ -207,3 +208,10 @@ def test_a_round_waits_for_what_its_delay_does_not_hide() -> None:
 def test_keys_that_do_not_fit_are_refused(values: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         OuterConfig.model_validate(values)
+
+
+def test_more_fragments_than_layers_are_refused() -> None:
+    tree = load_run_config("tiny", None, []).config.model_dump()
+    outer = {"method": "streaming", "every": 100, "fragments": 50}
+    with pytest.raises(ValueError, match="outer.fragments 50 are more than the model's 8 layers"):
+        RunConfig.model_validate(tree | {"outer": outer})

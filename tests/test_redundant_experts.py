@@ -22,8 +22,11 @@ from muster.parallel.axis import ExpertAxis, PendingTensor
 from muster.parallel.ep_all_to_all import AllToAll
 from muster.parallel.expert_copies import CopiedExperts, with_copies
 from muster.spec.expert_kinds import ExpertDispatch
+from muster.spec.legality import plan_violations
+from muster.spec.plan_name import parse_plan_name
 from muster.spec.redundant_experts import copy_experts, rows_from
 from muster.spec.routing_load import zipf_load
+from muster.spec.workload import Workload
 from tests.ranks import run_ranks
 
 SPEC = load_model("tiny-moe").model_copy(update={"hidden_size": 16})
@@ -152,3 +155,10 @@ def exchange_copies(rank: int, world_size: int, store: dist.Store, payload: Any)
         }
     dist.destroy_process_group()
     return products
+
+
+def test_more_copies_than_other_ranks_have_experts_are_refused() -> None:
+    model, workload = load_model("mixtral-8x7b"), Workload(seq_len=64, global_batch_size=8)
+    assert not plan_violations(parse_plan_name("dp2-ep2x4"), model, workload, 2)
+    (found,) = plan_violations(parse_plan_name("dp2-ep2x5"), model, workload, 2)
+    assert found == "ep_redundant_experts 5 are more than the 4 experts of other ranks: legal are 0 to 4"

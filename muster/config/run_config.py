@@ -275,6 +275,11 @@ class RunConfig(Frozen):
             )
         if self.model.architecture is not None:
             require_component("model", self.model.architecture)
+        if self.outer is not None and self.outer.fragments > self.model.num_layers:
+            raise ValueError(
+                f"outer.fragments {self.outer.fragments} are more than the model's {self.model.num_layers} layers, of"
+                " which each has some"
+            )
         if self.optim.freeze:
             check_patterns(self.optim, self.model)
         if self.data.packing == "none" and self.train.tokens is not None:

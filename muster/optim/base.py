@@ -81,6 +81,38 @@ class Optimizer(ABC):
         return {}
 
 
+class WrappingOptimizer(Optimizer):
+    """Optimizer that adds something to the steps of another, and shares its state and its count of steps."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.params)
+
+    @property
+    def step_count(self) -> int:  # type: ignore[override]
+        """Steps taken so far."""
+        return self.inner.step_count
+
+    @step_count.setter
+    def step_count(self, count: int) -> None:
+        self.inner.step_count = count
+
+    @property
+    def starts(self) -> StateStarts:  # type: ignore[override]
+        """Beginnings of the state."""
+        return self.inner.starts
+
+    @starts.setter
+    def starts(self, starts: StateStarts) -> None:
+        self.inner.starts = starts
+
+    def _update(self, lr: float) -> None:
+        raise AssertionError("the inner optimizer updates")
+
+    def state_layouts(self) -> dict[str, TensorLayout]:
+        return self.inner.state_layouts()
+
+
 class ElementwiseOptimizer(Optimizer):
     """Optimizer that updates each element from its own history alone, so that sharding can't change the result.
 

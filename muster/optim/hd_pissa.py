@@ -12,7 +12,7 @@ from torch import Tensor
 
 from muster.config.optim_config import OptimConfig
 from muster.layout.tensor_layout import TensorLayout
-from muster.optim.base import Optimizer, StateStarts
+from muster.optim.base import Optimizer, WrappingOptimizer
 from muster.optim.distributed_matrices import box_views
 from muster.optim.peer_exchange import PeerGroup
 from muster.parallel.world import World
@@ -24,7 +24,7 @@ def without_decay(optim: OptimConfig) -> OptimConfig:
     return optim.model_copy(update={"weight_decay": 0.0})
 
 
-class WeightChangingOptimizer(Optimizer):
+class WeightChangingOptimizer(WrappingOptimizer):
     """Optimizer that takes another one's steps of adapters, and changes the weights beside them instead.
 
     Every rank gets the whole A, B and their steps from its peers, one layer at a time, and changes its part of W. All
@@ -39,7 +39,8 @@ class WeightChangingOptimizer(Optimizer):
         world: World | None,
         scaling: float,
     ) -> None:
-        self.inner, self._scaling = inner, scaling
+        super().__init__(inner)
+        self._scaling = scaling
         self._peers = PeerGroup.from_world(world)
         names = sorted(name for name in layouts if is_adapter(name))
         self._modules = sorted({adapted_module(name)[0] for name in names})
@@ -51,34 +52,12 @@ class WeightChangingOptimizer(Optimizer):
         kinds = [(tensor.dtype, tensor.device) for tensor in parameters.values()]
         found = self._peers.all_gather_object(kinds[0][0] if kinds else None)
         self._dtype = next((dtype for dtype in found if dtype), torch.float32)
-        super().__init__(inner.params)
-
-    @property
-    def step_count(self) -> int:  # type: ignore[override]
-        """Steps taken so far."""
-        return self.inner.step_count
-
-    @step_count.setter
-    def step_count(self, count: int) -> None:
-        self.inner.step_count = count
-
-    @property
-    def starts(self) -> StateStarts:  # type: ignore[override]
-        """Beginnings of the state."""
-        return self.inner.starts
-
-    @starts.setter
-    def starts(self, starts: StateStarts) -> None:
-        self.inner.starts = starts
 
     def begin_state(self, parameters: Collection[str], average: bool = False) -> None:
         self.inner.begin_state(parameters, average)
 
     def state(self) -> dict[str, tuple[str, Tensor]]:
         return self.inner.state()
-
-    def state_layouts(self) -> dict[str, TensorLayout]:
-        return self.inner.state_layouts()
 
     def step(self, lr: float) -> None:
         with torch.no_grad():
@@ -89,9 +68,6 @@ class WeightChangingOptimizer(Optimizer):
                 param.copy_(before[name])
             for module in self._modules:
                 self._change_weight(module, steps)
-
-    def _update(self, lr: float) -> None:
-        raise AssertionError("the inner optimizer updates")
 
     def _change_weight(self, module: str, steps: Mapping[str, Tensor]) -> None:
         names = [f"{module}.lora_A.weight", f"{module}.lora_B.weight"]

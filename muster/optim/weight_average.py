@@ -12,39 +12,19 @@ import torch
 from torch import Tensor
 
 from muster.config.optimizer_state import EMA_STATE
-from muster.layout.tensor_layout import TensorLayout
-from muster.optim.base import Optimizer, StateStarts
+from muster.optim.base import Optimizer, WrappingOptimizer
 
 
-class AveragingOptimizer(Optimizer):
+class AveragingOptimizer(WrappingOptimizer):
     """Optimizer that takes another one's steps, and averages the weights after each.
 
     The averages have the shapes and the dtype of the local tensors, and are a part of the state.
     """
 
     def __init__(self, inner: Optimizer, ema_decay: float) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.ema_decay = ema_decay
         self.averages: dict[str, Tensor] = {name: torch.zeros_like(param) for name, param in inner.params.items()}
-        super().__init__(inner.params)
-
-    @property
-    def step_count(self) -> int:  # type: ignore[override]
-        """Steps taken so far."""
-        return self.inner.step_count
-
-    @step_count.setter
-    def step_count(self, count: int) -> None:
-        self.inner.step_count = count
-
-    @property
-    def starts(self) -> StateStarts:  # type: ignore[override]
-        """Beginnings of the state."""
-        return self.inner.starts
-
-    @starts.setter
-    def starts(self, starts: StateStarts) -> None:
-        self.inner.starts = starts
 
     def begin_state(self, parameters: Collection[str], average: bool = False) -> None:
         super().begin_state(parameters)
@@ -59,9 +39,6 @@ class AveragingOptimizer(Optimizer):
         with torch.no_grad():
             self._average()
 
-    def _update(self, lr: float) -> None:
-        raise AssertionError("the inner optimizer updates")
-
     def _average(self) -> None:
         if not self.averages:  # a rank may hold no part of any parameter
             return
@@ -72,9 +49,6 @@ class AveragingOptimizer(Optimizer):
     def state(self) -> dict[str, tuple[str, Tensor]]:
         averages = {f"{name}.{EMA_STATE}": (name, tensor) for name, tensor in self.averages.items()}
         return self.inner.state() | averages
-
-    def state_layouts(self) -> dict[str, TensorLayout]:
-        return self.inner.state_layouts()
 
 
 def average_decay(ema_decay: float, step: int) -> float:

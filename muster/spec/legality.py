@@ -39,6 +39,7 @@ def plan_violations(plan: Plan, model: ModelSpec, workload: Workload, world_size
         _plugin(plan, model),
         _tiles(plan, model, workload),
         _placed_experts(plan, model),
+        _redundant_experts(plan, model),
         _slices(plan, model, workload),
     )
     return [problem for check in checks for problem in check]
@@ -248,6 +249,18 @@ def _tiles(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:
                 f"sequence_tiles {plan.sequence_tiles} cut the {pluralize(positions, 'position')} that a rank has of a"
                 f" micro-batch: legal are 1 to {positions}"
             )
+
+
+def _redundant_experts(plan: Plan, model: ModelSpec) -> Iterator[str]:
+    """Check that a rank is given copies of no more experts than other ranks have."""
+    if model.moe is None:
+        return
+    most = min((model.moe.num_experts - model.moe.num_experts // mesh.ep for mesh in plan.distinct_meshes), default=0)
+    if most and plan.ep_redundant_experts > most:
+        yield (
+            f"ep_redundant_experts {plan.ep_redundant_experts} are more than the {pluralize(most, 'expert')} of other"
+            f" ranks: legal are 0 to {most}"
+        )
 
 
 def _placed_experts(plan: Plan, model: ModelSpec) -> Iterator[str]:

@@ -141,7 +141,7 @@ class MoeSpec(Frozen):
         if self.router == "bi_level" and not 1 < self.num_groups < self.num_experts:
             raise ValueError(
                 f"moe.router bi_level chooses a group and an expert in it, but moe.num_groups is {self.num_groups}:"
-                f" choose a divisor of moe.num_experts {self.num_experts} between 1 and it"
+                f" choose a divisor of moe.num_experts {self.num_experts} other than 1 and {self.num_experts}"
             )
         return self
 
