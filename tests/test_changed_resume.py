@@ -1,5 +1,6 @@
 """A run that resumes with another configuration: the optimizer state that begins there, and what a failure leaves."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -32,6 +33,21 @@ def resumed(run: Path, name: str, plan: str) -> tuple[Path, Ended]:
     ended = train(*TINY, *AFTER, "--parallel", plan, "--run", copy)
     assert ended.code == 0, ended.out + ended.err
     return copy, ended
+
+
+def test_a_run_with_other_islands_or_sections_is_refused_before_it_starts(frozen_run: Path, tmp_path: Path) -> None:
+    islands = Path(shutil.copytree(frozen_run, tmp_path / "islands"))
+    for manifest in islands.glob("checkpoints/*/manifest.json"):
+        content = json.loads(manifest.read_text())
+        content["plan"]["islands"] = 2
+        manifest.write_text(json.dumps(content))
+    before = (islands / "exit.json").read_bytes()
+    refused = train(*TINY, *BEFORE[:2], "--train.steps", "5", "--parallel", "dp1-mb4", "--run", islands)
+    assert_one_sentence(refused, 2, "was trained on 2 islands", "the plan has 1", "--init-from")
+    assert (islands / "exit.json").read_bytes() == before
+    outer = ("--parallel", "isl2-mb4", "--outer.method", "diloco", "--outer.every", "5")
+    refused = train(*TINY, *BEFORE[:2], "--train.steps", "5", *outer, "--run", islands)
+    assert_one_sentence(refused, 2, "another configuration (section outer is new): use the same")
 
 
 def tensors(run: Path, step: int) -> dict[str, torch.Tensor]:

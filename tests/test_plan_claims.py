@@ -371,7 +371,7 @@ class LogicalClock:
         return timed
 
 
-@pytest.mark.parametrize(("require", "limit_s"), [("", 1.5), ("tp2", 3.0)])
+@pytest.mark.parametrize(("require", "limit_s"), [("tp2", 3.0), pytest.param("", 1.5, marks=pytest.mark.soak)])
 def test_an_answer_keeps_to_its_time_by_the_work_that_it_does(
     require: str, limit_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,7 +63,7 @@ def check(chains: list[dict], found: list[list[dict]]) -> int:
 
 def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
     draw = random.Random(5)
-    chains = [chain(draw, "adamw", "fp64", 3, most=3, family="gpt2"), chain(draw, "muon", "fp32", 2, most=3)]
+    chains = [chain(draw, "adamw", "fp64", 2, most=3, family="gpt2"), chain(draw, "muon", "fp32", 2, most=3)]
     config, base = small_run(steps=500).model_dump(mode="json"), Plan(precision="fp64")
     shares = ("dp2-z1-uneven3.1", "pp2", "dp2-z1-uneven1.3")
     plans = [parse_plan_name(name, base).model_dump(mode="json") for name in shares]
@@ -71,7 +71,7 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
     chains.append(ladder_chain(["cp2t", "cp2-tile4", "cp2u", "dp2-z3"]))
     chains.append(optim_chain(ema_decay=0.9, freeze=("embed.*", "layers.[01].*", "layers.2.mlp.*")))
     found = run(tmp_path, chains, most=3)
-    assert check(chains, found) == 12
+    assert check(chains, found) == 11
     assert all(result["average"] < 1e-12 for result in found[-1][1:])
 
 
@@ -129,10 +129,10 @@ def test_a_run_goes_on_under_any_other_plan(part: int, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("part", range(12))
+@pytest.mark.parametrize("part", range(24))
 def test_each_word_of_context_parallelism_goes_on_under_each_other_one(part: int, tmp_path: Path) -> None:
     walk = all_pairs(LADDER)
     count = len(LADDER) * (len(LADDER) - 1)
     assert len(set(pairwise(walk))) == len(walk) - 1 == count
-    own = walk[count * part // 12 : count * (part + 1) // 12 + 1]
+    own = walk[count * part // 24 : count * (part + 1) // 24 + 1]
     assert check([ladder_chain(own)], run(tmp_path, [ladder_chain(own)], most=4)) == len(own) - 1

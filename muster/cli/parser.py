@@ -167,6 +167,13 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def whole_number(text: str) -> int:
+    """Parse a whole number of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number, got '{text}'")
+    return int(text)
+
+
 def sequence_length(text: str) -> int:
     """Parse tokens of a sequence: `8192`, or as contexts are named, in powers of two: `128k`, `1M`."""
     number, factor = text, 1

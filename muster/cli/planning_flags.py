@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from muster.api.defaults import FRAMEWORK_NAMES, SEQ_LEN
-from muster.cli.parser import Parser, positive_int, sequence_length
+from muster.cli.parser import Parser, positive_int, sequence_length, whole_number
 from muster.spec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def add_training_flags(parser: Parser) -> None:
     )
     add(
         "--spares",
-        type=int,
+        type=whole_number,
         metavar="NODES",
         help="with --tokens and --repair-time: nodes that stand by for failed ones (default: 0)",
     )

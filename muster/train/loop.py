@@ -29,7 +29,6 @@ from muster.schedule.build import build_program
 from muster.simulate.simulator import simulate
 from muster.spec.errors import ConfigError, MusterError
 from muster.spec.plan import Plan
-from muster.spec.units import pluralize
 from muster.train.best_checkpoint import ValidationTracker
 from muster.train.callbacks import Callbacks
 from muster.train.checkpoint_manager import CHECKPOINTS_FOLDER, CheckpointManager
@@ -353,13 +352,6 @@ class TrainingLoop:
 
     def _stored_shards(self, manifest: Manifest) -> list[LocalShard]:
         """Return this rank's shards that a checkpoint has to hold."""
-        before = manifest.plan.get("islands", 1)
-        if before != self.plan.islands:
-            raise ConfigError(
-                f"{self.run_dir} was trained on {pluralize(before, 'island')}, each with an optimizer state of its own,"
-                f" and the plan has {self.plan.islands}: give a plan with as many, or another --run with"
-                f" --init-from {self.run_dir}"
-            )
         return find_new_state(manifest, self.config).stored(self.trainer.shards_to_load(manifest.step))
 
     def _load_latest(self) -> Manifest | None:

@@ -32,7 +32,7 @@ from muster.train.data import (
     trial_dataset,
 )
 from muster.train.memory_preflight import require_memory
-from muster.train.resume_check import check_config_unchanged, check_data_unchanged
+from muster.train.resume_check import check_config_unchanged, check_data_unchanged, require_same_islands
 from muster.train.resume_point import ResumePoint, find_resume_point
 from muster.train.run_directory import explain_write_errors, require_unlocked
 from muster.train.run_tokenizer import with_settled_bos
@@ -117,6 +117,7 @@ def preflight(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOption
     resume_point = find_resume_point(run_dir, config.train) if resumes and config.train.steps is not None else None
     initial_model = run_dir / TOKENIZER_FOLDER if resume_point is not None else None
     if resume_point is not None:
+        require_same_islands(run_dir, resume_point.islands, plan.islands)
         check_config_unchanged(run_dir, config, resume_point.step, options.allow_changes)
         is_early = stops_early(resume_point.counters.get("validation", {}), config.train)
         if (is_early or resume_point.step == config.train.num_steps) and (run_dir / "report.html").exists():

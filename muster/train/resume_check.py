@@ -11,6 +11,7 @@ from muster.config.run_paths import with_absolute_paths, without_data_locations
 from muster.data.dataset import SampleStream
 from muster.plugins.loader import PluginFile
 from muster.spec.errors import ConfigError, MusterError
+from muster.spec.units import pluralize
 from muster.train.data import run_tokenizer
 
 CHANGEABLE_KEYS = (
@@ -87,6 +88,15 @@ def check_data_unchanged(run_dir: Path, dataset: SampleStream, counters: dict, a
     print(f"allowed: another text {change}, from sample {counters['samples_consumed']} of its stream on")
 
 
+def require_same_islands(run_dir: Path, before: int, now: int) -> None:
+    """Raise ConfigError where a run would resume on another number of islands, each of which has its own states."""
+    if before != now:
+        raise ConfigError(
+            f"{run_dir} was trained on {pluralize(before, 'island')}, each with an optimizer state of its own,"
+            f" and the plan has {now}: give a plan with as many, or another --run with --init-from {run_dir}"
+        )
+
+
 def _require_same_adapters(run_dir: Path, before: RunConfig, after: RunConfig) -> None:
     """Raise ConfigError where a checkpoint's adapters would be lost or not fit, which nothing can allow."""
     old, new = (
@@ -107,8 +117,11 @@ def config_changes(before: RunConfig, after: RunConfig) -> list[str]:
     The plan always may, and so may the places of data and tokenizer: what they hold is compared.
     """
     places = (with_absolute_paths(without_data_locations(config)) for config in (before, after))
-    old, new = (_flatten(config.model_dump(mode="json", exclude={"plugins"})) for config in places)
-    changed = [
+    old, new = (config.model_dump(mode="json", exclude={"plugins"}) for config in places)
+    sections = [key for key in old if {type(old[key]), type(new[key])} == {dict, type(None)}]
+    changed = [f"section {key} {'is new' if old[key] is None else 'is left out'}" for key in sections]
+    old, new = (_flatten({key: tree[key] for key in tree if key not in sections}) for tree in (old, new))
+    changed += [
         f"{key} was {old.get(key)}, now {new.get(key)}"
         for key in sorted(old | new)
         if old.get(key) != new.get(key) and key not in CHANGEABLE_KEYS and not key.startswith("parallel")

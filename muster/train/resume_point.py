@@ -20,10 +20,11 @@ from muster.train.resume_check import settings_digest
 
 
 class ResumePoint(NamedTuple):
-    """Step and counters of a checkpoint."""
+    """Step, counters and islands of a checkpoint."""
 
     step: int
     counters: dict[str, Any]
+    islands: int = 1
 
 
 def find_resume_point(run_dir: Path, train: TrainConfig) -> ResumePoint | None:
@@ -39,7 +40,7 @@ def find_resume_point(run_dir: Path, train: TrainConfig) -> ResumePoint | None:
     if latest is None:
         return copied
     manifest = read_manifest(latest)
-    return ResumePoint(manifest.step, manifest.counters)
+    return ResumePoint(manifest.step, manifest.counters, manifest.plan.get("islands", 1))
 
 
 def _in_memory_resume_point(run_dir: Path, train: TrainConfig) -> ResumePoint | None:
