@@ -1,17 +1,28 @@
 """Load of experts that isn't even: from a file or by Zipf's law, in predictions and plans."""
 
 import json
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from muster.api.verbs import plan, predict
+from muster.config.cluster_files import load_cluster
 from muster.config.load_config import plan_yaml
 from muster.config.named_model import load_model
 from muster.config.routing_load_file import parse_routing_load, routing_load_json
+from muster.planner.dispatch_choice import dispatch_fields
+from muster.planner.plan_evaluator import PlanEvaluator
+from muster.planner.request import PlanRequest, with_allowed, with_expert_load
+from muster.planner.search import search
+from muster.planner.space import draft_plans, mesh_shapes, schedule_choices
 from muster.spec.errors import ConfigError, InfeasibleError
+from muster.spec.model import ModelSpec
+from muster.spec.model_components import MoeSpec
 from muster.spec.routing_load import RoutingLoad, balanced_order, rank_shares, zipf_load
+from muster.spec.workload import Workload
 from muster.train.expert_load_log import ExpertLoadLog
 from muster.train.step_result import StepResult, expert_load
 
@@ -71,7 +82,9 @@ def test_experts_are_placed_so_that_ranks_have_like_loads() -> None:
 
 
 def test_the_plan_that_is_written_has_its_experts_placed(tmp_path: Path) -> None:
-    found = plan("tiny-moe", "4xh100", global_batch=64, require="ep4", expert_load="zipf:1.2", top=1, effort=0.02)
+    found = plan(
+        "tiny-moe", "4xh100", global_batch=64, require="ep4-epover2", expert_load="zipf:1.2", top=1, effort=0.02
+    )
     best, step_s = found.best, found.predictions[0].step_time_s
     assert len(best.expert_placement) == 7
     (tmp_path / "plan.yaml").write_text(plan_yaml(best))
@@ -122,3 +135,47 @@ def test_files_and_words_that_name_no_load_are_told(tmp_path: Path) -> None:
             parse_routing_load(word, model)
     with pytest.raises(ConfigError, match="has no experts"):
         parse_routing_load("zipf:1", load_model("tiny"))
+
+
+def test_the_planner_copies_experts_as_trying_every_number_of_copies_does() -> None:
+    """Every plan of the space with 0 to 3 copies is fitted and simulated; the search finds none that is worse."""
+    moe = MoeSpec(num_experts=4, top_k=2, expert_size=2048)
+    own = {"num_layers": 2, "num_heads": 4, "intermediate_size": 512}
+    model = ModelSpec(vocab_size=512, hidden_size=512, moe=moe, **own)
+    workload = Workload(seq_len=4096, global_batch_size=8)
+    fixed = {"cp": 1, "tp": 1, "pp": 1, "ep": 4, "recompute": "none"}
+    even = PlanRequest(model, load_cluster("4xa100"), workload, fixed=fixed, runnable=True, tolerance=0.0)
+    chosen = []
+    for request in (even, with_expert_load(even, zipf_load(1.2, 2, 4, 2))):
+        for limit_bytes in (None, int(2.7e9)):
+            asked = replace(request, memory_limit_bytes=limit_bytes)
+            evaluator = PlanEvaluator(asked)
+            values = []
+            for shape in mesh_shapes(asked):
+                for choice in schedule_choices(asked, shape):
+                    for draft in draft_plans(asked, choice) if not shape.copies else ():
+                        for copies in range(4) if shape.ep > 1 else (0,):
+                            own = draft.tp, draft.cp, draft.ep, draft.default_strategy.sp, copies
+                            plan = draft.model_copy(update=dispatch_fields(asked, *own))
+                            if evaluator.memory_budget.fits(plan):
+                                values.append(evaluator.evaluate(plan).value)
+            best = search(asked, 1).best[0]
+            assert best.value <= min(values) * (1 + 1e-9)
+            chosen.append(best.plan.ep_redundant_experts)
+    assert chosen == [0, 0, 1, 1], "copies where the load is uneven"
+
+
+def test_hidden_states_travel_in_8_bits_only_where_that_is_allowed() -> None:
+    workload = Workload(seq_len=4096, global_batch_size=64)
+    plain = PlanRequest(load_model("qwen3-30b-a3b"), load_cluster("64xh100"), workload)
+    lossy = with_allowed(plain, "epint8-epfp8")
+    assert dispatch_fields(plain, 1, 1, 64, False)["ep_dispatch_dtype"] == "none"
+    assert dispatch_fields(lossy, 1, 1, 64, False)["ep_dispatch_dtype"] == "int8"
+    required = replace(lossy, fixed={"ep_dispatcher": "all_gather"})
+    assert dispatch_fields(required, 1, 1, 64, False)["ep_dispatch_dtype"] == "none"
+    assert any("changes losses" in line for line in lossy.derived_lines)
+    asked: dict[str, Any] = {"global_batch": 64, "top": 1}
+    with pytest.raises(ConfigError, match="expected epfp8 or epint8, which change losses; did you mean 'epfp8'"):
+        plan("mixtral-8x7b", "64xh100", allow="epfp", **asked)
+    with pytest.raises(ConfigError, match="has no experts"):
+        plan("tiny", "64xh100", allow="epfp8", **asked)

@@ -30,6 +30,7 @@ from muster.planner.request import (
     Objective,
     PlanRequest,
     build_request,
+    with_allowed,
     with_expert_load,
     with_placed_experts,
     with_tier_sizes,
@@ -99,6 +100,7 @@ def plan(
     objective: Objective = "time",
     precision: str | None = None,
     require: str = "",
+    allow: str = "",
     memory_limit: int | str | None = None,
     anticipate: bool = False,
     framework: str | FrameworkTraits = MUSTER.name,
@@ -139,6 +141,7 @@ def plan(
         objective=objective,
         precision=precision,
         require=require,
+        allow=allow,
         memory_limit=memory_limit,
         anticipate=anticipate,
         framework=framework,
@@ -163,6 +166,7 @@ def plan_request(
     objective: Objective,
     precision: str | None,
     require: str,
+    allow: str = "",
     memory_limit: int | str | None,
     anticipate: bool,
     framework: str | FrameworkTraits = MUSTER.name,
@@ -178,6 +182,7 @@ def plan_request(
         hint = did_you_mean(str(objective), OBJECTIVES)
         raise ConfigError(f"objective: expected one of {', '.join(OBJECTIVES)}, got {objective!r}{hint}")
     require_text("require", require, "parts of a plan's name such as tp2-z1")
+    require_text("allow", allow, "parts of a plan's name such as epfp8")
     require = re.sub(r"(^|-)([a-z]+) +(?=\d)", r"\1\2", require)  # `tp 2`, as answers have it, for `tp2`
     if precision is not None:
         require_text("precision", precision, "a precision such as bf16")
@@ -204,6 +209,8 @@ def plan_request(
     check_batch_ramp(request.conditions, request.workload.global_batch_size)
     if expert_load is not None:
         request = with_expert_load(request, parse_routing_load(str(expert_load), spec))
+    if allow:
+        request = with_allowed(request, allow)
     searches_tiers = host_memory is not None or disk is not None
     tolerance = 0.0 if fastest else request.tolerance
     return replace(request, tolerance=tolerance, searches_tiers=searches_tiers, optim=optim)

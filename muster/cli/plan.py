@@ -120,6 +120,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         metavar="PARTS",
         help="name parts that all plans must have, such as tp8-z1; repeatable",
     )
+    lossy = "name parts that plans may have though they change losses: epfp8, epint8; repeatable"
+    add("--allow", action="append", metavar="PARTS", help=lossy)
     add("--memory-limit", metavar="SIZE", help="memory that may be used of each device, such as 70GB")
     add(
         "--host-memory",
@@ -253,6 +255,7 @@ def _request(args: argparse.Namespace) -> "PlanRequest":
             objective=args.objective,
             precision=args.precision,
             require="-".join(args.require or ()),
+            allow="-".join(args.allow or ()),
             memory_limit=args.memory_limit,
             anticipate=args.anticipate,
             framework=args.framework,

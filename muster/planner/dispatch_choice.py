@@ -1,7 +1,9 @@
 """The dispatcher of tokens to experts for a shape: the one whose passes are predicted to take the least time.
 
 One for each triple of degrees (tp, cp, ep), so that a search has as many plans as with one dispatcher. A layer's time
-decides, in which the bytes by link, and the matmuls that hide them, have their parts.
+decides, in which the bytes by link, and the matmuls that hide them, have their parts. Where the load is known and
+uneven, shapes with copies of experts are shapes of their own, since they differ in memory and in the schedules that run
+them. Hidden states travel in 8 bits only where the user allows it, since that changes losses.
 """
 
 from collections.abc import Iterator
@@ -12,14 +14,44 @@ from muster.cost.time.plan_times import place_plan
 from muster.cost.time.stage_times import StageTimes
 from muster.planner.request import PlanRequest
 from muster.schedule.action import Kind
+from muster.spec.expert_kinds import DISPATCHERS
+from muster.spec.frameworks import MUSTER
 from muster.spec.plan import Plan
 from muster.spec.supported import unsupported_features
 
 LEAST_GAIN = 0.005
 """Part of the time that another dispatcher than the plain all-to-all must save to be chosen."""
+LEAST_LOSSY_GAIN = 0.03
+"""The same for hidden states in 8 bits, where they are allowed."""
 DISPATCH_FIELDS = ("ep_dispatcher", "ep_inner_size", "ep_chunks", "ep_redundant_experts", "ep_dispatch_dtype")
 CHUNK_COUNTS = (2, 4, 8)
 """Numbers of chunks in flight that are tried."""
+COPY_COUNTS = (1, 2, 4)
+"""Numbers of copies of experts on each rank that are tried where the load is uneven."""
+LEAST_RELIEF = 0.01
+"""Part of the fullest rank's load that more copies must take from it to be tried."""
+
+
+def copy_counts(request: PlanRequest, ep: int) -> list[int]:
+    """Return the numbers of copies of experts to try with `ep` ranks: none, and those that each take more from the
+    fullest rank than the last; the required one alone where the exchange isn't chosen."""
+    if ep == 1 or _is_given(request):
+        return [request.fixed.get("ep_redundant_experts", request.base.ep_redundant_experts)]
+    load, found = request.workload.expert_load, [0]
+    if load is None or request.framework.name != MUSTER.name:
+        return found
+    relieved = load.imbalance(ep)
+    for count in COPY_COUNTS:
+        if load.imbalance(ep, (), count) < (1 - LEAST_RELIEF) * relieved:
+            relieved = load.imbalance(ep, (), count)
+            found.append(count)
+    return found
+
+
+def _is_given(request: PlanRequest) -> bool:
+    """Return True if the dispatcher isn't chosen: it is required, or the program or the device leaves no choice."""
+    is_required = any(name in request.fixed for name in DISPATCH_FIELDS) or request.base.ep_dispatcher != "all_to_all"
+    return is_required or request.framework.storage == "megatron" or request.cluster.device.rates is not None
 
 
 def expert_slices(request: PlanRequest, tp: int, ep: int) -> int:
@@ -31,41 +63,52 @@ def expert_slices(request: PlanRequest, tp: int, ep: int) -> int:
     return tp
 
 
-def dispatch_fields(request: PlanRequest, tp: int, cp: int, ep: int, sp: bool) -> dict[str, Any]:
-    """Return the fields of a plan that say how tokens get to experts: the required ones, or the fastest.
+def dispatch_fields(request: PlanRequest, tp: int, cp: int, ep: int, sp: bool, copies: int = 0) -> dict[str, Any]:
+    """Return the fields of a plan that say how tokens get to experts: the required ones, or the fastest with so many
+    copies of experts.
 
     Programs other than Muster send rows by the plain all-to-all.
     """
     base = {name: request.fixed.get(name, getattr(request.base, name)) for name in DISPATCH_FIELDS}
-    is_chosen = any(name in request.fixed for name in DISPATCH_FIELDS) or base["ep_dispatcher"] != "all_to_all"
-    if ep == 1 or is_chosen or request.framework.storage == "megatron" or request.cluster.device.rates is not None:
+    if ep == 1 or _is_given(request):
         return base
     known = request.cost_cache.tables(
         request.model, request.workload, request.cluster, request.framework
     ).dispatch_fields
-    key = tp, cp, ep, expert_slices(request, tp, ep), sp, request.precision
+    key = tp, cp, ep, expert_slices(request, tp, ep), sp, request.precision, copies, request.allowed_dispatch_dtypes
     if key not in known:
-        known[key] = _fastest(request, tp, cp, ep, sp)
+        known[key] = _fastest(request, tp, cp, ep, sp, copies)
     return known[key]
 
 
-def _fastest(request: PlanRequest, tp: int, cp: int, ep: int, sp: bool) -> dict[str, Any]:
-    plain = _plain_plan(request, tp, cp, ep, sp)
+def _fastest(request: PlanRequest, tp: int, cp: int, ep: int, sp: bool, copies: int) -> dict[str, Any]:
+    plain = _plain_plan(request, tp, cp, ep, sp, copies)
     plans = [plain]
     if plain.world_size <= request.cluster.num_devices:
         plans += [plan for plan in _others(request, plain) if not unsupported_features(plan, request.model)]
     seconds = [_passes_s(request, plan) for plan in plans] if len(plans) > 1 else [0.0]
     best = min(range(len(plans)), key=seconds.__getitem__)
-    chosen = plans[best if seconds[best] < (1 - LEAST_GAIN) * seconds[0] else 0]
+    best = best if seconds[best] < (1 - LEAST_GAIN) * seconds[0] else 0
+    chosen = plans[best]
+    if request.allowed_dispatch_dtypes and len(plans) > 1:
+        dtype = request.allowed_dispatch_dtypes[0]  # all of them send as many bytes
+        cast = [
+            plan.model_copy(update={"ep_dispatch_dtype": dtype})
+            for plan in plans
+            if DISPATCHERS[plan.ep_dispatcher].casts_rows
+        ]
+        cast_s = [_passes_s(request, plan) for plan in cast]
+        if min(cast_s) < (1 - LEAST_LOSSY_GAIN) * seconds[best]:
+            chosen = cast[cast_s.index(min(cast_s))]
     return {name: getattr(chosen, name) for name in DISPATCH_FIELDS}
 
 
-def _plain_plan(request: PlanRequest, tp: int, cp: int, ep: int, sp: bool) -> Plan:
+def _plain_plan(request: PlanRequest, tp: int, cp: int, ep: int, sp: bool, copies: int) -> Plan:
     etp = expert_slices(request, tp, ep)
     data = lcm(ep * etp, tp * cp) // (tp * cp)
     strategy = request.base.default_strategy.model_copy(update={"sp": sp and tp > 1})
     own = {"tp": tp, "cp": cp, "ep": ep, "dp_shard": data, "etp": etp}
-    return Plan(**own, precision=request.precision, default_strategy=strategy)
+    return Plan(**own, ep_redundant_experts=copies, precision=request.precision, default_strategy=strategy)
 
 
 def _others(request: PlanRequest, plain: Plan) -> Iterator[Plan]:

@@ -39,4 +39,5 @@ def try_late_schedules(result: SearchResult, top: int, budget: SearchBudget, lea
 
 
 def _shape_of(plan: Plan) -> MeshShape:
-    return MeshShape(plan.mesh(0).dp_size, plan.tp, plan.pp, plan.cp, plan.ep, plan.micro_batch_size)
+    own = plan.mesh(0).dp_size, plan.tp, plan.pp, plan.cp, plan.ep, plan.micro_batch_size
+    return MeshShape(*own, plan.ep_redundant_experts)

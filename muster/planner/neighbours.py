@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from muster.planner.dispatch_choice import dispatch_fields, expert_slices
+from muster.planner.dispatch_choice import copy_counts, dispatch_fields, expert_slices
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
 from muster.planner.space import is_admitted
@@ -48,8 +48,12 @@ def _all_changes(plan: Plan, request: PlanRequest) -> Iterator[Change]:
         for grows in (True, False):
             yield from _degree_change(plan, request, axis, grows)
     for degree in (plan.ep * 2, plan.ep // 2):
-        if request.model.moe is not None and degree and plan.ep % min(degree, plan.ep) == 0:
+        moe = request.model.moe
+        if moe is not None and degree and moe.num_experts % degree == 0 and plan.ep % min(degree, plan.ep) == 0:
             yield Change(f"ep {degree}", _with_fastest_dispatcher(plan.model_copy(update={"ep": degree}), request))
+    for copies in copy_counts(request, plan.ep) if request.model.moe is not None else ():
+        own = plan.tp, plan.cp, plan.ep, plan.default_strategy.sp, copies
+        yield Change(f"{copies or 'no'} copies of experts", plan.model_copy(update=dispatch_fields(request, *own)))
     for size in (plan.micro_batch_size * 2, plan.micro_batch_size / 2):
         if size >= 1 and size == int(size):
             yield Change(f"micro-batches of {int(size)}", plan.model_copy(update={"micro_batch_size": int(size)}))
@@ -123,7 +127,8 @@ def _with_fastest_dispatcher(plan: Plan, request: PlanRequest) -> Plan:
     """Return the plan with the slices of experts and the dispatcher of tokens that suit its degrees."""
     if request.model.moe is None:
         return plan
-    own = plan.tp, plan.cp, plan.ep, plan.default_strategy.sp
+    counts, copies = copy_counts(request, plan.ep), plan.ep_redundant_experts
+    own = plan.tp, plan.cp, plan.ep, plan.default_strategy.sp, copies if copies in counts else counts[0]
     update = {"etp": expert_slices(request, plan.tp, plan.ep), **dispatch_fields(request, *own)}
     return plan.model_copy(update=update)
 

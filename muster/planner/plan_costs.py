@@ -71,7 +71,7 @@ class PlanCosts:
         They depend on neither data nor pipeline parallelism: a plan of one stage serves many shapes, and the difference
         to a model with one layer fewer is one layer.
         """
-        key = shape.tp, shape.cp, shape.ep, shape.micro_batch_size
+        key = shape.tp, shape.cp, shape.ep, shape.micro_batch_size, shape.copies
         if key not in self._layer_times:
             request = self.request
             etp = expert_slices(request, shape.tp, shape.ep)

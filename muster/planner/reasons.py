@@ -110,13 +110,23 @@ def _nearest_degrees(degree: int) -> list[int]:
     return [degree * 2, *smaller]
 
 
+_EXCHANGES = (
+    ("the same plan without copies of experts", "ep_redundant_experts", 0),
+    ("the same plan with hidden states sent as they are", "ep_dispatch_dtype", "none"),
+)
+
+
 def _without_savings(first: EvaluatedPlan, evaluator: PlanEvaluator) -> Iterator[Reason]:
-    """Yield the first plan without its recompute, and without its offload, where these aren't required."""
+    """Yield the first plan without its recompute, its offload, its copies of experts and its rows in 8 bits, where
+    these aren't required."""
     plan, fixed = first.plan, evaluator.request.fixed
     for field in ("recompute", "offload"):
         if field not in fixed and any(getattr(strategy, field) != "none" for strategy in plan.strategies):
             changed = with_all_layers(plan, **{field: "none"})
             yield _changed_reason(f"the same plan without {field}", changed, first, evaluator)
+    for words, field, value in _EXCHANGES:
+        if field not in fixed and getattr(plan, field) != value:
+            yield _changed_reason(words, plan.model_copy(update={field: value}), first, evaluator)
     if plan.compile is None and first.prediction.compiled:
         eager = plan.model_copy(update={"compile": False})
         yield _changed_reason("the same plan without compile", eager, first, evaluator)

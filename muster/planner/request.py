@@ -14,6 +14,7 @@ from muster.planner.training_cost import TrainingConditions, require_a_sequence
 from muster.spec.cluster import ClusterSpec
 from muster.spec.device import DiskSpec
 from muster.spec.errors import ConfigError, InfeasibleError
+from muster.spec.expert_kinds import DispatchDtype
 from muster.spec.formatting import format_bytes
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import MUSTER
@@ -67,6 +68,8 @@ class PlanRequest:
     """Conditions of the whole training, such as failures."""
     optim: OptimConfig | None = None
     """Optimizer, with its moving average and what it freezes; None: AdamW of all parameters."""
+    allowed_dispatch_dtypes: tuple[DispatchDtype, ...] = ()
+    """Dtypes of 8 bits in which hidden states may travel to experts, though that changes losses."""
     searches_tiers: bool = False
     """True if the tier of the optimizer's state is searched for, too; else that is done where nothing fits."""
     tier_word: str = ""
@@ -175,9 +178,27 @@ def with_expert_load(request: PlanRequest, load: RoutingLoad) -> PlanRequest:
     """Return the request for experts that have this load."""
     line = f"experts loaded by {load.source}: the most chosen one gets {load.max_over_mean:.2f} times the mean"
     if request.framework.name == MUSTER.name:  # whose runtime finds experts wherever they lie
-        load, line = load.placed(), f"{line}; plans place them evenly (-o writes how)"
+        load, line = load.placed(), f"{line}; plans place them evenly (-o writes how), and may copy some (epNxM)"
     workload = request.workload.model_copy(update={"expert_load": load})
     return replace(request, workload=workload, derived_lines=(*request.derived_lines, line))
+
+
+_LOSSY_WORDS: Mapping[str, DispatchDtype] = {"epfp8": "fp8", "epint8": "int8"}
+
+
+def with_allowed(request: PlanRequest, name_parts: str) -> PlanRequest:
+    """Return the request for plans that may have parts of a name, such as `epfp8`, which change losses. Raises
+    ConfigError for other parts."""
+    words = name_parts.split("-")
+    for word in words:
+        if word not in _LOSSY_WORDS:
+            expected = f"expected {' or '.join(_LOSSY_WORDS)}, which change losses"
+            raise ConfigError(f"--allow {word}: {expected}{did_you_mean(word, _LOSSY_WORDS)}")
+    if request.model.moe is None:
+        raise ConfigError(f"--allow {name_parts}: model {request.model.name} has no experts; leave it out")
+    line = f"{' and '.join(words)} allowed: hidden states may travel to experts in 8 bits, which changes losses"
+    dtypes = tuple(dict.fromkeys(_LOSSY_WORDS[word] for word in words))
+    return replace(request, allowed_dispatch_dtypes=dtypes, derived_lines=(*request.derived_lines, line))
 
 
 def _require_memory(cluster: ClusterSpec, limit_bytes: int | None) -> None:

@@ -50,6 +50,7 @@ def mechanisms(plan: Plan) -> list[str]:
         "recompute": any(strategy.recompute != "none" for strategy in strategies),
         "tiles": plan.sequence_tiles > 1,
         "slices": plan.sequence_slices > 1,
+        "copies of experts": plan.ep_redundant_experts > 0,
         "offload": any(strategy.offload != "none" for strategy in strategies),
         "a schedule searched for its times": plan.pinned_schedule is not None,
     }

@@ -7,10 +7,11 @@ recompute) what is sent and stored. Bounds exist for each level, so that most pl
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import product
 from typing import Any
 
 from muster.planner.context_choice import context_fields
-from muster.planner.dispatch_choice import dispatch_fields, expert_slices
+from muster.planner.dispatch_choice import copy_counts, dispatch_fields, expert_slices
 from muster.planner.node_order import is_heterogeneous
 from muster.planner.request import PlanRequest
 from muster.planner.simplicity import least_simplicity
@@ -55,7 +56,10 @@ def used_axes(plan: "Plan | MeshShape") -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """Degrees of parallelism and the micro-batch size. All plans of a shape run the same matmuls on each rank."""
+    """Degrees of parallelism, the micro-batch size and copies of experts on each rank.
+
+    All plans of a shape run the same matmuls on each rank.
+    """
 
     data: int
     tp: int
@@ -63,6 +67,7 @@ class MeshShape:
     cp: int
     ep: int
     micro_batch_size: int
+    copies: int = 0
 
     @property
     def axes(self) -> frozenset[str]:
@@ -71,7 +76,8 @@ class MeshShape:
 
     def __str__(self) -> str:
         degrees = {"dp": self.data, "tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep}
-        return "-".join([f"{axis}{n}" for axis, n in degrees.items() if n > 1] + [f"mb{self.micro_batch_size}"])
+        words = [f"{axis}{n}" for axis, n in degrees.items() if n > 1] + [f"mb{self.micro_batch_size}"]
+        return "-".join([*words, *([f"{self.copies} copies"] if self.copies else [])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +108,9 @@ def mesh_shapes(request: PlanRequest) -> Iterator[MeshShape]:
                 if rest:
                     continue
                 for ep in _ep_degrees(request, data * cp * tp, tp):
-                    for size in micro_batch_sizes(request, sequences):
-                        shape = MeshShape(data, tp, pp, cp, ep, size)
+                    sizes = micro_batch_sizes(request, sequences)
+                    for copies, size in product(copy_counts(request, ep), sizes):
+                        shape = MeshShape(data, tp, pp, cp, ep, size, copies)
                         if sequences // size * pp > MAX_PROGRAM_MICRO_BATCHES:
                             continue
                         if request.admits("micro_batch_size", size) and request.axes in (None, shape.axes):
@@ -186,7 +193,7 @@ def _may_be_simple_enough(request: PlanRequest, choice: ScheduleChoice) -> bool:
     """Return True if a choice has plans that are as simple as is wanted."""
     if request.simpler_than is None:
         return True
-    others = choice.balances_layers + choice.uneven_batch
+    others = choice.balances_layers + choice.uneven_batch + (choice.shape.copies > 0)
     return least_simplicity(len(choice.shape.axes), choice.schedule, others) < request.simpler_than
 
 
@@ -271,7 +278,9 @@ def make_plan(
             **context_fields(request, shape.tp, shape.cp),
             "ep": shape.ep,
             "etp": expert_slices(request, shape.tp, shape.ep),
-            **dispatch_fields(request, shape.tp, shape.cp, shape.ep, request.fixed.get("sp", can_cut_positions)),
+            **dispatch_fields(
+                request, shape.tp, shape.cp, shape.ep, request.fixed.get("sp", can_cut_positions), shape.copies
+            ),
             "micro_batch_size": shape.micro_batch_size,
             "sequence_tiles": request.fixed.get("sequence_tiles", request.base.sequence_tiles),
             "sequence_slices": request.fixed.get("sequence_slices", request.base.sequence_slices),

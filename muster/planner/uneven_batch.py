@@ -65,7 +65,7 @@ class BatchSplitter:
         """`whole_model_s`: seconds of the whole model for a micro-batch of a shape on devices that are alike."""
         self.request = request
         self._whole_model_s = whole_model_s
-        self._whole_model_times_s: dict[tuple[int, ...], float] = {}
+        self._whole_model_times_s: dict[tuple, float] = {}
         self._groups: dict[tuple, list[list[int]]] = {}
         self._node_kinds = _node_kinds(request.cluster)
 
@@ -146,7 +146,7 @@ class BatchSplitter:
         cluster = self.request.cluster
         micro_batches_per_s = 0.0
         for number, like in enumerate(self._node_kinds):
-            key = number, shape.tp, shape.cp, shape.ep, shape.micro_batch_size
+            key = number, shape.tp, shape.cp, shape.ep, shape.micro_batch_size, shape.copies
             if key not in self._whole_model_times_s:
                 self._whole_model_times_s[key] = self._whole_model_s(
                     replace(self.request, cluster=_cluster_of_kind(cluster, like)), shape

@@ -53,7 +53,7 @@ class LowerBounds:
         self.memory_budget = memory_budget
         self.batch_splitter = batch_splitter
         self.value_per_second = value_per_second
-        self._busiest_rank_s: dict[tuple[int, ...], float] = {}
+        self._busiest_rank_s: dict[tuple, float] = {}
         self._comm_s: dict[tuple, float] = {}
 
     def of_choice(self, choice: ScheduleChoice) -> float:
@@ -172,7 +172,7 @@ class LowerBounds:
         """
         if not self.costs.has_uniform_layers:
             return 0.0
-        key = shape.tp, shape.pp, shape.cp, shape.ep, shape.micro_batch_size, shape.data
+        key = shape.tp, shape.pp, shape.cp, shape.ep, shape.micro_batch_size, shape.data, shape.copies
         if key not in self._busiest_rank_s:
             num_layers = self.request.model.num_layers
             plans = self._plans_by_axis_order(ScheduleChoice(shape, DEFAULT_SCHEDULE, 1, False), (1, shape.data, "z1"))

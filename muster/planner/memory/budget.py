@@ -199,7 +199,7 @@ class MemoryBudget:
 
     def _min_stage(self, shape: MeshShape, sharding: DataSharding) -> tuple[MemoryLowerBound, int]:
         """Return the least memory of all layers on one stage, and the overhead beside tensors."""
-        key = shape.tp, shape.cp, shape.ep, *sharding
+        key = shape.tp, shape.cp, shape.ep, shape.copies, *sharding
         if key not in self._min_stages:
             request = self.request
             alone = make_plan(request, replace(shape, pp=1, micro_batch_size=1), sharding, recompute="full")
