@@ -62,6 +62,7 @@ from muster.spec.redundant_experts import ExpertCopies
 from muster.train.batch_loader import BatchLoader
 from muster.train.finalize import _memory_terms
 from muster.train.grouped_batches import GroupedStep, GroupReader
+from muster.train.parameter_updater import ParameterUpdater
 from muster.train.prefetch import LocalBatch
 from muster.train.schedule_refinement import refine_schedule_from_profile
 from muster.train.trainer import Trainer
@@ -506,6 +507,30 @@ class WatchedTrainer(Trainer):
         super()._update_parameters(action)
 
 
+class LateUpdater(ParameterUpdater):
+    """Serial form of delayed updates: after `first_steps` each step updates, on the device, with the gradients and the
+    learning rate of the one before."""
+
+    first_steps = 0
+    _waiting: tuple[float, dict[str, Tensor]] | None = None
+
+    def apply(self) -> None:
+        if self.state.step <= self.first_steps:
+            super().apply()
+            return
+        waiting, self._waiting = self._waiting, None
+        if self.state.skip_reason is None:
+            self.clip()
+            gradients = {name: local.grad.clone() for name, local in self.parameters.items() if local.grad is not None}
+            self._waiting = self.state.learning_rate, gradients
+        if waiting is not None:
+            self.state.learning_rate, late = waiting
+            for name, local in self.parameters.items():
+                local.grad = late.get(name)
+            self.optimizer_step()
+        self.drop_gradients()
+
+
 def run_cases(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]) -> list[dict[str, Any]]:
     """Each case of `payload["cases"]` in turn, in a world of its own; what was found, by case."""
     cases, cache = payload["cases"], payload["cache"]
@@ -549,12 +574,14 @@ def run_case(
     profile: bool = False,
     changes: dict[str, Any] | None = None,
     micro_batch_size: int = 1,
+    delay_after: int | None = None,
     **kind: Any,
 ) -> dict[str, Any]:
     """Errors relative to the reference: of the losses, and of this rank's part of the first gradients and their norm.
 
     `changes` are fields of the plan that no name says. With `profile`, also what the
-    rank held, beside the formulas.
+    rank held, beside the formulas. From `delay_after` steps on updates are delayed, by the program where the plan has a
+    tier for them, else by `LateUpdater`.
     """
     config, (losses, gradients) = config_of(**kind), expected
     base = Plan(precision=precision, micro_batch_size=micro_batch_size)  # type: ignore[arg-type]
@@ -564,7 +591,14 @@ def run_case(
     norm = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
     noise = patch("muster.model.init.initial_value", start_value)
     with open_world(store, rank, world_size, full_plan, generation) as world, FAULTS[fault](), noise:
-        trainer = WatchedTrainer(config, full_plan, world, open_data(config, cache))
+        delays = delay_after is not None and full_plan.default_strategy.offload_optimizer != "none"
+        if delays:
+            late = {"delayed_update": True, "delayed_update_warmup_steps": delay_after}
+            config = config.model_copy(update={"train": config.train.model_copy(update=late)})
+        is_late = delay_after is not None and not delays
+        updater_type = type("Late", (LateUpdater,), {"first_steps": delay_after}) if is_late else ParameterUpdater
+        with patch.object(WatchedTrainer, "updater_type", updater_type):
+            trainer = WatchedTrainer(config, full_plan, world, open_data(config, cache))
         with patch.multiple(op_profile, REPEATS=2, PASS_REPEATS=1):  # as often as all of it is done once
             found = trainer.profile() if profile else None
         if found and (order := refine_schedule_from_profile(config, full_plan, world, found)):
@@ -790,6 +824,22 @@ def lost_return() -> Iterator[None]:
         return self._free
 
     with patch.object(HostPart, "give_back", faulty):
+        yield
+
+
+@contextmanager
+def halved_late_gradients() -> Iterator[None]:
+    """The gradients of delayed updates are halved while they wait."""
+    begin = ParameterUpdater.begin_delayed_step
+
+    def faulty(self: ParameterUpdater) -> None:
+        begin(self)
+        if self.optimizer.pending is not None:  # type: ignore[attr-defined]
+            for part in self.optimizer.parts.values():  # type: ignore[attr-defined]
+                for gradient in part.pending_gradients().values():
+                    gradient.mul_(0.5)
+
+    with patch.object(ParameterUpdater, "begin_delayed_step", faulty):
         yield
 
 
@@ -1051,6 +1101,7 @@ FAULTS = {
     "stale inputs of graphs": stale_inputs,
     "lost read": lost_read,
     "lost return": lost_return,
+    "halved late gradients": halved_late_gradients,
     "same further token": same_further_token,
     "lone embedding": lone_embedding,
     "routed padding counts": routed_padding_counts,

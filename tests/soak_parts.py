@@ -37,7 +37,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "test_fake_gpu.py::test_steps_of_every_schedule_with_each_kind_of_plan_wait_once_and_all_ranks_meet",
     ),
     "data": ("test_packing.py", "test_eval.py", "test_tracking.py", "test_fine_tuning.py"),
-    "resume": ("test_resume.py", "test_changed_resume.py"),
+    "resume": ("test_resume.py", "test_changed_resume.py", "test_delayed_update.py"),
     "kills": ("test_async_saver.py", "test_train.py", "test_remote_checkpoints.py", "test_in_memory_checkpoints.py"),
     "hangs": ("test_hang.py", "test_doctor.py"),
     "nodes": ("test_nodes.py",),

@@ -340,6 +340,40 @@ MORE_HOST_UPDATES = [
 ]
 
 
+DELAYED_UPDATES = [("pp2-relem", "ooptd", {"tied": True, "precision": "fp64"})]
+MORE_DELAYED_UPDATES = [
+    ("dp2-z3", "oopt", {}),
+    *((plan, word, {}) for plan in ("dp2-z1", "dp2-z2-rfull", "tp2-sp", "cp2") for word in ("oopt", "ooptd")),
+    ("pp2v2-szbv", "ooptd", {"tied": True}),
+    ("pp2-sgpipe-oact", "oopt", {"precision": "fp64"}),
+    ("dp2-z3", "oopt", {"precision": "bf16"}),
+    ("pp2-vocab", "oopt", {}),
+    ("dp2", "oopt-oactd", {"precision": "fp64"}),
+]
+
+
+def check_delayed_updates(plans: list[tuple[str, str, dict[str, Any]]], cache: Path) -> None:
+    """Losses and parameters of delayed updates have the bits of the serial form."""
+    late = {"steps": 5, "delay_after": 2}
+    pairs = [({"plan": plan} | fields, {"plan": f"{plan}-{word}"} | fields) for plan, word, fields in plans]
+    faulty = pairs[0][1] | late | {"fault": "halved late gradients"}
+    *found, wrong = run(2, [*(case | late for pair in pairs for case in pair), faulty], cache)
+    for place, pair in enumerate(pairs):
+        for serial, delayed in zip(*found[2 * place : 2 * place + 2], strict=True):
+            assert (serial["losses"], serial["parameters"]) == (delayed["losses"], delayed["parameters"]), pair
+    late_losses, wrong_losses = found[0][0]["losses"], wrong[0]["losses"]
+    assert (late_losses[:4], late_losses[4] != wrong_losses[4]) == (wrong_losses[:4], True)
+
+
+def test_delayed_updates_have_the_bits_of_the_serial_form(cache: Path) -> None:
+    check_delayed_updates(DELAYED_UPDATES, cache)
+
+
+@pytest.mark.soak
+def test_delayed_updates_of_more_plans_have_the_bits_of_the_serial_form(cache: Path) -> None:
+    check_delayed_updates(MORE_DELAYED_UPDATES, cache)
+
+
 def check_host_updates(plans: list[tuple[str, str, dict[str, Any]]], cache: Path) -> None:
     """Without and with state in host memory or on disk, losses and parameters have the same bits."""
     pairs = [({"plan": plan} | fields, {"plan": f"{plan}-{word}"} | fields) for plan, word, fields in plans]

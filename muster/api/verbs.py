@@ -367,4 +367,5 @@ def predict(
         framework=_resolve_framework(framework, devices),
         optim=optim,
         outer=given.outer,
+        delayed_update=given.delayed_update,
     )

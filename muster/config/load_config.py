@@ -162,6 +162,8 @@ class PlanInput:
     is_auto: bool = False
     """True where the run file leaves the plan to `auto`; `plan` has what it says beside."""
     outer: OuterConfig | None = None
+    delayed_update: bool = False
+    """True where the run file delays the host's updates."""
 
 
 def load_plan_input(path: Path) -> PlanInput:
@@ -192,6 +194,7 @@ def load_plan_input(path: Path) -> PlanInput:
         optim,
         merged.plan_is_auto,
         _section(merged, "outer", OuterConfig, {}),
+        train is not None and train.delayed_update,
     )
 
 

@@ -170,6 +170,11 @@ class TrainConfig(Frozen):
     restarts: NonNegativeInt = 0
     """Most times in a row, without a new step between, that the launcher starts all ranks again from the newest state
     after one was lost or hung; 0: never. Under torchrun its own --max-restarts counts."""
+    delayed_update: bool = False
+    """Update the parameters whose optimizer state is off the device beside the passes of the next step, which are
+    computed with the parameters before the update (arXiv:2101.06840 §5.2)."""
+    delayed_update_warmup_steps: NonNegativeInt = 40
+    """First steps, whose updates aren't delayed."""
     deterministic: bool = False
     """Use only PyTorch algorithms that give the same bits every time."""
     z_loss: NonNegative = 0.0

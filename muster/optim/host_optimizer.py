@@ -6,6 +6,7 @@ kernels over the same tensors as without offload, so that the results are the sa
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,18 @@ from muster.parallel.world import World
 
 PartKey = tuple[int, int]
 """Stage and number of a part of its parameters."""
+
+
+PENDING_GRADIENT = "pending_grad"
+"""Name of a gradient that waits for its update, among the state of its parameter."""
+
+
+class PendingUpdate(NamedTuple):
+    """An update with gradients that wait in host memory until the next step."""
+
+    learning_rate: float
+    step_count: int
+    """Steps of the optimizer before it."""
 
 
 class HostPart:
@@ -53,6 +66,22 @@ class HostPart:
         self.optimizer.step(lr)
         if self.stored is not None:
             self.stored.is_changed = True
+
+    def pending_gradients(self) -> dict[str, Tensor]:
+        """Return the gradients in host memory that wait for an update, by parameter."""
+        return {name: hosted.grad for name, hosted in self._hosted.items() if hosted.grad is not None}
+
+    def expect_gradients(self, names: Collection[str]) -> None:
+        """Make room for gradients of these parameters that wait for an update, which a checkpoint then fills."""
+        self._free()
+        for name, param in ((name, param) for name, param in self.params.items() if name in names):
+            hosted = self._hosted[name]
+            hosted.data, hosted.grad = self._buffer(param), self._buffer(param)
+
+    def take_parameters(self) -> None:
+        """Copy the parameters beside gradients that a checkpoint has filled."""
+        pairs = [(self._hosted[name].data, self.params[name].detach()) for name in self.pending_gradients()]
+        self._link.copy(pairs, host_waits=True)()
 
     def give_back(self) -> Callable[[], None]:
         """Start to copy the parameters back; the returned function waits for the end and frees the buffers."""
@@ -112,6 +141,8 @@ class HostOptimizer(Optimizer):
             for key, names in parts.items()
         }
         self.store = store
+        self.pending: PendingUpdate | None = None
+        """Update of the next step, whose gradients are in the parts; None where updates aren't delayed."""
         for key in on_disk:
             part = self.parts[key]
             tensors = [tensor for _, tensor in part.optimizer.state().values()]
@@ -126,6 +157,25 @@ class HostOptimizer(Optimizer):
         self._follow(part.optimizer)
         part.update(lr)
 
+    def update_pending(self, key: PartKey) -> None:
+        """Update one part in host memory with the gradients that wait there, if any do."""
+        if self.pending is not None:
+            part = self.parts[key]
+            part.optimizer.step_count, part.optimizer.starts = self.pending.step_count, self.starts
+            part.update(self.pending.learning_rate)
+
+    def expect_pending(self, pending: PendingUpdate | None, names: Collection[str]) -> None:
+        """Make room for the gradients of an update that waits in a checkpoint, with those of these parameters; None:
+        none does."""
+        self.pending = pending
+        for part in self.parts.values():
+            part.expect_gradients(() if pending is None else names)
+
+    def take_parameters(self) -> None:
+        """Copy the parameters of an update that was in a checkpoint to the host, once all is loaded."""
+        for part in self.parts.values():
+            part.take_parameters()
+
     def _update(self, lr: float) -> None:
         self._follow(self.resident)
         self.resident.step(lr)
@@ -134,13 +184,19 @@ class HostOptimizer(Optimizer):
         optimizer.step_count, optimizer.starts = self.step_count, self.starts
 
     def state(self) -> dict[str, tuple[str, Tensor]]:
-        """Return the state (see `Optimizer.state`); what is on disk is read, and written after the next update."""
+        """Return the state (see `Optimizer.state`), and the gradients that wait for an update; what is on disk is read,
+        and written after the next update."""
         for part in self.parts.values():
             if part.stored is not None:
                 part.stored.read()()
                 part.stored.is_changed = True  # the caller may fill it
         optimizers = (self.resident, *(part.optimizer for part in self.parts.values()))
-        return {key: entry for optimizer in optimizers for key, entry in optimizer.state().items()}
+        waiting = {
+            f"{name}.{PENDING_GRADIENT}": (name, gradient)
+            for part in self.parts.values()
+            for name, gradient in part.pending_gradients().items()
+        }
+        return {key: entry for optimizer in optimizers for key, entry in optimizer.state().items()} | waiting
 
     def state_layouts(self) -> dict[str, TensorLayout]:
         optimizers = (self.resident, *(part.optimizer for part in self.parts.values()))

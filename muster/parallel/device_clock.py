@@ -84,6 +84,20 @@ class HostRecord:
         return self.found
 
 
+@dataclass(frozen=True)
+class RecordBesideHost:
+    """Instructions of a step, and beside them those of the host's cores, whose times are known."""
+
+    device: StepRecord
+    host: list[Event]
+
+    def is_complete(self) -> bool:
+        return self.device.is_complete()
+
+    def events(self) -> list[Event]:
+        return [*self.device.events(), *self.host]
+
+
 @dataclass
 class DeviceClock:
     """The clock of a GPU: events in its current stream.

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from muster.launch.heartbeat import PAGE_BYTES, Heartbeat
 from muster.parallel.axis import PendingTensor
-from muster.parallel.device_clock import HostClock, StepClock, StepRecord, TimedInstruction
+from muster.parallel.device_clock import HostClock, RecordBesideHost, StepClock, StepRecord, TimedInstruction
 from muster.parallel.flight_recorder import flight_record
+from muster.parallel.host_lane import HOST_LANES, HostLane
 from muster.parallel.p2p import P2PRoute, PendingReceive
 from muster.parallel.stage import Stage
 from muster.parallel.vocab_parallel import VocabShard
@@ -24,7 +25,7 @@ class Executor:
 
     One thread walks the compute lane. Before each compute instruction it starts, in the order of their lanes, all
     sends, receives, collectives and copies whose waits are over; these then overlap with compute. Only instructions
-    communicate (and, within a pass, the stage itself).
+    communicate (and, within a pass, the stage itself). Where the host's cores have a lane, another thread walks it.
 
     `handlers` execute the kinds that no single stage can: gradient norm, optimizer step, tied embeddings, replicas.
     `copies` start the other copies; the functions that they return wait for the end.
@@ -88,8 +89,15 @@ class Executor:
                 start(instruction.action), instruction.lane
             )
 
+        self._host_lane: HostLane | None = None
+        if self.lanes["host"]:
+            self._host_lane = HostLane(self.lanes, handlers, copies or {})
+            self.lanes |= dict.fromkeys(HOST_LANES, ())
+
     def run(self) -> StepRecord:
         """Run one step and return the record of this rank's instructions."""
+        if self._host_lane is not None:
+            self._host_lane.start()
         self._cursor: dict[Lane, int] = dict.fromkeys(LANES, 0)
         self._pending: dict[Wait, PendingReceive | PendingTensor] = {}
         """Communication that has started and overlaps with compute."""
@@ -114,7 +122,10 @@ class Executor:
         assert not self._pending_copies, "no pass waits for a copy, which the checker should have refused"
         for index in list(self._pending_sends):
             self._release_send(index)
-        return self._clock.take_record(self.world_rank, self._timed)
+        record = self._clock.take_record(self.world_rank, self._timed)
+        if self._host_lane is None:
+            return record
+        return RecordBesideHost(record, self._host_lane.finish(self.world_rank))
 
     # ------------------------------------------------------------------------------------------------------------------
     # Order
@@ -144,10 +155,15 @@ class Executor:
             self._timed.append((lane, instruction.action, start, self._clock.mark()))
 
     def _is_complete(self, wait: Wait) -> bool:
+        if self._host_lane is not None and wait.lane in HOST_LANES:
+            return self._host_lane.is_over(wait)
         has_started = self._cursor[wait.lane] > wait.index
         return has_started and wait not in self._pending and wait not in self._pending_copies
 
     def _wait_for(self, wait: Wait) -> None:
+        if self._host_lane is not None and wait.lane in HOST_LANES:
+            self._host_lane.wait(wait)
+            return
         while self._cursor[wait.lane] <= wait.index:
             self._start_next(wait.lane)
         if wait in self._pending:

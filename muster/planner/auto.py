@@ -1,6 +1,6 @@
 """The plan of a run: `parallel: auto` searches for it on the machine that the run is on."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -201,12 +201,36 @@ def _require_parts_run(config: RunConfig) -> None:
             raise InfeasibleError(
                 f"train.{key} {name} of a plugin may read values, which a captured pass can't: leave cuda_graphs out"
             )
-    if any(strategy.offload_optimizer != "none" for strategy in plan.strategies):
+    tiers = {strategy.offload_optimizer for strategy in plan.strategies} - {"none"}
+    if tiers:
         _require_host_updates(config)
+    if train.delayed_update:
+        _require_delayed_updates(plan, tiers)
     if train.training_step is not None and plan.post_validation:
         raise InfeasibleError(
             f"train.training_step {train.training_step} sees the gradient norm of all ranks, which post_validation"
             " doesn't wait for: leave pv out"
+        )
+
+
+def _require_delayed_updates(plan: Plan, tiers: Collection[str]) -> None:
+    """Raise InfeasibleError where updates can't be delayed, for a plan with optimizer state on these tiers."""
+    if not tiers:
+        raise InfeasibleError(
+            "train.delayed_update lets the host update parameters beside the passes of the next step, but the plan has"
+            " all optimizer state on the device: add oopth or ooptd to the plan, or leave train.delayed_update out"
+        )
+    if any(one.offload_optimizer == "none" or one.offload_optimizer_ratio < 1 for one in plan.strategies):
+        raise InfeasibleError(
+            "train.delayed_update delays all updates, but the plan leaves optimizer state of some layers on the device:"
+            " take oopth or ooptd for all, or leave train.delayed_update out"
+        )
+    if plan.dynamic_context_parallel:
+        raise InfeasibleError("train.delayed_update with cpdyn has no parity test yet: leave one of them out")
+    if "disk" in tiers and any(strategy.offload == "activations_on_disk" for strategy in plan.strategies):
+        raise InfeasibleError(
+            "train.delayed_update reads and writes optimizer state on disk beside the passes, whose activations have"
+            " the disk then: leave train.delayed_update or oactd out, or keep the state in host memory (oopth)"
         )
 
 

@@ -33,6 +33,7 @@ _LANE_NAMES: dict[Lane, str] = {
     "host_copy": "copies",
     "disk": "disk",
     "outer": "exchanges between islands",
+    "host": "updates by the host",
 }
 """Lanes as the legend names them."""
 

@@ -8,11 +8,11 @@ from itertools import repeat
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-Lane = Literal["compute", "p2p", "collective", "host_copy", "disk", "outer"]
-LANES: tuple[Lane, ...] = ("compute", "p2p", "collective", "host_copy", "disk", "outer")
+Lane = Literal["compute", "p2p", "collective", "host_copy", "disk", "outer", "host"]
+LANES: tuple[Lane, ...] = ("compute", "p2p", "collective", "host_copy", "disk", "outer", "host")
 COPY_LANES: tuple[Lane, ...] = ("host_copy", "disk")
 """Lanes of copies, which run beside the passes; those that need their results wait for them."""
-BESIDE_LANES: tuple[Lane, ...] = (*COPY_LANES, "outer")
+BESIDE_LANES: tuple[Lane, ...] = (*COPY_LANES, "outer", "host")
 """Lanes whose instructions no other instruction of the same program needs but those that wait for them."""
 
 
@@ -54,6 +54,7 @@ class Kind(StrEnum):
     OFFLOAD_GRAD = "OFFLOAD_GRAD"
     READ_STATE = "READ_STATE"
     UPDATE = "UPDATE"
+    DELAYED_UPDATE = "DELAYED_UPDATE"
     RELOAD_PARAM = "RELOAD_PARAM"
     WRITE_STATE = "WRITE_STATE"
     STEP = "STEP"
@@ -140,6 +141,13 @@ KINDS: dict[Kind, KindTraits] = {
     Kind.UPDATE: KindTraits(
         "compute", "update of a part of the parameters by the host", reads="m", makes="n", frees="m"
     ),
+    Kind.DELAYED_UPDATE: KindTraits(
+        "host",
+        "update of a part of the parameters by the host, with the gradients of the step before, beside the passes",
+        reads="m",
+        makes="n",
+        frees="m",
+    ),
     Kind.RELOAD_PARAM: KindTraits("host_copy", "copy a part's parameters back to the device", reads="n", frees="n"),
     Kind.READ_STATE: KindTraits("disk", "read a part's optimizer state from disk", makes="v"),
     Kind.WRITE_STATE: KindTraits("disk", "write a part's optimizer state to disk", reads="v", frees="v"),
@@ -162,7 +170,10 @@ BACKWARDS = (Kind.B, Kind.I)
 SENDS = (Kind.SEND_F, Kind.SEND_B)
 RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 
-HOST_UPDATE_KINDS = (Kind.OFFLOAD_GRAD, Kind.READ_STATE, Kind.UPDATE, Kind.RELOAD_PARAM, Kind.WRITE_STATE)
+HOST_UPDATE_KINDS = (
+    *(Kind.OFFLOAD_GRAD, Kind.READ_STATE, Kind.UPDATE, Kind.DELAYED_UPDATE),
+    *(Kind.RELOAD_PARAM, Kind.WRITE_STATE),
+)
 """Instructions on one part of a stage's parameters, which is the slice of their action."""
 OUTER_KINDS = (Kind.OUTER_REDUCE, Kind.OUTER_WAIT, Kind.OUTER_STEP)
 """Instructions between islands on one fragment of the parameters, which is the slice of their action."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from muster.schedule.action import HOST_UPDATE_KINDS, KINDS, OUTER_KINDS, Action, Kind, matching_transfer
+from muster.schedule.action import KINDS, OUTER_KINDS, Action, Kind, matching_transfer
 from muster.schedule.program import Program, ProgramError, stages_of_action
 
 PASSES = (Kind.F, Kind.B, Kind.I, Kind.W)
@@ -52,7 +52,7 @@ _GRADIENT_ORDER = {
 }
 _GRADIENT_ORDER |= {Kind.GRAD_NORM: 5, Kind.GRAD_NORM_ASYNC: 5, Kind.CLIP: 6, Kind.STEP: 8}
 _GRADIENT_ORDER |= dict.fromkeys(OUTER_KINDS, 9)
-_GRADIENT_ORDER |= dict.fromkeys(set(HOST_UPDATE_KINDS) - {Kind.READ_STATE}, 7)
+_GRADIENT_ORDER |= dict.fromkeys((Kind.OFFLOAD_GRAD, Kind.UPDATE, Kind.RELOAD_PARAM, Kind.WRITE_STATE), 7)
 """Order of instructions on gradients: each kind needs all the earlier ones to be over."""
 
 
@@ -89,12 +89,17 @@ class BufferLiveness:
         actions = [action for items in program.ranks[rank].values() for action, _, _ in items]
         self.unsharded_stages = {action.stage for action in actions if action.kind == Kind.UNSHARD}
         read = Counter(item.action.stage for item in program.ranks[rank].get("disk", ()) if item.action.kind == _READ)
-        updated = Counter(action.stage for action in actions if action.kind == Kind.UPDATE) if read else read
+        is_update = (Kind.UPDATE, Kind.DELAYED_UPDATE)
+        updated = Counter(action.stage for action in actions if action.kind in is_update) if read else read
         self.read_stages = {stage for stage, count in read.items() if count == updated[stage]}
         """Stages whose optimizer state is on disk, all of it."""
         self.pending_gradients = dict.fromkeys(action for action in actions if action.kind in _GRADIENT_ORDER)
         """Instructions on gradients that are not over yet."""
         self.kinds = KINDS
+        self.delayed = [action for action in actions if action.kind == Kind.DELAYED_UPDATE]
+        """Updates with gradients that the round before left in host memory, and this one leaves for the next."""
+        for action in self.delayed:
+            self.alive[("m", action.stage), action[2:]] = True
         self.vocab_parallel = any(action.kind == Kind.EMB_REDUCE for action in actions)
         if not any(action.kind in (Kind.B, Kind.I, Kind.W) for action in actions):
             self.kinds = {**KINDS, Kind.F: replace(KINDS[Kind.F], makes="y", frees="x")}
@@ -116,7 +121,7 @@ class BufferLiveness:
                     self.logits += 1
                     self.peak_logits = max(self.peak_logits, self.logits)
             return
-        if rule.order > 0:
+        if rule.order > 0 and not (self.delayed and action.kind == Kind.WRITE_STATE):
             self._check_gradients(action)
         for letter, place in rule.reads:
             if not alive.get((place, unit if letter != "p" else None)):
@@ -136,9 +141,18 @@ class BufferLiveness:
             if letter == "l":
                 self.logits -= 1
 
+    def check_end(self) -> None:
+        """Check what the next round finds. Raises ProgramError where a delayed update would lack its gradients."""
+        for action in self.delayed:
+            if not self.alive[("m", action.stage), action[2:]]:
+                fetch = action._replace(kind=Kind.OFFLOAD_GRAD)
+                raise ProgramError(
+                    f"{action} on rank {self.rank} of the next step has no gradients: no {fetch} is over"
+                )
+
     def _add_rule(self, kind: Kind, stage: int) -> _BufferRule:
         own = self.kinds[kind]
-        reads = own.reads + ("v" if kind == Kind.UPDATE and stage in self.read_stages else "")
+        reads = own.reads + ("v" if kind in (Kind.UPDATE, Kind.DELAYED_UPDATE) and stage in self.read_stages else "")
         reads += "p" if kind in PASSES and stage in self.unsharded_stages else ""
         read, made, freed = (tuple(self._buffer_keys(letters, stage)) for letters in (reads, own.makes, own.frees))
         rule = _BufferRule(read, made, freed, _GRADIENT_ORDER.get(kind, -1))
@@ -205,6 +219,9 @@ class BufferLiveness:
         return producer
 
     def _check_gradients(self, action: Action) -> None:
+        returned = action._replace(kind=Kind.RELOAD_PARAM)
+        if self.delayed and action.kind == Kind.OFFLOAD_GRAD and returned in self.pending_gradients:
+            raise ProgramError(f"{action} on rank {self.rank} begins before {returned} is known to be over")
         concerned = set(stages_of_action(self.program, action.kind, action.stage))
         for other in self.pending_gradients:
             earlier = _GRADIENT_ORDER[other.kind] < _GRADIENT_ORDER[action.kind]

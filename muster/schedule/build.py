@@ -59,9 +59,11 @@ def build_program(
     train: bool = True,
     data_rank: int | None = None,
     outer: OuterEvents = NO_EXCHANGE,
+    delayed_update: bool = False,
 ) -> Program:
     """Return the Program of one optimizer step; without `train`, that of the forwards alone over as many micro-batches.
-    `outer`: exchanges between islands after the step.
+    `outer`: exchanges between islands after the step. `delayed_update`: of a step in which the host updates parameters
+    with the gradients of the step before.
 
     Under unequal `uneven_micro_batches` each data-parallel rank has a Program of its own length: `data_rank` selects
     it, None the longest. All of them have the same collectives in the same order.
@@ -91,6 +93,7 @@ def build_program(
             stage for stage in stages if train and plan.offloaded_layers(stage, model.num_layers, "disk")
         ),
         host_updates=tuple(plan.host_update_tiers(stage, model.num_layers) for stage in stages) if train else (),
+        delayed_update=delayed_update,
         outer=outer,
         train=train,
     )

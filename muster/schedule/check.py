@@ -56,6 +56,8 @@ def check(program: Program, max_activations: int | None = None) -> CheckReport:
         check_outer_steps(program)
         books = [BufferLiveness(program, rank, max_activations) for rank in range(program.num_ranks)]
         dry_run(program, lambda rank, instruction, over: books[rank].record(instruction.action, over))
+        for book in books:
+            book.check_end()
     return CheckReport(
         tuple(book.peak_activations for book in books),
         tuple(book.peak_by_stage for book in books),

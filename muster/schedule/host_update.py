@@ -9,6 +9,14 @@ an earlier one returns, so that copies overlap with updates, and host memory hol
     host copy              grads.0 grads.1    params.0 grads.2 params.1   params.2
     disk       read.0 read.1                  write.0 read.2 write.1      write.2
 
+A delayed update (ibid., §5.2) takes place beside the passes of the next step, which still read the parameters before
+it, in a lane of the host's cores. Once no pass reads them any more, its parameters return, and the gradients of the
+step that ends take their place in host memory:
+
+    compute    pass   pass   pass   …   CLIP   STEP
+    host       DELAYED_UPDATE.0  DELAYED_UPDATE.1
+    host copy                           params.0 grads.0 params.1 grads.1
+
 State on disk (ZeRO-Infinity, Rajbhandari et al. 2021, arXiv:2104.07857) is read before an update and written after it,
 in a lane of its own: that of the first parts beside the passes, which don't need it.
 """

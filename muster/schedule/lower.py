@@ -1,6 +1,6 @@
 """Lowering: turn a Schedule into a Program by adding communication and the optimizer step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from muster.schedule.action import KINDS, LANES, Action, Kind, Lane
@@ -37,6 +37,8 @@ class LoweringOptions:
     host_updates: tuple[tuple[Tier, ...], ...] = ()
     """Places, by stage, of the optimizer's state of each part that the host updates; empty: the device updates
     all."""
+    delayed_update: bool = False
+    """True if the host updates parameters with the gradients of the step before, beside the passes."""
     outer: OuterEvents = NO_EXCHANGE
     """Exchanges with other islands after the step."""
     train: bool = True
@@ -290,10 +292,13 @@ def add_outer_steps(draft: ProgramDraft, outer: OuterEvents) -> None:
 def add_host_updates(draft: ProgramDraft, rank: int, options: LoweringOptions, norm: Wait) -> list[Wait]:
     """Add the updates of a rank's parameters by the host, and their copies; return the waits for their results."""
     stages = [stage for stage, holder in enumerate(draft.schedule.placement) if holder == rank]
+    tiers: dict[tuple[int, int], Tier] = {}
     tiers = {(stage, part): tier for stage in stages for part, tier in enumerate(options.host_updates[stage])}
     if not tiers:
         return []
     clipped = draft.add(rank, Action(Kind.CLIP), [norm])
+    if options.delayed_update:
+        return add_delayed_updates(draft, rank, tiers, clipped)
     # An UPDATE is the instruction after CLIP that has the number of its part.
     updates = {place: clipped._replace(index=clipped.index + 1 + number) for number, place in enumerate(tiers)}
     arrived: dict[tuple[int, int], list[Wait]] = {place: [] for place in tiers}
@@ -311,4 +316,28 @@ def add_host_updates(draft: ProgramDraft, rank: int, options: LoweringOptions, n
                 done.append(draft.add(rank, action, [updates[place]]))
     for (stage, part), waits in arrived.items():
         draft.add(rank, Action(Kind.UPDATE, stage, slice=part), waits)
+    return done
+
+
+def add_delayed_updates(
+    draft: ProgramDraft, rank: int, tiers: Mapping[tuple[int, int], Tier], clipped: Wait
+) -> list[Wait]:
+    """Add the updates by the host with the gradients of the step before, beside the passes (`tiers`: by stage and
+    part), and behind these the copies of their results and of this step's gradients; return the waits for them."""
+    updates = {place: Wait("host", number) for number, place in enumerate(tiers)}
+    on_disk = [place for place, tier in tiers.items() if tier == "disk"]
+    read: dict[tuple[int, int], list[Wait]] = {place: [] for place in tiers}
+    done = []
+    for action in copy_order(on_disk, Kind.READ_STATE, Kind.WRITE_STATE):
+        place = action.stage, action.slice
+        if action.kind == Kind.READ_STATE:
+            read[place].append(draft.add(rank, action))
+        else:
+            done.append(draft.add(rank, action, [updates[place]]))
+    for (stage, part), waits in read.items():
+        draft.add(rank, Action(Kind.DELAYED_UPDATE, stage, slice=part), waits)
+    for stage, part in tiers:
+        waits = [updates[stage, part], clipped]
+        returned = draft.add(rank, Action(Kind.RELOAD_PARAM, stage, slice=part), waits)
+        done.append(draft.add(rank, Action(Kind.OFFLOAD_GRAD, stage, slice=part), [returned, clipped]))
     return done

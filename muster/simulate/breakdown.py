@@ -54,7 +54,8 @@ _KINDS_BY_PART = {
         *(Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP, Kind.ALL_REDUCE_REPLICAS, Kind.ALL_REDUCE_TIED),
         Kind.OUTER_WAIT,
     ),
-    "optimizer": (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.CLIP, Kind.UPDATE, Kind.STEP, Kind.OUTER_STEP),
+    "optimizer": (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.CLIP, Kind.UPDATE, Kind.DELAYED_UPDATE, Kind.STEP)
+    + (Kind.OUTER_STEP,),
     "bubble": (BUBBLE,),
 }
 """Part of a step → kinds of instructions that belong to it."""
@@ -64,9 +65,10 @@ _COPY_READERS = {
     Kind.RELOAD: ((Kind.B, Kind.I), -1),
     Kind.WRITE_ACT: ((Kind.F,), 0),
     Kind.READ_ACT: ((Kind.B, Kind.I), 0),
-    Kind.OFFLOAD_GRAD: ((Kind.UPDATE,), -1),
+    Kind.OFFLOAD_GRAD: ((Kind.UPDATE, Kind.STEP), -1),
     Kind.RELOAD_PARAM: ((Kind.STEP,), -1),
-    Kind.READ_STATE: ((Kind.UPDATE,), -1),
+    Kind.READ_STATE: ((Kind.UPDATE, Kind.STEP), -1),
+    Kind.DELAYED_UPDATE: ((Kind.STEP,), -1),
 }
 """Kind of a host copy → kinds of an instruction of the same unit, and the place relative to it of the last one that
 needn't wait for the copy."""
@@ -144,7 +146,7 @@ def _copy_spans(timeline: Timeline, compute: Sequence[Sequence[Event]]) -> list[
     On a CPU the rank itself copies: a measured timeline shows the copy between its passes, and all of it counts.
     """
     spans: list[dict[str, list[TimeSpan]]] = [{} for _ in compute]
-    copying = [event for event in timeline.events if event.lane in COPY_LANES]
+    copying = [event for event in timeline.events if event.lane in (*COPY_LANES, "host")]
     place = {(event.rank, event.action): n for passes in compute for n, event in enumerate(passes)} if copying else {}
     for event in copying:
         since_s = event.start_s

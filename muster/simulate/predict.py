@@ -68,7 +68,7 @@ _AXIS_BY_KIND |= {
     Kind.OUTER_WAIT: "islands",
 }
 """Kind of communication → axis on which it runs."""
-_STEP_KINDS = (Kind.CLIP, Kind.UPDATE, Kind.STEP, Kind.OUTER_STEP)
+_STEP_KINDS = (Kind.CLIP, Kind.UPDATE, Kind.DELAYED_UPDATE, Kind.STEP, Kind.OUTER_STEP)
 """Compute of the optimizer step."""
 
 
@@ -324,11 +324,13 @@ def predict(
     cache: CostCache | None = None,
     optim: OptimConfig | None = None,
     outer: OuterConfig | None = None,
+    delayed_update: bool = False,
 ) -> Prediction:
     """Predict the time and memory of a plan's step: lower the plan to its Program and simulate it.
 
     `framework`: the framework that trains (default: Muster). `optim`: its optimizer (default: AdamW), `outer`:
-    the outer steps of a plan with islands (default: DiLoCo's).
+    the outer steps of a plan with islands (default: DiLoCo's). `delayed_update`: predict a step in which the host
+    updates parameters with the gradients of the step before.
     `program` (from `build_program`) and `times` (from
     `plan_times`) may be passed in to save their computation: plans with the same schedule, micro-batches and ZeRO level
     have the same Program. Calls that share a `cache` share the costs of equal layers and stages.
@@ -340,9 +342,10 @@ def predict(
     """
     require_legal(plan, model, workload, cluster)
     plan, framework = resolve_schedule(plan, model, workload), framework or MUSTER
-    longest = program or build_program(plan, model, workload)
+    longest = program or build_program(plan, model, workload, delayed_update=delayed_update)
     if plan.uneven_micro_batches:
-        program, times = _slowest_data_rank(model, plan, workload, cluster, framework, cache or CostCache(), optim)
+        own = model, plan, workload, cluster, framework, cache or CostCache(), optim, delayed_update
+        program, times = _slowest_data_rank(*own)
     else:
         program = longest
         times = times or plan_times(model, plan, workload, cluster, framework, cache=cache, optim=optim)
@@ -362,6 +365,7 @@ def _slowest_data_rank(
     framework: FrameworkTraits | None,
     cache: CostCache,
     optim: OptimConfig | None,
+    delayed_update: bool,
 ) -> tuple[Program, OpTimes]:
     """Return the Program and the times of the slowest data-parallel ranks under uneven micro-batches.
 
@@ -374,7 +378,7 @@ def _slowest_data_rank(
         for data_rank in ranks:
             key = number, plan.num_micro_batches(workload, data_rank)
             if key not in candidates:
-                program = build_program(plan, model, workload, data_rank=data_rank)
+                program = build_program(plan, model, workload, data_rank=data_rank, delayed_update=delayed_update)
                 times = plan_times(model, plan, workload, cluster, framework, data_rank, cache, optim)
                 candidates[key] = program, times
     return max(candidates.values(), key=lambda pair: simulate_step(*pair).duration_s)

@@ -15,8 +15,8 @@ def busy_seconds(timeline: Timeline) -> dict[str, float]:
     lanes: Mapping[str, str] = {"host_copy": HOST_LINK, "disk": DISK}
     found: defaultdict[tuple[str, int], float] = defaultdict(float)
     for event in timeline.events:
-        own = HOST_CORES if event.action.kind == Kind.UPDATE else COMPUTE
-        resource = own if event.lane == "compute" else lanes.get(event.lane)
+        own = HOST_CORES if event.action.kind in (Kind.UPDATE, Kind.DELAYED_UPDATE) else COMPUTE
+        resource = own if event.lane in ("compute", "host") else lanes.get(event.lane)
         if resource is not None:
             found[resource, event.rank] += event.duration_s
     longest: defaultdict[str, float] = defaultdict(float)

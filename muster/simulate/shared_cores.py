@@ -28,7 +28,7 @@ def simulate_on_shared_cores(program: Program, times: OpTimes) -> Timeline:
 
     Passes, the optimizer step and collectives need a core for each process that takes part: on one machine collectives
     are memory copies and additions. P2p transfers and GRAD_NORM are latency and need no core, nor do reads and
-    writes of files, nor host copies where cores aren't shared.
+    writes of files, nor host copies and updates beside the passes where cores aren't shared.
     """
     machine = _SharedCoreSimulation(program, times)
     machine.run()
@@ -158,7 +158,7 @@ class _SharedCoreSimulation:
         duration_s = max(self.times.duration_s(self._action(one)) for one in places)
         if (
             lane == "disk"
-            or (lane == "host_copy" and self.times.cores is None)
+            or (lane in ("host_copy", "host") and self.times.cores is None)
             or instruction.action.kind == Kind.GRAD_NORM
         ):
             self._add_timer(duration_s, places)

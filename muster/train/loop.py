@@ -116,7 +116,9 @@ class TrainingLoop:
         if self.plan.post_validation:
             self.post_validation = PostValidation(self.trainer)
         # The program of the ranks with most micro-batches, for which the others wait.
-        predicted = simulate(build_program(self.plan, self.config.model, self.config.workload), profile.times)
+        delays = self.config.train.delayed_update
+        program = build_program(self.plan, self.config.model, self.config.workload, delayed_update=delays)
+        predicted = simulate(program, profile.times)
         self._resume()
         self.checkpoint_manager.prepare()
         first_step = self.trainer.step_count + 1
@@ -352,6 +354,7 @@ class TrainingLoop:
 
     def _stored_shards(self, manifest: Manifest) -> list[LocalShard]:
         """Return this rank's shards that a checkpoint has to hold."""
+        self.trainer.updater.prepare_to_load(manifest)
         return find_new_state(manifest, self.config).stored(self.trainer.shards_to_load(manifest.step))
 
     def _load_latest(self) -> Manifest | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from muster.checkpoint.local_shard import LocalShard
+from muster.checkpoint.manifest import Manifest
 from muster.config.freezing import is_frozen, matches_freeze
 from muster.config.run_config import RunConfig
 from muster.layout.host_updates import host_update_parts
@@ -16,11 +17,12 @@ from muster.model.routing import update_expert_bias
 from muster.optim.base import Optimizer, StateStarts
 from muster.optim.build import build_optimizer
 from muster.optim.hd_pissa import WeightChangingOptimizer, without_decay
-from muster.optim.host_optimizer import HostOptimizer, HostPart
+from muster.optim.host_optimizer import PENDING_GRADIENT, HostOptimizer, HostPart, PendingUpdate
 from muster.optim.state_store import StateStore
 from muster.parallel.offload import HostLink
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World
+from muster.spec.errors import ConfigError
 from muster.spec.model import layer_prefix
 from muster.spec.plan import Plan
 from muster.train.gradients import find_tied_copies, sum_of_squares
@@ -233,6 +235,30 @@ class ParameterUpdater:
         self.sync_tied_copies()
         self.balance_experts()
 
+    def begin_delayed_step(self) -> None:
+        """Prepare a step in which the host updates parameters with the gradients of the step before."""
+        assert isinstance(self.optimizer, HostOptimizer)
+        if self.optimizer.pending is not None:
+            self.hooks.before_update()
+
+    def update_pending_part(self, stage: int, part: int) -> None:
+        """Update a part of the parameters in host memory with the gradients of the step before."""
+        assert isinstance(self.optimizer, HostOptimizer)
+        self.optimizer.update_pending((stage, part))
+
+    def return_pending_part(self, stage: int, part: int) -> Callable[[], None]:
+        """Start to copy what `update_pending_part` updated back to the device; the returned function waits for it."""
+        assert isinstance(self.optimizer, HostOptimizer)
+        return self.optimizer.parts[stage, part].give_back()
+
+    def apply_delayed(self) -> None:
+        """End a step whose gradients the host has taken: its own update is that of the next step."""
+        assert isinstance(self.optimizer, HostOptimizer)
+        before = self.optimizer.step_count
+        self.apply()
+        skipped = self.state.skip_reason is not None
+        self.optimizer.pending = None if skipped else PendingUpdate(self.state.learning_rate, before)
+
     def balance_experts(self) -> None:
         """Move the biases that balance experts by the load of the whole step on all ranks."""
         model, load_LF = self.config.model, self.state.router_load
@@ -279,11 +305,31 @@ class ParameterUpdater:
         counters: dict[str, Any] = {"skips": self.step_skipper.state()}
         if (starts := self.optimizer.starts) != StateStarts():
             counters["optimizer_starts"] = starts._asdict()
+        if isinstance(self.optimizer, HostOptimizer) and self.optimizer.pending is not None:
+            counters["delayed_update"] = self.optimizer.pending._asdict()
         return counters if self.loss_scale is None else counters | {"loss_scale": self.loss_scale.state()}
+
+    def prepare_to_load(self, manifest: Manifest) -> None:
+        """Make room for the gradients of a delayed update that waits in a checkpoint.
+
+        Raises ConfigError where this run updates its parameters on the device or without a delay.
+        """
+        pending = manifest.counters.get("delayed_update")
+        hosted = {name for names in self._host_parts.values() for name in names}
+        waiting = {name for name in self.parameters if f"optim/{name}.{PENDING_GRADIENT}" in manifest.tensors}
+        if waiting and (not self.config.train.delayed_update or waiting - hosted):
+            raise ConfigError(
+                "the checkpoint has gradients whose update is delayed (train.delayed_update): go on with it, and with"
+                " the optimizer state of the same layers in host memory or on disk"
+            )
+        if isinstance(self.optimizer, HostOptimizer):
+            self.optimizer.expect_pending(None if pending is None else PendingUpdate(**pending), waiting)
 
     def restore(self, step: int, counters: Mapping[str, Any]) -> None:
         """Take up the counters of a checkpoint after `step` steps, whose shards have been loaded."""
         self.sync_tied_copies()
+        if isinstance(self.optimizer, HostOptimizer) and self.optimizer.pending is not None:
+            self.optimizer.take_parameters()
         if "skips" in counters:
             self.step_skipper.load(counters["skips"])
         if self.loss_scale is not None and "loss_scale" in counters:

@@ -85,6 +85,7 @@ class Trainer:
             Kind.GRAD_NORM: self._reduce_norm,
             Kind.CLIP: lambda action: self.updater.prepare_host_updates(),
             Kind.UPDATE: lambda action: self.updater.update_part(action.stage, action.slice),
+            Kind.DELAYED_UPDATE: lambda action: self.updater.update_pending_part(action.stage, action.slice),
             Kind.STEP: self._update_parameters,
             Kind.ALL_REDUCE_TIED: self._reduce_tied_gradients,
             Kind.ALL_REDUCE_REPLICAS: self._reduce_replica_gradients,
@@ -108,6 +109,8 @@ class Trainer:
         self._pass_graphs = self._make_pass_graphs()
         self._group_executors: dict[int, Executor] = {}
         """Executors by micro-batches, where each step has its own number."""
+        self._delayed_executor: Executor | None = None
+        """Executor of steps in which the host updates parameters with the gradients of the step before."""
         self._set_backwards_per_step()
         self.batch_loader = BatchLoader(config, plan, world, dataset, self.stages)
         self.evaluator = Evaluator(
@@ -137,14 +140,20 @@ class Trainer:
         self.peak_logits = report.peak_logits[self.world.at.pp]
 
     def _program_of(
-        self, plan: Plan, count: int | None = None, train: bool = True, outer: OuterEvents = NO_EXCHANGE
+        self,
+        plan: Plan,
+        count: int | None = None,
+        train: bool = True,
+        outer: OuterEvents = NO_EXCHANGE,
+        delayed_update: bool = False,
     ) -> Program:
         """Build the program of a plan with the number of micro-batches of this rank's data-parallel index; `count` is
         another number under `cpdyn`, where each step has its own."""
         dp_index, workload = dp_index_of(plan, self.world.at), self.config.workload
         if plan.dynamic_context_parallel and count is not None:
             workload = workload.model_copy(update={"global_batch_size": count * plan.micro_batch_size})
-        return build_program(plan, self.config.model, workload, train=train, data_rank=dp_index, outer=outer)
+        own = plan, self.config.model, workload
+        return build_program(*own, train=train, data_rank=dp_index, outer=outer, delayed_update=delayed_update)
 
     def use_order(self, order: PinnedSchedule) -> None:
         """Continue with another order of the plan's schedule, which leaves the stages on their ranks."""
@@ -152,6 +161,7 @@ class Trainer:
         self._read_plan()
         self._executor = self._make_step_executor()
         self._outer_executors.clear()
+        self._delayed_executor = None
         self._pass_graphs = self._make_pass_graphs()
 
     def _make_pass_graphs(self) -> list[PassGraphs]:
@@ -174,6 +184,11 @@ class Trainer:
                 check(program := self._program_of(self.plan, outer=events))
                 self._outer_executors[events] = self.make_executor(program)
             return self._outer_executors[events]
+        if self.delays_update:
+            if self._delayed_executor is None:
+                self._delayed_executor = self._make_delayed_executor()
+            self.updater.begin_delayed_step()
+            return self._delayed_executor
         count = self.batch_loader.num_fed_micro_batches
         if not self.plan.dynamic_context_parallel:
             return self._executor
@@ -183,12 +198,29 @@ class Trainer:
             self._group_executors[count] = self.make_executor(program, handlers)
         return self._group_executors[count]
 
+    @property
+    def delays_update(self) -> bool:
+        """True if the update of the step to come takes place beside the passes of the one after it."""
+        train = self.config.train
+        return train.delayed_update and self.step_count >= train.delayed_update_warmup_steps
+
+    def _make_delayed_executor(self) -> Executor:
+        check(program := self._program_of(self.plan, delayed_update=True))
+        handlers: dict[Kind, Handler] = {Kind.STEP: lambda action: self.updater.apply_delayed()}
+        copies = {Kind.RELOAD_PARAM: lambda action: self.updater.return_pending_part(action.stage, action.slice)}
+        return self.make_executor(program, handlers, copies=copies)
+
     def make_executor(
-        self, program: Program, handlers: Mapping[Kind, Handler] | None = None, has_heartbeat: bool = True
+        self,
+        program: Program,
+        handlers: Mapping[Kind, Handler] | None = None,
+        has_heartbeat: bool = True,
+        copies: Mapping[Kind, Copy] | None = None,
     ) -> Executor:
         """Make an executor of a program over this rank's stages.
 
-        `handlers` replace those of this trainer; without a heartbeat the launcher takes no long instruction for a hang.
+        `handlers` and `copies` replace those of this trainer; without a heartbeat the launcher takes no long
+        instruction for a hang.
         """
         world = self.world
         return Executor(
@@ -201,7 +233,7 @@ class Trainer:
             clock=step_clock(world.device),
             vocab=next((stage.vocab for stage in self.stages.values() if stage.vocab), None),
             heartbeat=world.heartbeat if has_heartbeat else None,
-            copies=self.copies,
+            copies=self.copies | dict(copies or {}),
         )
 
     # ------------------------------------------------------------------------------------------------------------------

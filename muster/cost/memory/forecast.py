@@ -1,6 +1,6 @@
 """Memory forecast: the peak of each rank of a plan, found by a liveness walk over its Program, and whether it fits."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
@@ -155,7 +155,7 @@ def forecast_memory(
                 device.memory_bytes,
                 orders[pp_rank].max_host_bytes(offloaded)
                 + sum(memory.host_state for memory in stages.values())
-                + max(memory.host_buffers for memory in stages.values())
+                + _update_buffers(stages.values(), program)
                 + sum(memory.activation_buffers for memory in stages.values()),
                 None if shares[pp_rank] == inf else shares[pp_rank],
                 sum(memory.disk_state for memory in stages.values())
@@ -164,6 +164,13 @@ def forecast_memory(
             )
         )
     return MemoryForecast(tuple(found))
+
+
+def _update_buffers(stages: Collection[StageMemory], program: Program) -> int:
+    """Return the bytes of the buffers in host memory for a rank's updates by the host."""
+    if any(lanes.get("host") for lanes in program.ranks):
+        return sum(memory.delayed_buffers for memory in stages)
+    return max(memory.host_buffers for memory in stages)
 
 
 def peak_bytes_by_pp_rank(

@@ -89,6 +89,7 @@ def _pass_memory(
         host_state=own.host_optimizer - own.disk_optimizer,
         disk_state=own.disk_optimizer,
         host_buffers=own.host_update_buffers,
+        delayed_buffers=own.delayed_update_buffers,
         deferred=own.deferred(),
         vocab_parallel=MemoryTerms(logits=moments.vocab_saved_bytes),
         peak_candidates={

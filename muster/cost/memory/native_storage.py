@@ -135,9 +135,19 @@ class NativeStorage:
         if not (parts := self.host_updated):
             return 0
         pairs = [sum(parts[place : place + PARTS_AHEAD + 1]) for place in range(len(parts))]
+        return int((2 * max(pairs, default=0) + self._disk_buffers) * self.master_size)
+
+    @property
+    def delayed_update_buffers(self) -> int:
+        """Bytes of the same buffers where updates are delayed: those of all parts, from one step to the next, and of
+        the state on disk as many."""
+        return int((2 * sum(self.host_updated) + self._disk_buffers) * self.master_size)
+
+    @property
+    def _disk_buffers(self) -> float:
+        """Elements of state on disk that are read, updated and written at a time."""
         states = [sum(self._on_disk[place : place + PARTS_AHEAD + 2]) for place in range(len(self._on_disk))]
-        state = max(states, default=0) * self.state_per_param
-        return int((2 * max(pairs, default=0) + state) * self.master_size)
+        return max(states, default=0) * self.state_per_param
 
     @property
     def _first_stage_is_here(self) -> bool:

@@ -53,6 +53,8 @@ class StageMemory:
     """Part of `saved` that is on disk between the passes."""
     host_buffers: int = 0
     """Buffers in host memory through which gradients and parameters of an update by the host pass."""
+    delayed_buffers: int = 0
+    """The same where updates are delayed: gradients and parameters wait in host memory from one step to the next."""
     activation_buffers: int = 0
     """Buffers in host memory through which activations pass on their way to the disk."""
     freed_by_reduction: int = 0
