@@ -232,8 +232,10 @@ def exact_order(name: str) -> dict[str, Any]:
     return {"pinned_schedule": order.model_dump()}
 
 
-def check_parity(num_ranks: int, cases: list[dict[str, Any]], cache: Path) -> None:
-    for case, found in zip(cases, run(num_ranks, cases, cache), strict=True):
+def check_parity(num_ranks: int, cases: list[dict[str, Any]], cache: Path) -> list[list[dict[str, Any]]]:
+    """Compare each case with one process; return what each rank found."""
+    by_case = run(num_ranks, cases, cache)
+    for case, found in zip(cases, by_case, strict=True):
         assert all(rank["num_gradients"] > 0 for rank in found), case
         assert all(rank["fed_right"] for rank in found), case
         assert max(rank["loss_error"] for rank in found) < LOSS_TOLERANCE, case
@@ -243,6 +245,7 @@ def check_parity(num_ranks: int, cases: list[dict[str, Any]], cache: Path) -> No
         for rank in found:
             for term, (planned, counted) in rank["memory"].items():
                 assert planned == counted, (case, term)
+    return by_case
 
 
 GRADIENT_SAMPLE_SIZE = {1: 2, 2: 16, 4: 16, 8: 2}

@@ -173,7 +173,7 @@ def test_no_more_is_offloaded_than_the_host_holds() -> None:
     request = tight(pipeline(), 0.9)
     found = search(request, 1).best[0].plan
     assert offloads(found)
-    sizes = {stage: offloaded_activation_bytes(MODEL, found, WORK, stage) for stage in (0, 1)}
+    sizes = {stage: (offloaded_activation_bytes(MODEL, found, WORK, stage),) for stage in (0, 1)}
     program = build_program(found, MODEL, WORK)
     held = max(order.max_host_bytes(sizes) for order in allocation_orders(program))
     assert held == max(peak_away(program, rank, sizes) for rank in (0, 1))
@@ -213,7 +213,7 @@ def prediction_lines_of(request: PlanRequest, host: ClusterSpec, plan: Plan) -> 
     return "\n".join(prediction_lines(predict(MODEL, plan, request.workload, host)))
 
 
-def peak_away(program: Program, rank: int, sizes: dict[int, int]) -> int:
+def peak_away(program: Program, rank: int, sizes: dict[int, tuple[int, ...]]) -> int:
     """Followed pass by pass."""
     copied = {item.action[1:3] for item in program.ranks[rank].get("host_copy", ())}
     away, most = set(), 0
@@ -221,7 +221,7 @@ def peak_away(program: Program, rank: int, sizes: dict[int, int]) -> int:
         pair = item.action[1:3]
         if pair in copied and item.action.kind in ("F", "B"):
             away ^= {pair}
-            most = max(most, sum(sizes[stage] for stage, _ in away))
+            most = max(most, sum(sizes[stage][0] for stage, _ in away))
     return most
 
 

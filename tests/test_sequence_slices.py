@@ -1,6 +1,7 @@
 """Sequence slices as units of a pipeline: equal work, bubble, parity with one process, times, memory, refusals."""
 
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from muster.cli.memory_check import _compare
 from muster.config.cluster_files import load_cluster
 from muster.config.named_model import load_model
-from muster.layout.sequence_slices import forward_work, sequence_slices
+from muster.layout.sequence_slices import forward_work, num_offloaded_layers, sequence_slices
 from muster.schedule.action import Action, Kind
 from muster.schedule.build import build_program
 from muster.schedule.check import check
@@ -28,11 +29,12 @@ from muster.spec.workload import Workload
 from tests.ranks import run_ranks
 from tests.test_comm_volume import assert_bytes_equal
 from tests.test_context_parallel import in_float64
-from tests.test_parity import cache, check_parity  # noqa: F401
+from tests.test_parity import cache, check_parity, run  # noqa: F401
 
 CASES: dict[int, list[dict[str, Any]]] = {
     2: [
         {"plan": "pp2-slice4", "profile": True},
+        {"plan": "pp2-slice4-oact", "profile": True},
         {"plan": "pp2-slice2-sgpipe", "tied": True, "z_loss": 0.1},
         {"plan": "pp2-slice3-rfull", "family": "gpt2", "profile": True},
         {"plan": "pp2-slice4-relem-mb2", "family": "qwen3", "packing": "document_mask"},
@@ -40,6 +42,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "pp2-slice4", "family": "gemma3", "tied": True, "packing": "next_fit"},
         {"plan": "pp2-slice3-l1.3", "family": "gpt_neox", "kv_heads": 4},
         {"plan": "pp2-slice2-tile2", "family": "olmo2"},
+        {"plan": "pp2-slice5-oact-sgpipe-rfull", "family": "gpt2", "layers": 8, "profile": True},
+        {"plan": "pp2-slice4-relem-mb2-oact", "family": "qwen3", "packing": "document_mask"},
     ],
     4: [
         {"plan": "pp4-slice4", "profile": True},
@@ -50,6 +54,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "dp2-pp2-slice4-z3-rfull", "tied": True},
         {"plan": "pp4-slice8-sgpipe-rfull", "z_loss": 0.1},
         {"plan": "dp2-pp2-slice2-z1-uneven3.1"},
+        {"plan": "tp2-sp-pp2-slice4-oact", "packing": "next_fit", "profile": True},
+        {"plan": "dp2-pp2-slice4-z3-rfull-oact", "tied": True},
     ],
 }
 
@@ -57,13 +63,23 @@ CASES: dict[int, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_gradients_equal_one_process(num_ranks: int, cache: Path) -> None:  # noqa: F811
     sample = CASES[num_ranks][:2] + random.Random(num_ranks).sample(CASES[num_ranks][2:], 2)
-    check_parity(num_ranks, in_float64(sample), cache)
+    found = check_parity(num_ranks, in_float64(sample), cache)
+    if num_ranks == 2:
+        for on_device, offloaded in zip(*found[:2], strict=True):
+            assert (on_device["losses"], on_device["parameters"]) == (offloaded["losses"], offloaded["parameters"])
+            assert offloaded["memory"]["activations"] < on_device["memory"]["activations"]
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_gradients_of_every_plan_equal_one_process(num_ranks: int, cache: Path) -> None:  # noqa: F811
     check_parity(num_ranks, in_float64(CASES[num_ranks]), cache)
+
+
+@pytest.mark.soak
+def test_a_slice_that_does_not_return_from_the_host_is_found(cache: Path) -> None:  # noqa: F811
+    (found,) = run(2, in_float64([{"plan": "pp2-slice4-oact", "fault": "lost reload"}]), cache)
+    assert max(rank["gradient_error"] for rank in found) > 1e-6
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -146,7 +162,8 @@ def test_other_schedules_say_that_they_have_no_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "seq_len"), [("pp2-slice4", 4096), ("pp2-slice4-rfull", 4096), ("tp2-sp-pp2-slice8-relem", 4096)]
+    ("name", "seq_len"),
+    [("pp2-slice4", 4096), ("pp2-slice4-rfull", 4096), ("pp2-slice8-oact", 4096), ("tp2-sp-pp2-slice8-relem", 4096)],
 )
 def test_forecast_is_what_pytorch_counts(name: str, seq_len: int) -> None:
     model = ModelSpec(
@@ -160,7 +177,7 @@ def test_forecast_is_what_pytorch_counts(name: str, seq_len: int) -> None:
 
 @pytest.mark.soak
 def test_step_bytes_equal_the_formula(tmp_path: Path) -> None:
-    assert_bytes_equal(2, [("pp2-slice4", True)], tmp_path)
+    assert_bytes_equal(2, [("pp2-slice4", True), ("pp2-slice4-oact", True)], tmp_path)
     cases: list[tuple[Any, ...]] = [(f"dp2-pp2-slice3-{zero}", True) for zero in ("z1", "z2", "z3")]
     assert_bytes_equal(4, [*cases, ("tp2-sp-pp2-slice4-rfull", False)], tmp_path)
 
@@ -173,6 +190,38 @@ def test_slices_shrink_the_predicted_bubble_and_peak() -> None:
     assert cut.bubble_fraction < 0.5 * whole.bubble_fraction
     peaks = [max(rank.terms.activations for rank in one.forecast.ranks) for one in (whole, cut)]
     assert peaks[1] < peaks[0]
+
+
+def test_offload_keeps_the_bytes_on_the_device_constant() -> None:
+    """M_i = M_(i-1) + A_i - α_(i-1) A_(i-1), up to the layer by which a share is rounded up."""
+    model, num_layers = load_model("llama3-8b"), 16
+    lengths = [len(part) for part in sequence_slices(model, parse_plan_name("pp2-slice8"), 131_072)]
+    held = [num_layers * lengths[0]]
+    for length, following in pairwise(lengths):
+        held.append(held[-1] + num_layers * following - length * num_offloaded_layers(num_layers, length, following))
+    assert all(held[0] - sum(lengths) <= now <= held[0] for now in held)
+    assert num_offloaded_layers(num_layers, lengths[-1], 0) == 0
+
+
+def test_offloaded_slices_lie_in_the_host_until_their_backwards() -> None:
+    model, cluster = load_model("llama3-8b"), load_cluster("8xh100")
+    workload = Workload(seq_len=65_536, global_batch_size=2)
+    kept, offloaded = (
+        predict(model, parse_plan_name(f"pp8-slice8{word}"), workload, cluster) for word in ("", "-oact")
+    )
+    first, less = kept.forecast.ranks[0], offloaded.forecast.ranks[0]
+    assert less.terms.activations < 0.5 * first.terms.activations
+    assert less.host_bytes > 0.5 * first.terms.activations
+    plan = parse_plan_name("pp2-slice4-oact")
+    program = build_program(plan, load_model("tiny"), Workload(seq_len=64, global_batch_size=1))
+    copies = [str(item.action) for item in program.ranks[0]["host_copy"]]
+    assert copies == ["0OFFLOAD0", "0OFFLOAD0.1", "0RELOAD0.1", "0RELOAD0"]  # 0.2 comes back too soon, 0.3 stays
+    lane = list(program.ranks[0]["compute"])
+    place = next(place for place, item in enumerate(lane) if str(item.action) == "0B0.1")
+    lane[place] = lane[place]._replace(waits=tuple(wait for wait in lane[place].waits if wait.lane != "host_copy"))
+    ranks = ({**program.ranks[0], "compute": tuple(lane)}, *program.ranks[1:])
+    with pytest.raises(ProgramError, match="0B0.1 on rank 0 reads its saved activations"):
+        check(Program(program.schedule, program.placement, 1, ranks, num_slices=4))
 
 
 def test_program_names_the_slices_of_every_transfer() -> None:
@@ -192,7 +241,7 @@ def test_what_slices_do_not_go_with_is_said() -> None:
         "pp2-szbh1-slice2": "schedule zb-h1 has no order for slices",
         "pp2v2-sinterleaved-slice2": "those that have: gpipe, 1f1b",
         "pp2-slice2-pv": "sequence_slices with post_validation",
-        "pp2-slice2-oact": "sequence_slices with offload",
+        "pp2-slice4-oactd": "sequence_slices with activations on disk",
         "pp2-slice65": "legal are 1 to 64",
         "tp2-sp-pp2-slice33": "in multiples of 2: legal are 1 to 32",
     }.items():
@@ -200,6 +249,12 @@ def test_what_slices_do_not_go_with_is_said() -> None:
         with pytest.raises(InfeasibleError, match=words) as refused:
             require_runnable(plan, model, workload, plan.world_size)
         assert "nearest" in str(refused.value), name
+
+
+def test_slices_too_few_to_leave_are_said() -> None:
+    words = "offload has nothing to move: .* 1 micro-batch of 2 slices no activations lie for 4 passes"
+    with pytest.raises(InfeasibleError, match=words):
+        build_program(parse_plan_name("pp2-slice2-oact"), load_model("tiny"), Workload(seq_len=64, global_batch_size=1))
 
 
 def test_names_say_the_slices() -> None:

@@ -15,6 +15,7 @@ from math import ceil
 from muster.cost.context_traffic import AttentionShape, StateShape, state_saved_numel
 from muster.cost.expert_traffic import load_of_ranks
 from muster.cost.precision_bytes import compute_bytes, master_bytes
+from muster.layout.sequence_slices import num_offloaded_layers
 from muster.layout.tensor_layout import chunk_bounds, tp_shard
 from muster.spec.context_kinds import CONTEXT_KINDS, ContextRanks
 from muster.spec.expert_kinds import ExpertDispatch
@@ -221,8 +222,11 @@ def offloaded_activation_bytes(
     spec: ModelSpec, plan: Plan, workload: Workload, stage: int, tier: Tier = "host", tp_index: int = 0
 ) -> int:
     """Return the activation bytes of one micro-batch that a stage's first rank, or that of a tensor-parallel index,
-    offloads to host memory or keeps on disk."""
-    if not (layers := plan.offloaded_layers(stage, spec.num_layers, tier)):
+    offloads to host memory or keeps on disk; of a slice of sequences what `num_offloaded_layers` says."""
+    layers = plan.offloaded_layers(stage, spec.num_layers, tier)
+    if workload.next_positions is not None:
+        layers = layers[: num_offloaded_layers(len(layers), workload.seq_len, workload.next_positions)]
+    if not layers:
         return 0
     sizes = pass_sizes(spec, plan, workload, stage, tp_index)
     return sum(

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from muster.config.freezing import is_frozen
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import whole_matrix_precision, whole_matrix_shapes
-from muster.cost.activations import expert_parameter_bytes, offloaded_activation_bytes, pass_sizes
+from muster.cost.activations import expert_parameter_bytes, pass_sizes
 from muster.cost.context_traffic import attention_transfers, state_transfers
 from muster.cost.expert_traffic import ExpertCall, RoutedShape, copy_calls, dispatch_calls, load_of_ranks
 from muster.cost.precision_bytes import compute_bytes, master_bytes
+from muster.cost.sequence_slices import offloaded_bytes_of_slices
 from muster.layout.host_updates import layer_of
 from muster.layout.matrix_owners import OwnedMatrix, assign_owners, peer_ranks, sent_numel
 from muster.layout.mesh import MeshCoordinates, coordinates_of, dp_index_of, rank_at, ranks_of_pp_rank
@@ -433,14 +434,14 @@ def _host_bytes(
     lanes = build_program(plan, spec, workload, data_rank=dp_index_of(plan, at)).ranks[at.pp]
     stages = stages_on(plan, at.pp)
     moved, written = (
-        {stage: offloaded_activation_bytes(spec, plan, workload, stage, tier) for stage in stages}
+        {stage: offloaded_bytes_of_slices(spec, plan, workload, stage, tier) for stage in stages}
         for tier in ("host", "disk")
     )
     sent = Counter[str]()
     for lane, sizes in (("host_copy", moved), ("disk", written)):
         for item in lanes.get(lane, ()):
             if item.action.kind in (Kind.OFFLOAD, Kind.RELOAD, Kind.WRITE_ACT, Kind.READ_ACT):
-                sent[item.action.kind] += sizes[item.action.stage]
+                sent[item.action.kind] += sizes[item.action.stage][item.action.slice]
     for stage in stages_on(plan, at.pp):
         kept = [layout for layout in stage_layouts(spec, plan, stage, at) if not is_frozen(optim, layout.name)]
         count = sum(layout.numel for layout in kept if plan.offloads_optimizer(layer_of(layout.name)))

@@ -24,6 +24,18 @@ def sequence_slices(model: ModelSpec, plan: Plan, length: int) -> tuple[range, .
     return _cut(_work_of(model), length, plan.sequence_slices, plan.slice_unit)
 
 
+def num_offloaded_layers(num_layers: int, positions: int, next_positions: int) -> int:
+    """Return how many of a stage's layers that may offload, the first ones, offload a slice of sequences.
+
+    A slice of a layer's activations A_i leaves while the next slice runs. The share of it that leaves, α_i, keeps the
+    bytes on the device constant: M_i = M_(i-1) + A_i - α_(i-1) A_(i-1) (SPPO, arXiv:2503.10377, sequence-aware
+    offloading), so α_i = A_(i+1) / A_i. A_i is in proportion to the slice's positions, and the last slice, whose
+    backward comes next, stays. The share is rounded up to whole layers. Keys and values, which later slices read,
+    aren't among a layer's saved activations, and stay: the second level of that paper.
+    """
+    return min(num_layers, -(-num_layers * next_positions // positions))
+
+
 def forward_work(model: ModelSpec, positions: int) -> float:
     """Return the matmul FLOPs of the layers' forward over the first positions of a sequence: 2 per weight and position,
     4 per head dimension and visible pair of query and key (arXiv:2307.08691 §4.1)."""

@@ -83,13 +83,20 @@ class ActivationOffload:
         """Storages that can be offloaded, by micro-batch that has run forward."""
         self._offloaded: dict[int, OffloadedStorages] = {}
         """Offloaded storages by micro-batch."""
+        self.num_layers = 0
+        """Layers that have been made available."""
+        self.max_layers: int | None = None
+        """The first layers of these that the next forward makes available; None: all."""
 
     def track_layer(self, layer: nn.Module) -> None:
         """Make the activations that this layer's forwards save available for offload."""
-        layer.forward = partial(self._forward, layer, layer.forward)  # type: ignore[method-assign]
+        layer.forward = partial(self._forward, layer, self.num_layers, layer.forward)  # type: ignore[method-assign]
+        self.num_layers += 1
 
-    def _forward(self, layer: nn.Module, forward: Callable[..., Tensor], x: Tensor, *shared: object) -> Tensor:
-        if not torch.is_grad_enabled():
+    def _forward(
+        self, layer: nn.Module, place: int, forward: Callable[..., Tensor], x: Tensor, *shared: object
+    ) -> Tensor:
+        if not torch.is_grad_enabled() or (self.max_layers is not None and place >= self.max_layers):
             return forward(x, *shared)
         y, seen = run_and_see_storages(layer, forward, x, *shared, device=self._device)
         self._saved_in_forward |= seen
@@ -100,6 +107,10 @@ class ActivationOffload:
         out."""
         self._resident[micro_batch], self._saved_in_forward = self._saved_in_forward, {}
         exclude_storages(self._resident[micro_batch], (output,))
+
+    def available_bytes(self, micro_batch: int) -> int:
+        """Return the bytes of a micro-batch that `offload` would move."""
+        return sum(storage.nbytes() for storage in self._resident.get(micro_batch, {}).values())
 
     def discard(self, micro_batch: int) -> None:
         """Drop a micro-batch's storages before its backward, which frees each tensor after its last use."""

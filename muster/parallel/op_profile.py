@@ -45,6 +45,8 @@ class StageProfile:
     saved_bytes: dict[int, tuple[int, ...]]
     """Activations that one micro-batch saves for its backward, by stage of this rank; those of each of its slices,
     the first with the keys and values of all."""
+    offloaded_bytes: dict[int, tuple[int, ...]]
+    """Part of these that OFFLOAD moves to host memory."""
     vocab_bytes: int
     """Bytes that one micro-batch keeps from pass S to pass T under vocabulary parallelism."""
 
@@ -71,6 +73,7 @@ def profile_stages(
     host_copies = [item.action for item in program.ranks[world.at.pp].get("host_copy", ())]
     offloads = any(action.kind == Kind.OFFLOAD for action in host_copies)
     saved: dict[int, tuple[int, ...]] = {}
+    offloaded: dict[int, tuple[int, ...]] = {}
     vocab_bytes = 0
     for repeat in range(REPEATS):
         for index, stage in sorted(stages.items()):
@@ -79,7 +82,7 @@ def profile_stages(
             )
         for index, stage in sorted(stages.items()):
             if repeat == 0:
-                saved[index] = _profile_stage(stage, clock, backwards)
+                saved[index], offloaded[index] = _profile_stage(stage, clock, backwards)
             else:
                 for kind in backwards:
                     _time_forward_backward(stage, clock, kind, offloads)
@@ -107,7 +110,7 @@ def profile_stages(
     merged, p2p_s = _mean_over_ranks(world.all_gather_object((clock.seconds(), _measure_p2p(stages, world, routes))))
     whole = {key[:2]: time_s for key, time_s in merged.items() if not any(key[2:])}
     times = OpTimes(whole, p2p_s, cores, processes, slices=_times_of_slices(merged, p2p_s, next(iter(stages.values()))))
-    return StageProfile(times, gradients, saved, vocab_bytes)
+    return StageProfile(times, gradients, saved, offloaded, vocab_bytes)
 
 
 def _time_host_updates(
@@ -260,9 +263,11 @@ def _time_vocab_passes(stage: DecoderStage, vocab: VocabShard, clock: _Instructi
     return saved_bytes
 
 
-def _profile_stage(stage: DecoderStage, clock: _InstructionTimer, backwards: list[Kind]) -> tuple[int, ...]:
+def _profile_stage(
+    stage: DecoderStage, clock: _InstructionTimer, backwards: list[Kind]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Time the passes of one micro-batch, with each kind of backward in the Program; return the bytes that a first one
-    saves, slice by slice."""
+    saves, slice by slice, and those of them that may be offloaded."""
     tokens = torch.randint(stage.spec.vocab_size, stage.micro_batch_shape, device=stage.world.device)
     lengths = [len(positions) for positions in stage.default_slices]
     slices = (tokens,) if len(lengths) == 1 else tuple(part.clone() for part in tokens.split(lengths, dim=1))
@@ -272,10 +277,12 @@ def _profile_stage(stage: DecoderStage, clock: _InstructionTimer, backwards: lis
     )
     stage.inputs = StageInputs(slices, slices, tokens.numel(), dropout_keys_M=keys, further_M=further)
     kept_bytes = 0
+    offloaded: tuple[int, ...] = ()
 
     def run_backwards() -> None:
-        nonlocal kept_bytes
+        nonlocal kept_bytes, offloaded
         kept_bytes = stage.kept_bytes
+        offloaded = tuple(map(stage.offloadable_bytes, range(len(lengths))))
         _time_backwards(stage, clock, backwards[0])
 
     forwards = [partial(_time_forward, stage, clock, part) for part in range(len(lengths))]
@@ -284,7 +291,7 @@ def _profile_stage(stage: DecoderStage, clock: _InstructionTimer, backwards: lis
     for _ in range(PASS_REPEATS):
         for kind in backwards:
             _time_forward_backward(stage, clock, kind)
-    return tuple(saved)
+    return tuple(saved), offloaded
 
 
 def _measure_p2p(stages: Mapping[int, DecoderStage], world: World, routes: Mapping[tuple[int, int], P2PRoute]) -> float:

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from muster.config.freezing import is_frozen, is_frozen_up_to
 from muster.config.optim_config import OptimConfig
 from muster.layout.expert_placement import expert_order
-from muster.layout.sequence_slices import sequence_slices
+from muster.layout.sequence_slices import num_offloaded_layers, sequence_slices
 from muster.layout.tensor_layout import (
     TensorLayout,
     chunk_bounds,
@@ -346,6 +346,7 @@ class DecoderStage:
         """Tell the layers which slice the next pass is of."""
         state.micro_batch, part = divmod(unit, self.world.plan.sequence_slices)
         slices = self.default_slices
+        self._offload.max_layers = self._offloaded_layers[part]
         if self.inputs is not None and self.inputs.tokens_M:
             first = unit - part
             lengths = [tokens.shape[1] for tokens in self.inputs.tokens_M[first : first + len(slices)]]
@@ -457,6 +458,10 @@ class DecoderStage:
     def reload(self, micro_batch: int) -> Callable[[], None]:
         return self._offload.reload(micro_batch)
 
+    def offloadable_bytes(self, micro_batch: int) -> int:
+        """Return the bytes that `offload` would move."""
+        return self._offload.available_bytes(micro_batch)
+
     def write_activations(self, micro_batch: int) -> Callable[[], None]:
         return partial(self.disk_activations.finish_writes, micro_batch)
 
@@ -473,6 +478,12 @@ class DecoderStage:
     def default_slices(self) -> tuple[range, ...]:
         """Slices of sequences of full length."""
         return sequence_slices(self.spec, self.world.plan, self.micro_batch_shape[1])
+
+    @cached_property
+    def _offloaded_layers(self) -> list[int]:
+        """Layers that offload what they save of each slice."""
+        lengths = [*map(len, self.default_slices), 0]
+        return [num_offloaded_layers(self._offload.num_layers, *pair) for pair in pairwise(lengths)]
 
     @property
     def kept_bytes(self) -> int:

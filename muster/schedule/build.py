@@ -107,7 +107,9 @@ def build_program(
 
 def nothing_to_offload_error(plan: Plan, num_micro_batches: int) -> InfeasibleError:
     """Return the error for a plan whose activations are never kept long enough to offload them."""
+    slices = f" of {plan.sequence_slices} slices" if plan.sequence_slices > 1 else ""
     return InfeasibleError(
         f"offload has nothing to move: with schedule {plan.schedule}, pp {plan.pp} and"
-        f" {num_micro_batches} micro-batches no activations lie for {MIN_OFFLOAD_GAP} passes"
+        f" {num_micro_batches} micro-batch{'es' * (num_micro_batches > 1)}{slices}"
+        f" no activations lie for {MIN_OFFLOAD_GAP} passes"
     )

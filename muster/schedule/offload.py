@@ -19,13 +19,15 @@ MIN_OFFLOAD_GAP = 2 * PASSES_FOR_COPY + 2
 
 
 def offload_intervals(order: Sequence[Action], stages: Collection[int]) -> Iterator[tuple[int, int]]:
-    """Yield the index of each forward of `stages` whose activations can be offloaded, and of its first backward."""
+    """Yield the index of each forward of `stages` whose activations can be offloaded, and of its first backward. Those
+    of the last slice of a sequence stay (`muster.layout.sequence_slices.num_offloaded_layers`)."""
     forwards: dict[tuple[int, int, int], int] = {}
     # Looking up a member of an enumeration costs more than the rest of the loop.
     forward = Kind.F
     backwards = (Kind.B, Kind.I)
+    last_slice = max((part for kind, _, _, part, _ in order if kind == forward), default=0)
     for place, (kind, stage, micro_batch, part, _) in enumerate(order):
-        if kind == forward and stage in stages:
+        if kind == forward and stage in stages and not 0 < last_slice == part:
             forwards[stage, micro_batch, part] = place
         elif kind in backwards:
             first = forwards.get((stage, micro_batch, part), place)

@@ -171,9 +171,9 @@ RUNTIME_RULES: tuple[Rule, ...] = (
         setting(post_validation=False),
     ),
     Rule(
-        lambda plan: plan.sequence_slices > 1 and any(s.offload != "none" for s in plan.strategies),
-        "sequence_slices with offload of activations (it has no parity test yet)",
-        setting(sequence_slices=1),
+        lambda plan: plan.sequence_slices > 1 and any(s.offload == "activations_on_disk" for s in plan.strategies),
+        "sequence_slices with activations on disk (it has no parity test yet; oact keeps them in host memory)",
+        in_every_layer(lambda strategy: strategy.model_copy(update={"offload": "none"})),
     ),
     Rule(
         lambda plan: plan.vocab_parallel and plan.uses_axis("tp"),

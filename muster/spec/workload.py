@@ -17,6 +17,8 @@ class Workload(Frozen):
     """Sequences per optimizer step, over all ranks."""
     earlier_positions: NonNegativeInt = 0
     """Positions before these `seq_len` whose keys attention sees, too: 0 but in the cost of a slice of sequences."""
+    next_positions: NonNegativeInt | None = None
+    """Positions of the slice after this one, 0 for the last; None: sequences aren't cut."""
 
     expert_load: RoutingLoad | None = None
     """Load of the experts; None: an even one."""

@@ -171,10 +171,12 @@ def _memory_terms(trainer: Trainer, profile: StageProfile) -> dict[str, tuple[in
     """Return this rank's bytes by term: (predicted, counted)."""
     config = trainer.config
     live: Mapping[int, int | tuple[int, ...]] = trainer.peak_by_stage
+    away: Mapping[int, tuple[int, ...]] = {}
     if trainer.plan.sequence_slices > 1:
-        live = peak_slices(trainer.program, trainer.world.at.pp, profile.saved_bytes)
+        pp_rank = trainer.world.at.pp
+        live, away = peak_slices(trainer.program, pp_rank, profile.saved_bytes, profile.offloaded_bytes)
     rank, words = trainer.world.rank, trainer.peak_logits
-    terms = rank_memory(config.model, trainer.plan, config.workload, rank, live, config.optim, words)
+    terms = rank_memory(config.model, trainer.plan, config.workload, rank, live, config.optim, words, away)
     counted = {
         "parameters": sum(local.nbytes for stage in trainer.stages.values() for local in stage.parameters.values()),
         "gradients": profile.gradients_bytes,
@@ -184,6 +186,7 @@ def _memory_terms(trainer: Trainer, profile: StageProfile) -> dict[str, tuple[in
             _live_bytes((sizes[0] - trainer.stages[stage].disk_activations.written_bytes, *sizes[1:]), live[stage])
             for stage, sizes in profile.saved_bytes.items()
         )
+        - sum(_live_bytes(profile.offloaded_bytes[stage], counts) for stage, counts in away.items())
         + words * profile.vocab_bytes,
     }
     return {term: (getattr(terms, term), count) for term, count in counted.items()}

@@ -144,7 +144,9 @@ def forecast_memory(
         rank = tightest[pp_rank]
         device = cluster.group_of(rank).device
         terms += device_overhead(device, plan, pp_rank, terms.total - resident)
-        offloaded = {stage: memory.offloaded.total for stage, memory in stages.items()}
+        offloaded = {
+            stage: tuple(one.offloaded.total for one in memory.slices or (memory,)) for stage, memory in stages.items()
+        }
         found.append(
             RankForecast(
                 pp_rank,

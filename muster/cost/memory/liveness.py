@@ -169,9 +169,9 @@ class AllocationOrder:
         change = np.array([signs.get(kind, 0) * sizes.get(stage, 0) for kind, stage, _ in self.keys], np.int64)
         return int(np.cumsum(change[self.codes]).max(initial=0))
 
-    def max_host_bytes(self, sizes: Mapping[int, int]) -> int:
+    def max_host_bytes(self, sizes: Mapping[int, Sequence[int]]) -> int:
         """Return the peak bytes of offloaded activations in host memory, where they stay from their forward to their
-        backward; `sizes`: stage → offloaded bytes of a micro-batch."""
+        backward; `sizes`: stage → offloaded bytes of each slice of a micro-batch."""
         if not any(kind == Kind.OFFLOAD for kind, *_ in self.keys):
             return 0
         change = np.zeros(len(self.codes) + 1, np.int64)
@@ -182,7 +182,8 @@ class AllocationOrder:
         offloaded = {action[1:4] for action in self.actions if action[0] == offload}
         for position, (kind, stage, *unit, _) in enumerate(self.actions):
             if (stage, *unit) in offloaded and kind in passes:
-                change[position] += sizes.get(stage, 0) * (1 if kind == forward else -1)
+                size = sizes[stage][unit[1]] if stage in sizes else 0
+                change[position] += size * (1 if kind == forward else -1)
         return int(np.cumsum(change).max(initial=0))
 
 

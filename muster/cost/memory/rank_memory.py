@@ -5,7 +5,9 @@ pass (gathered parameters, buffers of collectives, recomputed tensors) is not co
 has it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from muster.config.freezing import is_frozen, is_frozen_up_to
 from muster.config.optim_config import OptimConfig
@@ -26,12 +28,13 @@ from muster.cost.activations import (
 )
 from muster.cost.memory.terms import MemoryTerms
 from muster.cost.precision_bytes import master_bytes
-from muster.cost.sequence_slices import kept_bytes, slice_workloads
+from muster.cost.sequence_slices import kept_bytes, offloaded_bytes_of_slices, slice_workloads
 from muster.layout.host_updates import layer_of
 from muster.layout.matrix_owners import assign_owners, peer_ranks
 from muster.layout.mesh import MeshCoordinates, coordinates_of
 from muster.layout.tensor_layout import computed_layers, stage_layouts, stage_shards, stages_on
 from muster.schedule.action import Kind
+from muster.schedule.offload import order_with_copies
 from muster.schedule.program import Program
 from muster.spec.layer_strategy import ZeroLevel
 from muster.spec.model import ModelSpec
@@ -50,13 +53,14 @@ def rank_memory(
     live_micro_batches: Mapping[int, int | tuple[int, ...]] | int,
     optim: OptimConfig | None = None,
     live_vocab_micro_batches: int = 0,
+    offloaded_slices: Mapping[int, tuple[int, ...]] | None = None,
 ) -> MemoryTerms:
     """Return the bytes that world rank `rank` holds at its peak, over its stages.
 
     `live_micro_batches` are those between forward and backward at that time, by stage, or one number for each stage;
     of each slice where sequences are cut into slices;
-    `live_vocab_micro_batches` those between S and T under vocabulary parallelism. The optimizer is AdamW unless `optim`
-    is given.
+    `live_vocab_micro_batches` those between S and T under vocabulary parallelism; `offloaded_slices` those of which a
+    part is in host memory (`peak_slices` has both). The optimizer is AdamW unless `optim` is given.
     """
     at, live = coordinates_of(plan, rank), live_micro_batches
     terms = (
@@ -68,7 +72,14 @@ def rank_memory(
         if live_vocab_micro_batches
         else MemoryTerms()
     )
-    return sum(terms, start=words)
+    in_host_memory = sum(
+        count * size
+        for stage, counts in (offloaded_slices or {}).items()
+        for count, size in zip(
+            counts, offloaded_bytes_of_slices(spec, plan, workload, stage, tp_index=at.tp), strict=True
+        )
+    )
+    return sum(terms, start=words + MemoryTerms(activations=-in_host_memory))
 
 
 def stage_terms(
@@ -112,22 +123,35 @@ def _live_activation_bytes(
     return sum(count * size for count, size in zip(counts, each, strict=True))
 
 
-def peak_slices(program: Program, pp_rank: int, sizes: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
-    """Return by stage how many of each slice a pipeline rank holds between forward and backward when these take most
-    bytes; `sizes`: bytes of each slice, by stage."""
-    held = {stage: [0] * len(own) for stage, own in sizes.items()}
-    most, at_most = 0, held
-    now = 0
-    for item in program.ranks[pp_rank].get("compute", ()):
-        kind, stage, _, part, _ = item.action
-        change = {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(kind, 0)
-        if not change:
-            continue
-        held[stage][part] += change
-        now += change * sizes[stage][part]
+SliceCounts = dict[int, tuple[int, ...]]
+"""Stage → number of micro-batches with each slice in some state."""
+
+
+def peak_slices(
+    program: Program, pp_rank: int, sizes: Mapping[int, Sequence[int]], offloaded: Mapping[int, Sequence[int]]
+) -> tuple[SliceCounts, SliceCounts]:
+    """Return by stage how many of each slice a pipeline rank has between forward and backward when they take most bytes
+    of the device, and of how many a part is in host memory then; `sizes`: bytes of each slice, by stage; `offloaded`:
+    the part of these that OFFLOAD moves."""
+    lanes = program.ranks[pp_rank]
+    copied = {item.action.stage for item in lanes.get("host_copy", ()) if item.action.kind == Kind.OFFLOAD}
+    held = {stage: np.zeros(len(own), int) for stage, own in sizes.items()}
+    away = {stage: np.zeros(len(own), int) for stage, own in sizes.items()}
+    now = most = 0
+    found = held, away
+    for kind, stage, _, part, _ in order_with_copies([item.action for item in lanes.get("compute", ())], copied):
+        if kind in (Kind.OFFLOAD, Kind.RELOAD):
+            change = 1 if kind == Kind.OFFLOAD else -1
+            away[stage][part] += change
+            now -= change * offloaded[stage][part]
+        elif change := {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(kind, 0):
+            held[stage][part] += change
+            now += change * sizes[stage][part]
         if now > most:
-            most, at_most = now, {stage: counts.copy() for stage, counts in held.items()}
-    return {stage: tuple(counts) for stage, counts in at_most.items()}
+            most = now
+            found = tuple({stage: counts.copy() for stage, counts in one.items()} for one in (held, away))
+    of_device, of_host = ({stage: tuple(map(int, counts)) for stage, counts in one.items()} for one in found)
+    return of_device, of_host
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from muster.cost.memory.liveness import (
 )
 from muster.cost.memory.native_storage import MemoryLowerBound, memory_lower_bound
 from muster.cost.precision_bytes import compute_bytes
+from muster.cost.sequence_slices import offloaded_bytes_of_slices
 from muster.cost.time.plan_times import host_copy_s
 from muster.planner.bounds.pass_times import PassTimes
 from muster.planner.memory.deferred_weight_grads import deferred_micro_batches, min_fullest_rank_bytes
@@ -234,7 +235,7 @@ class MemoryBudget:
         shares = self._host_shares_bytes(plan) if offloads or states else []
         is_limited = bool(offloads) and min(shares) < inf
         sizes = {
-            stage: offloaded_activation_bytes(request.model, plan, request.workload, stage)
+            stage: offloaded_bytes_of_slices(request.model, plan, request.workload, stage)
             for stage in (offloads if is_limited else ())
         }
         orders = self._orders_of(plan) if is_limited else ()

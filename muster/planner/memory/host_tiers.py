@@ -23,14 +23,14 @@ def tier_excess_bytes(
     plan: Plan,
     states: Sequence[tuple[int, int]],
     orders: Sequence[AllocationOrder],
-    activations: Mapping[int, int],
+    activations: Mapping[int, Sequence[int]],
     shares: Sequence[float],
 ) -> float:
     """Return the most bytes of any pipeline rank beyond its share of host memory or of the disk; 0 at least where host
     memory is unknown.
 
     `states`: those of `offloaded_states`; `orders`: allocation orders, empty where no activations are offloaded;
-    `activations`: stage → offloaded bytes of a micro-batch; `shares`: host memory of each rank.
+    `activations`: stage → offloaded bytes of each slice of a micro-batch; `shares`: host memory of each rank.
     """
     beyond_disk = -inf
     if states:
