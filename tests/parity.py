@@ -232,6 +232,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "capacity": {
         "moe": MoeSpec(num_experts=4, top_k=2, expert_size=12, shared_size=8, capacity_factor=0.8, aux_loss_coef=0.05)
     },
+    "shortcut": {
+        "moe": MoeSpec(num_experts=4, top_k=2, expert_size=12, shared_size=8, aux_loss_coef=0.05, shortcut=True)
+    },
     "bi-level": {
         "moe": MoeSpec(
             num_experts=8,

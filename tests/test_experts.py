@@ -54,6 +54,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "dp1", "family": "choice"},
         {"plan": "dp1", "family": "balanced", "fault": "load of one micro-batch", "sensitivity": 1e-8},
         {"plan": "dp1-relem", "family": "gpt_oss"},
+        {"plan": "dp1-relem", "family": "shortcut"},
     ],
     2: [
         {"plan": "dp2-z1", "family": "experts"},
@@ -87,6 +88,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "cp2-ep2", "family": "gpt_oss", "fault": "unseen sinks"},
         {"plan": "dp2-ep2x1", "family": "experts"},
         {"plan": "dp2-ep2-rfull", "family": "bi-level"},
+        {"plan": "dp2-ep2", "family": "shortcut"},
+        {"plan": "pp2-szbh1", "family": "shortcut"},
+        {"plan": "dp2-ep2", "family": "shortcut", "fault": "unsorted rows"},
         {"plan": "dp2-ep2x2-z2-rfull", "family": "gpt_oss"},
         {"plan": "dp2-ep2x1", "family": "experts", "fault": "copies without gradients"},
         {"plan": "dp2-ep2x1", "family": "experts", "fault": "copies of other experts"},
@@ -97,6 +101,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "dp4-ep2x1-z1", "family": "capacity"},
         {"plan": "dp2-tp2-ep4h-sp", "family": "bi-level"},
         {"plan": "dp4-ep4gx1", "family": "grouped"},
+        {"plan": "dp4-ep4-rfull", "family": "shortcut", "changes": {"expert_placement": [[2, 0, 3, 1]] * 4}},
         {"plan": "dp4-ep4", "family": "experts"},
         {"plan": "dp4-ep2-z3-rfull", "family": "switch"},
         {"plan": "dp2-tp2-ep2-etp2-sp", "family": "experts"},
@@ -156,6 +161,11 @@ SOAK: dict[int, list[dict[str, Any]]] = {
         {"plan": "cp2u", "family": "gpt_oss"},
         {"plan": "cp2t", "family": "gpt_oss"},
         {"plan": "cp2s-ep2g", "family": "gpt_oss"},
+        {"plan": "cp2-ep2", "family": "shortcut"},
+        {"plan": "dp2-ep2g-z2", "family": "shortcut"},
+        {"plan": "dp2-ep2-epover2-z1-rfull", "family": "shortcut"},
+        {"plan": "dp2-ep2x1-relem", "family": "shortcut"},
+        {"plan": "dp2x1-z1", "family": "shortcut", "optim": "muon"},
     ],
     4: [
         {"plan": "dp4-ep2-z1", "family": "experts"},
@@ -189,6 +199,9 @@ SOAK: dict[int, list[dict[str, Any]]] = {
         {"plan": "dp4-ep4h-rfull", "family": "gpt_oss"},
         {"plan": "tp2-pp2v2-etp2-szbv", "family": "gpt_oss"},
         {"plan": "cp4u2-ep4", "family": "gpt_oss"},
+        {"plan": "dp2-pp2-ep2-szbh1", "family": "shortcut"},
+        {"plan": "dp2-pp2v2-ep2-sdualpipe", "family": "shortcut"},
+        {"plan": "dp4-ep4h", "family": "shortcut"},
     ],
     8: [
         {"plan": "dp2-cp2-tp2-sp-ep8", "family": "experts"},
@@ -246,6 +259,7 @@ BYTES: dict[int, list[tuple[Any, ...]]] = {
         ("dp2-ep2x1-rfull", False, {"family": "choice"}),
         ("dp2-ep2-epover3-bf16", False, {"family": "grouped"}),
         ("dp2-ep2-epfp8-bf16", False, {"family": "grouped"}),
+        ("dp2-ep2-rfull", False, {"family": "shortcut"}),
         ("dp2-ep2-epint8-epover3-rfull", False, {"family": "experts"}),
         ("tp2-etp2-sp-rfull", False, {"family": "gpt_oss"}),
         ("dp2-ep2-z2", False, {"family": "gpt_oss"}),
@@ -556,6 +570,14 @@ def test_chunks_take_as_long_as_what_takes_longest() -> None:
 )
 def test_forecast_of_experts_is_what_pytorch_counts(name: str) -> None:
     moe = MoeSpec(num_experts=8, top_k=2, expert_size=384, shared_size=64, shared_gate=True)
+    spec = SPEC.model_copy(update={"vocab_size": 512, "hidden_size": 256, "num_layers": 3, "moe": moe})
+    assert_forecast(spec.model_copy(update={"num_heads": 8, "num_kv_heads": 4, "head_dim": 32}), name)
+
+
+@pytest.mark.parametrize("name", ["dp2-ep2-fp32", "dp4-ep4-z1-relem-bf16", "dp2-ep2-rfull-fp32"])
+def test_forecast_of_a_shortcut_is_what_pytorch_counts(name: str) -> None:
+    """Rows in flight while attention's backward runs are the most of what is there."""
+    moe = MoeSpec(num_experts=8, top_k=4, expert_size=64, shared_size=512, shortcut=True)
     spec = SPEC.model_copy(update={"vocab_size": 512, "hidden_size": 256, "num_layers": 3, "moe": moe})
     assert_forecast(spec.model_copy(update={"num_heads": 8, "num_kv_heads": 4, "head_dim": 32}), name)
 

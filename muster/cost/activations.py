@@ -168,12 +168,13 @@ def layer_activation_bytes(sizes: PassSizes, layer: int, recompute: Recompute, a
         return sizes.hidden_bytes + _every_second_matmul_bytes(sizes, layer)
     scores = attention_score_bytes(sizes) if attention_kernel != "flash" else 0
     total = layer_norm_saved_bytes(sizes) + attention_activation_bytes(sizes, layer) + saved_mlp_bytes(sizes, layer)
-    total += adapter_saved_bytes(sizes) - _unread_input_bytes(sizes, layer, recompute)
+    shortcut = own.has_shortcut(layer) * (norm_saved_bytes(own, sizes.hidden_tokens, precision) - sizes.hidden_bytes)
+    total += shortcut + adapter_saved_bytes(sizes) - _unread_input_bytes(sizes, layer, recompute)
     if recompute == "core_attention":
         return total - tokens * own.num_heads * master_bytes(precision)
     if recompute == "elementwise":
         is_tiled = sizes.sequence_tiles > 1
-        total -= (2 - is_tiled) * own.has_pre_norms * sizes.hidden_bytes
+        total -= (2 - is_tiled) * own.has_pre_norms * sizes.hidden_bytes + own.has_shortcut(layer) * sizes.hidden_bytes
         total -= 0 if is_tiled else mlp_inner_bytes(sizes, layer)
     return total + scores
 

@@ -69,7 +69,9 @@ class Layer(nn.Module):
     """One decoder layer: attention and MLP or experts, added to the residual stream one after the other, or together.
 
     `attn_norm` and `mlp_norm` are of their inputs, `attn_post_norm` and `mlp_post_norm` of their outputs, which dropout
-    follows; a compiler replaces `drop_hidden`.
+    follows; a compiler replaces `drop_hidden`. With `moe.shortcut` routed experts read the layer's input by
+    `shortcut_norm`, and tokens travel to them and back while attention and shared experts compute (ScMoE,
+    arXiv:2404.05019).
     """
 
     drop_hidden = staticmethod(drop_hidden)
@@ -80,6 +82,7 @@ class Layer(nn.Module):
         self.attn = LinearAttention(spec) if spec.has_linear_attention(layer) else _softmax_attention(spec, layer)
         self.attn_post_norm = post_norm
         self.mlp_norm, post_norm = make_norms(spec)
+        self.shortcut_norm = make_norm(spec) if spec.has_shortcut(layer) else None
         has_experts = spec.has_experts(layer)
         self.mlp = MoeMlp(spec, router_state or RouterState(), recomputable) if has_experts else Mlp(spec)
         self.mlp_post_norm = post_norm
@@ -98,13 +101,14 @@ class Layer(nn.Module):
     ) -> Tensor:
         # Added in place: autograd saves the output neither of a linear layer nor of a norm, and fresh memory costs time
         # on a CPU.
+        experts = () if self.shortcut_norm is None else (cast(MoeMlp, self.mlp).start(x_BSD, self.shortcut_norm),)
         y_BSD = self.attn(x_BSD, self.attn_norm, cos, sin, mask, documents, dropout)
         if self.attn_post_norm is not None:
             y_BSD = self.attn_post_norm(y_BSD)
         y_BSD = self.drop_hidden(y_BSD, dropout, AFTER_ATTENTION)
         if not self.parallel_residual:
             x_BSD = y_BSD.add_(x_BSD)
-        z_BSD = self.mlp(x_BSD, self.mlp_norm)
+        z_BSD = self.mlp(x_BSD, self.mlp_norm, *experts)
         if self.mlp_post_norm is not None:
             z_BSD = self.mlp_post_norm(z_BSD)
         z_BSD = self.drop_hidden(z_BSD, dropout, AFTER_MLP)

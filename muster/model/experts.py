@@ -5,7 +5,8 @@ are (MegaBlocks, arXiv:2211.15841). Suffixes: R rows, D hidden width, E experts,
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -34,6 +35,37 @@ def compute_here(experts: ComputeRows, x_BSD: Tensor, routing: Routing) -> Tenso
     y_RD = rows.permute(x_BSD.flatten(0, 1))  # one name for all, so that none keeps what was read
     y_RD = experts(y_RD, Segments(rows.counts_E, len(y_RD)))
     return rows.combine(y_RD, x_BSD.shape)
+
+
+class StartedDispatch(Protocol):
+    """Tokens on their way to experts."""
+
+    def compute(self) -> None:
+        """Wait for the rows, let experts compute them, and let the results set out."""
+
+    def finish(self) -> Tensor:
+        """Wait for the results and return their weighted sums (B, S, D)."""
+        ...
+
+
+class _WholeDispatch:
+    """Tokens whose way can't be divided: they set out when experts are to compute, and come back with the results."""
+
+    def __init__(self, dispatch: Dispatch, experts: ComputeRows, x_BSD: Tensor, routing: Routing) -> None:
+        self._dispatch = partial(dispatch, experts, x_BSD, routing)
+        self._made: list[Tensor] = []
+
+    def compute(self) -> None:
+        self._made = [self._dispatch()]
+
+    def finish(self) -> Tensor:
+        return self._made.pop()
+
+
+def start_dispatch(dispatch: Dispatch, experts: ComputeRows, x_BSD: Tensor, routing: Routing) -> StartedDispatch:
+    """Let tokens set out by the dispatcher's `start`, where it has one."""
+    start = getattr(dispatch, "start", partial(_WholeDispatch, dispatch))
+    return start(experts, x_BSD, routing)
 
 
 def unchanged(x_BSD: Tensor) -> Tensor:
@@ -119,8 +151,21 @@ class MoeMlp(nn.Module):
         self.shared_gate = nn.Linear(spec.hidden_size, 1, bias=False) if moe.shared_gate else None
         self._activate = mlp_activation(spec)
 
-    def forward(self, x_BSD: Tensor, norm: nn.Module | None) -> Tensor:
-        """Return the experts' output (B, S, D), to be added to the residual."""
+    def start(self, x_BSD: Tensor, norm: nn.Module) -> StartedDispatch:
+        """Let the hidden states that routed experts read (`moe.shortcut`) set out to them."""
+        return self.recomputable(norm, (x_BSD,), self._start)
+
+    def _start(self, x_BSD: Tensor) -> StartedDispatch:
+        return start_dispatch(self.dispatch, self.experts, x_BSD, self.router(x_BSD))
+
+    def forward(self, x_BSD: Tensor, norm: nn.Module | None, started: StartedDispatch | None = None) -> Tensor:
+        """Return the experts' output (B, S, D), to be added to the residual; `started`: routed experts with tokens of
+        their own."""
+        if started is not None:
+            started.compute()
+            assert norm is not None
+            shared_BSD = self.recomputable(norm, (x_BSD,), self._shared)
+            return started.finish().add_(shared_BSD)
         if norm is None:
             return self._compute(x_BSD)
         return self.recomputable(norm, (x_BSD,), self._compute)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from muster.model.expert_rows import ExpertRows
-from muster.model.experts import ComputeRows
+from muster.model.experts import ComputeRows, StartedDispatch, start_dispatch
 from muster.model.grouped_matmul import Segments, host_counts
 from muster.model.routing import Routing
 from muster.parallel.axis import ExpertAxis
@@ -45,6 +45,12 @@ class AllToAll:
         y_rD = Exchange.apply(self.axis, y_rD, received, sent)
         return rows.combine(y_rD, x_BSD.shape)
 
+    def start(self, experts: ComputeRows, x_BSD: Tensor, routing: Routing) -> StartedDispatch:
+        """Let rows set out, which travel while the caller computes something else; so do their results."""
+        if self.chunks > 1:
+            return start_dispatch(self.__call__, experts, x_BSD, routing)
+        return _Travelling(self, experts, x_BSD, routing)
+
     def _in_chunks(self, experts: ComputeRows, x_BSD: Tensor, routing: Routing) -> Tensor:
         x_ND, ranks = x_BSD.flatten(0, 1), self.axis.size
         parts = zip(routing.weight.tensor_split(self.chunks), routing.expert.tensor_split(self.chunks), strict=True)
@@ -75,6 +81,35 @@ class AllToAll:
             for rows, back in zip(rows_c, returning, strict=True)
         ]
         return _Join.apply(x_BSD.shape, *made)  # type: ignore[return-value]
+
+
+class _Travelling:
+    """Rows of all tokens on their way to experts; the backward, which runs the same steps from the last to the first,
+    overlaps with the same work of the caller's."""
+
+    def __init__(self, way: AllToAll, experts: ComputeRows, x_BSD: Tensor, routing: Routing) -> None:
+        self._way, self._experts, self._shape = way, experts, x_BSD.shape
+        self._rows, ranks = ExpertRows(routing), way.axis.size
+        sent_Pe = self._rows.counts_E.view(ranks, -1)
+        self._received_Pe = way.axis.all_to_all(sent_Pe, [1] * ranks, [1] * ranks)
+        y_rD = self._rows.permute(x_BSD.flatten(0, 1))
+        sent, received = (host_counts(counts_Pe.sum(1), len(y_rD)) for counts_Pe in (sent_Pe, self._received_Pe))
+        self._flight = Flight(way.axis, sent, received)
+        self._travelling: list[Any] = [StartExchange.apply(self._flight, y_rD, way.cast)]
+
+    def compute(self) -> None:
+        flight, counts_Pe = self._flight, self._received_Pe
+        order_r, inverse_r = block_order(counts_Pe, (1, 0), sum(flight.received))
+        y_rD: Any = FinishExchange.apply(flight, self._travelling.pop(), self._way.cast)
+        y_rD = Reorder.apply(y_rD, order_r, inverse_r)
+        y_rD = self._experts(y_rD, Segments(counts_Pe.sum(0), sum(flight.received)))
+        y_rD = Reorder.apply(y_rD, inverse_r, order_r)
+        self._flight = Flight(self._way.axis, flight.received, flight.sent)
+        self._travelling.append(StartExchange.apply(self._flight, y_rD))
+
+    def finish(self) -> Tensor:
+        y_rD: Any = FinishExchange.apply(self._flight, self._travelling.pop())
+        return self._rows.combine(y_rD, self._shape)
 
 
 class _Join(torch.autograd.Function):

@@ -11,7 +11,7 @@ from importlib import import_module
 import torch
 from torch import Tensor, nn
 
-from muster.model.experts import ComputeRows, Dispatch, MoeMlp
+from muster.model.experts import ComputeRows, Dispatch, MoeMlp, StartedDispatch, start_dispatch
 from muster.model.routing import Routing
 from muster.parallel.axis import ExpertAxis
 from muster.parallel.expert_copies import with_copies
@@ -44,13 +44,25 @@ def apply_expert_parallel(
 
 def to_places(dispatch: Dispatch, order: Sequence[int]) -> Dispatch:
     """Return the dispatcher for experts that lie in another order: it is given places in their stead."""
-    place_of = sorted(range(len(order)), key=order.__getitem__)
-    by_device: dict[torch.device, Tensor] = {}
+    return _PlacedDispatch(dispatch, order)
 
-    def dispatch_to_places(experts: ComputeRows, x_BSD: Tensor, routing: Routing) -> Tensor:
+
+class _PlacedDispatch:
+    def __init__(self, dispatch: Dispatch, order: Sequence[int]) -> None:
+        self._dispatch = dispatch
+        # Dropped pairs, with the number behind the last expert, keep it.
+        self._place_of = [*sorted(range(len(order)), key=order.__getitem__), len(order)]
+        self._by_device: dict[torch.device, Tensor] = {}
+
+    def __call__(self, experts: ComputeRows, x_BSD: Tensor, routing: Routing) -> Tensor:
+        return self._dispatch(experts, x_BSD, self._in_places(routing))
+
+    def start(self, experts: ComputeRows, x_BSD: Tensor, routing: Routing) -> StartedDispatch:
+        """Let tokens set out."""
+        return start_dispatch(self._dispatch, experts, x_BSD, self._in_places(routing))
+
+    def _in_places(self, routing: Routing) -> Routing:
         device = routing.expert.device
-        if device not in by_device:  # dropped pairs, with the number behind the last expert, keep it
-            by_device[device] = torch.tensor([*place_of, len(order)], device=device)
-        return dispatch(experts, x_BSD, routing._replace(expert=by_device[device][routing.expert]))
-
-    return dispatch_to_places
+        if device not in self._by_device:
+            self._by_device[device] = torch.tensor(self._place_of, device=device)
+        return routing._replace(expert=self._by_device[device][routing.expert])

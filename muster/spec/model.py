@@ -174,6 +174,8 @@ class ModelSpec(Frozen):
             raise ValueError(
                 "norm_unit_offset is for RMSNorms of hidden states and heads: norm rms, qk_norm_width head"
             )
+        if self.moe is not None and self.moe.shortcut and (self.parallel_residual or self.norm_placement != "pre"):
+            raise ValueError("moe.shortcut needs norm_placement pre, and attention and MLP one after the other")
         if self.parallel_residual and self.norm_placement != "pre":
             raise ValueError(f"parallel_residual needs norm_placement pre, got {self.norm_placement}")
         if self.position == "learned" and self.max_positions is None:
@@ -248,6 +250,10 @@ class ModelSpec(Frozen):
             return False
         behind = min(layer, self.num_layers - 1) - self.moe.dense_layers
         return behind >= 0 and (behind + 1) % self.moe.every == 0
+
+    def has_shortcut(self, layer: int) -> bool:
+        """Return True if this layer's routed experts read its input, and not what attention adds to it."""
+        return self.moe is not None and self.moe.shortcut and self.has_experts(layer)
 
     def has_linear_attention(self, layer: int) -> bool:
         """Return True if this layer's attention is linear."""
@@ -391,6 +397,8 @@ def _layer(spec: ModelSpec, layer: int, prefix: str) -> NamedShapes:
         yield from _norm(spec, prefix + "attn_post_norm")
     if spec.has_pre_norms:
         yield from _norm(spec, prefix + "mlp_norm")
+    if spec.has_shortcut(layer):
+        yield from _norm(spec, prefix + "shortcut_norm")
     if spec.has_experts(layer):
         yield from _experts(spec, prefix + "mlp.")
     else:

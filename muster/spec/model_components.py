@@ -89,6 +89,9 @@ class MoeSpec(Frozen):
     """Inner width of the shared experts, all together, which every token passes through in addition."""
     shared_gate: bool = False
     """The shared experts' output is multiplied by a sigmoid gate of its own projection (Qwen2-MoE)."""
+    shortcut: bool = False
+    """Routed experts read the input of the layer, by a norm of their own, and shared experts what attention adds to it:
+    tokens travel to experts and back beside attention and shared experts (ScMoE, arXiv:2404.05019)."""
     dense_layers: NonNegativeInt = 0
     """First layers, which have an ordinary MLP."""
     every: PositiveInt = 1
@@ -136,6 +139,8 @@ class MoeSpec(Frozen):
             )
         if self.shared_gate and not self.shared_size:
             raise ValueError("moe.shared_gate is for shared experts, but moe.shared_size is 0")
+        if self.shortcut and not self.shared_size:
+            raise ValueError("moe.shortcut lets tokens travel beside shared experts, but moe.shared_size is 0")
         if self.router == "expert_choice" and (self.router_bias or self.num_groups > 1):
             raise ValueError("moe.router expert_choice has no router_bias and no num_groups, which tokens choose by")
         if self.router == "bi_level" and not 1 < self.num_groups < self.num_experts:

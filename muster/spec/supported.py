@@ -324,6 +324,15 @@ EXPERT_RULES: tuple[Rule, ...] = (
 )
 """Things that the runtime can't do for a model with experts."""
 
+SHORTCUT_RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda plan: plan.uses_axis("tp"),
+        "tensor parallelism of experts that read the layer's input (moe.shortcut)",
+        setting(tp=1, etp=1),
+    ),
+)
+"""Things that the runtime can't do where tokens travel to experts beside attention."""
+
 LINEAR_ATTENTION_RULES: tuple[Rule, ...] = (
     Rule(
         lambda plan: plan.compile,
@@ -498,6 +507,7 @@ def runtime_rules(model: ModelSpec | None) -> tuple[Rule, ...]:
     return (
         *RUNTIME_RULES,
         *(EXPERT_RULES if moe is not None else ()),
+        *(SHORTCUT_RULES if moe is not None and moe.shortcut else ()),
         *(CAPACITY_RULES if moe is not None and moe.needs_whole_sequences else ()),
         *(LINEAR_ATTENTION_RULES if model.linear_attention is not None else ()),
         *(LATENT_ATTENTION_RULES if model.mla is not None else ()),

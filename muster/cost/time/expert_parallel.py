@@ -83,27 +83,46 @@ def add_expert_exchange(at: LayerContext, attention: SublayerCost, mlp: Sublayer
     """Add the exchange of tokens with their experts' ranks, and of gradients.
 
     It is exposed, or overlaps with the passes of another micro-batch (arXiv:2412.19437 §3.2.1); in chunks, those that
-    travel overlap with the matmuls of others (arXiv:2206.03382 §4.2).
+    travel overlap with the matmuls of others (arXiv:2206.03382 §4.2). Through a shortcut, rows travel beside attention
+    and come back beside shared experts, and so do their gradients (arXiv:2404.05019).
     """
     calls = dispatch_calls(at.dispatch, _routed_shape(at))
     backward_s = sum(one.compute_s for part in (attention, mlp) for one in (part.input_grads, part.weight_grads))
     chunk = _chunk_of_matmuls(at)
+    beside = _work_beside(at, attention)
     passes = (
         (mlp.forward, calls.forward, attention.forward.compute_s + mlp.forward.compute_s, chunk.forward.compute_s),
         (mlp.input_grads, calls.backward, backward_s, chunk.input_grads.compute_s + chunk.weight_grads.compute_s),
     )
-    for spent, made, compute_s, matmuls_s in passes:
+    for (spent, made, compute_s, matmuls_s), hidden in zip(passes, beside, strict=True):
         seconds = [_call_s(at, call) for call in made]
         if at.dispatch.redundant:
             _add_copies(at, spent, made is calls.forward, matmuls_s)
         if at.framework.overlap_expert_comm:
             spent.add_overlapped("ep", sum(seconds), compute_s)
             continue
+        if hidden is not None and made:
+            spent.add_exposed("ep", sum(seconds[:-2]))
+            for row_s, beside_s in zip(seconds[-2:], hidden, strict=True):
+                spent.add_overlapped("ep", row_s, beside_s)
+            continue
         counts, rows = seconds[: -2 * at.dispatch.chunks], seconds[-2 * at.dispatch.chunks :]
         in_flight_s = at.dispatch.chunks * matmuls_s
         exposed_s = sum(rows) if at.dispatch.chunks == 1 else chunked_s(rows, matmuls_s) - in_flight_s
         spent.add_exposed("ep", sum(counts) + exposed_s)
         spent.add_overlapped("ep", sum(rows) - exposed_s, in_flight_s)
+
+
+def _work_beside(at: LayerContext, attention: SublayerCost) -> tuple[tuple[float, float] | None, ...]:
+    """Return for forward and backward the seconds of work beside which rows travel one way and the other; None where
+    they don't travel beside a layer's dense part."""
+    moe, dispatch = at.model.moe, at.dispatch
+    assert moe is not None
+    if not moe.shortcut or dispatch.kind != "all_to_all" or dispatch.chunks > 1 or dispatch.redundant:
+        return None, None
+    add_mlp(at, shared := SublayerCost(), moe.shared_size)
+    backward_s = [one.input_grads.compute_s + one.weight_grads.compute_s for one in (shared, attention)]
+    return (attention.forward.compute_s, shared.forward.compute_s), (backward_s[0], backward_s[1])
 
 
 def _add_copies(at: LayerContext, spent: PassCost, is_forward: bool, matmuls_s: float) -> None:

@@ -49,6 +49,8 @@ def layer_passes(at: LayerContext, layer: int) -> LayerPasses:
         add_mlp(at.tile, mlp, model.intermediate_size)
     add_norm_and_residual(at, attention)
     add_norm_and_residual(at.tile, mlp)
+    if model.has_shortcut(layer):  # the norm that routed experts read, and the sum with shared ones
+        add_norm_and_residual(at, mlp)
     mlp.repeat_for_tiles(at, (2 + model.gated) * model.intermediate_size * model.hidden_size / at.tp.size)
     if model.has_experts(layer):
         add_expert_exchange(at, attention, mlp)
