@@ -32,7 +32,7 @@ from muster.model.attention_sinks import add_sinks_
 from muster.model.block_attention import MergedAttention, block_forward, block_scores
 from muster.model.decoder import Decoder
 from muster.model.documents import Documents
-from muster.model.dropout import sample_keys
+from muster.model.dropout import InputDropout, sample_keys
 from muster.model.further_tokens import FurtherTokens, shift_further
 from muster.model.grouped_matmul import StackedLinear, grouped_linears, grouped_weight_grad
 from muster.model.init import draw, initial_value
@@ -262,6 +262,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "dora everywhere": {"adapter": AdapterSpec(kind="dora", r=3, target_modules=("all-linear",)), "out_bias": True},
     "lora": {"adapter": AdapterSpec(r=3, lora_alpha=6, target_modules=("all-linear",)), "out_bias": True},
 }
+LORA_DROPOUT = AdapterSpec(r=3, lora_alpha=6, target_modules=("all-linear",), lora_dropout=0.2)
+FAMILIES["lora dropout"] = {"adapter": LORA_DROPOUT, "out_bias": True}
 MTP_FACTOR = 0.7
 FAMILIES |= {
     f"{family} mtp": FAMILIES[family] | {"mtp_layers": layers, "mtp_loss_scaling_factor": MTP_FACTOR}
@@ -831,6 +833,18 @@ def lost_return() -> Iterator[None]:
 
 
 @contextmanager
+def columns_from_the_first() -> Iterator[None]:
+    """A rank with some columns of an adapter's A drops those of the first rank."""
+    drop = InputDropout.dropped_
+
+    def faulty(self: InputDropout, x_NI: Tensor, rows: slice, first: int) -> Tensor:
+        return drop(self, x_NI, rows, 0)
+
+    with patch.object(InputDropout, "dropped_", faulty):
+        yield
+
+
+@contextmanager
 def halved_late_gradients() -> Iterator[None]:
     """The gradients of delayed updates are halved while they wait."""
     begin = ParameterUpdater.begin_delayed_step
@@ -1104,6 +1118,7 @@ FAULTS = {
     "stale inputs of graphs": stale_inputs,
     "lost read": lost_read,
     "lost return": lost_return,
+    "columns from the first": columns_from_the_first,
     "halved late gradients": halved_late_gradients,
     "same further token": same_further_token,
     "lone embedding": lone_embedding,

@@ -4,8 +4,10 @@
 """
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -18,10 +20,14 @@ from muster.cli.main import main
 from muster.config.cluster_files import load_cluster
 from muster.config.named_model import load_model
 from muster.cost.memory.forecast import forecast_memory
+from muster.parallel.executor import Executor
 from muster.schedule.action import Action, Kind
 from muster.schedule.build import build_program
 from muster.schedule.check import check
+from muster.schedule.lower import LoweringOptions, lower
 from muster.schedule.program import Program, ProgramError
+from muster.schedule.registry import make_schedule
+from muster.schedule.schedule_spec import ScheduleSpec
 from muster.simulate.resource_load import busy_seconds
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
@@ -90,6 +96,55 @@ def test_a_slow_host_is_hidden_behind_the_passes(tmp_path: Path) -> None:
     held = forecast_memory(MODEL, plan, WORK, cluster, program).fullest.host_bytes
     state = 8 * MODEL.num_parameters
     assert held == state + 8 * MODEL.num_parameters, "gradients and parameters wait in host memory"
+
+
+class WaitingStage:
+    """A stage whose first forward ends only once the host has begun an update."""
+
+    def __init__(self, has_begun: Event, has_passed: Event) -> None:
+        self.has_begun, self.has_passed = has_begun, has_passed
+
+    def forward(self, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor:
+        assert self.has_begun.wait(60)
+        self.has_passed.set()
+        return torch.zeros(1)
+
+    def backward(self, micro_batch: int, gradient: torch.Tensor | None) -> None: ...
+
+
+def test_the_executor_runs_updates_beside_passes_and_reports_their_errors() -> None:
+    """An update and a pass wait for each other, which no single thread could outlast."""
+    options = LoweringOptions(host_updates=(("host", "disk"),), delayed_update=True)
+    check(program := lower(make_schedule("1f1b", ScheduleSpec(1, 2)), options))
+    has_begun, has_passed, order = Event(), Event(), list[Kind]()
+
+    def update(action: Action) -> None:
+        has_begun.set()
+        assert has_passed.wait(60)
+        if len(order) > 20:
+            raise ValueError("the disk is gone")
+
+    def copy(action: Action) -> Callable[[], None]:
+        order.append(action.kind)
+        return lambda: None
+
+    handlers = dict.fromkeys((Kind.GRAD_NORM, Kind.CLIP, Kind.STEP), lambda action: order.append(action.kind))
+    stages: dict = {0: WaitingStage(has_begun, has_passed)}
+    kinds = (Kind.OFFLOAD_GRAD, Kind.RELOAD_PARAM, Kind.READ_STATE, Kind.WRITE_STATE)
+    executor = Executor(
+        program, 0, 0, stages, {}, handlers | {Kind.DELAYED_UPDATE: update}, copies=dict.fromkeys(kinds, copy)
+    )
+    events = executor.run().events()
+    assert sorted(event.action for event in events) == sorted(
+        item.action for items in program.ranks[0].values() for item in items
+    )
+    after = [kind for kind in order if kind not in (Kind.READ_STATE, Kind.WRITE_STATE)]
+    pair = [Kind.RELOAD_PARAM, Kind.OFFLOAD_GRAD]
+    assert after == [Kind.GRAD_NORM, Kind.CLIP, *pair, *pair, Kind.STEP]
+    executor.run()
+    order += [Kind.STEP] * 20
+    with pytest.raises(ValueError, match="the disk is gone"):
+        executor.run()
 
 
 def tensors(run: Path, step: int) -> dict[str, torch.Tensor]:

@@ -98,7 +98,9 @@ def test_attention_with_dropout_is_the_formula_in_any_pieces(window, softcap, mo
         torch.randn(2, heads, 11, 4, dtype=torch.float64, generator=generator).requires_grad_() for heads in (6, 2, 2)
     )
     starts = torch.tensor([[0] * 11, [0] * 4 + [4] * 7])
-    drop = ScoreDropout(LayerDropout(0.0, 0.25, sample_keys(7, (4, 9), CPU), torch.arange(11)), first_head=6)
+    drop = ScoreDropout(
+        LayerDropout(0.0, 0.25, sample_keys(7, (4, 9), CPU), torch.arange(11), torch.arange(11)), first_head=6
+    )
     kept = drop.kept(6, slice(0, 11), slice(0, 11))
     assert torch.equal(drop.kept(3, slice(2, 5), slice(3, 9)), kept[:, :3, 2:5, 3:9]), "a part is drawn as the whole is"
     scores = 0.3 * q @ k.repeat_interleave(3, 1).mT

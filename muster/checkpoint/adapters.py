@@ -35,7 +35,8 @@ def weights_for(directory: ModelDirectory, spec: ModelSpec) -> TensorSource:
     """
     stored = directory.model.adapter if directory.model is not None else None
     found = replace(directory, model=spec.model_copy(update={"adapter": stored}))
-    if stored == spec.adapter:
+    rate = 0.0 if spec.adapter is None else spec.adapter.lora_dropout
+    if (stored and stored.model_copy(update={"lora_dropout": rate})) == spec.adapter:
         return model_weights(found)
     weights, kind = merged_weights(found), None if spec.adapter is None else spec.adapter.kind
     if kind == "dora":

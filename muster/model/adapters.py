@@ -8,19 +8,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from muster.spec.adapters import AdapterSpec
+from muster.model.dropout import BEFORE_ADAPTERS, InputDropout, LayerDropout
+from muster.spec.adapters import TARGETS, AdapterSpec
 
 
 class LoraLinear(nn.Linear):
     """Linear layer with an adapter, whose matrices are `lora_A.weight` (r, in) and `lora_B.weight` (out, r); in DoRA
     `lora_magnitude_vector.weight` (out) has the lengths of rows."""
 
-    def __init__(self, linear: nn.Linear, adapter: AdapterSpec) -> None:
+    def __init__(self, linear: nn.Linear, adapter: AdapterSpec, place: int) -> None:
+        """Take the place of `linear`; `place` is that of its input's dropout in the decoder layer."""
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
         self.lora_A = nn.Linear(linear.in_features, adapter.r, bias=False)
         self.lora_B = nn.Linear(adapter.r, linear.out_features, bias=False)
         self.lora_magnitude_vector = Magnitudes(linear.out_features) if adapter.kind == "dora" else None
         self.scaling = adapter.scaling
+        self.dropout_rate, self.place = adapter.lora_dropout, place
+        self.dropout: InputDropout | None = None
+        """Dropout of the input of A in the pass under way; None: drop nothing."""
+
+    def enter_pass(self, dropout: LayerDropout | None) -> None:
+        """Begin a pass of the decoder layer, with its dropout."""
+        self.dropout = None if dropout is None else InputDropout(dropout, self.place, self.dropout_rate)
 
     @property
     def inner_bias(self) -> Tensor | None:
@@ -28,7 +37,11 @@ class LoraLinear(nn.Linear):
         return self.bias if self.lora_magnitude_vector is None else None
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.combine(F.linear(input, self.weight, self.inner_bias), self.lora_B(self.lora_A(input)))
+        y = F.linear(input, self.weight, self.inner_bias)
+        if self.dropout is None:
+            return self.combine(y, self.lora_B(self.lora_A(input)))
+        inner: Tensor = _DroppedLinear.apply(input, self.lora_A.weight, self.dropout)  # type: ignore[assignment]
+        return self.combine(y, self.lora_B(inner))
 
     def combine(self, y: Tensor, change: Tensor) -> Tensor:
         """Return the layer's output, of that of its weight and B A x; with row-parallel weights a part of the sum."""
@@ -42,6 +55,23 @@ class LoraLinear(nn.Linear):
     def row_norms(self) -> Tensor:
         """Return the length of each row of W + scaling · B A, a constant in the backward (arXiv:2402.09353 §4.3)."""
         return torch.addmm(self.weight, self.lora_B.weight, self.lora_A.weight, alpha=self.scaling).norm(dim=1)
+
+
+class _DroppedLinear(torch.autograd.Function):
+    """Linear layer of an input after dropout, whose masks the backward computes again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dropout: InputDropout) -> Tensor:
+        ctx.dropout = dropout
+        ctx.save_for_backward(x, weight)
+        return dropout.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        grad_x = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        ctx.dropout.add_input_grad_(grad_x, grads[0], weight)
+        return grad_x, ctx.dropout.weight_grad(x.flatten(0, -2), grads[0].flatten(0, -2)), None
 
 
 class HdPissaLinear(nn.Linear):
@@ -110,4 +140,8 @@ def add_adapters(layer: nn.Module, adapter: AdapterSpec) -> None:
     for part in list(layer.children()):
         for name, linear in list(part.named_children()):
             if name in adapter.target_modules and isinstance(linear, nn.Linear):
-                setattr(part, name, (HdPissaLinear if adapter.changes_weights else LoraLinear)(linear, adapter))
+                place = BEFORE_ADAPTERS + TARGETS.index(name)
+                adapted = (
+                    HdPissaLinear(linear, adapter) if adapter.changes_weights else LoraLinear(linear, adapter, place)
+                )
+                setattr(part, name, adapted)

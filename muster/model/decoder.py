@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from muster.model.adapters import add_adapters
+from muster.model.adapters import LoraLinear, add_adapters
 from muster.model.attention import Attention
 from muster.model.documents import Documents
 from muster.model.dropout import AFTER_ATTENTION, AFTER_MLP, DropoutState, LayerDropout, drop_hidden
@@ -89,6 +89,8 @@ class Layer(nn.Module):
         self.parallel_residual = spec.parallel_residual
         if spec.adapter is not None:
             add_adapters(self, spec.adapter)
+        self.adapters = [part for part in self.modules() if isinstance(part, LoraLinear) and part.dropout_rate]
+        """Linear layers whose adapters drop elements of their input."""
 
     def forward(
         self,
@@ -99,6 +101,8 @@ class Layer(nn.Module):
         documents: Documents | None = None,
         dropout: LayerDropout | None = None,
     ) -> Tensor:
+        for linear in self.adapters:
+            linear.enter_pass(dropout)
         # Added in place: autograd saves the output neither of a linear layer nor of a norm, and fresh memory costs time
         # on a CPU.
         experts = () if self.shortcut_norm is None else (cast(MoeMlp, self.mlp).start(x_BSD, self.shortcut_norm),)
@@ -252,14 +256,16 @@ class Decoder(nn.Module):
         """Yield what the forward of each of these layers takes beside hidden states like `x_BSD`."""
         state = self.position_state
         # A plugin's layers know no dropout.
-        positions_S = state.positions_in_sample(x_BSD) if self.dropout_state.is_active else None
+        positions: tuple[Tensor, ...] = ()
+        if self.dropout_state.is_active:
+            positions = state.positions_in_sample(x_BSD), state.whole_positions_in_sample(x_BSD)
         angles: dict[bool, tuple[Tensor | None, Tensor | None]] = {}
         for index, layer in layers.items():
             window = getattr(getattr(layer, "attn", None), "window", None)
             kind = state.has_own_angles(window)
             if kind not in angles:
                 angles[kind] = state.rotary_cos_sin(x_BSD, window)
-            dropout = () if positions_S is None else (self.dropout_state.of_layer(index, positions_S),)
+            dropout = (self.dropout_state.of_layer(index, *positions),) if positions else ()
             yield *angles[kind], state.mask(window, x_BSD), state.documents, *dropout
 
     def logits(self, x_BSD: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ whose n-th output is a function of n; a quarter of an output decides on one elem
 Suffixes of tensors: B sequences, S positions, N rows, W elements of a row, C counters, D hidden width.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,9 @@ _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LANES, _LANE_VALUES = 4, 1 << 16
 _DROPOUT = 0x64726F706F757400
 """Purpose of the draws, apart from those of other purposes with the same seed."""
-EMBEDDING, ATTENTION, AFTER_ATTENTION, AFTER_MLP = range(4)
-"""Places in which dropout is applied; the first is the model's, the others are each layer's."""
+EMBEDDING, ATTENTION, AFTER_ATTENTION, AFTER_MLP, BEFORE_ADAPTERS = range(5)
+"""Places in which dropout is applied; the first is the model's, the others are each layer's. From the last one on each
+of `muster.spec.adapters.TARGETS` has a place."""
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
@@ -98,6 +99,8 @@ class LayerDropout:
     """Key of each sample in this layer."""
     positions_S: Tensor
     """Position of each hidden state in its sample."""
+    whole_positions_S: Tensor
+    """The same of all hidden states that tensor-parallel ranks share the positions of, one rank's after another's."""
 
 
 class DropoutState:
@@ -118,11 +121,12 @@ class DropoutState:
         """True if the next pass drops elements."""
         return self.keys_B is not None and self.is_used
 
-    def of_layer(self, layer: int, positions_S: Tensor) -> LayerDropout:
+    def of_layer(self, layer: int, positions_S: Tensor, whole_positions_S: Tensor) -> LayerDropout:
         """Return a layer's dropout in this pass."""
         assert self.keys_B is not None
         keys_B = _counted(self.keys_B, layer + 1)
-        return LayerDropout(self._spec.hidden_dropout, self._spec.attention_dropout, keys_B, positions_S)
+        rates = self._spec.hidden_dropout, self._spec.attention_dropout
+        return LayerDropout(*rates, keys_B, positions_S, whole_positions_S)
 
     def drop_embeddings(self, x_BSD: Tensor, positions_S: Tensor) -> Tensor:
         """Return embeddings after dropout, (B, S, D)."""
@@ -161,6 +165,51 @@ def _drop_(x_BSD: Tensor, keys_B: Tensor, positions_S: Tensor, place: int, rate:
     kept_NW = keep_mask(row_keys_BS.flatten(), 0, x_BSD.shape[-1], rate)
     x_BSD.masked_fill_(kept_NW.view(x_BSD.shape).logical_not_(), 0)
     return x_BSD.mul_(kept_scale(rate))
+
+
+class InputDropout:
+    """Dropout of the input of one linear layer in one pass, in pieces of rows, so that no second copy of it is held."""
+
+    def __init__(self, dropout: LayerDropout, place: int, rate: float) -> None:
+        self._keys_B, self._positions_S = dropout.keys_B, dropout.whole_positions_S
+        self._place, self._rate = place, rate
+
+    def _row_keys(self, rows: slice) -> Tensor:
+        """Return the keys of these rows, sample by sample; all of them would take memory from forward to backward."""
+        row_N = torch.arange(rows.start, rows.stop, device=self._keys_B.device)
+        count = len(self._positions_S)
+        return _counted(_counted(self._keys_B, self._place)[row_N // count], self._positions_S[row_N % count])
+
+    def pieces(self, count: int, width: int) -> Iterator[slice]:
+        """Yield the rows of an input (count, width) in pieces that dropout draws at once."""
+        rows = max(1, _LANES * chunk_elements("dropout", self._keys_B.device.type) // width)
+        return (slice(row, min(row + rows, count)) for row in range(0, count, rows))
+
+    def dropped_(self, x_NI: Tensor, rows: slice, first: int) -> Tensor:
+        """Drop elements of x in place, which are these rows of the input and its columns from `first` on."""
+        kept_NI = keep_mask(self._row_keys(rows), first, x_NI.shape[1], self._rate)
+        return x_NI.masked_fill_(kept_NI.logical_not_(), 0).mul_(kept_scale(self._rate))
+
+    def linear(self, x: Tensor, weight_OI: Tensor, first: int = 0) -> Tensor:
+        """Apply a linear layer to x (…, I) after dropout."""
+        x_NI = x.flatten(0, -2)
+        y_NO = x.new_empty(len(x_NI), len(weight_OI))
+        for rows in self.pieces(*x_NI.shape):
+            torch.mm(self.dropped_(x_NI[rows].clone(), rows, first), weight_OI.t(), out=y_NO[rows])
+        return y_NO.view(*x.shape[:-1], len(weight_OI))
+
+    def add_input_grad_(self, grad_x: Tensor, grad: Tensor, weight_OI: Tensor, first: int = 0) -> None:
+        """Add the gradient of x, of that of the linear layer's output, to `grad_x`."""
+        grad_NI, grad_NO = grad_x.view(-1, grad_x.shape[-1]), grad.flatten(0, -2)
+        for rows in self.pieces(*grad_NI.shape):
+            grad_NI[rows] += self.dropped_(grad_NO[rows] @ weight_OI, rows, first)
+
+    def weight_grad(self, x_NI: Tensor, grad_NO: Tensor, first: int = 0) -> Tensor:
+        """Return the gradient of the linear layer's weight (O, I)."""
+        grad_OI = x_NI.new_zeros(grad_NO.shape[1], x_NI.shape[1])
+        for rows in self.pieces(*x_NI.shape):
+            grad_OI.addmm_(grad_NO[rows].t(), self.dropped_(x_NI[rows].clone(), rows, first))
+        return grad_OI
 
 
 class ScoreDropout:

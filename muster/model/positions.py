@@ -179,6 +179,13 @@ class PositionState:
             return self.positions_S[begin : begin + count]
         return torch.arange(begin, begin + count, device=x_BSD.device)
 
+    def whole_positions_in_sample(self, x_BSD: Tensor) -> Tensor:
+        """Return the same of all hidden states whose positions tensor-parallel ranks share, one's after another's."""
+        begin, end = self.offset, self.offset + self._length(x_BSD)
+        if self.positions_S is not None:
+            return self.positions_S[begin:end]
+        return torch.arange(begin, end, device=x_BSD.device)
+
     def learned_rows(self, weight_PD: Tensor, x_BSD: Tensor) -> Tensor:
         """Return the rows of a table of learned positions (P, D) for the hidden states: (S, D) or (B, S, D)."""
         count = x_BSD.shape[1]

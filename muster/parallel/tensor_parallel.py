@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from muster.model.adapters import LoraLinear
 from muster.model.attention import Attention
 from muster.model.decoder import Decoder, MtpLayer
+from muster.model.dropout import InputDropout
 from muster.model.experts import Experts, MoeMlp
 from muster.model.grouped_matmul import grouped_linears
 from muster.model.kernels import accumulation_dtype, soft_cap_, soft_cap_slope_
@@ -69,6 +70,48 @@ class _ParallelLinears(torch.autograd.Function):
         return None, None, grad_x, None, *(weight for weight, _ in made), *(bias for _, bias in made)
 
 
+class _AdaptedLinears(torch.autograd.Function):
+    """`_ParallelLinears` whose last weights, A of adapters, read the hidden state after dropout, by `drops`; `first` is
+    the index, in the whole model, of its first column."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        axis: TensorAxis | None,
+        weight_grads: WeightGradStore,
+        drops: Sequence[InputDropout],
+        first: int,
+        x: Tensor,
+        count: int,
+        *parameters: Any,
+    ) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.weight_grads, ctx.drops, ctx.first = axis, weight_grads, drops, first
+        ctx.weights, ctx.biases = parameters[:count], parameters[count:]  # see `_ParallelLinears`
+        ctx.save_for_backward(x)
+        plain = count - len(drops)
+        whole = axis.all_gather(x).wait() if axis and axis.sequence_parallel else x
+        outputs = linears_forward(None, whole, ctx.weights[:plain], ctx.biases[:plain])
+        dropped = zip(drops, ctx.weights[plain:], strict=True)
+        return *outputs, *(drop.linear(whole, weight, first) for drop, weight in dropped)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        axis, plain = ctx.axis, len(grads) - len(ctx.drops)
+
+        def param_grads(index: int, x_NI: Tensor, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None]:
+            if index < plain:
+                return ctx.weight_grads.compute_or_defer(ctx.weights[index], ctx.biases[index], x_NI, grad_NO)
+            return ctx.drops[index - plain].weight_grad(x_NI, grad_NO, ctx.first), None
+
+        def add_dropped_(grad_x: Tensor) -> None:
+            for drop, grad, weight in zip(ctx.drops, grads[plain:], ctx.weights[plain:], strict=True):
+                drop.add_input_grad_(grad_x, grad, weight, ctx.first)
+
+        grad_x, made = linears_backward(axis, x, ctx.weights, grads, param_grads, plain, add_dropped_)
+        return None, None, None, None, grad_x, None, *(weight for weight, _ in made), *(bias for _, bias in made)
+
+
 ParamGrads = tuple[Tensor | None, Tensor | None]
 """Gradients of a linear layer's weight and bias; None for one that is deferred, frozen or missing."""
 
@@ -90,13 +133,20 @@ def linears_backward(
     weights: Sequence[Tensor],
     grads: Sequence[Tensor],
     param_grads: Callable[[int, Tensor, Tensor], ParamGrads],
+    plain: int | None = None,
+    add_further_: Callable[[Tensor], None] | None = None,
 ) -> tuple[Tensor, list[ParamGrads]]:
     """Return the gradient of the hidden state, and each layer's `param_grads(index, x_NI, grad_NO)`, which is called
-    while that gradient is summed over the ranks."""
+    while that gradient is summed over the ranks.
+
+    `add_further_` adds what the layers behind the first `plain` ones have of the hidden state's gradient.
+    """
     gathering = axis.all_gather(x) if axis and axis.sequence_parallel else None
     grad_x = grads[0] @ weights[0]
-    for grad, weight in zip(grads[1:], weights[1:], strict=True):
+    for grad, weight in zip(grads[1:plain], weights[1:plain], strict=True):
         grad_x += grad @ weight
+    if add_further_ is not None:
+        add_further_(grad_x)
     summing = PendingTensor([], lambda: grad_x)
     if axis is not None:
         summing = axis.reduce_scatter(grad_x) if axis.sequence_parallel else axis.all_reduce(grad_x)
@@ -251,7 +301,11 @@ def column_parallel_linear(
     adapted = [(index, linear) for index, linear in enumerate(linears) if isinstance(linear, LoraLinear)]
     weights = (*(linear.weight for linear in linears), *(linear.lora_A.weight for _, linear in adapted))
     biases = (*(getattr(linear, "inner_bias", linear.bias) for linear in linears), *(None for _ in adapted))
-    made: tuple[Tensor, ...] = _ParallelLinears.apply(axis, weight_grads, x, len(weights), *weights, *biases)  # type: ignore[assignment]
+    made: tuple[Tensor, ...]
+    if drops := [linear.dropout for _, linear in adapted if linear.dropout is not None]:
+        made = _AdaptedLinears.apply(axis, weight_grads, drops, 0, x, len(weights), *weights, *biases)  # type: ignore[assignment]
+    else:
+        made = _ParallelLinears.apply(axis, weight_grads, x, len(weights), *weights, *biases)  # type: ignore[assignment]
     outputs = list(made[: len(linears)])
     for (index, linear), inner in zip(adapted, made[len(linears) :], strict=True):
         outputs[index] = _add_adapter(weight_grads, outputs[index], inner, linear)
@@ -270,7 +324,12 @@ def row_parallel_linear(axis: TensorAxis | None, weight_grads: WeightGradStore, 
     if isinstance(linear, LoraLinear):
         bias = linear.inner_bias if axis is None else None
         weights = linear.weight, linear.lora_A.weight
-        y, inner = _ParallelLinears.apply(None, weight_grads, x, 2, *weights, bias, None)  # type: ignore[misc]
+        if linear.dropout is None:
+            y, inner = _ParallelLinears.apply(None, weight_grads, x, 2, *weights, bias, None)  # type: ignore[misc]
+        else:
+            first = 0 if axis is None else axis.index * x.shape[-1]
+            drops = [linear.dropout]
+            y, inner = _AdaptedLinears.apply(None, weight_grads, drops, first, x, 2, *weights, bias, None)  # type: ignore[misc]
         y = _add_adapter(weight_grads, y, inner, linear)
         if axis is None:
             return y

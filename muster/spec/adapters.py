@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import PositiveInt, field_validator, model_validator
 
-from muster.spec.base import Frozen, Positive
+from muster.spec.base import Fraction, Frozen, Positive
 from muster.spec.suggest import did_you_mean
 
 ROW_PARALLEL = ("o", "down")
@@ -41,6 +41,8 @@ class AdapterSpec(Frozen):
     """hd_pissa: equal parts of the global batch, each with adapters of its own; published with one for each device."""
     use_rslora: bool = False
     """The scaling is lora_alpha / √r, which keeps outputs as large at any rank (arXiv:2312.03732)."""
+    lora_dropout: Fraction = 0.0
+    """lora, pissa: rate at which training drops elements of the input of A, by masks that all plans share."""
     target_modules: tuple[str, ...] = ("q", "v")
     """Linear layers with an adapter, in every decoder layer: q, k, v, o, gate, up, down, or PEFT's names (q_proj), or
     all-linear for all of these. One text holds several, with commas between them."""
@@ -74,6 +76,11 @@ class AdapterSpec(Frozen):
     def _check_parts(self) -> "AdapterSpec":
         if self.parts > 1 and self.kind != "hd_pissa":
             raise ValueError(f"parts {self.parts} is for kind hd_pissa, but {self.kind} is chosen; leave it out")
+        if self.lora_dropout and self.kind not in ("lora", "pissa"):
+            raise ValueError(
+                f"lora_dropout {self.lora_dropout:g} is for kinds lora and pissa, but {self.kind} is chosen;"
+                " leave it out"
+            )
         return self
 
     @property

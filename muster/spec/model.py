@@ -209,7 +209,8 @@ class ModelSpec(Frozen):
     @property
     def has_dropout(self) -> bool:
         """True if training drops elements."""
-        return any(getattr(self, rate) for rate in DROPOUT_RATES)
+        of_adapter = 0.0 if self.adapter is None else self.adapter.lora_dropout
+        return bool(of_adapter) or any(getattr(self, rate) for rate in DROPOUT_RATES)
 
     @property
     def has_pre_norms(self) -> bool:

@@ -78,7 +78,6 @@ WITHOUT_KEY: dict[str, str] = {
     ),
     "lora": _LORA,
     "lora_alpha": _LORA,
-    "lora_dropout": "adapters have no dropout before A yet: leave it out",
     "lora_rank": _LORA,
     "output_dir": "muster train --run names the directory",
     "unfrozen_parameters": "optim.freeze names those that are frozen",

@@ -396,6 +396,20 @@ ADAPTER_RULES: tuple[Rule, ...] = (
 )
 """Things that the runtime can't do for a model with adapters."""
 
+ADAPTER_DROPOUT_RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda plan: plan.split_backward,
+        "a schedule whose backward is split with lora_dropout (W would keep another copy of the inputs of A)",
+        setting(schedule="1f1b", vpp=1, pinned_schedule=None),
+    ),
+    Rule(
+        lambda plan: plan.sequence_tiles > 1,
+        "sequence_tiles with lora_dropout (it has no parity test yet)",
+        setting(sequence_tiles=1),
+    ),
+)
+"""Things that the runtime can't do for adapters with dropout."""
+
 MTP_RULES: tuple[Rule, ...] = (
     Rule(
         lambda plan: plan.vocab_parallel,
@@ -517,6 +531,7 @@ def runtime_rules(model: ModelSpec | None) -> tuple[Rule, ...]:
         *(GROUP_DROPOUT_RULES if model.has_dropout else ()),
         *(_graphs_rule(lambda plan: True, sentence) for sentence in against_cuda_graphs(model)),
         *(ADAPTER_RULES if model.adapter is not None else ()),
+        *(ADAPTER_DROPOUT_RULES if model.adapter is not None and model.adapter.lora_dropout else ()),
         *(DORA_RULES if model.adapter is not None and model.adapter.needs_whole_rows else ()),
         *(HD_PISSA_RULES if model.adapter is not None and model.adapter.changes_weights else ()),
     )

@@ -118,7 +118,7 @@ def adapter_config(spec: ModelSpec, base: str | None, model_type: str | None = N
         "base_model_name_or_path": base,
         "r": adapter.r,
         "lora_alpha": adapter.lora_alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": adapter.lora_dropout,
         "use_rslora": adapter.use_rslora,
         "use_dora": adapter.kind == "dora",
         "target_modules": sorted(modules),

@@ -291,6 +291,7 @@ class BackwardPeaks:
             inner, matrix, kept = self._experts_workspace(product, weights), 0, kept + rows * (not weights)
             if how == "full":  # rows that were sent, beside those that come back
                 inner = max(inner, 2 * dispatched_bytes(sizes))
+        inner = max(inner, self._adapter_dropout_workspace(product))
         mlp = again + inner + matrix + kept + sizes.hidden_bytes
         if self._is_tiled:
             mlp = again + self._tiled_mlp_workspace(product, inner, matrix)
@@ -303,6 +304,22 @@ class BackwardPeaks:
         norm_is_tiled = self._is_tiled and not sizes.local_model.has_post_norms
         before = max(0 if norm_is_tiled else self._norm_workspace, attention)
         return max(mlp, before - saved_mlp_bytes(sizes, layer))
+
+    def _adapter_dropout_workspace(self, product: int) -> int:
+        """Return the temporary bytes in the backward of an MLP's adapters that drop elements of their input: gradients
+        of the product, or of gate and up and their input; and of a piece of the input a copy, a mask of a byte an
+        element, and twice the random numbers, of two bytes an element."""
+        sizes, adapter = self.sizes, self.sizes.model.adapter
+        if adapter is None or not adapter.lora_dropout:
+            return 0
+        most, size = 4 * self.kernel_workspace.dropout_chunk_numbers, self.compute_size
+        found = [0]
+        if "down" in adapter.target_modules:
+            found.append(product + min(most, product // size) * (size + 5))
+        if {"gate", "up"} & {*adapter.target_modules}:
+            hidden = sizes.full_hidden_bytes
+            found.append((1 + sizes.local_model.gated) * product + hidden + min(most, hidden // size) * (size + 5))
+        return max(found)
 
     def _tiled_mlp_workspace(self, product: int, inner: int, matrix: int) -> int:
         """Return the temporary bytes in the backward of the last tile of an MLP.

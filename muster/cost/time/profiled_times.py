@@ -262,6 +262,9 @@ class _StagePasses:
             time_s += self._dropout_s(2 * self.hidden_elements, direction, self.model.hidden_dropout)
             scores = 0 if is_linear else self.tokens * heads * self.seq_len // 2
             time_s += self._dropout_s(scores, direction, self.model.attention_dropout)
+            if self.model.adapter is not None:
+                read = sum(shape[1] for name, shape in parts.items() if name.endswith(".lora_A.weight"))
+                time_s += self._dropout_s(self.tokens * read, direction, self.model.adapter.lora_dropout)
             if direction == "forward":
                 cost.forward_s += time_s
                 again_s = cheap_s if recompute == "elementwise" else cost.forward_s if recompute == "full" else 0.0

@@ -383,6 +383,7 @@ def add_adapters(at: LayerContext, part: SublayerCost, widths: dict[str, tuple[f
         part.last_matmul = last
         moved = at.tokens * out_features * at.element_bytes
         part.add_elementwise(at, 3 * moved, 2 * moved)
+        add_dropout(at, part, at.tokens * in_features, adapter.lora_dropout)
         if adapter.kind == "dora":  # lengths of the rows of W + B A, and a product with every output
             rows = out_features * in_features * at.element_bytes
             part.forward.add(matmul_s(at.device, out_features, in_features, adapter.r, at.matmul_precision), 1)
