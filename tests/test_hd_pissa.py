@@ -96,5 +96,11 @@ def test_what_hd_pissa_cannot_do_is_said(tmp_path: Path, capsys: pytest.CaptureF
     with pytest.raises(ValueError, match=r"adapter.r 8 times adapter.parts 8 is more .*: take adapter.r 4 or less"):
         RunConfig.model_validate(run_of(1).model_dump() | {"adapter": {"kind": "hd_pissa", "r": 8, "parts": 8}})
     plan = parse_plan_name("dp2-mb4")
-    with pytest.raises(InfeasibleError, match=r"adapter.parts 4 of 8 samples don't fit micro-batches of 4"):
+    with pytest.raises(
+        InfeasibleError, match=r"micro-batch of 4 samples has some of 2 of the 4 parts .* of 2 samples each"
+    ):
         parts_of_micro_batches(plan, coordinates_of(plan, 0), 1, 8, 4)
+    with pytest.raises(
+        InfeasibleError, match=r"adapter.parts 3 doesn't divide the 8 samples .* expected one of 1, 2, 4, 8"
+    ):
+        parts_of_micro_batches(plan, coordinates_of(plan, 0), 1, 8, 3)

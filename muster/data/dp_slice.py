@@ -7,6 +7,7 @@ import numpy as np
 from muster.data.dataset import IGNORE_INDEX, Batch
 from muster.layout.mesh import MeshCoordinates, dp_index_of
 from muster.spec.errors import InfeasibleError
+from muster.spec.mesh_cuts import divisors
 from muster.spec.plan import Plan
 
 
@@ -67,8 +68,13 @@ def parts_of_micro_batches(
 ) -> tuple[int, ...]:
     """Return which of `parts` equal parts of `count` samples each micro-batch of a rank is of.
 
-    Raises InfeasibleError where one has samples of several parts.
+    Raises InfeasibleError where the parts aren't equal, or a micro-batch has samples of several.
     """
+    if count % parts:
+        legal = ", ".join(str(number) for number in divisors(count))
+        raise InfeasibleError(
+            f"adapter.parts {parts} doesn't divide the {count} samples of a step: expected one of {legal}"
+        )
     found = []
     for micro_batch in range(num_micro_batches):
         own = {
@@ -76,12 +82,11 @@ def parts_of_micro_batches(
             for rows, first in samples_of_micro_batch(plan, coordinates, micro_batch, count)
             for sample in range(first, first + rows.stop - rows.start)
         }
-        if count % parts or len(own) > 1:
-            most = count // parts
+        if len(own) > 1:
             raise InfeasibleError(
-                f"adapter.parts {parts} of {count} samples don't fit micro-batches of {plan.micro_batch_size}, each of"
-                f" which belongs to one part: expected parts that divide the global batch, and a micro-batch size"
-                f" ({plan.micro_batch_size}) that divides what a part has on a rank ({most} samples in all)"
+                f"a micro-batch of {plan.micro_batch_size} samples has some of {len(own)} of the {parts} parts"
+                f" (adapter.parts) of {count // parts} samples each, and belongs to one: expected a smaller micro_batch_size, which"
+                f" divides {count // parts}, or fewer adapter.parts"
             )
         found += own
     return tuple(found)
