@@ -85,8 +85,8 @@ def parts_of_micro_batches(
         if len(own) > 1:
             raise InfeasibleError(
                 f"a micro-batch of {plan.micro_batch_size} samples has some of {len(own)} of the {parts} parts"
-                f" (adapter.parts) of {count // parts} samples each, and belongs to one: expected a smaller micro_batch_size, which"
-                f" divides {count // parts}, or fewer adapter.parts"
+                f" (adapter.parts) of {count // parts} samples each, and belongs to one: expected a smaller"
+                f" micro_batch_size, which divides {count // parts}, or fewer adapter.parts"
             )
         found += own
     return tuple(found)
