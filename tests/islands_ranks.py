@@ -15,7 +15,7 @@ from muster.checkpoint.load import load
 from muster.checkpoint.save import save
 from muster.config.outer_config import OuterConfig
 from muster.config.run_config import RunConfig
-from muster.layout.island_bytes import island_reduce_bytes
+from muster.layout.island_bytes import BLOCKS, Compression, island_reduce_bytes
 from muster.parallel import island_exchange
 from muster.parallel.axis import IslandAxis
 from muster.parallel.island_exchange import decode, encode, mean_over_islands
@@ -46,6 +46,8 @@ class SerialIslands:
             nesterov=self.outer.optimizer == "nesterov",
             foreach=False,
         )
+        self.arrived: dict[str, Tensor] | None = None
+        self.co2_momentum = {name: torch.zeros_like(x) for name, x in self.global_.items()}
         self.changes: dict[int, dict[str, Tensor]] = {}
         self.losses: list[list[float]] = []
         self.distances: list[float] = []
@@ -55,7 +57,50 @@ class SerialIslands:
             for island, trainer in enumerate(self.trainers):
                 trainer.samples_consumed = (step - 1) * self.batch + island * self.share
             self.losses.append([trainer.step().loss for trainer in self.trainers])
-            self._meet(step, steps)
+            if self.outer.method in ("dilocox", "co2"):
+                self._end_round(step, steps)
+            else:
+                self._meet(step, steps)
+
+    def _end_round(self, step: int, last: int) -> None:
+        """DiLoCoX and CO2 as their papers have them: what the islands send after a round, which for CO2 is parameters,
+        is used after the next one."""
+        if step % self.outer.every and step != last:
+            return
+        sent = self.arrived
+        if self.outer.method == "co2":
+            locals_ = [trainer.updater.parameters for trainer in self.trainers]
+            with torch.no_grad():
+                self.arrived = {n: torch.stack([x[n] for x in locals_]).mean(0) for n in self.global_}
+        else:
+            self._begin(0)
+            self.arrived = self.changes.pop(0)
+        for use in [sent, self.arrived] if step == last else [sent]:
+            if use is None:
+                continue
+            if self.outer.method == "co2":
+                self._step_co2(use)
+            else:
+                self.changes[0] = use
+                self._end(0)
+        if step == last:
+            self.arrived = None
+
+    def _step_co2(self, mean: dict[str, Tensor]) -> None:
+        outer = self.outer
+        with torch.no_grad():
+            for name, x in self.global_.items():
+                m = self.co2_momentum[name]
+                m.mul_(outer.momentum).add_((x - mean[name]) / outer.staleness_penalty)
+                if outer.momentum_clip:
+                    m.clamp_(-outer.momentum_clip, outer.momentum_clip)
+                x.sub_(outer.learning_rate * m)
+                for trainer in self.trainers:
+                    trainer.updater.parameters[name].copy_(x)
+            for trainer in self.trainers:
+                trainer.updater.sync_tied_copies()
+                for stage in trainer.stages.values():
+                    stage.reshard()
 
     def _meet(self, step: int, last: int) -> None:
         """Streaming DiLoCo's algorithm as its paper has it; with one fragment and no delay that of DiLoCo."""
@@ -71,6 +116,8 @@ class SerialIslands:
 
     @property
     def momentum(self) -> dict[str, Tensor]:
+        if self.outer.method == "co2":
+            return self.co2_momentum
         states = {name: self.optimizer.state[x] for name, x in self.global_.items()}
         return {name: state.get("momentum_buffer", torch.zeros(())) for name, state in states.items()}
 
@@ -302,9 +349,10 @@ def _values(numel: int, kind: str, island: int) -> Tensor:
     return values
 
 
-def round_trip_errors(numel: int, kind: str) -> tuple[float, float]:
-    """Return the largest error of an element under int8 over half the scale of its block, and the relative error."""
-    values = _values(numel, kind, 0)
-    again = decode(encode(values, "int8"), "int8", values.dtype)
-    bound = (values.view(-1, 1024).abs().amax(1) / 127 / 2).repeat_interleave(1024)
+def round_trip_errors(numel: int, kind: str, compression: Compression) -> tuple[float, float]:
+    """Return the largest error of an element over half the scale of its block, and the relative error."""
+    values, block = _values(numel, kind, 0), BLOCKS[compression]
+    again = decode(encode(values, compression), compression, values.dtype)
+    levels = 127 if compression == "int8" else 7
+    bound = (values.view(-1, block).abs().amax(1) / levels / 2).repeat_interleave(block)
     return ((again - values).abs() / bound).max().item(), ((again - values).norm() / values.norm()).item()

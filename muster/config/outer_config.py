@@ -4,15 +4,20 @@ from typing import Any, Literal, get_args
 
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
+from muster.layout.island_bytes import Compression
 from muster.spec.base import Fraction, Frozen, Positive
 from muster.spec.units import pluralize
 
-OuterMethodName = Literal["diloco", "streaming"]
+OuterMethodName = Literal["diloco", "streaming", "dilocox", "co2"]
 OUTER_METHODS: tuple[OuterMethodName, ...] = get_args(OuterMethodName)
-Compression = Literal["none", "bf16", "int8"]
 
-_STREAMING_ONLY = {"fragments": 1, "delay": 0, "mixing": 0.0}
-"""Keys that only streaming reads, with the values that stand for DiLoCo."""
+_ONLY: dict[OuterMethodName, dict[str, Any]] = {
+    "streaming": {"fragments": 1, "mixing": 0.0},
+    "co2": {"staleness_penalty": 1.0, "momentum_clip": None},
+}
+"""Keys that only one method reads, with the values that stand for DiLoCo."""
+DELAYED: tuple[OuterMethodName, ...] = ("dilocox", "co2")
+"""Methods whose exchanges run beside the whole next round."""
 
 
 class OuterConfig(Frozen):
@@ -21,52 +26,84 @@ class OuterConfig(Frozen):
     method: OuterMethodName = "diloco"
     """diloco: all parameters are exchanged after the last step of a round, and islands wait for them
     (arXiv:2311.08105). streaming: fragments of the layers are exchanged one after another, beside later steps
-    (arXiv:2501.18512)."""
+    (arXiv:2501.18512). dilocox: all parameters, beside the whole next round, after which the outer optimizer uses the
+    result (arXiv:2506.21263). co2: as dilocox, with plain momentum towards the islands' mean parameters of the round
+    before (arXiv:2401.16265)."""
     every: PositiveInt = 100
     """Steps of a round, in which each parameter is exchanged once. The last step of the training ends a round, too."""
     optimizer: Literal["nesterov", "sgd"] = "nesterov"
     """Outer optimizer: SGD with Nesterov momentum, or plain SGD (with heavy-ball momentum where that is given)."""
     learning_rate: Positive = 0.7
     """Outer learning rate, by which the mean of the islands' parameter changes is multiplied. 1 with plain sgd averages
-    parameters."""
+    parameters. co2: 1 if not given."""
     momentum: Fraction = 0.9
-    """Momentum of the outer optimizer; sgd: 0 if not given."""
+    """Momentum of the outer optimizer; sgd: 0 if not given, co2: 0.5, dilocox: 0.3, since changes that are a round late
+    diverge under 0.9."""
     compression: Compression = "none"
     """Precision in which parameter changes travel. none: that of the parameters. bf16. int8: with one scale for each
-    1024 elements. Sums are always in the parameters' precision."""
+    1024 elements. int4: with one for each 64. Sums are always in the parameters' precision."""
     fragments: PositiveInt = 1
     """streaming, 2 if not given: parts of the layers that are exchanged at different steps of a round."""
     delay: NonNegativeInt = 0
-    """streaming, 1 if not given: steps beside which an exchange runs before its result is used."""
+    """Steps beside which an exchange runs before its result is used. streaming: 1 if not given. dilocox and co2: a
+    round, `every`, or none, with which dilocox is diloco."""
     mixing: Fraction = 0.0
     """streaming, 0.5 if not given: share of an island's own parameters in what it continues with."""
+    staleness_penalty: Positive = 1.0
+    """co2: divisor of the distance to the mean parameters of the round before (its program's `co2_gap_penalty`)."""
+    momentum_clip: Positive | None = None
+    """co2: largest magnitude of an element of the momentum; not given: not clipped."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        own = {"momentum": 0.0} if data.get("optimizer") == "sgd" else {}
+        own: dict[str, Any] = {"momentum": 0.3} if data.get("method") == "dilocox" and data.get("delay") != 0 else {}
+        own |= {"momentum": 0.0} if data.get("optimizer") == "sgd" else {}
         if data.get("method") == "streaming":
             own |= {"fragments": 2, "delay": 1, "mixing": 0.5}
+        if data.get("method") in DELAYED:
+            own |= {"delay": data.get("every", 100)}
+        if data.get("method") == "co2":
+            own |= {"optimizer": "sgd", "learning_rate": 1.0, "momentum": 0.5}
         return {**own, **data}
 
     @model_validator(mode="after")
     def _check(self) -> "OuterConfig":
-        if self.method != "streaming":
-            for key, none in _STREAMING_ONLY.items():
-                if getattr(self, key) != none:
-                    raise ValueError(f"{key} {getattr(self, key)} is for method streaming, not for {self.method}")
+        for method, keys in _ONLY.items():
+            for key, none in keys.items():
+                if self.method != method and getattr(self, key) != none:
+                    raise ValueError(f"{key} {getattr(self, key)} is for method {method}, not for {self.method}")
+        if self.method == "diloco" and self.delay:
+            raise ValueError(f"delay {self.delay} is for methods streaming, dilocox and co2, not for diloco")
+        if self.method in DELAYED and self.delay not in (0, self.every):
+            raise ValueError(
+                f"delay {self.delay} is neither a round nor nothing: expected {self.every} (every) or 0 for"
+                f" {self.method}"
+            )
+        if self.method == "co2" and self.optimizer != "sgd":
+            raise ValueError(f"optimizer {self.optimizer} is not CO2's: expected sgd, with or without momentum")
         if self.every % self.fragments:
             raise ValueError(
                 f"every {self.every} is not a multiple of fragments {self.fragments}: fragments meet at equal distances"
             )
-        if self.delay >= self.steps_between:
+        if self.method == "streaming" and self.delay >= self.steps_between:
             raise ValueError(
                 f"delay {self.delay} is not shorter than the {pluralize(self.steps_between, 'step')} from one fragment"
                 f" to the next (every {self.every} / fragments {self.fragments})"
             )
         return self
+
+    @property
+    def is_delayed_by_a_round(self) -> bool:
+        """True where an exchange ends when that of the next round begins."""
+        return self.delay == self.every
+
+    @property
+    def num_exchanges(self) -> int:
+        """Exchanges that differ by number: fragments, or where one ends as the next begins, odd and even rounds."""
+        return 2 if self.is_delayed_by_a_round else self.fragments
 
     @property
     def steps_between(self) -> int:

@@ -4,8 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muster.config.outer_config import Compression
-from muster.layout.island_bytes import INT8_BLOCK, island_chunk
+from muster.layout.island_bytes import BLOCKS, Compression, island_chunk
 from muster.parallel.axis import IslandAxis, all_gather_into_tensor
 
 
@@ -38,19 +37,24 @@ def mean_over_islands(values_N: Tensor, axis: IslandAxis, compression: Compressi
 def encode(values_N: Tensor, compression: Compression) -> Tensor:
     """Return the bytes in which values travel: uint8.
 
-    int8: for each block of `INT8_BLOCK` elements a scale, the largest magnitude / 127 in fp32, and then each element's
-    nearest multiple of it: no element is off by more than half the scale. Outliers so coarsen their own block alone,
-    where one scale for a whole tensor that clips at a few standard deviations loses them (heavy tails). A block with an
-    infinity or NaN arrives as NaN.
+    int8: for each block of elements a scale, the largest magnitude / 127 in fp32, and then each element's nearest
+    multiple of it: no element is off by more than half the scale. int4: the same with 7 for 127 in smaller blocks, two
+    elements in a byte, the first in its upper half (4 bits for outer gradients: arXiv:2501.18512 §2.4). Outliers so
+    coarsen their own block alone, where one scale for a whole tensor that clips at a few standard deviations loses them
+    (heavy tails). A block with an infinity or NaN arrives as NaN.
     """
     if compression == "none":
         return _as_bytes(values_N.contiguous())
     if compression == "bf16":
         return _as_bytes(values_N.to(torch.bfloat16))
-    blocks = values_N.view(-1, INT8_BLOCK)
-    scales = (blocks.abs().amax(1) / 127).float()
+    most = _LARGEST_LEVEL[compression]
+    blocks = values_N.view(-1, BLOCKS[compression])
+    scales = (blocks.abs().amax(1) / most).float()
     divisors = torch.where(scales > 0, scales, torch.ones_like(scales))
-    levels = (blocks / divisors.unsqueeze(1)).nan_to_num(0.0, 0.0, 0.0).round().clamp(-127, 127).to(torch.int8)
+    levels = (blocks / divisors.unsqueeze(1)).nan_to_num(0.0, 0.0, 0.0).round().clamp(-most, most).to(torch.int8)
+    if compression == "int4":
+        pairs = (levels.view(-1, 2) + 8).to(torch.uint8)
+        return torch.cat([_as_bytes(scales), pairs[:, 0] * 16 + pairs[:, 1]])
     return torch.cat([_as_bytes(scales), levels.view(-1).view(torch.uint8)])
 
 
@@ -60,11 +64,18 @@ def decode(encoded: Tensor, compression: Compression, dtype: torch.dtype) -> Ten
         return encoded.view(dtype).clone()
     if compression == "bf16":
         return encoded.view(torch.bfloat16).to(dtype)
-    blocks = encoded.numel() // (4 + INT8_BLOCK)
+    size = BLOCKS[compression]
+    blocks = encoded.numel() // (4 + (size // 2 if compression == "int4" else size))
     scales = encoded[: 4 * blocks].clone().view(torch.float32)
     scales = torch.where(scales.isfinite(), scales, torch.full_like(scales, torch.nan))
-    levels = encoded[4 * blocks :].view(torch.int8).view(blocks, INT8_BLOCK)
+    levels = encoded[4 * blocks :]
+    if compression == "int4":
+        levels = torch.stack([levels // 16, levels % 16], 1).view(torch.int8) - 8
+    levels = levels.view(torch.int8).view(blocks, size)
     return (levels.to(dtype) * scales.to(dtype).unsqueeze(1)).view(-1)
+
+
+_LARGEST_LEVEL: dict[Compression, int] = {"int8": 127, "int4": 7}
 
 
 def _as_bytes(values: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ def outer_events(outer: OuterConfig, step: int, last_step: int) -> OuterEvents:
     its exchange begins `delay` steps earlier (arXiv:2501.18512 §2.2). After the last step of the training all fragments
     are exchanged without delay, and none of those that would end later begins before.
     """
+    if outer.is_delayed_by_a_round:
+        return _events_of_delayed_rounds(outer, step, last_step)
     fragments = tuple(range(outer.fragments))
     if step >= last_step:
         return OuterEvents(fragments, fragments)
@@ -40,8 +42,21 @@ def fragment_of(outer: OuterConfig, layer: int | None) -> int:
 
 def pending_fragments(outer: OuterConfig, step: int, last_step: int) -> tuple[int, ...]:
     """Return the fragments whose exchange is under way after `step`."""
+    if outer.is_delayed_by_a_round:
+        return ((step // outer.every) % 2,) if outer.every <= step < last_step else ()
     later = range(step + 1, min(step + outer.delay + 1, last_step))
     return tuple(fragment for one in later for fragment in _ends(outer, one))
+
+
+def _events_of_delayed_rounds(outer: OuterConfig, step: int, last_step: int) -> OuterEvents:
+    """Return the exchanges after a step where all parameters travel beside the whole next round (arXiv:2506.21263,
+    arXiv:2401.16265). Exchanges have the number 0 in even rounds, counted from 1, and 1 in odd ones. That of the round
+    before ends when this one's has begun; after the last step that ends, too."""
+    number = -(-step // outer.every) if step >= last_step else step // outer.every
+    if not number or (step < last_step and step % outer.every):
+        return NO_EXCHANGE
+    before = ((number - 1) % 2,) if number > 1 else ()
+    return OuterEvents((number % 2,), (*before, number % 2) if step >= last_step else before)
 
 
 def _ends(outer: OuterConfig, step: int) -> tuple[int, ...]:
@@ -52,4 +67,4 @@ def _ends(outer: OuterConfig, step: int) -> tuple[int, ...]:
 
 def round_end_events(outer: OuterConfig) -> OuterEvents:
     """Return the exchanges after the last step of a round that isn't the last one."""
-    return outer_events(outer, outer.every, 3 * outer.every)
+    return outer_events(outer, 2 * outer.every, 4 * outer.every)

@@ -82,11 +82,12 @@ class OuterUpdater:
             [
                 name
                 for name in updater.parameters
-                if not is_frozen(config.optim, name) and fragment_of(self.config, layer_of(name)) == fragment
+                if not is_frozen(config.optim, name)
+                and fragment_of(self.config, layer_of(name)) == exchange % self.config.fragments
             ]
-            for fragment in range(self.config.fragments)
+            for exchange in range(self.config.num_exchanges)
         ]
-        """Parameters of each fragment of which this rank holds a part, the same on all islands."""
+        """Parameters of each exchange's fragment of which this rank holds a part, the same on all islands."""
         self._thread = ThreadPoolExecutor(1, "outer")
         self._pending: dict[int, Future[_Exchange]] = {}
         self._arrived: dict[int, tuple[_Exchange, float]] = {}
@@ -204,7 +205,7 @@ class OuterUpdater:
         element = self.parameters[names[0]].value.element_size() if names else 0
         return Meeting(
             step=self.updater.state.step,
-            fragment=fragment,
+            fragment=fragment % self.config.fragments,
             distance=math.sqrt(distances / self.axis.size) if distances >= 0 else math.nan,
             change=math.sqrt(change) if change >= 0 else math.nan,
             norm=math.sqrt(norm),
