@@ -6,6 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from muster.config.cluster_files import load_cluster
+from muster.config.named_model import load_model
+from muster.cost.time.kernels import matmul_s
+from muster.cost.time.layer import head_passes, layer_passes
+from muster.cost.time.plan_times import place_plan
+from muster.cost.time.stage_times import StageTimes
 from muster.interop.hf_config import spec_from_hf_config
 from muster.model.decoder import Decoder
 from muster.model.documents import Documents
@@ -14,6 +20,7 @@ from muster.model.init import init_stage
 from muster.model.loss import cross_entropy_sum
 from muster.report.terminal import plan_lines
 from muster.spec.errors import InfeasibleError
+from muster.spec.frameworks import MUSTER
 from muster.spec.inference_plans import require_evaluation_supported, require_generation_supported
 from muster.spec.model import ModelSpec, parameter_shapes, stage_parameter_shapes
 from muster.spec.model_components import MoeSpec
@@ -225,3 +232,24 @@ def test_an_export_opens_and_comes_back_whole(tmp_path: Path) -> None:
 def test_ranks_that_generate_have_slices_of_experts(name: str) -> None:
     require_generation_supported(parse_plan_name(name), model_of("deepseek mtp"))
     require_evaluation_supported(parse_plan_name(f"dp2-{name}"), model_of("experts"))
+
+
+def test_predictions_count_the_projection_of_further_tokens() -> None:
+    """A second depth takes as much longer than the first as its matmuls take, those of `eh_proj` among them."""
+    spec, cluster = load_model("llama3.2-1b"), load_cluster("1xh100")
+    device, tokens, eager = cluster.device, 4096, parse_plan_name("dp1-bf16").model_copy(update={"compile": False})
+    by_depth = []
+    for depth in (0, 1, 2):
+        model = spec.model_copy(update={"mtp_layers": depth, "tied_embeddings": False})
+        workload = Workload(seq_len=tokens, global_batch_size=1)
+        placed = place_plan(model, eager, workload, cluster, MUSTER)
+        by_depth.append(StageTimes(placed, 0))
+    context = by_depth[0].layer_context
+    layer, head = layer_passes(context, 0), head_passes(context, spec.vocab_size)
+    made_s = [[one.compute_s for one in stage._compute()] for stage in by_depth]
+    for index, part in enumerate(("forward", "input_grads", "weight_grads")):
+        first_s, second_s = (made_s[depth + 1][index] - made_s[depth][index] for depth in (0, 1))
+        assert first_s == pytest.approx(second_s)
+        known_s = sum(getattr(one, part).compute_s for one in (layer, head))
+        projection_s = matmul_s(device, tokens, spec.hidden_size, 2 * spec.hidden_size, "bf16")
+        assert projection_s < first_s - known_s < 5 * projection_s, part

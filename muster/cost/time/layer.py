@@ -17,6 +17,7 @@ from muster.cost.time.sublayer import (
     add_norm_and_residual,
     add_tp_entry,
     add_tp_exit,
+    norm_bytes,
 )
 from muster.spec.plugin_model import plugin_model
 
@@ -148,6 +149,26 @@ def _add_logit_gather(at: LayerContext, part: SublayerCost, numbers: float) -> N
     part.forward.add_exposed("tp", all_gather_s(at.tp, numbers * at.element_bytes))
     part.forward.add(stream_s(at.device, 4 * numbers * at.element_bytes, 2), 2)
     part.input_grads.add(stream_s(at.device, 2 * numbers * at.element_bytes / at.tp.size), 1)
+
+
+def further_token_passes(at: LayerContext) -> LayerPasses:
+    """Return the costs of what a layer for multi-token prediction does before it is a layer like others: it embeds the
+    next tokens, norms embeddings and hidden states side by side, and projects both to the hidden width
+    (arXiv:2412.19437 §2.2).
+
+    The projection is whole on every tensor-parallel rank, over the positions that its norms see.
+    """
+    part, hidden, tokens = SublayerCost(), at.model.hidden_size, at.norm_tokens
+    forward, backward = norm_bytes(at, at.model.norm)
+    joined = 2 * tokens * hidden * at.element_bytes
+    part.add_elementwise(at, 2 * (tokens * hidden * forward + joined), 2 * (tokens * hidden * backward + joined), 3)
+    part.add_linear(at, tokens, hidden, 2 * hidden)
+    embedding = embedding_passes(at)
+    made = part.forward + embedding.forward
+    again = made if at.strategy.recompute == "full" else PassCost()
+    return LayerPasses(
+        made, part.input_grads + embedding.input_grads, part.weight_grads + embedding.weight_grads, again
+    )
 
 
 def embedding_passes(at: LayerContext) -> LayerPasses:

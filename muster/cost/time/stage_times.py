@@ -8,7 +8,7 @@ from math import log2
 from muster.cost.expert_traffic import load_of_ranks
 from muster.cost.time.collectives import CommGroup, all_gather_s, p2p_s
 from muster.cost.time.cost_cache import LayerKind
-from muster.cost.time.layer import embedding_passes, head_passes, layer_passes
+from muster.cost.time.layer import embedding_passes, further_token_passes, head_passes, layer_passes
 from muster.cost.time.param_communication import ParamCommunication
 from muster.cost.time.pass_cost import PassCost
 from muster.cost.time.rank_placement import PlacedPlan
@@ -197,6 +197,11 @@ class StageTimes:
                 head = head_passes(self.layer_context, model.vocab_size / self.mesh.tp)
                 head = head if trained is None else head.scaled(trained.head_input, trained.head)
                 parts += [head] * (1 + model.mtp_layers)
+                if model.mtp_layers:
+                    strategy = plan.strategy(model.num_layers - 1)
+                    further = further_token_passes(replace(self.layer_context, strategy=strategy))
+                    further = further if trained is None else further.scaled(trained.head_input, trained.head)
+                    parts += [further] * model.mtp_layers
         forward, input_grads, weight_grads, recompute = PassCost(), PassCost(), PassCost(), PassCost()
         for part in parts:
             forward += part.forward
