@@ -22,6 +22,8 @@ from muster.config.freezing import matches_freeze
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import skips_weight_decay
 from muster.config.run_config import DataConfig, RunConfig, TrainConfig
+from muster.cost.host_updates import host_updated_numels
+from muster.cost.precision_bytes import master_bytes
 from muster.data.dataset import Batch, Dataset, Packing, SampleStream
 from muster.data.prepare import PrepareOptions, open_or_prepare
 from muster.data.store import TokenStore
@@ -635,8 +637,18 @@ def run_case(
             "fed_right": fed == samples_of_step(trainer.dataset, steps - 1, config.train.global_batch_size),
             "parameters": digest.hexdigest(),
             "memory": memory,
+            "waiting_bytes": waiting_bytes(trainer) if delays else [],
             "untimed": [str(action) for action in actions if found and not found.times.duration_s(action)],
         }
+
+
+def waiting_bytes(trainer: Trainer) -> list[int]:
+    """Bytes of gradients and parameters that wait in host memory from one step to the next: forecast and counted."""
+    own = trainer.config.model, trainer.plan
+    numels = (sum(host_updated_numels(*own, stage, trainer.config.optim)) for stage in trainer.stages)
+    parts = trainer.updater.optimizer.parts.values()  # type: ignore[attr-defined]
+    pools = {id(part._link.pool): part._link.pool.num_bytes for part in parts}
+    return [2 * sum(numels) * master_bytes(trainer.plan.precision), sum(pools.values())]
 
 
 def samples_of_step(dataset: SampleStream, step: int, size: int) -> list[tuple[int, list[int]]]:

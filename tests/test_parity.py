@@ -364,6 +364,8 @@ def check_delayed_updates(plans: list[tuple[str, str, dict[str, Any]]], cache: P
     for place, pair in enumerate(pairs):
         for serial, delayed in zip(*found[2 * place : 2 * place + 2], strict=True):
             assert (serial["losses"], serial["parameters"]) == (delayed["losses"], delayed["parameters"]), pair
+            planned, counted = delayed["waiting_bytes"]
+            assert 0.99 * planned < counted <= planned, pair  # the first of uneven shards is the largest
     late_losses, wrong_losses = found[0][0]["losses"], wrong[0]["losses"]
     assert (late_losses[:4], late_losses[4] != wrong_losses[4]) == (wrong_losses[:4], True)
 

@@ -9,7 +9,7 @@ from muster.launch.heartbeat import PAGE_BYTES, Heartbeat
 from muster.parallel.axis import PendingTensor
 from muster.parallel.device_clock import HostClock, RecordBesideHost, StepClock, StepRecord, TimedInstruction
 from muster.parallel.flight_recorder import flight_record
-from muster.parallel.host_lane import HOST_LANES, HostLane
+from muster.parallel.host_lane import HostLane
 from muster.parallel.p2p import P2PRoute, PendingReceive
 from muster.parallel.stage import Stage
 from muster.parallel.vocab_parallel import VocabShard
@@ -92,7 +92,7 @@ class Executor:
         self._host_lane: HostLane | None = None
         if self.lanes["host"]:
             self._host_lane = HostLane(self.lanes, handlers, copies or {})
-            self.lanes |= dict.fromkeys(HOST_LANES, ())
+            self.lanes |= dict.fromkeys(self._host_lane.lanes, ())
 
     def run(self) -> StepRecord:
         """Run one step and return the record of this rank's instructions."""
@@ -155,13 +155,13 @@ class Executor:
             self._timed.append((lane, instruction.action, start, self._clock.mark()))
 
     def _is_complete(self, wait: Wait) -> bool:
-        if self._host_lane is not None and wait.lane in HOST_LANES:
+        if self._host_lane is not None and wait.lane in self._host_lane.lanes:
             return self._host_lane.is_over(wait)
         has_started = self._cursor[wait.lane] > wait.index
         return has_started and wait not in self._pending and wait not in self._pending_copies
 
     def _wait_for(self, wait: Wait) -> None:
-        if self._host_lane is not None and wait.lane in HOST_LANES:
+        if self._host_lane is not None and wait.lane in self._host_lane.lanes:
             self._host_lane.wait(wait)
             return
         while self._cursor[wait.lane] <= wait.index:

@@ -10,12 +10,10 @@ from muster.schedule.action import Action, Kind, Lane
 from muster.schedule.program import Instruction, Wait
 from muster.simulate.timeline import Event
 
-HOST_LANES: tuple[Lane, ...] = ("host", "disk")
-"""Lanes that the thread walks: its own, and that of the files which its instructions wait for."""
-
 
 class HostLane:
-    """Runs the instructions of one rank in `HOST_LANES`, step after step; they wait for nothing in other lanes.
+    """Runs the instructions of one rank in its own lane, step after step, and those in the lane `disk` where these wait
+    for files; they wait for nothing in other lanes.
 
     `handlers` execute the instructions of the lane `host`, `copies` start reads and writes; the functions that these
     return wait for the end.
@@ -27,19 +25,25 @@ class HostLane:
         handlers: Mapping[Kind, Callable[[Action], None]],
         copies: Mapping[Kind, Callable[[Action], Callable[[], None]]],
     ) -> None:
-        self._lanes = {lane: tuple(lanes.get(lane, ())) for lane in HOST_LANES}
-        for lane in HOST_LANES:
-            for item in self._lanes[lane]:
-                assert all(wait.lane in HOST_LANES for wait in item.waits), f"{item} waits for another lane"
+        has_files = any(wait.lane == "disk" for item in lanes["host"] for wait in item.waits)
+        self.lanes: tuple[Lane, ...] = ("host", "disk") if has_files else ("host",)
+        """Lanes that the thread walks."""
+        self._items = {lane: tuple(lanes[lane]) for lane in self.lanes}
+        for item in (item for items in self._items.values() for item in items):
+            assert all(wait.lane in self.lanes for wait in item.waits), f"{item} waits for another lane"
         self._handlers, self._copies = handlers, copies
         self._thread = ThreadPoolExecutor(1, "host-lane")
         self._over: dict[Wait, Future[None]] = {}
         self._events: list[tuple[Lane, Action, float, float]] = []
         self._step: Future[None] | None = None
 
+    @property
+    def _files(self) -> tuple[Instruction, ...]:
+        return self._items.get("disk", ())
+
     def start(self) -> None:
         """Begin a step."""
-        self._over = {Wait(lane, n): Future() for lane in HOST_LANES for n in range(len(self._lanes[lane]))}
+        self._over = {Wait(lane, n): Future() for lane in self.lanes for n in range(len(self._items[lane]))}
         self._events, self._started = [], 0
         self._pending: dict[int, tuple[float, Callable[[], None]]] = {}
         self._step = self._thread.submit(self._run)
@@ -61,7 +65,7 @@ class HostLane:
     @torch.no_grad()
     def _run(self) -> None:
         try:
-            for number, item in enumerate(self._lanes["host"]):
+            for number, item in enumerate(self._items["host"]):
                 self._start_files()
                 for wait in item.waits:
                     self._complete_file(wait.index)
@@ -70,7 +74,7 @@ class HostLane:
                 self._events.append(("host", item.action, start_s, perf_counter()))
                 self._over[Wait("host", number)].set_result(None)
             self._start_files()
-            for number in range(len(self._lanes["disk"])):
+            for number in range(len(self._files)):
                 self._complete_file(number)
         except BaseException as error:
             for future in self._over.values():
@@ -80,7 +84,7 @@ class HostLane:
 
     def _start_files(self) -> None:
         """Start the reads and writes, in their order, whose waits are over."""
-        files = self._lanes["disk"]
+        files = self._files
         while self._started < len(files) and all(self.is_over(wait) for wait in files[self._started].waits):
             action = files[self._started].action
             self._pending[self._started] = perf_counter(), self._copies[action.kind](action)
@@ -91,5 +95,5 @@ class HostLane:
             return
         start_s, wait = self._pending.pop(number)
         wait()
-        self._events.append(("disk", self._lanes["disk"][number].action, start_s, perf_counter()))
+        self._events.append(("disk", self._files[number].action, start_s, perf_counter()))
         self._over[Wait("disk", number)].set_result(None)
