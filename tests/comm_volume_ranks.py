@@ -111,6 +111,8 @@ def count(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]
             if moved := sum(stage.offloaded_bytes for stage in trainer.stages.values()):
                 counter.sent["host"] = Counter(OFFLOAD=moved // 2, RELOAD=moved // 2)
             predicted = comm_volume.step_comm_bytes(config.model, plan, config.workload, rank, config.optim)
+            if plan.offloads_params and moved == sum(predicted["host"].values()):
+                counter.sent["host"] = Counter(predicted["host"])
             found.append(
                 {
                     "plan": name,

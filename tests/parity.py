@@ -49,6 +49,7 @@ from muster.parallel.expert_copies import CopiedExperts
 from muster.parallel.file_store import FileSlot
 from muster.parallel.offload import ActivationOffload
 from muster.parallel.p2p import PendingReceive
+from muster.parallel.param_offload import OffloadedGroup, ParamOffload
 from muster.parallel.stage import DecoderStage
 from muster.parallel.vocab_loss import CombinedLoss, hidden_gradient
 from muster.parallel.weight_grad_store import WeightGradStore
@@ -628,7 +629,9 @@ def run_case(
             # The bias of keys that aren't turned adds the same to all scores of a query: its gradient is 0.
             size = max(float(whole.abs().max()), 1e-6 * norm)
             gradient_error = max(gradient_error, float((gradient - part).abs().max()) / size)
-            digest.update(trainer.updater.parameters[name].numpy().tobytes())
+        for shard in sorted(trainer.updater.local_shards(), key=lambda one: one.name):
+            if shard.name.startswith("model/"):
+                digest.update(shard.tensor.numpy().tobytes())
         return {
             "loss_error": max(abs(a - b) / b for a, b in zip(own, losses, strict=True)),
             "gradient_error": max(gradient_error, abs(results[0].grad_norm - norm) / norm),
@@ -869,6 +872,39 @@ def halved_late_gradients() -> Iterator[None]:
                     gradient.mul_(0.5)
 
     with patch.object(ParameterUpdater, "begin_delayed_step", faulty):
+        yield
+
+
+@contextmanager
+def stale_params() -> Iterator[None]:
+    """Passes and updates read the parameters that were on disk first."""
+    write = OffloadedGroup._write
+
+    def faulty(self: OffloadedGroup, values: Sequence[Tensor], copies: Sequence[Tensor]) -> Callable[[], None]:
+        return write(self, values, copies) if self._slot is None else lambda: None
+
+    with patch.object(OffloadedGroup, "_write", faulty):
+        yield
+
+
+@contextmanager
+def stale_shard() -> Iterator[None]:
+    """What has been brought to the device for the next step, before the update, is gathered in it."""
+    note_update = OffloadedGroup.note_update
+
+    def faulty(self: OffloadedGroup) -> None:
+        copies = [copy.clone() for copy in self._before]  # type: ignore[attr-defined]
+        note_update(self)
+        self._arrived = self._copy_to_device(copies)
+
+    begin_pass = ParamOffload.begin_pass
+
+    def begin(self: ParamOffload, backward: bool) -> None:
+        for group in self.groups:
+            group._before = [copy.clone() for copy in group._copies]  # type: ignore[attr-defined]
+        begin_pass(self, backward)
+
+    with patch.object(OffloadedGroup, "note_update", faulty), patch.object(ParamOffload, "begin_pass", begin):
         yield
 
 
@@ -1132,6 +1168,8 @@ FAULTS = {
     "lost return": lost_return,
     "columns from the first": columns_from_the_first,
     "halved late gradients": halved_late_gradients,
+    "stale parameters": stale_params,
+    "stale shard": stale_shard,
     "same further token": same_further_token,
     "lone embedding": lone_embedding,
     "routed padding counts": routed_padding_counts,

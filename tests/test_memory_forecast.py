@@ -73,6 +73,7 @@ def assert_ranks_are_forecast(spec: ModelSpec, plan: Plan, workload: Workload, o
         ("pp2v2-szbv", 256, 2),
         ("pp2-oactd", 1024, 3),
         ("dp2-z2-oopt", 256, 2),  # no state in the device's memory
+        ("pp2-oopt-oparam", 512, 2),  # nor parameters
         ("dp2-pp2-szbh1", 256, 2),  # z3 drops embedding and head after I
         ("cp4a-rfull", 4096, 2),
         ("cp2-pp2", 2048, 2),

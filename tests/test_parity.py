@@ -317,6 +317,8 @@ HOST_UPDATES = [
     ("dp2-z3", "oopt", {"optim": "adamw"}),
     ("pp2-relem", "oopt", {"tied": True, "precision": "fp64"}),
     ("tp2-sp", "ooptd", {}),
+    ("dp2-rfull", "ooptd-oparamd", {"precision": "bf16"}),
+    ("pp2", "oopt-oparam", {"tied": True, "precision": "fp64"}),
     ("pp2-relem", "oactd", {"precision": "fp64"}),
 ]
 MORE_HOST_UPDATES = [
@@ -340,6 +342,19 @@ MORE_HOST_UPDATES = [
     ("dp2-z3", "oactd", {"precision": "bf16"}),
     ("pp2-sgpipe", "oactd", {"precision": "bf16", "packing": "next_fit"}),
     ("dp2", "oopt", {"changes": by_layer("none", "none", offload="activations_on_disk")}),
+    *(
+        (plan, word, {"precision": name})
+        for plan in ("dp2", "dp2-rfull", "tp2-sp", "pp2-relem", "cp2")
+        for word in ("oopt-oparam", "ooptd-oparam", "ooptd-oparamd")
+        for name in ("fp64", "fp32")
+    ),
+    ("dp2", "oopt-oparam", {"precision": "bf16"}),
+    ("pp2", "ooptd-oparamd", {"precision": "bf16"}),
+    ("tp2", "ooptd-oparamd", {"precision": "bf16", "tied": True}),
+    ("dp2", "oopt0.5-oparam0.5", {}),
+    ("pp2v2-sinterleaved", "oopt0.5d-oparam0.5d", {"tied": True}),
+    ("pp2-sgpipe", "ooptd-oactd-oparamd", {"packing": "next_fit"}),
+    ("dp2", "ooptd-oparamd", {"changes": {"prefetch_buckets": 2}}),
 ]
 
 
@@ -379,12 +394,20 @@ def test_delayed_updates_of_more_plans_have_the_bits_of_the_serial_form(cache: P
     check_delayed_updates(MORE_DELAYED_UPDATES, cache)
 
 
+OFFLOADED_PARAMS = {"ooptd-oparamd": "stale parameters", "oopt-oparam": "stale shard"}
+"""Words of plans with parameters off the device, each with a bug that is sown."""
+
+
 def check_host_updates(plans: list[tuple[str, str, dict[str, Any]]], cache: Path) -> None:
     """Without and with state in host memory or on disk, losses and parameters have the same bits."""
     pairs = [({"plan": plan} | fields, {"plan": f"{plan}-{word}"} | fields) for plan, word, fields in plans]
     cases = [case | {"steps": 3, "profile": case is pair[1]} for pair in pairs for case in pair]
     faults = [pairs[0][1] | {"fault": "lost return"}, pairs[-1][1] | {"fault": "lost read"}]
-    *found, wrong, unread = run(2, [*cases, *(case | {"steps": 3} for case in faults)], cache)
+    at = {word: next(place for place, (_, own, _) in enumerate(plans) if own == word) for word in OFFLOADED_PARAMS}
+    stale = [pairs[at[word]][1] | {"fault": fault} for word, fault in OFFLOADED_PARAMS.items()]
+    *found, wrong, unread, old, ahead = run(2, [*cases, *(case | {"steps": 3} for case in faults + stale)], cache)
+    for word, bad in zip(OFFLOADED_PARAMS, (old, ahead), strict=True):
+        assert bad[0]["parameters"] != found[2 * at[word]][0]["parameters"], word
     for place, pair in enumerate(pairs):
         for without, offloaded in zip(*found[2 * place : 2 * place + 2], strict=True):
             assert (without["losses"], without["parameters"]) == (offloaded["losses"], offloaded["parameters"]), pair

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from math import inf
+from math import inf, prod
 
 import pytest
 
@@ -21,6 +21,7 @@ from muster.simulate.predict import predict
 from muster.simulate.resource_load import busy_seconds
 from muster.spec.cluster import ClusterSpec
 from muster.spec.device import DiskSpec
+from muster.spec.model import parameter_shapes
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
 
@@ -44,6 +45,7 @@ def least_value(asked: PlanRequest, word: str) -> float:
     [
         ("1xrtx4090", 633_000_000),
         ("1xrtx4090", 610_000_000),
+        ("1xrtx4090", 60_000_000),
         ("2xrtx4090", 1_175_000_000),
     ],
 )
@@ -53,10 +55,10 @@ def test_the_chosen_tier_is_the_best_of_all_words(devices: str, memory: int) -> 
     )
     values = {word: least_value(asked, word) for word in tier_words(asked)}
     found = choose_tier(asked, SearchBudget())
-    assert len(values) == 9
+    assert len(values) == 12
     assert found.fits == (min(values.values()) < inf)
     assert not found.fits or values[found.request.tier_word] == pytest.approx(min(values.values()))
-    assert (found.request.tier_word == "") == (memory == 610_000_000)
+    assert (found.request.tier_word == "") == (memory == 60_000_000)
 
 
 def test_state_goes_to_the_disk_where_the_host_is_too_small() -> None:
@@ -111,7 +113,7 @@ def test_plan_with_tiers_names_what_binds_and_runs(tmp_path, capsys: pytest.Capt
     asked = f"plan {where} --host-memory 1G --disk 10G --memory-limit 620M"
     assert main(asked.split()) == 0
     out = capsys.readouterr().out
-    assert "optimizer state in host memory (oopt): on the device no plan fits" in out
+    assert "optimizer state and parameters in host memory (oopt-oparam): on the device no plan fits" in out
     assert "binds. At work in a step: compute " in out
     assert main([*asked.split(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -125,7 +127,7 @@ def test_what_fits_nowhere_is_told_with_each_tier(capsys: pytest.CaptureFixture[
     where: str = "plan --model llama3.2-3b --cluster 1xrtx4090 --global-batch 64 --seq-len 2048"
     assert main([*where.split(), "--host-memory", "16G"]) == 3
     error = capsys.readouterr().err
-    assert "dp1-mb1-rfull-oopt-bf16, needs" in error
+    assert "dp1-mb1-rfull-oopt-oparam-bf16, needs" in error
     assert "of host memory for each device, whose share is 14.9 GiB" in error
 
 
@@ -141,3 +143,25 @@ def test_where_nothing_fits_known_tiers_are_tried() -> None:
     fitting = plan("demo", cluster, seq_len=256, global_batch=16)
     assert fitting.best.default_strategy.offload_optimizer == "none"
     assert fitting.to_json()["tiers"] is None
+
+
+def test_parameters_go_to_the_disk_where_nothing_else_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    asked: str = "plan --model llama3-70b --cluster 1xrtx4090 --host-memory 128G --disk 2T --json"
+    assert main(asked.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tiers"]["binds"] == "disk link"
+    assert found["plans"][0]["plan"] == "dp1-mb1-rfull-ooptd-oparamd-bf16"
+
+
+def test_loads_of_parameters_take_the_rates_of_links() -> None:
+    """Copies for passes in bf16, gradients in fp32; on disk also sums of gradients, but for a step's first."""
+    asked = request(10**9, None, 10**12)
+    plan_on_disk = parse_plan_name("dp1-mb8-rfull-ooptd-oparamd-bf16")
+    found = predict(asked.model, plan_on_disk, WORK, asked.cluster)
+    times = {kind: found.times.seconds[kind, 0] for kind in (Kind.LOAD_F, Kind.LOAD_B, Kind.READ_F, Kind.READ_B)}
+    numel = asked.model.num_parameters
+    layers = numel - sum(prod(shape) for name, shape in parameter_shapes(asked.model) if not name.startswith("layers."))
+    assert times[Kind.READ_F] == pytest.approx(2 * numel / DISK_BYTES_PER_S)
+    assert times[Kind.READ_B] == pytest.approx((2 + 4 + 4 / 2) * layers / DISK_BYTES_PER_S)
+    assert times[Kind.LOAD_B] / times[Kind.LOAD_F] == pytest.approx((2 * layers + 4 * numel) / (2 * numel))
+    assert found.forecast.ranks[0].disk_bytes == (4 + 8 + 2) * numel + 4 * layers

@@ -33,6 +33,7 @@ from muster.layout.tensor_layout import (
 )
 from muster.schedule.action import Kind
 from muster.schedule.build import build_program
+from muster.schedule.program import Instruction
 from muster.spec.adapters import is_adapter
 from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Plan
@@ -442,11 +443,35 @@ def _host_bytes(
         for item in lanes.get(lane, ()):
             if item.action.kind in (Kind.OFFLOAD, Kind.RELOAD, Kind.WRITE_ACT, Kind.READ_ACT):
                 sent[item.action.kind] += sizes[item.action.stage][item.action.slice]
+    sent += _param_load_bytes(spec, plan, lanes.get("compute", ()), at) if plan.offloads_params else Counter()
     for stage in stages_on(plan, at.pp):
         kept = [layout for layout in stage_layouts(spec, plan, stage, at) if not is_frozen(optim, layout.name)]
-        count = sum(layout.numel for layout in kept if plan.offloads_optimizer(layer_of(layout.name)))
+        layers = ((layout.numel, layer_of(layout.name)) for layout in kept)
+        count = sum(n for n, layer in layers if plan.offloads_optimizer(layer) and plan.param_tier(layer) == "none")
         sent[Kind.OFFLOAD_GRAD] += 2 * count * master_bytes(plan.precision)
         sent[Kind.RELOAD_PARAM] += count * master_bytes(plan.precision)
+    return sent
+
+
+def _param_load_bytes(spec: ModelSpec, plan: Plan, compute: Iterable[Instruction], at: MeshCoordinates) -> Counter[str]:
+    """Return the bytes of parameters that come to the device for passes, and of gradients that leave it. What lies
+    outside of layers comes once for all passes up to a backward."""
+    sent, gathered = Counter[str](), set[int]()
+    for kind, stage, *_ in (item.action for item in compute):
+        if kind not in (Kind.F, Kind.B):
+            continue
+        away = [
+            (layout.numel, layer_of(layout.name))
+            for layout in stage_layouts(spec, plan, stage, at)
+            if plan.param_tier(layer_of(layout.name)) != "none"
+        ]
+        load = Kind.LOAD_F if kind == Kind.F else Kind.LOAD_B
+        loaded = sum(numel for numel, layer in away if layer is not None or stage not in gathered)
+        sent[load] += loaded * compute_bytes(plan.precision)
+        gathered.add(stage)
+        if kind == Kind.B:
+            sent[load] += sum(numel for numel, _ in away) * master_bytes(plan.precision)
+            gathered.remove(stage)
     return sent
 
 

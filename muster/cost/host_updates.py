@@ -42,7 +42,10 @@ def host_updated_numels(spec: ModelSpec, plan: Plan, stage: int, optim: OptimCon
 
 
 def host_part_copies(spec: ModelSpec, plan: Plan, stage: int, optim: OptimConfig | None = None) -> tuple[float, float]:
-    """Return the bytes that go to the host for a stage's mean part, gradients and parameters, and that come back."""
+    """Return the bytes that go to the host for a stage's mean part, gradients and parameters, and that come back; 0
+    where the parameters of all parts are there."""
     parts = host_updated_numels(spec, plan, stage, optim)
+    if tiers := plan.param_tiers(spec.num_layers):
+        parts = [numel for numel, tier in zip(parts, tiers[stage], strict=True) if tier == "none"]
     each = sum(parts) / max(1, len(parts)) * master_bytes(plan.precision)
     return 2 * each, each

@@ -39,17 +39,25 @@ class HostPart:
     """One part of a rank's parameters, and its optimizer in host memory."""
 
     def __init__(
-        self, params: Mapping[str, Tensor], build: Callable[[Mapping[str, Tensor]], Optimizer], link: HostLink
+        self,
+        params: Mapping[str, Tensor],
+        build: Callable[[Mapping[str, Tensor]], Optimizer],
+        link: HostLink,
+        is_home: bool = False,
     ):
+        """Build the part's optimizer; `is_home`: the parameters themselves lie in host memory when they are updated."""
         self.params = params
         self._link = link
-        self._hosted = {name: torch.empty_like(param, device=link.host_device) for name, param in params.items()}
+        self._hosted: Mapping[str, Tensor] = params
         """Parameters in host memory, which have memory only while they are updated."""
+        if not is_home:
+            self._hosted = {name: torch.empty_like(param, device=link.host_device) for name, param in params.items()}
         self.optimizer = build(self._hosted)
         self.stored: StoredPart | None = None
         """State on disk between updates; None where it stays in host memory."""
         self._buffers: list[Tensor] = []
-        self._free()
+        if not is_home:
+            self._free()
 
     def fetch(self) -> Callable[[], None]:
         """Start to copy gradients and parameters to the host; the returned function waits for the end."""
@@ -127,9 +135,10 @@ class HostOptimizer(Optimizer):
         link: HostLink,
         on_disk: Collection[PartKey] = (),
         store: StateStore | None = None,
+        at_home: Collection[PartKey] = (),
     ) -> None:
         """Build the optimizers of the device and of the parts; `on_disk` are those whose state lies in `store` between
-        updates."""
+        updates, `at_home` those whose parameters are in host memory in an update without being copied."""
 
         def build(own: Mapping[str, Tensor]) -> Optimizer:
             return build_optimizer(config, own, {name: layouts[name] for name in own}, world)
@@ -137,7 +146,7 @@ class HostOptimizer(Optimizer):
         away = {name for names in parts.values() for name in names}
         self.resident = build({name: param for name, param in params.items() if name not in away})
         self.parts = {
-            key: HostPart({name: params[name] for name in names if name in params}, build, link)
+            key: HostPart({name: params[name] for name in names if name in params}, build, link, key in at_home)
             for key, names in parts.items()
         }
         self.store = store

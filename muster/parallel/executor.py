@@ -73,6 +73,7 @@ class Executor:
             Kind.RELOAD: self._copy,
             Kind.WRITE_ACT: self._copy,
             Kind.READ_ACT: self._copy,
+            **dict.fromkeys((Kind.LOAD_F, Kind.LOAD_B, Kind.READ_F, Kind.READ_B), self._load_params),
             Kind.UNSHARD: lambda instruction: self.stages[instruction.action.stage].unshard(),
             Kind.ALL_REDUCE_TP: lambda instruction: self.stages[instruction.action.stage].all_reduce_replicated_grads(),
             Kind.REDUCE_GRAD: lambda instruction: self.stages[instruction.action.stage].reduce_gradients(),
@@ -231,6 +232,11 @@ class Executor:
         else:
             copied = own.write_activations(unit) if kind == Kind.WRITE_ACT else own.read_activations(unit)
         self._start_copy(copied, instruction.lane)
+
+    def _load_params(self, instruction: Instruction) -> None:
+        kind, stage, *_ = instruction.action
+        loaded = self.stages[stage].load_params(backward=kind in (Kind.LOAD_B, Kind.READ_B))
+        self._start_copy(loaded, instruction.lane)
 
     def _start_copy(self, copied: Callable[[], None], lane: Lane) -> None:
         self._pending_copies[Wait(lane, self._cursor[lane] - 1)] = copied

@@ -4,7 +4,7 @@ z1 and z2 keep a stage's parameters gathered from UNSHARD until the optimizer st
 step, z2 within every backward. z3 gathers each block within each pass and reduces within every backward.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,7 +62,8 @@ def apply_fsdp(module: Decoder, world: World, zero: ZeroLevel, plan: Plan) -> bo
     fully_shard(module, mesh=mesh, reshard_after_forward=None if zero == "z3" else False, mp_policy=policy)
     for part in fsdp_modules(module):
         # The loss is already divided by the global number of labels: gradients are summed, never averaged.
-        part.set_gradient_divide_factor(1.0)
+        if mesh.size() > 1:  # alone, a division by 1 would take a copy
+            part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
         if zero != "z3":
             part.set_reshard_after_backward(False, recurse=False)
@@ -95,9 +96,18 @@ def _set_prefetch(
         bucket.set_modules_to_backward_prefetch(buckets[max(0, index - num_buckets) : index][::-1])
 
 
-def materialize(module: Decoder, device: torch.device) -> None:
-    """Allocate the (uninitialised) memory of a stage that was built on the meta device, in its final place."""
-    module.to_empty(device=device)
+def materialize(module: Decoder, device: torch.device, empty_groups: Collection[Any] = ()) -> None:
+    """Allocate the (uninitialised) memory of a stage that was built on the meta device, in its final place; of
+    `empty_groups`, of a private type, only as much as `fully_shard` needs to pad them."""
+    padded = {id(one.sharded_param): one.padded_sharded_param_size for own in empty_groups for one in own.fsdp_params}
+
+    def allocate(tensor: Tensor) -> Tensor:
+        made = torch.empty_like(tensor, device=device)
+        if (size := padded.get(id(tensor))) is not None and (local := _local(made)).shape == size:
+            local.untyped_storage().resize_(0)
+        return made
+
+    module._apply(allocate)
     if (masters := master_weights(module)) is not None:
         masters.materialize(device)
     if isinstance(module, FSDPModule):
@@ -232,6 +242,11 @@ def gradient_bytes(module: nn.Module) -> int:
     return sum(
         _parameter_gradient_bytes(parameter) for group in _all_groups(module) for parameter in group.fsdp_params
     ) + sum(output.nbytes for output in partial if output is not None)
+
+
+def fsdp_groups(module: nn.Module) -> list[Any]:
+    """Return the groups, of a private type, in which `fully_shard` gathers a module's parameters."""
+    return [group for part in fsdp_modules(module) for group in _groups(_state(part))]
 
 
 def _all_groups(module: FSDPModule) -> Iterator[Any]:  # of a private type

@@ -8,13 +8,13 @@ from muster.layout.tensor_layout import TensorLayout, chunk_bounds, stage_layout
 from muster.model.decoder import Decoder
 from muster.model.dtypes import DTYPES
 from muster.parallel.axis import TensorAxis
-from muster.parallel.stage import shard_weights
 from muster.parallel.tensor_parallel import (
     apply_parallel_linears,
     apply_projection_norms,
     apply_vocab_parallel_embedding,
 )
 from muster.parallel.weight_grad_store import WeightGradStore
+from muster.parallel.weight_shards import shard_weights
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan, Precision
 

@@ -101,10 +101,11 @@ def profile_stages(
             run = None if local is None else partial(handlers[local.kind], local)
             clock.time_together(("", -1) if local is None else local[:2], run)
         clock.time_together((Kind.GRAD_NORM, -1), lambda: handlers[Kind.GRAD_NORM](Action(Kind.GRAD_NORM)))
-        if host_updates := [action for action in host_copies if action.kind == Kind.OFFLOAD_GRAD]:
+        updates = [item.action for item in program.ranks[world.at.pp]["compute"] if item.action.kind == Kind.UPDATE]
+        if updates:
             disk = (item.action for item in program.ranks[world.at.pp].get("disk", ()))
-            read = {(action.stage, action.slice) for action in disk if action.kind == Kind.READ_STATE}
-            _time_host_updates(clock, host_updates, read, handlers, copies or {})
+            copied = {(action.kind, action.stage, action.slice) for action in (*host_copies, *disk)}
+            _time_host_updates(clock, updates, copied, handlers, copies or {})
         clock.time_together((Kind.STEP, -1), lambda: handlers[Kind.STEP](Action(Kind.STEP)))
     processes = tuple(world.plan.mesh(pp_rank).num_ranks for pp_rank in range(world.plan.pp))
     merged, p2p_s = _mean_over_ranks(world.all_gather_object((clock.seconds(), _measure_p2p(stages, world, routes))))
@@ -116,25 +117,22 @@ def profile_stages(
 def _time_host_updates(
     clock: "_InstructionTimer",
     parts: Sequence[Action],
-    read: Collection[tuple[int, int]],
+    copied: Collection[tuple[Kind, int, int]],
     handlers: Mapping[Kind, Callable[[Action], None]],
     copies: Mapping[Kind, Callable[[Action], Callable[[], None]]],
 ) -> None:
-    """Time the updates by the host, part by part, with the state of those in `read` on disk.
+    """Time the updates by the host, part by part, with those of their copies that the program has, (kind, stage, part).
 
     A kind's time is the mean over the parts of a stage.
     """
     clock.time((Kind.CLIP, -1), lambda: handlers[Kind.CLIP](Action(Kind.CLIP)))
+    order = (Kind.OFFLOAD_GRAD, Kind.READ_STATE, Kind.UPDATE, Kind.RELOAD_PARAM, Kind.WRITE_STATE)
     for action in parts:
-        key = action.stage
-        clock.time((Kind.OFFLOAD_GRAD, key), lambda action=action: copies[Kind.OFFLOAD_GRAD](action)())
-        on_disk = (action.stage, action.slice) in read
-        if on_disk:
-            clock.time((Kind.READ_STATE, key), lambda action=action: copies[Kind.READ_STATE](action)())
-        clock.time((Kind.UPDATE, key), lambda action=action: handlers[Kind.UPDATE](action))
-        clock.time((Kind.RELOAD_PARAM, key), lambda action=action: copies[Kind.RELOAD_PARAM](action)())
-        if on_disk:
-            clock.time((Kind.WRITE_STATE, key), lambda action=action: copies[Kind.WRITE_STATE](action)())
+        for kind in order:
+            if kind == Kind.UPDATE:
+                clock.time((kind, action.stage), partial(handlers[kind], action))
+            elif (kind, action.stage, action.slice) in copied:
+                clock.time((kind, action.stage), lambda kind=kind, action=action: copies[kind](action)())
 
 
 def _times_of_slices(merged: Mapping[TimedKey, float], p2p_s: float, stage: DecoderStage) -> tuple[OpTimes, ...]:
@@ -219,7 +217,16 @@ def _key(kind: Kind, stage: DecoderStage, part: int) -> TimedKey:
 
 def _time_forward(stage: DecoderStage, clock: _InstructionTimer, part: int) -> None:
     x = None if stage.reads_tokens else stage.receive_buffer(part).normal_()
+    _time_loads(stage, clock, part, Kind.LOAD_F, Kind.READ_F)
     clock.time(_key(Kind.F, stage, part), lambda: stage.forward(part, x))
+
+
+def _time_loads(stage: DecoderStage, clock: _InstructionTimer, part: int, load: Kind, read: Kind) -> None:
+    """Time the begin of loads of parameters beside a pass, and the end of the gradients' copies before it; the pass's
+    own time contains the rest."""
+    offload = stage.param_offload
+    for kind in (load,) * bool(offload.groups) + (read,) * any(group.on_disk for group in offload.groups):
+        clock.time(_key(kind, stage, part), lambda: stage.load_params(backward=load == Kind.LOAD_B)())
 
 
 def _time_backwards(stage: DecoderStage, clock: _InstructionTimer, backward: str) -> None:
@@ -230,6 +237,7 @@ def _time_backwards(stage: DecoderStage, clock: _InstructionTimer, backward: str
             clock.time(_key(Kind.I, stage, part), inputs)
             clock.time(_key(Kind.W, stage, part), partial(stage.backward_weight, part))
         else:
+            _time_loads(stage, clock, part, Kind.LOAD_B, Kind.READ_B)
             clock.time(_key(Kind.B, stage, part), partial(stage.backward, part, gradient))
 
 

@@ -65,7 +65,8 @@ class ProcessGroups:
 
     def data_mesh(self) -> DeviceMesh | None:
         """Return the mesh of ranks that hold the same stage and different data, as fully_shard takes it; None for a
-        single rank. Context-parallel ranks see different tokens, too, so they shard as dp_shard does."""
+        single rank, unless fully_shard gathers its parameters from where they lie off the device. Context-parallel
+        ranks see different tokens, too, so they shard as dp_shard does."""
         if _REPLICATE in self.by_axis:
             replicas = (replace(self._at, dp_replicate=n) for n in range(self._plan.mesh(self._at.pp).dp_replicate))
             ranks = [sorted(ranks_along(self._plan, at, STATE_SHARD_AXES)) for at in replicas]
@@ -75,6 +76,8 @@ class ProcessGroups:
                 torch.tensor(ranks, dtype=torch.int),
                 mesh_dim_names=(_REPLICATE, _SHARD),
             )
+        if self.state_shards is None and self._plan.offloads_params:
+            return self._shard_mesh(self._group_of_itself())
         return None if self.state_shards is None else self._shard_mesh(self.state_shards)
 
     def expert_data_mesh(self) -> DeviceMesh | None:

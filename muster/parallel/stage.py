@@ -18,15 +18,13 @@ from muster.layout.tensor_layout import (
     chunk_bounds,
     computed_layers,
     has_vocab_shard,
-    is_expert,
     stage_layouts,
     tp_partial_grad_copies,
-    tp_shard,
 )
 from muster.model.adapters import HdPissaLinear
 from muster.model.decoder import Decoder
 from muster.model.dtypes import DTYPES
-from muster.model.experts import Experts, MoeMlp
+from muster.model.experts import MoeMlp
 from muster.model.float8 import apply_float8, has_float8
 from muster.model.init import fill_initial_parts
 from muster.model.kernels import soft_cap
@@ -35,7 +33,6 @@ from muster.model.recompute import apply_recompute
 from muster.model.sliced_attention import SliceState, apply_slices
 from muster.model.tiling import apply_tiles, compute_in_tiles, tile_rows
 from muster.parallel import tensor_parallel
-from muster.parallel.axis import TensorAxis
 from muster.parallel.compile import compile_blocks, is_compiled
 from muster.parallel.context_parallel import (
     apply_context_groups,
@@ -45,6 +42,7 @@ from muster.parallel.context_parallel import (
 )
 from muster.parallel.disk_activations import DiskActivations
 from muster.parallel.expert_parallel import apply_expert_parallel
+from muster.parallel.file_store import FileStore
 from muster.parallel.fsdp import (
     apply_fsdp,
     attach_local_gradients,
@@ -61,6 +59,7 @@ from muster.parallel.fsdp import (
 )
 from muster.parallel.master_weights import master_weights
 from muster.parallel.offload import ActivationOffload
+from muster.parallel.param_offload import ParamOffload
 from muster.parallel.stage_inputs import StageInputs
 from muster.parallel.tensor_parallel import (
     all_reduce_replicated_grads,
@@ -70,6 +69,7 @@ from muster.parallel.tensor_parallel import (
 )
 from muster.parallel.vocab_parallel import VocabShard, add_vocab_shard
 from muster.parallel.weight_grad_store import WeightGradStore
+from muster.parallel.weight_shards import shard_weights
 from muster.parallel.world import World
 from muster.spec.layer_strategy import ZeroLevel
 from muster.spec.model import ModelSpec
@@ -121,6 +121,11 @@ class Stage(Protocol):
         """Start to read what a forward has written; the backward waits for each layer's part."""
         ...
 
+    def load_params(self, backward: bool) -> Callable[[], None]:
+        """Start to load the parameters that a pass gathers first, from host memory or disk; the returned function waits
+        until the pass's gradients have left the device."""
+        ...
+
     def receive_buffer(self, micro_batch: int) -> Tensor:
         """Allocate a buffer for one micro-batch's activation or its gradient, in the shape that neighbours send."""
         ...
@@ -145,6 +150,7 @@ class DecoderStage:
 
     offload_type = ActivationOffload
     disk_type = DiskActivations
+    param_offload_type = ParamOffload
     pass_graphs: "PassGraphs | None" = None
     """Graphs that passes are replayed from once they are captured."""
 
@@ -157,6 +163,7 @@ class DecoderStage:
         seed: int,
         split_backward: bool = False,
         optim: OptimConfig | None = None,
+        param_files: FileStore | None = None,
     ) -> None:
         plan = world.plan
         self.index, self.spec, self.world = index, spec, world
@@ -201,12 +208,12 @@ class DecoderStage:
         self.disk_activations = self.disk_type(world.device)
         self._save_less(plan)
         self.is_sharded = apply_fsdp(self.module, world, strategy.zero, plan)
-        self._materialize()
-        self.parameters: dict[str, Tensor] = local_parameters(self.module)
+        self.parameters: dict[str, Tensor] = self._allocate_parameters(plan, param_files)
         self.layouts: dict[str, TensorLayout] = {
             layout.name: layout for layout in stage_layouts(spec, plan, index, world.at)
         }
         self._replicated = tp_partial_grad_copies(spec, self.layouts, plan.mesh(index), strategy.sp)
+        self.param_offload.kept_gradients = frozenset(self._replicated)
         self.reset_parameters(seed)
         self.micro_batch_shape = (plan.local_micro_batch_size(index), seq_len // plan.mesh(index).sequence_shards)
         """Shape of a micro-batch's tokens on this rank, (B, S); a micro-batch may be shorter."""
@@ -249,12 +256,21 @@ class DecoderStage:
             elif plan.strategy(layer).offload == "activations_on_disk":
                 self.disk_activations.track_layer(block)
 
+    def _allocate_parameters(self, plan: Plan, files: FileStore | None) -> dict[str, Tensor]:
+        """Give the parameters memory, where the plan has them, and return them by name."""
+        self.param_offload = self.param_offload_type(self.world.device, DTYPES[plan.precision], files)
+        if plan.offloads_params:
+            self.param_offload.attach(self.module, plan.param_tier)
+        self._materialize()
+        return local_parameters(self.module) | self.param_offload.materialize()
+
     def _materialize(self) -> None:
-        materialize(self.module, self.world.device)
+        materialize(self.module, self.world.device, [one.group for one in self.param_offload.groups])
 
     def reset_parameters(self, seed: int) -> None:
         """Set every parameter to its initial value."""
-        fill_initial_parts(self.spec, {name: self.layouts[name] for name in self.parameters}, self.parameters, seed)
+        for parameters in self.param_offload.refill(self.parameters):
+            fill_initial_parts(self.spec, {name: self.layouts[name] for name in parameters}, parameters, seed)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Passes
@@ -469,10 +485,22 @@ class DecoderStage:
         self.disk_activations.begin_backward(micro_batch)
         return lambda: None  # the backward has waited for all
 
+    def load_params(self, backward: bool) -> Callable[[], None]:
+        """Start to load the parameters that a pass gathers first, from host memory or disk; the pass loads the others
+        and waits for each. The returned function waits until its gradients have left the device."""
+        self.param_offload.begin_pass(backward)
+        return self.param_offload.finish_gradients
+
     @property
     def offloaded_bytes(self) -> int:
         """Bytes copied to and from host memory so far."""
-        return self._offload.link.copied_bytes
+        return self._offload.link.copied_bytes + self.param_offload.link.copied_bytes
+
+    @property
+    def device_parameter_bytes(self) -> int:
+        """Bytes of the parameters on the device, without copies for a pass."""
+        away = self.param_offload.values()
+        return sum(local.nbytes for name, local in self.parameters.items() if name not in away)
 
     @cached_property
     def default_slices(self) -> tuple[range, ...]:
@@ -521,16 +549,18 @@ class DecoderStage:
         has seen only a part of the data."""
         if self.tp_axis is not None:
             self.attach_local_gradients()
-            all_reduce_replicated_grads(self.tp_axis, self.parameters, self._replicated)
+            all_reduce_replicated_grads(self.tp_axis, self.parameters, self._replicated, self.world.device)
 
     def attach_local_gradients(self) -> None:
         """Set `.grad` of each local parameter to this rank's shard of the reduced gradient."""
         attach_local_gradients(self.module, self.parameters)
+        self.param_offload.attach_gradients()
 
     def zero_grad(self) -> None:
         """Drop the step's gradients; where graphs add to them, set them to zero."""
         self._num_backwards = 0
         drop_partial_reductions(self.module)
+        self.param_offload.drop_gradients()
         if self.pass_graphs is not None and self.pass_graphs.keeps_gradients:
             held = [*self.module.parameters(), *self.parameters.values()]
             torch._foreach_zero_([tensor.grad for tensor in held if tensor.grad is not None])
@@ -564,22 +594,3 @@ class DecoderStage:
         losses = self._losses.clone()
         self._losses.zero_()  # graphs add to this very tensor
         return losses
-
-
-def shard_weights(module: Decoder, spec: ModelSpec, axis: TensorAxis, slices_experts: bool = True) -> int:
-    """Give the parameters of a whole stage on the meta device this rank's tensor-parallel shapes, those of experts
-    where these are sliced, too; return its first vocabulary entry."""
-    vocab_start = 0
-    for part in module.modules():
-        if isinstance(part, Experts) and slices_experts:  # their results are partial sums
-            part.down.adds_bias = axis.index == 0
-    for name, parameter in list(module.named_parameters()):
-        if is_expert(name) and not slices_experts:
-            continue
-        box, *_ = tp_shard(spec, name, tuple(parameter.shape), axis.size, axis.index)
-        owner, _, leaf = name.rpartition(".")
-        shard = torch.nn.Parameter(parameter.new_empty(box.size), parameter.requires_grad)
-        setattr(module.get_submodule(owner), leaf, shard)
-        if name in ("embed.weight", "head.weight"):
-            vocab_start = box.start[0]
-    return vocab_start

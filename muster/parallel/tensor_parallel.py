@@ -572,9 +572,10 @@ def apply_vocab_parallel_embedding(module: Decoder, axis: TensorAxis, vocab_star
 
 
 def all_reduce_replicated_grads(
-    axis: TensorAxis, parameters: Mapping[str, Tensor], replicas: Mapping[str, int]
+    axis: TensorAxis, parameters: Mapping[str, Tensor], replicas: Mapping[str, int], device: torch.device
 ) -> None:
-    """Replace the gradient of each named parameter by the sum over the ranks that hold the same copy.
+    """Replace the gradient of each named parameter by the sum over the ranks that hold the same copy. `device`: that
+    of the ranks, on which gradients in host memory are summed, too.
 
     `replicas` maps a name to the number of neighbouring ranks with the same copy. One all-reduce serves all parameters
     and groups: each group of ranks sums in a slot of its own. With 4 ranks and a parameter that 2 hold, ranks 0 and 1
@@ -585,7 +586,7 @@ def all_reduce_replicated_grads(
     if not held:
         return
     sizes = [gradient.numel() * (axis.size // count) for gradient, count in held]
-    buffer = held[0][0].new_zeros(sum(sizes))
+    buffer = torch.zeros(sum(sizes), dtype=held[0][0].dtype, device=device)
     slots = [
         slot.view(axis.size // count, -1)[axis.index // count]
         for slot, (_, count) in zip(buffer.split(sizes), held, strict=True)

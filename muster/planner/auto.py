@@ -225,6 +225,11 @@ def _require_delayed_updates(plan: Plan, tiers: Collection[str]) -> None:
             "train.delayed_update delays all updates, but the plan leaves optimizer state of some layers on the device:"
             " take oopth or ooptd for all, or leave train.delayed_update out"
         )
+    if plan.offloads_params:
+        raise InfeasibleError(
+            "train.delayed_update copies gradients and parameters between device and host behind the passes, but the"
+            " plan's passes have copied them: leave train.delayed_update or oparam out"
+        )
     if plan.dynamic_context_parallel:
         raise InfeasibleError("train.delayed_update with cpdyn has no parity test yet: leave one of them out")
     if "disk" in tiers and any(strategy.offload == "activations_on_disk" for strategy in plan.strategies):
@@ -242,6 +247,11 @@ def _require_host_updates(config: RunConfig) -> None:
         raise InfeasibleError(
             f"optim.name {optim.name} can't step in host memory, where each rank updates its own elements: take"
             f" {' or '.join(elementwise)}, or leave oopt out of the plan"
+        )
+    if config.parallel.offloads_params and optim.freeze:
+        raise InfeasibleError(
+            f"optim.freeze {', '.join(optim.freeze)} leaves parameters without an update, which the host makes where"
+            " oparam has them: leave oparam out of the plan"
         )
     if config.train.training_step is not None:
         raise InfeasibleError(

@@ -11,11 +11,14 @@ from muster.planner.smallest_plan import describe_need, smallest_plan
 from muster.spec.errors import InfeasibleError
 from muster.spec.formatting import format_fraction
 
-HOST_WORDS = ("oopt", "oopt0.5", "oopt0.25", "oopt0.75")
-"""Words of plans with optimizer state in host memory, the simplest first."""
+HOST_WORDS = ("oopt", "oopt0.5", "oopt0.25", "oopt0.75", "oopt-oparam")
+"""Words of plans with optimizer state in host memory, the simplest first, and last with parameters there, too."""
 
-DISK_WORDS = ("ooptd", "oopt0.5d", "oopt0.25d", "oopt0.75d")
-"""The same with state on disk."""
+DISK_WORDS = ("ooptd", "oopt0.5d", "oopt0.25d", "oopt0.75d", "ooptd-oparam", "ooptd-oparamd")
+"""The same with state on disk; of parameters in host memory, and on disk."""
+
+_ALL_ALIKE = ("oopt-oparam", "ooptd-oparamd")
+"""Words with both in the same place."""
 
 _ANY_VALUE = 1e300
 """Ceiling that no plan exceeds, with which a search is content to find nothing that leaves head-room."""
@@ -97,19 +100,23 @@ def _describe(words: Sequence[str], values: Sequence[float | None], chosen: int,
     if later:
         gain = f"more than {request.tolerance:.0%} " if request.tolerance else ""
         parts.append(f"with {' or '.join(later)} none is {gain}better")
-    return f"optimizer state {_place(words[chosen])}: {'; '.join(parts)}"
+    what = "optimizer state and parameters" if words[chosen].endswith(_ALL_ALIKE) else "optimizer state"
+    return f"{what} {_place(words[chosen])}: {'; '.join(parts)}"
 
 
 def _place(word: str) -> str:
     if not word:
         return "on the device"
-    return f"{'on disk' if word.endswith('d') else 'in host memory'} ({word})"
+    places = {"ooptd-oparam": "on disk, parameters in host memory"}
+    place = places.get(word, "on disk" if word.endswith("d") else "in host memory")
+    return f"{place} ({word})"
 
 
 def explain_no_tier(request: PlanRequest) -> InfeasibleError:
     """Return the error that says by how much the plans of a request miss with all optimizer state off the device, and
     what would fit."""
-    asked = [with_tier(request, word) for word in ("oopt", "ooptd") if word in tier_words(request)] or [request]
+    words = [word for word in ("oopt-oparam", "ooptd-oparamd") if word in tier_words(request)]
+    asked = [with_tier(request, word) for word in words] or [request]
     smallest = [smallest_plan(one) for one in asked]
     held = [one for one, found in zip(asked, smallest, strict=True) if found is not None and not found.full_tiers]
     needs = [need for one in (held[-1:] or asked) if (need := describe_need(one))]

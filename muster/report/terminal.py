@@ -123,10 +123,11 @@ def _storage(plan: Plan, num_layers: int) -> str:
 
 
 def _strategy(strategy: LayerStrategy) -> str:
-    tier = strategy.offload_optimizer
-    optimizer = "" if tier == "none" else f", optimizer state {'on disk' if tier == 'disk' else 'in host memory'}"
+    tiers = {"optimizer state": strategy.offload_optimizer, "parameters": strategy.offload_param}
+    places = {"host": "in host memory", "disk": "on disk"}
+    away = "".join(f", {what} {places[tier]}" for what, tier in tiers.items() if tier != "none")
     offload = _mode_text(strategy.offload, "offload").replace("activations_on_disk offload", "activations on disk")
-    return f"{strategy.zero}, {_mode_text(strategy.recompute, 'recompute')}, {offload}{optimizer}"
+    return f"{strategy.zero}, {_mode_text(strategy.recompute, 'recompute')}, {offload}{away}"
 
 
 def _mode_text(choice: str, what: str) -> str:

@@ -43,6 +43,10 @@ class Kind(StrEnum):
     RELOAD = "RELOAD"
     WRITE_ACT = "WRITE_ACT"
     READ_ACT = "READ_ACT"
+    LOAD_F = "LOAD_F"
+    LOAD_B = "LOAD_B"
+    READ_F = "READ_F"
+    READ_B = "READ_B"
     UNSHARD = "UNSHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
     ALL_REDUCE_TP = "ALL_REDUCE_TP"
@@ -129,6 +133,16 @@ KINDS: dict[Kind, KindTraits] = {
     Kind.READ_ACT: KindTraits(
         "disk", "read saved activations from disk, layer by layer beside their backward", reads="k", frees="k"
     ),
+    Kind.LOAD_F: KindTraits(
+        "host_copy", "copy parameters to the device, layer by layer ahead of a forward's use of them"
+    ),
+    Kind.LOAD_B: KindTraits(
+        "host_copy", "copy parameters to the device ahead of a backward, and its gradients to host memory"
+    ),
+    Kind.READ_F: KindTraits("disk", "read parameters from disk, layer by layer ahead of a forward's use of them"),
+    Kind.READ_B: KindTraits(
+        "disk", "read parameters from disk ahead of a backward, and add its gradients to those there"
+    ),
     Kind.UNSHARD: KindTraits("collective", "all-gather of a stage's parameters", makes="p"),
     Kind.REDUCE_GRAD: KindTraits("collective", "reduction of a stage's gradients over the data-parallel ranks"),
     Kind.ALL_REDUCE_TP: KindTraits("collective", "all-reduce of the gradients of weights replicated over tp"),
@@ -159,6 +173,7 @@ KINDS: dict[Kind, KindTraits] = {
 
 COPIES = (
     *(Kind.OFFLOAD, Kind.RELOAD, Kind.WRITE_ACT, Kind.READ_ACT),
+    *(Kind.LOAD_F, Kind.LOAD_B, Kind.READ_F, Kind.READ_B),
     *(Kind.OFFLOAD_GRAD, Kind.RELOAD_PARAM, Kind.READ_STATE, Kind.WRITE_STATE),
 )
 """Kinds of the lanes of copies."""

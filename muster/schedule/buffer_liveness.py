@@ -43,6 +43,8 @@ _BOUNDARY_BUFFERS = {
 _GRADIENT_ORDER = {
     Kind.B: 0,
     Kind.W: 0,
+    Kind.LOAD_B: 0,
+    Kind.READ_B: 0,
     Kind.T: 0,
     Kind.EMB_W: 0,
     Kind.REDUCE_GRAD: 1,
@@ -90,9 +92,12 @@ class BufferLiveness:
         self.unsharded_stages = {action.stage for action in actions if action.kind == Kind.UNSHARD}
         read = Counter(item.action.stage for item in program.ranks[rank].get("disk", ()) if item.action.kind == _READ)
         is_update = (Kind.UPDATE, Kind.DELAYED_UPDATE)
-        updated = Counter(action.stage for action in actions if action.kind in is_update) if read else read
+        updated = Counter(action.stage for action in actions if action.kind in is_update)
         self.read_stages = {stage for stage, count in read.items() if count == updated[stage]}
         """Stages whose optimizer state is on disk, all of it."""
+        fetched = Counter(action.stage for action in actions if action.kind == Kind.OFFLOAD_GRAD)
+        self.fetched_stages = {stage for stage, count in fetched.items() if count == updated[stage]}
+        """Stages of whose parts all gradients come to the host for the update."""
         self.pending_gradients = dict.fromkeys(action for action in actions if action.kind in _GRADIENT_ORDER)
         """Instructions on gradients that are not over yet."""
         self.kinds = KINDS
@@ -154,7 +159,10 @@ class BufferLiveness:
         own = self.kinds[kind]
         reads = own.reads + ("v" if kind in (Kind.UPDATE, Kind.DELAYED_UPDATE) and stage in self.read_stages else "")
         reads += "p" if kind in PASSES and stage in self.unsharded_stages else ""
-        read, made, freed = (tuple(self._buffer_keys(letters, stage)) for letters in (reads, own.makes, own.frees))
+        frees = own.frees
+        if kind == Kind.UPDATE and stage not in self.fetched_stages:  # some gradients have come in the passes
+            reads, frees = reads.replace("m", ""), frees.replace("m", "")
+        read, made, freed = (tuple(self._buffer_keys(letters, stage)) for letters in (reads, own.makes, frees))
         rule = _BufferRule(read, made, freed, _GRADIENT_ORDER.get(kind, -1))
         if kind in _BOUNDARY_BUFFERS:
             does, letter = _BOUNDARY_BUFFERS[kind]

@@ -94,6 +94,7 @@ def build_program(
         ),
         host_updates=tuple(plan.host_update_tiers(stage, model.num_layers) for stage in stages) if train else (),
         delayed_update=delayed_update,
+        param_tiers=plan.param_tiers(model.num_layers) if train else (),
         outer=outer,
         train=train,
     )

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from muster.schedule.action import KINDS, LANES, Action, Kind, Lane
+from muster.schedule.action import COPY_LANES, KINDS, LANES, Action, Kind, Lane
 from muster.schedule.gc_pause import gc_paused
 from muster.schedule.host_update import copy_order
-from muster.schedule.offload import add_copy_lane, add_disk_lane
+from muster.schedule.offload import PassCopies, add_copy_lane, add_pass_copies
 from muster.schedule.outer_steps import NO_EXCHANGE, OuterEvents
 from muster.schedule.program import Instruction, Program, Wait
 from muster.schedule.schedule import Schedule
@@ -39,10 +39,16 @@ class LoweringOptions:
     all."""
     delayed_update: bool = False
     """True if the host updates parameters with the gradients of the step before, beside the passes."""
+    param_tiers: tuple[tuple[Tier, ...], ...] = ()
+    """Places, by stage, of the parameters of each of these parts; empty: all are on the device."""
     outer: OuterEvents = NO_EXCHANGE
     """Exchanges with other islands after the step."""
     train: bool = True
     """False for evaluation: no gradients are reduced and no optimizer steps."""
+
+    def stages_with_params(self, *tiers: Tier) -> frozenset[int]:
+        """Return the stages with parameters in one of some tiers."""
+        return frozenset(stage for stage, own in enumerate(self.param_tiers) if not set(own).isdisjoint(tiers))
 
     def is_sharded(self, stage: int) -> bool:
         """Return True if the stage has several data-parallel ranks."""
@@ -83,6 +89,13 @@ class ProgramDraft:
         lane = self.ranks[rank]["collective"]
         return [Wait("collective", index) for index, item in enumerate(lane) if item.action.kind in kinds]
 
+    def wait_copies_beside(self, rank: int) -> list[Wait]:
+        """Return the waits for the copies beside a rank's last backward, of activations and of gradients."""
+        kinds = (Kind.LOAD_B, Kind.READ_B, Kind.READ_ACT)
+        lanes = self.ranks[rank]
+        ended = [lane for lane in COPY_LANES if lanes[lane] and lanes[lane][-1].action.kind in kinds]
+        return [Wait(lane, len(lanes[lane]) - 1) for lane in ended]
+
     def finish(self) -> Program:
         """Return the Program."""
         schedule = self.schedule
@@ -105,8 +118,7 @@ def lower(schedule: Schedule, options: LoweringOptions) -> Program:
         if options.train:
             for lanes in draft.ranks if options.offload else ():
                 lanes["compute"], lanes["host_copy"] = add_copy_lane(lanes["compute"], options.offload)
-            for lanes in draft.ranks if options.disk_activations else ():
-                lanes["compute"], lanes["disk"] = add_disk_lane(lanes["compute"], options.disk_activations)
+            add_copies_beside_passes(draft, options)
             add_grad_reductions(draft, options)
             if options.tp_replicated_weights:
                 add_replicated_grad_reductions(draft)
@@ -117,6 +129,17 @@ def lower(schedule: Schedule, options: LoweringOptions) -> Program:
             add_step(draft, options)
             add_outer_steps(draft, options.outer)
         return draft.finish()
+
+
+def add_copies_beside_passes(draft: ProgramDraft, options: LoweringOptions) -> None:
+    """Add the copies beside passes: of parameters from host memory, and from disk, where activations may be, too."""
+    beside: dict[Lane, PassCopies] = {
+        "host_copy": PassCopies(params=options.stages_with_params("host", "disk")),
+        "disk": PassCopies(options.disk_activations, options.stages_with_params("disk")),
+    }
+    for lane, copies in beside.items():
+        for lanes in draft.ranks if copies.params or copies.activations else ():
+            lanes["compute"], lanes[lane] = add_pass_copies(lanes["compute"], copies, lane)
 
 
 def _last_backwards(compute: Sequence[Instruction]) -> dict[int, Wait]:
@@ -222,7 +245,8 @@ def add_replicated_grad_reductions(draft: ProgramDraft) -> None:
             for wait in draft.wait_collectives(rank, Kind.REDUCE_GRAD)
         }
         for stage, last in _last_backwards(lanes["compute"]).items():
-            draft.add(rank, Action(Kind.ALL_REDUCE_TP, stage), [reduced.get(stage, last)])
+            leaving = draft.wait_copies_beside(rank)
+            draft.add(rank, Action(Kind.ALL_REDUCE_TP, stage), [reduced.get(stage, last), *leaving])
 
 
 def add_replica_reductions(draft: ProgramDraft) -> None:
@@ -257,6 +281,7 @@ def add_tied_embedding_reductions(draft: ProgramDraft) -> None:
                 after = draft.wait_all_passes(rank) + draft.wait_collectives(
                     rank, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP, Kind.ALL_REDUCE_REPLICAS
                 )
+                after += draft.wait_copies_beside(rank)
                 draft.add(rank, Action(Kind.ALL_REDUCE_TIED, stage), after, partner)
 
 
@@ -270,8 +295,7 @@ def add_step(draft: ProgramDraft, options: LoweringOptions) -> None:
         after = draft.wait_all_passes(rank) + draft.wait_collectives(
             rank, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP, Kind.ALL_REDUCE_REPLICAS, Kind.ALL_REDUCE_TIED
         )
-        if on_disk := draft.ranks[rank]["disk"]:  # the last backward's activations
-            after.append(Wait("disk", len(on_disk) - 1))
+        after += draft.wait_copies_beside(rank)
         norm = draft.add(rank, Action(kind), after)
         updated = add_host_updates(draft, rank, options, norm) if any(options.host_updates) else ()
         draft.add(rank, Action(Kind.STEP), updated or [norm])
@@ -290,10 +314,20 @@ def add_outer_steps(draft: ProgramDraft, outer: OuterEvents) -> None:
 
 
 def add_host_updates(draft: ProgramDraft, rank: int, options: LoweringOptions, norm: Wait) -> list[Wait]:
-    """Add the updates of a rank's parameters by the host, and their copies; return the waits for their results."""
+    """Add the updates of a rank's parameters by the host, and their copies; return the waits for their results.
+
+    Parameters off the device are updated in place, with gradients that left the device in the passes; what is on disk
+    is read once the last of these is there.
+    """
     stages = [stage for stage, holder in enumerate(draft.schedule.placement) if holder == rank]
     tiers: dict[tuple[int, int], Tier] = {}
     tiers = {(stage, part): tier for stage in stages for part, tier in enumerate(options.host_updates[stage])}
+    params = {
+        (stage, part): tier
+        for stage in stages
+        for part, tier in enumerate(options.param_tiers[stage] if options.param_tiers else ())
+        if tier != "none"
+    }
     if not tiers:
         return []
     clipped = draft.add(rank, Action(Kind.CLIP), [norm])
@@ -305,13 +339,14 @@ def add_host_updates(draft: ProgramDraft, rank: int, options: LoweringOptions, n
     done = []
     on_disk = [place for place, tier in tiers.items() if tier == "disk"]
     for parts, before, after in (
-        (list(tiers), Kind.OFFLOAD_GRAD, Kind.RELOAD_PARAM),
+        ([place for place in tiers if place not in params], Kind.OFFLOAD_GRAD, Kind.RELOAD_PARAM),
         (on_disk, Kind.READ_STATE, Kind.WRITE_STATE),
     ):
         for action in copy_order(parts, before, after):
             place = action.stage, action.slice
             if action.kind == before:
-                arrived[place].append(draft.add(rank, action, [clipped] if before == Kind.OFFLOAD_GRAD else []))
+                waits = before == Kind.OFFLOAD_GRAD or params.get(place) == "disk"
+                arrived[place].append(draft.add(rank, action, [clipped] if waits else []))
             else:
                 done.append(draft.add(rank, action, [updates[place]]))
     for (stage, part), waits in arrived.items():

@@ -7,8 +7,9 @@ micro-batches whatever the schedule saves. Activations with a shorter gap stay o
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
-from muster.schedule.action import Action, Kind
+from muster.schedule.action import Action, Kind, Lane
 from muster.schedule.program import Instruction, Wait
 
 PASSES_FOR_COPY = 1
@@ -88,33 +89,50 @@ def add_copy_lane(
     return waiting, lane
 
 
-def add_disk_lane(
-    compute: Sequence[Instruction], stages: Collection[int]
-) -> tuple[list[Instruction], list[Instruction]]:
-    """Return a rank's compute lane with waits for what `stages` keep on disk, and its disk lane.
+@dataclass(frozen=True, slots=True)
+class PassCopies:
+    """Stages whose passes have copies beside them, layer by layer, in one lane."""
 
-    Within each pass what layers save goes layer by layer, beside the layers after them, and comes back beside those
-    before them (SSDTrain, Wu et al. 2024, arXiv:2408.10013). So a write or a read begins with its pass; the pass after
-    that waits for its end.
+    activations: Collection[int] = ()
+    """Stages that keep activations on disk (SSDTrain, Wu et al. 2024, arXiv:2408.10013)."""
+    params: Collection[int] = ()
+    """Stages whose parameters come from host memory or disk (ZeRO-Infinity, arXiv:2104.07857)."""
+
+    def kinds_beside(self, kind: Kind, stage: int, lane: Lane) -> Iterator[Kind]:
+        """Yield the kinds of the copies beside a pass."""
+        if kind not in (Kind.F, Kind.B, Kind.I):
+            return
+        is_forward = kind == Kind.F
+        if stage in self.params:
+            names = (Kind.LOAD_F, Kind.LOAD_B) if lane == "host_copy" else (Kind.READ_F, Kind.READ_B)
+            yield names[0] if is_forward else names[1]
+        if stage in self.activations:
+            yield Kind.WRITE_ACT if is_forward else Kind.READ_ACT
+
+
+def add_pass_copies(
+    compute: Sequence[Instruction], copies: PassCopies, lane: Lane
+) -> tuple[list[Instruction], list[Instruction]]:
+    """Return a rank's compute lane with waits for the copies beside its passes, and the lane of these.
+
+    Within each pass the copies go layer by layer beside the computation of other layers. So a copy begins with its
+    pass; the pass after that waits for its end.
     """
-    lane: list[Instruction] = []
+    found: list[Instruction] = []
     waiting = list(compute)
     written: dict[tuple[int, int, int], Wait] = {}
     for place, (action, _, _) in enumerate(compute):
-        kind, stage, *_ = action
-        if stage not in stages or kind not in (Kind.F, Kind.B, Kind.I):
-            continue
-        waits = [Wait("compute", place - 1)] if place else []
-        unit = action[1:4]
-        own = Wait("disk", len(lane))
-        if kind == Kind.F:
-            written[unit] = own
-        else:
-            waits.append(written[unit])
-        lane.append(
-            Instruction(action._replace(kind=Kind.WRITE_ACT if kind == Kind.F else Kind.READ_ACT), None, tuple(waits))
-        )
-        if place + 1 < len(waiting):
+        own = []
+        for kind in copies.kinds_beside(action.kind, action.stage, lane):
+            waits = [Wait("compute", place - 1)] if place else []
+            unit = action[1:4]
+            own.append(Wait(lane, len(found)))
+            if kind == Kind.WRITE_ACT:
+                written[unit] = own[-1]
+            elif kind == Kind.READ_ACT:
+                waits.append(written[unit])
+            found.append(Instruction(action._replace(kind=kind), None, tuple(waits)))
+        if own and place + 1 < len(waiting):
             after = waiting[place + 1]
-            waiting[place + 1] = after._replace(waits=(*after.waits, own))
-    return waiting, lane
+            waiting[place + 1] = after._replace(waits=(*after.waits, *own))
+    return waiting, found

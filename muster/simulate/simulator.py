@@ -69,12 +69,12 @@ def _timeline_parts(timeline: Timeline) -> dict[str, float]:
 
 
 def _has_simple_waits(program: Program) -> bool:
-    """Return True if transfers and host copies wait for compute alone, collectives don't wait for transfers, and there
-    is nothing on disk or beside the passes."""
+    """Return True if transfers and host copies wait for compute alone, collectives don't wait for either, and there is
+    nothing on disk or beside the passes."""
     return not any(lanes.get("disk") or lanes.get("host") for lanes in program.ranks) and all(
         all(lane == "compute" for _, _, waits in lanes.get("host_copy", ()) for lane, _ in waits)
         and all(lane == "compute" for _, _, waits in lanes.get("p2p", ()) for lane, _ in waits)
-        and all(lane != "p2p" for _, _, waits in lanes.get("collective", ()) for lane, _ in waits)
+        and all(lane not in ("p2p", "host_copy") for _, _, waits in lanes.get("collective", ()) for lane, _ in waits)
         for lanes in program.ranks
     )
 

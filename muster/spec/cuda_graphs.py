@@ -24,6 +24,10 @@ AGAINST_CUDA_GRAPHS: tuple[tuple[Callable[[Plan], bool], str], ...] = (
         "cuda_graphs with offload of activations (their memory would be in use by the graph)",
     ),
     (
+        lambda plan: plan.offloads_params,
+        "cuda_graphs with offload of parameters (which come to other memory in every pass)",
+    ),
+    (
         lambda plan: plan.pipeline_replicas > 1,
         "cuda_graphs with two replicas in a pipeline (it has no parity test yet)",
     ),

@@ -1,5 +1,6 @@
 """Storage and computation of a layer."""
 
+from math import floor
 from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
@@ -46,6 +47,13 @@ class LayerStrategy(Frozen):
     """Share of the layers whose optimizer state leaves the device, spread evenly over the model; parameters outside
     layers are among them (Deep Optimizer States, arXiv:2410.21316)."""
 
+    offload_param: Tier = "none"
+    """Place of the master weights where that isn't the device. host: they stay in host memory, from which each pass
+    copies the weights of a layer, in the compute dtype, ahead of their use; gradients go there as they are reduced.
+    disk: copies for passes, master weights and gradients are on disk (ZeRO-Infinity, arXiv:2104.07857)."""
+    offload_param_ratio: float = Field(default=1.0, gt=0, le=1)
+    """Share of the layers whose parameters leave the device, as `offload_optimizer_ratio`."""
+
     @model_validator(mode="before")
     @classmethod
     def _take_older(cls, content: Any) -> Any:
@@ -64,6 +72,12 @@ class LayerOverride(Frozen):
     strategy: LayerStrategy
 
 
+def is_in_share(layer: int | None, ratio: float) -> bool:
+    """Return True if a layer is among a share of all layers that is spread evenly over the model; None, which stands
+    for parameters outside layers, always is."""
+    return layer is None or floor(round((layer + 1) * ratio, 6)) > floor(round(layer * ratio, 6))
+
+
 def complete_override(run: object, default: object) -> object:
     """Return an override as a file has it, on top of the default strategy as the file has that."""
     if isinstance(run, dict) and isinstance(strategy := run.get("strategy"), dict) and isinstance(default, dict):
@@ -71,7 +85,7 @@ def complete_override(run: object, default: object) -> object:
     return run
 
 
-_ADDED_LATER = ("offload_optimizer", "offload_optimizer_ratio")
+_ADDED_LATER = ("offload_optimizer", "offload_optimizer_ratio", "offload_param", "offload_param_ratio")
 """Fields of a strategy that are younger than the hashes in files."""
 
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, groupby
-from math import floor, gcd, lcm
+from math import gcd, lcm
 from typing import Any, Literal, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
@@ -14,7 +14,14 @@ from muster.spec.base import Frozen
 from muster.spec.context_kinds import ContextRanks, CpCommType, context_ranks
 from muster.spec.errors import InfeasibleError, MusterError
 from muster.spec.expert_kinds import DISPATCHERS, DispatchDtype, EpDispatcher, ExpertDispatch, usual_inner_size
-from muster.spec.layer_strategy import LayerOverride, LayerStrategy, Tier, complete_override, drop_later_defaults
+from muster.spec.layer_strategy import (
+    LayerOverride,
+    LayerStrategy,
+    Tier,
+    complete_override,
+    drop_later_defaults,
+    is_in_share,
+)
 from muster.spec.mesh import Mesh, default_mesh
 from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.routing_load import ExpertPlacement
@@ -360,9 +367,19 @@ class Plan(Frozen):
     def offloads_optimizer(self, layer: int | None) -> bool:
         """Return True if a layer's optimizer state is kept off the device; None: of parameters outside layers."""
         strategy = self.default_strategy if layer is None else self.strategy(layer)
-        ratio = strategy.offload_optimizer_ratio
-        is_chosen = layer is None or floor(round((layer + 1) * ratio, 6)) > floor(round(layer * ratio, 6))
-        return strategy.offload_optimizer != "none" and is_chosen
+        return strategy.offload_optimizer != "none" and is_in_share(layer, strategy.offload_optimizer_ratio)
+
+    def param_tier(self, layer: int | None) -> Tier:
+        """Return the place of a layer's parameters where that isn't the device; None: of those outside layers."""
+        strategy = self.default_strategy if layer is None else self.strategy(layer)
+        tiers: tuple[Tier, Tier] = ("none", strategy.offload_param)
+        return tiers[is_in_share(layer, strategy.offload_param_ratio)]
+
+    @property
+    def offloads_params(self) -> bool:
+        """True if the parameters of some layers are kept off the device; then `fully_shard` gathers those of single
+        ranks, too."""
+        return any(strategy.offload_param != "none" for strategy in self.strategies)
 
     def num_host_updates(self, stage: int, num_layers: int) -> int:
         """Return the parts in which the host updates a stage's parameters."""
@@ -371,14 +388,26 @@ class Plan(Frozen):
     def host_update_tiers(self, stage: int, num_layers: int) -> tuple[Tier, ...]:
         """Return the place of the optimizer's state of each part in which the host updates a stage's parameters: one
         for each layer whose state is off the device, and a last one for parameters outside layers."""
+        away = self.host_updated_layers(stage, num_layers)
+        strategies = (self.default_strategy if part is None else self.strategy(part) for part in away)
+        return tuple(strategy.offload_optimizer for strategy in strategies)
+
+    def host_updated_layers(self, stage: int, num_layers: int) -> list[int | None]:
+        """Return the layers of a stage whose state is off the device, part by part; None: what lies outside layers."""
         if not self.overrides and self.default_strategy.offload_optimizer == "none":
-            return ()
+            return []
         parts: list[int | None] = [*self.layers(stage, num_layers)]
         if self.vocab_parallel or self.is_first(stage) or self.is_last(stage):
             parts.append(None)
-        away = filter(self.offloads_optimizer, parts)
-        strategies = (self.default_strategy if part is None else self.strategy(part) for part in away)
-        return tuple(strategy.offload_optimizer for strategy in strategies)
+        return list(filter(self.offloads_optimizer, parts))
+
+    def param_tiers(self, num_layers: int) -> tuple[tuple[Tier, ...], ...]:
+        """Return, by stage, the place of the parameters of each part that `host_update_tiers` has, "none" for the
+        device; empty where all are there."""
+        if not self.offloads_params:
+            return ()
+        parts = (self.host_updated_layers(stage, num_layers) for stage in range(self.num_stages))
+        return tuple(tuple(self.param_tier(layer) for layer in own) for own in parts)
 
     def num_micro_batches(self, workload: Workload, dp_index: int | None = None) -> int:
         """Return the micro-batches that a data-parallel rank of the first stage runs in one step. With

@@ -24,7 +24,10 @@ _RECOMPUTE: dict[str, Recompute] = {
 _EP_WORDS = {name: kind.word for name, kind in DISPATCHERS.items()}
 _CP_WORDS = {name: kind.word for name, kind in CONTEXT_KINDS.items()}
 _DEFAULTS = Plan()
-_STRATEGY_FIELDS = ("zero", "sp", "recompute", "offload", "offload_optimizer", "offload_optimizer_ratio")
+_STRATEGY_FIELDS = (
+    *("zero", "sp", "recompute", "offload", "offload_optimizer", "offload_optimizer_ratio"),
+    *("offload_param", "offload_param_ratio"),
+)
 
 _NAMED_AXES = tuple(axis for axis in DEGREE_FIELDS if not axis.startswith("dp_"))
 _PLAIN_AXES = tuple(axis for axis in _NAMED_AXES if axis not in ("pp", "tp", "cp", "ep"))
@@ -82,15 +85,27 @@ def _expert_parallel(degree: str, word: str, inner: str | None, redundant: str |
 _RATIO = r"\d{0,3}\.\d{1,6}|\d{1,3}"
 
 
-def _optimizer_offload(tier: str, ratio: str | None) -> dict[str, Any]:
-    """Return the fields of `oopt`, `oopt0.5`, `ooptd`, `oopt0.5d`. Raises ConfigError for no share of the layers."""
+_STATE_OFFLOADS = {"opt": "offload_optimizer", "param": "offload_param"}
+"""Words of states that leave the device for the whole step → field of the strategy."""
+
+
+def _state_offload(state: str, ratio: str | None, tier: str) -> dict[str, Any]:
+    """Return the fields of `oopt`, `oopt0.5`, `ooptd`, `oparam0.5d`. Raises ConfigError for no share of the layers."""
     if ratio is not None and not 0 < float(ratio) <= 1:
-        raise ConfigError(f"oopt{ratio} is no share of the layers: expected one above 0, at most 1, such as oopt0.5")
-    return {"offload_optimizer": tier} | ({} if ratio is None else {"offload_optimizer_ratio": float(ratio)})
+        raise ConfigError(
+            f"o{state}{ratio} is no share of the layers: expected one above 0, at most 1, such as o{state}0.5"
+        )
+    field = _STATE_OFFLOADS[state]
+    return {field: "disk" if tier == "d" else "host"} | ({} if ratio is None else {f"{field}_ratio": float(ratio)})
 
 
-def _ratio_word(strategy: LayerStrategy) -> str:
-    return "" if strategy.offload_optimizer_ratio == 1 else f"{strategy.offload_optimizer_ratio:g}"
+def _state_offload_words(strategy: LayerStrategy) -> dict[str, bool]:
+    """Return the words of states that a strategy takes off the device, each with True."""
+    found = {}
+    for word, field in _STATE_OFFLOADS.items():
+        tier, ratio = getattr(strategy, field), getattr(strategy, f"{field}_ratio")
+        found[f"o{word}{'' if ratio == 1 else f'{ratio:g}'}{'d' if tier == 'disk' else ''}"] = tier != "none"
+    return found
 
 
 _LAYER_RUN = r"\d{1,9}(?:x[1-9]\d{0,3})?"
@@ -158,8 +173,11 @@ _NAME_PARTS = (
         lambda: {"offload": "activations"},
     ),
     _NamePart("oactd", "oactd", lambda: {"offload": "activations_on_disk"}),
-    _NamePart("oopt, ooptR", rf"oopt({_RATIO})?h?", lambda ratio: _optimizer_offload("host", ratio)),
-    _NamePart("ooptd, ooptRd", rf"oopt({_RATIO})?d", lambda ratio: _optimizer_offload("disk", ratio)),
+    *(
+        _NamePart(shown.format(state), rf"o({state})({_RATIO})?({tier})", _state_offload)
+        for state in _STATE_OFFLOADS
+        for shown, tier in (("o{0}, o{0}R", "h?"), ("o{0}d, o{0}Rd", "d"))
+    ),
     _NamePart(", ".join(get_args(Precision)), f"({'|'.join(get_args(Precision))})", lambda word: {"precision": word}),
     _NamePart(
         "lA.B.C or lAxN.B (layers per stage)",
@@ -251,8 +269,7 @@ def _format_parts(plan: Plan) -> list[str]:
         **{"r" + word: strategy.recompute == how for word, how in _RECOMPUTE.items()},
         "oact": strategy.offload == "activations",
         "oactd": strategy.offload == "activations_on_disk",
-        f"oopt{_ratio_word(strategy)}": strategy.offload_optimizer == "host",
-        f"oopt{_ratio_word(strategy)}d": strategy.offload_optimizer == "disk",
+        **_state_offload_words(strategy),
         plan.precision: True,
         "l" + ".".join(str(stage.layers) for stage in plan.stages): bool(plan.stages),
     }
@@ -348,6 +365,8 @@ def _suggestion(token: str) -> str:
         "oact",
         "oopt",
         "ooptd",
+        "oparam",
+        "oparamd",
         *get_args(Precision),
     ]
     fixed += ["s" + word for word in _schedule_names()]

@@ -11,6 +11,7 @@ from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.mesh import Mesh
 from muster.spec.mesh_axes import MESH_AXIS_TABLE, SUPPORTED_AXES, MeshAxis
 from muster.spec.model import ModelSpec
+from muster.spec.param_offload_rules import PARAM_OFFLOAD_RULES, param_offload_rules_of
 from muster.spec.plan import Plan
 from muster.spec.rules import Rule, as_by_default, broken_rules, in_every_layer, setting
 
@@ -81,6 +82,7 @@ RUNTIME_RULES: tuple[Rule, ...] = (
     _optimizer_offload_rule(
         lambda plan: plan.pipeline_replicas > 1, "two replicas in one pipeline (it has no parity test yet)"
     ),
+    *PARAM_OFFLOAD_RULES,
     Rule(
         lambda plan: any(s.recompute not in SUPPORTED_RECOMPUTE for s in plan.strategies),
         "recompute of attention alone or of every second matmul (the runtime knows none, elementwise and full)",
@@ -530,6 +532,7 @@ def runtime_rules(model: ModelSpec | None) -> tuple[Rule, ...]:
         *(ATTENTION_DROPOUT_RULES if model.attention_dropout else ()),
         *(GROUP_DROPOUT_RULES if model.has_dropout else ()),
         *(_graphs_rule(lambda plan: True, sentence) for sentence in against_cuda_graphs(model)),
+        *param_offload_rules_of(model),
         *(ADAPTER_RULES if model.adapter is not None else ()),
         *(ADAPTER_DROPOUT_RULES if model.adapter is not None and model.adapter.lora_dropout else ()),
         *(DORA_RULES if model.adapter is not None and model.adapter.needs_whole_rows else ()),

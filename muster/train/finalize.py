@@ -178,7 +178,7 @@ def _memory_terms(trainer: Trainer, profile: StageProfile) -> dict[str, tuple[in
     rank, words = trainer.world.rank, trainer.peak_logits
     terms = rank_memory(config.model, trainer.plan, config.workload, rank, live, config.optim, words, away)
     counted = {
-        "parameters": sum(local.nbytes for stage in trainer.stages.values() for local in stage.parameters.values()),
+        "parameters": sum(stage.device_parameter_bytes for stage in trainer.stages.values()),
         "gradients": profile.gradients_bytes,
         "optimizer": trainer.updater.optimizer.device_state_bytes()
         + (0 if trainer.outer is None else trainer.outer.state_bytes),

@@ -1,6 +1,7 @@
 """Gradients of one rank before a step: their norm, sums over replicas, tied copies."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +16,24 @@ def sum_of_squares(stage: DecoderStage) -> Tensor:
     A float64 scalar on the gradients' device, which the host doesn't wait for.
     """
     by_copies: dict[int, list[Tensor]] = {}
+    if on_disk := stage.param_offload.gradient_norms():
+        held = {name: torch.linalg.vector_norm(local.grad) for name, local in with_gradients(stage)} | on_disk
+        for name in stage.parameters:  # in the order of other plans, whose sums then have the same bits
+            if name in held:
+                by_copies.setdefault(stage.layouts[name].num_copies, []).append(held[name])
+        norms = {copies: torch.linalg.vector_norm(torch.stack(own)).double() for copies, own in by_copies.items()}
+    else:
+        for name, local in with_gradients(stage):
+            by_copies.setdefault(stage.layouts[name].num_copies, []).append(local.grad)
+        norms = {copies: torch.nn.utils.get_total_norm(grads).double() for copies, grads in by_copies.items()}
+    return sum((norm * norm / copies for copies, norm in norms.items()), start=torch.zeros((), dtype=torch.float64))
+
+
+def with_gradients(stage: DecoderStage) -> Iterator[tuple[str, Any]]:
+    """Yield the parameters that have a gradient in memory, by name; their `.grad` is a tensor."""
     for name, local in stage.parameters.items():
         if local.grad is not None and local.grad.numel():
-            by_copies.setdefault(stage.layouts[name].num_copies, []).append(local.grad)
-    norms = {copies: torch.nn.utils.get_total_norm(grads).double() for copies, grads in by_copies.items()}
-    return sum((norm * norm / copies for copies, norm in norms.items()), start=torch.zeros((), dtype=torch.float64))
+            yield name, local
 
 
 def add_replica_gradients(stage: DecoderStage, other_rank: int) -> None:

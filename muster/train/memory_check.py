@@ -33,6 +33,7 @@ from muster.model.chunk_sizes import large_chunks
 from muster.optim.host_optimizer import HostOptimizer
 from muster.parallel.disk_activations import DiskActivations
 from muster.parallel.offload import ActivationOffload, HostBufferPool, HostLink, OffloadedStorages
+from muster.parallel.param_offload import ParamOffload
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World, fake_world, open_world
 from muster.schedule.action import Action
@@ -182,13 +183,39 @@ class _FakeDisk(DiskActivations):
         return lambda: None
 
 
+class _FakeFiles:
+    """Files that hold nothing."""
+
+    def take(self, size: int) -> "_FakeFiles":
+        return self
+
+    def read(self, tensors: object) -> None: ...
+
+    def submit(self, work: object) -> Callable[[], None]:
+        return lambda: None
+
+
+class _FakeParamOffload(ParamOffload):
+    """Host memory and disk that aren't counted."""
+
+    link_type = _FakeLink
+
+    @property
+    def files(self) -> Any:
+        return _FakeFiles()
+
+    def materialize(self) -> dict[str, Tensor]:
+        with FAKE_MODE:
+            return super().materialize()
+
+
 class _FakeUpdater(ParameterUpdater):
     link_type = _FakeLink
 
     def _build_host_optimizer(self, trained: Mapping[str, Tensor]) -> HostOptimizer:
         """Build it without files: host memory isn't counted."""
         own = self.config.optim, trained, self.layouts, self.world, self._host_parts
-        return HostOptimizer(*own, self.link_type(self.world.device))
+        return HostOptimizer(*own, self.link_type(self.world.device), at_home=self._offloaded)
 
     def update_part(self, stage: int, part: int) -> None:
         """Leave out the update in host memory, whose tensors have no values and aren't counted."""
@@ -199,6 +226,7 @@ class FakeStage(DecoderStage):
 
     offload_type = _FakeOffload
     disk_type = _FakeDisk
+    param_offload_type = _FakeParamOffload
 
     def _materialize(self) -> None:
         with FAKE_MODE:

@@ -1,7 +1,8 @@
 """From complete gradients to new parameters: global norm, skipped steps, clipping and the optimizer, on one rank."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,11 @@ from muster.train.step_state import StepHooks, StepState, no_step
 
 
 def _nothing() -> None: ...
+
+
+def _call_all(functions: Iterable[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
 
 
 NUM_STATISTICS = 9
@@ -72,6 +78,12 @@ class ParameterUpdater:
         }
         """Names of the parameters that the host updates, by stage and part."""
         self._tiers = {index: plan.host_update_tiers(index, config.model.num_layers) for index in stages}
+        self._offloaded = {
+            key: group
+            for key, names in self._host_parts.items()
+            if (group := stages[key[0]].param_offload.group_of(names)) is not None
+        }
+        """Groups of parameters off the device, by stage and part."""
         self._store: StateStore | None = None
         self.reset()
 
@@ -100,7 +112,7 @@ class ParameterUpdater:
         self._store = StateStore(self.hooks.state_folder) if on_disk else None
         link = self.link_type(self.world.device)
         own = self.config.optim, trained, self.layouts, self.world, self._host_parts
-        return HostOptimizer(*own, link, on_disk, self._store)
+        return HostOptimizer(*own, link, on_disk, self._store, self._offloaded)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Deciding
@@ -198,6 +210,8 @@ class ParameterUpdater:
         if self._host_part(stage, part) is not None:
             assert isinstance(self.optimizer, HostOptimizer)
             self.optimizer.update((stage, part), self.state.learning_rate)
+            if (offloaded := self._offloaded.get((stage, part))) is not None:
+                offloaded.note_update()
 
     def return_part(self, stage: int, part: int) -> Callable[[], None]:
         """Start to copy a part of the parameters back to the device; the returned function waits for the end."""
@@ -207,14 +221,20 @@ class ParameterUpdater:
     def read_part(self, stage: int, part: int) -> Callable[[], None]:
         """Start to read the state of a part from disk; the returned function waits for the end."""
         assert isinstance(self.optimizer, HostOptimizer)
-        stored = self.optimizer.parts[stage, part].stored
-        return _nothing if stored is None else stored.read()
+        stored, offloaded = self.optimizer.parts[stage, part].stored, self._offloaded.get((stage, part))
+        waits = [] if stored is None else [stored.read()]
+        if offloaded is not None and offloaded.on_disk:
+            waits += offloaded.begin_update(self.stages[stage].param_offload.gradient_factor)
+        return partial(_call_all, waits)
 
     def write_part(self, stage: int, part: int) -> Callable[[], None]:
         """Start to write the state of a part to disk; the returned function waits for the end and frees its memory."""
         assert isinstance(self.optimizer, HostOptimizer)
-        stored = self.optimizer.parts[stage, part].stored
-        return _nothing if stored is None else stored.write()
+        stored, offloaded = self.optimizer.parts[stage, part].stored, self._offloaded.get((stage, part))
+        waits = [] if stored is None else [stored.write()]
+        if offloaded is not None and offloaded.on_disk:
+            waits.append(offloaded.keep())
+        return partial(_call_all, waits)
 
     def _host_part(self, stage: int, part: int) -> HostPart | None:
         """Return a part that the host updates in this step; None where the step is skipped."""
@@ -288,12 +308,16 @@ class ParameterUpdater:
         locals_ = (local for stage in self.stages.values() for local in stage.parameters.values())
         if gradients := [local.grad for local in locals_ if local.grad is not None]:  # a rank may hold no part of any
             torch._foreach_mul_(gradients, factor)
+        for stage in self.stages.values():
+            stage.param_offload.gradient_factor *= factor
 
     # ------------------------------------------------------------------------------------------------------------------
     # Checkpoints
 
     def local_shards(self) -> list[LocalShard]:
-        """Everything on this rank that a checkpoint holds."""
+        """Everything on this rank that a checkpoint holds; what is on disk is read, and written when it is used."""
+        for stage in self.stages.values():
+            stage.param_offload.bring()
         shards = [LocalShard(f"model/{name}", self.layouts[name], local) for name, local in self.parameters.items()]
         own_layouts = self.optimizer.state_layouts()
         for key, (name, tensor) in self.optimizer.state().items():

@@ -20,6 +20,7 @@ from muster.parallel.disk_activations import activation_store
 from muster.parallel.executor import Executor
 from muster.parallel.op_profile import StageProfile, profile_stages
 from muster.parallel.p2p import stage_routes, tied_embedding_routes, variable_length_routes
+from muster.parallel.param_offload import param_store
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World
 from muster.schedule.action import Action, Kind, most_in_flight
@@ -69,13 +70,13 @@ class Trainer:
         workload = config.workload
         self._read_plan()
         split_backward = has_split_backward(self.program) or plan.split_backward
-        self.stages = {
-            index: self.stage_type(
-                config.model, world, index, workload.seq_len, config.seed, split_backward, config.optim
-            )
-            for index in stages_on(plan, world.at.pp)
-        }
         hooks = hooks or StepHooks()
+        has_params_on_disk = any(strategy.offload_param == "disk" for strategy in plan.strategies)
+        files = param_store(hooks.state_folder) if has_params_on_disk else None
+        own = workload.seq_len, config.seed, split_backward, config.optim, files
+        self.stages = {
+            index: self.stage_type(config.model, world, index, *own) for index in stages_on(plan, world.at.pp)
+        }
         self._open_activation_store(hooks)
         self.updater = self.updater_type(config, plan, world, self.stages, hooks)
         self.outer = OuterUpdater(config, world, self.updater) if plan.islands > 1 else None
@@ -349,7 +350,8 @@ class Trainer:
         if gradient is None and is_frozen(self.config.optim, "embed.weight"):
             return
         assert gradient is not None
-        gradient += self._tied_routes[action.stage].exchange(gradient)
+        theirs = self._tied_routes[action.stage].exchange(gradient.to(self.world.device))
+        gradient += theirs.to(gradient.device)
 
     def _reduce_replica_gradients(self, action: Action) -> None:
         """Add the gradients of the same layers in the other replica; both end with the same bits."""

@@ -84,9 +84,23 @@ class BackwardPeaks:
         """Return the bytes of a layer's bucket and of those that are prefetched meanwhile; a single shard is not."""
         current = self._bucket_bytes(1)
         if self.stage.is_single_shard:
-            return current
+            return current + self._loaded_bytes
         with_prefetched = self._bucket_bytes(1 + self.plan.prefetch_buckets)
-        return with_prefetched + (with_prefetched - current) * self.kernel_workspace.stages_collectives
+        staged = (with_prefetched - current) * self.kernel_workspace.stages_collectives
+        return with_prefetched + staged + self._loaded_bytes
+
+    @property
+    def _loaded_bytes(self) -> int:
+        """Bytes of the copy of the next layer's shard that has come from host memory; one from disk comes as it is
+        gathered."""
+        away = self.stage.offloaded_params
+        return max((held.shard_numel for tier, held in away.layers if tier == "host"), default=0) * self.compute_size
+
+    def _leaving_bytes(self, layer: int) -> int:
+        """Bytes of the reduced gradients of a layer, of which this is the number on the stage, on their way to host
+        memory; they have left the device when the next layer's are reduced."""
+        away = self.stage.offloaded_params.layers[layer : layer + 1]
+        return sum(held.shard_numel for tier, held in away if tier != "none") * self.master_size
 
     def _root_bytes(self) -> int:
         """Return the bytes of embedding and head, gathered."""
@@ -221,14 +235,15 @@ class BackwardPeaks:
         begin = position - position % self.plan.bucket_layers
         end = min(begin + self.plan.bucket_layers, len(shards))
         done = sum(map(self.stage.layer_activation_bytes, self.layers[position + 1 :]))
-        made = sum(map(self.stage.gradients_of, shards[end:]))
+        held_shards = self.stage.held_shards.layers
+        made = sum(map(self.stage.gradients_of, held_shards[end:]))
         waiting = sum(one.unsharded_numel for one in shards[position + 1 : end])
         blocks = self.param_shards.blocks
         pending = sum(one.unsharded_numel for one in blocks[end : end + self.plan.bucket_layers])
-        reducing = pending * self.master_size * (weights and self.stage.reduces_in_passes)
+        reducing = pending * self.master_size * (weights and self.stage.reduces_in_passes) + self._leaving_bytes(end)
         summing, first = (made, 0) if weights and self.holds_replica_sums else (0, made)
         if not self.stage.reduces_in_passes:
-            first += sum(map(self.stage.gradients_of, shards[position + 1 : end]))
+            first += sum(map(self.stage.gradients_of, held_shards[position + 1 : end]))
             waiting = 0
         waiting *= weights * self.compute_size
         base += MemoryTerms(communication=summing, activations=-done)
@@ -257,7 +272,8 @@ class BackwardPeaks:
         if position == begin:
             buffers, gradients = self._reduction_bytes(sum(blocks[begin:end], start=NO_PARAMS))
             reduced = MemoryTerms(
-                gathered_parameters=self._bucket_bytes(1) * (not self.stage.is_single_shard),
+                gathered_parameters=self._bucket_bytes(1) * (not self.stage.is_single_shard)
+                + self._loaded_bytes * (begin > 0),
                 communication=buffers,
                 workspace=gradients + self.sizes.hidden_bytes,
             )
@@ -446,7 +462,7 @@ class BackwardPeaks:
             return 0, gradients
         source, result = (
             held.unsharded_numel * self.master_size,
-            held.shard_numel * self.master_size * (1 + is_single),
+            held.shard_numel * self.master_size * (1 + (is_single and not self.stage.is_alone)),
         )
         source += source * (self.kernel_workspace.stages_collectives and not self.stage.is_single_rank)
         dropped = gradients if is_single else gradients - held.last_param_numel * size
@@ -460,14 +476,14 @@ class BackwardPeaks:
         if stage.has_head:
             embedding = 3 * embedding if stage.spec.tied_embeddings else embedding // 2
             embedding *= 1 if stage.spec.tied_embeddings or not stage.mtp_layers else 3
-        layers = sum(map(stage.gradients_of, self.param_shards.layers))
+        layers = sum(map(stage.gradients_of, stage.held_shards.layers))
         # The buffer of the last reduction, of the first layers' bucket, lives until the next one.
         first = sum(self.param_shards.layers[: self.plan.bucket_layers], start=NO_PARAMS)
         reducing = first.unsharded_numel * self.master_size * (stage.has_embedding and stage.reduces_in_passes)
         extra = MemoryTerms(
             activations=-self.saved.activations,
             logits=-self.saved.logits,
-            communication=layers * self.holds_replica_sums + reducing,
+            communication=layers * self.holds_replica_sums + reducing + self._leaving_bytes(0),
             workspace=embedding * self.compute_size + self.sizes.hidden_bytes,
         )
         # With master copies the gradient in the compute dtype is beside its sum.
@@ -488,7 +504,7 @@ class BackwardPeaks:
 
     def _root_reduction(self) -> PeakCandidate:
         """Return the moment of the last reduction, of embedding and head; under z3 these are not gathered any more."""
-        layers = sum(map(self.stage.gradients_of, self.param_shards.layers))
+        layers = sum(map(self.stage.gradients_of, self.stage.held_shards.layers))
         communication, gradients = self._reduction_bytes(self.root)
         extra = MemoryTerms(
             gathered_parameters=-self._root_bytes(),
@@ -557,7 +573,7 @@ class BackwardPeaks:
         for held in (*reversed(self.param_shards.buckets(self.plan.bucket_layers)), self.param_shards.root):
             source = held.unsharded_numel * (1 + self.kernel_workspace.stages_collectives)
             dropped = held.unsharded_numel if is_single else held.unsharded_numel - held.last_param_numel
-            result = max(0, held.shard_numel * (1 + is_single) - dropped)
+            result = max(0, held.shard_numel * (1 + (is_single and not self.stage.is_alone)) - dropped)
             largest = max(largest, change + source + result)
             change -= held.unsharded_numel - held.shard_numel
         return PeakCandidate("reducing", MemoryTerms(communication=largest * self.master_size))

@@ -23,6 +23,7 @@ from muster.cost.host_updates import host_updated_numels
 from muster.cost.memory.linear_attention import deferred_width
 from muster.cost.memory.param_shards import ParamShard, StageParamShards, layer_type, stage_param_shards
 from muster.cost.memory.terms import MemoryTerms
+from muster.cost.param_offload import offloaded_params, on_device
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.layout.tensor_layout import computed_layers
 from muster.schedule.host_update import PARTS_AHEAD
@@ -64,10 +65,15 @@ class NativeStorage:
         """Number of its layers, the last ones, that predict further tokens."""
         self.host_updated = host_updated_numels(spec, plan, stage, optim)
         """Elements of each part that the host updates."""
+        self.offloaded_params = offloaded_params(spec, plan, stage, optim)
+        self.held_shards = on_device(self.param_shards, self.offloaded_params)
+        """Parameters with the shards that are on the device between passes."""
         mesh = plan.mesh(stage)
-        self.is_single_rank = mesh.grad_sum_size == 1
+        self.is_single_rank = mesh.grad_sum_size == 1 and not plan.offloads_params
         self.is_single_shard = mesh.state_shards == 1
         """True if no other rank holds a part of the same parameters: reductions over the shards are copies."""
+        self.is_alone = mesh.grad_sum_size == 1
+        """True if no other rank computes gradients of the same parameters."""
         self.is_unsharded = self.is_single_rank and self.compute_size == self.master_size
         """True if nothing is sharded: gradients are accumulated where they are computed."""
         self.has_master_copies = self.is_single_rank and not self.is_unsharded
@@ -91,7 +97,7 @@ class NativeStorage:
     @property
     def parameters(self) -> int:
         """Bytes of the rank's shards of the parameters."""
-        return self.param_shards.total.shard_numel * self.master_size
+        return self.held_shards.total.shard_numel * self.master_size
 
     @property
     def optimizer(self) -> int:
@@ -132,10 +138,10 @@ class NativeStorage:
         """Bytes of the buffers in host memory through which gradients and parameters pass: those of neighbouring parts,
         one of which is updated while another is copied, and of the state on disk those that are read, updated and
         written."""
-        if not (parts := self.host_updated):
-            return 0
+        parts = self._copied_for_update
         pairs = [sum(parts[place : place + PARTS_AHEAD + 1]) for place in range(len(parts))]
-        return int((2 * max(pairs, default=0) + self._disk_buffers) * self.master_size)
+        own = int((2 * max(pairs, default=0) + self._disk_buffers) * self.master_size)
+        return own + self.offloaded_params.host_buffers
 
     @property
     def delayed_update_buffers(self) -> int:
@@ -148,6 +154,14 @@ class NativeStorage:
         """Elements of state on disk that are read, updated and written at a time."""
         states = [sum(self._on_disk[place : place + PARTS_AHEAD + 2]) for place in range(len(self._on_disk))]
         return max(states, default=0) * self.state_per_param
+
+    @property
+    def _copied_for_update(self) -> list[int]:
+        """Elements of each part that the host updates and whose parameters are on the device."""
+        tiers = self.plan.param_tiers(self.spec.num_layers)
+        if not tiers:
+            return self.host_updated
+        return [numel for numel, tier in zip(self.host_updated, tiers[self.index], strict=True) if tier == "none"]
 
     @property
     def _first_stage_is_here(self) -> bool:
@@ -163,7 +177,7 @@ class NativeStorage:
     @property
     def gradients(self) -> int:
         """Bytes of gradients, from a step's first backward on."""
-        return self.gradients_of(self.param_shards.total)
+        return self.gradients_of(self.held_shards.total)
 
     def gradients_of(self, held: ParamShard) -> int:
         """Return the bytes of accumulated gradients of some parameters: whole under z1, else sharded."""
@@ -314,14 +328,14 @@ def memory_lower_bound(
 ) -> MemoryLowerBound:
     """Return the lower bound for a plan with all layers on one stage."""
     own = NativeStorage(spec, plan, workload, 0, optim)
-    state = own.state_bytes(own.param_shards.total) + (own.optimizer if own.host_updated else 0)
+    state = own.state_bytes(own.held_shards.total) + (own.optimizer if own.host_updated else 0)
     freezes = optim is not None and bool(optim.freeze)  # whose gradients need no operands
     one_of_each = dict(zip(own.param_shards.layers, own.layers, strict=True))
     return MemoryLowerBound(
         state=state,
-        single_micro_batch_state=state - own.gradients_of(own.param_shards.root),
+        single_micro_batch_state=state - own.gradients_of(own.held_shards.root),
         resident=own.parameters + own.optimizer,
         layer_activations=own.layer_activation_bytes(0),
-        min_layer_state=min(map(own.state_bytes, one_of_each)),
+        min_layer_state=min(map(own.state_bytes, own.held_shards.layers)),
         min_layer_deferred=0 if freezes else min(map(own.deferred_layer_bytes, one_of_each.values())),
     )

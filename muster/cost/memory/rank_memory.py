@@ -32,7 +32,7 @@ from muster.cost.sequence_slices import kept_bytes, offloaded_bytes_of_slices, s
 from muster.layout.host_updates import layer_of
 from muster.layout.matrix_owners import assign_owners, peer_ranks
 from muster.layout.mesh import MeshCoordinates, coordinates_of
-from muster.layout.tensor_layout import computed_layers, stage_layouts, stage_shards, stages_on
+from muster.layout.tensor_layout import TensorLayout, computed_layers, stage_layouts, stage_shards, stages_on
 from muster.schedule.action import Kind
 from muster.schedule.offload import order_with_copies
 from muster.schedule.program import Program
@@ -171,7 +171,15 @@ def _param_numels(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) 
 
 def stage_parameter_bytes(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) -> int:
     """Return the bytes of the rank's shards of a stage's master weights: float32, or float64 for an fp64 model."""
-    return sum(layout.numel for layout in stage_layouts(spec, plan, stage, at)) * master_bytes(plan.precision)
+    return sum(layout.numel for layout in _on_device(spec, plan, stage, at)) * master_bytes(plan.precision)
+
+
+def _on_device(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) -> list[TensorLayout]:
+    """Return a stage's parameters without those in host memory and on disk."""
+    layouts = stage_layouts(spec, plan, stage, at)
+    if not plan.offloads_params:
+        return layouts
+    return [layout for layout in layouts if plan.param_tier(layer_of(layout.name)) == "none"]
 
 
 def optimizer_bytes(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates, optim: OptimConfig | None) -> int:
@@ -217,7 +225,7 @@ def gradient_bytes(
     whole = _param_numels(spec, plan, stage, at)
     count = sum(
         whole[layout.name] if _zero_level(plan, layout.name) == "z1" else layout.numel
-        for layout in stage_layouts(spec, plan, stage, at)
+        for layout in _on_device(spec, plan, stage, at)
         if not is_frozen(optim, layout.name)
     )
     return count * master_bytes(plan.precision)

@@ -12,6 +12,7 @@ from muster.config.optimizer_state import mean_state_bytes, mean_update_bytes
 from muster.cost.activations import offloaded_activation_bytes
 from muster.cost.comm_volume import step_report_bytes
 from muster.cost.host_updates import HOST_UPDATE_BYTES_PER_S, disk_rates, host_part_copies, host_updated_numels
+from muster.cost.param_offload import offloaded_params
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.cost.sequence_slices import slice_workloads
 from muster.cost.time.collectives import CommGroup, all_reduce_s, p2p_s
@@ -253,12 +254,30 @@ def _offload_times(setting: PlacedPlan) -> Iterator[tuple[tuple[str, int], float
             read_bytes_per_s, write_bytes_per_s = disk_rates(group)
             yield (Kind.WRITE_ACT, stage), written * sharing / write_bytes_per_s
             yield (Kind.READ_ACT, stage), written * sharing / read_bytes_per_s
+        yield from _param_load_times(setting, stage)
         moved = offloaded_activation_bytes(setting.model, setting.plan, setting.workload, stage)
         if not moved:
             continue
         time_s = host_copy_s(setting.device(stage), moved)
         yield (Kind.OFFLOAD, stage), time_s
         yield (Kind.RELOAD, stage), time_s
+
+
+def _param_load_times(setting: PlacedPlan, stage: int) -> Iterator[tuple[tuple[str, int], float]]:
+    """Yield the times to bring a stage's parameters to the device for a pass, and its gradients back, over the link to
+    the host and from the disk, which the devices of a node share."""
+    away = offloaded_params(setting.model, setting.plan, stage, setting.optim)
+    if not away.groups:
+        return
+    count = setting.plan.num_stage_micro_batches(stage, setting.workload)
+    group = setting.cluster.group_of(setting.first_rank(stage))
+    sharing = min(group.devices_per_node, setting.world_size)
+    reads, writes = disk_rates(group)
+    for backward, load, read in ((False, Kind.LOAD_F, Kind.READ_F), (True, Kind.LOAD_B, Kind.READ_B)):
+        yield (load, stage), host_copy_s(setting.device(stage), away.host_link_bytes(backward))
+        if away.numel("disk"):
+            was_read, was_written = away.disk_bytes_of_pass(backward, count)
+            yield (read, stage), sharing * (was_read / reads + was_written / writes)
 
 
 def _host_updated(setting: PlacedPlan) -> NDArray[np.float64]:
@@ -286,14 +305,17 @@ def _host_update_times(setting: PlacedPlan) -> Iterator[tuple[tuple[str, int], f
         sharing = min(group.devices_per_node, setting.world_size)
         parts = setting.plan.num_host_updates(stage, setting.model.num_layers)
         sent, returned = host_part_copies(setting.model, setting.plan, stage, setting.optim)
-        yield (Kind.OFFLOAD_GRAD, stage), host_copy_s(device, sent)
-        yield (Kind.RELOAD_PARAM, stage), host_copy_s(device, returned)
+        if sent:
+            yield (Kind.OFFLOAD_GRAD, stage), host_copy_s(device, sent)
+            yield (Kind.RELOAD_PARAM, stage), host_copy_s(device, returned)
         updated = update_bytes * float(numel) / parts
         if "disk" in setting.plan.host_update_tiers(stage, setting.model.num_layers):
             moved = state_bytes * float(numel) / parts
             reads, writes = disk_rates(group)
-            yield (Kind.READ_STATE, stage), moved * sharing / reads
-            yield (Kind.WRITE_STATE, stage), moved * sharing / writes
+            params = offloaded_params(setting.model, setting.plan, stage, setting.optim)
+            read, written = (size / parts for size in params.disk_bytes_per_update)
+            yield (Kind.READ_STATE, stage), (moved + read) * sharing / reads
+            yield (Kind.WRITE_STATE, stage), (moved + written) * sharing / writes
         if device.kind == "cpu":
             yield (Kind.UPDATE, stage), stream_s(device, updated)
         else:

@@ -16,7 +16,8 @@ from muster.config.optimizer_state import mean_state_bytes, mean_update_bytes
 from muster.cost.activations import offloaded_activation_bytes, pass_sizes
 from muster.cost.comm_volume import step_report_bytes
 from muster.cost.context_traffic import AttentionShape, attention_transfers, state_transfers
-from muster.cost.host_updates import DISK_BYTES_PER_S, host_updated_numels
+from muster.cost.host_updates import DISK_BYTES_PER_S, host_part_copies, host_updated_numels
+from muster.cost.param_offload import offloaded_params
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.cost.time.attention import SOFT_CAP_BYTES
 from muster.cost.time.op_times import OpTimes, P2PTime
@@ -106,8 +107,9 @@ def overhead_name(level: str, kind: str, part: str) -> str:
 def storage_level(plan: Plan, stage: int) -> str:
     """Return how the runtime stores a stage: `whole`, z1, z2 or z3, after `tensor` under tensor parallelism."""
     mesh = plan.mesh(stage)
-    whole = mesh.grad_sum_size == 1 and compute_bytes(plan.precision) == master_bytes(plan.precision)
-    level = "whole" if whole else "z2" if mesh.grad_sum_size == 1 else plan.default_strategy.zero
+    is_single = mesh.grad_sum_size == 1 and not plan.offloads_params
+    whole = is_single and compute_bytes(plan.precision) == master_bytes(plan.precision)
+    level = "whole" if whole else "z2" if is_single else plan.default_strategy.zero
     return f"tensor {level}" if mesh.tp > 1 else level
 
 
@@ -204,6 +206,7 @@ class _StagePasses:
         yield Kind.WRITE_ACT, written * self.plan.world_size / write_bytes_per_s, {}
         yield Kind.READ_ACT, written * self.plan.world_size / read_bytes_per_s, {}
         yield from self._host_updates()
+        yield from self._param_loads()
         copied = sum(prod(shape) for parts in self.param_shapes.values() for shape in parts.values() if len(shape) == 1)
         yield (
             Kind.ALL_REDUCE_TP,
@@ -216,15 +219,30 @@ class _StagePasses:
         if not (parts := host_updated_numels(self.model, self.plan, self.stage, self.optim)):
             return
         mean = sum(parts) // len(parts)
-        yield Kind.OFFLOAD_GRAD, 2 * self.rates.kernel("copy", mean), {}
+        wide = master_bytes(self.plan.precision)
+        sent, returned = host_part_copies(self.model, self.plan, self.stage, self.optim)
+        yield Kind.OFFLOAD_GRAD, self.rates.kernel("copy", int(sent) // wide) if sent else 0.0, {}
         yield Kind.UPDATE, self.rates.kernel("adamw", _adamw_numel(mean, self.model, self.optim)), {}
-        yield Kind.RELOAD_PARAM, self.rates.kernel("copy", mean), {}
+        yield Kind.RELOAD_PARAM, self.rates.kernel("copy", int(returned) // wide) if sent else 0.0, {}
         if "disk" in self.plan.host_update_tiers(self.stage, self.model.num_layers):
             each = mean_state_bytes(self.optim, dict(parameter_shapes(self.model)), master_bytes(self.plan.precision))
-            moved = each * mean * self.plan.world_size
+            read, written = offloaded_params(self.model, self.plan, self.stage, self.optim).disk_bytes_per_update
             read_bytes_per_s, write_bytes_per_s = self._disk_rates()
-            yield Kind.READ_STATE, moved / read_bytes_per_s, {}
-            yield Kind.WRITE_STATE, moved / write_bytes_per_s, {}
+            ranks = self.plan.world_size
+            yield Kind.READ_STATE, (each * mean + read / len(parts)) * ranks / read_bytes_per_s, {}
+            yield Kind.WRITE_STATE, (each * mean + written / len(parts)) * ranks / write_bytes_per_s, {}
+
+    def _param_loads(self) -> Iterator[tuple[str, float, dict[str, float]]]:
+        """Yield the times of the copies of parameters and gradients beside passes."""
+        away = offloaded_params(self.model, self.plan, self.stage, self.optim)
+        if not away.groups:
+            return
+        count, wide = self.plan.num_stage_micro_batches(self.stage, self.workload), master_bytes(self.plan.precision)
+        reads, writes = self._disk_rates()
+        for backward, load, read in ((False, Kind.LOAD_F, Kind.READ_F), (True, Kind.LOAD_B, Kind.READ_B)):
+            yield load, self.rates.kernel("copy", away.host_link_bytes(backward) // wide), {}
+            was_read, was_written = away.disk_bytes_of_pass(backward, count)
+            yield read, self.plan.world_size * (was_read / reads + was_written / writes), {}
 
     def _disk_rates(self) -> tuple[float, float]:
         """Return the bytes per second that all ranks together read and write on disk."""
@@ -447,7 +465,7 @@ class _StagePasses:
     def _reduce(self, numbers: int) -> float:
         """Return the seconds to copy one bucket's gradients, reduce-scatter them, and all-reduce over replicas."""
         wide, ranks = master_bytes(self.plan.precision), self.mesh.state_shards
-        if self.mesh.grad_sum_size == 1:
+        if self.mesh.grad_sum_size == 1 and not self.plan.offloads_params:
             return 0.0
         own = chunk_bounds(numbers, ranks, 0)[1]
         time_s = self.rates.collective("reduce_scatter", ranks, numbers * wide) + self.rates.kernel("copy", numbers)
@@ -459,7 +477,7 @@ class _StagePasses:
 
     def _add_sharding(self, cost: _StageCost) -> None:
         """Add the gathers and reductions within passes."""
-        if self.mesh.grad_sum_size == 1:
+        if self.mesh.grad_sum_size == 1 and not self.plan.offloads_params:
             return
         buckets, zero = self._buckets(), self.plan.default_strategy.zero
         if zero == "z3":

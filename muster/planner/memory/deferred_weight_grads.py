@@ -19,6 +19,8 @@ def min_fullest_rank_bytes(
     """Return the least memory of the fullest rank over all spreads of layers on the ranks.
 
     Each layer takes `layer_bytes`, and `deferred_bytes` for each micro-batch that its rank defers. The fullest rank
-    holds least where all hold alike: with b_r bytes a layer on rank r, that is num_layers / Σ 1/b_r.
+    holds least where all hold alike: with b_r bytes a layer on rank r, that is num_layers / Σ 1/b_r. A rank whose
+    layers hold nothing, as where their parameters are off the device, may have them all.
     """
-    return num_layers / sum(1 / (layer_bytes + count * deferred_bytes) for count in deferred)
+    each = [layer_bytes + count * deferred_bytes for count in deferred]
+    return num_layers / sum(1 / size for size in each) if all(each) else 0.0

@@ -1,0 +1,122 @@
+"""Parameters in host memory and on disk: elements by place, and what passes and updates move (ZeRO-Infinity,
+Rajbhandari et al. 2021, arXiv:2104.07857)."""
+
+from dataclasses import dataclass
+
+from muster.config.optim_config import OptimConfig
+from muster.cost.memory.param_shards import ParamShard, StageParamShards, stage_param_shards
+from muster.cost.precision_bytes import compute_bytes, master_bytes
+from muster.spec.layer_strategy import Tier
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadedParams:
+    """Elements of one stage's parameters off the device, on its first rank."""
+
+    layers: tuple[tuple[Tier, ParamShard], ...] = ()
+    """Place and elements of each layer, "none" for the device."""
+    root: tuple[Tier, ParamShard] = ("none", ParamShard(0, 0))
+    """The same of parameters outside layers."""
+    compute_size: int = 0
+    """Bytes of an element that passes read."""
+    master_size: int = 0
+    """Bytes of an element of master weights and gradients."""
+
+    @property
+    def groups(self) -> tuple[tuple[Tier, ParamShard], ...]:
+        """All groups off the device."""
+        return tuple(group for group in (self.root, *self.layers) if group[0] != "none")
+
+    def numel(self, *tiers: Tier, layers_only: bool = False) -> int:
+        """Return the elements of the rank's shards in some tiers."""
+        groups = self.layers if layers_only else (self.root, *self.layers)
+        return sum(held.shard_numel for tier, held in groups if tier in tiers)
+
+    def host_link_bytes(self, backward: bool) -> int:
+        """Return the bytes between host memory and the device for a pass: copies in the compute dtype, of what lies
+        outside of layers in forwards alone; and the gradients of a backward."""
+        moved = self.numel("host", "disk", layers_only=backward) * self.compute_size
+        return moved + self.numel("host", "disk") * self.master_size * backward
+
+    def disk_bytes_of_pass(self, backward: bool, num_micro_batches: int) -> tuple[float, float]:
+        """Return the bytes that a pass reads and writes on disk; of a backward the mean, since a step's first has no
+        sums of gradients to read."""
+        read: float = self.numel("disk", layers_only=backward) * self.compute_size
+        gradients = self.numel("disk", layers_only=True) * self.master_size
+        if not backward:
+            return read, 0
+        return read + gradients * (1 - 1 / num_micro_batches), gradients
+
+    @property
+    def disk_bytes_per_update(self) -> tuple[int, int]:
+        """Bytes that the update of all parts on disk reads and writes beside the optimizer's state."""
+        masters, gradients = self.numel("disk"), self.numel("disk", layers_only=True)
+        copies = masters * self.compute_size * self.has_copies
+        return (masters + gradients) * self.master_size, masters * self.master_size + copies
+
+    @property
+    def has_copies(self) -> bool:
+        """True if passes read another dtype than that of the master weights."""
+        return self.compute_size != self.master_size
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory throughout a step: master weights, copies for passes and gradients; of what is on disk
+        the gradients outside of layers."""
+        each = 2 * self.master_size + self.compute_size * self.has_copies
+        on_disk = self.root[1].shard_numel * self.master_size * (self.root[0] == "disk")
+        return self.numel("host") * each + on_disk
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes on disk: master weights, copies for passes and gradients of layers."""
+        masters, gradients = self.numel("disk"), self.numel("disk", layers_only=True)
+        return (masters + gradients) * self.master_size + masters * self.compute_size * self.has_copies
+
+    @property
+    def host_buffers(self) -> int:
+        """Bytes of buffers in host memory for what is on its way.
+
+        In passes: gradients of one group as they arrive and, on disk, those of another with their sums, and copies of
+        two; in updates on disk: master weights and gradients of three parts.
+        """
+        if not self.groups:
+            return 0
+        largest = max(held.shard_numel for _, held in self.groups)
+        on_disk = max((held.shard_numel for tier, held in self.groups if tier == "disk"), default=0)
+        passes = largest * self.master_size + on_disk * (2 * self.master_size + 2 * self.compute_size)
+        update = on_disk * (6 * self.master_size + self.compute_size)
+        return max(passes, update)
+
+
+def offloaded_params(spec: ModelSpec, plan: Plan, stage: int, optim: OptimConfig | None = None) -> OffloadedParams:
+    """Return the parameters of a stage that are off the device."""
+    if not plan.offloads_params:
+        return OffloadedParams()
+    held = stage_param_shards(spec, plan, stage, optim)
+    layers = zip(plan.layers(stage, spec.num_layers), held.layers, strict=False)
+    return OffloadedParams(
+        tuple((plan.param_tier(layer), one) for layer, one in layers),
+        (plan.param_tier(None), held.root),
+        compute_bytes(plan.precision),
+        master_bytes(plan.precision),
+    )
+
+
+def on_device(held: StageParamShards, away: OffloadedParams) -> StageParamShards:
+    """Return a stage's parameters with no shards of those off the device, where only passes have them."""
+    if not away.groups:
+        return held
+    layers = tuple(
+        one if tier == "none" else _without_shard(one) for one, (tier, _) in zip(held.layers, away.layers, strict=True)
+    )
+    if away.root[0] == "none":
+        return StageParamShards(layers, held.vocab, held.other, held.last_root_numel, held.experts)
+    root = _without_shard(held.vocab), _without_shard(held.other)
+    return StageParamShards(layers, *root, held.last_root_numel, held.experts)
+
+
+def _without_shard(held: ParamShard) -> ParamShard:
+    return ParamShard(held.unsharded_numel, 0, held.last_param_numel, held.frozen_unsharded_numel, 0)

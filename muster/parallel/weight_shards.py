@@ -1,0 +1,28 @@
+"""Shapes of a rank's parameters under tensor parallelism."""
+
+import torch
+
+from muster.layout.tensor_layout import is_expert, tp_shard
+from muster.model.decoder import Decoder
+from muster.model.experts import Experts
+from muster.parallel.axis import TensorAxis
+from muster.spec.model import ModelSpec
+
+
+def shard_weights(module: Decoder, spec: ModelSpec, axis: TensorAxis, slices_experts: bool = True) -> int:
+    """Give the parameters of a whole stage on the meta device this rank's tensor-parallel shapes, those of experts
+    where these are sliced, too; return its first vocabulary entry."""
+    vocab_start = 0
+    for part in module.modules():
+        if isinstance(part, Experts) and slices_experts:  # their results are partial sums
+            part.down.adds_bias = axis.index == 0
+    for name, parameter in list(module.named_parameters()):
+        if is_expert(name) and not slices_experts:
+            continue
+        box, *_ = tp_shard(spec, name, tuple(parameter.shape), axis.size, axis.index)
+        owner, _, leaf = name.rpartition(".")
+        shard = torch.nn.Parameter(parameter.new_empty(box.size), parameter.requires_grad)
+        setattr(module.get_submodule(owner), leaf, shard)
+        if name in ("embed.weight", "head.weight"):
+            vocab_start = box.start[0]
+    return vocab_start
