@@ -15,6 +15,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "context": (
         *(
             "test_context_parallel.py",
+            "test_context_memory.py",
             "test_dynamic_groups.py",
             "test_linear_attention.py",
             "test_latent_attention.py",

@@ -204,16 +204,75 @@ def _ring_transfers(ranks: ContextRanks, shape: AttentionShape) -> AttentionTran
     return AttentionTransfers((hops,), (hops, hops._replace(in_master_dtype=True)))
 
 
+_HeldBlocks = tuple[float, float]
+"""Blocks of keys and values in the compute dtype, and sums of their gradients in the master dtype."""
+
+_HELD_IN_RING: dict[int, _HeldBlocks] = {2: (0.5, 3), 3: (2, 3.5)}
+"""Ranks of a ring → what a backward holds at its fullest moment: with more ranks `_HELD_IN_LONG_RING`."""
+_HELD_IN_LONG_RING = (2.5, 3.5)
+"""Both parts of a block and of the next one, and a part's terms of one block of scores; the sum of the rank's own
+block, a part's terms, and of both parts' sums what arrives and what leaves."""
+_HELD_IN_TWO_TURNS: dict[int, _HeldBlocks] = {2: (2.25, 3.25), 3: (4, 3.5)}
+"""Ranks of an inner ring → the same of a double ring with two inner ones: from four on `_HELD_IN_LONG_TURNS`, of which
+the parts for the last hop and their copies are two blocks."""
+_HELD_IN_LONG_TURNS = (4.5, 3.5)
+_HELD_IN_MORE_TURNS: dict[tuple[int, int], _HeldBlocks] = {
+    (3, 2): (4.5, 3.5),
+    (3, 3): (2.5, 6),
+    (3, 4): (3.25, 5.75),
+    (4, 2): (3.25, 5.75),
+    (4, 3): (4, 6.5),
+}
+"""(Inner rings, ranks of each) → the same of more inner rings: beyond, `_HELD_IN_LONG_DOUBLE_RING`."""
+_HELD_IN_LONG_DOUBLE_RING = (4.5, 6.5)
+"""The same of many long inner rings: what two of them take, and three sums over the inner rings before on their way."""
+
+
 def _ring_workspace(ranks: ContextRanks, shape: AttentionShape, compute: int, master: int, backward: bool) -> int:
-    """Return the bytes of a block and the next one beside the output; in the backward of the gradient of the queries, a
-    block, the next one and the terms of one block's gradients, its sum, the one that arrives, the one that leaves, and
-    that of the rank's own block. With two ranks no sum arrives while a block is here, and a narrow window makes blocks'
-    terms small."""
+    """Return the bytes of a ring's attention, whose blocks travel in an early and a late part.
+
+    Forward: a block and the next one beside the output, a result of half the queries and the one before it, or its copy
+    in the master dtype. Backward: the gradient of the queries, a term of half of them and a copy of the output for
+    these, and what `_held_blocks` counts; in a ring of two also the begin, when a block leaves and one arrives beside
+    the terms of two blocks of the rank's own keys. A narrow window makes blocks' terms small.
+    """
     if not backward:
-        return _summed(shape, compute, master, backward) + shape.keys_and_values * 2 * compute
-    terms = compute * (shape.window is None or shape.window >= shape.tokens)
-    held = compute + 3 * master if 2 in (ranks.ring, ranks.window) else 2 * compute + terms + 4 * master
-    return shape.queries * (master + compute) + shape.keys_and_values * held
+        return _merged_output(shape, compute, master) + round(shape.keys_and_values * _held_forward(ranks) * compute)
+    blocks, sums = _held_blocks(ranks)
+    if shape.window is not None and shape.window < shape.tokens:
+        blocks -= 0.5
+    held = blocks * compute + sums * master
+    queries, statistics = shape.queries * (master + compute), shape.tokens * shape.heads * master // 2
+    most = round(shape.keys_and_values * held) + queries
+    if ranks.ring == 2:
+        most = max(most, shape.keys_and_values * (3 * compute + master) + queries + shape.queries * compute // 2)
+    return most + statistics
+
+
+def _merged_output(shape: AttentionShape, compute: int, master: int) -> int:
+    """Return the bytes of an output that is summed, a result of half the queries, and the one before or its copy in the
+    master dtype, with their statistics."""
+    results = master + (compute + master) / 2
+    return round(shape.queries * results) + 2 * shape.tokens * shape.heads * master
+
+
+def _held_forward(ranks: ContextRanks) -> float:
+    """Return the blocks of keys and values that a ring's forward holds: one and the next; in a double ring those for
+    the next turn beside, and parts of the last hop."""
+    if ranks.window == 1:
+        return 2
+    return (4 if ranks.ring == 2 * ranks.window else 3.5) + 0.5 * (ranks.window > 3)
+
+
+def _held_blocks(ranks: ContextRanks) -> _HeldBlocks:
+    """Return what a ring's backward holds at its fullest moment, as the runtime's order of messages leaves it: counted
+    there (`tests.test_context_memory`)."""
+    turns = ranks.ring // ranks.window
+    if ranks.window == 1:
+        return _HELD_IN_RING.get(ranks.ring, _HELD_IN_LONG_RING)
+    if turns == 2:
+        return _HELD_IN_TWO_TURNS.get(ranks.window, _HELD_IN_LONG_TURNS)
+    return _HELD_IN_MORE_TURNS.get((turns, ranks.window), _HELD_IN_LONG_DOUBLE_RING)
 
 
 def _double_ring_transfers(ranks: ContextRanks, shape: AttentionShape) -> AttentionTransfers:
@@ -234,17 +293,6 @@ def _double_ring_hops(ranks: ContextRanks, shape: AttentionShape, backward: bool
         Transfer("send", 2 * last, half // last, among="outer ring"),
     )
     return tuple(one for one in hops if one.calls)
-
-
-def _double_ring_workspace(
-    ranks: ContextRanks, shape: AttentionShape, compute: int, master: int, backward: bool
-) -> int:
-    """Return the bytes of a ring, of the block for the next turn beside the one of this turn, and in the backward of
-    the block's sum over an inner ring, which comes home while the next turn begins, and with more than two turns of
-    those that arrive and leave over the outer ring."""
-    sums = 3 * (ranks.ring > 2 * ranks.window) + (ranks.window == 2)
-    again = shape.keys_and_values * (2 * compute + sums * master * backward)
-    return _ring_workspace(ranks, shape, compute, master, backward) + again
 
 
 def _burst_transfers(ranks: ContextRanks, shape: AttentionShape) -> AttentionTransfers:
@@ -331,7 +379,7 @@ def _summed(shape: AttentionShape, compute: int, master: int, backward: bool) ->
 
 _KINDS: dict[CpCommType | Literal["double ring"], _Kind] = {
     "p2p": _Kind(_ring_transfers, _ring_workspace),
-    "double ring": _Kind(_double_ring_transfers, _double_ring_workspace),
+    "double ring": _Kind(_double_ring_transfers, _ring_workspace),
     "burst": _Kind(_burst_transfers, _burst_workspace),
     "token_ring": _Kind(_token_ring_transfers, _token_ring_workspace),
     "rsa": _Kind(_rsa_transfers, _rsa_workspace),

@@ -144,8 +144,8 @@ class _TravellingSums:
 
     def finish(self) -> None:
         """Add the other ranks' terms to the gradient of this rank's keys and values."""
-        for part, total in self._totals.items():
-            self._own[:, :, :, part.start : part.stop] += total.wait()
+        for part in list(self._totals):
+            self._own[:, :, :, part.start : part.stop] += self._totals.pop(part).wait()
 
     def _hand_on(self) -> None:
         """Complete a sum over an inner ring, and start to send it on over the outer ring with those of the rings
