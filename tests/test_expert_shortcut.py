@@ -129,7 +129,7 @@ def test_what_does_not_run_is_refused() -> None:
     with pytest.raises(ValidationError, match="moe.shortcut lets tokens travel beside shared experts"):
         MoeSpec(num_experts=4, top_k=2, expert_size=12, shortcut=True)
     with pytest.raises(ValidationError, match="moe.shortcut needs norm_placement pre"):
-        ModelSpec(**SPEC.model_dump() | {"norm_placement": "post"})
+        ModelSpec.model_validate(SPEC.model_dump() | {"norm_placement": "post"})
     plan = parse_plan_name("tp2-etp2")
     with pytest.raises(InfeasibleError, match=re.escape("the layer's input (moe.shortcut) can't be run yet")):
         require_runnable(plan, SPEC, Workload(seq_len=16, global_batch_size=2), 2)

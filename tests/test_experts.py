@@ -260,6 +260,8 @@ BYTES: dict[int, list[tuple[Any, ...]]] = {
         ("dp2-ep2-epover3-bf16", False, {"family": "grouped"}),
         ("dp2-ep2-epfp8-bf16", False, {"family": "grouped"}),
         ("dp2-ep2-rfull", False, {"family": "shortcut"}),
+        ("dp2-ep2-eplsh-rfull", False, {"family": "experts"}),
+        ("dp2-ep2-eplsh0.5-epfp8-bf16", False, {"family": "grouped"}),
         ("dp2-ep2-epint8-epover3-rfull", False, {"family": "experts"}),
         ("tp2-etp2-sp-rfull", False, {"family": "gpt_oss"}),
         ("dp2-ep2-z2", False, {"family": "gpt_oss"}),
@@ -566,7 +568,7 @@ def test_chunks_take_as_long_as_what_takes_longest() -> None:
     "name",
     ["dp2-ep2-z2-bf16", "dp4-ep2-z3-rfull-fp32", "tp2-etp2-sp-fp32", "tp2-sp-ep2-bf16", "tp2-ep2-fp32"]
     + ["tp2-ep2s-fp32", "dp2-ep2g-fp32", "dp4-ep4h-rfull-fp32", "dp2-ep2-epover2-fp32"]
-    + ["dp4-ep4x2-z1-fp32", "dp2-ep2x1-z2-bf16", "dp2-ep2-epfp8-fp32"],
+    + ["dp4-ep4x2-z1-fp32", "dp2-ep2x1-z2-bf16", "dp2-ep2-epfp8-fp32", "dp2-ep2-eplsh-fp32"],
 )
 def test_forecast_of_experts_is_what_pytorch_counts(name: str) -> None:
     moe = MoeSpec(num_experts=8, top_k=2, expert_size=384, shared_size=64, shared_gate=True)

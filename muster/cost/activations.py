@@ -102,7 +102,10 @@ class PassSizes:
         """Rows that the rank's experts process: `top_k` per token, divided over the ranks that share the experts; more
         by `expert_imbalance` on the fullest one."""
         assert self.local_model.moe is not None
-        even = self.tokens * self.local_model.moe.top_k * self.mesh.etp // self.mesh.tp
+        pairs = self.routed_tokens * self.local_model.moe.top_k
+        even = self.dispatch.sent_rows(pairs, self.local_model.moe.num_experts)
+        if not self.dispatch.lsh_rate:
+            even = self.tokens * self.local_model.moe.top_k * self.mesh.etp // self.mesh.tp
         return even if self.expert_imbalance == 1 else ceil(even * self.expert_imbalance)
 
     @property
@@ -356,7 +359,7 @@ def mlp_activation_bytes(sizes: PassSizes, layer: int) -> int:
     choices = tokens * moe.top_k * (_INDEX_BYTES + (1 + moe.norm_top_k) * master) + tokens * moe.norm_top_k * master
     orders = _row_order_bytes(sizes)
     rows = sizes.expert_tokens * (own.hidden_size + inner * moe.expert_size // sizes.mesh.etp) * size
-    combined = sizes.expert_tokens * own.hidden_size * size
+    combined = _combined_rows(sizes) * own.hidden_size * size
     shared = sizes.tokens * inner * moe.shared_size // sizes.mesh.tp * size
     copies = sizes.dispatch.redundant * sum(expert_parameter_bytes(own, sizes.mesh.etp, size))
     if moe.shared_gate:
@@ -375,6 +378,13 @@ def expert_parameter_bytes(model: ModelSpec, etp: int, element_bytes: int) -> li
     return matrices + biases
 
 
+def _combined_rows(sizes: PassSizes) -> int:
+    """Return the rows that are summed by token: those that experts process, or for which centroids travel."""
+    moe = sizes.local_model.moe
+    assert moe is not None
+    return sizes.routed_tokens * moe.top_k if sizes.dispatch.lsh_rate else sizes.expert_tokens
+
+
 def _row_order_bytes(sizes: PassSizes) -> int:
     """Return the bytes that say where rows of experts come from and go to.
 
@@ -384,7 +394,9 @@ def _row_order_bytes(sizes: PassSizes) -> int:
     moe, rows, dispatch = sizes.local_model.moe, sizes.expert_tokens, sizes.dispatch
     assert moe is not None
     reorders = {"all_to_all": dispatch.size > 1, "hierarchical": 3}.get(dispatch.kind, 0)
-    total = rows * 2 * _INDEX_BYTES * (1 + reorders)
+    total = rows * 2 * _INDEX_BYTES * reorders + _combined_rows(sizes) * 2 * _INDEX_BYTES
+    if dispatch.lsh_rate:  # the centroid of each row, and the rows of each centroid
+        total += _combined_rows(sizes) * _INDEX_BYTES + rows * compute_bytes(sizes.precision)
     if dispatch.kind in ("slicing", "all_gather") or moe.needs_whole_sequences:
         pairs = sizes.routed_tokens * moe.top_k * (dispatch.size if dispatch.kind == "all_gather" else 1)
         total += (pairs - rows) * _INDEX_BYTES + rows * master_bytes(sizes.precision)

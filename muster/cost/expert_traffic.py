@@ -74,11 +74,11 @@ def load_of_ranks(workload: Workload, plan: Plan, mesh: Mesh) -> LoadOfRanks:
 def dispatch_calls(dispatch: ExpertDispatch, shape: RoutedShape) -> ExpertCalls:
     """Return the collectives of one layer.
 
-    all_to_all: numbers of rows, then the rows to their experts, which they may do in 8 bits, and back, chunk by chunk;
-    the backward sends their gradients (arXiv:2006.16668 §3.2). hierarchical: each of these once among neighbours and
-    once between groups
-    (arXiv:2206.03382 §4.3). all_gather: hidden states, weights and experts' numbers; the backward reduce-scatters
-    gradients (arXiv:2505.11432 §3.2). slicing: none; where the hidden state leaves, tensor parallelism sums it.
+    all_to_all: numbers of rows, then the rows to their experts, which they may do in 8 bits or by centroids, and back,
+    chunk by chunk; the backward sends their gradients (arXiv:2006.16668 §3.2). hierarchical: each of these once among
+    neighbours and once between groups (arXiv:2206.03382 §4.3). all_gather: hidden states, weights and experts' numbers;
+    the backward reduce-scatters gradients (arXiv:2505.11432 §3.2). slicing: none; where the hidden state leaves, tensor
+    parallelism sums it.
 
     Example: 1,024 tokens with 2 experts each send 2,048 rows and get as many back.
     """
@@ -110,7 +110,8 @@ def _all_to_all(dispatch: ExpertDispatch, shape: RoutedShape) -> ExpertCalls:
     chunks, ranks = dispatch.chunks, dispatch.size
     base, rest = divmod(shape.tokens, chunks)
     k = shape.pairs // shape.tokens if shape.tokens else 0
-    sizes = [shape.pairs] if chunks == 1 else [k * (base + (chunk < rest)) for chunk in range(chunks)]
+    sent = dispatch.sent_rows(shape.pairs, shape.num_experts)
+    sizes = [sent] if chunks == 1 else [k * (base + (chunk < rest)) for chunk in range(chunks)]
     rows = tuple(ExpertCall("all_to_all", size * shape.row_bytes, ranks) for size in sizes)
     row_bytes = shape.row_bytes if dispatch.dtype == "none" else shape.row_elements + ROW_SCALE_BYTES
     departing = tuple(ExpertCall("all_to_all", size * row_bytes, ranks) for size in sizes)

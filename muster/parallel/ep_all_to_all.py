@@ -3,6 +3,7 @@
 Suffixes: P expert-parallel ranks, c chunks, E experts, e experts of this rank, r rows received, D hidden width.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from muster.model.grouped_matmul import Segments, host_counts
 from muster.model.routing import Routing
 from muster.parallel.axis import ExpertAxis
 from muster.parallel.expert_exchange import Exchange, FinishExchange, Flight, Reorder, StartExchange, block_order
+from muster.parallel.lsh_rows import LshRows
 from muster.parallel.row_casts import row_cast
 from muster.spec.expert_kinds import ExpertDispatch
 
@@ -28,21 +30,31 @@ class AllToAll:
 
     def __init__(self, axis: ExpertAxis, dispatch: ExpertDispatch) -> None:
         self.axis, self.chunks, self.cast = axis, dispatch.chunks, row_cast(dispatch.dtype)
+        self.lsh_rate = dispatch.lsh_rate
+
+    def depart(self, rows: ExpertRows, x_ND: Tensor) -> tuple[Any, Tensor, Callable[[Tensor], Tensor]]:
+        """Return the rows that travel, their number for each expert, and the way from their results to those of all
+        rows."""
+        y_RD = rows.permute(x_ND)
+        if not self.lsh_rate:
+            return y_RD, rows.counts_E, _same
+        joined = LshRows(y_RD, rows.counts_E, self.lsh_rate)
+        return joined.centroids_KD, joined.counts_E, joined.restore
 
     def __call__(self, experts: ComputeRows, x_BSD: Tensor, routing: Routing) -> Tensor:
         if self.chunks > 1:
             return self._in_chunks(experts, x_BSD, routing)
         rows, ranks = ExpertRows(routing), self.axis.size
-        sent_Pe = rows.counts_E.view(ranks, -1)
+        y_rD, counts_E, restore = self.depart(rows, x_BSD.flatten(0, 1))  # one name, so that none keeps what was read
+        sent_Pe = counts_E.view(ranks, -1)
         received_Pe = self.axis.all_to_all(sent_Pe, [1] * ranks, [1] * ranks)
-        y_rD: Any = rows.permute(x_BSD.flatten(0, 1))  # one name for all, so that none keeps what was read
         sent, received = (host_counts(counts.sum(1), len(y_rD)) for counts in (sent_Pe, received_Pe))
         order_r, inverse_r = block_order(received_Pe, (1, 0), sum(received))
         y_rD = Exchange.apply(self.axis, y_rD, sent, received, self.cast)
         y_rD = Reorder.apply(y_rD, order_r, inverse_r)
         y_rD = experts(y_rD, Segments(received_Pe.sum(0), sum(received)))
         y_rD = Reorder.apply(y_rD, inverse_r, order_r)
-        y_rD = Exchange.apply(self.axis, y_rD, received, sent)
+        y_rD = restore(Exchange.apply(self.axis, y_rD, received, sent))
         return rows.combine(y_rD, x_BSD.shape)
 
     def start(self, experts: ComputeRows, x_BSD: Tensor, routing: Routing) -> StartedDispatch:
@@ -83,6 +95,10 @@ class AllToAll:
         return _Join.apply(x_BSD.shape, *made)  # type: ignore[return-value]
 
 
+def _same(y_RD: Tensor) -> Tensor:
+    return y_RD
+
+
 class _Travelling:
     """Rows of all tokens on their way to experts; the backward, which runs the same steps from the last to the first,
     overlaps with the same work of the caller's."""
@@ -90,9 +106,9 @@ class _Travelling:
     def __init__(self, way: AllToAll, experts: ComputeRows, x_BSD: Tensor, routing: Routing) -> None:
         self._way, self._experts, self._shape = way, experts, x_BSD.shape
         self._rows, ranks = ExpertRows(routing), way.axis.size
-        sent_Pe = self._rows.counts_E.view(ranks, -1)
+        y_rD, counts_E, self._restore = way.depart(self._rows, x_BSD.flatten(0, 1))
+        sent_Pe = counts_E.view(ranks, -1)
         self._received_Pe = way.axis.all_to_all(sent_Pe, [1] * ranks, [1] * ranks)
-        y_rD = self._rows.permute(x_BSD.flatten(0, 1))
         sent, received = (host_counts(counts_Pe.sum(1), len(y_rD)) for counts_Pe in (sent_Pe, self._received_Pe))
         self._flight = Flight(way.axis, sent, received)
         self._travelling: list[Any] = [StartExchange.apply(self._flight, y_rD, way.cast)]
@@ -109,7 +125,7 @@ class _Travelling:
 
     def finish(self) -> Tensor:
         y_rD: Any = FinishExchange.apply(self._flight, self._travelling.pop())
-        return self._rows.combine(y_rD, self._shape)
+        return self._rows.combine(self._restore(y_rD), self._shape)
 
 
 class _Join(torch.autograd.Function):

@@ -4,7 +4,7 @@ A new dispatcher is a row here, its calls in `muster.cost.expert_traffic`, and i
 """
 
 from dataclasses import dataclass
-from math import isqrt
+from math import ceil, isqrt
 from typing import Literal, NamedTuple
 
 EpDispatcher = Literal["all_to_all", "hierarchical", "all_gather", "slicing"]
@@ -29,6 +29,8 @@ class DispatcherKind:
     """Letter behind the degree in a plan's name."""
     implementation: str
     """Class of `muster/parallel`, as `file:class`."""
+    sends_centroids: bool = False
+    """True if centroids of hidden states may travel in their place."""
     sends_chunks: bool = False
     """True if the tokens may travel in chunks, beside the products of others."""
     casts_rows: bool = False
@@ -38,7 +40,9 @@ class DispatcherKind:
 
 
 DISPATCHERS: dict[EpDispatcher, DispatcherKind] = {
-    "all_to_all": DispatcherKind("", "ep_all_to_all:AllToAll", sends_chunks=True, casts_rows=True),
+    "all_to_all": DispatcherKind(
+        "", "ep_all_to_all:AllToAll", sends_centroids=True, sends_chunks=True, casts_rows=True
+    ),
     "hierarchical": DispatcherKind("h", "ep_hierarchical:HierarchicalAllToAll"),
     "all_gather": DispatcherKind("g", "ep_all_gather:AllGather"),
     "slicing": DispatcherKind("s", "ep_slicing:Slicing", shares_tokens=True),
@@ -59,11 +63,23 @@ class ExpertDispatch(NamedTuple):
     dtype: DispatchDtype = "none"
     redundant: int = 0
     """Copies of other ranks' experts that each rank may have."""
+    lsh_rate: float = 0.0
+    """Centroids that travel in place of hidden states, as a share of these; 0: none."""
+
+    def sent_rows(self, rows: int, num_experts: int) -> int:
+        """Return the rows that travel for so many hidden states."""
+        return num_centroids(rows, num_experts, self.lsh_rate) if self.lsh_rate else rows
 
     @property
     def outer(self) -> int:
         """Groups of neighbours."""
         return self.size // self.inner
+
+
+def num_centroids(rows: int, num_experts: int, rate: float) -> int:
+    """Return the centroids of a rank's hidden states: their share, and one for each expert more, so that each that has
+    rows has a centroid."""
+    return min(rows, ceil(rate * rows) + num_experts)
 
 
 def usual_inner_size(ep: int) -> int:

@@ -74,4 +74,18 @@ DISPATCHER_RULES: tuple[Rule, ...] = (
         ),
         setting(ep_dispatch_dtype="none"),
     ),
+    Rule(
+        lambda plan: (
+            plan.ep_lsh_rate > 0
+            and not (
+                plan.uses_axis("ep")
+                and DISPATCHERS[plan.ep_dispatcher].sends_centroids
+                and plan.ep_chunks == 1
+                and not plan.ep_redundant_experts
+            )
+        ),
+        "centroids of hidden states (ep_lsh_rate) travel by the dispatcher all_to_all, between several ranks, in one"
+        " chunk and to no copies of experts",
+        setting(ep_lsh_rate=0.0),
+    ),
 )

@@ -134,6 +134,9 @@ class Plan(Frozen):
     ep_redundant_experts: int = Field(default=0, ge=0)
     """Experts of other ranks, at most, of which a rank gets copies for one micro-batch of a layer, to take over rows of
     the most chosen ones (Hecate)."""
+    ep_lsh_rate: float = Field(default=0.0, ge=0, le=1)
+    """Centroids of alike hidden states that travel to experts in their place, as a share of these, which changes
+    losses; 0: the hidden states themselves (LSH-MoE)."""
     expert_placement: ExpertPlacement = ()
     """Experts of each layer that has any, in the order of the ep ranks that have them, as `muster plan --expert-load`
     places them by their load; empty: in their own order."""
@@ -313,7 +316,7 @@ class Plan(Frozen):
         if self.ep_dispatcher == "hierarchical":
             inner = self.ep_inner_size or usual_inner_size(mesh.ep)
         own = self.ep_dispatcher, mesh.ep, inner, self.ep_chunks
-        return ExpertDispatch(*own, self.ep_dispatch_dtype, self.ep_redundant_experts)
+        return ExpertDispatch(*own, self.ep_dispatch_dtype, self.ep_redundant_experts, self.ep_lsh_rate)
 
     @property
     def distinct_meshes(self) -> list[Mesh]:
@@ -478,7 +481,7 @@ class Plan(Frozen):
 _ADDED_LATER = (
     *("cp_comm_type", "cp_ulysses_degree", "cp_window_size", "dynamic_context_parallel", "sequence_tiles"),
     *("ep_dispatcher", "ep_inner_size", "ep_chunks", "sequence_slices", "cuda_graphs", "fp8_recipe"),
-    *("expert_placement", "ep_redundant_experts", "ep_dispatch_dtype", "islands"),
+    *("expert_placement", "ep_redundant_experts", "ep_dispatch_dtype", "ep_lsh_rate", "islands"),
 )
 """Fields of a plan that are younger than the hashes in files."""
 

@@ -82,6 +82,8 @@ def _expert_parallel(degree: str, word: str, inner: str | None, redundant: str |
     return fields
 
 
+USUAL_LSH_RATE = 0.2
+"""Share of centroids of `eplsh`, that of LSH-MoE."""
 _RATIO = r"\d{0,3}\.\d{1,6}|\d{1,3}"
 
 
@@ -106,6 +108,15 @@ def _state_offload_words(strategy: LayerStrategy) -> dict[str, bool]:
         tier, ratio = getattr(strategy, field), getattr(strategy, f"{field}_ratio")
         found[f"o{word}{'' if ratio == 1 else f'{ratio:g}'}{'d' if tier == 'disk' else ''}"] = tier != "none"
     return found
+
+
+def _centroids(rate: str | None) -> dict[str, Any]:
+    """Return the fields of `eplsh`, `eplsh0.5`. Raises ConfigError for no share of the hidden states."""
+    if rate is not None and not 0 < float(rate) <= 1:
+        raise ConfigError(
+            f"eplsh{rate} is no share of the hidden states: expected one above 0, at most 1, as in eplsh0.5"
+        )
+    return {"ep_lsh_rate": float(rate or USUAL_LSH_RATE)}
 
 
 _LAYER_RUN = r"\d{1,9}(?:x[1-9]\d{0,3})?"
@@ -146,6 +157,7 @@ _NAME_PARTS = (
     ),
     _degree("ep_chunks", "epover"),
     _NamePart("epfp8, epint8", "ep(fp8|int8)", lambda dtype: {"ep_dispatch_dtype": dtype}),
+    _NamePart("eplsh, eplshR", rf"eplsh({_RATIO})?", _centroids),
     *(_degree(axis, axis) for axis in _PLAIN_AXES),
     _degree("micro_batch_size", "mb"),
     _degree("sequence_tiles", "tile"),
@@ -254,6 +266,7 @@ def _format_parts(plan: Plan) -> list[str]:
         f"ep{plan.ep}{_ep_word(plan)}": plan.ep > 1 or bool(_ep_word(plan)),
         f"epover{plan.ep_chunks}": plan.ep_chunks > 1,
         f"ep{plan.ep_dispatch_dtype}": plan.ep_dispatch_dtype != "none",
+        "eplsh" + ("" if plan.ep_lsh_rate == USUAL_LSH_RATE else f"{plan.ep_lsh_rate:g}"): plan.ep_lsh_rate > 0,
         **{f"{axis}{getattr(plan, axis)}": getattr(plan, axis) > 1 for axis in _PLAIN_AXES},
     }
     rest = {

@@ -7,7 +7,7 @@ from muster.cost.activations import expert_parameter_bytes
 from muster.cost.expert_traffic import ExpertCall, RoutedShape, copy_calls, dispatch_calls
 from muster.cost.precision_bytes import master_bytes
 from muster.cost.time.collectives import all_gather_s, all_to_all_s, reduce_scatter_s
-from muster.cost.time.kernels import stream_s
+from muster.cost.time.kernels import matmul_s, stream_s
 from muster.cost.time.mlp import add_mlp, add_mlp_matmuls
 from muster.cost.time.pass_cost import PassCost
 from muster.cost.time.sublayer import LayerContext, SublayerCost, add_tp_entry, add_tp_exit
@@ -19,6 +19,8 @@ and added; gradients are cast to float32 and summed by expert."""
 PERMUTE_RATE = 0.5
 """Share of the streaming rate at which rows are gathered into another order (B200, github:MooreThreads/SimuMax
 configs/system/b200_bf16_ceperm.json)."""
+LSH_COLUMNS, LSH_KERNELS = 48, 25
+"""Directions that hash functions turn a row to, and kernels of hashes and their order (`muster.parallel.lsh_rows`)."""
 
 
 def add_experts(at: LayerContext, part: SublayerCost) -> None:
@@ -35,6 +37,9 @@ def add_experts(at: LayerContext, part: SublayerCost) -> None:
     part.add_elementwise(at, 2 * own * moe.num_experts * 4 + own * hidden, 3 * own * moe.num_experts * 4, 6)
     permuted = 4 * (rows if at.experts_like_mlp else rows / at.etp) * hidden / PERMUTE_RATE
     part.add_elementwise(at, permuted, permuted, 4)
+    if at.dispatch.lsh_rate:  # hashes, sums of runs, and the way back to each row
+        part.forward.add(matmul_s(at.device, rows / at.etp, LSH_COLUMNS, model.hidden_size, at.high_precision))
+        part.add_elementwise(at, rows / at.etp * 5 * hidden, rows / at.etp * 4 * hidden, LSH_KERNELS)
     if at.dispatch.dtype != "none":
         part.add_elementwise(at, rows / at.etp * (3 * hidden + 2 * (model.hidden_size + ROW_SCALE_BYTES)), 0, 4)
     for spent in (part.forward, part.input_grads):
@@ -66,7 +71,9 @@ def _chunk_of_matmuls(at: LayerContext) -> SublayerCost:
     moe, part, chunks = at.model.moe, SublayerCost(), at.dispatch.chunks
     assert moe is not None
     inner, experts = moe.expert_size / at.etp, moe.num_experts / at.ep.size + at.expert_load.copies
-    rows = at.routed_tokens * moe.top_k * at.etp * at.expert_imbalance
+    pairs = max(1, round(at.routed_tokens)) * moe.top_k
+    sent_share = at.dispatch.sent_rows(pairs, moe.num_experts) / pairs
+    rows = at.routed_tokens * moe.top_k * at.etp * at.expert_imbalance * sent_share
     add_mlp_matmuls(at, part, rows / chunks, inner, experts)
     if chunks > 1:
         elements = (2 + at.model.gated) * inner * at.model.hidden_size * experts
