@@ -149,9 +149,9 @@ def test_an_interrupted_search_says_so(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("muster: interrupted before an answer")
 
 
-@pytest.mark.parametrize(("memory", "said"), [("60GB", True), ("84986665369B", False)])
+@pytest.mark.parametrize(("memory", "said"), [("20GB", True), ("25340307046B", False)])
 def test_more_of_each_device_is_advised_only_where_there_is_more(capsys, memory: str, said: bool) -> None:
-    assert main(f"plan --model llama3-70b --cluster 2xa100 --memory-limit {memory}".split()) == 3
+    assert main(f"plan --model llama3-70b --cluster 2xrtx4090 --memory-limit {memory}".split()) == 3
     message = capsys.readouterr().err
     assert ("all memory of the devices (" in message) == ("may be used" in message) == said
 
