@@ -362,17 +362,18 @@ def add_delayed_updates(
     updates = {place: Wait("host", number) for number, place in enumerate(tiers)}
     on_disk = [place for place, tier in tiers.items() if tier == "disk"]
     read: dict[tuple[int, int], list[Wait]] = {place: [] for place in tiers}
-    done = []
+    written = []
     for action in copy_order(on_disk, Kind.READ_STATE, Kind.WRITE_STATE):
         place = action.stage, action.slice
         if action.kind == Kind.READ_STATE:
             read[place].append(draft.add(rank, action))
         else:
-            done.append(draft.add(rank, action, [updates[place]]))
+            written.append(draft.add(rank, action, [updates[place]]))
     for (stage, part), waits in read.items():
         draft.add(rank, Action(Kind.DELAYED_UPDATE, stage, slice=part), waits)
+    done = []
     for stage, part in tiers:
         waits = [updates[stage, part], clipped]
         returned = draft.add(rank, Action(Kind.RELOAD_PARAM, stage, slice=part), waits)
         done.append(draft.add(rank, Action(Kind.OFFLOAD_GRAD, stage, slice=part), [returned, clipped]))
-    return done
+    return done + written  # the copies first: a rank waits in this order
