@@ -53,11 +53,11 @@ class HostPart:
         if not is_home:
             self._hosted = {name: torch.empty_like(param, device=link.host_device) for name, param in params.items()}
         self.optimizer = build(self._hosted)
+        self._is_home = is_home
         self.stored: StoredPart | None = None
         """State on disk between updates; None where it stays in host memory."""
         self._buffers: list[Tensor] = []
-        if not is_home:
-            self._free()
+        self._free()
 
     def fetch(self) -> Callable[[], None]:
         """Start to copy gradients and parameters to the host; the returned function waits for the end."""
@@ -112,7 +112,7 @@ class HostPart:
         return buffer.view(like.dtype).view(like.shape)
 
     def _free(self) -> None:
-        for hosted in self._hosted.values():
+        for hosted in () if self._is_home else self._hosted.values():
             hosted.data, hosted.grad = hosted.new_empty(0), None
         for buffer in self._buffers:
             self._link.pool.release(buffer)
