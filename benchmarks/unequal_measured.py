@@ -166,13 +166,19 @@ def join(case: Case, machine: int, other: int, namespace: str) -> None:
 # Training
 
 
-def step_seconds(one: Contestant, names: Sequence[str], folder: Path, steps: int) -> list[float]:
+def step_seconds(
+    one: Contestant,
+    names: Sequence[str],
+    folder: Path,
+    steps: int,
+    settings: Sequence[tuple[str, str]] = tuple(SETTINGS),
+) -> list[float]:
     """Seconds of each step after the first few, with each rank in its machine's namespace."""
     (folder / "plan.yaml").write_text(plan_yaml(one.plan))
     run = folder / "run"
     words = [sys.executable, "-m", "muster", "train", "--preset", "tiny", "--parallel", str(folder / "plan.yaml")]
     words += ["--run", str(run), "--fresh", "--train.steps", str(steps)]
-    words += [word for key, value in SETTINGS for word in (f"--{key}", value)]
+    words += [word for key, value in settings for word in (f"--{key}", value)]
     ranks = []
     for rank, machine in enumerate(one.order):
         environment = {
