@@ -68,10 +68,10 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
     shares = ("dp2-z1-uneven3.1", "pp2", "dp2-z1-uneven1.3")
     plans = [parse_plan_name(name, base).model_dump(mode="json") for name in shares]
     chains.append({"config": config, "plans": plans, "fault": None})
-    chains.append(ladder_chain(["cp2t", "cp2-tile4", "cp2u", "dp2-z3"]))
+    chains.append(ladder_chain(["cp2t", "cp2-tile4", "cp2u", "dp2-z3", "dp2-ooptd-oparamd", "pp2-oopt-oparam"]))
     chains.append(optim_chain(ema_decay=0.9, freeze=("embed.*", "layers.[01].*", "layers.2.mlp.*")))
     found = run(tmp_path, chains, most=3)
-    assert check(chains, found) == 11
+    assert check(chains, found) == 13
     assert all(result["average"] < 1e-12 for result in found[-1][1:])
 
 
