@@ -48,6 +48,8 @@ def test_a_run_with_other_islands_or_sections_is_refused_before_it_starts(frozen
     outer = ("--parallel", "isl2-mb4", "--outer.method", "diloco", "--outer.every", "5")
     refused = train(*TINY, *BEFORE[:2], "--train.steps", "5", *outer, "--run", islands)
     assert_one_sentence(refused, 2, "another configuration (section outer is new): use the same")
+    refused = train(*TINY, *BEFORE[:2], "--train.steps", "5", *outer, "--allow-changes", "--run", islands)
+    assert_one_sentence(refused, 2, "states of exchanges between islands", "section outer is new")
 
 
 def tensors(run: Path, step: int) -> dict[str, torch.Tensor]:

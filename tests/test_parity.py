@@ -354,6 +354,7 @@ MORE_HOST_UPDATES = [
     ("dp2", "oopt0.5-oparam0.5", {}),
     ("pp2v2-sinterleaved", "oopt0.5d-oparam0.5d", {"tied": True}),
     ("pp2-sgpipe", "ooptd-oactd-oparamd", {"packing": "next_fit"}),
+    ("dp2", "ooptd-oactd-oparamd", {"precision": "fp64"}),
     ("dp2", "ooptd-oparamd", {"changes": {"prefetch_buckets": 2}}),
 ]
 

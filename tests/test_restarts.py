@@ -3,7 +3,9 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +23,8 @@ LOST = ExitStatus(1, "rank 1 on here was killed by signal 9 (SIGKILL)", 1, "here
 def waits_of(attempts: list[int], limit: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The waits before further attempts, when these have come to the given steps."""
     waits: list[float] = []
-    monkeypatch.setattr(module.time, "sleep", waits.append)
+    clock = SimpleNamespace(time=time.time, sleep=waits.append)  # of this module alone: other threads sleep, too
+    monkeypatch.setattr(module, "time", clock)
     steps = iter(attempts)
     restarts = Restarts(folder, limit, lambda: next(steps))
     while restarts.wait_for_next(LOST):

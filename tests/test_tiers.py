@@ -17,6 +17,8 @@ from muster.planner.search import exhaustive_search
 from muster.planner.search_budget import SearchBudget
 from muster.planner.tiers import choose_tier, tier_words
 from muster.schedule.action import Kind
+from muster.schedule.build import build_program
+from muster.schedule.check import check
 from muster.simulate.predict import predict
 from muster.simulate.resource_load import busy_seconds
 from muster.spec.cluster import ClusterSpec
@@ -108,12 +110,21 @@ def test_disks_have_rates_of_their_own(rates: tuple[float | None, float | None])
     assert max(busy.values()) <= found.step_time_s
 
 
+@pytest.mark.parametrize("words", ["dp2", "pp2", "pp2-sgpipe", "dp2-rfull"])
+def test_parameters_and_activations_share_the_disk(words: str) -> None:
+    plan = parse_plan_name(f"{words}-mb1-ooptd-oparamd-oactd")
+    check(build_program(plan, load_model("demo"), Workload(seq_len=256, global_batch_size=8)))
+
+
 def test_plan_with_tiers_names_what_binds_and_runs(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     where: str = f"--model demo --cluster 1xrtx4090 --seq-len 256 --global-batch 16 -o {tmp_path}/plan.yaml"
     asked = f"plan {where} --host-memory 1G --disk 10G --memory-limit 620M"
     assert main(asked.split()) == 0
     out = capsys.readouterr().out
-    assert "optimizer state and parameters in host memory (oopt-oparam): on the device no plan fits" in out
+    assert (
+        "optimizer state and parameters in host memory (oopt-oparam): no plan fits on the device or with oopt0.5, "
+        in out
+    )
     assert "binds. At work in a step: compute " in out
     assert main([*asked.split(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -157,7 +157,7 @@ def test_plan_and_predict_agree_on_energy_and_cost(capsys):
         (["--tokens", "1T", "--mtbf", "-1"], "expected a finite number of hours above 0"),
         (["--spares", "2"], "--spares 2 is of a whole training: add its --tokens"),
         (["--tokens", "1T", "--spares", "2"], "--spares 2: say how long a repair takes, such as --repair-time 24"),
-        (["--tokens", "1T", "--spares", "-1", "--repair-time", "24"], "expected a number of nodes, 0 or more"),
+        (["--tokens", "1T", "--spares", "-1", "--repair-time", "24"], "--spares: expected a whole number, got '-1'"),
         (["--tokens", "1T", "--repair-time", "0"], "--repair-time 0: expected a finite number of hours above 0"),
         (["--tokens", "1T", "--restart-time", "nan"], "expected a finite number of seconds above 0, such as 60"),
         (["--tokens", "1T", "--recovery", "memry"], "expected one of disk, memory; did you mean 'memory'?"),

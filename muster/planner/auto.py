@@ -227,8 +227,8 @@ def _require_delayed_updates(plan: Plan, tiers: Collection[str]) -> None:
         )
     if plan.offloads_params:
         raise InfeasibleError(
-            "train.delayed_update copies gradients and parameters between device and host behind the passes, but the"
-            " plan's passes have copied them: leave train.delayed_update or oparam out"
+            "train.delayed_update copies gradients and parameters after the passes, but under oparam they are copied"
+            " within the passes: leave train.delayed_update or oparam out"
         )
     if plan.dynamic_context_parallel:
         raise InfeasibleError("train.delayed_update with cpdyn has no parity test yet: leave one of them out")

@@ -90,18 +90,26 @@ def _describe(words: Sequence[str], values: Sequence[float | None], chosen: int,
     """Return where the optimizer's state lies and how the other words compare."""
     value = values[chosen]
     assert value is not None
-    parts: list[str] = []
-    for number, other in enumerate(values[:chosen]):
-        if other is not None:
-            parts.append(f"{_place(words[number])} {format_fraction(other / value - 1)} more")
-        else:
-            parts.append(f"{_place(words[number])} no plan fits")
+    simpler = list(zip(words[:chosen], values, strict=False))
+    without = [word for word, other in simpler if other is None]
+    places = ["on the device"] if "" in without else []
+    if tiers := [word for word in without if word]:
+        places.append(f"with {_any_of(tiers)}")
+    parts = [f"no plan fits {' or '.join(places)}"] if places else []
+    parts += [
+        f"{_place(word)} {format_fraction(other / value - 1)} more" for word, other in simpler if other is not None
+    ]
     later = list(words[chosen + 1 :])
     if later:
         gain = f"more than {request.tolerance:.0%} " if request.tolerance else ""
-        parts.append(f"with {' or '.join(later)} none is {gain}better")
+        parts.append(f"with {_any_of(later)} none is {gain}better")
     what = "optimizer state and parameters" if words[chosen].endswith(_ALL_ALIKE) else "optimizer state"
     return f"{what} {_place(words[chosen])}: {'; '.join(parts)}"
+
+
+def _any_of(words: Sequence[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _place(word: str) -> str:

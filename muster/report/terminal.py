@@ -127,6 +127,8 @@ def _strategy(strategy: LayerStrategy) -> str:
     places = {"host": "in host memory", "disk": "on disk"}
     away = "".join(f", {what} {places[tier]}" for what, tier in tiers.items() if tier != "none")
     offload = _mode_text(strategy.offload, "offload").replace("activations_on_disk offload", "activations on disk")
+    if away and strategy.offload == "none":
+        offload = "activations on the device"
     return f"{strategy.zero}, {_mode_text(strategy.recompute, 'recompute')}, {offload}{away}"
 
 

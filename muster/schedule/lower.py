@@ -91,10 +91,16 @@ class ProgramDraft:
 
     def wait_copies_beside(self, rank: int) -> list[Wait]:
         """Return the waits for the copies beside a rank's last backward, of activations and of gradients."""
-        kinds = (Kind.LOAD_B, Kind.READ_B, Kind.READ_ACT)
-        lanes = self.ranks[rank]
-        ended = [lane for lane in COPY_LANES if lanes[lane] and lanes[lane][-1].action.kind in kinds]
-        return [Wait(lane, len(lanes[lane]) - 1) for lane in ended]
+        waits: list[Wait] = []
+        for lane in COPY_LANES:
+            last: dict[Kind, int] = {}  # where activations and gradients share the disk, the last of each
+            for index in reversed(range(len(self.ranks[rank][lane]))):
+                kind = self.ranks[rank][lane][index].action.kind
+                if kind not in (Kind.LOAD_B, Kind.READ_B, Kind.READ_ACT):
+                    break
+                last.setdefault(kind, index)
+            waits += [Wait(lane, index) for index in sorted(last.values())]
+        return waits
 
     def finish(self) -> Program:
         """Return the Program."""

@@ -40,8 +40,8 @@ def _with_optimizer_tier(strategy: LayerStrategy) -> LayerStrategy:
 PARAM_OFFLOAD_RULES: tuple[Rule, ...] = (
     Rule(
         lambda plan: any(map(_lacks_optimizer_tier, plan.strategies)),
-        "offload of parameters (oparam) without offload of the same layers' optimizer state (oopt; ooptd for oparamd),"
-        " since the host updates parameters where they lie",
+        "offload of parameters (oparam) without that of the same layers' optimizer state (oopt; ooptd for oparamd: the"
+        " host updates parameters where they lie)",
         in_every_layer(_with_optimizer_tier),
     ),
     Rule(

@@ -333,6 +333,11 @@ class ParameterUpdater:
             counters["delayed_update"] = self.optimizer.pending._asdict()
         return counters if self.loss_scale is None else counters | {"loss_scale": self.loss_scale.state()}
 
+    @property
+    def has_pending_update(self) -> bool:
+        """True if gradients of an earlier step wait for their update."""
+        return isinstance(self.optimizer, HostOptimizer) and self.optimizer.pending is not None
+
     def prepare_to_load(self, manifest: Manifest) -> None:
         """Make room for the gradients of a delayed update that waits in a checkpoint.
 
@@ -343,8 +348,8 @@ class ParameterUpdater:
         waiting = {name for name in self.parameters if f"optim/{name}.{PENDING_GRADIENT}" in manifest.tensors}
         if waiting and (not self.config.train.delayed_update or waiting - hosted):
             raise ConfigError(
-                "the checkpoint has gradients whose update is delayed (train.delayed_update): go on with it, and with"
-                " the optimizer state of the same layers in host memory or on disk"
+                "the checkpoint has gradients whose update is delayed: go on with train.delayed_update, and with the"
+                " optimizer state of the same layers in host memory or on disk"
             )
         if isinstance(self.optimizer, HostOptimizer):
             self.optimizer.expect_pending(None if pending is None else PendingUpdate(**pending), waiting)

@@ -60,6 +60,11 @@ def check_config_unchanged(run_dir: Path, config: RunConfig, steps_done: int, al
     before = load_run_config(None, run_dir / "config.yaml", []).config
     _require_same_adapters(run_dir, before, config)
     changed = config_changes(before, config)
+    if allow and (fixed := [change for change in changed if change.startswith(("outer.", "section outer"))]):
+        raise ConfigError(
+            f"{run_dir} has states of exchanges between islands, which go on as they began ({'; '.join(fixed)}): give"
+            f" the same section outer, or another --run with --init-from {run_dir}"
+        )
     if changed and not allow:
         raise ConfigError(f"{run_dir} holds a run with another configuration ({'; '.join(changed)}): {RESUME_HINT}")
     for change in changed:

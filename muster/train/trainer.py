@@ -203,7 +203,8 @@ class Trainer:
     def delays_update(self) -> bool:
         """True if the update of the step to come takes place beside the passes of the one after it."""
         train = self.config.train
-        return train.delayed_update and self.step_count >= train.delayed_update_warmup_steps
+        is_warm = self.step_count >= train.delayed_update_warmup_steps
+        return train.delayed_update and (is_warm or self.updater.has_pending_update)
 
     def _make_delayed_executor(self) -> Executor:
         check(program := self._program_of(self.plan, delayed_update=True))
