@@ -30,7 +30,7 @@ METHODS: dict[str, dict[str, str]] = {
     "dilocox": {"method": "dilocox", "compression": "int8"},
     "co2": {"method": "co2", "compression": "int8"},
 }
-PLAN, ISLANDS = "dp4-mb2-fp32", "isl2-dp2-mb2-z1-fp32"
+PLAN, ISLANDS = "dp4-mb2-z1-fp32", "isl2-dp2-mb2-z1-fp32"
 
 
 def settings_of(method: str | None) -> list[tuple[str, str]]:

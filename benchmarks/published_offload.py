@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from muster.config.cluster_files import load_cluster
 from muster.planner.request import PlanRequest, with_tier, with_tier_sizes
 from muster.planner.smallest_plan import smallest_plan
-from muster.planner.tiers import tier_words
 from muster.simulate.predict import Prediction, predict
 from muster.spec.cluster import ClusterSpec
 from muster.spec.model import ModelSpec
@@ -59,25 +58,26 @@ def machine(devices: str, host_bytes: float, disk_bytes: float | None = None) ->
     return with_tier_sizes(load_cluster(devices), int(host_bytes), None if disk_bytes is None else int(disk_bytes))
 
 
-def deepest_need(model: ModelSpec, cluster: ClusterSpec, seq_len: int) -> tuple[float, float, bool]:
+def deepest_need(
+    model: ModelSpec, cluster: ClusterSpec, seq_len: int, word: str = "ooptd-oparamd"
+) -> tuple[float, float, bool]:
     """Return the bytes that the smallest plan needs on a device, the bytes that this has, and True if all of it fits,
-    with the tier that leaves the least on the device."""
+    with optimizer state and parameters where `word` says."""
     workload = Workload(seq_len=seq_len, global_batch_size=cluster.num_devices)
     asked = PlanRequest(model, cluster, workload, precision="bf16")  # fp16 has as many bytes, and stays off disks
-    word = "ooptd-oparamd" if "ooptd-oparamd" in tier_words(asked) else "oopt-oparam"
     found = smallest_plan(with_tier(asked, word))
     assert found is not None
-    return found.peak_bytes, found.limit_bytes, found.fits
+    return found.peak_bytes, found.limit_bytes, found.fits and not found.full_tiers
 
 
 def largest_model(cluster: ClusterSpec, hidden_size: int, num_heads: int, seq_len: int) -> int:
-    """Return the most layers of a GPT that fit."""
+    """Return the most layers of a GPT that fit a device and its host's memory."""
     low, high = 1, 2
-    while deepest_need(gpt(high, hidden_size, num_heads, seq_len), cluster, seq_len)[2]:
+    while deepest_need(gpt(high, hidden_size, num_heads, seq_len), cluster, seq_len, "oopt-oparam")[2]:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        fits = deepest_need(gpt(middle, hidden_size, num_heads, seq_len), cluster, seq_len)[2]
+        fits = deepest_need(gpt(middle, hidden_size, num_heads, seq_len), cluster, seq_len, "oopt-oparam")[2]
         low, high = (middle, high) if fits else (low, middle)
     return low
 
@@ -87,7 +87,7 @@ def zero_offload() -> Iterator[Row]:
     cluster, seq_len = machine("1xv100-32", 1.5e12), 1024
     largest = gpt(largest_model(cluster, 8192, 64, seq_len), 8192, 64, seq_len)
     published = gpt(65, 4096, 32, seq_len)
-    need, limit, _ = deepest_need(published, cluster, seq_len)
+    need, limit, _ = deepest_need(published, cluster, seq_len, "oopt-oparam")
     yield Row(
         "ZeRO-Offload: largest model on one V100-32 (table 3: 65 layers of width 4096)",
         "13B",
