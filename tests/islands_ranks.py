@@ -15,9 +15,10 @@ from muster.checkpoint.load import load
 from muster.checkpoint.save import save
 from muster.config.outer_config import OuterConfig
 from muster.config.run_config import RunConfig
-from muster.layout.island_bytes import BLOCKS, Compression, island_reduce_bytes
-from muster.parallel import island_exchange
+from muster.layout.island_bytes import BLOCKS, Compression, island_exchange_bytes, island_reduce_bytes
+from muster.parallel import change_exchange, island_exchange
 from muster.parallel.axis import IslandAxis
+from muster.parallel.change_exchange import right_start
 from muster.parallel.island_exchange import decode, encode, mean_over_islands
 from muster.parallel.world import open_world
 from muster.spec.plan import Plan
@@ -49,6 +50,7 @@ class SerialIslands:
         self.arrived: dict[str, Tensor] | None = None
         self.co2_momentum = {name: torch.zeros_like(x) for name, x in self.global_.items()}
         self.changes: dict[int, dict[str, Tensor]] = {}
+        self.errors = [{name: torch.zeros_like(x) for name, x in self.global_.items()} for _ in range(islands)]
         self.losses: list[list[float]] = []
         self.distances: list[float] = []
 
@@ -133,11 +135,25 @@ class SerialIslands:
             mean = {}
             for name in self._names(fragment):
                 found = [self.global_[name] - trainer.updater.parameters[name] for trainer in self.trainers]
-                total = found[0].clone()
-                for one in found[1:]:
-                    total = total + one
-                mean[name] = total / len(found)
+                mean[name] = self._low_rank_mean(name, found) if self.outer.low_rank else _mean(found)
             self.changes[fragment] = mean
+
+    def _low_rank_mean(self, name: str, changes: list[Tensor]) -> Tensor:
+        """PowerSGD with error feedback as its paper has it (arXiv:1905.13727, algorithms 1 and 2), but for the matrix
+        that it begins with."""
+        rank = self.outer.low_rank
+        if changes[0].dim() != 2 or rank * sum(changes[0].shape) >= changes[0].numel():
+            return _mean(changes)
+        errors = [own[name] for own in self.errors]
+        matrices = [change + error for change, error in zip(changes, errors, strict=True)]
+        updater = self.trainers[0].updater
+        momentum = self.momentum[name].to(changes[0]).expand(changes[0].shape)
+        q = right_start(name, updater.state.step, updater.layouts[name].boxes[0].start, rank, momentum)
+        p = torch.linalg.qr(_mean([matrix @ q for matrix in matrices])).Q
+        own = [matrix.mT @ p for matrix in matrices]
+        for error, matrix, q in zip(errors, matrices, own, strict=True):
+            error.copy_(matrix - p @ q.mT)
+        return p @ _mean(own).mT
 
     def _end(self, fragment: int) -> None:
         outer = self.outer
@@ -155,6 +171,13 @@ class SerialIslands:
                 trainer.updater.sync_tied_copies()
                 for stage in trainer.stages.values():
                     stage.reshard()
+
+
+def _mean(values: list[Tensor]) -> Tensor:
+    total = values[0].clone()
+    for one in values[1:]:
+        total = total + one
+    return total / len(values)
 
 
 def _config(case: dict[str, Any]) -> RunConfig:
@@ -178,7 +201,9 @@ def _bug(kind: str | None) -> Iterator[None]:
         yield
     elif kind == "sum for mean":
         real = mean_over_islands
-        with patch.object(outer_updater, "mean_over_islands", lambda x, axis, how: real(x, axis, how) * axis.size):
+        with patch.object(
+            change_exchange, "mean_over_islands", lambda x, axis, *more: real(x, axis, *more) * axis.size
+        ):
             yield
     elif kind == "momentum lost":
         real_step = outer_updater.OuterUpdater.step
@@ -189,6 +214,9 @@ def _bug(kind: str | None) -> Iterator[None]:
             real_step(self, action)
 
         with patch.object(outer_updater.OuterUpdater, "step", step):
+            yield
+    elif kind == "error lost":
+        with patch.object(change_exchange.ChangeExchange, "_remember", lambda self, lost: None):
             yield
     else:
         raise AssertionError(kind)
@@ -287,6 +315,45 @@ def resume(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any
     return results
 
 
+FACTORED = {"matrix": (40, 24), "low rank": (30, 50), "narrow": (6, 4), "vector": (17,)}
+"""Shapes of changes: the first two travel as factors of rank 4."""
+
+
+def exchange_factors(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]) -> list[Any]:
+    """Return for each compression what an exchange in factors of rank 4 lost, and the bytes that were handed over."""
+    results = []
+    plan = Plan(islands=world_size, precision="fp64", micro_batch_size=1)
+    with open_world(store, rank, world_size, plan) as world:
+        axis = world.groups.islands
+        assert axis is not None
+        for how in payload["cases"]:
+            config = OuterConfig.model_validate({"compression": how, "low_rank": 4})
+            everyone = [_changes(island) for island in range(world_size)]
+            momenta = {name: torch.zeros_like(change) for name, change in everyone[0].items()}
+            exchanged = change_exchange.ChangeExchange(config, axis, momenta)
+            starts = change_exchange.start_matrices(config, 3, dict.fromkeys(momenta, (0, 0)), momenta)
+            sent = [0]
+            with _counted(sent, axis):
+                means = exchanged.mean(everyone[rank], starts)
+            formula = island_exchange_bytes(FACTORED.values(), world_size, how, 4, 8)
+            results.append({"sent": sent[0], "formula": formula})
+            for name, mean in means.items():
+                total = exchanged.errors[name].clone()
+                dist.all_reduce(total, group=axis.group)
+                exact = _mean([one[name] for one in everyone])
+                kept = (exact - mean - total / world_size).abs().max().item()
+                results[-1][name] = {"lost": ((exact - mean).norm() / exact.norm()).item(), "unaccounted": kept}
+    return results
+
+
+def _changes(island: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(island)
+    found = {name: torch.randn(*size, generator=generator, dtype=torch.float64) for name, size in FACTORED.items()}
+    left = torch.randn(30, 3, generator=torch.Generator().manual_seed(50), dtype=torch.float64)
+    found["low rank"] = left @ torch.randn(3, 50, generator=generator, dtype=torch.float64)
+    return found
+
+
 def exchange(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]) -> list[Any]:
     """Return for each tensor and compression the mean that this rank gets, and the bytes that it handed over."""
     results = []
@@ -297,9 +364,9 @@ def exchange(rank: int, world_size: int, store: dist.Store, payload: dict[str, A
         for numel, kind, how in payload["cases"]:
             everyone = [_values(numel, kind, island) for island in range(world_size)]
             values, before = everyone[rank].clone(), everyone[rank].clone()
-            sent = [0]
+            sent, lost = [0], torch.full_like(values, torch.nan)
             with _counted(sent, axis):
-                mean = mean_over_islands(values, axis, how)
+                mean = mean_over_islands(values, axis, how, lost)
             exact = torch.stack([one.double() for one in everyone]).mean(0)
             digest = mean.nan_to_num(7.0, 8.0, 9.0).double()
             error = (mean.double() - exact).norm() / exact.norm() if torch.isfinite(exact).all() else torch.zeros(())
@@ -307,6 +374,8 @@ def exchange(rank: int, world_size: int, store: dist.Store, payload: dict[str, A
                 {
                     "digest": [digest.sum().item(), digest.square().sum().item(), *digest[:3].tolist()],
                     "error": error.nan_to_num(0.0).item(),
+                    "lost": lost.double().nan_to_num(0.0).tolist() if kind in ("normal", "heavy") else [],
+                    "missing": (exact - mean.double()).nan_to_num(0.0).tolist() if kind in ("normal", "heavy") else [],
                     "nan": int(mean.isnan().sum()),
                     "intact": torch.equal(values, before) or kind == "inf",
                     "sent": sent[0],

@@ -42,6 +42,12 @@ class OuterConfig(Frozen):
     compression: Compression = "none"
     """Precision in which parameter changes travel. none: that of the parameters. bf16. int8: with one scale for each
     1024 elements. int4: with one for each 64. Sums are always in the parameters' precision."""
+    low_rank: PositiveInt | None = None
+    """Rank of the two factors as which changes of matrices travel, where these are smaller (PowerSGD,
+    arXiv:1905.13727); not given: changes travel whole. `compression` is then that of the factors."""
+    error_feedback: bool = False
+    """Add to each change what compression and low rank lost of the island's change before (arXiv:1901.09847), which
+    takes a copy of the parameters. true if not given under low_rank, and under dilocox with compression."""
     fragments: PositiveInt = 1
     """streaming, 2 if not given: parts of the layers that are exchanged at different steps of a round."""
     delay: NonNegativeInt = 0
@@ -65,6 +71,8 @@ class OuterConfig(Frozen):
             own |= {"fragments": 2, "delay": 1, "mixing": 0.5}
         if data.get("method") in DELAYED:
             own |= {"delay": data.get("every", 100)}
+        if data.get("low_rank") or (data.get("method") == "dilocox" and data.get("compression", "none") != "none"):
+            own |= {"error_feedback": True}
         if data.get("method") == "co2":
             own |= {"optimizer": "sgd", "learning_rate": 1.0, "momentum": 0.5}
         return {**own, **data}
@@ -82,6 +90,8 @@ class OuterConfig(Frozen):
                 f"delay {self.delay} is neither a round nor nothing: expected {self.every} (every) or 0 for"
                 f" {self.method}"
             )
+        if self.error_feedback and self.compression == "none" and self.low_rank is None:
+            raise ValueError("error_feedback has nothing to add: expected a compression or a low_rank beside it")
         if self.method == "co2" and self.optimizer != "sgd":
             raise ValueError(f"optimizer {self.optimizer} is not CO2's: expected sgd, with or without momentum")
         if self.every % self.fragments:

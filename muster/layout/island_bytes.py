@@ -1,6 +1,10 @@
-"""Bytes that a rank sends in an all-reduce between islands."""
+"""Bytes that a rank sends in an exchange between islands."""
 
+import math
+from collections.abc import Iterable
 from typing import Literal
+
+from muster.layout.tensor_layout import TensorLayout
 
 Compression = Literal["none", "bf16", "int8", "int4"]
 
@@ -28,3 +32,39 @@ def island_reduce_bytes(numel: int, islands: int, compression: Compression, elem
     else:
         part = chunk * (2 if compression == "bf16" else element_bytes)
     return 2 * (islands - 1) * part
+
+
+def travels_in_factors(shape: tuple[int, ...], rank: int | None) -> bool:
+    """Return True where a change of this shape travels as two factors of a rank: matrices that these make smaller."""
+    return rank is not None and len(shape) == 2 and rank * sum(shape) < shape[0] * shape[1]
+
+
+def exchanged_shape(layout: TensorLayout) -> tuple[int, ...]:
+    """Return the shape of the change of a rank's part of a parameter; a part of several boxes is flat."""
+    return layout.boxes[0].size if len(layout.boxes) == 1 else (layout.numel,)
+
+
+def exchanged_numels(shapes: Iterable[tuple[int, ...]], rank: int | None) -> tuple[int, int]:
+    """Return the elements of the two all-reduces that exchange changes of these shapes: first what travels whole with
+    the left factors (m, rank), then the right factors (n, rank) (arXiv:1905.13727, algorithm 1)."""
+    first = second = 0
+    for shape in shapes:
+        if travels_in_factors(shape, rank):
+            assert rank is not None
+            first += shape[0] * rank
+            second += shape[1] * rank
+        else:
+            first += math.prod(shape)
+    return first, second
+
+
+def island_exchange_bytes(
+    shapes: Iterable[tuple[int, ...]],
+    islands: int,
+    compression: Compression,
+    rank: int | None = None,
+    element_bytes: int = 4,
+) -> int:
+    """Return the bytes that a rank sends to exchange changes of these shapes, factors of `rank` among them."""
+    numels = exchanged_numels(shapes, rank)
+    return sum(island_reduce_bytes(numel, islands, compression, element_bytes) for numel in numels)

@@ -8,13 +8,18 @@ from muster.layout.island_bytes import BLOCKS, Compression, island_chunk
 from muster.parallel.axis import IslandAxis, all_gather_into_tensor
 
 
-def mean_over_islands(values_N: Tensor, axis: IslandAxis, compression: Compression) -> Tensor:
+def mean_over_islands(
+    values_N: Tensor, axis: IslandAxis, compression: Compression, error_N: Tensor | None = None
+) -> Tensor:
     """Return the mean of all islands' `values_N`, which are left as they are.
 
     Each island owns an equal part of the elements: it receives that part from all others, adds the parts in the order
     of the islands, in the precision of the values, and sends the mean to all. What travels is compressed, the mean too,
     and its owner continues with the same compressed mean. So all islands have the same bits, and the order of the
     additions depends on nothing. Each rank sends `island_reduce_bytes`.
+
+    `error_N`, if given, is filled with what compression loses of this island's values: its mean over the islands is the
+    exact mean less the one that is returned. The owner of a part has the loss of the part's mean, too.
     """
     chunk = island_chunk(values_N.numel(), axis.size, compression)
     padded = values_N.new_zeros(axis.size * chunk)
@@ -22,12 +27,19 @@ def mean_over_islands(values_N: Tensor, axis: IslandAxis, compression: Compressi
     sent = torch.stack([encode(part, compression) for part in padded.split(chunk)]) if chunk else None
     if sent is None:
         return values_N.clone()
+    if error_N is not None:
+        arriving = [decode(part, compression, values_N.dtype) for part in sent]
+        errors = padded - torch.cat(arriving)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=axis.group)
     total = decode(received[0], compression, values_N.dtype)
     for part in received[1:]:
         total += decode(part, compression, values_N.dtype)
     mean = encode(total / axis.size, compression)
+    if error_N is not None:
+        own = slice(axis.index * chunk, (axis.index + 1) * chunk)
+        errors[own] += total - decode(mean, compression, values_N.dtype) * axis.size
+        error_N.copy_(errors[: values_N.numel()])
     gathered = mean.new_empty(axis.size * mean.numel())
     all_gather_into_tensor(gathered, mean, group=axis.group)
     parts = [decode(part, compression, values_N.dtype) for part in gathered.view(axis.size, -1)]

@@ -354,7 +354,7 @@ def predict(
         program = longest
         times = times or plan_times(model, plan, workload, cluster, framework, cache=cache, optim=optim)
     step = simulate_step(program, times)
-    forecast = partial(forecast_memory, model, plan, workload, cluster, longest, framework, optim=optim)
+    forecast = partial(forecast_memory, model, plan, workload, cluster, longest, framework, optim=optim, outer=outer)
     step_time_s = step.duration_s + times.data_s
     return Prediction(
         model, plan, workload, cluster, program, times, step_time_s, framework, step, forecast, optim, outer

@@ -176,7 +176,8 @@ def _memory_terms(trainer: Trainer, profile: StageProfile) -> dict[str, tuple[in
         pp_rank = trainer.world.at.pp
         live, away = peak_slices(trainer.program, pp_rank, profile.saved_bytes, profile.offloaded_bytes)
     rank, words = trainer.world.rank, trainer.peak_logits
-    terms = rank_memory(config.model, trainer.plan, config.workload, rank, live, config.optim, words, away)
+    own = config.model, trainer.plan, config.workload, rank, live
+    terms = rank_memory(*own, config.optim, words, away, config.outer)
     counted = {
         "parameters": sum(stage.device_parameter_bytes for stage in trainer.stages.values()),
         "gradients": profile.gradients_bytes,
@@ -232,7 +233,8 @@ def _device_memory_rows(trainer: Trainer, used: Sequence[DeviceMemory]) -> list[
     config, plan = trainer.config, trainer.plan
     cluster = detect_machine(trainer.world.size)
     program = build_program(plan, config.model, config.workload)
-    fullest = forecast_memory(config.model, plan, config.workload, cluster, program, optim=config.optim).fullest
+    own = config.model, plan, config.workload, cluster, program
+    fullest = forecast_memory(*own, optim=config.optim, outer=config.outer).fullest
     communicators = device_overhead(cluster.device, plan, fullest.pp_rank, 0).communication
     reserved = fullest.terms.total - fullest.terms.context - communicators
     return [

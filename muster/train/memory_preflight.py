@@ -22,7 +22,8 @@ def require_memory(config: RunConfig, plan: Plan, num_nodes: int = 1) -> None:
     """
     cluster = detect_machine(plan.world_size, num_nodes)
     program = build_program(plan, config.model, config.workload)
-    forecast = forecast_memory(config.model, plan, config.workload, cluster, program, optim=config.optim)
+    own = config.model, plan, config.workload, cluster, program
+    forecast = forecast_memory(*own, optim=config.optim, outer=config.outer)
     shortage = (
         _machine_shortage(forecast, num_nodes) if cluster.device.shared_cores else _device_shortage(forecast, cluster)
     )

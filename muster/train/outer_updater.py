@@ -17,10 +17,10 @@ from muster.config.freezing import is_frozen
 from muster.config.outer_config import OuterConfig
 from muster.config.run_config import RunConfig
 from muster.layout.host_updates import layer_of
-from muster.layout.island_bytes import island_reduce_bytes
+from muster.layout.island_bytes import exchanged_shape, island_exchange_bytes
 from muster.optim.outer.base import OuterParameter
 from muster.optim.outer.build import build_outer_method
-from muster.parallel.island_exchange import mean_over_islands
+from muster.parallel.change_exchange import ChangeExchange, start_matrices
 from muster.parallel.world import World
 from muster.schedule.action import Action
 from muster.schedule.outer_steps import OuterEvents, fragment_of, outer_events, pending_fragments
@@ -104,6 +104,7 @@ class OuterUpdater:
             for names in self.names
             for name in names
         }
+        self.exchange = ChangeExchange(self.config, self.axis, {n: one.value for n, one in self.parameters.items()})
         self._pending, self._arrived, self._meetings = {}, {}, []
 
     def _zeros_like(self, name: str) -> Tensor:
@@ -120,27 +121,30 @@ class OuterUpdater:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the outer copies and their momentum."""
-        return sum(one.value.nbytes + one.momentum.nbytes for one in self.parameters.values())
+        """Bytes of the outer copies, their momentum and what exchanges lost."""
+        shared = sum(one.value.nbytes + one.momentum.nbytes for one in self.parameters.values())
+        return shared + self.exchange.state_bytes
 
     # ------------------------------------------------------------------------------------------------------------------
     # Instructions
 
     def start(self, action: Action) -> None:
         """Start to exchange the changes of a fragment."""
-        names, state = self.names[action.slice], self.updater.state
+        names, state, layouts = self.names[action.slice], self.updater.state, self.updater.layouts
         with torch.no_grad():
             changes = {name: self.parameters[name].value - self.updater.parameters[name] for name in names}
+            momenta = {name: self.parameters[name].momentum for name in names if len(layouts[name].boxes) == 1}
+            offsets = {name: layouts[name].boxes[0].start for name in momenta}
+            starts = start_matrices(self.config, state.step, offsets, momenta)
         is_first = self.world.rank % self.world.plan.island_size == 0
         losses = [state.loss if is_first and n == self.axis.index else 0.0 for n in range(self.axis.size)]
         squares = sum(
-            float(self.parameters[name].value.double().square().sum()) / self.updater.layouts[name].num_copies
-            for name in names
+            float(self.parameters[name].value.double().square().sum()) / layouts[name].num_copies for name in names
         )
         told = [squares / self.axis.size, float(is_first and state.stop_requested), *losses]
-        self._pending[action.slice] = self._thread.submit(self._exchange, changes, told)
+        self._pending[action.slice] = self._thread.submit(self._exchange, changes, starts, told)
 
-    def _exchange(self, changes: Mapping[str, Tensor], told: list[float]) -> _Exchange:
+    def _exchange(self, changes: Mapping[str, Tensor], starts: Mapping[str, Tensor], told: list[float]) -> _Exchange:
         start_s = perf_counter()
         device = self.world.device
         if device.type == "cuda":
@@ -149,13 +153,12 @@ class OuterUpdater:
         sums = [0.0, 0.0]
         mean = torch.empty(0)
         if changes:
-            flat = torch.cat([change.flatten() for change in changes.values()])
-            mean = mean_over_islands(flat, self.axis, self.config.compression)
-            parts = mean.split([change.numel() for change in changes.values()])
-            for (name, change), part in zip(changes.items(), parts, strict=True):
+            means = self.exchange.mean(changes, starts)
+            for name, change in changes.items():
                 copies = self.updater.layouts[name].num_copies
-                sums[0] += float((change.flatten() - part).double().square().sum()) / copies
-                sums[1] += float(part.double().square().sum()) / copies / self.axis.size
+                sums[0] += float((change - means[name]).double().square().sum()) / copies
+                sums[1] += float(means[name].double().square().sum()) / copies / self.axis.size
+            mean = torch.cat([means[name].flatten() for name in changes])
         everyone = torch.tensor([*sums, *told], dtype=torch.float64, device=device)
         dist.all_reduce(everyone, group=self.axis.everyone)
         return _Exchange(mean, everyone.tolist(), perf_counter() - start_s)
@@ -201,7 +204,7 @@ class OuterUpdater:
     def _meeting(self, fragment: int, exchange: _Exchange, wait_s: float) -> Meeting:
         distances, change, norm, _, *losses = exchange.sums
         names = self.names[fragment]
-        numel = sum(self.parameters[name].value.numel() for name in names)
+        shapes = [exchanged_shape(self.updater.layouts[name]) for name in names]
         element = self.parameters[names[0]].value.element_size() if names else 0
         return Meeting(
             step=self.updater.state.step,
@@ -210,7 +213,9 @@ class OuterUpdater:
             change=math.sqrt(change) if change >= 0 else math.nan,
             norm=math.sqrt(norm),
             losses=tuple(losses),
-            sent_bytes=island_reduce_bytes(numel, self.axis.size, self.config.compression, element),
+            sent_bytes=island_exchange_bytes(
+                shapes, self.axis.size, self.config.compression, self.config.low_rank, element
+            ),
             transfer_s=exchange.transfer_s,
             wait_s=wait_s,
         )
@@ -255,7 +260,9 @@ class OuterUpdater:
 
     def _island_shards(self) -> list[LocalShard]:
         prefix = f"islands/{self.axis.index}"
-        return [LocalShard(f"{prefix}/{one.name}", one.layout, one.tensor) for one in self.updater.local_shards()]
+        found = [LocalShard(f"{prefix}/{one.name}", one.layout, one.tensor) for one in self.updater.local_shards()]
+        layouts, errors = self.updater.layouts, self.exchange.errors
+        return found + [LocalShard(f"{prefix}/outer/{name}.error", layouts[name], errors[name]) for name in errors]
 
     def _shared_shards(self, pending: Mapping[str, Tensor]) -> Iterator[LocalShard]:
         layouts = self.updater.layouts

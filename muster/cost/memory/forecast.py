@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from muster.config.optim_config import OptimConfig
+from muster.config.outer_config import OuterConfig
 from muster.cost.memory.device_overhead import device_overhead
 from muster.cost.memory.graph_memory import held_by_graphs
 from muster.cost.memory.kernel_workspace import DEFAULT_KERNEL_WORKSPACE, KERNEL_WORKSPACES, KernelWorkspace
@@ -22,6 +23,7 @@ from muster.cost.memory.liveness import (
 from muster.cost.memory.megatron_memory import megatron_stage_memory
 from muster.cost.memory.native_memory import native_stage_memory
 from muster.cost.memory.param_shards import layer_type
+from muster.cost.memory.rank_memory import outer_error_bytes
 from muster.cost.memory.stage_memory import StageMemory
 from muster.cost.memory.terms import MemoryTerms
 from muster.layout.mesh import axis_sizes
@@ -123,11 +125,13 @@ def forecast_memory(
     framework: FrameworkTraits | None = None,
     kernel_workspace: KernelWorkspace | None = None,
     optim: OptimConfig | None = None,
+    outer: OuterConfig | None = None,
 ) -> MemoryForecast:
     """Forecast the peak memory of each rank as it runs the Program.
 
     `framework`: the framework whose storage is modelled (default: Muster). `kernel_workspace`: the temporary memory of
     kernels (default: that of the cluster's first device). `optim`: the optimizer in native storage (default: AdamW).
+    `outer`: outer steps of a plan with islands (default: DiLoCo's).
     """
     found = []
     cache: InstructionMemoryCache = {}
@@ -144,6 +148,7 @@ def forecast_memory(
         rank = tightest[pp_rank]
         device = cluster.group_of(rank).device
         terms += device_overhead(device, plan, pp_rank, terms.total - resident)
+        terms += MemoryTerms(optimizer=outer_error_bytes(model, plan, rank, optim, outer))
         offloaded = {
             stage: tuple(one.offloaded.total for one in memory.slices or (memory,)) for stage, memory in stages.items()
         }

@@ -17,6 +17,7 @@ from muster.config.optimizer_state import (
     owned_state_bytes,
     whole_matrix_shapes,
 )
+from muster.config.outer_config import OuterConfig
 from muster.cost.activations import (
     further_activation_bytes,
     layer_activation_bytes,
@@ -32,7 +33,14 @@ from muster.cost.sequence_slices import kept_bytes, offloaded_bytes_of_slices, s
 from muster.layout.host_updates import layer_of
 from muster.layout.matrix_owners import assign_owners, peer_ranks
 from muster.layout.mesh import MeshCoordinates, coordinates_of
-from muster.layout.tensor_layout import TensorLayout, computed_layers, stage_layouts, stage_shards, stages_on
+from muster.layout.tensor_layout import (
+    TensorLayout,
+    computed_layers,
+    rank_layouts,
+    stage_layouts,
+    stage_shards,
+    stages_on,
+)
 from muster.schedule.action import Kind
 from muster.schedule.offload import order_with_copies
 from muster.schedule.program import Program
@@ -54,13 +62,15 @@ def rank_memory(
     optim: OptimConfig | None = None,
     live_vocab_micro_batches: int = 0,
     offloaded_slices: Mapping[int, tuple[int, ...]] | None = None,
+    outer: OuterConfig | None = None,
 ) -> MemoryTerms:
     """Return the bytes that world rank `rank` holds at its peak, over its stages.
 
     `live_micro_batches` are those between forward and backward at that time, by stage, or one number for each stage;
     of each slice where sequences are cut into slices;
     `live_vocab_micro_batches` those between S and T under vocabulary parallelism; `offloaded_slices` those of which a
-    part is in host memory (`peak_slices` has both). The optimizer is AdamW unless `optim` is given.
+    part is in host memory (`peak_slices` has both). The optimizer is AdamW unless `optim` is given, and outer
+    steps are DiLoCo's unless `outer` is.
     """
     at, live = coordinates_of(plan, rank), live_micro_batches
     terms = (
@@ -79,7 +89,22 @@ def rank_memory(
             counts, offloaded_bytes_of_slices(spec, plan, workload, stage, tp_index=at.tp), strict=True
         )
     )
-    return sum(terms, start=words + MemoryTerms(activations=-in_host_memory))
+    errors = MemoryTerms(optimizer=outer_error_bytes(spec, plan, rank, optim, outer))
+    return sum(terms, start=words + errors + MemoryTerms(activations=-in_host_memory))
+
+
+def outer_error_bytes(
+    spec: ModelSpec, plan: Plan, rank: int, optim: OptimConfig | None, outer: OuterConfig | None
+) -> int:
+    """Return the bytes that a rank keeps of what exchanges between islands lost (`outer.error_feedback`)."""
+    if plan.islands == 1 or outer is None or not outer.error_feedback:
+        return 0
+    numels = {
+        layout.name: layout.numel
+        for layout in rank_layouts(spec, plan, rank)
+        if not is_frozen(optim, layout.name)  # a tied weight counts once
+    }
+    return master_bytes(plan.precision) * sum(numels.values())
 
 
 def stage_terms(

@@ -10,7 +10,7 @@ from muster.cost.precision_bytes import master_bytes
 from muster.cost.time.collectives import all_reduce_s
 from muster.cost.time.plan_times import place_plan
 from muster.layout.host_updates import layer_of
-from muster.layout.island_bytes import island_reduce_bytes
+from muster.layout.island_bytes import exchanged_numels, exchanged_shape, island_reduce_bytes
 from muster.layout.mesh import ranks_of_pp_rank
 from muster.layout.tensor_layout import rank_layouts
 from muster.schedule.outer_steps import fragment_of
@@ -75,15 +75,23 @@ def island_round(
     for pp_rank in range(plan.pp):
         rank = min(rank for rank, _ in ranks_of_pp_rank(plan, pp_rank))
         group = placed.group(rank, ((plan.island_size, plan.islands),))
-        numel = [0] * outer.fragments
+        shapes: list[list[tuple[int, ...]]] = [[] for _ in range(outer.fragments)]
         names: set[str] = set()
         for layout in rank_layouts(model, plan, rank):
             if not is_frozen(optim, layout.name) and layout.name not in names:  # a tied weight is exchanged once
-                numel[fragment_of(outer, layer_of(layout.name))] += layout.numel
+                shapes[fragment_of(outer, layer_of(layout.name))].append(exchanged_shape(layout))
                 names.add(layout.name)
-        sent = [island_reduce_bytes(part, plan.islands, outer.compression, element) for part in numel]
-        # An all-reduce of `size` bytes sends 2 · (N − 1) / N times as many.
-        sizes = [part * plan.islands / (2 * (plan.islands - 1)) for part in sent]
-        transfers_s = [max(old, all_reduce_s(group, size)) for old, size in zip(transfers_s, sizes, strict=True)]
-        most_bytes = max(most_bytes, sum(sent))
+        sent = [
+            [
+                island_reduce_bytes(numel, plan.islands, outer.compression, element)
+                for numel in exchanged_numels(part, outer.low_rank)
+            ]
+            for part in shapes
+        ]
+        for fragment, all_reduces in enumerate(sent):
+            # An all-reduce of `size` bytes sends 2 · (N − 1) / N times as many.
+            sizes = [one * plan.islands / (2 * (plan.islands - 1)) for one in all_reduces if one]
+            transfer_s = sum(all_reduce_s(group, size) for size in sizes)
+            transfers_s[fragment] = max(transfers_s[fragment], transfer_s)
+        most_bytes = max(most_bytes, sum(map(sum, sent)))
     return IslandRound(outer, step_s, tuple(transfers_s), most_bytes)
