@@ -21,9 +21,11 @@ from muster.api.inputs import (
 )
 from muster.config.adapter_text import with_adapter
 from muster.config.load_config import load_run_config
+from muster.config.outer_config import OuterConfig
 from muster.config.routing_load_file import parse_routing_load
 from muster.planner.answer import PlanAnswer, answer_request
 from muster.planner.auto import plan_for_cluster
+from muster.planner.islands import island_counts, weighs_islands
 from muster.planner.node_order import reorder_nodes
 from muster.planner.request import (
     OBJECTIVES,
@@ -110,6 +112,7 @@ def plan(
     host_memory: int | str | None = None,
     disk: int | str | None = None,
     adapter: str | None = None,
+    outer: OuterConfig | None = None,
     top: int = 5,
     effort: float = SEARCH_EFFORT,
     time_limit: float | None = None,
@@ -151,6 +154,7 @@ def plan(
         host_memory=host_memory,
         disk=disk,
         adapter=adapter,
+        outer=outer,
     )
     return PlanResults(answer_request(asked, top, budget))
 
@@ -176,6 +180,7 @@ def plan_request(
     host_memory: int | str | None = None,
     disk: int | str | None = None,
     adapter: str | None = None,
+    outer: OuterConfig | None = None,
 ) -> PlanRequest:
     """Return the request that `plan` searches for. Raises ConfigError."""
     if objective not in OBJECTIVES:
@@ -211,9 +216,23 @@ def plan_request(
         request = with_expert_load(request, parse_routing_load(str(expert_load), spec))
     if allow:
         request = with_allowed(request, allow)
+    _check_outer(request, outer)
     searches_tiers = host_memory is not None or disk is not None
     tolerance = 0.0 if fastest else request.tolerance
-    return replace(request, tolerance=tolerance, searches_tiers=searches_tiers, optim=optim)
+    return replace(request, tolerance=tolerance, searches_tiers=searches_tiers, optim=optim, outer=outer)
+
+
+def _check_outer(request: PlanRequest, outer: OuterConfig | None) -> None:
+    """Raise ConfigError for outer steps where no plan with islands is searched for."""
+    if (
+        outer is not None
+        and request.base.islands == 1
+        and not (weighs_islands(request) and island_counts(request.cluster))
+    ):
+        raise ConfigError(
+            f"--outer.method {outer.method} is for plans with islands, which are only searched for on"
+            f" {request.cluster.name or 'this cluster'} where they are required: add --require isl2"
+        )
 
 
 def _optional_bytes(size: int | str | None, flag: str) -> int | None:
@@ -334,6 +353,7 @@ def predict(
     node_order: str | Sequence[int] | None = None,
     expert_load: str | Path | None = None,
     adapter: str | None = None,
+    outer: OuterConfig | None = None,
 ) -> Prediction:
     """Predict a plan's step: its time, where the time goes, and each rank's memory; the arguments are the flags of
     `muster predict`.
@@ -366,6 +386,6 @@ def predict(
         devices,
         framework=_resolve_framework(framework, devices),
         optim=optim,
-        outer=given.outer,
+        outer=outer or given.outer,
         delayed_update=given.delayed_update,
     )

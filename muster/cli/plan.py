@@ -9,11 +9,12 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from muster.api.defaults import SEARCH_EFFORT
-from muster.cli.parser import Parser, positive_int
+from muster.cli.parser import Parser, positive_int, split_overrides
 from muster.cli.planning_flags import (
     add_planning_flags,
     add_training_flags,
     conditions_of,
+    outer_steps_of,
     require_flags,
     unit_warnings_shown,
 )
@@ -75,6 +76,8 @@ def _run(args: argparse.Namespace) -> int:
         raise refusal
     if written and not args.json:
         print("\nwritten   " + ", ".join(map(str, written)))
+        if comment := _outer_comment(answer):
+            print(f"          {comment.removeprefix('# ').strip()}")
         if asked.framework.name in FRAMEWORK_SCHEDULES:
             print(f"          the file runs Muster; the plan is the best for {asked.framework.name}")
     return 0
@@ -120,7 +123,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         metavar="PARTS",
         help="name parts that all plans must have, such as tp8-z1; repeatable",
     )
-    lossy = "name parts that plans may have though they change losses: epfp8, epint8; repeatable"
+    lossy = "name parts that plans may have though they change losses: epfp8, epint8, islands; repeatable"
     add("--allow", action="append", metavar="PARTS", help=lossy)
     add("--memory-limit", metavar="SIZE", help="memory that may be used of each device, such as 70GB")
     add(
@@ -170,7 +173,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help="compare with another cluster: nodes=x2, network=/2, failed=1, cluster=64xa100; repeatable",
     )
     add("--json", action="store_true", help="print one JSON object")
-    args = parser.parse(arguments)
+    rest, overrides = split_overrides(arguments)
+    args = parser.parse(rest)
+    args.outer = outer_steps_of(overrides)
     _check_flags(args)
     return args
 
@@ -265,6 +270,7 @@ def _request(args: argparse.Namespace) -> "PlanRequest":
             host_memory=args.host_memory,
             disk=args.disk,
             adapter=args.adapter,
+            outer=args.outer,
         )
 
 
@@ -297,19 +303,29 @@ def _write(args: argparse.Namespace, answer: "PlanAnswer") -> list[Path]:
 
     plan_file = args.output or Path("plan.yaml")
     plan = with_placed_experts(answer.request, answer.result.best[0].plan)
-    _write_plan(plan_file, plan, answer.search.node_order)
+    _write_plan(plan_file, plan, _outer_comment(answer) + _node_order_comment(answer.search.node_order))
     return [plan_file, *(_launch(args, answer) if args.launch else ())]
 
 
-def _write_plan(path: Path, plan: "Plan", node_order: "Sequence[int] | None") -> None:
-    """Write plan.yaml, whole or not at all; with the order of unequal nodes as a comment."""
+def _write_plan(path: Path, plan: "Plan", comment: str) -> None:
+    """Write plan.yaml, whole or not at all, below a comment."""
     from muster.config.load_config import plan_yaml
     from muster.config.yaml_writer import write_atomically
 
     try:
-        write_atomically(path, _node_order_comment(node_order) + plan_yaml(plan))
+        write_atomically(path, comment + plan_yaml(plan))
     except OSError as error:
         raise MusterError(f"the plan can't be written to {path}: {error.strerror}") from None
+
+
+def _outer_comment(answer: "PlanAnswer") -> str:
+    """Return a comment that names the outer steps for which a plan with islands is."""
+    from muster.planner.islands import outer_flags
+
+    first = answer.first
+    if first.plan.islands == 1 or first.prediction.outer is None:
+        return ""
+    return f"# With the outer steps {outer_flags(first.prediction.outer)} (flags of muster train)\n"
 
 
 def _node_order_comment(node_order: "Sequence[int] | None") -> str:

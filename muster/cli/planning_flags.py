@@ -8,11 +8,21 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from muster.api.defaults import FRAMEWORK_NAMES, SEQ_LEN
-from muster.cli.parser import Parser, positive_int, sequence_length, whole_number
+from muster.cli.parser import Override, Parser, positive_int, sequence_length, whole_number
 from muster.spec.errors import ConfigError
 
 if TYPE_CHECKING:
+    from muster.config.outer_config import OuterConfig
     from muster.planner.training_cost import TrainingConditions
+
+
+def outer_steps_of(overrides: list[Override]) -> "OuterConfig | None":
+    """Return the outer steps that flags such as `--outer.every 50` give. Raises ConfigError for other sections."""
+    if not overrides:
+        return None
+    from muster.config.load_config import load_outer_config
+
+    return load_outer_config(overrides)
 
 
 def add_planning_flags(parser: Parser, default_batch: str) -> None:

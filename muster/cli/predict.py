@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muster.api.defaults import MICRO_BATCHES_PER_PIPELINE_RANK
-from muster.cli.parser import Parser
+from muster.cli.parser import Parser, split_overrides
 from muster.cli.planning_flags import (
     add_planning_flags,
     add_training_flags,
     conditions_of,
+    outer_steps_of,
     require_flags,
     unit_warnings_shown,
 )
@@ -71,7 +72,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--json", action="store_true", help="print one JSON object")
     add("--trace", type=Path, metavar="FILE", help="write the step as a trace for Perfetto or chrome://tracing")
     add("--html", type=Path, metavar="FILE", help="write the prediction as a page")
-    args = parser.parse(arguments)
+    rest, overrides = split_overrides(arguments)
+    args = parser.parse(rest)
+    args.outer = outer_steps_of(overrides)
     require_flags(args, {"cluster": "64xh100", "plan": "dp8-tp4-pp2"})
     return args
 
@@ -90,6 +93,7 @@ def _predict(args: argparse.Namespace) -> "Prediction":
         node_order=args.node_order,
         expert_load=args.expert_load,
         adapter=args.adapter,
+        outer=args.outer,
     )
 
 

@@ -216,6 +216,19 @@ def _section(merged: MergedConfig, name: str, kind: type[_Section], stand_ins: M
         raise config_error(error, run_schema(), merged.origins, name) from None
 
 
+def load_outer_config(overrides: Sequence[tuple[str, Any]]) -> OuterConfig | None:
+    """Return the outer steps that keys of a run file's section `outer` give on the command line; None for no keys.
+    Raises ConfigError, also for keys of other sections."""
+    for key, _ in overrides:
+        if not key.startswith("outer."):
+            raise ConfigError(
+                f"--{key} is a key of run files: of these expected only outer.*, such as --outer.every 50"
+            )
+    merged = MergedConfig()
+    merged.add(ConfigLayer("command line", dict(overrides), Path(), is_file=False))
+    return _section(merged, "outer", OuterConfig, {})
+
+
 def _plan_in(layer: ConfigLayer) -> Plan:
     shape = ConfigSchema(Plan)
     values = {key: coerce_value(value, shape.types_at(key)) for key, value in layer.values.items()}

@@ -16,6 +16,14 @@ from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.explain import explain_no_plan
 from muster.planner.families import PlanFamily, search_families
 from muster.planner.heterogeneous import PlanSearch, find_best_plans
+from muster.planner.islands import (
+    IslandComparison,
+    compare_islands,
+    island_counts,
+    search_islands,
+    weighs_islands,
+    with_outer_steps,
+)
 from muster.planner.reasons import Reason, find_reasons
 from muster.planner.request import PlanRequest, refix_request
 from muster.planner.search_budget import SearchBudget
@@ -42,6 +50,13 @@ TIER_EFFORT = 1.0
 
 TIER_TIME_SHARE = 0.4
 """Share of the time for it, where that is limited."""
+
+ISLAND_EFFORT = 0.3
+"""Work for the simplest plan without islands, which those with islands are compared with, as a part of that of the
+search."""
+
+ISLAND_TIME_SHARE = 0.3
+"""Share of the time for islands, where it is limited."""
 
 EXPLANATION_EFFORT = 1.0
 """Work for simpler plans, other families and reasons, as a part of that of the search."""
@@ -90,6 +105,8 @@ class PlanAnswer:
     """Budget of the answer, less what was spent on it."""
     unrequired: EvaluatedPlan | None
     """Answer without the required parts of a plan; None where nothing is required, or nothing fits without them."""
+    islands: IslandComparison | None = None
+    """Best plan with islands against the best without; None where no links are slow and none were required."""
     training_costs: list[TrainingCost] | None = field(init=False)
     """Cost of the whole training under each plan; None where the request has no number of tokens."""
 
@@ -136,15 +153,31 @@ def answer_request(request: PlanRequest, top: int, budget: SearchBudget, explain
         if not choice.fits:
             raise explain_no_tier(request)
         request = choice.request
+    if request.base.islands > 1:
+        request, _ = with_outer_steps(request, budget)
     search = find_best_plans(request, 2, budget.share(1.0, SEARCH_TIME_SHARE))
     if not search.result.best:
         tiers = tier_words(request)[1:] if search.result.proven and not request.tier_word else ()
         if tiers and (choice := choose_tier(request, budget.renew(TIER_EFFORT, TIER_TIME_SHARE), tiers)).fits:
             return answer_request(choice.request, top, budget, explained)
         raise InfeasibleError(explain_no_plan(search.result, budget))
-    search, whole = _search_parts(request, search, budget)
+    if request.base.islands == 1:
+        search, whole = _search_parts(request, search, budget)
+    else:
+        whole = None
+    islands = _weigh_islands(request, search, budget) if explained else None
+    if islands is not None and islands.pays and request.allows_islands:
+        search, whole = islands.search, None
     unrequired = _without_requirement(request, budget) if explained and request.fixed_text else None
-    return _Answer(search, whole, top, budget.renew(EXPLANATION_EFFORT)).build(explained, unrequired)
+    return _Answer(search, whole, top, budget.renew(EXPLANATION_EFFORT)).build(explained, unrequired, islands)
+
+
+def _weigh_islands(request: PlanRequest, search: PlanSearch, budget: SearchBudget) -> IslandComparison | None:
+    """Return the best plan with islands against the simplest of the best without, where links are slow."""
+    if not weighs_islands(request) or not island_counts(request.cluster):
+        return None
+    exact = _Answer(search, None, 1, budget.renew(ISLAND_EFFORT, ISLAND_TIME_SHARE)).build(False).first
+    return search_islands(request, exact, budget.renew(time_part=ISLAND_TIME_SHARE))
 
 
 def _without_requirement(request: PlanRequest, budget: SearchBudget) -> EvaluatedPlan | None:
@@ -194,7 +227,9 @@ class _Answer:
         self.reasons: list[Reason] | None = None
         self.known = {one.plan: one for one in search.result.best}
 
-    def build(self, explained: bool, unrequired: EvaluatedPlan | None) -> PlanAnswer:
+    def build(
+        self, explained: bool, unrequired: EvaluatedPlan | None = None, islands: IslandComparison | None = None
+    ) -> PlanAnswer:
         """Return the answer, with other families and reasons where it is to be `explained`."""
         self._simplify()
         if explained:
@@ -213,7 +248,18 @@ class _Answer:
             self.whole,
             self.budget,
             unrequired,
+            self._compare_islands(search, unrequired, islands),
         )
+
+    def _compare_islands(
+        self, search: PlanSearch, unrequired: EvaluatedPlan | None, islands: IslandComparison | None
+    ) -> IslandComparison | None:
+        """Return the comparison of plans with islands and without, with the first plan as the one of its kind."""
+        first = self.simplest.evaluated
+        if first.plan.islands > 1:
+            exact = unrequired if islands is None else islands.exact
+            return None if exact is None or exact.plan.islands > 1 else compare_islands(first, exact, search)
+        return islands and replace(islands, exact=first)
 
     def _improve(self) -> None:
         """Take better plans that the reasons for the first come upon, as long as there are any."""

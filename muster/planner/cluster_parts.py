@@ -7,7 +7,7 @@ devices, so that a part is asked about as a cluster of its own.
 from collections.abc import Iterator
 from itertools import pairwise
 
-from muster.planner.node_order import is_heterogeneous, nodes_of, reorder_nodes
+from muster.planner.node_order import is_heterogeneous, nodes_of, with_nodes
 from muster.planner.plan_costs import PlanCosts
 from muster.planner.request import PlanRequest
 from muster.planner.space import MeshShape, micro_batch_sizes
@@ -27,13 +27,6 @@ def cluster_parts(cluster: ClusterSpec) -> list[ClusterSpec]:
     return found
 
 
-def with_nodes(cluster: ClusterSpec, nodes: tuple[int, ...]) -> ClusterSpec:
-    """Return the cluster with these of its nodes alone, and the network tiers that still join some of them."""
-    part = reorder_nodes(cluster, nodes)
-    tiers = tuple(tier for tier in part.tiers if tier.nodes < part.num_nodes)
-    return part.model_copy(update={"tiers": tiers})
-
-
 def _parts(cluster: ClusterSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield parts in words, with their nodes."""
     count = cluster.num_nodes
@@ -49,12 +42,12 @@ def _parts(cluster: ClusterSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
         for kind in dict.fromkeys(kinds):
             yield f"the {kind}", tuple(index for index, name in enumerate(kinds) if name == kind)
     if cluster.node_bandwidth_bytes_per_s is not None:
-        yield from ((pluralize(len(block), "node"), block) for block in _fast_blocks(cluster))
+        yield from ((pluralize(len(block), "node"), block) for block in fast_blocks(cluster))
     if not is_heterogeneous(cluster):
         yield "half", tuple(range(count // 2))
 
 
-def _fast_blocks(cluster: ClusterSpec) -> list[tuple[int, ...]]:
+def fast_blocks(cluster: ClusterSpec) -> list[tuple[int, ...]]:
     """Return the blocks of nodes that are left when the slowest links are cut, for the widest gap between rates."""
     matrix = cluster.node_bandwidth_bytes_per_s
     assert matrix is not None

@@ -68,7 +68,7 @@ def _candidates(request: PlanRequest, tp: int, cp: int) -> Iterator[Plan]:
 
 def _passes_s(request: PlanRequest, plan: Plan) -> float:
     """Return the seconds of one micro-batch's forward and backward through all layers."""
-    one_sequence = request.workload.model_copy(update={"global_batch_size": 1})
+    one_sequence = request.workload.model_copy(update={"global_batch_size": plan.islands})
     own = request.model, plan, one_sequence, request.cluster, request.framework
     if request.cluster.device.rates is not None:
         times = plan_times(*own, cache=request.cost_cache, optim=request.optim)

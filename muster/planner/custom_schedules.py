@@ -176,7 +176,7 @@ class _LocalSearch:
             held[rank] += count
         chunks = 2 if min(held) > 1 else 1
         current = plan.micro_batch_size
-        sizes = micro_batch_sizes(request, request.workload.global_batch_size // plan.mesh(0).dp_size)
+        sizes = micro_batch_sizes(request, request.island_sequences // plan.mesh(0).dp_size)
         near = sorted((max(size, current) / min(size, current), size) for size in sizes)
         return [
             ScheduleDraft(size, tuple(held), chunks, float(plan.pp + 1)) for far, size in near if far <= MAX_SIZE_RATIO
@@ -254,7 +254,7 @@ class _LocalSearch:
         placement = tuple(rank for rank in range(pp) for _ in range(draft.chunks))
         layers = [count for held in draft.layers for count in split_evenly(held, draft.chunks)]
         data = plan.mesh(0).dp_size
-        count = self.request.workload.global_batch_size // data // draft.micro_batch_size
+        count = self.request.island_sequences // data // draft.micro_batch_size
         empty = PinnedSchedule(times="predicted", micro_batches=count, placement=placement, ranks=("",) * pp)
         return plan.model_copy(
             update={

@@ -125,7 +125,7 @@ def _others(request: PlanRequest, plain: Plan) -> Iterator[Plan]:
 
 def _passes_s(request: PlanRequest, plan: Plan) -> float:
     """Return the seconds of one micro-batch's forward and backward through all layers."""
-    one_sequence = request.workload.model_copy(update={"global_batch_size": plan.mesh(0).dp_size})
+    one_sequence = request.workload.model_copy(update={"global_batch_size": plan.islands * plan.mesh(0).dp_size})
     placed = place_plan(request.model, plan, one_sequence, request.cluster, request.framework, cache=request.cost_cache)
     passes_s = StageTimes(placed, 0).passes_s
     return passes_s[Kind.F] + passes_s[Kind.B]

@@ -97,7 +97,7 @@ def find_best_plans(
     `known`: plans of the request that fit, for nodes that are alike.
     """
     budget = budget or SearchBudget()
-    if not is_heterogeneous(request.cluster):
+    if not is_heterogeneous(request.island_cluster):
         result = search(request, top, budget.share(1 - LATE_SHARE), exact=1, known=known)
         return PlanSearch(trim_offload(try_late_schedules(result, top, budget.share(LATE_SHARE)), budget))
     found: PlanSearch | None = None

@@ -37,6 +37,22 @@ def reorder_nodes(cluster: ClusterSpec, order: Sequence[int]) -> ClusterSpec:
     return cluster.model_copy(update={"groups": tuple(groups), "node_bandwidth_bytes_per_s": matrix})
 
 
+def with_nodes(cluster: ClusterSpec, nodes: tuple[int, ...]) -> ClusterSpec:
+    """Return the cluster with these of its nodes alone, and the network tiers that still join some of them."""
+    part = reorder_nodes(cluster, nodes)
+    tiers = tuple(tier for tier in part.tiers if tier.nodes < part.num_nodes)
+    return part.model_copy(update={"tiers": tiers})
+
+
+def part_of_island(cluster: ClusterSpec, islands: int) -> ClusterSpec:
+    """Return the nodes of the first of so many islands, where those of the others are like them; else all nodes."""
+    nodes, rest = divmod(cluster.num_nodes, islands)
+    if islands == 1 or rest:
+        return cluster
+    parts = [with_nodes(cluster, tuple(range(first, first + nodes))) for first in range(0, cluster.num_nodes, nodes)]
+    return parts[0] if all(part == parts[0] for part in parts) else cluster
+
+
 def is_heterogeneous(cluster: ClusterSpec) -> bool:
     """Return True if the order of nodes matters, or a link between sites slows what crosses it."""
     if cluster.num_nodes == 1:

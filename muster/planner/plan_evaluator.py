@@ -75,11 +75,11 @@ class PlanEvaluator:
         program = self.costs.program(plan)
         times = None if plan.uneven_micro_batches else self.costs.op_times(plan)
         own = request.model, plan, request.workload, request.cluster, program, times, request.framework
-        prediction = predict(*own, cache=request.cost_cache, optim=request.optim)
+        prediction = predict(*own, cache=request.cost_cache, optim=request.optim, outer=request.outer)
         if request.objective == "memory":
             value = float(max(rank.total for rank in prediction.memory))
         else:
-            value = prediction.step_time_s * self._value_per_second
+            value = prediction.mean_step_s * self._value_per_second
         return EvaluatedPlan(plan, prediction, value)
 
     def complete_draft(self, draft: Plan, choice: ScheduleChoice) -> Plan | None:

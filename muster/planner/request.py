@@ -7,8 +7,10 @@ from math import log2, sqrt
 from typing import Any, Literal, get_args
 
 from muster.config.optim_config import OptimConfig
+from muster.config.outer_config import OuterConfig
 from muster.config.step_law import STEP_LAW_SOURCE, non_embedding_parameters, step_law
 from muster.cost.time.cost_cache import CostCache
+from muster.planner.node_order import part_of_island
 from muster.planner.simplicity import PREDICTION_ERROR, Simplicity, simplicity
 from muster.planner.training_cost import TrainingConditions, require_a_sequence
 from muster.spec.cluster import ClusterSpec
@@ -70,6 +72,10 @@ class PlanRequest:
     """Optimizer, with its moving average and what it freezes; None: AdamW of all parameters."""
     allowed_dispatch_dtypes: tuple[DispatchDtype, ...] = ()
     """Dtypes of 8 bits in which hidden states may travel to experts, though that changes losses."""
+    outer: OuterConfig | None = None
+    """Outer steps of plans with islands; None: those that reach the same loss first are chosen."""
+    allows_islands: bool = False
+    """True if a plan with islands may be the answer, which changes what is trained."""
     searches_tiers: bool = False
     """True if the tier of the optimizer's state is searched for, too; else that is done where nothing fits."""
     tier_word: str = ""
@@ -83,6 +89,21 @@ class PlanRequest:
     def base(self) -> Plan:
         """Plan that all candidates are changes of."""
         return self.template or _base_plan(self.precision)
+
+    @property
+    def island_devices(self) -> int:
+        """Devices of one island; without islands, all."""
+        return self.cluster.num_devices // self.base.islands
+
+    @property
+    def island_sequences(self) -> int:
+        """Sequences of a step of one island; without islands, all."""
+        return self.workload.global_batch_size // self.base.islands
+
+    @property
+    def island_cluster(self) -> ClusterSpec:
+        """Nodes of one island, where those of the others are like them; else, and without islands, all nodes."""
+        return part_of_island(self.cluster, self.base.islands)
 
     def admits(self, name: str, value: object) -> bool:
         """Return True if a field may have this value."""
@@ -183,17 +204,26 @@ def with_expert_load(request: PlanRequest, load: RoutingLoad) -> PlanRequest:
     return replace(request, workload=workload, derived_lines=(*request.derived_lines, line))
 
 
+ALLOW_ISLANDS = "islands"
+"""Word of --allow for plans with islands."""
 _LOSSY_WORDS: Mapping[str, DispatchDtype] = {"epfp8": "fp8", "epint8": "int8"}
 
 
 def with_allowed(request: PlanRequest, name_parts: str) -> PlanRequest:
-    """Return the request for plans that may have parts of a name, such as `epfp8`, which change losses. Raises
-    ConfigError for other parts."""
+    """Return the request for plans that may have parts of a name, such as `epfp8`, or islands, which change losses.
+
+    Raises ConfigError for other parts."""
     words = name_parts.split("-")
+    known = (*_LOSSY_WORDS, ALLOW_ISLANDS)
     for word in words:
-        if word not in _LOSSY_WORDS:
-            expected = f"expected {' or '.join(_LOSSY_WORDS)}, which change losses"
-            raise ConfigError(f"--allow {word}: {expected}{did_you_mean(word, _LOSSY_WORDS)}")
+        if word not in known:
+            expected = f"expected {', '.join(known[:-1])} or {known[-1]}, which change losses"
+            raise ConfigError(f"--allow {word}: {expected}{did_you_mean(word, known)}")
+    if ALLOW_ISLANDS in words:
+        request = replace(request, allows_islands=True)
+        words = [word for word in words if word != ALLOW_ISLANDS]
+    if not words:
+        return request
     if request.model.moe is None:
         raise ConfigError(f"--allow {name_parts}: model {request.model.name} has no experts; leave it out")
     line = f"{' and '.join(words)} allowed: hidden states may travel to experts in 8 bits, which changes losses"
@@ -266,6 +296,11 @@ def refix_request(request: PlanRequest, name_parts: str) -> PlanRequest:
     tier = parse_name_parts(request.tier_word) if request.tier_word else {}
     template = _template({**tier, **fixed}, kind).model_copy(update={"compile": request.base.compile})
     return replace(request, fixed=fixed, fixed_text=name_parts, precision=kind, template=template)
+
+
+def with_islands(request: PlanRequest, islands: int) -> PlanRequest:
+    """Return the request for plans with so many islands."""
+    return replace(request, template=request.base.model_copy(update={"islands": islands}))
 
 
 def with_tier(request: PlanRequest, word: str) -> PlanRequest:

@@ -244,7 +244,7 @@ def _search_part(frontier: Frontier, wishes: _Wishes) -> Generator[_PartReport, 
     and local search."""
     order = yield _report(frontier)
     seeds = wishes.seeds
-    add_likely = (wishes.climbs or not seeds) and is_heterogeneous(frontier.request.cluster)
+    add_likely = (wishes.climbs or not seeds) and is_heterogeneous(frontier.request.island_cluster)
     seed(frontier, seeds if frontier.part[0] == 0 else (), add_likely, order.allowed)
     frontier.expand()
     local = local_search(frontier, looks_around=not wishes.climbs)

@@ -105,7 +105,7 @@ def _forecast(request: PlanRequest, plan: Plan, budget: MemoryBudget) -> Smalles
     """Return the memory of a plan's fullest rank; None where the plan has no Program."""
     model, cluster = request.model, request.cluster
     # The peak doesn't grow with the micro-batches once the pipeline is full.
-    unit = plan.micro_batch_size * plan.mesh(0).dp_size
+    unit = plan.islands * plan.micro_batch_size * plan.mesh(0).dp_size
     batch = min(request.workload.global_batch_size, 2 * plan.pp * unit)
     workload = request.workload.model_copy(update={"global_batch_size": batch})
     try:

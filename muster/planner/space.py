@@ -96,15 +96,15 @@ class ScheduleChoice:
 
 
 def mesh_shapes(request: PlanRequest) -> Iterator[MeshShape]:
-    """Yield all legal ways to spread the model over all devices of the cluster."""
-    model, world = request.model, request.cluster.num_devices
+    """Yield all legal ways to spread the model over all devices of the cluster, or of an island."""
+    model, world = request.model, request.island_devices
     for tp in legal_tp_degrees(request):
         for pp in divisors(world // tp):
             if pp > model.num_layers or not request.admits("pp", pp):
                 continue
             for cp in _cp_degrees(request, world // tp // pp):
                 data = world // tp // pp // cp
-                sequences, rest = divmod(request.workload.global_batch_size, data)
+                sequences, rest = divmod(request.island_sequences, data)
                 if rest:
                     continue
                 for ep in _ep_degrees(request, data * cp * tp, tp):
@@ -119,7 +119,7 @@ def mesh_shapes(request: PlanRequest) -> Iterator[MeshShape]:
 
 def legal_tp_degrees(request: PlanRequest) -> list[int]:
     """Return the tensor-parallel degrees that divide heads and vocabulary and stay within the fastest links."""
-    model, world = request.model, request.cluster.num_devices
+    model, world = request.model, request.island_devices
     return [
         tp
         for tp in divisors(world)
@@ -173,7 +173,7 @@ def _ep_degrees(request: PlanRequest, ranks: int, tp: int) -> list[int]:
 def schedule_choices(request: PlanRequest, shape: MeshShape, tried_late: bool = False) -> Iterator[ScheduleChoice]:
     """Yield the choices of a shape: searched schedules, or those that are `tried_late`, with layers evenly on stages or
     balanced."""
-    count = request.workload.global_batch_size // shape.data // shape.micro_batch_size
+    count = request.island_sequences // shape.data // shape.micro_batch_size
     is_long = count * shape.pp > MAX_BLOCK_MICRO_BATCHES
     for schedule, vpp in schedule_options(request, shape.pp):
         if is_tried_late(request, schedule) != tried_late:
@@ -353,7 +353,7 @@ def is_tried_late(request: PlanRequest, schedule: str) -> bool:
     traits = SCHEDULES[schedule].planner
     if request.fixed.get("schedule") == schedule:
         return False
-    return traits.tried_late or (traits.for_slow_links and not is_heterogeneous(request.cluster))
+    return traits.tried_late or (traits.for_slow_links and not is_heterogeneous(request.island_cluster))
 
 
 def data_shardings(request: PlanRequest, shape: MeshShape) -> list[DataSharding]:
@@ -368,7 +368,8 @@ def data_shardings(request: PlanRequest, shape: MeshShape) -> list[DataSharding]
         return [single] if _admits_sharding(request, single) else []
     found: list[DataSharding] = [(data, 1, "z1"), (1, data, "z1"), (1, data, "z2"), (1, data, "z3")]
     node = domain_devices(request)
-    blocks = divisors(request.cluster.num_nodes) if is_heterogeneous(request.cluster) else (1, 8)
+    own = request.island_cluster
+    blocks = divisors(own.num_nodes) if is_heterogeneous(own) else (1, 8)
     for ranks in (node * nodes for nodes in blocks):
         shard, rest = divmod(ranks, shape.tp * shape.cp)
         if not rest and 1 < shard < data and data % shard == 0:
@@ -392,9 +393,9 @@ def _admits_sharding(request: PlanRequest, sharding: DataSharding) -> bool:
 def axis_orders(request: PlanRequest, shape: MeshShape) -> list[tuple[str, ...]]:
     """Return the orders of axes to try: one where each group of tensor- and context-parallel ranks fills a node and the
     network is flat, since every order gives the same neighbours then."""
-    cluster = request.cluster
+    cluster = request.island_cluster
     flat = cluster.is_uniform and not cluster.tiers and cluster.node_bandwidth_bytes_per_s is None
-    fills_a_node = shape.tp * shape.cp >= domain_devices(request) or cluster.num_devices <= domain_devices(request)
+    fills_a_node = shape.tp * shape.cp >= domain_devices(request) or request.island_devices <= domain_devices(request)
     return (
         [MESH_AXES] if shape.pp == 1 or shape.data == 1 or (flat and fills_a_node) else [MESH_AXES, PIPELINE_INNER_AXES]
     )

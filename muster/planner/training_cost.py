@@ -133,7 +133,7 @@ def training_cost(prediction: Prediction, tokens: float, conditions: TrainingCon
     """
     conditions = conditions or TrainingConditions()
     require_a_sequence(tokens, prediction.workload.seq_len)
-    step_s, workload = prediction.step_time_s, prediction.workload
+    step_s, workload = prediction.mean_step_s, prediction.workload
     steps = ceil(tokens / workload.tokens_per_step)
     added_steps, ramp_s = _ramp(prediction, conditions.batch_ramp, tokens) if conditions.batch_ramp else (0, 0.0)
     size = CHECKPOINT_BYTES_PER_PARAMETER * prediction.model.num_parameters
@@ -245,7 +245,7 @@ def _ramp(prediction: Prediction, ramp: BatchRamp, tokens: float) -> tuple[int, 
 def _smallest_batch(prediction: Prediction, start: int) -> tuple[int, float]:
     """Return the smallest batch from `start` on that the plan can run, and the seconds of its step."""
     plan, workload = prediction.plan, prediction.workload
-    unit = plan.micro_batch_size * plan.mesh(0).dp_size
+    unit = plan.islands * plan.micro_batch_size * plan.mesh(0).dp_size
     for batch in range(-(-start // unit) * unit, workload.global_batch_size, unit):
         smaller = workload.model_copy(update={"global_batch_size": batch})
         own = prediction.model, plan, smaller, prediction.cluster

@@ -151,8 +151,10 @@ class BatchSplitter:
                 self._whole_model_times_s[key] = self._whole_model_s(
                     replace(self.request, cluster=_cluster_of_kind(cluster, like)), shape
                 )
-            micro_batches_per_s += like.num_devices / (shape.tp * shape.cp) / self._whole_model_times_s[key]
-        return self.request.workload.global_batch_size / shape.micro_batch_size / micro_batches_per_s
+            micro_batches_per_s += (
+                like.num_devices / self.request.base.islands / (shape.tp * shape.cp) / self._whole_model_times_s[key]
+            )
+        return self.request.island_sequences / shape.micro_batch_size / micro_batches_per_s
 
 
 def _node_kinds(cluster: ClusterSpec) -> list[NodeGroup]:

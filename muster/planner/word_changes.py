@@ -86,7 +86,7 @@ def _with_required_degrees(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
 def _filling(wanted: dict[str, int], request: PlanRequest) -> Iterator[dict[str, int]]:
     """Yield degrees that fill the devices: the wanted ones, each with one other changed for it, and for experts those
     with pipeline stages given up for more data-parallel ranks."""
-    world = request.cluster.num_devices
+    world = request.island_devices
     filled = prod(wanted.values())
     if filled == world:
         yield wanted
@@ -119,7 +119,7 @@ def _with_sizes(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
     fixed = request.fixed
     if "recompute" not in fixed and request.objective != "memory" and not request.base.overrides:
         plan = with_all_layers(plan, recompute="none")
-    sequences = request.workload.global_batch_size // plan.mesh(0).dp_size
+    sequences = request.island_sequences // plan.mesh(0).dp_size
     for size in micro_batch_sizes(request, sequences) if "micro_batch_size" not in fixed else (plan.micro_batch_size,):
         other = plan.model_copy(update={"micro_batch_size": size})
         if _is_wanted(other, request):

@@ -2,21 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from math import inf
+from math import inf, isinf
 from typing import Any
 
+from muster.cost.island_loss import LOSS_SOURCE, TOKENS_SOURCE
 from muster.cost.memory.forecast import MEMORY_HEADROOM
 from muster.planner.alternatives import LESS_AND_MORE, describe_difference, describe_relation
 from muster.planner.answer import PlanAnswer
 from muster.planner.families import OFFLOAD_EFFORT, explain_family
 from muster.planner.heterogeneous import PlanSearch
+from muster.planner.islands import IslandComparison, outer_flags
 from muster.planner.reasons import Reason
 from muster.planner.search_result import COUNTERS, ROUNDING_TOLERANCE
 from muster.report.console import table_console
 from muster.report.plans import footprint_table, plan_json, plan_names, plan_table, unnamed_settings
 from muster.report.training import price_json, training_lines
 from muster.simulate.resource_load import busy_seconds
-from muster.spec.formatting import format_count, format_seconds
+from muster.spec.formatting import format_count, format_fraction, format_seconds
 from muster.spec.units import pluralize
 
 
@@ -35,6 +37,8 @@ def print_answer(answer: PlanAnswer, explain: bool) -> None:
         print(f"          {line}")
     print(f"framework {request.framework.label(answer.first.prediction.compiled)}")
     for line in _required_lines(answer):
+        print(line)
+    for line in _island_lines(answer):
         print(line)
     print(f"searched  {_search_text(answer)}")
     for line in _node_order_lines(answer.search):
@@ -81,6 +85,78 @@ def _required_lines(answer: PlanAnswer) -> list[str]:
         f"{required}: {words} than what is found without it,",
         f"          {without.name}, {format_seconds(without.prediction.step_time_s)} a step",
     ]
+
+
+def _island_lines(answer: PlanAnswer) -> list[str]:
+    """Return how islands compare with plans that communicate in every step, in speed and in loss."""
+    found = answer.islands
+    if found is None:
+        return []
+    best, exact = found.best.prediction, found.exact.prediction
+    is_first = answer.first.plan.islands > 1
+    speed = f"{found.speedup:.2f} times as many tokens a second"
+    whole = best.round
+    waits = (
+        "" if whole is None else f", {format_fraction(whole.exposed_s / whole.round_s)} of it waiting for other islands"
+    )
+    step = f"{format_seconds(best.mean_step_s)} a step{waits}"
+    if is_first:
+        lines = [f"islands   {speed} as without, {found.exact.name}, {format_seconds(exact.step_time_s)} a step"]
+    else:
+        lines = [f"islands   {found.best.name}: {speed}, {step}"]
+    lines.append(f"with {outer_flags(found.outer)}")
+    lines.append(_loss_text(found))
+    lines.append(f"(published losses: {LOSS_SOURCE}{_of_tokens(found)})")
+    if found.notes:
+        lines.append(f"({'; '.join(found.notes)})")
+    if not is_first:
+        count = found.best.plan.islands
+        why = "they change what is trained" if found.pays else "they don't pay here"
+        lines.append(f"not the first plan, since {why}: --require isl{count}{' or --allow islands' * found.pays}")
+    return [lines[0], *(f"          {line}" for line in lines[1:])]
+
+
+def _loss_text(found: IslandComparison) -> str:
+    """Return what islands cost in loss, and how fast they are to the loss without."""
+    if not found.loss_increase:
+        return "the loss at equal tokens is no higher: as much faster to the same loss"
+    higher = f"the loss at equal tokens is {found.loss_increase:.1%} higher"
+    if isinf(found.tokens_factor):
+        return f"{higher}; no number of tokens makes up for it"
+    faster = f"{found.speedup_to_same_loss:.2f} times as fast to the same loss"
+    return f"{higher}; {found.tokens_factor - 1:.0%} more tokens make up for it: {faster}"
+
+
+def _of_tokens(found: IslandComparison) -> str:
+    return f"; of tokens: {TOKENS_SOURCE}" if found.loss_increase else ""
+
+
+def _islands_json(answer: PlanAnswer) -> dict[str, Any] | None:
+    """Return the best plan with islands against the best without; null figures where no number of tokens reaches the
+    loss."""
+    found = answer.islands
+    if found is None:
+        return None
+    best, exact = found.best, found.exact
+    reaches = not isinf(found.tokens_factor)
+    return {
+        "plan": best.name,
+        "step_time_s": best.prediction.step_time_s,
+        "mean_step_s": best.prediction.mean_step_s,
+        "outer": found.outer.model_dump(mode="json"),
+        "round": None if best.prediction.round is None else best.prediction.round.to_json(),
+        "exact_plan": exact.name,
+        "exact_step_time_s": exact.prediction.step_time_s,
+        "speedup": found.speedup,
+        "loss_increase": found.loss_increase,
+        "tokens_factor": found.tokens_factor if reaches else None,
+        "speedup_to_same_loss": found.speedup_to_same_loss if reaches else None,
+        "pays": found.pays,
+        "sources": [LOSS_SOURCE, TOKENS_SOURCE],
+        "assumed": list(found.notes),
+        "node_order": found.search.node_order,
+        "fields": best.plan.model_dump(mode="json"),
+    }
 
 
 def _tier_lines(answer: PlanAnswer) -> list[str]:
@@ -237,6 +313,7 @@ def answer_json(answer: PlanAnswer, explain: bool) -> dict[str, Any]:
         "why": [_reason_json(one) for one in answer.reasons],
         "whole_cluster": _whole_json(answer),
         "unrequired": _unrequired_json(answer),
+        "islands": _islands_json(answer),
         "node_order": answer.search.node_order,
         "naive_step_time_s": answer.search.naive_step_s,
         "search": {

@@ -133,7 +133,7 @@ class LowerBounds:
         return step_s * self.value_per_second
 
     def _micro_batches(self, shape: MeshShape) -> int:
-        return self.request.workload.global_batch_size // shape.data // shape.micro_batch_size
+        return self.request.island_sequences // shape.data // shape.micro_batch_size
 
     def _counts_by_replica(self, plan: Plan) -> list[int]:
         return split_evenly(plan.num_micro_batches(self.request.workload), plan.pipeline_replicas)

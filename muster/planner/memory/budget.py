@@ -186,7 +186,7 @@ class MemoryBudget:
         return 2 * sizes.tile_tokens * sizes.local_model.vocab_size * compute_bytes(plan.precision)
 
     def _micro_batches(self, shape: MeshShape) -> int:
-        return self.request.workload.global_batch_size // shape.data // shape.micro_batch_size
+        return self.request.island_sequences // shape.data // shape.micro_batch_size
 
     @cached_property
     def _has_fixed_stages(self) -> bool:
