@@ -175,7 +175,7 @@ def test_hidden_states_travel_in_8_bits_only_where_that_is_allowed() -> None:
     assert dispatch_fields(required, 1, 1, 64, False)["ep_dispatch_dtype"] == "none"
     assert any("changes losses" in line for line in lossy.derived_lines)
     asked: dict[str, Any] = {"global_batch": 64, "top": 1}
-    with pytest.raises(ConfigError, match="expected epfp8 or epint8, which change losses; did you mean 'epfp8'"):
+    with pytest.raises(ConfigError, match="epint8 or islands, which change losses; did you mean 'epfp8'"):
         plan("mixtral-8x7b", "64xh100", allow="epfp", **asked)
     with pytest.raises(ConfigError, match="has no experts"):
         plan("tiny", "64xh100", allow="epfp8", **asked)
