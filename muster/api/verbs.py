@@ -117,7 +117,8 @@ def plan(
     effort: float = SEARCH_EFFORT,
     time_limit: float | None = None,
 ) -> PlanResults:
-    """Return the best plans for a model on a cluster; the arguments are the flags of `muster plan`.
+    """Return the best plans for a model on a cluster; the arguments are the flags of `muster plan`, and `outer` its
+    flags --outer.*.
 
     Raises ConfigError; InfeasibleError with the binding constraint if no plan fits.
     """
@@ -358,13 +359,13 @@ def predict(
     """Predict a plan's step: its time, where the time goes, and each rank's memory; the arguments are the flags of
     `muster predict`.
 
-    A run file that is given as the plan also supplies model, sequence length, batch, optimizer and outer
-    steps where these are None.
-    `compile`: as the plan says where it is None. `node_order`: the cluster's nodes in the order of their ranks, as
-    `muster plan` names it; None: as listed. `expert_load`: a run directory, its expert-load.json, or `zipf:1.0`; None:
-    an even one. `adapter`: as in `lora:r=16`, the only parameters that are trained then. `.to_json()` is the verb's
-    JSON. If the plan doesn't fit in memory, `.fits` is False. A run file whose plan is `auto` is planned for the
-    cluster first. Raises ConfigError, InfeasibleError.
+    A run file that is given as the plan also supplies model, sequence length, batch, optimizer and outer steps where
+    these are None.
+    `outer`: outer steps of a plan with islands. `compile`: as the plan says where it is None. `node_order`: the
+    cluster's nodes in the order of their ranks, as `muster plan` names it; None: as listed. `expert_load`: a run
+    directory, its expert-load.json, or `zipf:1.0`; None: an even one. `adapter`: as in `lora:r=16`, the only parameters
+    that are trained then. `.to_json()` is the verb's JSON. If the plan doesn't fit in memory, `.fits` is False. A run
+    file whose plan is `auto` is planned for the cluster first. Raises ConfigError, InfeasibleError.
     """
     given, devices = resolve_plan_input(plan), _in_node_order(resolve_cluster(cluster), node_order)
     spec, spread, optim = resolve_planned_model(model, plan, given), given.plan, given.optim

@@ -1,9 +1,19 @@
-"""`muster profile`: measure this machine, and write a cluster file for `muster predict`."""
+"""`muster profile`: measure this machine, or the links between several, and write a cluster file."""
 
+import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from muster.api.torch_import import import_torch_module
+from muster.cli.node_flags import add_node_flags, nodes_request
 from muster.cli.parser import Parser, positive_int
+from muster.spec.errors import ConfigError, MusterError
+
+if TYPE_CHECKING:
+    from muster.launch.nodes.rendezvous_config import RendezvousConfig
+
+QUICK_SECONDS = 0.25
+"""Seconds of sending over each link, where links are measured roughly."""
 
 
 def run(arguments: list[str]) -> int:
@@ -17,17 +27,56 @@ def run(arguments: list[str]) -> int:
         "-o",
         "--output",
         type=Path,
-        default=Path("machine.yaml"),
         metavar="FILE",
-        help="cluster file to write (default: machine.yaml)",
+        help="cluster file to write (default: machine.yaml; with --nodes: nodes.yaml)",
     )
     parser.add_argument(
         "--ranks", type=positive_int, metavar="N", help="measuring processes (default: one per GPU, or 4 to 8)"
     )
     parser.add_argument("--quick", action="store_true", help="measure few sizes and one dtype, roughly, in seconds")
+    parser.add_argument(
+        "--cluster", metavar="C", help="with --nodes: the nodes, in the order of their ranks (default: as detected)"
+    )
+    parser.add_argument(
+        "--connections", type=positive_int, metavar="K", help="with --nodes: TCP connections a link (default: 1)"
+    )
+    add_node_flags(parser)
     args = parser.parse(arguments)
+    if (nodes := nodes_request(args)) is not None:
+        return _profile_nodes(args, nodes)
+    for flag in ("cluster", "connections"):
+        if getattr(args, flag) is not None:
+            raise ConfigError(f"--{flag} {getattr(args, flag)} is for the links between nodes: add --nodes N")
+    output = args.output or Path("machine.yaml")
     probe = import_torch_module("muster.probe.profile")
-    cluster = probe.profile(args.output, args.ranks, args.quick)
+    cluster = probe.profile(output, args.ranks, args.quick)
     print(probe.summary(cluster))
-    print(f"written to {args.output}, for muster predict --cluster {args.output}")
+    print(f"written to {output}, for muster predict --cluster {output}")
+    return 0
+
+
+def _profile_nodes(args: argparse.Namespace, nodes: "RendezvousConfig") -> int:
+    """Measure the links between nodes; node 0 writes the file."""
+    from muster.config.local_machine import cluster_by_name
+    from muster.config.yaml_writer import write_atomically
+    from muster.probe.profile_nodes import LinkProfileRequest, links_summary, nodes_text, profile_nodes
+
+    if args.ranks is not None:
+        raise ConfigError(f"--ranks {args.ranks} is for measuring one machine: leave it out with --nodes")
+    output = args.output or Path("nodes.yaml")
+    if not output.absolute().parent.is_dir():
+        raise ConfigError(f"--output {output}: there is no directory {output.absolute().parent}")
+    cluster = None if args.cluster is None else cluster_by_name(args.cluster)
+    seconds = QUICK_SECONDS if args.quick else 1.0
+    request = LinkProfileRequest(cluster, args.connections or 1, seconds)
+    found = profile_nodes(nodes, request)
+    if found is None:
+        print("measured; node 0 has the figures")
+        return 0
+    try:
+        write_atomically(output, nodes_text(found, request))
+    except OSError as error:
+        raise MusterError(f"can't write the links to {output}: {error.strerror}") from None
+    print(links_summary(found))
+    print(f"written to {output}, for muster plan --cluster {output}")
     return 0

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 from math import exp
 from random import Random
+from typing import Any
 
 from muster.spec.cluster import ClusterSpec, NodeGroup
 
@@ -31,10 +32,11 @@ def reorder_nodes(cluster: ClusterSpec, order: Sequence[int]) -> ClusterSpec:
             groups[-1] = groups[-1].model_copy(update={"num_nodes": groups[-1].num_nodes + 1})
         else:
             groups.append(nodes[index])
-    matrix = cluster.node_bandwidth_bytes_per_s
-    if matrix is not None:
-        matrix = tuple(tuple(matrix[one][other] for other in order) for one in order)
-    return cluster.model_copy(update={"groups": tuple(groups), "node_bandwidth_bytes_per_s": matrix})
+    update: dict[str, Any] = {"groups": tuple(groups)}
+    for name in ("node_bandwidth_bytes_per_s", "node_latency_s"):
+        if (matrix := getattr(cluster, name)) is not None:
+            update[name] = tuple(tuple(matrix[one][other] for other in order) for one in order)
+    return cluster.model_copy(update=update)
 
 
 def with_nodes(cluster: ClusterSpec, nodes: tuple[int, ...]) -> ClusterSpec:

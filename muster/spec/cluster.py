@@ -74,6 +74,8 @@ class ClusterSpec(Frozen):
     """Network tiers, from the nearest to the farthest."""
     node_bandwidth_bytes_per_s: tuple[tuple[PositiveFloat, ...], ...] | None = None
     """Measured bandwidth from node to node, one way; on the diagonal, between the devices of a node."""
+    node_latency_s: tuple[tuple[PositiveFloat, ...], ...] | None = None
+    """Measured latency from node to node; on the diagonal, between the devices of a node."""
 
     @model_validator(mode="after")
     def _check(self) -> "ClusterSpec":
@@ -84,13 +86,14 @@ class ClusterSpec(Frozen):
         blocks = [tier.nodes for tier in self.tiers]
         if blocks != sorted(blocks):
             raise ValueError("tiers are listed from the nearest to the farthest: their nodes must not decrease")
-        matrix = self.node_bandwidth_bytes_per_s
-        if matrix is not None and any(len(row) != self.num_nodes for row in (matrix, *matrix)):
-            wrong = next((row for row in matrix if len(row) != self.num_nodes), matrix[0] if matrix else ())
-            raise ValueError(
-                f"node_bandwidth_bytes_per_s must have {self.num_nodes} rows and columns, one per node,"
-                f" got {len(matrix)} rows, one of {len(wrong)} columns"
-            )
+        for name in ("node_bandwidth_bytes_per_s", "node_latency_s"):
+            matrix = getattr(self, name)
+            if matrix is not None and any(len(row) != self.num_nodes for row in (matrix, *matrix)):
+                wrong = next((row for row in matrix if len(row) != self.num_nodes), matrix[0] if matrix else ())
+                raise ValueError(
+                    f"{name} must have {self.num_nodes} rows and columns, one per node,"
+                    f" got {len(matrix)} rows, one of {len(wrong)} columns"
+                )
         return self
 
     @property

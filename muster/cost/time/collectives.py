@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, log2
+from math import ceil, inf, log2
 
 from muster.spec.cluster import ClusterSpec, NodeGroup
 from muster.spec.device import LinkSpec
@@ -77,16 +77,21 @@ def make_comm_group(cluster: ClusterSpec, ranks: Sequence[int]) -> CommGroup:
     rate, group = min(rates, key=lambda pair: pair[0])
     network = group.nics.link if group.nics else None
     latency_s = network.latency_s if network else slowest.latency_s
+    shared = inf
     for tier in cluster.tiers:
         if nodes[0] // tier.nodes != nodes[-1] // tier.nodes:
-            rate, latency_s = rate * tier.bandwidth_share, latency_s + tier.latency_s
+            rate, shared = rate * tier.bandwidth_share, shared * tier.bandwidth_share
+            latency_s += tier.latency_s
             if tier.link is not None:
                 sharing = tier.nodes * group.devices_per_node
-                rate = min(rate, tier.link.bandwidth_bytes_per_s * tier.link.efficiency / sharing)
+                shared = min(shared, tier.link.bandwidth_bytes_per_s * tier.link.efficiency / sharing)
                 latency_s = max(latency_s, tier.link.latency_s)
     if cluster.node_bandwidth_bytes_per_s is not None:
         matrix = cluster.node_bandwidth_bytes_per_s
         rate = min(matrix[a][b] for a in nodes for b in nodes if a != b) / group.devices_per_node
+    rate = min(rate, shared)  # pairs were measured alone
+    if (latencies := cluster.node_latency_s) is not None:
+        latency_s = max(latencies[a][b] for a in nodes for b in nodes if a != b)
     link = network or slowest
     message_s = _message_s(link, link.latency_s)
     return CommGroup(len(ranks), len(counts), max(counts.values()), slowest, network, rate, latency_s, message_s)
