@@ -48,6 +48,9 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
         *((f"cp2{kind}-bf16-mb2", True, {"family": "qwen3"}) for kind in ("", "a", "u")),
     ],
     4: [
+        ("tp2-dp2", False, {"optim": "mezo"}),
+        ("tp2-sp-pp2-mb2-bf16", True, {"optim": "mezo"}),
+        ("dp2-cp2a-z1", False, {"optim": "mezo", "family": "gpt2"}),
         ("tp4", False),
         ("tp4-sp", False),
         ("tp2-sp-pp2", True),

@@ -10,6 +10,7 @@ from muster.cost.time.sublayer import DROPOUT_BYTES
 from muster.model import dropout, piecewise_attention
 from muster.model.dropout import LayerDropout, ScoreDropout, keep_mask, kept_scale, sample_keys
 from muster.model.piecewise_attention import ScoreRules
+from muster.model.split_mix import counted, signed
 from muster.spec.model import ModelSpec
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.supported import not_run_yet
@@ -63,7 +64,7 @@ def lanes(number: int) -> list[int]:
 def test_a_mask_is_that_of_splitmix64(start: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert splitmix64(1234567) == 6457827717110365317  # first output of the published code for this seed
     keys, gamma, bits = [5, (1 << 64) - 9, 1 << 63], 0x9E3779B97F4A7C15, (1 << 64) - 1
-    row_keys = torch.tensor([dropout._signed(key) for key in keys])
+    row_keys = torch.tensor([signed(key) for key in keys])
     monkeypatch.setattr(dropout, "chunk_elements", lambda *_: 4)
     drawn = [[lane for index in range(4) for lane in lanes(splitmix64((key + index * gamma) & bits))] for key in keys]
     expected = [[lane >= round(0.3 * 65536) - 32768 for lane in row[start : start + width]] for row in drawn]
@@ -72,12 +73,8 @@ def test_a_mask_is_that_of_splitmix64(start: int, width: int, monkeypatch: pytes
 
 def test_masks_have_the_rate_and_don_t_resemble_each_other() -> None:
     keys = sample_keys(3, range(64), CPU)
-    layers = [dropout._counted(keys, layer) for layer in range(3)]
-    rows = [
-        dropout._counted(dropout._counted(one, place).unsqueeze(1), torch.arange(32))
-        for one in layers
-        for place in (1, 2)
-    ]
+    layers = [counted(keys, layer) for layer in range(3)]
+    rows = [counted(counted(one, place).unsqueeze(1), torch.arange(32)) for one in layers for place in (1, 2)]
     masks = torch.stack([keep_mask(row.flatten(), 0, 48, 0.1) for row in rows]).double()
     assert masks.mean() == pytest.approx(0.9, abs=0.002)
     for dim in range(3):

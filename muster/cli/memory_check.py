@@ -118,7 +118,7 @@ def _forecast(
     from muster.spec.device import DeviceSpec
 
     cluster = single_node_cluster(DeviceSpec(name="cpu", kind="cpu"), plan.world_size)
-    program = build_program(plan, model, workload)
+    program = build_program(plan, model, workload, optim=optim)
     own = model, plan, workload, cluster, program
     return forecast_memory(*own, kernel_workspace=kernels, optim=optim)  # type: ignore[arg-type]
 

@@ -48,7 +48,8 @@ def _print(preset: str, overrides: list[Override]) -> None:
         raise InfeasibleError(f"the plan has no program: {'; '.join(found)}")
     outer = round_end_events(config.outer or OuterConfig()) if plan.islands > 1 else NO_EXCHANGE
     resolved_schedule = resolved_plan(plan, config.model, config.workload)
-    print(build_program(resolved_schedule, config.model, config.workload, outer=outer), end="")
+    own = resolved_schedule, config.model, config.workload
+    print(build_program(*own, outer=outer, optim=config.optim), end="")
 
 
 def _check(file: str) -> None:

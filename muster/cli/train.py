@@ -97,7 +97,7 @@ def _show(resolved: "ResolvedConfig", options: "TrainOptions") -> None:
     with redirect_stdout(notes):
         chosen, passed = dry_run(resolved, options)
     resolved, plan = passed.resolved, passed.plan
-    program = build_program(plan, resolved.config.model, resolved.config.workload)
+    program = build_program(plan, resolved.config.model, resolved.config.workload, optim=resolved.config.optim)
     peaks = ", ".join(map(str, check(program).peak_activations))
     lanes: dict[str, int] = {}
     for rank in program.ranks:

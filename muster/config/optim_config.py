@@ -21,8 +21,9 @@ class OptimConfig(Frozen):
     """The optimizer and its learning rate. What an optimizer doesn't use can't be given another value."""
 
     name: str = "adamw"
-    """adamw, sgd or lion; muon, galore, natural_galore, apollo, apollo_mini, adafactor or adamw_8bit, which are for the
-    matrices of the layers (the embedding, the head and all vectors then get AdamW); or one that a plugin registers."""
+    """adamw, sgd or lion; mezo, whose steps have no backward; muon, galore, natural_galore, apollo, apollo_mini,
+    adafactor or adamw_8bit, which are for the matrices of the layers (the embedding, the head and all vectors then get
+    AdamW); or one that a plugin registers."""
     options: dict[str, bool | int | float | str] = {}
     """A plugin's optimizer: its own arguments."""
     lr: Positive
@@ -57,9 +58,15 @@ class OptimConfig(Frozen):
     """natural_galore: last projected gradients whose products stand for the Fisher information."""
     damping: Positive = 1e-3
     """natural_galore: what is added to the Fisher information's diagonal before it is inverted."""
+    zo_eps: Positive = 1e-3
+    """mezo: length of the perturbations at which losses are compared, for each parameter's random number of variance
+    1."""
+    perturbation_parallel: bool = False
+    """mezo: pairs of neighbouring data-parallel ranks share the samples of both, and each computes one of the two
+    perturbations (DistZO2)."""
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay of matrices: each step subtracts learning rate · weight_decay · weight. Norms, biases and
-    embeddings have none."""
+    embeddings have none. mezo: 0 if not given."""
     warmup_steps: NonNegativeInt = 0
     """Steps in which the learning rate rises to its highest."""
     schedule: Literal["cosine", "linear", "wsd"] = "cosine"
@@ -71,7 +78,8 @@ class OptimConfig(Frozen):
     min_lr_ratio: Portion = 0.1
     """The last learning rate as a part of the highest."""
     clip_norm: NonNegative = 1.0
-    """The gradients' global norm is cut down to this; 0: never."""
+    """The gradients' global norm is cut down to this; 0: never. mezo, 0 if not given: so is the slope along the
+    perturbation."""
     ema_decay: Fraction = 0.0
     """Decay of an exponential moving average of the weights, such as 0.999, which is kept beside them and used as
     `RUN@ema`; 0: none."""

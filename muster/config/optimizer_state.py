@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, TypeGuard
 
 from muster.config.freezing import is_frozen
 from muster.config.optim_config import OptimConfig
@@ -98,6 +98,12 @@ def owned_state_bytes(optim: OptimConfig | None, name: str, shape: tuple[int, ..
         for tensor in update_state(optim, name, shape)
         if tensor.owned_shape is not None
     )
+
+
+def is_zeroth_order(optim: OptimConfig | None) -> TypeGuard[OptimConfig]:
+    """Return True if steps compare the losses at two perturbations instead of running a backward."""
+    entry = None if optim is None else OPTIMIZERS.get(optim.name)
+    return entry is not None and entry.is_zeroth_order
 
 
 def has_owned_state(optim: OptimConfig | None) -> bool:

@@ -51,6 +51,10 @@ class UpdateRule:
     matrix_precision_key: str | None = None
     """The key of the section `optim` that says in which precision whole matrices are exchanged and computed on; fp32
     stands for the master weights' dtype. None: always the master weights' dtype."""
+    reads_gradient: bool = True
+    """False if an update needs no gradient of each element."""
+    drawn_bytes: int = 0
+    """Bytes that drawing an update's random numbers moves for each element."""
 
     @property
     def has_owned_state(self) -> bool:
@@ -64,7 +68,8 @@ class UpdateRule:
         next passes use is written. With fp32 master weights and bf16 passes AdamW moves 3 · 8 + 4 + 2 = 30 bytes
         (arXiv:1711.05101, algorithm 2).
         """
-        return 2 * (master_bytes + state_bytes) + master_bytes + compute_bytes
+        gradient = master_bytes * self.reads_gradient
+        return 2 * (master_bytes + state_bytes) + gradient + compute_bytes + self.drawn_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,9 @@ class OptimizerEntry:
     """Keys of the section `optim` that only some optimizers read, and this one does."""
     defaults: Mapping[str, float | bool] = field(default_factory=dict)
     """Published values that differ from the section's own defaults."""
+    is_zeroth_order: bool = False
+    """True if a step compares the losses at two perturbations of the parameters: it has no backward and no
+    gradients."""
 
     def rule_of(self, name: str, shape: tuple[int, ...]) -> UpdateRule:
         """Return the rule for one parameter, by its name and global shape."""
@@ -171,6 +179,11 @@ _APOLLO_RULE = UpdateRule(
     matrix_flops=_projection_flops,
 )
 
+PERTURBATION_BYTES = 100
+"""Bytes of memory traffic for which drawing one element of a perturbation counts (`muster.model.perturbation`): its 20
+operators on 8-byte integers move four times as many, but between a core and its cache. It is 11 ns on a core that
+streams 9 GB/s; on a GPU it is an assumption."""
+
 OPTIMIZERS: dict[str, OptimizerEntry] = {
     "adamw": OptimizerEntry("muster.optim.adamw:AdamW", ADAMW_UPDATE, keys=_ADAMW_KEYS),
     "sgd": OptimizerEntry(
@@ -242,6 +255,13 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
             matrix_flops=_passes_flops,
         ),
         keys=_ADAMW_KEYS,
+    ),
+    "mezo": OptimizerEntry(
+        "muster.optim.mezo:MeZO",
+        UpdateRule(state=(), reads_gradient=False, drawn_bytes=PERTURBATION_BYTES),
+        keys=frozenset({"zo_eps", "perturbation_parallel"}),
+        defaults={"weight_decay": 0.0, "clip_norm": 0.0},
+        is_zeroth_order=True,
     ),
     "adamw_8bit": OptimizerEntry(
         "muster.optim.adamw_8bit:AdamW8bit",

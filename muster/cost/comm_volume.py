@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 
 from muster.config.freezing import is_frozen
 from muster.config.optim_config import OptimConfig
-from muster.config.optimizer_state import whole_matrix_precision, whole_matrix_shapes
+from muster.config.optimizer_state import is_zeroth_order, whole_matrix_precision, whole_matrix_shapes
 from muster.cost.activations import expert_parameter_bytes, pass_sizes
 from muster.cost.context_traffic import attention_transfers, state_transfers
 from muster.cost.expert_traffic import ExpertCall, RoutedShape, copy_calls, dispatch_calls, load_of_ranks
+from muster.cost.perturbation import POINTS, as_one_forward
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.cost.sequence_slices import offloaded_bytes_of_slices
 from muster.layout.host_updates import layer_of
@@ -62,6 +63,8 @@ def step_comm_bytes(
     ALL_REDUCE_REPLICAS) and those of the vocabulary-parallel layers (EMB_REDUCE, HIDDEN_BCAST, LOGIT_STATS,
     EMB_GRAD_BCAST). The optimizer is AdamW if `optim` is None.
     """
+    if is_zeroth_order(optim):
+        return _bytes_at_points(spec, plan, workload, rank, optim)
     at = coordinates_of(plan, rank)
     sent: dict[str, Counter[str]] = {
         axis: Counter() for axis in ("tp", "cp", "ep", "edp", "dp_shard", "dp_replicate", "pp", "world")
@@ -80,6 +83,73 @@ def step_comm_bytes(
         sent["world"]["all_reduce"] = step_report_bytes(spec)
     sent["optimizer"] = Counter(send=whole_matrix_bytes(spec, plan, rank, optim) + adapter_step_bytes(spec, plan, rank))
     return {axis: dict(+kinds) for axis, kinds in sent.items() if +kinds}
+
+
+def _bytes_at_points(
+    spec: ModelSpec, plan: Plan, workload: Workload, rank: int, optim: OptimConfig | None
+) -> dict[str, dict[str, int]]:
+    """Return `step_comm_bytes` of a zeroth-order step: those of forwards over twice as many sequences, of which
+    embeddings come once for both points, and no gradients."""
+    at = coordinates_of(plan, rank)
+    sent: dict[str, Counter[str]] = {axis: Counter() for axis in ("tp", "cp", "dp_shard", "pp", "world")}
+    doubled = as_one_forward(plan, workload)
+    for stage in stages_on(plan, at.pp):
+        sent["tp"] += _forward_tensor_bytes(spec, plan, workload, stage, at, optim)
+        sent["cp"] += context_axis_bytes(spec, *doubled, stage, at, has_backward=False)
+        sent["dp_shard"] += _forward_gather_bytes(spec, plan, workload, stage, at)
+        if not plan.is_last(stage):
+            sent["pp"][Kind.SEND_F] += pipeline_bytes(spec, *doubled, stage, at)[Kind.SEND_F]
+    if plan.offloads_params:
+        lanes = build_program(plan, spec, workload, data_rank=dp_index_of(plan, at), optim=optim).ranks[at.pp]
+        sent["host"] = _param_load_bytes(spec, plan, lanes.get("compute", ()), at)
+    if plan.world_size > 1:
+        sent["world"]["all_reduce"] = step_report_bytes(spec)
+    return {axis: dict(+kinds) for axis, kinds in sent.items() if +kinds}
+
+
+def _forward_tensor_bytes(
+    spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates, optim: OptimConfig | None
+) -> Counter[str]:
+    """Return the bytes that one stage's forwards pass to tensor-parallel collectives."""
+    sent, tp = Counter[str](), plan.mesh(stage).tp
+    if tp == 1:
+        return sent
+    count = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
+    positions = plan.local_micro_batch_size(stage) * workload.seq_len // plan.mesh(stage).sequence_shards
+    hidden, layers = (
+        positions * spec.hidden_size * compute_bytes(plan.precision),
+        len(computed_layers(spec, plan, stage)),
+    )
+    points = POINTS if optim is None or not optim.perturbation_parallel else 1
+    rows = POINTS  # halves of the sequences that a rank's points have together
+    embeddings = plan.is_first(stage) * rows // points
+    entering, leaving = rows * (2 * layers + plan.is_last(stage)), rows * 2 * layers + embeddings
+    if plan.strategy(plan.layers(stage, spec.num_layers).start).sp:
+        sent["all_gather"] += count * entering * (hidden // tp)
+        sent["reduce_scatter"] += count * leaving * hidden
+    else:
+        sent["all_reduce"] += count * leaving * hidden
+    wide = master_bytes(plan.precision)
+    if spec.qk_norm and spec.qk_norm_width == "projection":
+        sent["all_reduce"] += count * rows * layers * 2 * positions * wide
+    if plan.is_last(stage):
+        sent["all_reduce"] += count * rows * 3 * positions * wide
+    return sent
+
+
+def _forward_gather_bytes(
+    spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates
+) -> Counter[str]:
+    """Return the bytes of the parameters that one stage gathers for a step's forwards: under z3 those of layers once
+    for each, all others once a step."""
+    if plan.mesh(stage).state_shards == 1:
+        return Counter()
+    passes = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
+
+    def gathers(name: str) -> int:
+        return passes if _zero(spec, plan, stage) == "z3" and name.startswith("layers.") else 1
+
+    return Counter(all_gather=_padded_numel(spec, plan, stage, at, gathers, False) * compute_bytes(plan.precision))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -196,7 +266,7 @@ def _latent_bytes(
 
 
 def context_axis_bytes(
-    spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates
+    spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates, has_backward: bool = True
 ) -> Counter[str]:
     """Return the bytes that the attention of one stage's layers passes to context-parallel collectives, or sends, by
     kind; full recompute repeats the forward's (`attention_transfers`)."""
@@ -208,7 +278,7 @@ def context_axis_bytes(
     for layer in layers:
         found = linear if linear is not None and spec.has_linear_attention(layer) else softmax
         again = found.forward if plan.strategy(layer).recompute == "full" else ()
-        for one in (*found.forward, *again, *found.backward):
+        for one in (*found.forward, *((*again, *found.backward) if has_backward else ())):
             size = master_bytes(plan.precision) if one.in_master_dtype else compute_bytes(plan.precision)
             sent[one.kind] += count * one.calls * one.numel * size
     if sizes.mesh.cp > 1:

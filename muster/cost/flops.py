@@ -53,9 +53,10 @@ def _state_flops(spec: ModelSpec) -> int:
     return len(linear.layers) * linear.state_numel * (6 if linear.kind == "gated_deltanet" else 4)
 
 
-def train_flops_per_token(spec: ModelSpec, seq_len: int, causal: bool = False) -> int:
-    """Return the FLOPs of forward and backward for one token: each matmul of the forward has two in the backward.
+def train_flops_per_token(spec: ModelSpec, seq_len: int, causal: bool = False, has_backward: bool = True) -> int:
+    """Return the FLOPs of forward and backward for one token: each matmul of the forward has two in the backward; a
+    step without backward has two forwards.
 
     Recomputed work (activation recompute, flash attention's backward) doesn't count: these are MFU's model FLOPs.
     """
-    return 3 * forward_flops_per_token(spec, seq_len, causal)
+    return (3 if has_backward else 2) * forward_flops_per_token(spec, seq_len, causal)

@@ -4,6 +4,7 @@ Rajbhandari et al. 2021, arXiv:2104.07857)."""
 from dataclasses import dataclass
 
 from muster.config.optim_config import OptimConfig
+from muster.config.optimizer_state import is_zeroth_order
 from muster.cost.memory.param_shards import ParamShard, StageParamShards, stage_param_shards
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.spec.layer_strategy import Tier
@@ -23,6 +24,8 @@ class OffloadedParams:
     """Bytes of an element that passes read."""
     master_size: int = 0
     """Bytes of an element of master weights and gradients."""
+    has_gradients: bool = True
+    """False where a step has no backward."""
 
     @property
     def groups(self) -> tuple[tuple[Tier, ParamShard], ...]:
@@ -44,15 +47,20 @@ class OffloadedParams:
         """Return the bytes that a pass reads and writes on disk; of a backward the mean, since a step's first has no
         sums of gradients to read."""
         read: float = self.numel("disk", layers_only=backward) * self.compute_size
-        gradients = self.numel("disk", layers_only=True) * self.master_size
+        gradients = self._disk_gradients * self.master_size
         if not backward:
             return read, 0
         return read + gradients * (1 - 1 / num_micro_batches), gradients
 
     @property
+    def _disk_gradients(self) -> int:
+        """Elements of the gradients on disk, which are those of layers."""
+        return self.numel("disk", layers_only=True) * self.has_gradients
+
+    @property
     def disk_bytes_per_update(self) -> tuple[int, int]:
         """Bytes that the update of all parts on disk reads and writes beside the optimizer's state."""
-        masters, gradients = self.numel("disk"), self.numel("disk", layers_only=True)
+        masters, gradients = self.numel("disk"), self._disk_gradients
         copies = masters * self.compute_size * self.has_copies
         return (masters + gradients) * self.master_size, masters * self.master_size + copies
 
@@ -65,14 +73,14 @@ class OffloadedParams:
     def host_bytes(self) -> int:
         """Bytes in host memory throughout a step: master weights, copies for passes and gradients; of what is on disk
         the gradients outside of layers."""
-        each = 2 * self.master_size + self.compute_size * self.has_copies
-        on_disk = self.root[1].shard_numel * self.master_size * (self.root[0] == "disk")
+        each = (1 + self.has_gradients) * self.master_size + self.compute_size * self.has_copies
+        on_disk = self.root[1].shard_numel * self.master_size * (self.root[0] == "disk") * self.has_gradients
         return self.numel("host") * each + on_disk
 
     @property
     def disk_bytes(self) -> int:
         """Bytes on disk: master weights, copies for passes and gradients of layers."""
-        masters, gradients = self.numel("disk"), self.numel("disk", layers_only=True)
+        masters, gradients = self.numel("disk"), self._disk_gradients
         return (masters + gradients) * self.master_size + masters * self.compute_size * self.has_copies
 
     @property
@@ -86,8 +94,9 @@ class OffloadedParams:
             return 0
         largest = max(held.shard_numel for _, held in self.groups)
         on_disk = max((held.shard_numel for tier, held in self.groups if tier == "disk"), default=0)
-        passes = largest * self.master_size + on_disk * (2 * self.master_size + 2 * self.compute_size)
-        update = on_disk * (6 * self.master_size + self.compute_size)
+        gradients = self.master_size * self.has_gradients
+        passes = largest * gradients + on_disk * (2 * gradients + 2 * self.compute_size)
+        update = on_disk * (3 * (self.master_size + gradients) + self.compute_size)
         return max(passes, update)
 
 
@@ -102,6 +111,7 @@ def offloaded_params(spec: ModelSpec, plan: Plan, stage: int, optim: OptimConfig
         (plan.param_tier(None), held.root),
         compute_bytes(plan.precision),
         master_bytes(plan.precision),
+        not is_zeroth_order(optim),
     )
 
 

@@ -1,6 +1,6 @@
 """Slice of a global batch that one rank computes, micro-batch by micro-batch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -42,6 +42,24 @@ def read_dp_slice(
     labels_BS = cut(batch.labels_BS)
     positions_BS = None if batch.positions_BS is None else cut(batch.positions_BS)
     return Batch(cut(batch.tokens_BS), labels_BS, int((labels_BS != IGNORE_INDEX).sum()), positions_BS)
+
+
+def join_by_micro_batch(shares: Sequence[Batch], num_micro_batches: int) -> Batch:
+    """Return the rows of several ranks as `read_dp_slice` has them, in each micro-batch one rank's after another's."""
+    if len(shares) == 1:
+        return shares[0]
+
+    def join(arrays_BS: Sequence[np.ndarray]) -> np.ndarray:
+        by_micro_batch = [array.reshape(num_micro_batches, -1, array.shape[1]) for array in arrays_BS]
+        return np.concatenate(by_micro_batch, axis=1).reshape(-1, arrays_BS[0].shape[1])
+
+    positions = [share.positions_BS for share in shares]
+    return Batch(
+        join([share.tokens_BS for share in shares]),
+        join([share.labels_BS for share in shares]),
+        sum(share.num_valid_tokens for share in shares),
+        None if any(one is None for one in positions) else join([one for one in positions if one is not None]),
+    )
 
 
 def samples_of_micro_batch(

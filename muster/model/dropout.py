@@ -3,8 +3,8 @@
 An element is dropped by a hash of (seed, global sample, layer, place in the layer, head, position, index in the
 hidden state), not by a generator's next number. So ranks that hold the same positions drop the same, ranks that hold
 others draw nothing in vain, and a backward, or a forward that recompute repeats, computes the mask again instead of
-saving it. The hash is SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014),
-whose n-th output is a function of n; a quarter of an output decides on one element, so rates are multiples of 2^-16.
+saving it. A quarter of an output of the generator (`muster.model.split_mix`) decides on one element, so rates are
+multiples of 2^-16.
 
 Suffixes of tensors: B sequences, S positions, N rows, W elements of a row, C counters, D hidden width.
 """
@@ -18,17 +18,9 @@ from torch import Tensor
 
 from muster.model.chunk_sizes import chunk_elements
 from muster.model.host_copies import to_device
+from muster.model.split_mix import counted, key_of
 from muster.spec.model import ModelSpec
 
-
-def _signed(bits: int) -> int:
-    """Return the int64 with these 64 bits."""
-    return bits - (1 << 64) if bits >> 63 else bits
-
-
-_ALL_BITS = (1 << 64) - 1
-_GAMMA = 0x9E3779B97F4A7C15
-_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LANES, _LANE_VALUES = 4, 1 << 16
 _DROPOUT = 0x64726F706F757400
 """Purpose of the draws, apart from those of other purposes with the same seed."""
@@ -37,29 +29,10 @@ EMBEDDING, ATTENTION, AFTER_ATTENTION, AFTER_MLP, BEFORE_ADAPTERS = range(5)
 of `muster.spec.adapters.TARGETS` has a place."""
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Return x shifted right with zeros, which int64 fills with copies of the sign."""
-    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
-
-
-def _mix_(x: Tensor) -> Tensor:
-    """Replace each int64 by its hash; distinct ones stay distinct."""
-    for bits, factor in _ROUNDS:
-        x.bitwise_xor_(_shifted(x, bits)).mul_(_signed(factor))
-    return x.bitwise_xor_(_shifted(x, 31))
-
-
-def _counted(keys: Tensor, counters: Tensor | int) -> Tensor:
-    """Return the outputs of the generators with these keys (…) at their counters."""
-    if isinstance(counters, int):
-        return _mix_(keys + _signed((counters + 1) * _GAMMA & _ALL_BITS))
-    return _mix_(keys + (counters + 1) * _signed(_GAMMA))
-
-
 def sample_keys(seed: int, samples: Iterable[int], device: torch.device) -> Tensor:
     """Return the key of each global sample (B), int64, from which all of its masks follow."""
-    of_run = _mix_(torch.tensor([_signed((seed ^ _DROPOUT) & _ALL_BITS)]))
-    return to_device(_counted(of_run, torch.tensor(list(samples), dtype=torch.int64)), device)
+    of_run = key_of(seed, _DROPOUT)
+    return to_device(counted(of_run, torch.tensor(list(samples), dtype=torch.int64)), device)
 
 
 def keep_mask(row_keys_N: Tensor, start: int, width: int, rate: float) -> Tensor:
@@ -70,7 +43,7 @@ def keep_mask(row_keys_N: Tensor, start: int, width: int, rate: float) -> Tensor
     kept_NW = torch.empty(len(row_keys_N), width, dtype=torch.bool, device=row_keys_N.device)
     rows = max(1, chunk_elements("dropout", row_keys_N.device.type) // count)
     for row in range(0, len(row_keys_N), rows):
-        drawn_NW = _counted(row_keys_N[row : row + rows, None], counters_C).view(torch.int16)
+        drawn_NW = counted(row_keys_N[row : row + rows, None], counters_C).view(torch.int16)
         torch.ge(
             drawn_NW[:, lane : lane + width], _num_dropped(rate) - _LANE_VALUES // 2, out=kept_NW[row : row + rows]
         )
@@ -124,7 +97,7 @@ class DropoutState:
     def of_layer(self, layer: int, positions_S: Tensor, whole_positions_S: Tensor) -> LayerDropout:
         """Return a layer's dropout in this pass."""
         assert self.keys_B is not None
-        keys_B = _counted(self.keys_B, layer + 1)
+        keys_B = counted(self.keys_B, layer + 1)
         rates = self._spec.hidden_dropout, self._spec.attention_dropout
         return LayerDropout(*rates, keys_B, positions_S, whole_positions_S)
 
@@ -133,7 +106,7 @@ class DropoutState:
         if not self._spec.embedding_dropout:
             return x_BSD
         assert self.keys_B is not None
-        keys_B = _counted(self.keys_B, 0)
+        keys_B = counted(self.keys_B, 0)
         return _Drop.apply(x_BSD.clone(), keys_B, positions_S, EMBEDDING, self._spec.embedding_dropout)  # type: ignore[return-value]
 
 
@@ -161,7 +134,7 @@ class _Drop(torch.autograd.Function):
 
 
 def _drop_(x_BSD: Tensor, keys_B: Tensor, positions_S: Tensor, place: int, rate: float) -> Tensor:
-    row_keys_BS = _counted(_counted(keys_B, place).unsqueeze(1), positions_S)
+    row_keys_BS = counted(counted(keys_B, place).unsqueeze(1), positions_S)
     kept_NW = keep_mask(row_keys_BS.flatten(), 0, x_BSD.shape[-1], rate)
     x_BSD.masked_fill_(kept_NW.view(x_BSD.shape).logical_not_(), 0)
     return x_BSD.mul_(kept_scale(rate))
@@ -178,7 +151,7 @@ class InputDropout:
         """Return the keys of these rows, sample by sample; all of them would take memory from forward to backward."""
         row_N = torch.arange(rows.start, rows.stop, device=self._keys_B.device)
         count = len(self._positions_S)
-        return _counted(_counted(self._keys_B, self._place)[row_N // count], self._positions_S[row_N % count])
+        return counted(counted(self._keys_B, self._place)[row_N // count], self._positions_S[row_N % count])
 
     def pieces(self, count: int, width: int) -> Iterator[slice]:
         """Yield the rows of an input (count, width) in pieces that dropout draws at once."""
@@ -223,8 +196,8 @@ class ScoreDropout:
         device = self._keys_B.device
         head_H = torch.arange(self._first_head, self._first_head + heads, device=device)
         row_R = torch.arange(rows.start, rows.stop, device=device)
-        keys_BH = _counted(_counted(self._keys_B, ATTENTION).unsqueeze(1), head_H)
-        row_keys_BHR = _counted(keys_BH.unsqueeze(2), row_R)
+        keys_BH = counted(counted(self._keys_B, ATTENTION).unsqueeze(1), head_H)
+        row_keys_BHR = counted(keys_BH.unsqueeze(2), row_R)
         kept_NW = keep_mask(row_keys_BHR.flatten(), keys.start, keys.stop - keys.start, self.rate)
         return kept_NW.view(*row_keys_BHR.shape, -1)
 

@@ -11,6 +11,7 @@ from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import skips_weight_decay, update_state
 from muster.layout.tensor_layout import TensorLayout
 from muster.model.dtypes import DTYPES
+from muster.model.perturbation import Direction
 from muster.parallel.world import World
 
 
@@ -21,6 +22,13 @@ class StateStarts(NamedTuple):
     """Steps after which a parameter's state was zero, by name."""
     average: int = 1
     """Steps after which the average of the weights was the weights."""
+
+
+class Slope(NamedTuple):
+    """Slope of the loss along the direction of a zeroth-order step."""
+
+    direction: Direction
+    slope: float
 
 
 class Optimizer(ABC):
@@ -35,6 +43,8 @@ class Optimizer(ABC):
         """Steps taken so far; to be set when a state is loaded."""
         self.starts = StateStarts()
         """Beginnings of the state, the same on all ranks; to be set when a state is loaded."""
+        self.slope: Slope | None = None
+        """What a zeroth-order step goes by, in place of gradients; to be set before it."""
 
     @classmethod
     def build(
@@ -105,6 +115,15 @@ class WrappingOptimizer(Optimizer):
     @starts.setter
     def starts(self, starts: StateStarts) -> None:
         self.inner.starts = starts
+
+    @property
+    def slope(self) -> Slope | None:  # type: ignore[override]
+        """What a zeroth-order step goes by."""
+        return self.inner.slope
+
+    @slope.setter
+    def slope(self, slope: Slope | None) -> None:
+        self.inner.slope = slope
 
     def _update(self, lr: float) -> None:
         raise AssertionError("the inner optimizer updates")

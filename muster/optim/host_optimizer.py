@@ -190,7 +190,7 @@ class HostOptimizer(Optimizer):
         self.resident.step(lr)
 
     def _follow(self, optimizer: Optimizer) -> None:
-        optimizer.step_count, optimizer.starts = self.step_count, self.starts
+        optimizer.step_count, optimizer.starts, optimizer.slope = self.step_count, self.starts, self.slope
 
     def state(self) -> dict[str, tuple[str, Tensor]]:
         """Return the state (see `Optimizer.state`), and the gradients that wait for an update; what is on disk is read,

@@ -11,7 +11,7 @@ from muster.parallel.device_clock import HostClock, RecordBesideHost, StepClock,
 from muster.parallel.flight_recorder import flight_record
 from muster.parallel.host_lane import HostLane
 from muster.parallel.p2p import P2PRoute, PendingReceive
-from muster.parallel.stage import Stage
+from muster.parallel.stage_interface import Stage
 from muster.parallel.vocab_parallel import VocabShard
 from muster.schedule.action import KINDS, LANES, RECEIVES, Action, Kind, Lane, matching_transfer
 from muster.schedule.program import Instruction, Program, Wait

@@ -86,6 +86,8 @@ def profile_stages(
             else:
                 for kind in backwards:
                     _time_forward_backward(stage, clock, kind, offloads)
+                if not backwards:
+                    _time_forward(stage, clock, 0)
         for _, stage in sorted(stages.items()):
             if stage.vocab is not None:
                 vocab_bytes = _time_vocab_passes(stage, stage.vocab, clock)
@@ -276,7 +278,7 @@ def _profile_stage(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Time the passes of one micro-batch, with each kind of backward in the Program; return the bytes that a first one
     saves, slice by slice, and those of them that may be offloaded."""
-    tokens = torch.randint(stage.spec.vocab_size, stage.micro_batch_shape, device=stage.world.device)
+    tokens = torch.randint(stage.spec.vocab_size, stage.token_shape, device=stage.world.device)
     lengths = [len(positions) for positions in stage.default_slices]
     slices = (tokens,) if len(lengths) == 1 else tuple(part.clone() for part in tokens.split(lengths, dim=1))
     keys = (sample_keys(0, range(len(tokens)), stage.world.device),) * len(slices)
@@ -284,6 +286,10 @@ def _profile_stage(
         tuple(shift_further(part, part, depth) for depth in range(1, stage.spec.mtp_layers + 1)) for part in slices
     )
     stage.inputs = StageInputs(slices, slices, tokens.numel(), dropout_keys_M=keys, further_M=further)
+    if not backwards:  # nothing is saved
+        for _ in range(PASS_REPEATS):
+            _time_forward(stage, clock, 0)
+        return (0,), (0,)
     kept_bytes = 0
     offloaded: tuple[int, ...] = ()
 

@@ -149,8 +149,13 @@ def tied_embedding_routes(spec: ModelSpec, world: World, stages: Iterable[int]) 
 
 
 def _route_of_rank(rank: int, own: Box, outgoing: Sequence[BoxTransfer], incoming: Sequence[BoxTransfer]) -> P2PRoute:
-    """Keep the transfers of one rank, as slices of the box `own` that it holds."""
+    """Keep the transfers of one rank, as slices of the box `own` that it holds; whole tensors, which may hold such a
+    box several times, have none."""
+
+    def slices(message: BoxTransfer) -> tuple[slice, ...]:
+        return () if message.box == own else slices_within(message.box, own)
+
     return P2PRoute(
-        tuple((message.target, slices_within(message.box, own)) for message in outgoing if message.source == rank),
-        tuple((message.source, slices_within(message.box, own)) for message in incoming if message.target == rank),
+        tuple((message.target, slices(message)) for message in outgoing if message.source == rank),
+        tuple((message.source, slices(message)) for message in incoming if message.target == rank),
     )

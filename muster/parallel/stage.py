@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from muster.config.freezing import is_frozen, is_frozen_up_to
 from muster.config.optim_config import OptimConfig
+from muster.config.optimizer_state import is_zeroth_order
+from muster.cost.perturbation import POINTS
 from muster.layout.expert_placement import expert_order
 from muster.layout.sequence_slices import num_offloaded_layers, sequence_slices
 from muster.layout.tensor_layout import (
@@ -19,6 +21,7 @@ from muster.layout.tensor_layout import (
     computed_layers,
     has_vocab_shard,
     stage_layouts,
+    stage_shards,
     tp_partial_grad_copies,
 )
 from muster.model.adapters import HdPissaLinear
@@ -29,6 +32,7 @@ from muster.model.float8 import apply_float8, has_float8
 from muster.model.init import fill_initial_parts
 from muster.model.kernels import soft_cap
 from muster.model.loss import LossSums, loss_sums, plugin_loss_sums
+from muster.model.perturbation import Part
 from muster.model.recompute import apply_recompute
 from muster.model.sliced_attention import SliceState, apply_slices
 from muster.model.tiling import apply_tiles, compute_in_tiles, tile_rows
@@ -60,6 +64,7 @@ from muster.parallel.fsdp import (
 from muster.parallel.master_weights import master_weights
 from muster.parallel.offload import ActivationOffload
 from muster.parallel.param_offload import ParamOffload
+from muster.parallel.perturbed_passes import PerturbedPasses
 from muster.parallel.stage_inputs import StageInputs
 from muster.parallel.tensor_parallel import (
     all_reduce_replicated_grads,
@@ -81,63 +86,6 @@ if TYPE_CHECKING:
 NUM_LOSSES = 5
 """Losses that a stage sums: cross-entropy, z-loss, load-balancing loss of routers, their z-loss, weighted loss of
 multi-token prediction."""
-
-
-class Stage(Protocol):
-    """Interface of a stage for the executor.
-
-    Where sequences are cut into slices, `micro_batch` numbers the slices of all micro-batches (`Program.unit`).
-    """
-
-    def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
-        """Run the forward of one micro-batch and return the stage's output; the first stage reads its own input and
-        gets None."""
-        ...
-
-    def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
-        """Return the gradient of the stage's input; the last stage starts from its own loss and gets None."""
-
-    def backward_input(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
-        """Run the part of `backward` that yields the input's gradient, and leave the weights' gradients to
-        `backward_weight`."""
-
-    def backward_weight(self, micro_batch: int) -> None:
-        """Compute the weight gradients that `backward_input` left."""
-
-    def offload(self, micro_batch: int) -> Callable[[], None]:
-        """Start to move a micro-batch's saved activations to the host; the returned function frees them on the
-        device."""
-        ...
-
-    def reload(self, micro_batch: int) -> Callable[[], None]:
-        """Start to copy them back; the returned function waits for the end."""
-        ...
-
-    def write_activations(self, micro_batch: int) -> Callable[[], None]:
-        """Let the next forward write what it saves to disk; the returned function waits for the end."""
-        ...
-
-    def read_activations(self, micro_batch: int) -> Callable[[], None]:
-        """Start to read what a forward has written; the backward waits for each layer's part."""
-        ...
-
-    def load_params(self, backward: bool) -> Callable[[], None]:
-        """Start to load the parameters that a pass gathers first, from host memory or disk; the returned function waits
-        until the pass's gradients have left the device."""
-        ...
-
-    def receive_buffer(self, micro_batch: int) -> Tensor:
-        """Allocate a buffer for one micro-batch's activation or its gradient, in the shape that neighbours send."""
-        ...
-
-    def unshard(self) -> None:
-        """All-gather the parameters."""
-
-    def reduce_gradients(self) -> None:
-        """Reduce the gradients over the data-parallel ranks."""
-
-    def all_reduce_replicated_grads(self) -> None:
-        """All-reduce the gradients of weights that tensor-parallel ranks hold copies of."""
 
 
 class DecoderStage:
@@ -202,7 +150,7 @@ class DecoderStage:
         if self.tp_axis is not None or split_backward:
             apply_parallel_linears(self.module, self.tp_axis, self._weight_grads, self._routes_own_tokens)
         self._use_float8(plan)
-        if is_compiled(plan, spec, world.device):
+        if is_compiled(plan, spec, world.device) and not is_zeroth_order(optim):
             compile_blocks(self.module, world.device)
         self._offload = self.offload_type(world.device)
         self.disk_activations = self.disk_type(world.device)
@@ -215,12 +163,15 @@ class DecoderStage:
         self._replicated = tp_partial_grad_copies(spec, self.layouts, plan.mesh(index), strategy.sp)
         self.param_offload.kept_gradients = frozenset(self._replicated)
         self.reset_parameters(seed)
+        self.perturbed = self._perturb(optim)
+        """Passes at perturbed parameters, where a step has no backward."""
         self.micro_batch_shape = (plan.local_micro_batch_size(index), seq_len // plan.mesh(index).sequence_shards)
         """Shape of a micro-batch's tokens on this rank, (B, S); a micro-batch may be shorter."""
         self._sequence_shards = self.tp_axis.size if self.tp_axis and self.tp_axis.sequence_parallel else 1
         self.activation_dtype = DTYPES[plan.precision]
         self.inputs: StageInputs | None = None
         self._losses = torch.zeros(NUM_LOSSES, dtype=torch.float64, device=world.device)
+        self._loss_difference = torch.zeros((), dtype=torch.float64, device=world.device)
         self.backwards_per_step: int | None = None
         """With replicas, the step's last backward all-reduces, under z2 and z3, the gradients of all."""
         self._num_backwards = 0
@@ -272,6 +223,13 @@ class DecoderStage:
         for parameters in self.param_offload.refill(self.parameters):
             fill_initial_parts(self.spec, {name: self.layouts[name] for name in parameters}, parameters, seed)
 
+    def _perturb(self, optim: OptimConfig | None) -> PerturbedPasses | None:
+        if optim is None or not is_zeroth_order(optim):
+            return None
+        shards = stage_shards(self.spec, self.world.plan, self.index, self.world.at)
+        parts = {name: Part(name, shape, box) for name, shape, box, *_ in shards if not is_frozen(optim, name)}
+        return PerturbedPasses(self.module, parts, optim.zo_eps)
+
     # ------------------------------------------------------------------------------------------------------------------
     # Passes
 
@@ -321,6 +279,8 @@ class DecoderStage:
         self.module.router_state.loss_weight = self.inputs.loss_scale / self.inputs.num_valid / tp
         counted_M = self.inputs.counted_M
         self.module.router_state.counted_BS = None if counted_M is None else self._routed_part(counted_M[micro_batch])
+        if self._is_perturbed:
+            return self._forward_at_points(micro_batch, x)
         y = self.module(x)
         if self.computes_loss:
             further_loss = None
@@ -345,6 +305,35 @@ class DecoderStage:
         elif self._slices is not None and self._slices.positions.stop == self._slices.length:
             self._slices.drop()
         return y
+
+    @property
+    def _is_perturbed(self) -> bool:
+        return self.perturbed is not None and self.perturbed.is_active
+
+    def _forward_at_points(self, micro_batch: int, x: Tensor | None) -> Tensor:
+        """Run `forward` at both points of a zeroth-order step; the last stage adds up its losses."""
+        inputs, points = self.inputs, self.perturbed
+        assert inputs is not None
+        assert points is not None
+
+        def add_losses(x_BSD: Tensor, _: int) -> Tensor:
+            found, difference = points.losses(inputs.labels_M[micro_batch], self._loss_function(inputs), x_BSD)
+            if self.world.at.tp == 0:  # the other tensor-parallel ranks have the same losses
+                self._losses[:2] += found
+                self._loss_difference += difference
+            return difference
+
+        self.module.reduce_hidden = add_losses if self.computes_loss else None
+        y = self.module(x)
+        self.module.reduce_hidden = None
+        return y
+
+    def pop_loss_difference(self) -> Tensor:
+        """Return the sum of this rank's losses at the first point of a zeroth-order step, less that at the second,
+        since the last call: a float64 scalar."""
+        difference = self._loss_difference.clone()
+        self._loss_difference.zero_()
+        return difference
 
     @cached_property
     def _parted_adapters(self) -> list[HdPissaLinear]:
@@ -520,8 +509,16 @@ class DecoderStage:
 
     def receive_buffer(self, micro_batch: int) -> Tensor:
         length = self._seq_len(micro_batch) // self._sequence_shards
-        shape = (self.micro_batch_shape[0], length, self.spec.hidden_size)
+        rows = self.micro_batch_shape[0] * (POINTS if self._is_perturbed else 1)  # those of both points
+        shape = (rows, length, self.spec.hidden_size)
         return torch.empty(shape, dtype=self.activation_dtype, device=self.world.device)
+
+    @property
+    def token_shape(self) -> tuple[int, int]:
+        """Shape of the tokens of a micro-batch, (B, S): a rank with one point of a zeroth-order step has more of them
+        than `micro_batch_shape` says."""
+        rows, length = self.micro_batch_shape
+        return (rows * POINTS // self.perturbed.num_points if self.perturbed and self._is_perturbed else rows), length
 
     def _seq_len(self, micro_batch: int) -> int:
         """Return the positions of a micro-batch's sequences, of which tensor-parallel ranks see all."""

@@ -15,9 +15,10 @@ from muster.config.local_machine import (
     with_num_ranks,
 )
 from muster.config.optim_config import OptimConfig
-from muster.config.optimizer_state import whole_matrix_shapes
+from muster.config.optimizer_state import is_zeroth_order, whole_matrix_shapes
 from muster.config.optimizers import OPTIMIZERS
 from muster.config.run_config import RunConfig
+from muster.config.zeroth_order import require_zeroth_order_runs
 from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.explain import explain_no_plan
 from muster.planner.memory.trim_offload import trim_offload
@@ -202,6 +203,7 @@ def _require_parts_run(config: RunConfig) -> None:
                 f"train.{key} {name} of a plugin may read values, which a captured pass can't: leave cuda_graphs out"
             )
     tiers = {strategy.offload_optimizer for strategy in plan.strategies} - {"none"}
+    require_zeroth_order_runs(config)
     if tiers:
         _require_host_updates(config)
     if train.delayed_update:
@@ -263,6 +265,11 @@ def _require_host_updates(config: RunConfig) -> None:
 def request_of_config(resolved: ResolvedConfig, cluster: ClusterSpec) -> PlanRequest:
     """Return the request for `auto`: all fields of the plan that the configuration specifies are fixed."""
     config, plan = resolved.config, resolved.config.parallel
+    if is_zeroth_order(config.optim):
+        raise InfeasibleError(
+            f"parallel: auto searches for the best plan with a backward, which optim.name {config.optim.name} doesn't"
+            " have: give a plan, such as dp1 or dp1-oopt-oparam"
+        )
     fixed = {
         field: getattr(plan, field)
         for field in ("micro_batch_size", "schedule", "axis_order")

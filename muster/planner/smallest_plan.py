@@ -109,7 +109,7 @@ def _forecast(request: PlanRequest, plan: Plan, budget: MemoryBudget) -> Smalles
     batch = min(request.workload.global_batch_size, 2 * plan.pp * unit)
     workload = request.workload.model_copy(update={"global_batch_size": batch})
     try:
-        program = build_program(plan, model, workload)
+        program = build_program(plan, model, workload, optim=request.optim)
         ranks = forecast_memory(model, plan, workload, cluster, program, request.framework, optim=request.optim).ranks
     except MusterError:
         return None

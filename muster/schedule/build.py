@@ -2,6 +2,8 @@
 
 from math import prod
 
+from muster.config.optim_config import OptimConfig
+from muster.config.optimizer_state import is_zeroth_order
 from muster.layout.tensor_layout import tp_partial_grad_copies
 from muster.schedule.action import Kind
 from muster.schedule.forward_only import forward_only
@@ -60,8 +62,10 @@ def build_program(
     data_rank: int | None = None,
     outer: OuterEvents = NO_EXCHANGE,
     delayed_update: bool = False,
+    optim: OptimConfig | None = None,
 ) -> Program:
-    """Return the Program of one optimizer step; without `train`, that of the forwards alone over as many micro-batches.
+    """Return the Program of one step of an optimizer (None: AdamW); without `train`, that of the forwards alone over as
+    many micro-batches, of which the step of a zeroth-order optimizer has no more.
     `outer`: exchanges between islands after the step. `delayed_update`: of a step in which the host updates parameters
     with the gradients of the step before.
 
@@ -72,7 +76,8 @@ def build_program(
     """
     num_micro_batches = plan.num_micro_batches(workload, data_rank)
     schedule = schedule_for_plan(plan, num_micro_batches)
-    if not train:
+    has_backward = train and not is_zeroth_order(optim)
+    if not has_backward:
         schedule = forward_only(schedule.placement[: schedule.depth], num_micro_batches, schedule.num_slices)
     stages = range(plan.num_stages)
     names = [name for name, _ in parameter_shapes(model)]
@@ -88,15 +93,16 @@ def build_program(
         tied_embeddings=model.embeds_on_last_stage and not plan.vocab_parallel,
         vocab_times=_vocab_times(plan, model) if plan.vocab_parallel else None,
         post_validation=plan.post_validation,
-        offload=frozenset(stage for stage in stages if train and plan.offloaded_layers(stage, model.num_layers)),
+        offload=frozenset(stage for stage in stages if has_backward and plan.offloaded_layers(stage, model.num_layers)),
         disk_activations=frozenset(
-            stage for stage in stages if train and plan.offloaded_layers(stage, model.num_layers, "disk")
+            stage for stage in stages if has_backward and plan.offloaded_layers(stage, model.num_layers, "disk")
         ),
         host_updates=tuple(plan.host_update_tiers(stage, model.num_layers) for stage in stages) if train else (),
         delayed_update=delayed_update,
         param_tiers=plan.param_tiers(model.num_layers) if train else (),
         outer=outer,
         train=train,
+        has_backward=has_backward,
     )
     program = lower(schedule, options)
     is_longest = num_micro_batches == plan.num_micro_batches(workload)

@@ -44,7 +44,9 @@ class LoweringOptions:
     outer: OuterEvents = NO_EXCHANGE
     """Exchanges with other islands after the step."""
     train: bool = True
-    """False for evaluation: no gradients are reduced and no optimizer steps."""
+    """False for evaluation: no optimizer steps."""
+    has_backward: bool = True
+    """False where passes are forwards alone: no gradients are reduced."""
 
     def stages_with_params(self, *tiers: Tier) -> frozenset[int]:
         """Return the stages with parameters in one of some tiers."""
@@ -90,13 +92,17 @@ class ProgramDraft:
         return [Wait("collective", index) for index, item in enumerate(lane) if item.action.kind in kinds]
 
     def wait_copies_beside(self, rank: int) -> list[Wait]:
-        """Return the waits for the copies beside a rank's last backward, of activations and of gradients."""
+        """Return the waits for the copies beside a rank's last backward, of activations and of gradients, or beside its
+        last forward where there is no backward."""
+        beside = (Kind.LOAD_B, Kind.READ_B, Kind.READ_ACT)
+        if not any(item.action.kind in (Kind.B, Kind.I) for item in self.ranks[rank]["compute"]):
+            beside = (Kind.LOAD_F, Kind.READ_F)
         waits: list[Wait] = []
         for lane in COPY_LANES:
             last: dict[Kind, int] = {}  # where activations and gradients share the disk, the last of each
             for index in reversed(range(len(self.ranks[rank][lane]))):
                 kind = self.ranks[rank][lane][index].action.kind
-                if kind not in (Kind.LOAD_B, Kind.READ_B, Kind.READ_ACT):
+                if kind not in beside:
                     break
                 last.setdefault(kind, index)
             waits += [Wait(lane, index) for index in sorted(last.values())]
@@ -125,16 +131,22 @@ def lower(schedule: Schedule, options: LoweringOptions) -> Program:
             for lanes in draft.ranks if options.offload else ():
                 lanes["compute"], lanes["host_copy"] = add_copy_lane(lanes["compute"], options.offload)
             add_copies_beside_passes(draft, options)
-            add_grad_reductions(draft, options)
-            if options.tp_replicated_weights:
-                add_replicated_grad_reductions(draft)
-            if schedule.replicas > 1:
-                add_replica_reductions(draft)
-            if options.tied_embeddings:
-                add_tied_embedding_reductions(draft)
+            if options.has_backward:
+                add_gradient_exchanges(draft, options)
             add_step(draft, options)
             add_outer_steps(draft, options.outer)
         return draft.finish()
+
+
+def add_gradient_exchanges(draft: ProgramDraft, options: LoweringOptions) -> None:
+    """Add what makes gradients complete once the backwards are over."""
+    add_grad_reductions(draft, options)
+    if options.tp_replicated_weights:
+        add_replicated_grad_reductions(draft)
+    if draft.schedule.replicas > 1:
+        add_replica_reductions(draft)
+    if options.tied_embeddings:
+        add_tied_embedding_reductions(draft)
 
 
 def add_copies_beside_passes(draft: ProgramDraft, options: LoweringOptions) -> None:

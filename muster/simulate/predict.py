@@ -7,6 +7,7 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 from muster.config.optim_config import OptimConfig
+from muster.config.optimizer_state import is_zeroth_order
 from muster.config.outer_config import OuterConfig
 from muster.cost.flops import train_flops_per_token
 from muster.cost.memory.forecast import MEMORY_HEADROOM, MemoryForecast, forecast_memory
@@ -207,7 +208,9 @@ class Prediction:
     @property
     def tflops_per_device(self) -> float:
         """Model TFLOP/s per device, without recomputation (see `train_flops_per_token`)."""
-        return self.tokens_per_s_per_device * train_flops_per_token(self.model, self.workload.seq_len) / 1e12
+        has_backward = not is_zeroth_order(self.optim)
+        flops = train_flops_per_token(self.model, self.workload.seq_len, has_backward=has_backward)
+        return self.tokens_per_s_per_device * flops / 1e12
 
     @property
     def mfu(self) -> float | None:
@@ -346,7 +349,7 @@ def predict(
     """
     require_legal(plan, model, workload, cluster)
     plan, framework = resolve_schedule(plan, model, workload), framework or MUSTER
-    longest = program or build_program(plan, model, workload, delayed_update=delayed_update)
+    longest = program or build_program(plan, model, workload, delayed_update=delayed_update, optim=optim)
     if plan.uneven_micro_batches:
         own = model, plan, workload, cluster, framework, cache or CostCache(), optim, delayed_update
         program, times = _slowest_data_rank(*own)
@@ -382,7 +385,9 @@ def _slowest_data_rank(
         for data_rank in ranks:
             key = number, plan.num_micro_batches(workload, data_rank)
             if key not in candidates:
-                program = build_program(plan, model, workload, data_rank=data_rank, delayed_update=delayed_update)
+                program = build_program(
+                    plan, model, workload, data_rank=data_rank, delayed_update=delayed_update, optim=optim
+                )
                 times = plan_times(model, plan, workload, cluster, framework, data_rank, cache, optim)
                 candidates[key] = program, times
     return max(candidates.values(), key=lambda pair: simulate_step(*pair).duration_s)

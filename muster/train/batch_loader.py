@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from muster.config.run_config import RunConfig
+from muster.cost.perturbation import POINTS
 from muster.data.dataset import Batch, SampleStream, require_known_ids
-from muster.data.dp_slice import parts_of_micro_batches, read_dp_slice, samples_of_micro_batch
+from muster.data.dp_slice import join_by_micro_batch, parts_of_micro_batches, read_dp_slice, samples_of_micro_batch
 from muster.data.length_bucketing import BucketedStep, bucket_by_length
 from muster.layout.context_parallel import kept_positions
-from muster.layout.mesh import dp_index_of
+from muster.layout.mesh import MeshCoordinates, dp_index_of
 from muster.layout.sequence_slices import sequence_slices
 from muster.model.documents import Documents
 from muster.model.dropout import sample_keys
@@ -90,10 +91,25 @@ class BatchLoader:
         def read(place: int, size: int) -> Batch:
             return dataset.rows(index[place : place + size], validation)
 
-        batch = read_dp_slice(read, self.plan, self.world.at, 0, count) if self.needs_data else None
+        batch = None
+        if self.needs_data:
+            shares = [read_dp_slice(read, self.plan, at, 0, count) for at in self.ranks_to_read(validation)]
+            batch = join_by_micro_batch(shares, self.num_micro_batches)
         if batch is not None:
             require_known_ids(batch, self.config.model.vocab_size)
         return LocalBatch(first, batch, num_valid, num_tokens, arrangement)
+
+    def ranks_to_read(self, validation: bool = False) -> list[MeshCoordinates]:
+        """Return the ranks whose parts of a batch this one reads: itself, or under perturbation parallelism, which
+        validation has none of, a pair of neighbouring data-parallel ranks."""
+        at = self.world.at
+        if validation or not self.config.optim.perturbation_parallel:
+            return [at]
+        first = dp_index_of(self.plan, at) // POINTS * POINTS
+        size = self.plan.mesh(at.pp).dp_shard
+        return [
+            replace(at, dp_replicate=index // size, dp_shard=index % size) for index in range(first, first + POINTS)
+        ]
 
     def _count_tokens(self, dataset: SampleStream, first: int, count: int, validation: bool) -> int:
         """Return the positions of global samples that are no padding."""
@@ -254,7 +270,11 @@ class BatchLoader:
         at, count = dp_index_of(self.plan, self.world.at), self._batch_size
         places = self.plan.sample_range(at, count)
         before = self.world.at.island * count
-        rows = (row for tokens_BS in tokens_M for row in tokens_BS.cpu().numpy())
+        own = slice(None)
+        if self.config.optim.perturbation_parallel:
+            size = self.plan.local_micro_batch_size(self.world.at.pp)
+            own = slice(at % POINTS * size, (at % POINTS + 1) * size)
+        rows = (row for tokens_BS in tokens_M for row in tokens_BS[own].cpu().numpy())
         for place, row in zip(places, rows, strict=True):
             if share.arrangement is None:
                 yield before + place, row

@@ -27,9 +27,9 @@ class DeviceMemory:
 class DeviceMetrics:
     """Measures of the devices that a plan trains on; all ranks make it together."""
 
-    def __init__(self, model: ModelSpec, plan: Plan, seq_len: int, world: World) -> None:
+    def __init__(self, model: ModelSpec, plan: Plan, seq_len: int, world: World, has_backward: bool = True) -> None:
         self._device = world.device
-        self._flops_per_token = train_flops_per_token(model, seq_len)
+        self._flops_per_token = train_flops_per_token(model, seq_len, has_backward=has_backward)
         self.devices = world.all_gather_object(device_name(world.device))
         """Name of each rank's device."""
         peaks = {name: peak_flops_per_s(name, plan) for name in self.devices}

@@ -232,7 +232,7 @@ def _device_memory_rows(trainer: Trainer, used: Sequence[DeviceMemory]) -> list[
         return []
     config, plan = trainer.config, trainer.plan
     cluster = detect_machine(trainer.world.size)
-    program = build_program(plan, config.model, config.workload)
+    program = build_program(plan, config.model, config.workload, optim=config.optim)
     own = config.model, plan, config.workload, cluster, program
     fullest = forecast_memory(*own, optim=config.optim, outer=config.outer).fullest
     communicators = device_overhead(cluster.device, plan, fullest.pp_rank, 0).communication

@@ -72,7 +72,8 @@ class TrainingLoop:
         self.is_main = world.rank == 0
         self.stop_requested = False
         self.trainer = Trainer(config, plan, world, dataset, self._hooks())
-        self.device_metrics = DeviceMetrics(config.model, plan, config.train.seq_len, world)
+        has_backward = not self.trainer.updater.is_zeroth_order
+        self.device_metrics = DeviceMetrics(config.model, plan, config.train.seq_len, world, has_backward)
         self.post_validation: PostValidation | None = None
         self.metrics = MetricsLog(run_dir / "metrics.jsonl")
         self.expert_load = ExpertLoadLog(run_dir)
@@ -117,7 +118,8 @@ class TrainingLoop:
             self.post_validation = PostValidation(self.trainer)
         # The program of the ranks with most micro-batches, for which the others wait.
         delays = self.config.train.delayed_update
-        program = build_program(self.plan, self.config.model, self.config.workload, delayed_update=delays)
+        own = self.plan, self.config.model, self.config.workload
+        program = build_program(*own, delayed_update=delays, optim=self.config.optim)
         predicted = simulate(program, profile.times)
         self._resume()
         self.checkpoint_manager.prepare()

@@ -253,7 +253,7 @@ class CountedTrainer(Trainer):
         self.updater.state = StepState(step=1, learning_rate=0.0, num_valid=count, num_tokens=count)
         batch = Batch(tokens, tokens, tokens.size) if self.batch_loader.needs_data else None
         self.batch_loader.feed_stages(LocalBatch(0, batch, count, count))
-        self._executor.run()
+        self.run_instructions(self._executor)
 
 
 class _FakeTrainer(CountedTrainer):
@@ -265,8 +265,9 @@ class _FakeTrainer(CountedTrainer):
         for stage in self.stages.values():
             stage.attach_local_gradients()
             stage.pop_losses()
+            stage.pop_loss_difference()
             stage.pop_router_load()
-        self.updater.state.grad_norm = 2 * self.config.optim.clip_norm
+        self.updater.state.grad_norm, self.updater.state.slope = 2 * self.config.optim.clip_norm, 1.0
 
 
 class _NoModuleTracker:

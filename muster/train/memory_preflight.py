@@ -21,7 +21,7 @@ def require_memory(config: RunConfig, plan: Plan, num_nodes: int = 1) -> None:
     Devices have a memory each; processes that compute on CPU cores share that of their machine.
     """
     cluster = detect_machine(plan.world_size, num_nodes)
-    program = build_program(plan, config.model, config.workload)
+    program = build_program(plan, config.model, config.workload, optim=config.optim)
     own = config.model, plan, config.workload, cluster, program
     forecast = forecast_memory(*own, optim=config.optim, outer=config.outer)
     shortage = (

@@ -1,7 +1,8 @@
 """From complete gradients to new parameters: global norm, skipped steps, clipping and the optimizer, on one rank."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,11 +12,14 @@ from torch import Tensor
 from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.manifest import Manifest
 from muster.config.freezing import is_frozen, matches_freeze
+from muster.config.optimizer_state import is_zeroth_order
 from muster.config.run_config import RunConfig
 from muster.layout.host_updates import host_update_parts
+from muster.layout.mesh import dp_index_of
 from muster.layout.tensor_layout import TensorLayout
+from muster.model.perturbation import Direction
 from muster.model.routing import update_expert_bias
-from muster.optim.base import Optimizer, StateStarts
+from muster.optim.base import Optimizer, Slope, StateStarts
 from muster.optim.build import build_optimizer
 from muster.optim.hd_pissa import WeightChangingOptimizer, without_decay
 from muster.optim.host_optimizer import PENDING_GRADIENT, HostOptimizer, HostPart, PendingUpdate
@@ -70,7 +74,8 @@ class ParameterUpdater:
         self._tied_copies = find_tied_copies(stages.values(), self.parameters)
         # On different ranks the two copies of a tied embedding sum their gradients by an instruction of the program.
         self._sums_tied_copies = plan.pp_rank(0) == plan.pp_rank(plan.stages_per_replica - 1)
-        self._scales_loss = plan.precision == "fp16"
+        self.is_zeroth_order = is_zeroth_order(config.optim)
+        self._scales_loss = plan.precision == "fp16" and not self.is_zeroth_order
         self._host_parts = {
             (index, part): [name for name in names if self.layouts[name] is stage.layouts[name]]
             for index, stage in stages.items()
@@ -132,8 +137,9 @@ class ParameterUpdater:
         """This rank's part of the statistics, from its complete gradients, which are unscaled on the way: float64 [9],
         or more in a model with experts.
 
-        (squared gradient norm, sums of the losses as `DecoderStage.pop_losses` has them, stop requested, is saving, a
-        save failed; `DecoderStage.pop_router_load`).
+        (squared gradient norm, or difference of the losses at the two points of a zeroth-order step; sums of the losses
+        as `DecoderStage.pop_losses` has them; stop requested, is saving, a save failed; what
+        `DecoderStage.pop_router_load` has).
         """
         sums = torch.zeros(NUM_STATISTICS, dtype=torch.float64, device=self.world.device)
         for stage in self.stages.values():
@@ -149,7 +155,7 @@ class ParameterUpdater:
         if self.loss_scale is not None:
             self._multiply_gradients(1 / self.loss_scale.value)
         for stage in self.stages.values():
-            sums[0] += sum_of_squares(stage)
+            sums[0] += stage.pop_loss_difference() if self.is_zeroth_order else sum_of_squares(stage)
             sums[1:6] += stage.pop_losses()
         sums[6] = self.hooks.stop_requested()
         sums[7], sums[8] = self.hooks.save_status()
@@ -175,6 +181,9 @@ class ParameterUpdater:
             loss / state.num_valid for loss in losses
         )
         state.grad_norm = math.sqrt(squares) if squares >= 0 else math.nan
+        if self.is_zeroth_order:
+            state.slope = squares / state.num_valid / (2 * self.config.optim.zo_eps)
+            state.grad_norm = abs(state.slope)
         state.stop_requested |= stop > 0
         state.is_saving |= saving > 0
         state.save_failed |= save_failed > 0
@@ -244,9 +253,38 @@ class ParameterUpdater:
         return self.optimizer.parts[stage, part]
 
     def clip(self) -> None:
-        """Scale the gradients down to the largest global norm allowed, `optim.clip_norm`."""
-        if self.exceeds_clip_norm(self.state):
-            self._multiply_gradients(self.config.optim.clip_norm / (self.state.grad_norm + 1e-6))
+        """Scale the gradients, or the slope that a zeroth-order step goes by, down to the largest global norm allowed,
+        `optim.clip_norm`."""
+        exceeds = self.exceeds_clip_norm(self.state)
+        factor = self.config.optim.clip_norm / (self.state.grad_norm + 1e-6) if exceeds else 1.0
+        if self.is_zeroth_order:
+            self.optimizer.slope = Slope(self.direction, self.state.slope * factor)
+        elif exceeds:
+            self._multiply_gradients(factor)
+
+    @property
+    def direction(self) -> Direction:
+        """Direction of the step under way, where it is a zeroth-order one."""
+        return Direction(self.config.seed, self.state.step)
+
+    @contextmanager
+    def perturbing(self) -> Iterator[None]:
+        """Run the passes in this context without a backward, at perturbed parameters, where steps are zeroth-order
+        ones."""
+        if not self.is_zeroth_order:
+            yield
+            return
+        signs = (1, -1)
+        if self.config.optim.perturbation_parallel:
+            signs = (signs[dp_index_of(self.world.plan, self.world.at) % len(signs)],)
+        with torch.no_grad():
+            for stage in self.stages.values():
+                assert stage.perturbed is not None
+                stage.perturbed.begin(self.direction, signs)
+            yield
+            for stage in self.stages.values():
+                assert stage.perturbed is not None
+                stage.perturbed.end()
 
     def optimizer_step(self) -> None:
         """Step the optimizer with the gradients as they are."""

@@ -30,7 +30,9 @@ class StepState:
     mtp_loss: float = math.nan
     """Mean of the losses of multi-token prediction with its factor, likewise."""
     grad_norm: float = math.nan
-    """Global gradient norm before clipping."""
+    """Global gradient norm before clipping; of a zeroth-order step the size of `slope`."""
+    slope: float = math.nan
+    """Slope of the loss along the direction of a zeroth-order step, before clipping."""
     router_load: Tensor | None = None
     """Choices of each expert in the step and the number of dropped ones, on the host: float64 [layers with experts,
     E + 1]; None in a model without experts."""

@@ -154,7 +154,10 @@ class Trainer:
         if plan.dynamic_context_parallel and count is not None:
             workload = workload.model_copy(update={"global_batch_size": count * plan.micro_batch_size})
         own = plan, self.config.model, workload
-        return build_program(*own, train=train, data_rank=dp_index, outer=outer, delayed_update=delayed_update)
+        optim = self.config.optim
+        return build_program(
+            *own, train=train, data_rank=dp_index, outer=outer, delayed_update=delayed_update, optim=optim
+        )
 
     def use_order(self, order: PinnedSchedule) -> None:
         """Continue with another order of the plan's schedule, which leaves the stages on their ranks."""
@@ -249,11 +252,16 @@ class Trainer:
         executor = self._executor_of_step()
         for graphs in self._pass_graphs:
             graphs.begin_step()
-        record = executor.run()
+        record = self.run_instructions(executor)
         if self._custom_step is not None:
             self._custom_step.run(executor.run)
         self.count_finished_step(record)
         return self.result(state, perf_counter() - start_s, data_s)
+
+    def run_instructions(self, executor: Executor) -> StepRecord:
+        """Run the instructions of a step whose batch is loaded."""
+        with self.updater.perturbing():
+            return executor.run()
 
     def load_batch(self) -> StepState:
         """Give the stages the next global batch; returns the state of its step, which the updater has, too."""
@@ -322,7 +330,8 @@ class Trainer:
         self.updater.state = no_step()
         self.world.heartbeat.update("profile")
         self._set_backwards_per_step(known=False)
-        profile = profile_stages(self.program, self.stages, self.world, self.handlers, self._routes, self.copies)
+        with self.updater.perturbing():
+            profile = profile_stages(self.program, self.stages, self.world, self.handlers, self._routes, self.copies)
         for stage in self.stages.values():
             stage.zero_grad()
             stage.reshard()

@@ -105,7 +105,7 @@ def _forecast(
     optim: OptimConfig | None,
 ) -> MemoryForecast | None:
     try:
-        program = build_program(plan, model, workload)
+        program = build_program(plan, model, workload, optim=optim)
         return forecast_memory(model, plan, workload, cluster, program, framework, optim=optim)
     except InfeasibleError:  # there is no time for its offload
         return None

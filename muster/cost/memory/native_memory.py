@@ -17,6 +17,7 @@ from muster.cost.memory.kernel_workspace import KernelWorkspace
 from muster.cost.memory.native_backward import BackwardPeaks
 from muster.cost.memory.native_storage import NativeStorage
 from muster.cost.memory.param_shards import ParamShard
+from muster.cost.memory.perturbed_memory import PerturbedPeaks
 from muster.cost.memory.stage_memory import PeakCandidate, StageMemory
 from muster.cost.memory.terms import MemoryTerms
 from muster.cost.sequence_slices import kept_bytes, slice_workloads
@@ -72,6 +73,8 @@ def _pass_memory(
 ) -> StageMemory:
     """Return the memory of a stage whose passes take the whole of a workload's sequences."""
     own = NativeStorage(spec, plan, workload, stage, optim)
+    if not own.has_backward:
+        return _perturbed_pass_memory(own, kernel_workspace)
     moments = _StagePeaks(own, kernel_workspace, workload)
     gathered = own.param_shards.root if own.zero == "z3" else own.param_shards.total
     vocab_gradients = own.gradients_of(own.param_shards.vocab) if plan.vocab_parallel else 0
@@ -110,6 +113,31 @@ def _pass_memory(
         head_gradients=head_gradients,
         embedding_gradients=embedding_gradients,
         message_bytes=own.sizes.hidden_bytes,
+    )
+
+
+def _perturbed_pass_memory(own: NativeStorage, kernel_workspace: KernelWorkspace) -> StageMemory:
+    """Return the memory of a stage whose passes are forwards at perturbed parameters."""
+    moments, nothing = PerturbedPeaks(own, kernel_workspace), MemoryTerms()
+    gathered = own.param_shards.root if own.zero == "z3" else own.param_shards.total
+    return StageMemory(
+        resident=_resident(own),
+        gathered_params=0 if own.is_unsharded else gathered.unsharded_numel * own.compute_size,
+        keeps_gathered=own.zero != "z3",
+        gradients=0,
+        saved=nothing,
+        offloaded=nothing,
+        deferred=nothing,
+        vocab_parallel=nothing,
+        host_state=own.offloaded_params.host_bytes,
+        disk_state=own.offloaded_params.disk_bytes,
+        host_buffers=own.offloaded_params.host_buffers,
+        peak_candidates={
+            Kind.F: tuple(moments.forward()),
+            "gather F": (moments.gather(),),
+            Kind.UNSHARD: (moments.unshard(),),
+        },
+        message_bytes=moments.hidden_bytes,
     )
 
 

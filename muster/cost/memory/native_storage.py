@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from muster.config.freezing import is_frozen_up_to
 from muster.config.optim_config import OptimConfig
-from muster.config.optimizer_state import mean_state_bytes
+from muster.config.optimizer_state import is_zeroth_order, mean_state_bytes
 from muster.cost.activations import (
     PassSizes,
     further_activation_bytes,
@@ -57,6 +57,8 @@ class NativeStorage:
         if plan.islands > 1:
             self.state_per_param += OUTER_STATE_PER_PARAM
         self._optim = optim
+        self.has_backward = not is_zeroth_order(optim)
+        """False where passes are forwards alone, which save nothing and make no gradients."""
         self._layer_bytes: dict[Hashable, int] = {}
         self.sizes: PassSizes = pass_sizes(spec, plan, workload, stage)
         self.param_shards: StageParamShards = stage_param_shards(spec, plan, stage, optim)
@@ -181,6 +183,8 @@ class NativeStorage:
 
     def gradients_of(self, held: ParamShard) -> int:
         """Return the bytes of accumulated gradients of some parameters: whole under z1, else sharded."""
+        if not self.has_backward:
+            return 0
         unsharded = held.unsharded_numel - held.frozen_unsharded_numel
         return (unsharded if self.zero == "z1" else held.shard_numel - held.frozen_shard_numel) * self.master_size
 
@@ -226,6 +230,8 @@ class NativeStorage:
 
     def saved_per_micro_batch(self) -> MemoryTerms:
         """Return the bytes that the stage saves from F to B, or to I."""
+        if not self.has_backward:
+            return MemoryTerms()
         total = sum(self.layer_activation_bytes(layer) for layer in self.layers)
         sizes = self.sizes
         logits = 0

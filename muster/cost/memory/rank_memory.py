@@ -13,6 +13,7 @@ from muster.config.freezing import is_frozen, is_frozen_up_to
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import (
     has_owned_state,
+    is_zeroth_order,
     optimizer_state_bytes,
     owned_state_bytes,
     whole_matrix_shapes,
@@ -245,8 +246,10 @@ def gradient_bytes(
 ) -> int:
     """Return the bytes of gradients summed over micro-batches, in the master weights' dtype.
 
-    They are whole under z1, else the rank's shards; frozen parameters have none.
+    They are whole under z1, else the rank's shards; frozen parameters have none, nor have steps without backward.
     """
+    if is_zeroth_order(optim):
+        return 0
     whole = _param_numels(spec, plan, stage, at)
     count = sum(
         whole[layout.name] if _zero_level(plan, layout.name) == "z1" else layout.numel
@@ -275,6 +278,8 @@ def activation_bytes(
     `tp_index` is the tensor-parallel rank: tensor parallelism cuts heads, inner width and vocabulary. Norms work on the
     hidden state, which is whole on each rank, or cut along the sequence under sequence parallelism.
     """
+    if is_zeroth_order(optim):
+        return 0
     sizes = pass_sizes(spec, plan, workload, stage, tp_index)
     precision = plan.precision
     total = 0

@@ -8,18 +8,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from muster.config.optim_config import OptimConfig
-from muster.config.optimizer_state import mean_state_bytes, mean_update_bytes
+from muster.config.optimizer_state import is_zeroth_order, mean_state_bytes, mean_update_bytes
 from muster.cost.activations import offloaded_activation_bytes
 from muster.cost.comm_volume import step_report_bytes
 from muster.cost.host_updates import HOST_UPDATE_BYTES_PER_S, disk_rates, host_part_copies, host_updated_numels
 from muster.cost.param_offload import offloaded_params
+from muster.cost.perturbation import as_one_forward, perturbation_bytes
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.cost.sequence_slices import slice_workloads
 from muster.cost.time.collectives import CommGroup, all_reduce_s, p2p_s
 from muster.cost.time.cost_cache import CostCache
 from muster.cost.time.kernels import matmul_s, stream_s
 from muster.cost.time.op_times import OpTimes, P2PTime
-from muster.cost.time.profiled_times import profiled_times
+from muster.cost.time.profiled_times import profiled_times, streamed_s
 from muster.cost.time.rank_placement import PlacedPlan
 from muster.cost.time.stage_times import StageTimes, example_stage_times
 from muster.layout.stage_resharding import stage_transfers
@@ -67,6 +68,8 @@ def plan_times(
     Raises InfeasibleError where the cluster has fewer devices, ConfigError where a device's rates are unknown.
     """
     own = cluster, framework, data_rank
+    if is_zeroth_order(optim):
+        return _times_at_points(model, plan, workload, *own, cache, optim)
     times = _micro_batch_times(model, plan, workload, *own, cache, optim)
     if plan.sequence_slices == 1:
         return times
@@ -74,6 +77,30 @@ def plan_times(
     parts = slice_workloads(model, plan, workload)
     slices = (_micro_batch_times(model, plan, part, *own, CostCache(), optim) for part in parts)
     return replace(times, slices=tuple(slices))
+
+
+def _times_at_points(
+    model: ModelSpec,
+    plan: Plan,
+    workload: Workload,
+    cluster: ClusterSpec,
+    framework: FrameworkTraits | None,
+    data_rank: int | None,
+    cache: CostCache | None,
+    optim: OptimConfig,
+) -> OpTimes:
+    """Return `plan_times` of a step whose passes are forwards at perturbed parameters."""
+    times = _micro_batch_times(model, *as_one_forward(plan, workload), cluster, framework, data_rank, cache, optim)
+    setting = place_plan(model, plan, workload, cluster, framework, data_rank, cache, optim)
+    seconds = dict(times.seconds)
+    for stage in range(plan.num_stages):
+        moved = perturbation_bytes(model, plan, stage, optim)
+        if (rates := cluster.device.rates) is not None:
+            drawn_s = streamed_s(rates, plan, stage, moved)
+        else:
+            drawn_s = stream_s(setting.device(stage), moved)
+        seconds[Kind.F, stage] += drawn_s
+    return replace(times, seconds=seconds)
 
 
 def _micro_batch_times(
@@ -195,7 +222,8 @@ def per_step_s(setting: PlacedPlan, examples: Sequence[StageTimes]) -> tuple[flo
         most = [(device, float(held[rank])) for rank, device in devices.items()]
         all_held = [(device, float(normed[rank])) for rank, device in devices.items()]
     norm_s = all_reduce_s(setting.group(0, ((1, setting.plan.island_size),)), step_report_bytes(setting.model))
-    norm_s += max(stream_s(device, GRAD_NORM_BYTES * count) for device, count in all_held)
+    if not is_zeroth_order(setting.optim):
+        norm_s += max(stream_s(device, GRAD_NORM_BYTES * count) for device, count in all_held)
     return norm_s, STEP_HOST_S + max(stream_s(device, update_bytes * count) for device, count in most)
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from muster.config.optim_config import OptimConfig
-from muster.config.optimizer_state import mean_state_bytes, mean_update_bytes
+from muster.config.optimizer_state import is_zeroth_order, mean_state_bytes, mean_update_bytes
+from muster.config.optimizers import ADAMW_UPDATE
 from muster.cost.activations import offloaded_activation_bytes, pass_sizes
 from muster.cost.comm_volume import step_report_bytes
 from muster.cost.context_traffic import AttentionShape, attention_transfers, state_transfers
@@ -514,6 +515,13 @@ def _p2p_times(
     return found
 
 
+def streamed_s(machine: MachineRates, plan: Plan, stage: int, num_bytes: float) -> float:
+    """Return the seconds in which a rank of a stage reads and writes so many bytes, at the rate of AdamW's update."""
+    rates = RateInterpolator(machine, plan.precision)
+    numel = round(num_bytes / ADAMW_UPDATE.bytes_per_element(2 * 4, 4, 2))
+    return rates.contention(storage_level(plan, stage)) * rates.kernel("adamw", numel)
+
+
 def _adamw_numel(count: int, model: ModelSpec, optim: OptimConfig | None) -> int:
     """Return the elements that AdamW updates in the time in which the optimizer updates `count`."""
     if optim is None:
@@ -542,7 +550,8 @@ def _per_step_times(
     updated = _adamw_numel(max(0, total - hosted), model, optim)
     all_reduce_s = rates.collective("all_reduce", plan.island_size, step_report_bytes(model))
     contention = rates.contention(level)
+    read = 0 if is_zeroth_order(optim) else total  # gradients
     return {
-        Kind.GRAD_NORM: contention * (all_reduce_s + rates.kernel("gradient norm", total) + overhead(Kind.GRAD_NORM)),
-        Kind.STEP: contention * (rates.kernel("scale", total) + rates.kernel("adamw", updated) + overhead(Kind.STEP)),
+        Kind.GRAD_NORM: contention * (all_reduce_s + rates.kernel("gradient norm", read) + overhead(Kind.GRAD_NORM)),
+        Kind.STEP: contention * (rates.kernel("scale", read) + rates.kernel("adamw", updated) + overhead(Kind.STEP)),
     }

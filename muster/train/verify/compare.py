@@ -11,6 +11,7 @@ from torch import Tensor
 from muster.checkpoint.checkpoint_dir import checkpoint_path
 from muster.checkpoint.load import read_full
 from muster.checkpoint.manifest import read_manifest
+from muster.config.optimizer_state import is_zeroth_order
 from muster.report.parity import FirstDifference, ParityResult, Phase, relative_difference
 from muster.spec.model import ModelSpec
 from muster.train.verify.reference import Reference
@@ -34,14 +35,14 @@ def compare(plan: str, folder: Path, reference: Reference, tolerance: float) -> 
     working = {name: g for name, g in reference.gradients.items() if name not in idle and name not in reference.frozen}
     factor = _common_factor(kept, working) if min(map(_worst, gradients.values())) > tolerance else None
     updated = reference.updated_parameters(
-        {name: kept.first_copy(name, tensor) for name, tensor in reference.gradients.items()}
+        {name: kept.first_copy(name, tensor) for name, tensor in reference.gradients.items()}, ours.grad_norms[0]
     )
     kept = _SavedCopies(checkpoint_path(folder / UPDATED_FOLDER, 1))
     updates = {name: kept.differences(name, tensor) for name, tensor in updated.items()}
-    loss, norm = (
-        relative_difference(ours.losses[0], theirs.losses[0]),
-        relative_difference(ours.grad_norms[0], theirs.grad_norms[0]),
-    )
+    loss = relative_difference(ours.losses[0], theirs.losses[0])
+    norm = relative_difference(ours.grad_norms[0], theirs.grad_norms[0])
+    if is_zeroth_order(optim := reference.config.optim):  # rounding of the losses is divided by the points' distance
+        norm = 2 * optim.zo_eps * abs(ours.grad_norms[0] - theirs.grad_norms[0]) / theirs.losses[0]
     checks = (
         *(FirstDifference("forward", 1, part, size) for part, size in hidden.items()),
         FirstDifference("loss", 1, "loss", loss),

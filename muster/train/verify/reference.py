@@ -4,8 +4,9 @@ There is no program, no executor and nothing parallel in it; loss, clipping and 
 model, its initial values, the data and the optimizer are Muster's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import copysign
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from muster.config.freezing import is_frozen, matches_freeze
+from muster.config.optimizer_state import is_zeroth_order
 from muster.config.run_config import RunConfig
 from muster.data.dataset import IGNORE_INDEX, SampleStream
 from muster.layout.tensor_layout import Box, TensorLayout
@@ -24,8 +26,9 @@ from muster.model.float8 import apply_float8, has_float8
 from muster.model.further_tokens import shift_further
 from muster.model.init import init_stage
 from muster.model.kernels import accumulation_dtype
+from muster.model.perturbation import Direction, Part, moved, whole_numbers
 from muster.model.routing import Router, update_expert_bias
-from muster.optim.base import Optimizer
+from muster.optim.base import Optimizer, Slope
 from muster.optim.build import build_optimizer
 from muster.optim.lr import lr_at_step
 from muster.parallel.fsdp import DTYPES, master_dtype
@@ -63,14 +66,20 @@ class Reference:
         """Parameters that have no gradient, because they don't require one or no layer uses them."""
         self._first_load: dict[str, Tensor | None] = {}
         """Choices of each expert in the first step, by router."""
+        self._is_zeroth_order = is_zeroth_order(config.optim)
+        self._first_slope: Slope | None = None
         self.trace = self._run()
 
-    def updated_parameters(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the parameters after a first step with these gradients, which are clipped in place; on the CPU."""
+    def updated_parameters(self, gradients: Mapping[str, Tensor], norm: float) -> dict[str, Tensor]:
+        """Return the parameters after a first step with these gradients, which are clipped in place, or with a slope of
+        this size in a zeroth-order run; on the CPU."""
         model = self._new_model(torch.device("cpu"))
         for name, parameter in model.named_parameters():
             parameter.grad = None if name in self.frozen else gradients[name]
-        self._clip_and_step(model, self._new_optimizer(model), 0)
+        optimizer = self._new_optimizer(model)
+        if (first := self._first_slope) is not None:
+            optimizer.slope = first._replace(slope=copysign(norm, first.slope))
+        self._clip_and_step(model, optimizer, 0)
         self._balance_experts(model, self._first_load)
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
@@ -82,7 +91,10 @@ class Reference:
         losses, grad_norms, sketches = [], [], []
         for step in range(config.train.num_steps):
             step_sketches = Sketches(config.model, config.workload, self._device)
-            losses.append(self._gradients_of(model, step, step_sketches))
+            if self._is_zeroth_order:
+                losses.append(self._slope_of(model, optimizer, step, step_sketches))
+            else:
+                losses.append(self._passes(model, step, step_sketches)[0])
             sketches.append(step_sketches.values.cpu())
             if step == 0:
                 self.frozen = {name for name, parameter in model.named_parameters() if parameter.grad is None}
@@ -115,8 +127,28 @@ class Reference:
         trained = {name: one for name, one in model.named_parameters() if not is_frozen(optim, name)}
         return build_optimizer(optim, trained, layouts)
 
-    def _gradients_of(self, model: Decoder, step: int, sketches: Sketches) -> float:
-        """Accumulate the gradients of one step. Returns its loss."""
+    @torch.no_grad()
+    def _slope_of(self, model: Decoder, optimizer: Optimizer, step: int, sketches: Sketches) -> float:
+        """Give the optimizer the slope of one step (arXiv:2305.17333, algorithm 1). Returns its loss."""
+        direction, eps = Direction(self.config.seed, step + 1), self.config.optim.zo_eps
+        shapes = dict(parameter_shapes(self.config.model))
+
+        def move(length: float, name: str, values: Tensor) -> Tensor:
+            if is_frozen(self.config.optim, name):
+                return values
+            whole = Part(name, shapes[name], Box((0,) * values.ndim, shapes[name]))
+            return moved(values, whole_numbers(direction, whole, values.device), length)
+
+        points = [self._passes(model, step, sketches, partial(move, sign * eps)) for sign in (1, -1)]
+        optimizer.slope = Slope(direction, (points[0][1] - points[1][1]) / (2 * eps))
+        self._first_slope = self._first_slope or optimizer.slope
+        return sum(loss for loss, _ in points) / len(points)
+
+    def _passes(
+        self, model: Decoder, step: int, sketches: Sketches, move: Callable[[str, Tensor], Tensor] | None = None
+    ) -> tuple[float, float]:
+        """Accumulate the gradients of one step, or with `move` run its forwards alone, with parameters that this
+        function of their names and values gives. Returns its loss, and what training minimizes."""
         config = self.config
         count, size = config.train.global_batch_size, self._micro_batch_size
         batch = self._dataset.train_batch(step * count, count)
@@ -126,16 +158,18 @@ class Reference:
         if lengths_B is not None:
             is_text_BS = torch.from_numpy(np.arange(tokens_BS.shape[1]) < lengths_B[:, None]).to(self._device)
         model.router_state.loss_weight = 1 / num_valid
-        total = 0.0
+        total, minimized = 0.0, 0.0
         for first in range(0, count, size):
             self._on_output = partial(sketches.add, sample=first)
             # Low precision is that of the compute: the parameters are cast, and their gradients added up as they are.
             cast = {name: parameter.to(DTYPES[self.precision]) for name, parameter in model.named_parameters()}
+            if move is not None:
+                cast = {name: move(name, value) for name, value in cast.items()}
             if batch.positions_BS is not None:
                 positions_BS = torch.from_numpy(batch.positions_BS[first : first + size])
                 model.position_state.documents = Documents.from_positions(positions_BS, self._device)
             samples = range(step * count + first, step * count + min(first + size, count))
-            model.dropout_state.keys_B = sample_keys(self.config.seed, samples, self._device)
+            model.dropout_state.keys_B = None if move else sample_keys(self.config.seed, samples, self._device)
             rows = slice(first, first + size)
             positions_BS = None if batch.positions_BS is None else torch.from_numpy(batch.positions_BS[rows])
             whole = tokens_BS[rows], labels_BS[rows]
@@ -151,9 +185,11 @@ class Reference:
             objective, *deeper = (loss + config.train.z_loss * z_loss for loss, z_loss in found)
             if deeper:
                 objective = objective + config.model.mtp_loss_scaling_factor * sum(deeper) / len(deeper)
-            (objective / num_valid).backward()
+            if move is None:
+                (objective / num_valid).backward()
             total += float(found[0][0].detach())
-        return total / num_valid
+            minimized += float(objective.detach())
+        return total / num_valid, minimized / num_valid
 
     def _add_losses(
         self, model: Decoder, labels: Sequence[Tensor], found: list[tuple[Tensor, Tensor]], x_BSD: Tensor, depth: int
@@ -180,6 +216,12 @@ class Reference:
     def _clip_and_step(self, model: Decoder, optimizer: Optimizer, step: int) -> float:
         """Clip and step. Returns the gradient norm before clipping."""
         optim = self.config.optim
+        if optimizer.slope is not None:
+            direction, slope = optimizer.slope
+            factor = optim.clip_norm / (abs(slope) + 1e-6) if 0 < optim.clip_norm < abs(slope) else 1.0
+            optimizer.slope = Slope(direction, slope * factor)
+            optimizer.step(lr_at_step(optim, step, self.config.train.num_steps))
+            return abs(slope)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm or float("inf"))
         optimizer.step(lr_at_step(optim, step, self.config.train.num_steps))
         return float(norm)
