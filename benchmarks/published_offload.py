@@ -4,6 +4,7 @@
 
 ZeRO-Offload (arXiv:2101.06840), ZeRO-Infinity (arXiv:2104.07857) and Fuyou (arXiv:2403.06504): largest models, and
 rates with optimizer state and parameters in host memory or on disk. For what doesn't fit the table says by how much.
+ZO2 (arXiv:2503.12668): memory of a device without a backward, with parameters in host memory.
 """
 
 import argparse
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from muster.config.cluster_files import load_cluster
+from muster.config.optim_config import OptimConfig
 from muster.planner.request import PlanRequest, with_tier, with_tier_sizes
 from muster.planner.smallest_plan import smallest_plan
 from muster.simulate.predict import Prediction, predict
@@ -174,11 +176,44 @@ def fuyou() -> Iterator[Row]:
     yield rate_row("Fuyou: 13B on one RTX 4090, batch 64, 12 drives", 156, found)
 
 
+OPT_SIZES = {
+    "1.3B": (24, 2048, 32, 3.75),
+    "2.7B": (32, 2560, 32, 4.14),
+    "6.7B": (32, 4096, 32, 4.99),
+    "13B": (40, 5120, 40, 6.18),
+    "30B": (48, 7168, 56, 8.86),
+    "66B": (64, 9216, 72, 12.07),
+    "175B": (96, 12288, 96, 18.04),
+}
+"""Layers, width and heads of OPT's sizes, and the GB that ZO2 has of the device (its README; batch 1 of 2,048 tokens,
+fp16, what NVML says is in use after a step)."""
+
+
+def zo2() -> Iterator[Row]:
+    """Yield the memory of OPT's sizes on a device whose parameters come from host memory."""
+    cluster, seq_len = machine("1xa100-80", 2e12), 2048
+    plan = parse_plan_name("dp1-mb1-oopt-oparam-fp16")
+    for size, (num_layers, hidden_size, num_heads, published) in OPT_SIZES.items():
+        model = gpt(num_layers, hidden_size, num_heads, seq_len)
+        model = model.model_copy(update={"vocab_size": 50272, "max_positions": seq_len + 2, "activation": "relu"})
+        optim = OptimConfig(name="mezo", lr=1e-6)
+        found = predict(model, plan, Workload(seq_len=seq_len, global_batch_size=1), cluster, optim=optim)
+        fullest = found.forecast.fullest
+        ours = fullest.terms.total / GIB
+        yield Row(
+            f"ZO2: OPT-{size}, batch 1 of 2,048 (README)",
+            f"{published:.2f} GB",
+            f"{ours:.2f} GiB ({ours / published - 1:+.0%})",
+            f"{format_plan_name(plan)}, at its peak {fullest.peak_instruction.partition(', ')[2]}; up to 30B theirs is 2.0"
+            " to 2.3 GB more: copies of all logits in fp32, 0.4 GB each, where Muster's loss takes a chunk at a time",
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
     print("| case | published | Muster | |\n|---|---|---|---|")
-    for rows in (zero_offload, zero_infinity, fuyou):
+    for rows in (zero_offload, zero_infinity, fuyou, zo2):
         for row in rows():
             print(f"| {row.case} | {row.published} | {row.muster} | {row.reason} |")
 

@@ -1,4 +1,4 @@
-"""What can't be beside zeroth-order training (`optim.name: mezo`), which has no backward."""
+"""Plans, models and keys that zeroth-order training (`optim.name: mezo`) can't have, since it has no backward."""
 
 from collections.abc import Callable
 

@@ -44,7 +44,7 @@ class Optimizer(ABC):
         self.starts = StateStarts()
         """Beginnings of the state, the same on all ranks; to be set when a state is loaded."""
         self.slope: Slope | None = None
-        """What a zeroth-order step goes by, in place of gradients; to be set before it."""
+        """Slope of a zeroth-order step, which has no gradients; to be set before it."""
 
     @classmethod
     def build(
@@ -118,7 +118,7 @@ class WrappingOptimizer(Optimizer):
 
     @property
     def slope(self) -> Slope | None:  # type: ignore[override]
-        """What a zeroth-order step goes by."""
+        """Slope of a zeroth-order step."""
         return self.inner.slope
 
     @slope.setter

@@ -16,7 +16,6 @@ from muster.cost.perturbation import POINTS
 from muster.layout.expert_placement import expert_order
 from muster.layout.sequence_slices import num_offloaded_layers, sequence_slices
 from muster.layout.tensor_layout import (
-    TensorLayout,
     chunk_bounds,
     computed_layers,
     has_vocab_shard,
@@ -157,21 +156,17 @@ class DecoderStage:
         self._save_less(plan)
         self.is_sharded = apply_fsdp(self.module, world, strategy.zero, plan)
         self.parameters: dict[str, Tensor] = self._allocate_parameters(plan, param_files)
-        self.layouts: dict[str, TensorLayout] = {
-            layout.name: layout for layout in stage_layouts(spec, plan, index, world.at)
-        }
+        self.layouts = {layout.name: layout for layout in stage_layouts(spec, plan, index, world.at)}
         self._replicated = tp_partial_grad_copies(spec, self.layouts, plan.mesh(index), strategy.sp)
         self.param_offload.kept_gradients = frozenset(self._replicated)
         self.reset_parameters(seed)
-        self.perturbed = self._perturb(optim)
-        """Passes at perturbed parameters, where a step has no backward."""
+        self._perturb(optim)
         self.micro_batch_shape = (plan.local_micro_batch_size(index), seq_len // plan.mesh(index).sequence_shards)
         """Shape of a micro-batch's tokens on this rank, (B, S); a micro-batch may be shorter."""
         self._sequence_shards = self.tp_axis.size if self.tp_axis and self.tp_axis.sequence_parallel else 1
         self.activation_dtype = DTYPES[plan.precision]
         self.inputs: StageInputs | None = None
         self._losses = torch.zeros(NUM_LOSSES, dtype=torch.float64, device=world.device)
-        self._loss_difference = torch.zeros((), dtype=torch.float64, device=world.device)
         self.backwards_per_step: int | None = None
         """With replicas, the step's last backward all-reduces, under z2 and z3, the gradients of all."""
         self._num_backwards = 0
@@ -223,12 +218,15 @@ class DecoderStage:
         for parameters in self.param_offload.refill(self.parameters):
             fill_initial_parts(self.spec, {name: self.layouts[name] for name in parameters}, parameters, seed)
 
-    def _perturb(self, optim: OptimConfig | None) -> PerturbedPasses | None:
-        if optim is None or not is_zeroth_order(optim):
-            return None
+    def _perturb(self, optim: OptimConfig | None) -> None:
+        """Let passes compute at perturbed parameters, where a step has no backward."""
+        self.perturbed: PerturbedPasses | None = None
+        self._loss_difference = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        if not is_zeroth_order(optim):
+            return
         shards = stage_shards(self.spec, self.world.plan, self.index, self.world.at)
         parts = {name: Part(name, shape, box) for name, shape, box, *_ in shards if not is_frozen(optim, name)}
-        return PerturbedPasses(self.module, parts, optim.zo_eps)
+        self.perturbed = PerturbedPasses(self.module, parts, optim.zo_eps)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Passes
