@@ -204,8 +204,8 @@ def zo2() -> Iterator[Row]:
             f"ZO2: OPT-{size}, batch 1 of 2,048 (README)",
             f"{published:.2f} GB",
             f"{ours:.2f} GiB ({ours / published - 1:+.0%})",
-            f"{format_plan_name(plan)}, at its peak {fullest.peak_instruction.partition(', ')[2]}; up to 30B theirs is 2.0"
-            " to 2.3 GB more: copies of all logits in fp32, 0.4 GB each, where Muster's loss takes a chunk at a time",
+            f"{format_plan_name(plan)}, at its peak {fullest.peak_instruction.partition(', ')[2]}; up to 30B theirs is"
+            " 2.0 to 2.3 GB more: copies of all logits in fp32, 0.4 GB each, where Muster's loss takes chunks",
         )
 
 
