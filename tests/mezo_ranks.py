@@ -22,6 +22,7 @@ from muster.model.documents import Documents
 from muster.model.init import init_stage
 from muster.model.perturbation import Direction, Part, whole_numbers
 from muster.optim.lr import lr_at_step
+from muster.parallel.param_offload import OffloadedGroup
 from muster.parallel.perturbed_passes import PerturbedPasses
 from muster.parallel.world import open_world
 from muster.spec.plan import Plan
@@ -147,4 +148,16 @@ def one_point_for_both() -> Iterator[None]:
         yield
 
 
-FAULTS = {None: no_fault, "own numbers": numbers_of_own_parts, "one point": one_point_for_both}
+@contextmanager
+def lost_late_update() -> Iterator[None]:
+    """An update that ends the step before is dropped instead of made."""
+    with patch.object(OffloadedGroup, "catch_up", OffloadedGroup.defer_nothing):
+        yield
+
+
+FAULTS = {
+    None: no_fault,
+    "own numbers": numbers_of_own_parts,
+    "one point": one_point_for_both,
+    "lost update": lost_late_update,
+}

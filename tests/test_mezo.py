@@ -15,6 +15,7 @@ from muster.cost.comm_volume import STEP_REPORT_BYTES, step_comm_bytes
 from muster.cost.memory.forecast import forecast_memory
 from muster.layout.box import Box
 from muster.model.perturbation import Direction, Part, move_, moved, rows_of, whole_numbers
+from muster.planner.request import with_tier_sizes
 from muster.schedule.action import Kind
 from muster.schedule.build import build_program
 from muster.schedule.check import check
@@ -94,6 +95,7 @@ def cases(folder: str) -> list[dict[str, Any]]:
         *same("plain", "tp2", "dp1-oopt-oparam", load=step),
         {"group": "plain", "plan": "tp2-sp", "fault": "own numbers"},
         {"group": "plain", "plan": "dp2", "fault": "one point"} | PAIRS,
+        {"group": "plain", "plan": "dp1-oopt-oparam", "fault": "lost update"},
     ]
 
 
@@ -103,7 +105,7 @@ STREAMED = [
 ]
 MORE_STREAMED = [
     *same("tp", "tp2-sp", "tp2-sp-ooptd-oparamd", "tp2-sp-ooptd-oparam", precision="bf16"),
-    *same("single", "dp1", "dp1-ooptd-oparamd", "dp2", "dp2-mb2-oopt-oparam", precision="fp16", family="gpt2"),
+    *same("single", "dp1", "dp1-ooptd-oparamd", "dp2", "dp2-oopt-oparam", precision="fp16", family="gpt2"),
     *same("cut", "cp2", "cp2-oopt-oparam", precision="fp32"),
 ]
 
@@ -208,6 +210,23 @@ def test_a_step_is_predicted_as_two_forwards_and_the_drawing_of_numbers() -> Non
     assert 2 * forward < mezo.times.seconds[Kind.F, 0] < 3 * forward
     assert mezo.forecast.fullest.terms.total < 0.6 * adamw.forecast.fullest.terms.total
     assert mezo.tflops_per_device < 2 / 3 * adamw.tflops_per_device * adamw.step_time_s / mezo.step_time_s * 1.01
+
+
+def test_updates_in_host_memory_end_beside_the_passes_of_the_next_step() -> None:
+    """Each part is updated ahead of its first use: a step takes little more than the longer of both, and one part."""
+    cluster, workload = (
+        with_tier_sizes(load_cluster("1xa100-80"), 10**12, 10**13),
+        Workload(seq_len=2048, global_batch_size=64),
+    )
+    plan, model = parse_plan_name("dp1-mb16-oopt-oparam-bf16"), load_model("llama3-8b")
+    found = predict(model, plan, workload, cluster, optim=OPTIM)
+    check(found.program)
+    passes = 4 * found.times.seconds[Kind.F, 0]
+    update = found.times.seconds[Kind.UPDATE, 0]
+    assert max(passes, 33 * update) < found.step_time_s < 1.1 * max(passes, 33 * update) + 2 * update
+    on_disk = predict(model, parse_plan_name("dp1-mb16-ooptd-oparamd-bf16"), workload, cluster, optim=OPTIM)
+    kinds = [item.action.kind for item in on_disk.program.ranks[0]["compute"]]
+    assert kinds.count(Kind.UPDATE) == 33
 
 
 @pytest.mark.parametrize(

@@ -103,12 +103,16 @@ def profile_stages(
             run = None if local is None else partial(handlers[local.kind], local)
             clock.time_together(("", -1) if local is None else local[:2], run)
         clock.time_together((Kind.GRAD_NORM, -1), lambda: handlers[Kind.GRAD_NORM](Action(Kind.GRAD_NORM)))
-        updates = [item.action for item in program.ranks[world.at.pp]["compute"] if item.action.kind == Kind.UPDATE]
+        own = (item.action for lane in ("compute", "host") for item in program.ranks[world.at.pp].get(lane, ()))
+        made = (action for action in own if action.kind in (Kind.UPDATE, Kind.LATE_UPDATE))
+        updates = [action._replace(kind=Kind.UPDATE) for action in made]
         if updates:
             disk = (item.action for item in program.ranks[world.at.pp].get("disk", ()))
             copied = {(action.kind, action.stage, action.slice) for action in (*host_copies, *disk)}
             _time_host_updates(clock, updates, copied, handlers, copies or {})
         clock.time_together((Kind.STEP, -1), lambda: handlers[Kind.STEP](Action(Kind.STEP)))
+        for stage in stages.values():
+            stage.param_offload.forget_updates()
     processes = tuple(world.plan.mesh(pp_rank).num_ranks for pp_rank in range(world.plan.pp))
     merged, p2p_s = _mean_over_ranks(world.all_gather_object((clock.seconds(), _measure_p2p(stages, world, routes))))
     whole = {key[:2]: time_s for key, time_s in merged.items() if not any(key[2:])}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -62,6 +63,9 @@ class OffloadedGroup:
         self.gradient_norms: dict[str, Tensor] = {}
         """Norms of the sums on disk."""
         self._gradient_slot: FileSlot | None = None
+        self._late_update: _Wait | None = None
+        """Update of the step before, which the group's next use waits for, or makes."""
+        self._lock = Lock()
 
     # ------------------------------------------------------------------------------------------------------------------
     # Values
@@ -76,6 +80,9 @@ class OffloadedGroup:
     def bring(self, reads: bool = True) -> _Wait:
         """Start to bring the master weights into memory, where the caller may change them; `reads`: False to leave
         them without values. The returned function waits for the end."""
+        if reads:
+            self.catch_up()
+        self._late_update = None
         if self._is_here:
             self._is_changed = True
             return _nothing
@@ -119,6 +126,22 @@ class OffloadedGroup:
             self._is_changed = False
         return [*waits, self._bring_gradients(factor)]
 
+    def defer(self, update: _Wait) -> None:
+        """Leave an update to the time before the group's next use; `update` makes it and calls `note_update`."""
+        assert self._late_update is None, "a step's passes use each group"
+        self._late_update = update
+
+    def defer_nothing(self) -> None:
+        """Drop an update that was deferred."""
+        self._late_update = None
+
+    def catch_up(self) -> None:
+        """Make the update that was deferred, unless it has been made; another thread may be doing so."""
+        with self._lock:
+            update, self._late_update = self._late_update, None
+            if update is not None:
+                update()
+
     def note_update(self) -> None:
         """Let passes see that the master weights have changed."""
         self._is_changed = True
@@ -154,6 +177,7 @@ class OffloadedGroup:
         """Start to bring passes' copies to the device, or from the disk into host memory."""
         if self._arrived is not None or self.group.is_unsharded:
             return
+        self.catch_up()
         if self._is_changed or (self.on_disk and self._is_here):
             self.keep()()
         if not self.on_disk:
@@ -369,6 +393,11 @@ class ParamOffload:
         """Bring all master weights into memory, where the caller may change them."""
         for wait in [group.bring() for group in self.groups]:
             wait()
+
+    def forget_updates(self) -> None:
+        """Drop updates that were deferred, of a step that doesn't count."""
+        for group in self.groups:
+            group.defer_nothing()
 
     def refill(self, parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Yield parameters that the caller gives other values, one group after another, so that host memory needn't

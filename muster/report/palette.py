@@ -48,7 +48,10 @@ PAINTS = (
     Paint(
         "step",
         "gradient norm, optimizer step",
-        (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.CLIP, Kind.UPDATE, Kind.DELAYED_UPDATE, Kind.STEP, Kind.OUTER_STEP),
+        (
+            *(Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.CLIP, Kind.UPDATE, Kind.DELAYED_UPDATE, Kind.LATE_UPDATE),
+            *(Kind.STEP, Kind.OUTER_STEP),
+        ),
         "#2b2f36",
         "#ffffff",
         "#e3e7ec",

@@ -59,6 +59,7 @@ class Kind(StrEnum):
     READ_STATE = "READ_STATE"
     UPDATE = "UPDATE"
     DELAYED_UPDATE = "DELAYED_UPDATE"
+    LATE_UPDATE = "LATE_UPDATE"
     RELOAD_PARAM = "RELOAD_PARAM"
     WRITE_STATE = "WRITE_STATE"
     STEP = "STEP"
@@ -162,6 +163,9 @@ KINDS: dict[Kind, KindTraits] = {
         makes="n",
         frees="m",
     ),
+    Kind.LATE_UPDATE: KindTraits(
+        "host", "update of a part of the parameters by the host, which ends the step before, ahead of its first use"
+    ),
     Kind.RELOAD_PARAM: KindTraits("host_copy", "copy a part's parameters back to the device", reads="n", frees="n"),
     Kind.READ_STATE: KindTraits("disk", "read a part's optimizer state from disk", makes="v"),
     Kind.WRITE_STATE: KindTraits("disk", "write a part's optimizer state to disk", reads="v", frees="v"),
@@ -186,7 +190,7 @@ SENDS = (Kind.SEND_F, Kind.SEND_B)
 RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 
 HOST_UPDATE_KINDS = (
-    *(Kind.OFFLOAD_GRAD, Kind.READ_STATE, Kind.UPDATE, Kind.DELAYED_UPDATE),
+    *(Kind.OFFLOAD_GRAD, Kind.READ_STATE, Kind.UPDATE, Kind.DELAYED_UPDATE, Kind.LATE_UPDATE),
     *(Kind.RELOAD_PARAM, Kind.WRITE_STATE),
 )
 """Instructions on one part of a stage's parameters, which is the slice of their action."""

@@ -349,12 +349,14 @@ def add_host_updates(draft: ProgramDraft, rank: int, options: LoweringOptions, n
     if not tiers:
         return []
     clipped = draft.add(rank, Action(Kind.CLIP), [norm])
+    late = [place for place in tiers if not options.has_backward and params.get(place) == "host"]
+    tiers = {place: tier for place, tier in tiers.items() if place not in late}
+    done = add_late_updates(draft, rank, late) if late else []
     if options.delayed_update:
         return add_delayed_updates(draft, rank, tiers, clipped)
     # An UPDATE is the instruction after CLIP that has the number of its part.
     updates = {place: clipped._replace(index=clipped.index + 1 + number) for number, place in enumerate(tiers)}
     arrived: dict[tuple[int, int], list[Wait]] = {place: [] for place in tiers}
-    done = []
     on_disk = [place for place, tier in tiers.items() if tier == "disk"]
     for parts, before, after in (
         ([place for place in tiers if place not in params], Kind.OFFLOAD_GRAD, Kind.RELOAD_PARAM),
@@ -370,6 +372,23 @@ def add_host_updates(draft: ProgramDraft, rank: int, options: LoweringOptions, n
     for (stage, part), waits in arrived.items():
         draft.add(rank, Action(Kind.UPDATE, stage, slice=part), waits)
     return done
+
+
+def add_late_updates(draft: ProgramDraft, rank: int, late: Sequence[tuple[int, int]]) -> list[Wait]:
+    """Add the updates that end the step before, of parameters in host memory, beside the passes: those of each stage in
+    the order in which its passes use them, what lies outside of layers, the last part, first (ZO2, arXiv:2503.12668,
+    whose device makes them). Return the waits for them.
+
+    Within the pass each layer waits for its own; the pass itself begins after the first.
+    """
+    compute, waits = draft.ranks[rank]["compute"], list[Wait]()
+    for stage in dict.fromkeys(stage for stage, _ in late):
+        *layers, outside = [part for own, part in late if own == stage]
+        first = len(waits)
+        waits += [draft.add(rank, Action(Kind.LATE_UPDATE, stage, slice=part)) for part in (outside, *layers)]
+        place = next(index for index, item in enumerate(compute) if item.action[:2] == (Kind.F, stage))
+        compute[place] = compute[place]._replace(waits=(*compute[place].waits, waits[first]))
+    return waits
 
 
 def add_delayed_updates(

@@ -54,8 +54,8 @@ _KINDS_BY_PART = {
         *(Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP, Kind.ALL_REDUCE_REPLICAS, Kind.ALL_REDUCE_TIED),
         Kind.OUTER_WAIT,
     ),
-    "optimizer": (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.CLIP, Kind.UPDATE, Kind.DELAYED_UPDATE, Kind.STEP)
-    + (Kind.OUTER_STEP,),
+    "optimizer": (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.CLIP, Kind.UPDATE, Kind.DELAYED_UPDATE, Kind.LATE_UPDATE)
+    + (Kind.STEP, Kind.OUTER_STEP),
     "bubble": (BUBBLE,),
 }
 """Part of a step → kinds of instructions that belong to it."""
@@ -73,6 +73,7 @@ _COPY_READERS = {
     Kind.RELOAD_PARAM: ((Kind.STEP,), -1),
     Kind.READ_STATE: ((Kind.UPDATE, Kind.STEP), -1),
     Kind.DELAYED_UPDATE: ((Kind.STEP,), -1),
+    Kind.LATE_UPDATE: ((Kind.STEP,), -1),
 }
 """Kind of a host copy → kinds of an instruction of the same unit, and the place relative to it of the last one that
 needn't wait for the copy."""

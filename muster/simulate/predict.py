@@ -73,7 +73,7 @@ _AXIS_BY_KIND |= {
     Kind.OUTER_WAIT: "islands",
 }
 """Kind of communication → axis on which it runs."""
-_STEP_KINDS = (Kind.CLIP, Kind.UPDATE, Kind.DELAYED_UPDATE, Kind.STEP, Kind.OUTER_STEP)
+_STEP_KINDS = (Kind.CLIP, Kind.UPDATE, Kind.DELAYED_UPDATE, Kind.LATE_UPDATE, Kind.STEP, Kind.OUTER_STEP)
 """Compute of the optimizer step."""
 
 

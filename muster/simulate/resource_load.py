@@ -15,7 +15,7 @@ def busy_seconds(timeline: Timeline) -> dict[str, float]:
     lanes: Mapping[str, str] = {"host_copy": HOST_LINK, "disk": DISK}
     found: defaultdict[tuple[str, int], float] = defaultdict(float)
     for event in timeline.events:
-        own = HOST_CORES if event.action.kind in (Kind.UPDATE, Kind.DELAYED_UPDATE) else COMPUTE
+        own = HOST_CORES if event.action.kind in (Kind.UPDATE, Kind.DELAYED_UPDATE, Kind.LATE_UPDATE) else COMPUTE
         resource = own if event.lane in ("compute", "host") else lanes.get(event.lane)
         if resource is not None:
             found[resource, event.rank] += event.duration_s

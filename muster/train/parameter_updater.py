@@ -25,6 +25,7 @@ from muster.optim.hd_pissa import WeightChangingOptimizer, without_decay
 from muster.optim.host_optimizer import PENDING_GRADIENT, HostOptimizer, HostPart, PendingUpdate
 from muster.optim.state_store import StateStore
 from muster.parallel.offload import HostLink
+from muster.parallel.param_offload import OffloadedGroup
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World
 from muster.spec.errors import ConfigError
@@ -200,6 +201,7 @@ class ParameterUpdater:
         if self.state.skip_reason is None:
             if not self._host_parts:
                 self.clip()
+            self._defer_updates()
             self.optimizer_step()
         self.drop_gradients()
 
@@ -221,6 +223,27 @@ class ParameterUpdater:
             self.optimizer.update((stage, part), self.state.learning_rate)
             if (offloaded := self._offloaded.get((stage, part))) is not None:
                 offloaded.note_update()
+
+    def catch_up_part(self, stage: int, part: int) -> None:
+        """Make the update of a part that the step before has deferred, unless a pass has."""
+        self._offloaded[stage, part].catch_up()
+
+    def _defer_updates(self) -> None:
+        """Leave updates of parameters in host memory without gradients to the time before their next use."""
+        optimizer, lr = self.optimizer, self.state.learning_rate
+        if not self.is_zeroth_order or not isinstance(optimizer, HostOptimizer):
+            return
+        count, slope = optimizer.step_count, optimizer.slope
+
+        def update(key: tuple[int, int], group: OffloadedGroup) -> None:
+            own = optimizer.parts[key]
+            own.optimizer.step_count, own.optimizer.starts, own.optimizer.slope = count, optimizer.starts, slope
+            own.update(lr)
+            group.note_update()
+
+        for key, group in self._offloaded.items():
+            if not group.on_disk:
+                group.defer(partial(update, key, group))
 
     def return_part(self, stage: int, part: int) -> Callable[[], None]:
         """Start to copy a part of the parameters back to the device; the returned function waits for the end."""

@@ -87,6 +87,7 @@ class Trainer:
             Kind.CLIP: lambda action: self.updater.prepare_host_updates(),
             Kind.UPDATE: lambda action: self.updater.update_part(action.stage, action.slice),
             Kind.DELAYED_UPDATE: lambda action: self.updater.update_pending_part(action.stage, action.slice),
+            Kind.LATE_UPDATE: lambda action: self.updater.catch_up_part(action.stage, action.slice),
             Kind.STEP: self._update_parameters,
             Kind.ALL_REDUCE_TIED: self._reduce_tied_gradients,
             Kind.ALL_REDUCE_REPLICAS: self._reduce_replica_gradients,

@@ -48,7 +48,7 @@ class OpTimes:
         """Return the seconds of one action; an action that was never timed takes none."""
         if self.slices and action.micro_batch >= 0:
             return self.slices[action.slice].duration_s(action)
-        if action.kind == Kind.DELAYED_UPDATE:  # the same work in another lane
+        if action.kind in (Kind.DELAYED_UPDATE, Kind.LATE_UPDATE):  # the same work in another lane
             action = action._replace(kind=Kind.UPDATE)
         found = self.seconds.get((action.kind, action.stage))
         return self.seconds.get((action.kind, -1), 0.0) if found is None else found

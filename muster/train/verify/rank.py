@@ -51,6 +51,7 @@ def verify_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> 
             sketches.append(world.all_reduce(trainer.sketches.values).cpu())
             if len(losses) == 1:
                 trainer.save_tensors(folder / GRADIENTS_FOLDER, trainer.first_gradients)
+                trainer.updater.local_shards()  # completes updates that the next step would make
                 trainer.save_tensors(folder / UPDATED_FOLDER, trainer.updater.parameters)
                 trainer.first_gradients = {}
         if rank == 0:
