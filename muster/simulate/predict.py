@@ -251,7 +251,8 @@ class Prediction:
     @property
     def compiled(self) -> bool:
         """True if the plan's blocks are compiled."""
-        return compiles(self.plan, self.model, self.cluster.device.kind, self.framework)
+        has_backward = not is_zeroth_order(self.optim)
+        return has_backward and compiles(self.plan, self.model, self.cluster.device.kind, self.framework)
 
     @property
     def tp_overlap(self) -> Literal["ring", "symmetric_memory"] | None:
