@@ -285,7 +285,7 @@ def test_stages_that_cut_the_data_otherwise_are_sketched_at_the_right_samples() 
                     plan=plan,
                     config=config,
                     sketches=sketches,
-                    batch_loader=SimpleNamespace(fed_groups=None),
+                    batch_loader=SimpleNamespace(fed_groups=None, ranks_to_read=lambda at=at: [at]),
                     _micro_batch=micro_batch,
                 )
                 TracingTrainer._sketch_output(rank, None, "norm", whole_BSD[own])  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """One rank of a plan under verification: trains a few steps and saves what is compared with the reference."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -19,7 +19,6 @@ from muster.data.dataset import SampleStream
 from muster.data.dp_slice import samples_of_micro_batch
 from muster.launch.rank_process import exit_process, rank_main
 from muster.layout.context_parallel import kept_positions
-from muster.layout.mesh import MeshCoordinates
 from muster.layout.sequence_slices import sequence_slices
 from muster.layout.tensor_layout import tp_shard
 from muster.parallel.stage import DecoderStage
@@ -104,7 +103,10 @@ class TracingTrainer(Trainer):
                 parts = output[:, start : start + len(run)]
                 self.sketches.add(part, parts, sample, position=run.start, column=column)
             return
-        for share, reader in self._shares(output):
+        # An output has the rows of one rank, this one's, several times where they are those of several points of a
+        # zeroth-order step, or those of a pair.
+        shares = output.split(plan.local_micro_batch_size(at.pp))
+        for share, reader in zip(shares, cycle(self.batch_loader.ranks_to_read()), strict=False):
             for rows, sample in samples_of_micro_batch(plan, reader, micro_batch, self.config.train.global_batch_size):
                 start = 0
                 for run in runs:
@@ -113,12 +115,6 @@ class TracingTrainer(Trainer):
                         parts = share[rows, begin - first : end - first]
                         self.sketches.add(part, parts, sample, position=run.start + begin - start, column=column)
                     start += len(run)
-
-    def _shares(self, output: Tensor) -> Iterator[tuple[Tensor, MeshCoordinates]]:
-        """Yield the rows of each rank whose samples an output is of, with the rank: this one's, several times where
-        they are of several points of a zeroth-order step, or those of a pair."""
-        readers = self.batch_loader.ranks_to_read()
-        yield from zip(output.split(self.plan.local_micro_batch_size(self.world.at.pp)), cycle(readers), strict=False)
 
     def _update_parameters(self, action: Action) -> None:
         if self.first_gradients is None:
