@@ -203,6 +203,25 @@ def test_islands_that_are_required_are_compared_with_the_answer_without(in_rooms
     assert json.loads(capsys.readouterr().out)["islands"] is None
 
 
+def test_islands_of_measured_links_get_the_nodes_that_fast_links_join(in_rooms, capsys) -> None:
+    tree = yaml.safe_load(Path("rooms.yaml").read_text(encoding="utf-8"))
+    site = (0, 1, 1, 0)
+    rates = [[2e10 if one == other else 2e8 for other in site] for one in site]
+    Path("rooms.yaml").write_text(yaml.safe_dump(tree | {"tiers": [], "node_bandwidth_bytes_per_s": rates}))
+    assert main([*in_rooms, "--allow", "islands", "-o", "plan.yaml"]) == 0
+    said = capsys.readouterr().out
+    assert "nodes     order of the listed ones: 0 3 1 2" in said
+    assert "\n1  isl2-" in said
+    assert "# For the cluster's nodes in this order: 0,3,1,2 " in Path("plan.yaml").read_text(encoding="utf-8")
+    first_s = {}
+    for flags in (["--require", "isl2", "--effort", "0.05"], ["--effort", "0.05"]):
+        assert main([*in_rooms, *flags, "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert answer["islands"]["node_order"] == [0, 3, 1, 2]
+        first_s[len(flags)] = answer["islands"]["mean_step_s"]
+    assert first_s[4] == pytest.approx(first_s[2], rel=0.05)  # the answer beside is about that to the question
+
+
 def test_outer_steps_without_islands_and_keys_of_other_sections_are_refused(in_rooms, capsys) -> None:
     asked = ["plan", "--model", "tiny", "--cluster", "4xa100", "--seq-len", "256", "--global-batch", "16"]
     assert main([*asked, "--outer.every", "50"]) == 2

@@ -19,9 +19,11 @@ from muster.planner.heterogeneous import PlanSearch, find_best_plans
 from muster.planner.islands import (
     IslandComparison,
     compare_islands,
+    in_listed_nodes,
     island_counts,
     search_islands,
     weighs_islands,
+    with_island_order,
     with_outer_steps,
 )
 from muster.planner.reasons import Reason, find_reasons
@@ -153,9 +155,10 @@ def answer_request(request: PlanRequest, top: int, budget: SearchBudget, explain
         if not choice.fits:
             raise explain_no_tier(request)
         request = choice.request
+    arranged, order = with_island_order(request)
     if request.base.islands > 1:
-        request, _ = with_outer_steps(request, budget)
-    search = find_best_plans(request, 2, budget.share(1.0, SEARCH_TIME_SHARE))
+        arranged, _ = with_outer_steps(arranged, budget)
+    search = in_listed_nodes(find_best_plans(arranged, 2, budget.share(1.0, SEARCH_TIME_SHARE)), order)
     if not search.result.best:
         tiers = tier_words(request)[1:] if search.result.proven and not request.tier_word else ()
         if tiers and (choice := choose_tier(request, budget.renew(TIER_EFFORT, TIER_TIME_SHARE), tiers)).fits:

@@ -21,6 +21,7 @@ from muster.layout.island_bytes import Compression
 from muster.planner.cluster_parts import fast_blocks, least_step_s
 from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.heterogeneous import PlanSearch, find_best_plans
+from muster.planner.node_order import reorder_nodes
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest, with_islands
 from muster.planner.search import search
@@ -133,6 +134,7 @@ def search_islands(request: PlanRequest, exact: EvaluatedPlan, budget: SearchBud
 
 def _search(asked: PlanRequest, exact: EvaluatedPlan, budget: SearchBudget) -> IslandComparison | None:
     """Return the comparison with plans of one number of islands."""
+    asked, order = with_island_order(asked)
     asked, known = with_outer_steps(asked, budget, exact.plan)
     own = budget.renew(SEARCH_EFFORT, SEARCH_EFFORT)
     found = find_best_plans(asked, 2, own.share(1 - SIMPLE_SHARE, 1 - SIMPLE_SHARE), known)
@@ -140,7 +142,26 @@ def _search(asked: PlanRequest, exact: EvaluatedPlan, budget: SearchBudget) -> I
         return None
     seen = [*found.result.best, *found.result.notable]
     best = find_simplest(found.result.best[0], seen, found.evaluator, own.share(1.0)).evaluated
-    return compare_islands(best, exact, found)
+    return compare_islands(best, exact, in_listed_nodes(found, order))
+
+
+def with_island_order(request: PlanRequest) -> tuple[PlanRequest, tuple[int, ...] | None]:
+    """Return the request with the nodes of each island, which fast links join, next to each other, and their order
+    among the listed ones; None where they stand so already, or links aren't measured."""
+    cluster = request.cluster
+    blocks = fast_blocks(cluster) if cluster.node_bandwidth_bytes_per_s is not None else []
+    order = tuple(node for block in blocks for node in block)
+    if len(blocks) != request.base.islands or len(set(map(len, blocks))) != 1 or order == tuple(sorted(order)):
+        return request, None
+    return replace(request, cluster=reorder_nodes(cluster, order)), order
+
+
+def in_listed_nodes(found: PlanSearch, order: tuple[int, ...] | None) -> PlanSearch:
+    """Return a search among nodes in an `order` of the listed ones with the order that it found among these."""
+    if order is None:
+        return found
+    own = found.node_order or range(len(order))
+    return replace(found, node_order=tuple(order[node] for node in own))
 
 
 def compare_islands(best: EvaluatedPlan, exact: EvaluatedPlan, search: PlanSearch) -> IslandComparison:

@@ -105,6 +105,9 @@ def _island_lines(answer: PlanAnswer) -> list[str]:
     else:
         lines = [f"islands   {found.best.name}: {speed}, {step}"]
     lines.append(f"with {outer_flags(found.outer)}")
+    order = found.search.node_order
+    if not is_first and order is not None and not _is_as_listed(order):
+        lines.append(f"on the listed nodes in the order {' '.join(map(str, order))}")
     lines.append(_loss_text(found))
     lines.append(f"(published losses: {LOSS_SOURCE}{_of_tokens(found)})")
     if found.notes:
