@@ -1,13 +1,14 @@
 """Time of a round of islands: its steps, and the exchanges that islands wait for."""
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from muster.config.freezing import is_frozen
 from muster.config.optim_config import OptimConfig
 from muster.config.outer_config import OuterConfig
 from muster.cost.precision_bytes import master_bytes
-from muster.cost.time.collectives import all_reduce_s
+from muster.cost.time.collectives import all_reduce_s, make_comm_group
 from muster.cost.time.plan_times import place_plan
 from muster.layout.host_updates import layer_of
 from muster.layout.island_bytes import exchanged_numels, exchanged_shape, island_reduce_bytes
@@ -15,7 +16,7 @@ from muster.layout.mesh import ranks_of_pp_rank
 from muster.layout.tensor_layout import rank_layouts
 from muster.schedule.outer_steps import fragment_of
 from muster.spec.cluster import ClusterSpec
-from muster.spec.model import ModelSpec
+from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 
@@ -95,3 +96,28 @@ def island_round(
             transfers_s[fragment] = max(transfers_s[fragment], transfer_s)
         most_bytes = max(most_bytes, sum(map(sum, sent)))
     return IslandRound(outer, step_s, tuple(transfers_s), most_bytes)
+
+
+def least_round(
+    model: ModelSpec,
+    plan: Plan,
+    cluster: ClusterSpec,
+    outer: OuterConfig,
+    island_devices: int,
+    optim: OptimConfig | None = None,
+) -> IslandRound:
+    """Return a round of no steps whose exchanges take no longer than those of any plan with as many islands of so many
+    devices: each device exchanges an equal part of the parameters, over the fastest of the links between islands."""
+    numel = [0] * outer.fragments
+    for name, shape in parameter_shapes(model) if outer.low_rank is None else ():
+        if not is_frozen(optim, name):
+            numel[fragment_of(outer, layer_of(name))] += prod(shape)
+    element = master_bytes(plan.precision)
+    sent = [island_reduce_bytes(part // island_devices, plan.islands, outer.compression, element) for part in numel]
+    firsts = range(0, island_devices, cluster.groups[0].devices_per_node)
+    ranks = ([first + island * island_devices for island in range(plan.islands)] for first in firsts)
+    groups = [make_comm_group(cluster, one) for one in ranks]
+    transfers_s = [
+        min(all_reduce_s(group, size * plan.islands / (2 * (plan.islands - 1))) for group in groups) for size in sent
+    ]
+    return IslandRound(outer, 0.0, tuple(transfers_s), sum(sent))

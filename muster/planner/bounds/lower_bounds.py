@@ -8,10 +8,13 @@ every plan that it stands for; `tests/test_planner.py` simulates all plans of sm
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
+from muster.config.outer_config import OuterConfig
+from muster.cost.time.island_round import IslandRound, least_round
 from muster.cost.time.stage_times import StageTimes, example_stage_times
 from muster.planner.balance import min_busiest_rank_s, rank_loads
 from muster.planner.bounds.latency_bound import latency_bound_s
@@ -130,7 +133,17 @@ class LowerBounds:
         drains faster."""
         if self.request.objective == "memory" or has_slices(self.request):
             return 0.0
-        return step_s * self.value_per_second
+        whole = self._least_round
+        mean_s = step_s if whole is None else replace(whole, step_s=step_s).round_s / whole.outer.every
+        return mean_s * self.value_per_second
+
+    @cached_property
+    def _least_round(self) -> IslandRound | None:
+        """Round of islands with exchanges as short as those of any plan; None without islands."""
+        if self.request.base.islands == 1:
+            return None
+        own = self.request
+        return least_round(own.model, own.base, own.cluster, own.outer or OuterConfig(), own.island_devices, own.optim)
 
     def _micro_batches(self, shape: MeshShape) -> int:
         return self.request.island_sequences // shape.data // shape.micro_batch_size
