@@ -91,7 +91,7 @@ def cases(folder: str) -> list[dict[str, Any]]:
         {"group": "documents", "plan": "dp1", "reference": True} | DOCUMENTS,
         *same("documents", "pp2-mb2", "tp2", **DOCUMENTS),
         *same("documents", "dp2", **DOCUMENTS, **PAIRS),
-        {"group": "begun", "plan": "dp2", "until": 1, "save": folder},
+        {"group": "begun", "plan": "dp2-oopt-oparam", "until": 1, "save": folder},
         *same("plain", "tp2", "dp1-oopt-oparam", load=step),
         {"group": "plain", "plan": "tp2-sp", "fault": "own numbers"},
         {"group": "plain", "plan": "dp2", "fault": "one point"} | PAIRS,
@@ -165,6 +165,8 @@ def test_every_plan_equals_one_process_and_streamed_parameters_those_in_memory(t
 MEMORY = [("tp2-sp-bf16", 2048, 1), ("dp1-mb4-oopt-oparam-bf16", 1024, 1)]
 MORE_MEMORY = [
     ("dp1-fp32", 2048, 1),
+    ("dp2-z3-bf16 in pairs", 2048, 1),
+    ("dp2-pp3-z1-mb2-fp32 in pairs", 2048, 2),
     ("dp1-bf16", 1024, 1),
     ("dp4-z3-bf16", 2048, 2),
     ("pp3-mb2-bf16", 2048, 4),
@@ -177,15 +179,17 @@ MORE_MEMORY = [
     [*MEMORY, *(pytest.param(*one, marks=pytest.mark.soak) for one in MORE_MEMORY)],
 )
 def test_memory_is_what_pytorch_counts(name: str, seq_len: int, micro_batches: int) -> None:
+    name, _, pairs = name.partition(" ")
+    optim = OPTIM.model_copy(update={"perturbation_parallel": bool(pairs)})
     plan = parse_plan_name(name)
     spec = SHORT_LLAMA.model_copy(update={"vocab_size": 32000, "num_layers": 3})
     batch = plan.mesh(0).dp_size * plan.micro_batch_size * micro_batches
     workload = Workload(seq_len=seq_len, global_batch_size=batch)
-    program = build_program(plan, spec, workload, optim=OPTIM)
+    program = build_program(plan, spec, workload, optim=optim)
     check(program)
     own = spec, plan, workload, FAKE_CPU, program
-    for rank in forecast_memory(*own, kernel_workspace=FAKE_KERNELS, optim=OPTIM).ranks:
-        real = measure_fake_rank(spec, plan, workload, rank.rank, OPTIM)
+    for rank in forecast_memory(*own, kernel_workspace=FAKE_KERNELS, optim=optim).ranks:
+        real = measure_fake_rank(spec, plan, workload, rank.rank, optim)
         assert rank.terms.total == pytest.approx(real.peak_bytes, rel=0.01), rank.peak_instruction
         assert (rank.terms.gradients, rank.terms.optimizer) == (0, 0)
 

@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from muster.config.optim_config import OptimConfig
 from muster.config.run_config import DataConfig, RunConfig, TrainConfig
 from muster.cost.memory.kernel_workspace import GPU_LOSS_CHUNK_LOGITS, KernelWorkspace
+from muster.cost.perturbation import POINTS
 from muster.data.dataset import Batch, SampleStream
 from muster.launch.launcher import launch, rank_command
 from muster.launch.rank_process import exit_process, rank_main
@@ -248,6 +249,7 @@ class CountedTrainer(Trainer):
     def run_step(self) -> None:
         """Run one step."""
         workload, rows = self.config.workload, self.plan.local_micro_batch_size(self.world.at.pp)
+        rows *= POINTS if self.config.optim.perturbation_parallel else 1  # of both ranks of a pair
         tokens = np.zeros((self.batch_loader.num_micro_batches * rows, workload.seq_len), np.int64)
         count = workload.tokens_per_step
         self.updater.state = StepState(step=1, learning_rate=0.0, num_valid=count, num_tokens=count)

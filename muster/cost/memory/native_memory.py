@@ -6,6 +6,7 @@ Follows the runtime buffer by buffer, as `muster.cost.memory.native_storage`; `n
 from dataclasses import replace
 
 from muster.config.optim_config import OptimConfig
+from muster.config.optimizer_state import is_zeroth_order
 from muster.cost.activations import (
     dispatched_bytes,
     mlp_inner_bytes,
@@ -20,6 +21,7 @@ from muster.cost.memory.param_shards import ParamShard
 from muster.cost.memory.perturbed_memory import PerturbedPeaks
 from muster.cost.memory.stage_memory import PeakCandidate, StageMemory
 from muster.cost.memory.terms import MemoryTerms
+from muster.cost.perturbation import POINTS, as_one_forward
 from muster.cost.sequence_slices import kept_bytes, slice_workloads
 from muster.layout.tensor_layout import chunk_bounds, has_vocab_shard
 from muster.schedule.action import Kind
@@ -72,9 +74,12 @@ def _pass_memory(
     optim: OptimConfig | None,
 ) -> StageMemory:
     """Return the memory of a stage whose passes take the whole of a workload's sequences."""
+    if is_zeroth_order(optim):
+        points = POINTS
+        if optim.perturbation_parallel:  # one point of twice as many sequences
+            (plan, workload), points = as_one_forward(plan, workload), 1
+        return _perturbed_pass_memory(NativeStorage(spec, plan, workload, stage, optim), kernel_workspace, points)
     own = NativeStorage(spec, plan, workload, stage, optim)
-    if not own.has_backward:
-        return _perturbed_pass_memory(own, kernel_workspace)
     moments = _StagePeaks(own, kernel_workspace, workload)
     gathered = own.param_shards.root if own.zero == "z3" else own.param_shards.total
     vocab_gradients = own.gradients_of(own.param_shards.vocab) if plan.vocab_parallel else 0
@@ -116,9 +121,9 @@ def _pass_memory(
     )
 
 
-def _perturbed_pass_memory(own: NativeStorage, kernel_workspace: KernelWorkspace) -> StageMemory:
-    """Return the memory of a stage whose passes are forwards at perturbed parameters."""
-    moments, nothing = PerturbedPeaks(own, kernel_workspace), MemoryTerms()
+def _perturbed_pass_memory(own: NativeStorage, kernel_workspace: KernelWorkspace, points: int) -> StageMemory:
+    """Return the memory of a stage whose passes are forwards at so many points of a zeroth-order step."""
+    moments, nothing = PerturbedPeaks(own, kernel_workspace, points), MemoryTerms()
     gathered = own.param_shards.root if own.zero == "z3" else own.param_shards.total
     return StageMemory(
         resident=_resident(own),

@@ -12,7 +12,7 @@ from muster.cost.memory.native_storage import NativeStorage
 from muster.cost.memory.param_shards import ParamShard
 from muster.cost.memory.stage_memory import PeakCandidate
 from muster.cost.memory.terms import MemoryTerms
-from muster.cost.perturbation import POINTS, WIDE_BYTES
+from muster.cost.perturbation import WIDE_BYTES
 
 NUMBER_BYTES = 2
 """Bytes of a random number that waits for the other point."""
@@ -23,9 +23,9 @@ DRAWING_BYTES = 32
 class PerturbedPeaks(BackwardPeaks):
     """Moments of a stage's passes at perturbed parameters; all quantities in bytes."""
 
-    def __init__(self, stage: NativeStorage, kernels: KernelWorkspace) -> None:
+    def __init__(self, stage: NativeStorage, kernels: KernelWorkspace, points: int) -> None:
         super().__init__(stage, kernels)
-        self.hidden_bytes = POINTS * self.sizes.hidden_bytes
+        self.hidden_bytes = points * self.sizes.hidden_bytes
 
     def forward(self) -> list[PeakCandidate]:
         """Return the moments of F: a layer's parameters are perturbed, or it computes; and the loss."""
