@@ -42,7 +42,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "kills": ("test_async_saver.py", "test_train.py", "test_remote_checkpoints.py", "test_in_memory_checkpoints.py"),
     "hangs": ("test_hang.py", "test_doctor.py"),
     "nodes": ("test_nodes.py", "test_profile_nodes.py", "test_ring_order.py"),
-    "preflight": ("test_preflight.py", "test_islands.py"),
+    "preflight": ("test_preflight.py", "test_islands.py", "test_memory_limit.py"),
     "docs": ("test_docs.py", "test_site.py"),
     "walk": ("test_docs.py::test_the_walk_through_planning_prints_what_it_shows",),
 }

@@ -9,12 +9,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from muster.checkpoint.async_saver import AsyncSaver, SaveRequest
 from muster.checkpoint.checkpoint_dir import RetentionPolicy, find_damage, find_latest, list_checkpoints
 from muster.checkpoint.load import read_full
 from muster.checkpoint.staging import StagingBuffer
+from muster.parallel.param_offload import OffloadedGroup
 from muster.plugins.registry import PluginComponent
 from muster.train import custom_step
 from muster.train.custom_step import CustomStep
@@ -79,6 +81,25 @@ def test_tensors_may_change_when_they_are_copied_and_not_before(
     saver.close()
     assert saver.error is None
     assert (read_full(tmp_path / "checkpoints/step-00000001", "model/w") == 3).all()
+
+
+def test_parameters_and_state_of_the_disk_keep_their_memory_until_they_are_copied() -> None:
+    """A checkpoint brings them into memory, which the next pass and update, also a skipped one, would free."""
+    weight, order = torch.ones(4), list[str]()
+
+    def copied() -> None:
+        order.append(f"copied {weight.untyped_storage().nbytes()} bytes")
+
+    group = SimpleNamespace(on_disk=True, values={"w": weight}, _is_here=True, _is_changed=False)
+    group._owner = SimpleNamespace(compute_dtype=torch.float32, before_emptying=copied)
+    OffloadedGroup.keep(cast(Any, group))()
+    assert order == ["copied 16 bytes"]
+    assert weight.untyped_storage().nbytes() == 0
+    skipped = SimpleNamespace(state=replace(no_step(), skip_reason="a spike"), hooks=StepHooks(before_update=copied))
+    ParameterUpdater.prepare_host_updates(cast(Any, skipped))
+    skipped.optimizer = SimpleNamespace(pending=None)
+    ParameterUpdater.begin_delayed_step(cast(Any, skipped))
+    assert len(order) == 3
 
 
 def test_a_step_of_a_plugin_waits_for_the_copy_before_it_changes_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

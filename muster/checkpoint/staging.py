@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from muster.checkpoint.rank_file import WriteItem, sort_for_file
+from muster.parallel.allocation_meter import host_memory
 
 
 class StagingBuffer:
     """Buffer with a view for each item to write; other processes can map it through its file descriptor."""
 
+    @host_memory()
     def __init__(self, tensors: Mapping[WriteItem, Tensor]) -> None:
         self.items = sort_for_file(tensors)
         self.nbytes = sum(item.nbytes for item in self.items)

@@ -10,6 +10,7 @@ from muster.api.torch_import import import_torch_module
 from muster.cli.node_flags import add_node_flags, nodes_request
 from muster.cli.parser import Override, Parser, positive_int, run_file_keys, split_overrides
 from muster.spec.errors import ConfigError
+from muster.spec.units import parse_bytes
 
 if TYPE_CHECKING:
     from muster.config.load_config import ResolvedConfig
@@ -67,6 +68,11 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
         help="resume with a changed configuration or changed data, and list the changes",
     )
     parser.add_argument(
+        "--memory-limit",
+        metavar="SIZE",
+        help="memory that may be used of each device, such as 20GB; --parallel auto plans within it",
+    )
+    parser.add_argument(
         "--ignore-memory",
         action="store_true",
         help="train even if the plan's memory forecast exceeds that of this machine",
@@ -81,7 +87,9 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
     if args.file is None and args.preset is None:
         raise ConfigError("nothing to train: expected a run file or --preset NAME, such as --preset tiny")
     flags = [(key, getattr(args, key)) for key in ("parallel", "model", "seed")]
-    flags += [("train.init_from", args.init_from), ("plugins", args.plugins or None)]
+    limit = None if args.memory_limit is None else str(parse_bytes(args.memory_limit, "--memory-limit"))
+    flags += [("train.init_from", args.init_from), ("train.memory_limit_bytes", limit)]
+    flags.append(("plugins", args.plugins or None))
     return args, [(key, text) for key, text in flags if text is not None] + overrides
 
 

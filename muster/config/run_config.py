@@ -170,6 +170,9 @@ class TrainConfig(Frozen):
     restarts: NonNegativeInt = 0
     """Most times in a row, without a new step between, that the launcher starts all ranks again from the newest state
     after one was lost or hung; 0: never. Under torchrun its own --max-restarts counts."""
+    memory_limit_bytes: PositiveInt | None = None
+    """Most memory of each device that the run may take; `muster train --memory-limit 20GB` sets it. `parallel: auto`
+    plans within it, with state in host memory and on disk where nothing else fits. None: all of it."""
     delayed_update: bool = False
     """Update the parameters whose optimizer state is off the device beside the passes of the next step, which are
     computed with the parameters before the update (arXiv:2101.06840 §5.2)."""

@@ -1,7 +1,9 @@
 """Observation of the tensors that autograd saves for the backward: the measured side of activation memory."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,23 +44,39 @@ def count_saved_bytes_of_each(
     storages without those of `params`.
 
     `params` is read after the forwards and `backward` have run, so a generator yields parameters that were gathered
-    meanwhile; a storage that was freed again (such as a resharded parameter's) counts nothing.
+    meanwhile; a storage that was emptied since (such as a resharded parameter's) counts nothing. One that `backward`
+    has let go counts what it had: nothing here keeps activations that a step frees.
     """
-    found: list[dict[int, torch.UntypedStorage]] = []
+    found: list[list[_SeenStorage]] = []
     results = []
     for forward in forwards:
-        saved: dict[int, torch.UntypedStorage] = {}
+        by_place: dict[int, _SeenStorage] = {}
+        seen: list[_SeenStorage] = []
 
-        def see(tensor: Tensor, saved: dict[int, torch.UntypedStorage] = saved) -> None:
+        def see(tensor: Tensor, by_place: dict[int, _SeenStorage] = by_place, seen: list[_SeenStorage] = seen) -> None:
             storage = tensor.untyped_storage()
-            saved[storage._cdata] = storage
+            before = by_place.get(storage._cdata)
+            if before is None or before.reference() is None:  # another one may lie where one that is gone was
+                by_place[storage._cdata] = own = _SeenStorage(weakref.ref(storage), storage.nbytes())
+                seen.append(own)
 
         with observe_saved_tensors(see):
             results.append(forward())
-        found.append(saved)
+        found.append(seen)
     backward()
     others = {param.untyped_storage()._cdata for param in params}
-    totals = [sum(one.nbytes() for place, one in saved.items() if place not in others) for saved in found]
-    del results  # the graphs had to live until here, or freed storages would have been reused and counted once
-
+    totals = [sum(one.bytes_beside(others) for one in seen) for seen in found]
+    del results  # without a backward the graphs had to live until here
     return totals
+
+
+class _SeenStorage(NamedTuple):
+    reference: weakref.ref
+    num_bytes: int
+    """Its size when it was saved."""
+
+    def bytes_beside(self, others: Collection[int]) -> int:
+        storage = self.reference()
+        if storage is None:
+            return self.num_bytes
+        return 0 if storage._cdata in others else storage.nbytes()

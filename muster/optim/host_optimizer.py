@@ -16,6 +16,7 @@ from muster.layout.tensor_layout import TensorLayout
 from muster.optim.base import Optimizer
 from muster.optim.build import build_optimizer
 from muster.optim.state_store import StateStore, StoredPart
+from muster.parallel.allocation_meter import host_memory
 from muster.parallel.offload import HostLink
 from muster.parallel.world import World
 
@@ -38,6 +39,7 @@ class PendingUpdate(NamedTuple):
 class HostPart:
     """One part of a rank's parameters, and its optimizer in host memory."""
 
+    @host_memory()
     def __init__(
         self,
         params: Mapping[str, Tensor],
@@ -69,6 +71,7 @@ class HostPart:
                 pairs += [(hosted.data, param.detach()), (hosted.grad, param.grad)]
         return self._link.copy(pairs, host_waits=True)
 
+    @host_memory()
     def update(self, lr: float) -> None:
         """Take one step of the part's optimizer over the parameters in host memory that have a gradient."""
         self.optimizer.step(lr)

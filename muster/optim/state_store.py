@@ -5,6 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from muster.parallel.allocation_meter import host_memory
 from muster.parallel.file_store import FileSlot, FileStore
 
 
@@ -32,6 +33,7 @@ class StoredPart:
         self.is_changed = True
         """True if memory holds other values than the file."""
 
+    @host_memory()
     def read(self) -> Callable[[], None]:
         """Start to bring the tensors into memory; the returned function waits for the end."""
         if self._is_in_memory:

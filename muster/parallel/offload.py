@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from muster.model.saved_tensors import observe_saved_tensors
+from muster.parallel.allocation_meter import host_memory
 
 Storages = dict[int, torch.UntypedStorage]
 """Storages by their identity."""
@@ -28,6 +29,7 @@ class HostBufferPool:
         self.num_bytes = 0
         """Size of all buffers."""
 
+    @host_memory()
     def acquire(self, size: int) -> Tensor:
         """Return a buffer of `size` bytes."""
         if free := self._free.get(size):

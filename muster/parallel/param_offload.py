@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from muster.layout.host_updates import layer_of
+from muster.parallel.allocation_meter import host_memory
 from muster.parallel.file_store import FileSlot, FileStore
 from muster.parallel.fsdp import fsdp_groups
 from muster.parallel.offload import HostLink
@@ -95,6 +96,7 @@ class OffloadedGroup:
         assert slot is not None
         return self._owner.files.submit(lambda: slot.read(list(self.values.values())))
 
+    @host_memory()
     def keep(self) -> _Wait:
         """Start to make passes' copies of changed master weights, and to put those of the disk there; the returned
         function waits for the end, and frees what is on disk."""
@@ -107,6 +109,7 @@ class OffloadedGroup:
                 self._copies = values if is_same else self._converted(values)
             self._is_changed = False
             return _nothing
+        self._owner.before_emptying()
         written = self._write(values, [value.to(dtype) for value in values]) if self._is_changed else _nothing
         self._is_changed = self._is_here = False
 
@@ -258,6 +261,7 @@ class OffloadedGroup:
         with stream:
             copied = owner.link.copy([(arrived[name], new[name]) for name in new], host_waits=True)
 
+        @host_memory()
         def add() -> _Wait:
             copied()
             new.clear()
@@ -313,6 +317,7 @@ class OffloadedGroup:
 
         return finish
 
+    @host_memory()
     def _bring_gradients(self, factor: float) -> _Wait:
         """Start to read the sums of gradients on disk; the returned function waits for the end, multiplies them by a
         factor and attaches them to the master weights."""
@@ -344,6 +349,8 @@ class ParamOffload:
         self.link = self.link_type(device)
         self.groups: list[OffloadedGroup] = []
         """In the order of a forward."""
+        self.before_emptying: _Wait = _nothing
+        """Waits until a checkpoint has copied the master weights that were brought into memory for it."""
         self.kept_gradients: frozenset[str] = frozenset()
         """Parameters whose gradients stay in host memory, since other ranks' are added to them."""
         self.gradient_factor = 1.0
@@ -380,6 +387,7 @@ class ParamOffload:
             self.store = param_store(None)
         return self.store
 
+    @host_memory()
     def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return memory of the host, pinned for a GPU."""
         is_pinned = self.device.type != "cpu"
@@ -505,6 +513,7 @@ def param_store(folder: Path | None) -> FileStore:
     return FileStore(folder, "the parameters", "oparamd")
 
 
+@host_memory()
 def _without_memory(like: Tensor) -> Tensor:
     """Return a tensor of the same shape without memory."""
     made = torch.empty_like(like)

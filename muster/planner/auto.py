@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
+from shutil import disk_usage
 
 from muster.config.load_config import ResolvedConfig, derived_value_lines
 from muster.config.local_machine import (
@@ -11,6 +12,7 @@ from muster.config.local_machine import (
     detect_machine,
     nvidia_gpu_names,
     profiled_machine,
+    system_memory_bytes,
     usable_cores,
     with_num_ranks,
 )
@@ -22,12 +24,13 @@ from muster.config.zeroth_order import require_zeroth_order_runs
 from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.explain import explain_no_plan
 from muster.planner.memory.trim_offload import trim_offload
-from muster.planner.request import PlanRequest
+from muster.planner.request import PlanRequest, require_memory_of_devices, with_tier_sizes
 from muster.planner.search import search
 from muster.planner.search_budget import SearchBudget
 from muster.planner.search_result import SearchResult
 from muster.planner.simple_first import find_simplest
 from muster.planner.simplicity import PREDICTION_ERROR
+from muster.planner.tiers import choose_tier, explain_no_tier, tier_words
 from muster.plugins.registry import get_component
 from muster.spec.cluster import ClusterSpec
 from muster.spec.cuda_graphs import require_static_shapes
@@ -46,6 +49,9 @@ from muster.spec.units import pluralize
 SEARCH_EFFORT = 4.0
 """Effort of the search, for models and numbers of processes far beyond one machine; small ones take tenths of a
 second."""
+
+FORECAST_ERROR = 0.05
+"""Share of a memory limit that `auto` leaves free, since what a rank holds may differ so much from its forecast."""
 
 SIMPLE_EFFORT = 0.4
 """Work for the simplest plan about as good as the best, as a part of that of the search."""
@@ -151,10 +157,11 @@ def _search_process_counts(
     measured = _measured_cluster(config.parallel.precision) if is_known else None
     for count in _process_counts(world_size, measured is not None):
         machine = _machine(count, nodes, measured)
-        request = request_of_config(resolved, machine.cluster)
-        found, budget = _search(request)
+        cluster = machine_within_limit(machine.cluster, config.train.memory_limit_bytes)
+        request = request_of_config(resolved, cluster)
+        found, budget = _search(request, config)
         if not found.best:
-            refusal = refusal or _explain_refusal(request, found)
+            refusal = refusal or _explain_refusal(request, found, config)
         elif (rank := (not found.leaves_head_room, found.best[0].prediction.step_time_s)) < best_rank:
             best = _simplest(found, budget), machine
             best_rank = rank
@@ -166,19 +173,48 @@ def _search_process_counts(
     return best
 
 
+def words_under_limit(config: RunConfig, words: Collection[str]) -> tuple[str, ...]:
+    """Return those of the words of plans with state off the devices that a run may take where all else exceeds its
+    memory limit; none without a limit."""
+    if config.train.memory_limit_bytes is None:
+        return ()
+    try:
+        _require_host_updates(config)
+    except InfeasibleError:
+        return ()
+    return tuple(word for word in words if "oparam" not in word or not config.optim.freeze)
+
+
+def machine_within_limit(cluster: ClusterSpec, limit_bytes: int | None) -> ClusterSpec:
+    """Return the cluster of this machine with the host memory, and the disk space in the working directory, that tiers
+    may take beside devices with a memory limit; as it is without one."""
+    if limit_bytes is None:
+        return cluster
+    require_memory_of_devices(cluster, limit_bytes)
+    group = cluster.groups[0]
+    of_devices = limit_bytes * group.devices_per_node if group.device.shared_cores else 0
+    host_bytes = group.host_memory_bytes or max(1, system_memory_bytes() - of_devices)
+    return with_tier_sizes(cluster, host_bytes, max(1, disk_usage(Path.cwd()).free))
+
+
 def plan_for_cluster(resolved: ResolvedConfig, cluster: ClusterSpec) -> Plan:
     """Return the plan that a run with `parallel: auto` would get on all devices of a cluster. Raises
     InfeasibleError."""
     request = request_of_config(resolved, cluster)
-    found, budget = _search(request)
+    found, budget = _search(request, resolved.config)
     if not found.best:
-        raise _explain_refusal(request, found)
+        raise _explain_refusal(request, found, resolved.config)
     return _with_requested_schedule(_simplest(found, budget).plan, resolved.config.parallel)
 
 
-def _search(request: PlanRequest) -> tuple[SearchResult, SearchBudget]:
+def _search(request: PlanRequest, config: RunConfig) -> tuple[SearchResult, SearchBudget]:
+    """Search for the best plans; under a memory limit that none keeps, with state off the devices."""
     budget = SearchBudget.start(SEARCH_EFFORT)
-    return trim_offload(search(request, 1, budget), budget), budget
+    found = search(request, 1, budget)
+    if not found.best and (words := words_under_limit(config, tier_words(request)[1:])):
+        choice = choose_tier(request, budget.renew(), words)
+        found = search(choice.request, 1, budget.renew()) if choice.fits else found
+    return trim_offload(found, budget), budget
 
 
 def _simplest(found: SearchResult, budget: SearchBudget) -> EvaluatedPlan:
@@ -283,6 +319,7 @@ def request_of_config(resolved: ResolvedConfig, cluster: ClusterSpec) -> PlanReq
         fixed["schedule"] = DEFAULT_SCHEDULE  # its order is found for the plan that is chosen
     if plan.overrides:  # which say all of a strategy
         fixed |= {name: getattr(plan.default_strategy, name) for name in ("zero", "sp", "recompute", "offload")}
+    limit_bytes = config.train.memory_limit_bytes
     return PlanRequest(
         config.model,
         cluster,
@@ -290,6 +327,7 @@ def request_of_config(resolved: ResolvedConfig, cluster: ClusterSpec) -> PlanReq
         "time",
         plan.precision,
         fixed,
+        memory_limit_bytes=None if limit_bytes is None else int(limit_bytes * (1 - FORECAST_ERROR)),
         runnable=True,
         template=plan,
         optim=config.optim if config.optim.name in OPTIMIZERS else None,
@@ -337,8 +375,10 @@ def _machine(count: int, nodes: int, measured: ClusterSpec | None) -> _Machine:
     return _Machine(cluster, f"{cores}{where}, times of the catalogue ('muster profile' measures this machine)")
 
 
-def _explain_refusal(request: PlanRequest, result: SearchResult) -> InfeasibleError:
+def _explain_refusal(request: PlanRequest, result: SearchResult, config: RunConfig) -> InfeasibleError:
     """Return the error that says which limit binds."""
+    if words_under_limit(config, tier_words(request)[1:]):
+        return explain_no_tier(request)
     plan = _data_parallel(request)
     if result.nearest_miss is None and not result.counts["too_large"]:
         try:

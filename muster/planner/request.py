@@ -154,7 +154,7 @@ def build_request(
     """
     if cluster.num_devices > MAX_DEVICES:
         raise ConfigError(f"--cluster {cluster.name}: expected at most {MAX_DEVICES:,} devices")
-    _require_memory(cluster, memory_limit_bytes)
+    require_memory_of_devices(cluster, memory_limit_bytes)
     batch, derived = _resolve_batch(model, seq_len, global_batch, tokens, cluster.num_devices)
     if runnable and (parts := unsupported_parts(model)):
         raise InfeasibleError(
@@ -231,7 +231,7 @@ def with_allowed(request: PlanRequest, name_parts: str) -> PlanRequest:
     return replace(request, allowed_dispatch_dtypes=dtypes, derived_lines=(*request.derived_lines, line))
 
 
-def _require_memory(cluster: ClusterSpec, limit_bytes: int | None) -> None:
+def require_memory_of_devices(cluster: ClusterSpec, limit_bytes: int | None) -> None:
     """Raise ConfigError for a memory limit above what any device has."""
     sizes = [group.device.memory_bytes for group in cluster.groups]
     known = [size for size in sizes if size is not None]

@@ -120,8 +120,10 @@ def _validation_loss(run: RunRecord) -> float | None:
 
 
 def _memory(result: Mapping[str, Any]) -> float | None:
-    """Return the sum of the measured memory rows; None where one is unknown."""
+    """Return the most memory that tensors took, else the sum of the measured terms; None where one is unknown."""
     table: Mapping[str, Any] = result.get("comparison", {})
+    if (row := table.get("memory: allocated")) is not None:
+        return row["measured"]
     parts = [row["measured"] for label, row in table.items() if label.startswith("memory: ")]
     return sum(parts) if parts and all(part is not None for part in parts) else None
 

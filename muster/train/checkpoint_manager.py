@@ -11,6 +11,7 @@ from muster.checkpoint.async_saver import AsyncSaver, SaveRequest
 from muster.checkpoint.checkpoint_dir import RetentionPolicy, find_latest, link_best, step_of
 from muster.checkpoint.in_memory.checkpointer import InMemoryCheckpointer
 from muster.config.run_config import TrainConfig
+from muster.parallel.allocation_meter import host_memory
 from muster.parallel.world import COLLECTIVE_TIMEOUT, World
 from muster.spec.errors import MusterError
 from muster.train.step_result import StepResult
@@ -214,6 +215,7 @@ class CheckpointManager:
         timeout = timedelta(seconds=timeout_s) + COLLECTIVE_TIMEOUT
         return self._world.all_gather_object_via_store(f"save {self._num_exchanges}", value, timeout)
 
+    @host_memory()
     def _start_save(
         self, folder: str, info: dict[str, Any], copy: bool, to_disk: bool = True, to_memory: bool = False
     ) -> None:

@@ -8,6 +8,7 @@ import torch
 from muster.config.cluster_files import load_device
 from muster.config.local_machine import catalog_device_name
 from muster.cost.flops import train_flops_per_token
+from muster.parallel.allocation_meter import AllocationMeter
 from muster.parallel.world import World
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
@@ -20,15 +21,24 @@ class DeviceMemory:
 
     allocated_bytes: int
     """Tensors alone."""
-    reserved_bytes: int
-    """All that PyTorch's allocator has taken from the device."""
+    reserved_bytes: int | None
+    """All that PyTorch's allocator has taken from the device; None on a CPU, whose allocator reserves nothing."""
 
 
 class DeviceMetrics:
     """Measures of the devices that a plan trains on; all ranks make it together."""
 
-    def __init__(self, model: ModelSpec, plan: Plan, seq_len: int, world: World, has_backward: bool = True) -> None:
-        self._device = world.device
+    def __init__(
+        self,
+        model: ModelSpec,
+        plan: Plan,
+        seq_len: int,
+        world: World,
+        has_backward: bool = True,
+        meter: AllocationMeter | None = None,
+    ) -> None:
+        """`meter` counts the tensors of a CPU rank, where anything does."""
+        self._device, self._meter = world.device, meter
         self._flops_per_token = train_flops_per_token(model, seq_len, has_backward=has_backward)
         self.devices = world.all_gather_object(device_name(world.device))
         """Name of each rank's device."""
@@ -57,11 +67,13 @@ class DeviceMetrics:
         """Forget the most memory so far, such as that of the profile."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
+        elif self._meter is not None:
+            self._meter.start_measuring()
 
     def memory(self) -> DeviceMemory | None:
-        """Return the most memory of this rank's device; None on a CPU, whose tensors nobody counts."""
+        """Return the most memory of this rank's device; None on a CPU whose tensors nobody counts."""
         if self._device.type != "cuda":
-            return None
+            return None if self._meter is None else DeviceMemory(self._meter.peak_bytes, None)
         device = self._device
         return DeviceMemory(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
 

@@ -6,6 +6,7 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from operator import mul
 from pathlib import Path
@@ -19,6 +20,7 @@ from muster.config.local_machine import detect_machine
 from muster.config.run_config import RunConfig
 from muster.cost.memory.device_overhead import device_overhead
 from muster.cost.memory.forecast import forecast_memory
+from muster.cost.memory.kernel_workspace import DEFAULT_KERNEL_WORKSPACE, KERNEL_WORKSPACES
 from muster.cost.memory.rank_memory import peak_slices, rank_memory
 from muster.model.float8 import float8_note
 from muster.parallel.compile import eager_note
@@ -226,26 +228,31 @@ def _comparison(
 def _device_memory_rows(trainer: Trainer, used: Sequence[DeviceMemory]) -> list[PredictedVsMeasured]:
     """Compare the forecast of the fullest rank with the most that any device held; nothing where devices don't count.
 
-    The context and the communicators lie outside of what PyTorch's allocator counts.
+    The context and the communicators lie outside of what PyTorch's allocator counts; of CPU ranks so does what gloo
+    copies within a collective.
     """
     if not used:
         return []
     config, plan = trainer.config, trainer.plan
     cluster = detect_machine(trainer.world.size)
     program = build_program(plan, config.model, config.workload, optim=config.optim)
+    kernels = KERNEL_WORKSPACES.get(cluster.device.kind, DEFAULT_KERNEL_WORKSPACE)
     own = config.model, plan, config.workload, cluster, program
-    fullest = forecast_memory(*own, optim=config.optim, outer=config.outer).fullest
+    counted = replace(kernels, stages_collectives=False)
+    fullest = forecast_memory(*own, kernel_workspace=counted, optim=config.optim, outer=config.outer).fullest
     communicators = device_overhead(cluster.device, plan, fullest.pp_rank, 0).communication
     reserved = fullest.terms.total - fullest.terms.context - communicators
-    return [
+    rows = [
         PredictedVsMeasured(
             "memory: allocated",
             reserved - fullest.terms.fragmentation,
             max(one.allocated_bytes for one in used),
             "bytes",
-        ),
-        PredictedVsMeasured("memory: reserved", reserved, max(one.reserved_bytes for one in used), "bytes"),
+        )
     ]
+    if most := [one.reserved_bytes for one in used if one.reserved_bytes is not None]:
+        rows.append(PredictedVsMeasured("memory: reserved", reserved, max(most), "bytes"))
+    return rows
 
 
 def _generate_sample(trainer: Trainer, run_dir: Path) -> tuple[str, str]:

@@ -22,6 +22,7 @@ from muster.config.run_config import RunConfig
 from muster.config.yaml_writer import write_atomically
 from muster.data.dataset import SampleStream, StreamHash, sample_digest
 from muster.launch.rank_errors import EXIT_STOPPED
+from muster.parallel.allocation_meter import host_memory
 from muster.parallel.world import World, open_world
 from muster.report.run_files import MEETINGS_FILE
 from muster.report.wall_time import append_attempt, attempt_row
@@ -39,6 +40,7 @@ from muster.train.device_metrics import DeviceMetrics
 from muster.train.expert_load_log import ExpertLoadLog
 from muster.train.finalize import finalize, print_plan
 from muster.train.in_memory_checkpoint import LOAD_TIMEOUT, load_in_memory_checkpoint, open_in_memory_checkpoint
+from muster.train.memory_limit import MemoryLimit
 from muster.train.metrics import MetricsLog, metrics_row, null_non_finite, write_text
 from muster.train.new_state import find_new_state
 from muster.train.post_validation import PostValidation
@@ -57,23 +59,32 @@ def train_rank(config: RunConfig, plan: Plan, run_dir: Path, store: dist.Store, 
         torch.use_deterministic_algorithms(True)
     dataset = open_dataset(config, run_dir)
     require_same_config(config, plan, dataset.fingerprint, store, rank)
-    with open_world(store, rank, world_size, plan) as world:
-        return TrainingLoop(config, plan, world, dataset, run_dir).run()
+    with open_world(store, rank, world_size, plan) as world, MemoryLimit(config, plan, world) as limit:
+        return TrainingLoop(config, plan, world, dataset, run_dir, limit).run()
 
 
 class TrainingLoop:
     """One rank's way through a run: profile, resume, train, evaluate and report."""
 
-    def __init__(self, config: RunConfig, plan: Plan, world: World, dataset: SampleStream, run_dir: Path) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: Plan,
+        world: World,
+        dataset: SampleStream,
+        run_dir: Path,
+        memory_limit: MemoryLimit,
+    ) -> None:
         self.config = config
         self.plan = plan
         self.world = world
         self.run_dir = run_dir
+        self.memory_limit = memory_limit
         self.is_main = world.rank == 0
         self.stop_requested = False
         self.trainer = Trainer(config, plan, world, dataset, self._hooks())
-        has_backward = not self.trainer.updater.is_zeroth_order
-        self.device_metrics = DeviceMetrics(config.model, plan, config.train.seq_len, world, has_backward)
+        own = config.model, plan, config.train.seq_len, world, not self.trainer.updater.is_zeroth_order
+        self.device_metrics = DeviceMetrics(*own, memory_limit.meter)
         self.post_validation: PostValidation | None = None
         self.metrics = MetricsLog(run_dir / "metrics.jsonl")
         self.expert_load = ExpertLoadLog(run_dir)
@@ -136,6 +147,7 @@ class TrainingLoop:
             self.world.heartbeat.update("finish")
             if code == 0:
                 losses = self._final_losses()
+                self.memory_limit.lift()
                 finalize(
                     self.trainer,
                     self.run_dir,
@@ -345,6 +357,7 @@ class TrainingLoop:
         with explain_write_errors(self.run_dir):
             append_attempt(self.run_dir, row)
 
+    @host_memory()
     def _load_in_memory_checkpoint(self) -> Manifest | None:
         """Load the in-memory checkpoint if it is the newest."""
         if self.in_memory_checkpoint is None:
@@ -382,6 +395,7 @@ class TrainingLoop:
             raise MusterError(f"{self.run_dir} has no checkpoint to resume from ({last_problem}): --fresh starts anew")
         return None
 
+    @host_memory()
     def _try_load(self, folder: Path) -> tuple[Manifest | None, str | None]:
         """Load a checkpoint; returns its manifest, or the reason why this rank could not load it."""
         self.world.heartbeat.update("load")

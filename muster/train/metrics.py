@@ -35,7 +35,8 @@ def metrics_row(
     }
     if memory is not None:
         row["memory/allocated_bytes"] = memory.allocated_bytes
-        row["memory/reserved_bytes"] = memory.reserved_bytes
+        if memory.reserved_bytes is not None:
+            row["memory/reserved_bytes"] = memory.reserved_bytes
     if result.z_loss:
         row["train/z_loss"] = result.z_loss
     if result.load_balancing_loss:

@@ -91,6 +91,8 @@ class ParameterUpdater:
         }
         """Groups of parameters off the device, by stage and part."""
         self._store: StateStore | None = None
+        for stage in stages.values():
+            stage.param_offload.before_emptying = lambda: self.hooks.before_update()
         self.reset()
 
     def reset(self) -> None:
@@ -206,9 +208,12 @@ class ParameterUpdater:
         self.drop_gradients()
 
     def prepare_host_updates(self) -> None:
-        """Clip the gradients before the host takes them, unless the step is skipped."""
+        """Clip the gradients before the host takes them, unless the step is skipped.
+
+        Either way state that a checkpoint has brought into memory goes back to the disk.
+        """
+        self.hooks.before_update()
         if self.state.skip_reason is None:
-            self.hooks.before_update()
             self.clip()
 
     def fetch_part(self, stage: int, part: int) -> Callable[[], None]:
@@ -318,9 +323,7 @@ class ParameterUpdater:
 
     def begin_delayed_step(self) -> None:
         """Prepare a step in which the host updates parameters with the gradients of the step before."""
-        assert isinstance(self.optimizer, HostOptimizer)
-        if self.optimizer.pending is not None:
-            self.hooks.before_update()
+        self.hooks.before_update()
 
     def update_pending_part(self, stage: int, part: int) -> None:
         """Update a part of the parameters in host memory with the gradients of the step before."""

@@ -44,6 +44,7 @@ CHANGEABLE_KEYS = (
     "train.spike_window",
     "train.hang_timeout_s",
     "train.restarts",
+    "train.memory_limit_bytes",
     "data.cache",
 )
 """Keys that may change on resuming: they affect neither the model, the sample stream nor the optimization."""

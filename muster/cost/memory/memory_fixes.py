@@ -1,6 +1,6 @@
 """Fixes for a plan that runs out of memory: the cheapest changes that make it fit."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -15,7 +15,9 @@ from muster.spec.layer_strategy import LayerStrategy, Recompute, ZeroLevel
 from muster.spec.legality import plan_violations
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
+from muster.spec.plan_name import parse_name_parts
 from muster.spec.sequence_tiles import tiled
+from muster.spec.supported import unsupported_features
 from muster.spec.workload import Workload
 
 MAX_CHANGES = 3
@@ -57,13 +59,17 @@ def memory_fixes(
     evaluate: Callable[[Plan], float],
     max_fixes: int = 3,
     optim: OptimConfig | None = None,
+    tier_words: Sequence[str] = (),
 ) -> list[MemoryFix]:
     """Return the cheapest plans that fit and differ from `plan` in as few changes as needed, cheapest first.
 
     Changes: recompute, offload, sharding level, sequence parallelism, micro-batch size, tiles of long sequences, tensor
-    parallelism, pipeline stages, vocabulary parallelism.
+    parallelism, pipeline stages, vocabulary parallelism; and `tier_words`, of plans with state off the devices, which
+    `muster train` then must run.
     """
     edits = list(_edits(plan, model))
+    fields_of = {word: parse_name_parts(word) for word in tier_words}
+    edits += [(f"state {word}", lambda p, own=fields: _with(p, **own)) for word, fields in fields_of.items()]
     with_tiles = None if (framework or MUSTER).storage == "megatron" else tiled(plan, model, workload.seq_len)
     if with_tiles is not None:
         count = with_tiles.sequence_tiles
@@ -81,6 +87,8 @@ def memory_fixes(
             if len({name.split()[0] for name in names}) < together or any(names > set(one[0]) for one in fitting):
                 continue  # two changes of one kind, or more than suffice
             if plan_violations(other, model, workload, plan.world_size):
+                continue
+            if tier_words and unsupported_features(other, model):
                 continue
             tried += 1
             found = _forecast(model, other, workload, cluster, framework, optim)
