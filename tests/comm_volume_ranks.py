@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from muster.cost import comm_volume
 from muster.parallel.world import World, open_world
+from muster.schedule.action import Kind
+from muster.schedule.offload import LAYER_COPIES
 from muster.schedule.program import Instruction
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
@@ -109,7 +111,8 @@ def count(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]
             with counter, patch.dict(do, {kind: counter.label(handler) for kind, handler in do.items()}):
                 trainer.step()
             if moved := sum(stage.offloaded_bytes for stage in trainer.stages.values()):
-                counter.sent["host"] = Counter(OFFLOAD=moved // 2, RELOAD=moved // 2)
+                kinds = LAYER_COPIES["host_copy"] if plan.offloads_by_layer else (Kind.OFFLOAD, Kind.RELOAD)
+                counter.sent["host"] = Counter(dict.fromkeys(kinds, moved // 2))
             predicted = comm_volume.step_comm_bytes(config.model, plan, config.workload, rank, config.optim)
             if plan.offloads_params and moved == sum(predicted["host"].values()):
                 counter.sent["host"] = Counter(predicted["host"])

@@ -47,6 +47,7 @@ from muster.parallel import cp_ring, ep_all_to_all, expert_parallel, op_profile,
 from muster.parallel.axis import TensorAxis
 from muster.parallel.expert_copies import CopiedExperts
 from muster.parallel.file_store import FileSlot
+from muster.parallel.layer_activations import HostActivations, SavedLayer
 from muster.parallel.offload import ActivationOffload
 from muster.parallel.p2p import PendingReceive
 from muster.parallel.param_offload import OffloadedGroup, ParamOffload
@@ -824,6 +825,19 @@ def lost_reload() -> Iterator[None]:
 
 
 @contextmanager
+def lost_layer() -> Iterator[None]:
+    """A layer's activations come back from host memory otherwise than they went there."""
+    fetch = HostActivations._fetch
+
+    def faulty(self: HostActivations, own: SavedLayer) -> Callable[[], None]:
+        own.buffers[0].zero_()
+        return fetch(self, own)
+
+    with patch.object(HostActivations, "_fetch", faulty):
+        yield
+
+
+@contextmanager
 def lost_read() -> Iterator[None]:
     """The activations that come back from disk differ from those that went there."""
     read = FileSlot.read
@@ -1164,6 +1178,7 @@ FAULTS = {
     "recorded graphs": recorded_graphs,
     "one pair of graphs for all": one_pair_for_all,
     "stale inputs of graphs": stale_inputs,
+    "lost layer": lost_layer,
     "lost read": lost_read,
     "lost return": lost_return,
     "columns from the first": columns_from_the_first,

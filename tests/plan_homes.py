@@ -189,8 +189,6 @@ def _check_settings(
     for one in strategies:
         if (one["sp"] and widest == 1) or (one["tp_overlap"] != "none" and not one["sp"]):
             raise NoHomeError("sequences that no tp rank shards")
-        if one["offload"] != "none" and alone:
-            raise NoHomeError("offload without another stage's passes beside it")
     if alone and (plan["post_validation"] or plan["vocab_parallel"]):
         raise NoHomeError("a setting of several pipeline ranks on one")
     if plan["vocab_parallel"] and copies > 1:

@@ -33,6 +33,7 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
         ("pp2-bf16-sgpipe", True),
         ("pp2-mb2-vocab", True),
         ("pp2-bf16-sgpipe-oact", True),
+        ("cp2u-rfull-oact", True),
         ("tp2-sp-rfull", True, {"family": "gpt2"}),
         ("tp2-rfull", False, {"family": "gpt2"}),
         ("dp2", False, {"family": "gpt2"}),

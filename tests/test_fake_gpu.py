@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate, islice, pairwise
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 from unittest.mock import patch
 
 import pytest
@@ -26,6 +26,7 @@ from muster.optim.peer_exchange import PeerGroup
 from muster.parallel import compile as compile_module
 from muster.parallel import p2p
 from muster.parallel.axis import PendingTensor
+from muster.parallel.layer_activations import HostActivations
 from muster.parallel.offload import ActivationOffload, HostBufferPool
 from muster.parallel.process_groups import ProcessGroups
 from muster.parallel.stage import DecoderStage
@@ -68,6 +69,7 @@ class OffloadStage(FakeStage):
     """A stage whose copies are those of a GPU."""
 
     offload_type = StreamOffload
+    layer_types: ClassVar = FakeStage.layer_types | {"host_copy": HostActivations}
 
 
 class GpuTrainer(CountedTrainer):
@@ -194,6 +196,7 @@ EXAMPLES = [
     {"plan": "pp2-szbh1", "tied": True, **SMALL},
     {"plan": "pp2-vocab", "z_loss": 0.1, **SMALL},
     {"plan": "pp2-sgpipe-oact", **SMALL},
+    {"plan": "dp2-rfull-oact", "layers": 4, "batch": 4},
 ]
 SAMPLE = list(islice(random_cases(seed=0), 3))
 
@@ -291,8 +294,10 @@ def test_swapped_collectives_are_found() -> None:
         ("dp2-z3", 0, Stream, "wait_event", lambda self, event: None),
         ("pp2-sgpipe-oact", 0, Stream, "wait_stream", lambda self, other: None),
         ("pp2-sgpipe-oact", 0, Stream, "wait_event", lambda self, event: None),
+        ("dp1-oact", 0, Stream, "wait_stream", lambda self, other: None),
+        ("dp1-oact", 0, Stream, "wait_event", lambda self, event: None),
     ],
-    ids=["collective", "transfer", "gather of parameters", "begin of offload", "end of offload"],
+    ids=["collective", "transfer", "gather of parameters", *("begin of offload", "end of offload") * 2],
 )
 def test_a_missing_wait_is_found(
     monkeypatch: pytest.MonkeyPatch, plan: str, rank: int, owner: type, name: str, without: Any

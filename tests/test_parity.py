@@ -319,6 +319,8 @@ HOST_UPDATES = [
     ("tp2-sp", "ooptd", {}),
     ("dp2-rfull", "ooptd-oparamd", {"precision": "bf16"}),
     ("pp2", "oopt-oparam", {"tied": True, "precision": "fp64"}),
+    ("dp2-rfull-tile2", "oopt-oparam-oact", {"precision": "bf16"}),
+    ("cp2u", "oact", {"precision": "fp64"}),
     ("pp2-relem", "oactd", {"precision": "fp64"}),
 ]
 MORE_HOST_UPDATES = [
@@ -338,6 +340,24 @@ MORE_HOST_UPDATES = [
         (plan, "oactd", {})
         for plan in ("dp2-z1", "dp2-z2-rfull", "dp2-z3", "tp2-sp-relem", "pp2-szbh1", "cp2", "pp2-vocab")
     ),
+    *(
+        (plan, "oact", {"packing": packing})
+        for plan in (
+            "dp2-z1",
+            "dp2-z2-rfull",
+            "dp2-tile2-rfull",
+            "tp2-sp-relem",
+            "cp2",
+            "cp2a-rfull",
+            "cp2u-tile2-rfull",
+        )
+        for packing in ("concatenate", "document_mask")
+    ),
+    ("cp2u-tile2-rfull", "oact", {"precision": "bf16"}),
+    ("dp2-z3", "oact", {"precision": "bf16"}),
+    ("dp2", "oopt-oparam-oact", {"precision": "fp64"}),
+    ("tp2-sp", "ooptd-oparamd-oact", {}),
+    ("dp2", "oopt", {"changes": by_layer("none", "none", offload="activations")}),
     ("pp2v2-szbv", "ooptd-oactd", {"tied": True}),
     ("dp2-z3", "oactd", {"precision": "bf16"}),
     ("pp2-sgpipe", "oactd", {"precision": "bf16", "packing": "next_fit"}),
@@ -403,10 +423,12 @@ def check_host_updates(plans: list[tuple[str, str, dict[str, Any]]], cache: Path
     """Without and with state in host memory or on disk, losses and parameters have the same bits."""
     pairs = [({"plan": plan} | fields, {"plan": f"{plan}-{word}"} | fields) for plan, word, fields in plans]
     cases = [case | {"steps": 3, "profile": case is pair[1]} for pair in pairs for case in pair]
-    faults = [pairs[0][1] | {"fault": "lost return"}, pairs[-1][1] | {"fault": "lost read"}]
+    faults = [pairs[0][1] | {"fault": "lost return"}]
+    faults += [next(own for _, own in pairs if own["plan"].endswith("-oact")) | {"fault": "lost layer"}]
+    faults += [pairs[-1][1] | {"fault": "lost read"}]
     at = {word: next(place for place, (_, own, _) in enumerate(plans) if own == word) for word in OFFLOADED_PARAMS}
     stale = [pairs[at[word]][1] | {"fault": fault} for word, fault in OFFLOADED_PARAMS.items()]
-    *found, wrong, unread, old, ahead = run(2, [*cases, *(case | {"steps": 3} for case in faults + stale)], cache)
+    *found, wrong, lost, unread, old, ahead = run(2, [*cases, *(case | {"steps": 3} for case in faults + stale)], cache)
     for word, bad in zip(OFFLOADED_PARAMS, (old, ahead), strict=True):
         assert bad[0]["parameters"] != found[2 * at[word]][0]["parameters"], word
     for place, pair in enumerate(pairs):
@@ -415,6 +437,8 @@ def check_host_updates(plans: list[tuple[str, str, dict[str, Any]]], cache: Path
             assert all(planned == counted for planned, counted in offloaded["memory"].values()), pair
             assert not offloaded["untimed"], pair
     assert wrong[0]["parameters"] != found[0][0]["parameters"]
+    offloaded = next(place for place, (_, own) in enumerate(pairs) if own["plan"].endswith("-oact"))
+    assert lost[0]["parameters"] != found[2 * offloaded][0]["parameters"]
     assert unread[0]["parameters"] != found[-1][0]["parameters"]
     assert found[1][0]["memory"]["optimizer"] == [0, 0]
 

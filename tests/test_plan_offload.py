@@ -118,6 +118,24 @@ def test_a_plan_that_nothing_else_makes_fit_offloads() -> None:
         assert f"; offload would make it fit {said}" in sentence
 
 
+@pytest.mark.parametrize("hidden_size", [1024, 4096])
+def test_without_a_pipeline_layers_offload_where_nothing_else_fits(hidden_size: int) -> None:
+    """Each beside the next one: all that a limit leaves no room for, and no more than the host holds."""
+    model = MODEL.model_copy(update={"hidden_size": hidden_size, "num_layers": 16})
+    fixed = {"pp": 1, "tp": 1, "cp": 2, "micro_batch_size": 1}
+    request = PlanRequest(model, cluster(2, 63e9, None), WORK, fixed=fixed)
+    evaluator = PlanEvaluator(request)
+    limit = evaluator.memory_budget.limit_bytes(0) or 0
+    full = evaluator.memory_budget.excess_bytes(parse_plan_name("cp2u-mb1-tile4-rfull-bf16"))[0] + limit
+    away = evaluator.memory_budget.excess_bytes(parse_plan_name("cp2u-mb1-tile4-rfull-oact-bf16"))[0] + limit
+    assert away < full
+    tight = replace(request, memory_limit_bytes=int((full + away) / 2))
+    found = search(tight, 1).best[0]
+    assert any(strategy.offload == "activations" for strategy in found.plan.strategies)
+    assert not search(without(tight), 1).best
+    assert not search(replace(tight, cluster=cluster(2, 63e9, 2**20)), 1).best
+
+
 def test_offload_is_chosen_where_it_takes_less_than_recompute() -> None:
     """A wide model computes long for each byte that a layer saves, so that copies are hidden."""
     request = tight(replace(pipeline(), model=MODEL.model_copy(update={"hidden_size": 4096, "num_heads": 32})), 0.5)
@@ -226,7 +244,8 @@ def peak_away(program: Program, rank: int, sizes: dict[int, tuple[int, ...]]) ->
 
 
 @pytest.mark.parametrize(
-    "name", ["pp4-oact", "pp4v2-sinterleaved-oact-relem", "dp2-pp2v2-szbv-oact-z1", "pp2-sgpipe-oact"]
+    "name",
+    ["pp4-oact", "pp4v2-sinterleaved-oact-relem", "dp2-pp2v2-szbv-oact-z1", "pp2-sgpipe-oact", "dp2-oact", "cp2u-oact"],
 )
 def test_what_offloading_plans_hold_is_known_without_a_program(name) -> None:
     """And no bound is above the simulated time, however slow the link."""

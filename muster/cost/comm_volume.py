@@ -32,7 +32,7 @@ from muster.layout.tensor_layout import (
     state_shard_numel,
     tp_partial_grad_copies,
 )
-from muster.schedule.action import Kind
+from muster.schedule.action import ACTIVATION_COPIES, Kind
 from muster.schedule.build import build_program
 from muster.schedule.program import Instruction
 from muster.spec.adapters import is_adapter
@@ -58,10 +58,10 @@ def step_comm_bytes(
 
     Axes: those of the mesh, where dp_shard stands for all ranks that share a stage's state (dp_shard and cp), cp for
     attention, and edp for the ranks that have the same experts, where expert parallelism leaves each some of them;
-    `world` for the all-reduce over all ranks; `optimizer` for what the optimizer step sends; `host` for OFFLOAD and
-    RELOAD. Kinds: names of collectives; on `pp` the instructions that send (SEND_F, SEND_B, ALL_REDUCE_TIED,
-    ALL_REDUCE_REPLICAS) and those of the vocabulary-parallel layers (EMB_REDUCE, HIDDEN_BCAST, LOGIT_STATS,
-    EMB_GRAD_BCAST). The optimizer is AdamW if `optim` is None.
+    `world` for the all-reduce over all ranks; `optimizer` for what the optimizer step sends; `host` for copies to and
+    from host memory and disk. Kinds: names of collectives; on `pp` the instructions that send (SEND_F, SEND_B,
+    ALL_REDUCE_TIED, ALL_REDUCE_REPLICAS) and those of the vocabulary-parallel layers (EMB_REDUCE, HIDDEN_BCAST,
+    LOGIT_STATS, EMB_GRAD_BCAST). The optimizer is AdamW if `optim` is None.
     """
     if is_zeroth_order(optim):
         return _bytes_at_points(spec, plan, workload, rank, optim)
@@ -511,7 +511,7 @@ def _host_bytes(
     sent = Counter[str]()
     for lane, sizes in (("host_copy", moved), ("disk", written)):
         for item in lanes.get(lane, ()):
-            if item.action.kind in (Kind.OFFLOAD, Kind.RELOAD, Kind.WRITE_ACT, Kind.READ_ACT):
+            if item.action.kind in ACTIVATION_COPIES:
                 sent[item.action.kind] += sizes[item.action.stage][item.action.slice]
     sent += _param_load_bytes(spec, plan, lanes.get("compute", ()), at) if plan.offloads_params else Counter()
     for stage in stages_on(plan, at.pp):

@@ -32,6 +32,8 @@ _KIND_DESCRIPTIONS = {
     Kind.RELOAD_PARAM: "the copy of parameters from host memory",
     Kind.READ_STATE: "the read of optimizer state from disk",
     Kind.WRITE_STATE: "the write of optimizer state to disk",
+    Kind.OFFLOAD_ACT: "the copy of activations to host memory",
+    Kind.RELOAD_ACT: "the copy of activations from host memory",
     Kind.WRITE_ACT: "the write of activations to disk",
     Kind.READ_ACT: "the read of activations from disk",
     Kind.LOAD_F: "the copy of parameters from host memory",

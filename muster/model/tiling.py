@@ -83,6 +83,7 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x_BSD,) = ctx.saved.saved_tensors
+        ctx.saved = None  # this node lives until the whole backward ends, and would keep x
         x_ND, grad = x_BSD.flatten(0, 1), grads[0].flatten(0, 1) if ctx.rows_are_kept else grads[0]
         grad_x_BSD = torch.empty_like(x_BSD)
         grad_x_ND = grad_x_BSD.view(x_ND.shape)

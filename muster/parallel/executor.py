@@ -13,7 +13,17 @@ from muster.parallel.host_lane import HostLane
 from muster.parallel.p2p import P2PRoute, PendingReceive
 from muster.parallel.stage_interface import Stage
 from muster.parallel.vocab_parallel import VocabShard
-from muster.schedule.action import KINDS, LANES, RECEIVES, Action, Kind, Lane, matching_transfer
+from muster.schedule.action import (
+    ACTIVATION_COPIES,
+    COPY_LANES,
+    KINDS,
+    LANES,
+    RECEIVES,
+    Action,
+    Kind,
+    Lane,
+    matching_transfer,
+)
 from muster.schedule.program import Instruction, Program, Wait
 from muster.schedule.send_completion import completed_sends
 
@@ -69,10 +79,7 @@ class Executor:
             Kind.SEND_B: self._send,
             Kind.RECV_F: self._receive,
             Kind.RECV_B: self._receive,
-            Kind.OFFLOAD: self._copy,
-            Kind.RELOAD: self._copy,
-            Kind.WRITE_ACT: self._copy,
-            Kind.READ_ACT: self._copy,
+            **dict.fromkeys(ACTIVATION_COPIES, self._copy),
             **dict.fromkeys((Kind.LOAD_F, Kind.LOAD_B, Kind.READ_F, Kind.READ_B), self._load_params),
             Kind.UNSHARD: lambda instruction: self.stages[instruction.action.stage].unshard(),
             Kind.ALL_REDUCE_TP: lambda instruction: self.stages[instruction.action.stage].all_reduce_replicated_grads(),
@@ -144,8 +151,8 @@ class Executor:
         instruction = self.lanes[lane][index]
         for wait in instruction.waits:
             self._wait_for(wait)
-        if lane == "compute" and any(wait.lane == "disk" for wait in instruction.waits):
-            self._start_ready()  # reads that waited for the same write
+        if lane == "compute" and any(wait.lane in COPY_LANES for wait in instruction.waits):
+            self._start_ready()  # copies back that waited for the same ones away
         self._cursor[lane] = index + 1
         start = self._clock.mark()
         self._report_start(instruction.action)
@@ -230,7 +237,7 @@ class Executor:
         elif kind == Kind.RELOAD:
             copied = own.reload(unit)
         else:
-            copied = own.write_activations(unit) if kind == Kind.WRITE_ACT else own.read_activations(unit)
+            copied = own.copy_layers(instruction.lane, kind, unit)
         self._start_copy(copied, instruction.lane)
 
     def _load_params(self, instruction: Instruction) -> None:

@@ -21,7 +21,8 @@ from muster.parallel.stage import DecoderStage
 from muster.parallel.stage_inputs import StageInputs
 from muster.parallel.vocab_parallel import VocabShard
 from muster.parallel.world import World
-from muster.schedule.action import Action, Kind
+from muster.schedule.action import Action, Kind, Lane
+from muster.schedule.offload import LAYER_COPIES
 from muster.schedule.program import Program
 from muster.spec.plan import Plan
 
@@ -211,10 +212,14 @@ def _time_forward_backward(stage: DecoderStage, clock: _InstructionTimer, backwa
         if copies:
             clock.time(_key(Kind.OFFLOAD, stage, part), lambda part=part: stage.offload(part)())
             clock.time(_key(Kind.RELOAD, stage, part), lambda part=part: stage.reload(part)())
-        if stage.disk_activations.has_layers:  # what the passes, whose times contain the rest, don't wait for
-            clock.time(_key(Kind.WRITE_ACT, stage, part), lambda part=part: stage.write_activations(part)())
-            clock.time(_key(Kind.READ_ACT, stage, part), lambda part=part: stage.read_activations(part)())
+        for lane, own in stage.layer_activations.items():
+            for kind in LAYER_COPIES[lane] * own.has_layers:  # what the passes, whose times contain the rest, leave
+                clock.time(_key(kind, stage, part), partial(_copy_layers, stage, lane, kind, part))
     _time_backwards(stage, clock, backward)
+
+
+def _copy_layers(stage: DecoderStage, lane: Lane, kind: Kind, part: int) -> None:
+    stage.copy_layers(lane, kind, part)()
 
 
 def _key(kind: Kind, stage: DecoderStage, part: int) -> TimedKey:

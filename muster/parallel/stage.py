@@ -43,7 +43,7 @@ from muster.parallel.context_parallel import (
     keep_group_positions,
     keep_positions,
 )
-from muster.parallel.disk_activations import DiskActivations
+from muster.parallel.disk_activations import LAYER_TYPES, activations_by_lane
 from muster.parallel.expert_parallel import apply_expert_parallel
 from muster.parallel.file_store import FileStore
 from muster.parallel.fsdp import (
@@ -75,6 +75,8 @@ from muster.parallel.vocab_parallel import VocabShard, add_vocab_shard
 from muster.parallel.weight_grad_store import WeightGradStore
 from muster.parallel.weight_shards import shard_weights
 from muster.parallel.world import World
+from muster.schedule.action import Kind, Lane
+from muster.schedule.offload import LAYER_COPIES
 from muster.spec.layer_strategy import ZeroLevel
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
@@ -96,7 +98,7 @@ class DecoderStage:
     """
 
     offload_type = ActivationOffload
-    disk_type = DiskActivations
+    layer_types = LAYER_TYPES
     param_offload_type = ParamOffload
     pass_graphs: "PassGraphs | None" = None
     """Graphs that passes are replayed from once they are captured."""
@@ -152,7 +154,7 @@ class DecoderStage:
         if is_compiled(plan, spec, world.device) and not is_zeroth_order(optim):
             compile_blocks(self.module, world.device)
         self._offload = self.offload_type(world.device)
-        self.disk_activations = self.disk_type(world.device)
+        self.layer_activations = activations_by_lane(self.layer_types, world.device)
         self._save_less(plan)
         self.is_sharded = apply_fsdp(self.module, world, strategy.zero, plan)
         self.parameters: dict[str, Tensor] = self._allocate_parameters(plan, param_files)
@@ -197,10 +199,11 @@ class DecoderStage:
             apply_recompute(block, plan.strategy(layer).recompute)
             if plan.sequence_tiles > 1:
                 apply_tiles(block, plan.sequence_tiles)
-            if plan.strategy(layer).offload == "activations":
+            tier = plan.strategy(layer).offload
+            if tier == "activations" and not plan.offloads_by_layer:
                 self._offload.track_layer(block)
-            elif plan.strategy(layer).offload == "activations_on_disk":
-                self.disk_activations.track_layer(block)
+            elif tier != "none":
+                self.layer_activations["host_copy" if tier == "activations" else "disk"].track_layer(block)
 
     def _allocate_parameters(self, plan: Plan, files: FileStore | None) -> dict[str, Tensor]:
         """Give the parameters memory, where the plan has them, and return them by name."""
@@ -265,7 +268,8 @@ class DecoderStage:
         self.module.dropout_state.keys_B = None if keys_M is None else keys_M[micro_batch]
         further = self.inputs.further_M[micro_batch] if self._predicts_further else ()
         if torch.is_grad_enabled():
-            self.disk_activations.begin_forward(micro_batch)
+            for one in self.layer_activations.values():
+                one.begin_forward(micro_batch)
         reduces = self.computes_loss and (self.world.plan.sequence_tiles > 1 or len(further) > 0)
         if reduces:
             labels_D = (self.inputs.labels_M[micro_batch], *(one.labels_BS for one in further))
@@ -419,12 +423,14 @@ class DecoderStage:
         x, start = self._saved.pop(micro_batch)
         self._offload.discard(micro_batch)
         self._select_part(micro_batch)
-        self.disk_activations.begin_backward(micro_batch)
+        for one in self.layer_activations.values():
+            one.begin_backward(micro_batch)
         if self._slices is not None:
             self._enter_slice(self._slices, micro_batch)
         if start is not None:
             torch.autograd.backward(start, gradient)
-        self.disk_activations.end_backward(micro_batch)
+        for one in self.layer_activations.values():
+            one.end_backward(micro_batch)
         if self._slices is not None and self._slices.positions.start == 0:
             self._slices.drop()
         if start is None:
@@ -465,11 +471,11 @@ class DecoderStage:
         """Return the bytes that `offload` would move."""
         return self._offload.available_bytes(micro_batch)
 
-    def write_activations(self, micro_batch: int) -> Callable[[], None]:
-        return partial(self.disk_activations.finish_writes, micro_batch)
-
-    def read_activations(self, micro_batch: int) -> Callable[[], None]:
-        self.disk_activations.begin_backward(micro_batch)
+    def copy_layers(self, lane: Lane, kind: Kind, micro_batch: int) -> Callable[[], None]:
+        own = self.layer_activations[lane]
+        if kind == LAYER_COPIES[lane][0]:
+            return partial(own.end_forward, micro_batch)
+        own.begin_backward(micro_batch)
         return lambda: None  # the backward has waited for all
 
     def load_params(self, backward: bool) -> Callable[[], None]:
@@ -481,7 +487,8 @@ class DecoderStage:
     @property
     def offloaded_bytes(self) -> int:
         """Bytes copied to and from host memory so far."""
-        return self._offload.link.copied_bytes + self.param_offload.link.copied_bytes
+        links = self._offload.link, self.layer_activations["host_copy"].link, self.param_offload.link
+        return sum(link.copied_bytes for link in links)
 
     @property
     def device_parameter_bytes(self) -> int:

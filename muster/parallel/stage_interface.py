@@ -5,6 +5,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from muster.schedule.action import Kind, Lane
+
 
 class Stage(Protocol):
     """A pipeline stage.
@@ -36,12 +38,8 @@ class Stage(Protocol):
         """Start to copy them back; the returned function waits for the end."""
         ...
 
-    def write_activations(self, micro_batch: int) -> Callable[[], None]:
-        """Let the next forward write what it saves to disk; the returned function waits for the end."""
-        ...
-
-    def read_activations(self, micro_batch: int) -> Callable[[], None]:
-        """Start to read what a forward has written; the backward waits for each layer's part."""
+    def copy_layers(self, lane: Lane, kind: Kind, micro_batch: int) -> Callable[[], None]:
+        """Start to copy what layers save over a lane, beside a pass; the returned function waits for what leaves."""
         ...
 
     def load_params(self, backward: bool) -> Callable[[], None]:

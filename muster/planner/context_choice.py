@@ -7,6 +7,9 @@ which the bytes by link, what hides them, and the kernels for blocks and for who
 from collections.abc import Iterator
 from typing import Any
 
+from muster.cost.activations import attention_activation_bytes, pass_sizes
+from muster.cost.context_traffic import attention_workspace
+from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.cost.time.plan_times import place_plan, plan_times
 from muster.cost.time.stage_times import StageTimes
 from muster.planner.request import PlanRequest
@@ -19,6 +22,9 @@ from muster.spec.plan import Plan
 
 LEAST_GAIN = 0.005
 """Part of the time that another kind than the ring must save to be chosen."""
+LARGE_SHARE = 0.5
+"""Share of a device's memory that a layer's attention may take; beyond it, of the kinds about as fast the one that
+takes least is chosen."""
 CONTEXT_FIELDS = ("cp_comm_type", "cp_ulysses_degree", "cp_window_size")
 
 
@@ -46,6 +52,11 @@ def _fastest(request: PlanRequest, tp: int, cp: int) -> dict[str, Any]:
     seconds = [_passes_s(request, plan) for plan in plans]
     best = min(range(len(plans)), key=seconds.__getitem__)
     chosen = plans[best if seconds[best] < (1 - LEAST_GAIN) * seconds[0] else 0]
+    limit = request.cluster.device.memory_bytes
+    if limit and _attention_bytes(request, chosen) > LARGE_SHARE * limit:
+        longest_s = seconds[best] / (1 - LEAST_GAIN)
+        as_fast = [plan for plan, time_s in zip(plans, seconds, strict=True) if time_s <= longest_s]
+        chosen = min(as_fast, key=lambda plan: _attention_bytes(request, plan))
     return {name: getattr(chosen, name) for name in CONTEXT_FIELDS}
 
 
@@ -64,6 +75,15 @@ def _candidates(request: PlanRequest, tp: int, cp: int) -> Iterator[Plan]:
             inner = [size for size in group_degrees(cp // degree) if size * degree * tp <= devices < tp * cp]
             if row.has_double_ring and inner:
                 yield one_ring.model_copy(update={"cp_window_size": max(inner)})
+
+
+def _attention_bytes(request: PlanRequest, plan: Plan) -> int:
+    """Return the bytes that the backward of one layer's attention takes of a sequence: what it has saved, its buffers,
+    and the gradient of its output."""
+    sizes = pass_sizes(request.model, plan, request.workload, 0)
+    elements = compute_bytes(plan.precision), master_bytes(plan.precision)
+    buffers = attention_workspace(sizes.context, sizes.attention, *elements, backward=True)
+    return attention_activation_bytes(sizes, 0) + buffers + sizes.attention.queries * elements[0]
 
 
 def _passes_s(request: PlanRequest, plan: Plan) -> float:

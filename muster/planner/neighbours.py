@@ -69,7 +69,7 @@ def _all_changes(plan: Plan, request: PlanRequest) -> Iterator[Change]:
         yield Change("no slices", plan.model_copy(update={"sequence_slices": 1}))
     if any(strategy.offload != "none" for strategy in plan.strategies):
         yield Change("no offload", with_all_layers(plan, offload="none"), may_refit=False)
-    if plan.pp > 1 and any(strategy.offload != "activations" for strategy in plan.strategies):
+    if any(strategy.offload != "activations" for strategy in plan.strategies):
         yield Change("offload of all layers", with_all_layers(plan, offload="activations"), may_refit=False)
     for schedule, entry in SCHEDULES.items():
         chunks = entry.planner.compared_with_chunks

@@ -41,6 +41,8 @@ class Kind(StrEnum):
     EMB_W = "EMB_W"
     OFFLOAD = "OFFLOAD"
     RELOAD = "RELOAD"
+    OFFLOAD_ACT = "OFFLOAD_ACT"
+    RELOAD_ACT = "RELOAD_ACT"
     WRITE_ACT = "WRITE_ACT"
     READ_ACT = "READ_ACT"
     LOAD_F = "LOAD_F"
@@ -130,6 +132,12 @@ KINDS: dict[Kind, KindTraits] = {
     Kind.EMB_W: KindTraits("compute", "backward of the rank's shard of the embedding", reads="q", frees="q"),
     Kind.OFFLOAD: KindTraits("host_copy", "copy saved activations to host memory", reads="a", makes="o", frees="a"),
     Kind.RELOAD: KindTraits("host_copy", "copy saved activations back to the device", reads="o", makes="a", frees="o"),
+    Kind.OFFLOAD_ACT: KindTraits(
+        "host_copy", "copy what a forward saves to host memory, layer by layer beside it", makes="j"
+    ),
+    Kind.RELOAD_ACT: KindTraits(
+        "host_copy", "copy saved activations back, layer by layer beside their backward", reads="j", frees="j"
+    ),
     Kind.WRITE_ACT: KindTraits("disk", "write what a forward saves to disk, layer by layer beside it", makes="k"),
     Kind.READ_ACT: KindTraits(
         "disk", "read saved activations from disk, layer by layer beside their backward", reads="k", frees="k"
@@ -175,8 +183,14 @@ KINDS: dict[Kind, KindTraits] = {
     Kind.OUTER_STEP: KindTraits("compute", "outer optimizer step of a fragment"),
 }
 
+ACTIVATION_COPIES = (
+    *(Kind.OFFLOAD, Kind.RELOAD),
+    *(Kind.OFFLOAD_ACT, Kind.RELOAD_ACT, Kind.WRITE_ACT, Kind.READ_ACT),
+)
+"""Copies of saved activations: of whole passes, and layer by layer beside a pass."""
+
 COPIES = (
-    *(Kind.OFFLOAD, Kind.RELOAD, Kind.WRITE_ACT, Kind.READ_ACT),
+    *ACTIVATION_COPIES,
     *(Kind.LOAD_F, Kind.LOAD_B, Kind.READ_F, Kind.READ_B),
     *(Kind.OFFLOAD_GRAD, Kind.RELOAD_PARAM, Kind.READ_STATE, Kind.WRITE_STATE),
 )

@@ -25,6 +25,7 @@ _BUFFER_NAMES = {
     "z": ("the logit statistics of all ranks", Kind.LOGIT_STATS),
     "q": ("the gradient of the word embeddings", Kind.EMB_GRAD_BCAST),
     "o": ("its saved activations in host memory", Kind.OFFLOAD),
+    "j": ("its layers' saved activations in host memory", Kind.OFFLOAD_ACT),
     "k": ("its saved activations on disk", Kind.WRITE_ACT),
     "m": ("the gradients in host memory", Kind.OFFLOAD_GRAD),
     "v": ("the optimizer state", Kind.READ_STATE),

@@ -17,6 +17,7 @@ from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import ScheduleSpec
 from muster.schedule.vocab_passes import VocabTimes
 from muster.spec.errors import InfeasibleError, MusterError
+from muster.spec.layer_strategy import Tier
 from muster.spec.model import ModelSpec, layer_parameter_shapes, parameter_shapes
 from muster.spec.plan import Plan
 from muster.spec.workload import Workload
@@ -86,6 +87,12 @@ def build_program(
         for stage in stages
         for layer in (plan.layers(stage, model.num_layers) or [plan.layers(stage, model.num_layers).start])
     }
+    tiers: tuple[Tier, ...] = ("host", "disk")
+    saving = stages if has_backward else ()
+    offloaded = {
+        tier: frozenset(stage for stage in saving if plan.offloaded_layers(stage, model.num_layers, tier))
+        for tier in tiers
+    }
     options = LoweringOptions(
         zero=plan.default_strategy.zero,
         data_ranks=tuple(plan.mesh(stage).grad_sum_size for stage in stages),
@@ -93,10 +100,9 @@ def build_program(
         tied_embeddings=model.embeds_on_last_stage and not plan.vocab_parallel,
         vocab_times=_vocab_times(plan, model) if plan.vocab_parallel else None,
         post_validation=plan.post_validation,
-        offload=frozenset(stage for stage in stages if has_backward and plan.offloaded_layers(stage, model.num_layers)),
-        disk_activations=frozenset(
-            stage for stage in stages if has_backward and plan.offloaded_layers(stage, model.num_layers, "disk")
-        ),
+        offload=frozenset() if plan.offloads_by_layer else offloaded["host"],
+        host_activations=offloaded["host"] if plan.offloads_by_layer else frozenset(),
+        disk_activations=offloaded["disk"],
         host_updates=tuple(plan.host_update_tiers(stage, model.num_layers) for stage in stages) if train else (),
         delayed_update=delayed_update,
         param_tiers=plan.param_tiers(model.num_layers) if train else (),

@@ -32,6 +32,8 @@ class LoweringOptions:
     """True if the optimizer steps before the global gradient norm is known."""
     offload: frozenset[int] = frozenset()
     """Stages whose activations are offloaded to host memory, where they are saved long enough."""
+    host_activations: frozenset[int] = frozenset()
+    """Stages whose activations go to host memory layer by layer."""
     disk_activations: frozenset[int] = frozenset()
     """Stages that keep activations on disk."""
     host_updates: tuple[tuple[Tier, ...], ...] = ()
@@ -94,12 +96,12 @@ class ProgramDraft:
     def wait_copies_beside(self, rank: int) -> list[Wait]:
         """Return the waits for the copies beside a rank's last backward, of activations and of gradients, or beside its
         last forward where there is no backward."""
-        beside = (Kind.LOAD_B, Kind.READ_B, Kind.READ_ACT)
+        beside = (Kind.LOAD_B, Kind.READ_B, Kind.RELOAD_ACT, Kind.READ_ACT)
         if not any(item.action.kind in (Kind.B, Kind.I) for item in self.ranks[rank]["compute"]):
             beside = (Kind.LOAD_F, Kind.READ_F)
         waits: list[Wait] = []
         for lane in COPY_LANES:
-            last: dict[Kind, int] = {}  # where activations and gradients share the disk, the last of each
+            last: dict[Kind, int] = {}  # where activations and gradients share a lane, the last of each
             for index in reversed(range(len(self.ranks[rank][lane]))):
                 kind = self.ranks[rank][lane][index].action.kind
                 if kind not in beside:
@@ -150,9 +152,9 @@ def add_gradient_exchanges(draft: ProgramDraft, options: LoweringOptions) -> Non
 
 
 def add_copies_beside_passes(draft: ProgramDraft, options: LoweringOptions) -> None:
-    """Add the copies beside passes: of parameters from host memory, and from disk, where activations may be, too."""
+    """Add the copies beside passes, of parameters and of layers' activations, from and to host memory and disk."""
     beside: dict[Lane, PassCopies] = {
-        "host_copy": PassCopies(params=options.stages_with_params("host", "disk")),
+        "host_copy": PassCopies(options.host_activations, options.stages_with_params("host", "disk")),
         "disk": PassCopies(options.disk_activations, options.stages_with_params("disk")),
     }
     for lane, copies in beside.items():

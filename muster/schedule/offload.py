@@ -89,12 +89,26 @@ def add_copy_lane(
     return waiting, lane
 
 
+def count_passes_with_layers(order: Sequence[Action], stages: Collection[int]) -> CopyOverlaps:
+    """Return the passes that overlap the copies of one rank's `stages` where these go layer by layer beside them."""
+    kinds = Kind.F, Kind.B, Kind.I
+    return Counter((action[:2], (action.stage,)) for action in order if action.kind in kinds and action.stage in stages)
+
+
+LAYER_COPIES: dict[Lane, tuple[Kind, Kind]] = {
+    "host_copy": (Kind.OFFLOAD_ACT, Kind.RELOAD_ACT),
+    "disk": (Kind.WRITE_ACT, Kind.READ_ACT),
+}
+"""Lane → kinds of the copies of layers' activations beside a forward and beside a backward."""
+
+
 @dataclass(frozen=True, slots=True)
 class PassCopies:
     """Stages whose passes have copies beside them, layer by layer, in one lane."""
 
     activations: Collection[int] = ()
-    """Stages that keep activations on disk (SSDTrain, Wu et al. 2024, arXiv:2408.10013)."""
+    """Stages whose layers' activations go to the tier of the lane: to disk (SSDTrain, arXiv:2408.10013), or to host
+    memory where there is no pipeline (ALST, arXiv:2506.13996 §3.3)."""
     params: Collection[int] = ()
     """Stages whose parameters come from host memory or disk (ZeRO-Infinity, arXiv:2104.07857)."""
 
@@ -107,7 +121,8 @@ class PassCopies:
             names = (Kind.LOAD_F, Kind.LOAD_B) if lane == "host_copy" else (Kind.READ_F, Kind.READ_B)
             yield names[0] if is_forward else names[1]
         if stage in self.activations:
-            yield Kind.WRITE_ACT if is_forward else Kind.READ_ACT
+            leave, come = LAYER_COPIES[lane]
+            yield leave if is_forward else come
 
 
 def add_pass_copies(
@@ -120,17 +135,18 @@ def add_pass_copies(
     """
     found: list[Instruction] = []
     waiting = list(compute)
-    written: dict[tuple[int, int, int], Wait] = {}
+    left: dict[tuple[int, int, int], Wait] = {}
+    leave, come = LAYER_COPIES[lane]
     for place, (action, _, _) in enumerate(compute):
         own = []
         for kind in copies.kinds_beside(action.kind, action.stage, lane):
             waits = [Wait("compute", place - 1)] if place else []
             unit = action[1:4]
             own.append(Wait(lane, len(found)))
-            if kind == Kind.WRITE_ACT:
-                written[unit] = own[-1]
-            elif kind == Kind.READ_ACT:
-                waits.append(written[unit])
+            if kind == leave:
+                left[unit] = own[-1]
+            elif kind == come:
+                waits.append(left[unit])
             found.append(Instruction(action._replace(kind=kind), None, tuple(waits)))
         if own and place + 1 < len(waiting):
             after = waiting[place + 1]

@@ -63,6 +63,8 @@ _KINDS_BY_PART = {
 _COPY_READERS = {
     Kind.OFFLOAD: ((Kind.F,), PASSES_FOR_COPY),
     Kind.RELOAD: ((Kind.B, Kind.I), -1),
+    Kind.OFFLOAD_ACT: ((Kind.F,), 0),
+    Kind.RELOAD_ACT: ((Kind.B, Kind.I), 0),
     Kind.WRITE_ACT: ((Kind.F,), 0),
     Kind.READ_ACT: ((Kind.B, Kind.I), 0),
     Kind.LOAD_F: ((Kind.F,), 0),

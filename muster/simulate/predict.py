@@ -60,6 +60,8 @@ _AXIS_BY_KIND |= {
     Kind.GRAD_NORM: "world",
     Kind.OFFLOAD: "host",
     Kind.RELOAD: "host",
+    Kind.OFFLOAD_ACT: "host",
+    Kind.RELOAD_ACT: "host",
     Kind.OFFLOAD_GRAD: "host",
     Kind.RELOAD_PARAM: "host",
     Kind.WRITE_ACT: "disk",

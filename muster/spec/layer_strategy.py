@@ -14,8 +14,9 @@ linear unit, one pass over memory each. core_attention: scores, softmax and weig
 arXiv:2205.05198 §5). every_second_matmul: every second matmul and everything cheap (torchtitan's selective activation
 checkpointing by operation). full: the whole layer."""
 Offload = Literal["none", "activations", "activations_on_disk"]
-"""Activations that a layer saves for its backward wait in host memory, where enough other passes run between forward
-and backward (arXiv:2503.01328), or on disk, layer by layer within any pass (arXiv:2408.10013)."""
+"""Place of the activations that a layer saves for its backward. activations: host memory, in a pipeline where enough
+other passes run between forward and backward (arXiv:2503.01328), else layer by layer within a pass (arXiv:2506.13996
+§3.3). activations_on_disk: disk, layer by layer (arXiv:2408.10013)."""
 Tier = Literal["none", "host", "disk"]
 """Place of a state that leaves the device."""
 

@@ -313,11 +313,6 @@ def _replicas(plan: Plan, workload: Workload) -> Iterator[str]:
 
 LEGAL_RULES: tuple[Rule, ...] = (
     Rule(
-        lambda plan: plan.pp == 1 and any(s.offload == "activations" for s in plan.strategies),
-        "offload of activations to the host overlaps other stages' passes, but pp is 1 (oactd keeps them on disk)",
-        in_every_layer(lambda strategy: strategy.model_copy(update={"offload": "none"})),
-    ),
-    Rule(
         lambda plan: plan.post_validation and plan.pp == 1,
         "post_validation lets pipeline ranks step without waiting for each other, but pp is 1",
         setting(post_validation=False),

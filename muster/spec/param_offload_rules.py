@@ -60,8 +60,9 @@ PARAM_OFFLOAD_RULES: tuple[Rule, ...] = (
         "dp_replicate above 1 (sums over replicas would wait on the device)",
     ),
     _rule(
-        lambda plan: any(s.offload == "activations" for s in plan.strategies),
-        "activations in host memory (whose copies would wait for those of parameters; oactd keeps them on disk)",
+        lambda plan: not plan.offloads_by_layer and any(s.offload == "activations" for s in plan.strategies),
+        "activations in host memory in a pipeline (whose copies would wait for those of parameters; oactd keeps them on"
+        " disk)",
     ),
     _rule(lambda plan: plan.vocab_parallel, "vocab_parallel (it has no parity test yet)"),
     _rule(lambda plan: plan.dynamic_context_parallel, "cpdyn (it has no parity test yet)"),

@@ -362,6 +362,12 @@ class Plan(Frozen):
         """Return the number of layers of each stage of one replica, of a model with `num_layers`."""
         return [stage.layers for stage in self.stages] or split_evenly(num_layers, self.stages_per_replica)
 
+    @property
+    def offloads_by_layer(self) -> bool:
+        """True if activations go to host memory layer by layer, each beside the next layer's forward: without a
+        pipeline no passes of other micro-batches run between a forward and its backward."""
+        return self.pp == 1
+
     def offloaded_layers(self, stage: int, num_layers: int, tier: Tier = "host") -> list[int]:
         """Return the layers of one stage whose activations may be offloaded to host memory, or are on disk."""
         wanted = "activations" if tier == "host" else "activations_on_disk"

@@ -26,6 +26,7 @@ from muster.model.float8 import float8_note
 from muster.parallel.compile import eager_note
 from muster.parallel.cuda_graphs import graphs_note
 from muster.parallel.op_profile import StageProfile
+from muster.parallel.stage import DecoderStage
 from muster.report.console import table_console
 from muster.report.islands import meetings_note
 from muster.report.page import write_report
@@ -186,13 +187,18 @@ def _memory_terms(trainer: Trainer, profile: StageProfile) -> dict[str, tuple[in
         "optimizer": trainer.updater.optimizer.device_state_bytes()
         + (0 if trainer.outer is None else trainer.outer.state_bytes),
         "activations": sum(
-            _live_bytes((sizes[0] - trainer.stages[stage].disk_activations.written_bytes, *sizes[1:]), live[stage])
+            _live_bytes((sizes[0] - _left_bytes(trainer.stages[stage]), *sizes[1:]), live[stage])
             for stage, sizes in profile.saved_bytes.items()
         )
         - sum(_live_bytes(profile.offloaded_bytes[stage], counts) for stage, counts in away.items())
         + words * profile.vocab_bytes,
     }
     return {term: (getattr(terms, term), count) for term, count in counted.items()}
+
+
+def _left_bytes(stage: DecoderStage) -> int:
+    """Return the bytes of the last micro-batch's activations that have left layer by layer."""
+    return sum(one.left_bytes for one in stage.layer_activations.values())
 
 
 def _live_bytes(sizes: tuple[int, ...], live: int | tuple[int, ...]) -> int:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from muster.launch.rank_process import exit_process, rank_main
 from muster.model.chunk_sizes import large_chunks
 from muster.optim.host_optimizer import HostOptimizer
 from muster.parallel.disk_activations import DiskActivations
+from muster.parallel.layer_activations import HostActivations
 from muster.parallel.offload import ActivationOffload, HostBufferPool, HostLink, OffloadedStorages
 from muster.parallel.param_offload import ParamOffload
 from muster.parallel.stage import DecoderStage
@@ -172,15 +173,27 @@ class _FakeOffload(ActivationOffload):
         return lambda: None
 
 
+class _FakeHostActivations(HostActivations):
+    """Host memory that isn't counted."""
+
+    link_type = _FakeLink
+
+    def _send(self, own: object) -> Callable[[], None]:
+        return lambda: None
+
+    def _fetch(self, own: object) -> Callable[[], None]:
+        return lambda: None
+
+
 class _FakeDisk(DiskActivations):
     """Disk to which nothing is written."""
 
     link_type = _FakeLink
 
-    def _write(self, own: object) -> Callable[[], None]:
+    def _send(self, own: object) -> Callable[[], None]:
         return lambda: None
 
-    def _read(self, own: object) -> Callable[[], None]:
+    def _fetch(self, own: object) -> Callable[[], None]:
         return lambda: None
 
 
@@ -226,7 +239,7 @@ class FakeStage(DecoderStage):
     """Stage with fake memory, whose values therefore don't matter."""
 
     offload_type = _FakeOffload
-    disk_type = _FakeDisk
+    layer_types: ClassVar = {"host_copy": _FakeHostActivations, "disk": _FakeDisk}
     param_offload_type = _FakeParamOffload
 
     def _materialize(self) -> None:

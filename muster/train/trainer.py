@@ -16,7 +16,7 @@ from muster.layout.tensor_layout import stages_on
 from muster.optim.lr import lr_at_step
 from muster.parallel.cuda_graphs import PassGraphs, has_cuda_graphs
 from muster.parallel.device_clock import StepRecord, step_clock
-from muster.parallel.disk_activations import activation_store
+from muster.parallel.disk_activations import DiskActivations, activation_store
 from muster.parallel.executor import Executor
 from muster.parallel.op_profile import StageProfile, profile_stages
 from muster.parallel.p2p import stage_routes, tied_embedding_routes, variable_length_routes
@@ -130,7 +130,8 @@ class Trainer:
 
     def _open_activation_store(self, hooks: StepHooks) -> None:
         """Open the rank's file for activations on disk, where it has any."""
-        own = [stage.disk_activations for stage in self.stages.values() if stage.disk_activations.has_layers]
+        away = [stage.layer_activations["disk"] for stage in self.stages.values()]
+        own = [one for one in away if isinstance(one, DiskActivations) and one.has_layers]
         store = activation_store(hooks.state_folder) if own else None
         for one in own:
             one.store = store

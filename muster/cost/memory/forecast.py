@@ -161,12 +161,13 @@ def forecast_memory(
                 terms,
                 device.memory_bytes,
                 orders[pp_rank].max_host_bytes(offloaded)
+                + orders[pp_rank].max_away_bytes({stage: one.host_activations for stage, one in stages.items()})
                 + sum(memory.host_state for memory in stages.values())
                 + _update_buffers(stages.values(), program)
                 + sum(memory.activation_buffers for memory in stages.values()),
                 None if shares[pp_rank] == inf else shares[pp_rank],
                 sum(memory.disk_state for memory in stages.values())
-                + orders[pp_rank].max_disk_bytes({stage: memory.on_disk.total for stage, memory in stages.items()}),
+                + orders[pp_rank].max_away_bytes({stage: one.disk_activations for stage, one in stages.items()}),
                 None if disk_shares[pp_rank] == inf else disk_shares[pp_rank],
             )
         )

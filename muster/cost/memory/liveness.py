@@ -161,8 +161,9 @@ class AllocationOrder:
         num_slices = 1 + max(part for _, _, part in self.keys)
         return {stage: -(-count // num_slices) for stage, count in most.items()}
 
-    def max_disk_bytes(self, sizes: Mapping[int, int]) -> int:
-        """Return the peak bytes of activations on disk; `sizes`: stage → bytes of a micro-batch there."""
+    def max_away_bytes(self, sizes: Mapping[int, int]) -> int:
+        """Return the peak bytes of activations on a tier where they leave within passes; `sizes`: stage → bytes of a
+        micro-batch there."""
         if not any(sizes.values()):
             return 0
         signs = {Kind.F: 1, Kind.B: -1, Kind.I: -1}
@@ -305,10 +306,10 @@ def _make_instruction_memory(kind: Kind, memory: StageMemory) -> InstructionMemo
     made, freed = (
         memory.kept_gradients * is_so for is_so in (memory.makes_kept_gradients, memory.frees_kept_gradients)
     )
-    on_disk = memory.on_disk.total
-    before |= {Kind.B: made + on_disk, Kind.I: made + on_disk}
+    away = memory.away.total
+    before |= {Kind.B: made + away, Kind.I: made + away}
     after = {
-        Kind.F: -on_disk,
+        Kind.F: -away,
         Kind.OFFLOAD: -offloaded,
         Kind.B: -saved - freed,
         Kind.I: deferred - saved - freed,
@@ -435,8 +436,8 @@ def _terms_at(
         terms += memory.resident
         for number, one in enumerate(memory.slices or (memory,)):
             terms += _terms_of_slice(one, index, number, done)
-        if index == stage and kind in (Kind.F, Kind.B, Kind.I):  # what it has on disk before and after is here
-            terms += memory.on_disk
+        if index == stage and kind in (Kind.F, Kind.B, Kind.I):  # what is away before and after is here
+            terms += memory.away
         if memory.slices:
             begun = done[Kind.B, index, len(memory.slices) - 1] + done[Kind.I, index, len(memory.slices) - 1]
             begun += (kind, stage, part) in [(one, index, len(memory.slices) - 1) for one in (Kind.B, Kind.I)]
@@ -460,7 +461,7 @@ def _terms_of_slice(memory: StageMemory, stage: int, part: int, done: Mapping[In
     deferred = done[Kind.I, stage, part] - done[Kind.W, stage, part]
     returned = done[Kind.RELOAD, stage, part] - done[Kind.OFFLOAD, stage, part]
     return (
-        (memory.saved + memory.on_disk.scaled(-1)).scaled(forwards - backwards)
+        (memory.saved + memory.away.scaled(-1)).scaled(forwards - backwards)
         + memory.deferred.scaled(deferred)
         + memory.offloaded.scaled(returned)
     )

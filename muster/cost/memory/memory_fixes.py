@@ -131,7 +131,7 @@ def _edits(plan: Plan, model: ModelSpec) -> Iterator[PlanEdit]:
     default = plan.default_strategy
     for recompute in _STRONGER_RECOMPUTE.get(default.recompute, ()):
         yield f"recompute {recompute}", lambda p, how=recompute: _with(p, recompute=how)
-    if plan.pp > 1 and default.offload == "none":
+    if default.offload == "none":
         yield "offload activations", lambda p: _with(p, offload="activations")
     if plan.mesh(0).dp_size > 1:
         for zero in _STRONGER_ZERO.get(default.zero, ()):

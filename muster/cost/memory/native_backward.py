@@ -9,7 +9,13 @@ the operands of its weights' gradients, from which W computes them all before it
 
 from dataclasses import replace
 
-from muster.cost.activations import dispatched_bytes, further_activation_bytes, mlp_inner_bytes, saved_mlp_bytes
+from muster.cost.activations import (
+    attention_activation_bytes,
+    dispatched_bytes,
+    further_activation_bytes,
+    mlp_inner_bytes,
+    saved_mlp_bytes,
+)
 from muster.cost.context_traffic import attention_workspace
 from muster.cost.memory.band_pieces import band_workspace, has_bands
 from muster.cost.memory.kernel_workspace import KernelWorkspace
@@ -44,9 +50,9 @@ class BackwardPeaks:
         """True if MLP and loss process one tile after another."""
         return self.sizes.sequence_tiles > 1
 
-    def _away(self, count: int) -> MemoryTerms:
-        """Return the change by the activations of the first `count` layers where these are on disk."""
-        return MemoryTerms(activations=-self.stage.on_disk_bytes(max(0, count)))
+    def _left(self, count: int) -> MemoryTerms:
+        """Return the change by what has left of the first `count` layers' activations while later layers run."""
+        return MemoryTerms(activations=-self.stage.left_bytes(max(0, count)))
 
     def _of_tile(self, num_bytes: int) -> int:
         """Return a tile's part of the bytes of a tensor of all tokens."""
@@ -147,6 +153,8 @@ class BackwardPeaks:
             # The head's gradient of further tokens waits for that of the model itself.
             is_further = index < self.stage.mtp_layers
             base = self._after_heads(index) + MemoryTerms(workspace=self._head_bytes if is_further else head)
+            if not is_further:  # head and last norm have freed what they saved
+                base += MemoryTerms(activations=-self.stage.last_norm_bytes)
             summed = 0 if is_further else self._head_sum_bytes
             for moment in self._layer_backward(index, base, weights=True):
                 moments.append(replace(moment, first_gradients=moment.first_gradients + summed))
@@ -194,14 +202,14 @@ class BackwardPeaks:
             gathered_parameters=self._bucket_bytes(1),
             workspace=gradient_bytes + (1 + self._gathered_hidden_states) * self.sizes.full_hidden_bytes,
         )
-        return PeakCandidate("head", extra + self._away(len(self.layers) - 1))
+        return PeakCandidate("head", extra + self._left(len(self.layers)))
 
     def _tile_of_head(self) -> list[PeakCandidate]:
         """Return the moments of the last tile of head and loss: when its logits have a gradient, and when the head's
         gradient is computed, which is then added to that of the tiles before."""
         summed = self._head_bytes + self.sizes.hidden_bytes
         base = MemoryTerms(gathered_parameters=self._bucket_bytes(1), workspace=summed)
-        base += self._away(len(self.layers) - 1)
+        base += self._left(len(self.layers))
         logits = self.sizes.tile_tokens * self.sizes.local_model.vocab_size * self.compute_size
         hidden = self._of_tile((1 + self._gathered_hidden_states) * self.sizes.full_hidden_bytes)
         made = MemoryTerms(logits=logits, workspace=self._head_bytes + hidden)
@@ -214,15 +222,21 @@ class BackwardPeaks:
             return []
         terms = (1 + 2 * self.plan.pp) * self.sizes.hidden_bytes
         wide = 2 * self.sizes.hidden_bytes // self.compute_size * self.master_size
-        away = self._away(len(self.layers) - 1)
-        return [PeakCandidate("hidden gradient", MemoryTerms(communication=terms + wide) + away)]
+        left = self._left(len(self.layers))
+        return [PeakCandidate("hidden gradient", MemoryTerms(communication=terms + wide) + left)]
 
     def _indices_of_interest(self) -> list[int]:
         """Return the layers, counted from the end, whose backward may need most: those of the last bucket, the first of
-        the bucket before, and those of the first bucket."""
+        the bucket before, and those of the first bucket. Where activations leave layer by layer, no later layer needs
+        less than one before it: then one of each that differs, or has other neighbours, is among them."""
         count, size = len(self.layers), self.plan.bucket_layers
         first, last = min(size, count), (count - 1) % size + 1 if count else 0
-        return sorted({*range(min(last + 1, count)), *range(count - first, count)})
+        found = {*range(min(last + 1, count)), *range(count - first, count)}
+        if self.stage.left_bytes(count):
+            saved = [0, *map(self.stage.layer_activation_bytes, self.layers), 0]
+            places = {around: place for place, around in enumerate(zip(saved, saved[1:], saved[2:], strict=False))}
+            found |= {count - 1 - place for place in places.values()}
+        return sorted(found)
 
     def _layer_backward(self, index: int, base: MemoryTerms, weights: bool) -> list[PeakCandidate]:
         """Return the moments of the backward of the `index`-th layer from the end.
@@ -247,7 +261,7 @@ class BackwardPeaks:
             waiting = 0
         waiting *= weights * self.compute_size
         base += MemoryTerms(communication=summing, activations=-done)
-        base += self._away(position - 1)  # those of the layer before are being read
+        base += self._left(position)  # those of the layer before are on their way back
         gathered = self._bucket_bytes(1) if begin == 0 else self._prefetched_bucket_bytes()
         inside = MemoryTerms(gathered_parameters=gathered, communication=reducing, workspace=waiting)
         # The gradient of the stage's output lies in the buffer of its receive.
@@ -319,7 +333,21 @@ class BackwardPeaks:
             attention += (2 + sizes.local_model.gated) * matrix
         norm_is_tiled = self._is_tiled and not sizes.local_model.has_post_norms
         before = max(0 if norm_is_tiled else self._norm_workspace, attention)
+        before = max(before, self._attention_linears_workspace(layer))
         return max(mlp, before - saved_mlp_bytes(sizes, layer))
+
+    def _attention_linears_workspace(self, layer: int) -> int:
+        """Return the temporary bytes in the backward of attention's first linear layers under sequence parallelism,
+        when their inputs' gradient is summed: the gathered input, the sum and a term of it, the gradients of queries,
+        keys and values, and that of the layer's output, beside what the norm has saved; nothing else is left of what
+        attention saves. 0 where sequences aren't sharded, or these layers are others."""
+        sizes, own = self.sizes, self.sizes.local_model
+        if not self._gathered_hidden_states or own.mla is not None or own.has_linear_attention(layer):
+            return 0
+        made = (sizes.attention.queries + sizes.attention.keys_and_values) * self.compute_size
+        how = self.plan.strategy(layer).recompute
+        left = sizes.hidden_bytes * (how != "none") - attention_activation_bytes(sizes, layer) * (how != "full")
+        return 3 * sizes.full_hidden_bytes + made + sizes.hidden_bytes + left
 
     def _adapter_dropout_workspace(self, product: int) -> int:
         """Return the temporary bytes in the backward of an MLP's adapters that drop elements of their input: gradients

@@ -92,7 +92,8 @@ def _pass_memory(
         gradients=own.gradients - head_gradients - embedding_gradients,
         saved=moments.saved,
         offloaded=MemoryTerms(activations=offloaded_activation_bytes(spec, plan, workload, stage)),
-        on_disk=MemoryTerms(activations=own.on_disk_bytes(len(own.layers))),
+        host_activations=sum(own.leaving_bytes("host")),
+        disk_activations=sum(own.leaving_bytes("disk")),
         activation_buffers=own.activation_buffers,
         host_state=own.host_optimizer - own.disk_optimizer + own.offloaded_params.host_bytes,
         disk_state=own.disk_optimizer + own.offloaded_params.disk_bytes,
@@ -174,15 +175,15 @@ class _StagePeaks(BackwardPeaks):
                 gathered_parameters=self._prefetched_bucket_bytes(), activations=-last, workspace=work, logits=logits
             )
             count = len(self.layers)  # a layer's activations leave during the next layer
-            after, before = after + self._away(count - 2), before + self._away(count - 3)
+            after, before = after + self._left(count - 1), before + self._left(count - 2)
             moments += [PeakCandidate("last layer", after), PeakCandidate("layer before the last", before)]
-        away = self._away(len(self.layers) - 1)
+        left = self._left(len(self.layers))
         if self.stage.has_head:
-            moments.append(PeakCandidate("loss", self._loss_workspace(gradient=not self._is_tiled) + away))
+            moments.append(PeakCandidate("loss", self._loss_workspace(gradient=not self._is_tiled) + left))
         elif self.plan.is_last(self.stage.index):
             copies = 2 * self.sizes.hidden_tokens * self.stage.spec.hidden_size * self.master_size
             converted = self.compute_size != self.master_size and not self.kernel_workspace.fused_norm
-            moments.append(PeakCandidate("last norm", MemoryTerms(workspace=copies * converted) + away))
+            moments.append(PeakCandidate("last norm", MemoryTerms(workspace=copies * converted) + left))
         return moments
 
     def _forward_workspace(self, layer: int) -> int:
@@ -271,7 +272,7 @@ class _StagePeaks(BackwardPeaks):
     def gather_before_backward(self) -> PeakCandidate:
         """Return the moment when embedding and head are gathered before a backward, after the last layers."""
         gathered = MemoryTerms(gathered_parameters=self._root_bytes() + self._prefetched_bucket_bytes())
-        return PeakCandidate(_GATHERING, gathered + self._away(len(self.layers) - 1))
+        return PeakCandidate(_GATHERING, gathered + self._left(len(self.layers)))
 
     def unshard(self) -> PeakCandidate:
         """Return the moment when all groups' gathers are under way, and the first one is copied out."""

@@ -6,6 +6,7 @@ buffer by buffer; `muster memory-check` compares it with PyTorch's accounting of
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from operator import add
 
 from muster.config.freezing import is_frozen_up_to
 from muster.config.optim_config import OptimConfig
@@ -27,7 +28,7 @@ from muster.cost.param_offload import offloaded_params, on_device
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.layout.tensor_layout import computed_layers
 from muster.schedule.host_update import PARTS_AHEAD
-from muster.spec.layer_strategy import Recompute
+from muster.spec.layer_strategy import Recompute, Tier
 from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Plan
 from muster.spec.workload import Workload
@@ -202,16 +203,29 @@ class NativeStorage:
     # ------------------------------------------------------------------------------------------------------------------
     # Saved per micro-batch
 
-    def on_disk_bytes(self, count: int) -> int:
-        """Return the bytes that the first `count` layers of a micro-batch have on disk between passes."""
-        away = (layer for layer in self.layers[:count] if self.plan.strategy(layer).offload == "activations_on_disk")
-        return sum(map(self.layer_activation_bytes, away))
+    def leaving_bytes(self, tier: Tier) -> list[int]:
+        """Return the bytes that each layer that keeps its activations on a tier, layer by layer, has there of a
+        micro-batch between passes."""
+        if tier == "host" and not self.plan.offloads_by_layer:
+            return []
+        return list(map(self.layer_activation_bytes, self._leaving_layers(tier, len(self.layers))))
+
+    def left_bytes(self, count: int) -> int:
+        """Return the bytes that have left of the first `count` layers of a micro-batch while later ones run: those of
+        all that leave layer by layer but the last of these, which is on its way."""
+        tiers: tuple[Tier, ...] = ("host", "disk") if self.plan.offloads_by_layer else ("disk",)
+        away = (self._leaving_layers(tier, count)[:-1] for tier in tiers)
+        return sum(self.layer_activation_bytes(layer) for layers in away for layer in layers)
+
+    def _leaving_layers(self, tier: Tier, count: int) -> list[int]:
+        wanted = self.plan.offloaded_layers(self.index, self.spec.num_layers, tier)
+        return [layer for layer in self.layers[:count] if layer in wanted]
 
     @property
     def activation_buffers(self) -> int:
         """Bytes of the buffers in host memory for activations of two layers on their way to the disk, or back."""
-        ends = [self.on_disk_bytes(count) for count in range(len(self.layers) + 1)]
-        return max((after - before for before, after in zip(ends, ends[2:], strict=False)), default=ends[-1])
+        sizes = self.leaving_bytes("disk")
+        return max(map(add, sizes, [*sizes[1:], 0]), default=0)
 
     def layer_activation_bytes(self, layer: int, recompute: Recompute | None = None) -> int:
         """Return the bytes that a layer saves from F to B, with the plan's recompute unless another is given.

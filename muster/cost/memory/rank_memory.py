@@ -45,7 +45,7 @@ from muster.layout.tensor_layout import (
 from muster.schedule.action import Kind
 from muster.schedule.offload import order_with_copies
 from muster.schedule.program import Program
-from muster.spec.layer_strategy import ZeroLevel
+from muster.spec.layer_strategy import Tier, ZeroLevel
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.workload import Workload
@@ -138,13 +138,14 @@ def _live_activation_bytes(
     optim: OptimConfig | None,
 ) -> int:
     """Return the bytes of some micro-batches, or of so many of each slice; the first slice of a sequence lives as long
-    as the keys and values of all. What is on disk between passes isn't counted."""
+    as the keys and values of all. What leaves layer by layer and is away between passes isn't counted."""
     parts = slice_workloads(spec, plan, workload)
     each = [activation_bytes(spec, plan, part, stage, tp_index, optim) for part in parts]
     if plan.sequence_slices > 1:
         sizes = pass_sizes(spec, plan, parts[0], stage, tp_index)
         each[0] += kept_bytes(sizes, len(plan.layers(stage, spec.num_layers)), workload.seq_len)
-    each[0] -= offloaded_activation_bytes(spec, plan, workload, stage, "disk", tp_index)
+    tiers: tuple[Tier, ...] = ("host", "disk") if plan.offloads_by_layer else ("disk",)
+    each[0] -= sum(offloaded_activation_bytes(spec, plan, workload, stage, tier, tp_index) for tier in tiers)
     counts = (live,) * len(each) if isinstance(live, int) else live
     return sum(count * size for count, size in zip(counts, each, strict=True))
 

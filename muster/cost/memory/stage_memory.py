@@ -49,7 +49,9 @@ class StageMemory:
     """Optimizer state in host memory."""
     disk_state: int = 0
     """Optimizer state on disk."""
-    on_disk: MemoryTerms = MemoryTerms()
+    host_activations: int = 0
+    """Part of `saved` that is in host memory between the passes, where it leaves layer by layer."""
+    disk_activations: int = 0
     """Part of `saved` that is on disk between the passes."""
     host_buffers: int = 0
     """Buffers in host memory through which gradients and parameters of an update by the host pass."""
@@ -78,6 +80,11 @@ class StageMemory:
     """True for the last slice."""
     frees_kept_gradients: bool = False
     """True for the first slice."""
+
+    @property
+    def away(self) -> MemoryTerms:
+        """Part of `saved` that isn't on the device between the passes, and returns within them."""
+        return MemoryTerms(activations=self.host_activations + self.disk_activations)
 
     def of_slice(self, part: int) -> "StageMemory":
         """Return the memory of the passes of a slice."""

@@ -1,7 +1,7 @@
 """Seconds of every instruction of a plan's Program on a cluster."""
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +24,8 @@ from muster.cost.time.profiled_times import profiled_times, streamed_s
 from muster.cost.time.rank_placement import PlacedPlan
 from muster.cost.time.stage_times import StageTimes, example_stage_times
 from muster.layout.stage_resharding import stage_transfers
-from muster.schedule.action import Kind
+from muster.schedule.action import Kind, Lane
+from muster.schedule.offload import LAYER_COPIES
 from muster.spec.cluster import ClusterSpec
 from muster.spec.compilation import compiles
 from muster.spec.cuda_graphs import replays_graphs
@@ -32,6 +33,7 @@ from muster.spec.device import DeviceSpec, LinkSpec
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import MUSTER
+from muster.spec.layer_strategy import Tier
 from muster.spec.mesh import Mesh
 from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Plan
@@ -123,7 +125,7 @@ def _micro_batch_times(
     exposed_s = {(kind, stage): waits_s for stage, at in enumerate(stages) for kind, waits_s in at.exposed_s.items()}
     for stage in _stages_with_step_sums(setting):
         seconds.update({(kind, stage): time_s for kind, time_s in _stage_sums(setting, stage, stages[stage])})
-    seconds.update(_offload_times(setting))
+    seconds.update(_offload_times(setting, dict(seconds)))
     seconds.update(_host_update_times(setting))
     if plan.vocab_parallel:
         seconds.update(_vocab_parallel_times(setting))
@@ -272,23 +274,57 @@ def host_copy_s(device: DeviceSpec, size: float) -> float:
     return size / (HOST_LINK_EFFICIENCY * device.host_bandwidth_bytes_per_s)
 
 
-def _offload_times(setting: PlacedPlan) -> Iterator[tuple[tuple[str, int], float]]:
+def copy_beside_pass_s(copy_s: float, num_copied: int, pass_s: float, num_layers: int) -> float:
+    """Return the seconds from the begin of a pass until its layers' copies are over, which take `copy_s` together.
+
+    A layer's copy is overlapped with the computation of one layer: the pass waits for what it takes longer. The copies
+    of a few layers that compute as one would have all of the pass, if they were spread over it; they needn't be.
+    """
+    waited_s = max(0.0, copy_s - pass_s * num_copied / num_layers)
+    return pass_s + waited_s if waited_s else copy_s
+
+
+def _offload_times(
+    setting: PlacedPlan, pass_s: Mapping[tuple[str, int], float]
+) -> Iterator[tuple[tuple[str, int], float]]:
     """Yield the times to copy a micro-batch's activations to the host and back, on a CPU within its memory, and to
-    write those on disk and read them; the devices of a node share its disk."""
+    write those on disk and read them; the devices of a node share its disk. `pass_s`: seconds of passes by kind and
+    stage, which copies layer by layer run beside."""
+    own = setting.model, setting.plan, setting.workload
     for stage in range(setting.plan.num_stages):
-        if written := offloaded_activation_bytes(setting.model, setting.plan, setting.workload, stage, "disk"):
+        if written := offloaded_activation_bytes(*own, stage, "disk"):
             group = setting.cluster.group_of(setting.first_rank(stage))
             sharing = min(group.devices_per_node, setting.world_size)
-            read_bytes_per_s, write_bytes_per_s = disk_rates(group)
-            yield (Kind.WRITE_ACT, stage), written * sharing / write_bytes_per_s
-            yield (Kind.READ_ACT, stage), written * sharing / read_bytes_per_s
+            reads, writes = disk_rates(group)
+            times_s = written * sharing / writes, written * sharing / reads
+            yield from _layer_copy_times(setting, stage, "disk", times_s, pass_s)
         yield from _param_load_times(setting, stage)
-        moved = offloaded_activation_bytes(setting.model, setting.plan, setting.workload, stage)
+        moved = offloaded_activation_bytes(*own, stage)
         if not moved:
             continue
         time_s = host_copy_s(setting.device(stage), moved)
-        yield (Kind.OFFLOAD, stage), time_s
-        yield (Kind.RELOAD, stage), time_s
+        if setting.plan.offloads_by_layer:
+            yield from _layer_copy_times(setting, stage, "host", (time_s, time_s), pass_s)
+        else:
+            yield (Kind.OFFLOAD, stage), time_s
+            yield (Kind.RELOAD, stage), time_s
+
+
+def _layer_copy_times(
+    setting: PlacedPlan,
+    stage: int,
+    tier: Tier,
+    copies_s: tuple[float, float],
+    pass_s: Mapping[tuple[str, int], float],
+) -> Iterator[tuple[tuple[str, int], float]]:
+    """Yield the times of the copies of a stage's layers to a tier and back, which take `copies_s` by themselves, from
+    the begin of the pass that they are beside."""
+    num_layers = setting.model.num_layers
+    count, layers = len(setting.plan.offloaded_layers(stage, num_layers, tier)), setting.plan.layers(stage, num_layers)
+    passes = Kind.F, Kind.I if setting.plan.split_backward else Kind.B
+    lane: Lane = "host_copy" if tier == "host" else "disk"
+    for kind, beside, copy_s in zip(LAYER_COPIES[lane], passes, copies_s, strict=True):
+        yield (kind, stage), copy_beside_pass_s(copy_s, count, pass_s[beside, stage], len(layers))
 
 
 def _param_load_times(setting: PlacedPlan, stage: int) -> Iterator[tuple[tuple[str, int], float]]:

@@ -26,6 +26,7 @@ from muster.cost.time.rate_interpolation import RateInterpolator
 from muster.cost.time.trained_parts import trained_parts
 from muster.layout.tensor_layout import chunk_bounds, stage_shards, stages_on
 from muster.schedule.action import Kind
+from muster.schedule.offload import LAYER_COPIES
 from muster.spec.context_kinds import CONTEXT_KINDS
 from muster.spec.errors import InfeasibleError
 from muster.spec.machine_rates import MachineRates
@@ -200,8 +201,8 @@ class _StagePasses:
         yield Kind.REDUCE_GRAD, self._reduce_all() + self._overhead(Kind.REDUCE_GRAD), {}
         moved = offloaded_activation_bytes(self.model, self.plan, self.workload, self.stage)
         copy_s = self.rates.kernel("copy", moved // master_bytes(self.plan.precision))
-        yield Kind.OFFLOAD, copy_s, {}
-        yield Kind.RELOAD, copy_s, {}
+        for kind in LAYER_COPIES["host_copy"] if self.plan.offloads_by_layer else (Kind.OFFLOAD, Kind.RELOAD):
+            yield kind, copy_s, {}
         written = offloaded_activation_bytes(self.model, self.plan, self.workload, self.stage, "disk")
         read_bytes_per_s, write_bytes_per_s = self._disk_rates()
         yield Kind.WRITE_ACT, written * self.plan.world_size / write_bytes_per_s, {}

@@ -37,7 +37,7 @@ from muster.planner.space import DataSharding, MeshShape, ScheduleChoice, make_p
 from muster.planner.tiles import tiled_plan
 from muster.schedule.build import nothing_to_offload_error, schedule_for_plan
 from muster.schedule.message_liveness import Column, schedule_message_counts
-from muster.schedule.offload import CopyOverlaps, count_copy_overlaps
+from muster.schedule.offload import CopyOverlaps, count_copy_overlaps, count_passes_with_layers
 from muster.schedule.schedule import Schedule
 from muster.spec.compilation import compiles
 from muster.spec.errors import InfeasibleError
@@ -51,6 +51,10 @@ from muster.spec.supported import unsupported_features
 _FIT_ATTEMPTS = 4
 """Attempts to fit a plan. What a policy frees is known but for the other moments of a pass; where a rank still exceeds
 its limit, it has to free that much more."""
+
+
+_LAYERS_ON_DEVICE = 2
+"""Layers of a pass whose activations are on the device where they leave layer by layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +152,8 @@ class MemoryBudget:
             size = (1 + fragmentation) * shape.micro_batch_size
             logits_bytes = (1 + fragmentation) * self._min_logits_bytes(shape, sharding, choice)
             alive = num_layers if choice.vpp == 1 else layers_per_stage * pp
+            if pp == 1 and self._offloads_by_layer:
+                alive = min(alive, _LAYERS_ON_DEVICE)
             mean_bytes += size * alive * least.layer_activations
             deferred = deferred_micro_batches(choice.schedule, pp, count)
             deferred_bytes = size * least.min_layer_deferred
@@ -192,6 +198,24 @@ class MemoryBudget:
     def _has_fixed_stages(self) -> bool:
         """True if the request fixes the layers of each stage."""
         return bool(self.request.fixed.get("stages", self.request.base.stages))
+
+    @property
+    def _offloads_by_layer(self) -> bool:
+        """True if plans without a pipeline may keep activations off the device, layer by layer."""
+        request = self.request
+        if request.framework.storage == "megatron":
+            return False
+        wanted = request.fixed.get("offload", request.base.default_strategy.offload)
+        return wanted != "none" or ("offload" not in request.fixed and self._copies_are_known)
+
+    @cached_property
+    def _copies_are_known(self) -> bool:
+        """True if the time of copies to the hosts' memory is known."""
+        devices = [group.device for group in self.request.cluster.groups]
+        return not any(
+            device.rates is not None or device.kind == "cpu" or device.host_bandwidth_bytes_per_s is None
+            for device in devices
+        )
 
     @cached_property
     def _all_fragment(self) -> bool:
@@ -492,18 +516,17 @@ class MemoryBudget:
 
     def _host_link(self, plan: Plan) -> HostLink | None:
         """Return the link that offload may use; None where it can't, or its time is unknown."""
-        request = self.request
-        devices = [group.device for group in request.cluster.groups]
-        if plan.pp == 1 or self._needs_program(plan) or any(device.rates is not None for device in devices):
+        if self._needs_program(plan) or not self._copies_are_known:
             return None
-        if any(device.kind == "cpu" or device.host_bandwidth_bytes_per_s is None for device in devices):
+        if plan.offloads_by_layer and not self._offloads_by_layer:
             return None
         overlaps = self._overlapped_passes_of(plan)
         if not any(overlaps):
             return None
         placed = self.costs.placed(plan)
+        offloads = frozenset() if plan.offloads_by_layer else frozenset(range(plan.stages_per_replica))
         return HostLink(
-            self._orders_by_rank(plan, frozenset(range(plan.stages_per_replica))),
+            self._orders_by_rank(plan, offloads),
             overlaps,
             [partial(host_copy_s, placed.device(stage)) for stage in range(plan.stages_per_replica)],
             self._host_shares_bytes(plan),
@@ -523,7 +546,7 @@ class MemoryBudget:
         """Return the order of a plan's allocations, without making its Program where that is possible."""
         if self._needs_program(plan):
             return allocation_orders(self.costs.program(plan))
-        offloads = self._offloading_stages(plan)
+        offloads = frozenset() if plan.offloads_by_layer else self._offloading_stages(plan)
         overlaps = self._overlapped_passes_of(plan) if offloads else ()
         copied = (stages for of_rank in overlaps for _, stages in of_rank)
         if offloads and not any(map(offloads.intersection, copied)):
@@ -575,7 +598,8 @@ class MemoryBudget:
         if key not in self._overlapped_passes:
             schedule = self._schedule(plan)
             stages = [_stages_of(schedule, rank) for rank in range(plan.pp)]
-            self._overlapped_passes[key] = tuple(map(count_copy_overlaps, schedule.ranks, stages))
+            count = count_passes_with_layers if plan.offloads_by_layer else count_copy_overlaps
+            self._overlapped_passes[key] = tuple(map(count, schedule.ranks, stages))
         return self._overlapped_passes[key]
 
 

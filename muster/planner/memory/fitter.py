@@ -139,7 +139,7 @@ class RecomputeTimes:
         return float(self._columns[kind][stage])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StageLayers:
     """The layers of one stage, and the effect of each policy on one of them. The first policy is the plan's own."""
 
@@ -155,10 +155,16 @@ class StageLayers:
     copy_wait_s: Callable[[int], float]
     """Seconds that the rank waits for each micro-batch where so many bytes are copied."""
 
-    @property
+    layer_wait_s: Callable[[int], float] | None = None
+    """Seconds that a layer's passes wait for its copies of so many bytes, where layers are copied beside each other."""
+
+    @cached_property
     def time_s(self) -> Sequence[float]:
         """Seconds added for each micro-batch, by policy."""
-        return self.times.added_s[self.stage]
+        added_s = self.times.added_s[self.stage]
+        if self.layer_wait_s is None:
+            return added_s
+        return [time_s + self.layer_wait_s(size) for time_s, size in zip(added_s, self.copied_bytes, strict=True)]
 
     @property
     def is_additive(self) -> bool:
@@ -298,7 +304,9 @@ class MemoryFitter:
         """Return a stage's allocation with the least memory, without its time where one policy makes it up."""
         count = len(self.policies)
         if (policy := layers.smallest_policy) is None:
-            return min(layers.options(range(count)), key=attrgetter("memory_bytes"))
+            if options := layers.options(range(count)):
+                return min(options, key=attrgetter("memory_bytes"))
+            policy = count - 1  # all policies offload more than the host holds
         label = len(layers.layers) * np.eye(count, dtype=np.int64)[policy], False
         return Option(label, 0.0, layers.least_memory_bytes)
 
@@ -452,21 +460,25 @@ def stage_layers(
         on_device = live
         copied = [0] * len(policies)
         limit = inf
-        wait_s = _no_wait
+        wait_s, layer_wait_s = _no_wait, None
+        layers = plan.layers(stage, model.num_layers)
         if host and passes:
             on_device = host.orders[rank].on_device_micro_batches[stage]
             copied = [round(sizes[policy.recompute]) if policy.offloads else 0 for policy in policies]
             overlapped = [(key, copies, count / micro_batches) for key, copies, count in passes]
             share = host.host_budget_bytes[rank] / plan.placement[: plan.stages_per_replica].count(rank)
             limit = share / max(1, live)
-            wait_s = partial(_copy_wait_s, host.copy_s[stage], overlapped, times)
+            if plan.offloads_by_layer:  # those of two layers are on the device at a time, whatever it has in flight
+                on_device = 0
+                layer_wait_s = partial(_layer_wait_s, host.copy_s[stage], overlapped, times, len(layers))
+            else:
+                wait_s = partial(_copy_wait_s, host.copy_s[stage], overlapped, times)
         elif not all(policy.offloads for policy in policies):
             # Nothing is saved long enough to be copied: forbid offload instead of fitting by it.
             copied = [int(policy.offloads) for policy in policies]
             limit = 0
         memory = [sizes[policy.recompute] * (on_device if policy.offloads else live) for policy in policies]
-        layers = plan.layers(stage, model.num_layers)
-        found.append(StageLayers(stage, layers, times, memory, copied, limit, wait_s))
+        found.append(StageLayers(stage, layers, times, memory, copied, limit, wait_s, layer_wait_s))
     return found
 
 
@@ -487,6 +499,18 @@ def _copy_wait_s(
     """
     time_s = copy_s(copied_bytes)
     return sum(part * max(0.0, copies * time_s - times.pass_s(*key)) for key, copies, part in overlapped)
+
+
+def _layer_wait_s(
+    copy_s: Callable[[float], float],
+    overlapped: Sequence[tuple[tuple[str, int], int, float]],
+    times: RecomputeTimes,
+    num_layers: int,
+    copied_bytes: int,
+) -> float:
+    """Return the seconds that a layer's passes wait for its copies, each beside the computation of one layer."""
+    time_s = copy_s(copied_bytes)
+    return sum(part * max(0.0, time_s - times.pass_s(*key) / num_layers) for key, _, part in overlapped)
 
 
 def _saved_bytes(

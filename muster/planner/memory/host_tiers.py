@@ -38,6 +38,9 @@ def tier_excess_bytes(
         beyond_disk = max(on_disk - share for (_, on_disk), share in disks)
     if min(shares, default=inf) == inf:
         return max(0.0, beyond_disk)
-    held = [order.max_host_bytes(activations) for order in orders] or [0] * plan.pp
+    whole = {stage: sum(sizes) for stage, sizes in activations.items()}
+    held = [
+        order.max_away_bytes(whole) if plan.offloads_by_layer else order.max_host_bytes(activations) for order in orders
+    ] or [0] * plan.pp
     on_host = [size + state for size, (state, _) in zip(held, states or [(0, 0)] * plan.pp, strict=True)]
     return max(beyond_disk, *(size - share for size, share in zip(on_host, shares, strict=True)))
