@@ -322,7 +322,7 @@ def _outer_comment(answer: "PlanAnswer") -> str:
     """Return a comment that names the outer steps for which a plan with islands is."""
     from muster.planner.islands import outer_flags
 
-    first = answer.first
+    first = answer.result.best[0]
     if first.plan.islands == 1 or first.prediction.outer is None:
         return ""
     return f"# With the outer steps {outer_flags(first.prediction.outer)} (flags of muster train)\n"
