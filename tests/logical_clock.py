@@ -162,8 +162,8 @@ def schedules_that_run(num_ranks: int, num_micro_batches: int) -> list[dict[str,
     found = []
     for name, entry in SCHEDULES.items():
         for chunks in [entry.chunks] if entry.chunks else [1] if entry.slow else [1, 2]:
-            setting = setting_of(name, num_ranks, num_micro_batches, chunks)
             try:
+                setting = setting_of(name, num_ranks, num_micro_batches, chunks)
                 schedule = _exact(setting) if name == "exact" else make_schedule(name, setting)
             except (InfeasibleError, ModuleNotFoundError):
                 continue

@@ -136,16 +136,34 @@ def check_any(setting: ScheduleSpec) -> None:
                 continue
             if max(timing.peak_activation) <= setting.memory_limit:
                 others.append(timing.makespan_s)
-    if setting.replicas > 1 and not others:
+    cannot_be_searched = setting.num_micro_batches % setting.replicas or setting.memory_limit < setting.replicas
+    if cannot_be_searched and not others:
         with pytest.raises(InfeasibleError, match="no schedule with 2 replicas"):
             make_schedule("auto", setting)
         return
     schedule, timing = auto(setting)
     assert timing.makespan_s <= min(others, default=inf) + 1e-9
-    if setting.replicas == 1:
-        assert timing.makespan_s >= makespan_bound_s(setting) - 1e-9
-        check(lower(schedule, LoweringOptions()))
+    assert cannot_be_searched or timing.makespan_s >= makespan_bound_s(setting) - 1e-9
+    check(lower(schedule, LoweringOptions()))
     assert make_schedule("auto", setting) == schedule
+
+
+@pytest.mark.parametrize(
+    ("times", "p2p_s", "limit"), [((1, 1, 1), 0, inf), ((1, 1, 0.5), 0.1, 5), ((1, 1.3, 1), 0.1, 9)]
+)
+def test_two_searched_replicas_are_shorter_than_dualpipe_and_bitpipe(times: tuple, p2p_s: float, limit: float):
+    """And than one searched replica, which has half of their weights."""
+    for ranks, micro_batches in ((4, 8), (8, 10)):
+        request = CompareRequest(ranks, micro_batches, None, times, p2p_s, limit, replicas=None, fill=False)
+        schedule, timing = make_with_best_chunks("auto-bidirectional", request)
+        assert schedule.replicas == 2
+        assert max(timing.peak_activation) <= limit + 1e-9
+        for other in ("dualpipe", "bitpipe", "auto"):
+            try:
+                other_timing = make_with_best_chunks(other, request)[1]
+            except InfeasibleError:
+                continue
+            assert timing.makespan_s < other_timing.makespan_s - 1e-6, (other, ranks)
 
 
 def test_long_runs_are_never_behind_either():

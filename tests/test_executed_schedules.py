@@ -13,7 +13,7 @@ OFFLOADED = ("gpipe", "1f1b", "interleaved", "zb-v", "dualpipe")
 def check_schedules(num_ranks: int, num_micro_batches: int) -> None:
     cases = schedules_that_run(num_ranks, num_micro_batches)
     names = {case["name"] for case in cases}
-    assert {"gpipe", "1f1b", "interleaved", "zb-v", "dualpipe", "bitpipe", "auto"} <= names
+    assert {"gpipe", "1f1b", "interleaved", "zb-v", "dualpipe", "bitpipe", "auto", "auto-bidirectional"} <= names
     assert "exact" in names or find_spec("ortools") is None
     cases += [{**case, "offload": True} for case in cases if case["name"] in OFFLOADED]
     by_rank = run_ranks(num_ranks, "tests.logical_clock:on_rank", cases)

@@ -12,7 +12,7 @@ from muster.schedule.schedule_spec import ScheduleSpec
 from muster.schedule.search_problem import SearchProblem, make_search_problem, pass_codes, schedule_from_passes
 from muster.schedule.timing import Timing, time_schedule
 from muster.spec.errors import InfeasibleError
-from muster.spec.stage_placement import looped_placement, wave_placement
+from muster.spec.stage_placement import bidirectional_placement, looped_placement, wave_placement
 
 _EPSILON = 1e-9
 _BUDGET = (130_000, 42, 600_000)
@@ -35,22 +35,22 @@ def find_best_schedule(candidates: Sequence[tuple[ScheduleSpec, ScheduleFunction
     """Return the best schedule over specs that differ in their chunks, each with the schedules to compare it with.
 
     It never takes longer than any of these schedules that fits the same memory limit. Stages lie on the ranks in waves
-    (with two chunks a V) or looped, or as the spec's placement fixes them. Ties go to the smaller peak of memory, then
-    to the earlier spec. Raises InfeasibleError if nothing fits.
+    (with two chunks a V) or looped, those of a second replica from the other end, or as the spec's placement fixes
+    them. Ties go to the smaller peak of memory, then to the earlier spec. Raises InfeasibleError if nothing fits.
     """
     found: list[TimedSchedule] = []
     searches: list[SeededSearch] = []
     for spec, functions in candidates:
-        large = spec.replicas == 1 and 3 * spec.depth * spec.num_micro_batches > _LARGE_SPEC
-        known = [] if large else [one for function in functions.values() if (one := _make_if_fitting(function, spec))]
+        known = []
+        if not _is_large(spec):
+            known = [one for function in functions.values() if (one := _make_if_fitting(function, spec))]
         found += known
-        if spec.replicas == 1:
-            searches += _seed_searches(spec, known, large)
+        searches += _seed_searches(spec, known)
     found += _run_searches(searches, min((timing.makespan_s for timing, _ in found), default=inf))
     for spec, functions in candidates:
-        if spec.replicas == 1 and 3 * spec.depth * spec.num_micro_batches > _LARGE_SPEC:
+        if _is_large(spec):
             for estimate_s, function in _estimate_makespans(spec, functions):
-                best_s = min(timing.makespan_s for timing, _ in found)
+                best_s = min((timing.makespan_s for timing, _ in found), default=inf)
                 if estimate_s < best_s and (made := _make_if_fitting(function, spec)):
                     found.append(made)
     if not found:
@@ -58,19 +58,27 @@ def find_best_schedule(candidates: Sequence[tuple[ScheduleSpec, ScheduleFunction
             f"no schedule with {candidates[0][0].replicas} replicas fits chunks, micro-batches and memory"
         )
     timing, schedule = min(found, key=_sort_key)
-    return replace(schedule, name="auto"), timing
+    return replace(schedule, name="auto" if schedule.replicas == 1 else "auto-bidirectional"), timing
+
+
+def _is_large(spec: ScheduleSpec) -> bool:
+    return 3 * spec.depth * spec.num_micro_batches > _LARGE_SPEC
 
 
 def search_problems(spec: ScheduleSpec) -> list[SearchProblem]:
-    """Return a search problem for each placement. Raises InfeasibleError if memory holds no micro-batch."""
-    placements = {wave_placement(spec.num_ranks, spec.chunks), looped_placement(spec.num_ranks, spec.chunks)}
+    """Return a search problem for each placement. Raises InfeasibleError if memory holds no micro-batch of each
+    replica, or these don't share micro-batches evenly."""
+    chunks = spec.chunks // spec.replicas
+    placements = {wave_placement(spec.num_ranks, chunks), looped_placement(spec.num_ranks, chunks)}
+    if spec.replicas > 1:
+        placements = {bidirectional_placement(one, spec.num_ranks) for one in placements}
     if spec.placement:
         placements = {spec.placement}
     return [make_search_problem(spec, placement) for placement in sorted(placements, reverse=True)]
 
 
 def makespan_bound_s(spec: ScheduleSpec) -> float:
-    """Return a lower bound in seconds of the makespan of any schedule on these placements (one replica)."""
+    """Return a lower bound in seconds of the makespan of any schedule on these placements."""
     return min(lower_bound_s(problem) for problem in search_problems(spec))
 
 
@@ -111,16 +119,31 @@ def _estimate_makespans(
         yield timing.makespan_s + rest * max(timing.work_s) / fewer.num_micro_batches, function
 
 
-def _seed_searches(spec: ScheduleSpec, known: list[TimedSchedule], large: bool) -> list[SeededSearch]:
-    """Return a search for each placement (for large specs of the first alone), with the orders to start from."""
-    problems = search_problems(spec)
+def _seed_searches(spec: ScheduleSpec, known: list[TimedSchedule]) -> list[SeededSearch]:
+    """Return a search for each placement (for large specs of the first alone), with the orders to start from; none
+    where replicas can't be searched."""
+    try:
+        problems = search_problems(spec)
+    except InfeasibleError:
+        if spec.replicas > 1:
+            return []
+        raise
     floor_s = min(lower_bound_s(problem) for problem in problems)
     found = []
-    for number, problem in enumerate(problems[: 1 if large else None]):
-        same = sorted((one for one in known if one[1].placement == problem.placement), key=_sort_key)
+    for number, problem in enumerate(problems[: 1 if _is_large(spec) else None]):
+        same = sorted((one for one in known if _begins_search(one[1], problem)), key=_sort_key)
         bases = [pass_codes(problem, schedule) for _, schedule in same[: 2 - number]]
         found.append((OrderSearch(problem, floor_s), spec, bases))
     return found
+
+
+def _begins_search(schedule: Schedule, problem: SearchProblem) -> bool:
+    """Return True for a schedule on the problem's placement whose replicas have the micro-batches that its have."""
+    return schedule.placement == problem.placement and all(
+        action.micro_batch // problem.num_micro_batches == action.stage // problem.depth
+        for order in schedule.ranks
+        for action in order
+    )
 
 
 def _run_searches(searches: list[SeededSearch], known_s: float) -> Iterator[TimedSchedule]:

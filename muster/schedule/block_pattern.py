@@ -54,27 +54,28 @@ def pattern_orders(problem: SearchProblem, pattern: BlockPattern) -> list[list[i
 
 
 def _first_begin_times_s(problem: SearchProblem, pattern: BlockPattern) -> list[float]:
-    """Return by stage when the first micro-batch's F, then its I, begins."""
-    stages, ranks, period_s = problem.num_stages, problem.num_ranks, problem.period_s
-    way = [*range(stages), *range(2 * stages - 1, stages - 1, -1)]
+    """Return by stage when the first micro-batch's F, then its I, begins; that of all replicas begins at once."""
+    stages, depth, ranks, period_s = problem.num_stages, problem.depth, problem.num_ranks, problem.period_s
     begins_s = [0.0] * (2 * stages)
-    time_s = 0.0
-    for step, place in enumerate(way):
-        begins_s[place] = time_s
-        time_s += problem.times_s[place // stages][place % stages]
-        leg, turn = divmod(step + 1, ranks)
-        if turn:
-            time_s += pattern.rank_delays[leg] * period_s
-        elif leg < len(pattern.turn_delays):
-            time_s += pattern.turn_delays[leg - 1] * period_s
-        if step + 1 < len(way) and step + 1 != stages:
-            time_s += problem.p2p_s[min(place % stages, way[step + 1] % stages)]
+    for first in problem.first_stages:
+        way = [*range(first, first + depth), *range(stages + first + depth - 1, stages + first - 1, -1)]
+        time_s = 0.0
+        for step, place in enumerate(way):
+            begins_s[place] = time_s
+            time_s += problem.times_s[place // stages][place % stages]
+            leg, turn = divmod(step + 1, ranks)
+            if turn:
+                time_s += pattern.rank_delays[leg] * period_s
+            elif leg < len(pattern.turn_delays):
+                time_s += pattern.turn_delays[leg - 1] * period_s
+            if step + 1 < len(way) and step + 1 != depth:
+                time_s += problem.p2p_s[min(place % stages, way[step + 1] % stages)]
     return begins_s
 
 
 def initial_patterns(problem: SearchProblem) -> list[BlockPattern]:
     """Return patterns from the longest block that memory allows to the shortest possible one."""
-    legs = 2 * problem.num_stages // problem.num_ranks
+    legs = 2 * problem.depth // problem.num_ranks
     period_s = problem.period_s
     longest_s = problem.capacity * problem.num_ranks / problem.num_stages * period_s
     spare_s = max(0.0, longest_s - problem.round_trip_s(0) - problem.times_s[1][0] - problem.times_s[2][0])

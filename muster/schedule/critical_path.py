@@ -50,8 +50,10 @@ def dependency(problem: SearchProblem, code: int) -> tuple[int, int, int, float]
     kind, place = divmod(code, num_passes)
     stage = place // count
     if kind == 0:
-        return (kind, stage, code - count, problem.p2p_s[stage - 1]) if stage else (kind, stage, -1, 0.0)
-    if kind == 1 and stage < problem.num_stages - 1:
+        return (
+            (kind, stage, -1, 0.0) if problem.is_first(stage) else (kind, stage, code - count, problem.p2p_s[stage - 1])
+        )
+    if kind == 1 and not problem.is_last(stage):
         return kind, stage, code + count, problem.p2p_s[stage]
     return kind, stage, code - num_passes, 0.0
 
@@ -59,4 +61,5 @@ def dependency(problem: SearchProblem, code: int) -> tuple[int, int, int, float]
 def path_depth(problem: SearchProblem, code: int) -> int:
     """Return the number of passes of its micro-batch before it: a tie-break for passes that take no time."""
     kind, stage = divmod(code // problem.num_micro_batches, problem.num_stages)
-    return stage if kind == 0 else 2 * problem.num_stages - 1 - stage if kind == 1 else 2 * problem.num_stages
+    level = stage % problem.depth
+    return level if kind == 0 else 2 * problem.depth - 1 - level if kind == 1 else 2 * problem.depth

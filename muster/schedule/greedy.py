@@ -35,22 +35,21 @@ class PriorityRule:
 
 
 def greedy(problem: SearchProblem, rule: PriorityRule, deadline_s: float = inf) -> TimedPasses | None:
-    """Return the schedule of a rule, or None once it can't end by `deadline_s`.
+    """Return the schedule of a rule, or None once it can't end by `deadline_s` or gets stuck.
 
     Each pass has a target time: where it would begin if the first micro-batch met no obstacle, one period later for
     each micro-batch. A free rank takes the ready pass with the earliest target. W has no target: it fills idle time.
 
-    Memory is never exceeded and no rank gets stuck: an F begins only in a *safe* state, in which the micro-batches in
-    flight on the rank can still be finished, oldest first. This is the banker's algorithm (Dijkstra 1965, EWD123).
-    Example with a capacity of 2 and stages 0 and 3 on a rank: after 0F0 and 0F1 neither micro-batch could run its F on
-    stage 3, so that 0F1 has to wait until 3F0 is done and freed.
+    Memory is never exceeded, and with one replica no rank gets stuck: an F begins only in a *safe* state, in which the
+    micro-batches in flight on the rank can still be finished, oldest first. This is the banker's algorithm (Dijkstra
+    1965, EWD123). Example with a capacity of 2 and stages 0 and 3 on a rank: after 0F0 and 0F1 neither micro-batch
+    could run its F on stage 3, so that 0F1 has to wait until 3F0 is done and freed.
     """
     placement, p2p_s, count, times_s = problem.placement, problem.p2p_s, problem.num_micro_batches, problem.times_s
-    num_stages = problem.num_stages
-    last = num_stages - 1
+    num_stages, depth = problem.num_stages, problem.depth
     num_passes = num_stages * count
     # Per stage: arrival of the inputs of F and I, as far as known, and the number of F, I and W begun.
-    come_f: list[list[float]] = [[0.0] * count] + [[] for _ in range(last)]
+    come_f: list[list[float]] = [[0.0] * count if problem.is_first(stage) else [] for stage in range(num_stages)]
     come_i: list[list[float]] = [[] for _ in range(num_stages)]
     done = done_f, done_i, done_w = [0] * num_stages, [0] * num_stages, [0] * num_stages
     kept = [0] * problem.num_ranks
@@ -83,16 +82,16 @@ def greedy(problem: SearchProblem, rule: PriorityRule, deadline_s: float = inf) 
         to = -1
         if kind == 0:
             kept[rank] += 1
-            if stage == last:
+            if (stage + 1) % depth == 0:
                 come_i[stage].append(end_s)
-                to = placement[0]
+                to = placement[stage + 1 - depth]
             else:
                 come_s += p2p_s[stage]
                 come_f[stage + 1].append(come_s)
                 to = placement[stage + 1]
         elif kind == 2:
             kept[rank] -= 1
-        elif stage:
+        elif stage % depth:
             come_s += p2p_s[stage - 1]
             come_i[stage - 1].append(come_s)
             to = placement[stage - 1]
@@ -104,17 +103,23 @@ def greedy(problem: SearchProblem, rule: PriorityRule, deadline_s: float = inf) 
         heappush(events, (end_s, rank))
         if to >= 0 and to != rank and free_s[to] <= come_s:
             heappush(events, (come_s, to))
-    return TimedPasses(max(free_s), passes)
+    return TimedPasses(max(free_s), passes) if len(passes) == problem.num_passes else None
 
 
 def _target_times_s(problem: SearchProblem, rule: PriorityRule) -> tuple[list[float], list[float]]:
     """Return when the first micro-batch's F and I are wanted on each stage; later ones add a period each."""
     forward_s, input_s, _ = problem.times_s
-    begin_f = list(accumulate((one + hop for one, hop in zip(forward_s, problem.p2p_s, strict=False)), initial=0.0))
-    begin_i = [begin_f[-1] + forward_s[-1] - rule.backward_priority_s]
-    for stage in range(problem.num_stages - 1, 0, -1):
-        begin_i.append(begin_i[-1] + input_s[stage] + problem.p2p_s[stage - 1])
-    return begin_f, begin_i[::-1]
+    begins_f: list[float] = []
+    begins_i: list[float] = []
+    for first in problem.first_stages:
+        last = first + problem.depth - 1
+        hops = zip(forward_s[first:last], problem.p2p_s[first:last], strict=True)
+        begins_f += accumulate((one + hop for one, hop in hops), initial=0.0)
+        begin_i = [begins_f[-1] + forward_s[last] - rule.backward_priority_s]
+        for stage in range(last, first, -1):
+            begin_i.append(begin_i[-1] + input_s[stage] + problem.p2p_s[stage - 1])
+        begins_i += begin_i[::-1]
+    return begins_f, begins_i
 
 
 def _choose(state: tuple, rank: int, now_s: float) -> tuple[int, int]:
@@ -127,6 +132,7 @@ def _choose(state: tuple, rank: int, now_s: float) -> tuple[int, int]:
         state
     )
     soon_s = now_s + _EPSILON_S
+    depth = problem.depth
     held = problem.stages[rank]
     spare = problem.capacity - kept[rank] - 1
     best = next_best = blocked = next_s = inf
@@ -150,7 +156,7 @@ def _choose(state: tuple, rank: int, now_s: float) -> tuple[int, int]:
         if (
             begun < len(come_s)
             and begun - index < in_flight[held_stage]
-            and (held_stage or begun - done_f[-1] < rule.max_forward_lead)
+            and (held_stage % depth or begun - done_f[held_stage + depth - 1] < rule.max_forward_lead)
         ):
             want = wanted_f[held_stage] + begun * period_s
             if spare < len(held) and (spare < 0 or not _is_safe(held, done_f, done_w, begun, spare)):

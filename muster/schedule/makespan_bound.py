@@ -45,7 +45,23 @@ def lower_bound_s(problem: SearchProblem) -> float:
     24, then the gradient travels 3 I back beside up to 4 W, and W follows on the first stage: 3 + 24 + 0 = 27, a bubble
     of 3 as in ZB-H1.
     """
-    return max(_rank_bound_s(problem, rank) for rank in range(problem.num_ranks))
+    bound_s = _rank_bound_s if problem.replicas == 1 else _replicas_bound_s
+    return max(bound_s(problem, rank) for rank in range(problem.num_ranks))
+
+
+def _replicas_bound_s(problem: SearchProblem, rank: int) -> float:
+    """Return the bound where replicas begin at both ends: a rank begins with whichever reaches it first, and a
+    micro-batch makes its whole way."""
+    held = problem.stages[rank]
+    if not held:
+        return 0.0
+    forward_s, input_s, weight_s = problem.times_s
+    firsts = [stage - stage % problem.depth for stage in held]
+    heads_s = (
+        sum(forward_s[first:stage]) + sum(problem.p2p_s[first:stage]) for first, stage in zip(firsts, held, strict=True)
+    )
+    work_s = problem.num_micro_batches * sum(kind[stage] for kind in problem.times_s for stage in held)
+    return max(min(heads_s) + work_s, problem.round_trip_s(0) + input_s[0] + weight_s[0])
 
 
 def _rank_bound_s(problem: SearchProblem, rank: int) -> float:

@@ -165,7 +165,8 @@ def _make_rule(
 ) -> PriorityRule:
     stages = range(problem.num_stages)
     period_s = problem.period_s
-    forward_s = sum(problem.times_s[0]) + sum(problem.p2p_s)
+    depth = problem.depth
+    forward_s = sum(problem.times_s[0][:depth]) + sum(problem.p2p_s[: depth - 1])
     # A pipeline that fills up admits a micro-batch per F and I, later one per F, I and W.
     per_turn_s = period_s if width == "slow" else period_s * 2 / 3
     in_flight = tuple(
@@ -173,7 +174,8 @@ def _make_rule(
         for stage in stages
     )
     backlog = tuple(
-        _NO_LIMIT if not lag else stage if stage < problem.num_ranks else 2 * problem.num_ranks for stage in stages
+        _NO_LIMIT if not lag else level if level < problem.num_ranks else 2 * problem.num_ranks
+        for level in (stage % depth for stage in stages)
     )
     under_way = int(forward_s / period_s) if period_s > 0 else 0
     return PriorityRule(in_flight, backlog, max(1, under_way + ahead), backward_first_s, patience)

@@ -26,10 +26,12 @@ def place_weight_grads(
     Returns None if the order gets stuck (for memory or at all) or can't end by `deadline_s`.
     """
     count, times_s, placement, p2p_s = problem.num_micro_batches, problem.times_s, problem.placement, problem.p2p_s
-    last = problem.num_stages - 1
+    depth = problem.depth
     num_passes = problem.num_stages * count
     capacity = problem.capacity
-    come_s = [0.0] * count + [inf] * (2 * num_passes - count)
+    come_s = [inf] * (2 * num_passes)
+    for stage in problem.first_stages:
+        come_s[stage * count : (stage + 1) * count] = [0.0] * count
     todo = [order[::-1] for order in orders]
     weights: list[list[int]] = [[] for _ in orders]
     """Per rank, the W that have become possible; the first `begun[rank]` of them have begun."""
@@ -78,14 +80,14 @@ def place_weight_grads(
             del order[-place]
         if kind == 0:
             kept[rank] += 1
-            if stage == last:
+            if (stage + 1) % depth == 0:
                 come_s[code + num_passes] = end_s
             else:
                 arrival_s += p2p_s[stage]
                 come_s[code + count], to = arrival_s, placement[stage + 1]
         elif kind == 1:
             weights[rank].append(code + num_passes)
-            if stage:
+            if stage % depth:
                 arrival_s += p2p_s[stage - 1]
                 come_s[code - count], to = arrival_s, placement[stage - 1]
         left_s[rank] -= time_s

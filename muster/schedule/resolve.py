@@ -11,6 +11,7 @@ from muster.schedule.timing import PassTimes
 from muster.schedule.unit_costs import nominal_pass_times
 from muster.spec.model import ModelSpec
 from muster.spec.plan import PinnedSchedule, Plan
+from muster.spec.schedules import find_schedule
 from muster.spec.workload import Workload
 
 
@@ -48,6 +49,7 @@ def _schedule_spec(
         p2p_s=times.p2p_s,
         placement=placement,
         memory_limit=plan.max_in_flight_micro_batches or plan.pp,
+        replicas=plan.pipeline_replicas,
     )
 
 
@@ -64,4 +66,4 @@ def pinned_schedule(name: str, pinned: PinnedSchedule) -> Schedule:
         ranks = tuple(tuple(parse_action(word) for word in text.split()) for text in pinned.ranks)
     except ValueError as error:
         raise ProgramError(f"the plan's order of schedule {name}: {error}") from None
-    return Schedule(name, pinned.placement, pinned.micro_batches, ranks)
+    return Schedule(name, pinned.placement, pinned.micro_batches, ranks, find_schedule(name).default_replicas)

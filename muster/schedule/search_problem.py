@@ -15,14 +15,16 @@ PASS_KINDS = (Kind.F, Kind.I, Kind.W)
 
 @dataclass(frozen=True, slots=True)
 class SearchProblem:
-    """One replica of the model on its ranks.
+    """The model, or two replicas of it, on its ranks.
 
     The code of a pass is an integer: `(kind · stages + stage) · micro_batches + micro_batch` with kind 0 F, 1 I, 2 W.
+    Stages are numbered replica by replica, micro-batches within theirs: each replica has as many.
     """
 
     placement: tuple[int, ...]
     num_ranks: int
     num_micro_batches: int
+    """Micro-batches of each replica."""
     times_s: tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
     """Seconds of F, I and W by stage."""
     p2p_s: tuple[float, ...]
@@ -32,11 +34,31 @@ class SearchProblem:
     stages: tuple[tuple[int, ...], ...]
     """Stages of each rank, ascending."""
     period_s: float
-    """Seconds of work of the busiest rank for one micro-batch."""
+    """Seconds of work of the busiest rank for one micro-batch of each replica."""
+    replicas: int = 1
 
     @property
     def num_stages(self) -> int:
+        """Stages of all replicas."""
         return len(self.placement)
+
+    @property
+    def depth(self) -> int:
+        """Stages of one replica."""
+        return len(self.placement) // self.replicas
+
+    @property
+    def first_stages(self) -> range:
+        """First stage of each replica."""
+        return range(0, len(self.placement), self.depth)
+
+    def is_first(self, stage: int) -> bool:
+        """Return True for the first stage of a replica."""
+        return stage % self.depth == 0
+
+    def is_last(self, stage: int) -> bool:
+        """Return True for the last stage of a replica."""
+        return stage % self.depth == self.depth - 1
 
     @property
     def num_passes(self) -> int:
@@ -46,7 +68,8 @@ class SearchProblem:
     def round_trip_s(self, stage: int) -> float:
         """Return the seconds from the begin of a micro-batch's F on a stage until its I can begin there."""
         forward_s, input_s, _ = self.times_s
-        return sum(forward_s[stage:]) + sum(input_s[stage + 1 :]) + 2 * sum(self.p2p_s[stage:])
+        end = stage - stage % self.depth + self.depth
+        return sum(forward_s[stage:end]) + sum(input_s[stage + 1 : end]) + 2 * sum(self.p2p_s[stage : end - 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,38 +82,56 @@ class TimedPasses:
 
 
 def make_search_problem(spec: ScheduleSpec, placement: Sequence[int]) -> SearchProblem:
-    """Return the search problem of a spec. Raises InfeasibleError if memory holds no micro-batch."""
+    """Return the search problem of a spec on the placement of all replicas.
+
+    Raises InfeasibleError if memory holds no micro-batch of each replica, or these don't share micro-batches evenly.
+    """
     ranks = range(spec.num_ranks)
     stages = tuple(tuple(stage for stage, holder in enumerate(placement) if holder == rank) for rank in ranks)
-    times_s = (spec.forward_s, spec.input_backward_s, spec.weight_backward_s)
-    most = spec.chunks * spec.num_micro_batches
+    forward_s, input_s, weight_s = (
+        times * spec.replicas for times in (spec.forward_s, spec.input_backward_s, spec.weight_backward_s)
+    )
+    times_s = forward_s, input_s, weight_s
+    count, rest = divmod(spec.num_micro_batches, spec.replicas)
+    if rest:
+        raise InfeasibleError(
+            f"{spec.num_micro_batches} micro-batches can't be searched for on {spec.replicas} replicas: expected a"
+            f" multiple of {spec.replicas}"
+        )
+    most = spec.chunks * count
     capacity = int(min(most, spec.memory_limit / spec.stage_activation + 1e-9))
     if capacity < spec.chunks:
         raise InfeasibleError(
-            f"memory_limit {spec.memory_limit:g} doesn't hold one micro-batch's activations; the least is 1"
+            f"memory_limit {spec.memory_limit:g} doesn't hold one micro-batch's activations"
+            f"{' of each replica' * (spec.replicas > 1)}; the least is {spec.replicas}"
         )
     return SearchProblem(
         placement=tuple(placement),
         num_ranks=spec.num_ranks,
-        num_micro_batches=spec.num_micro_batches,
+        num_micro_batches=count,
         times_s=times_s,
         p2p_s=tuple(spec.p2p_s * (one != other) for one, other in pairwise(placement)),
         capacity=capacity,
         stages=stages,
         period_s=max(sum(kind[stage] for kind in times_s for stage in held) for held in stages),
+        replicas=spec.replicas,
     )
 
 
 def schedule_from_passes(problem: SearchProblem, passes: Iterable[int], name: str) -> Schedule:
+    """Return the schedule of passes in an order in which their ranks run them."""
     count, stages = problem.num_micro_batches, problem.num_stages
     ranks: list[list[Action]] = [[] for _ in range(problem.num_ranks)]
-    actions = [
-        action for kind in PASS_KINDS for stage in range(stages) for action in actions_of_stage(kind, stage, count)
-    ]
+    whole = count * problem.replicas
+    actions = []
+    for kind in PASS_KINDS:
+        for stage in range(stages):
+            first = stage // problem.depth * count  # as `split_micro_batches` has them
+            actions += actions_of_stage(kind, stage, whole)[first : first + count]
     holders = [ranks[rank] for rank in problem.placement] * len(PASS_KINDS)
     for code in passes:
         holders[code // count].append(actions[code])
-    return Schedule(name, problem.placement, count, tuple(map(tuple, ranks)))
+    return Schedule(name, problem.placement, whole, tuple(map(tuple, ranks)), problem.replicas)
 
 
 def pass_codes(problem: SearchProblem, schedule: Schedule) -> list[int]:
@@ -98,7 +139,7 @@ def pass_codes(problem: SearchProblem, schedule: Schedule) -> list[int]:
     count = problem.num_micro_batches
     place = {Kind.F: 0, Kind.B: problem.num_stages, Kind.I: problem.num_stages}
     return [
-        (place[kind] + stage) * count + micro_batch
+        (place[kind] + stage) * count + micro_batch % count
         for order in schedule.ranks
         for kind, stage, micro_batch, *_ in order
         if kind != Kind.W

@@ -95,8 +95,8 @@ class ScheduleEntry:
 
     @property
     def min_chunks(self) -> int:
-        """Smallest supported number of stages per rank: 2 for a V."""
-        return self.chunks or (2 if self.v_shaped else 1)
+        """Smallest supported number of stages per rank: 2 for a V, and one of each replica."""
+        return self.chunks or (2 if self.v_shaped else 1) * self.default_replicas
 
     def supports_chunks(self, chunks: int) -> bool:
         """Return True if the schedule runs with this number of stages per rank."""
@@ -260,6 +260,13 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         "the best of all these and of a search, for the given times; least bubble found, memory within the limit",
         replicas=None,
         compared_chunks=(1, 2, 4),
+        searched=True,
+    ),
+    "auto-bidirectional": ScheduleEntry(
+        "registry:auto_schedule",
+        "auto over two replicas; least bubble found, memory within the limit, weights twice",
+        replicas=2,
+        compared_chunks=(2, 4),
         searched=True,
     ),
     "exact": ScheduleEntry(

@@ -163,7 +163,7 @@ _SCHEDULES: tuple[tuple[str, str], ...] = (
     (r"1f1b", "1f1b"),
 )
 """Spellings of schedules, the most specific ones first."""
-_SCHEDULE_CHOICES = tuple(name for name in SCHEDULES if name not in ("auto", "exact"))
+_SCHEDULE_CHOICES = tuple(name for name, entry in SCHEDULES.items() if not entry.searched)
 """Schedules that a row may name; searched ones depend on costs that a table doesn't state."""
 _SCHEDULE_DETAILS = (
     r"(no )?grad(ient)? accumulation.*|ga\s*=.*|\d+ micro-?batches|vocab method=.*|(no|without) (pp|pipeline.*)"
