@@ -178,7 +178,7 @@ def suggest_legal(request: PlanRequest) -> str:
     for left_out in parts:
         rest = "-".join(part for part in parts if part != left_out)
         if _has_plans(refix_request(request, rest)):
-            return f"; there are plans without {left_out}{_nearest_legal(request)}"
+            return f"; there are plans without {left_out}{_nearest_legal(request, left_out)}"
     for more in sorted(
         {max(1, batch // world) * world, -(-batch // world) * world}, key=lambda size: abs(size - batch)
     ):
@@ -188,13 +188,15 @@ def suggest_legal(request: PlanRequest) -> str:
     return ""
 
 
-def _nearest_legal(request: PlanRequest) -> str:
-    """Return the plan that can run and is nearest to what is required, as an end of a sentence."""
+def _nearest_legal(request: PlanRequest, left_out: str) -> str:
+    """Return the plan that can run and is nearest to what is required, as an end of a sentence; empty if it has the
+    part that searched plans are without."""
     asked = parse_plan_name(request.fixed_text, request.base)
     devices = request.cluster.num_devices
     own = request.model, request.workload, devices
     near = nearest_plans(asked, *own, limit=1) if devices <= MOST_DEVICES_WITH_NEAREST else []
-    return f", the nearest being {format_plan_name(near[0])}" if near else ""
+    name = format_plan_name(near[0]) if near else ""
+    return f", the nearest being {name}" if near and left_out not in name.split("-") else ""
 
 
 def _has_plans(request: PlanRequest) -> bool:

@@ -65,7 +65,8 @@ def make_with_best_chunks(name: str, request: CompareRequest) -> tuple[Schedule,
     """Return the schedule `name` with its timing, at its best number of chunks if the request leaves them open. Raises
     as `make_and_time`."""
     entry = find_schedule(name)
-    if request.chunks is not None or not entry.compared_chunks or (request.replicas or 1) > 1:
+    refuses_slices = request.num_slices > 1 and not entry.has_slices
+    if request.chunks is not None or not entry.compared_chunks or (request.replicas or 1) > 1 or refuses_slices:
         return make_and_time(name, request.spec(entry))
     size, (fewest, *more) = request.num_ranks * request.num_micro_batches, entry.compared_chunks
     tried = [fewest, *(chunks for chunks in more if size * chunks <= _MAX_COMPARED_PASSES)]
