@@ -145,6 +145,23 @@ def test_more_plans_and_models_equal_one_process(tmp_path: Any) -> None:
         assert result["error"] == 0, (case, result)
 
 
+ON_4_RANKS = [
+    *same("plain", "dp1", "tp2-sp-cp2", "tp2-sp-pp2", "dp2-tp2-z3-oopt-oparam", "cp4"),
+    *same("plain", "dp4", "dp2-tp2-sp", "dp2-pp2-oopt-oparam", "dp2-cp2", **PAIRS),
+]
+AVERAGED = same("averaged", "dp1", "dp1-oopt-oparam", "dp1-ooptd-oparamd", "pp2-oopt-oparam", optim={"ema_decay": 0.9})
+
+
+@pytest.mark.soak
+def test_plans_on_4_ranks_equal_one_process(tmp_path: Any) -> None:
+    payload = {"cases": [*ON_4_RANKS, *AVERAGED], "cache": str(tmp_path)}
+    found = run_ranks(4, "tests.mezo_ranks:train", payload, timeout_s=500)[0]
+    for case, result in zip(ON_4_RANKS, found, strict=False):
+        assert result["error"] < 1e-12, (case, result)
+    for case, result in zip(AVERAGED, found[len(ON_4_RANKS) :], strict=True):
+        assert (result["error"], bool(result["state"])) == (0, True), (case, result)
+
+
 def test_every_plan_equals_one_process_and_streamed_parameters_those_in_memory(tmp_path: Any) -> None:
     """To 1e-12 in float64, and bit for bit; each seeded bug is found; what is saved goes on under other plans."""
     own = cases(str(tmp_path / "saved"))
