@@ -303,6 +303,19 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_stops_nothing(whole: Path, sm
     assert steps(run) == list(range(1, 21)), "it trained to the end"
 
 
+@pytest.mark.soak
+def test_a_disk_without_room_for_a_tier_is_a_sentence_and_the_run_goes_on_with_more(small_disk: Path) -> None:
+    run = small_disk / "run"
+    words = (*TINY, *AT_ONCE, "--train.global_batch_size", "4", "--data.max_bytes", "300000", "--run", run)
+    assert (first := train(*words, "--parallel", "dp1-mb2-fp32", "--train.steps", "2")).code == 0, first.err
+    words = (*words, "--parallel", "dp1-mb2-fp32-ooptd", "--train.steps", "3")
+    ended = train(*words)
+    assert_one_sentence(ended, 1, "on disk can't be given", "No space left on device; make room there")
+    subprocess.run(["mount", "-o", "remount,size=30m", small_disk], check=True)
+    assert "after step 2" in train(*words).out
+    assert steps(run) == [1, 2, 3]
+
+
 def test_a_disk_that_turns_read_only_is_one_sentence_and_loses_nothing(small_disk: Path) -> None:
     root = small_disk / "checkpoints"
     save_one(root, 10)

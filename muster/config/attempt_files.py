@@ -9,6 +9,8 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+SCRATCH_PREFIX = "scratch-"
+"""Beginning of the names of files of tiers on disk, for the moment in which they have one."""
 TOKENIZER_FOLDER = "tokenizer"
 """Folder in a run directory with the run's tokenizer, and the configuration files of the model that it began with."""
 NEXT_TOKENIZER_FOLDER = "tokenizer.next"

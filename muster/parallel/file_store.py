@@ -16,6 +16,7 @@ from tempfile import gettempdir, mkstemp
 
 from torch import Tensor
 
+from muster.config.attempt_files import SCRATCH_PREFIX
 from muster.spec.checksum import crc32
 from muster.spec.errors import MusterError
 from muster.spec.formatting import format_bytes
@@ -149,6 +150,6 @@ def _unnamed_file(folder: Path) -> int:
     if hasattr(os, "O_TMPFILE"):
         with suppress(OSError):
             return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-    fd, name = mkstemp(prefix="scratch-", dir=folder)
+    fd, name = mkstemp(prefix=SCRATCH_PREFIX, dir=folder)
     os.unlink(name)
     return fd

@@ -11,7 +11,7 @@ from typing import IO
 
 from muster.checkpoint.in_memory.directory import IDENTITY_FILE
 from muster.checkpoint.remote_lock import hold_remote_lock
-from muster.config.attempt_files import adopt_attempt_files
+from muster.config.attempt_files import SCRATCH_PREFIX, adopt_attempt_files
 from muster.config.routing_load_file import FILE_NAME as LOAD_FILE
 from muster.launch.rank_errors import error_path
 from muster.report.run_files import RESTARTS_FILE
@@ -90,8 +90,9 @@ def begin_attempt(run_dir: Path) -> None:
 
 
 def remove_last_exit(run_dir: Path) -> None:
-    """Remove all that says how the last attempt ended."""
-    for path in (run_dir / "exit.json", *error_path(run_dir, 0).parent.glob("rank-*.error.json")):
+    """Remove all that says how the last attempt ended, and the scratch files that its end may have left."""
+    errors = error_path(run_dir, 0).parent.glob("rank-*.error.json")
+    for path in (run_dir / "exit.json", *errors, *run_dir.glob(f"{SCRATCH_PREFIX}*")):
         path.unlink(missing_ok=True)
 
 
