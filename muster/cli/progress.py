@@ -1,11 +1,16 @@
 """Progress bars on the standard error of a terminal."""
 
 import sys
+from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
+
+
+LINE_INTERVAL_S = 10.0
+"""Seconds between lines that tell progress where there is no terminal."""
 
 
 class _Progress:
@@ -64,11 +69,13 @@ class ByteProgress(_Progress):
 
 
 class RowProgress(_Progress):
-    """Progress over the rows of a table; a context manager."""
+    """Progress over the rows of a table; a context manager. Where standard error is no terminal, a line every 10 s."""
 
     def __init__(self, label: str) -> None:
         # Rows are predicted by forked processes; a thread that redraws the bar would make forks unsafe.
         super().__init__(label, auto_refresh=False)
+        self._label = label
+        self._told_s = monotonic()
 
     def _count_column(self) -> "ProgressColumn":
         from rich.progress import MofNCompleteColumn
@@ -79,3 +86,6 @@ class RowProgress(_Progress):
         """Report rows as done."""
         if self._bar:
             self._bar.update(self._task, completed=done, total=total, refresh=True)
+        elif monotonic() - self._told_s >= LINE_INTERVAL_S:
+            self._told_s = monotonic()
+            print(f"{self._label}: {done} of {total}", file=sys.stderr, flush=True)

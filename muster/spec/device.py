@@ -28,6 +28,9 @@ class AttentionRate(Frozen):
 
     forward: PositiveFloat
     backward: PositiveFloat
+    narrow_forward: PositiveFloat = 0.9
+    """Rate with heads of 64 elements relative to that with 128 (FlashAttention-2, arXiv:2307.08691, figure 4c)."""
+    narrow_backward: PositiveFloat = 0.9
 
 
 class DeviceSpec(Frozen):

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from muster.spec.base import Frozen
 from muster.spec.device import AttentionKernel
@@ -24,6 +24,8 @@ class FrameworkTraits(Frozen):
     """Storage of a rank's part of the model."""
     attention: AttentionKernel | None = None
     """Attention kernel; None: the fastest that the device has a rate for."""
+    fp8_attention: bool = False
+    """Where matmuls are in fp8, those of attention are, too."""
     fused_soft_cap: bool = True
     """The attention kernel caps scores itself, in models that cap them; otherwise pieces of the scores are in memory,
     and each operation on them is a pass."""
@@ -99,6 +101,19 @@ class FrameworkTraits(Frozen):
     """The experts' all-to-alls overlap the passes of another micro-batch (DualPipe)."""
     dispatch_once_per_node: bool = False
     """A token crosses the network once per node that holds experts of it; otherwise once per expert."""
+    dispatch_once_per_rank: bool = False
+    """A token travels once to each rank that holds experts of it, with weights in float32 (DeepEP, HybridEP); otherwise
+    once per expert."""
+    sorts_received_rows: bool = False
+    """Rows that arrive from other ranks are copied into the order of their experts, and back before they return;
+    otherwise the exchange delivers them so, or each rank has one expert."""
+    expert_bias_apart: bool = False
+    """A clamped SwiGLU is clamped by operations of its own before its fused kernel, and experts' output biases are
+    weighted and added expert by expert."""
+    grouped_streams: NonNegativeInt = 0
+    """Matmuls of a rank's experts are kernels of their own, so many at a time; 0: one grouped kernel."""
+    fused_expert_epilogues: bool = False
+    """Activations of experts, their weights and casts to fp8 are parts of the grouped matmuls."""
     experts_in_tp_region: bool = False
     """The hidden state is gathered before it is routed, as for an MLP, where tensor-parallel ranks share each expert;
     otherwise the rows of experts are."""
@@ -121,6 +136,11 @@ class FrameworkTraits(Frozen):
     """The host waits for each kernel before it launches the next (CUDA_LAUNCH_BLOCKING=1)."""
     cuda_graphs: bool = False
     """Kernels are replayed from graphs, without host time between them."""
+    operator_host_s: NonNegativeFloat = 0.0
+    """Seconds of the host for an operator's forward where layers are Python modules of their own, beside which kernels
+    run; 0: launches alone."""
+    graphed: frozenset[Literal["attention", "router"]] = frozenset()
+    """Parts of a layer that are replayed from graphs while the rest of it isn't."""
 
     def label(self, compiled: bool) -> str:
         """Return its name for people, and `compiled` or `eager` where that makes a difference."""

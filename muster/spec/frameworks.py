@@ -45,8 +45,20 @@ MUSTER = FrameworkTraits(
 # Megatron-Core with the flags of NVIDIA's published runs: --use-distributed-optimizer, --overlap-grad-reduce and
 # --overlap-param-gather (core/distributed/distributed_data_parallel_config.py), Transformer Engine's layers, whose
 # attention is the device's fastest, fused SwiGLU, rotary embedding, cross-entropy and accumulation of weight gradients
-# (core/fusions/, --gradient-accumulation-fusion), p2p beside passes (--overlap-p2p-communication).
-MEGATRON = FrameworkTraits(name="megatron", storage="megatron", scatter_gather_p2p=True)
+# (core/fusions/, --gradient-accumulation-fusion), p2p beside passes (--overlap-p2p-communication). A module's forward
+# takes the host 115 µs (github:NVIDIA/TransformerEngine pull 1191). Experts' matmuls are kernels on 4 streams
+# (multi_stream_cublas_gemm of Transformer Engine); the all-to-all dispatcher sorts the rows that arrive by expert
+# (sort_chunks_by_idxs in moe/token_dispatcher.py); clamps and experts' biases are operations of their own
+# (fusions/fused_bias_geglu.py, moe/experts.py). DeepEP, HybridEP and CUDA graphs are options, and left out.
+MEGATRON = FrameworkTraits(
+    name="megatron",
+    storage="megatron",
+    scatter_gather_p2p=True,
+    operator_host_s=115e-6,
+    grouped_streams=4,
+    sorts_received_rows=True,
+    expert_bias_apart=True,
+)
 
 # torchtitan: fully_shard (distributed/fsdp), scaled_dot_product_attention; torch.compile of blocks and of the loss is
 # an option (compile.enable, compile.components), operators are eager without it; DTensor's tensor parallelism sums an

@@ -1,5 +1,5 @@
-"""Numbers of a table's cells, as people write them: with thousands separators, remarks in parentheses, and a width for
-dense layers beside one for experts."""
+"""Numbers of a table's cells, as people write them: with thousands separators or decimal commas, remarks in parentheses,
+and a width for dense layers beside one for experts."""
 
 import math
 import re
@@ -11,6 +11,7 @@ MAX_LAYERS = 10_000
 
 _REMARK = re.compile(r"\s*\(.*\)$", re.DOTALL)
 _SEPARATED = re.compile(r"\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?")
+_DECIMAL_COMMA = re.compile(r"\d{1,3}(?:[. ]\d{3})+,\d+|\d+,(?:\d{1,2}|\d{4,})")
 _SPREAD = re.compile(r"\s*(?:±|\+/-)\s*[\d.]+\s*%?$")
 _POWERS = {"k": 2**10, "m": 2**20}
 _DENSE = re.compile(r"(\d+)\s*(?:\(?dense\)?|for dense)", re.IGNORECASE)
@@ -26,6 +27,8 @@ def parse_real(text: str) -> float | None:
         return None
     if _SEPARATED.fullmatch(plain):
         plain = re.sub("[, ]", "", plain)
+    elif _DECIMAL_COMMA.fullmatch(plain):
+        plain = re.sub("[. ]", "", plain).replace(",", ".")
     try:
         value = float(plain) if "_" not in plain else math.nan
     except ValueError:

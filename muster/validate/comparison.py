@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from multiprocessing import get_context
 from operator import ge, le
-from typing import get_args
+from typing import Literal, get_args
 
 from muster.cost.time.cost_cache import CostCache
 from muster.schedule.build import build_program
@@ -23,7 +23,7 @@ from muster.spec.workload import Workload
 from muster.validate.case import RowCase, RowInputs, row_inputs
 from muster.validate.errors import UnpredictableRowError
 from muster.validate.formulas import FLOP_METRICS, OTHER_METRICS, TIME_METRICS, UNTIMED_METRICS, step_time_s
-from muster.validate.sources import MeasurementSource, source_of_row, with_facts
+from muster.validate.sources import MeasurementSource, source_of_row, unusable, with_facts
 from muster.validate.table import MeasurementRow, is_out_of_memory
 
 NEAR_CAPACITY = 0.05
@@ -61,9 +61,10 @@ class CasePrediction:
         """True if every rank fits; None if the capacity is unknown."""
         return self._memory[1]
 
-    def settled(self) -> "CasePrediction":
-        """Return the same prediction without what its forecast needs, such as a Program."""
-        return replace(self, forecast=partial(tuple, self._memory))
+    def settled(self, is_needed: bool = True) -> "CasePrediction":
+        """Return the same prediction without what its forecast needs, such as a Program; without its memory where that
+        isn't needed."""
+        return replace(self, forecast=partial(tuple, self._memory if is_needed else (0.0, None)))
 
 
 Predictor = Callable[[RowInputs, RowCase], CasePrediction]
@@ -163,28 +164,57 @@ def predict_rows(
     With `uncalibrated`, constants are used as they were before the row's own source contributed to them. `processes`
     above 1 are forked. `on_row` is called for each row once it is predicted.
     """
-    rows = list(rows)
+    return _predict(list(rows), predictor, ("without",) if uncalibrated else ("stated",), processes, on_row)[0]
+
+
+def predict_rows_both_ways(
+    rows: Iterable[MeasurementRow],
+    predictor: Predictor | None = None,
+    processes: int = 1,
+    on_row: Callable[[], None] | None = None,
+) -> tuple[list[RowResult], list[RowResult]]:
+    """Predict each row, and those whose source contributed to constants also without its contribution, which shares the
+    row's Programs."""
+    stated, without = _predict(list(rows), predictor, ("stated", "without"), processes, on_row)
+    return stated, [result for result in without if source_of_row(result.row).without]
+
+
+_Way = Literal["stated", "without"]
+"""Constants of a prediction: as the catalogue states them, or without the contribution of the row's source."""
+
+
+def _predict(
+    rows: Sequence[MeasurementRow],
+    predictor: Predictor | None,
+    ways: tuple[_Way, ...],
+    processes: int,
+    on_row: Callable[[], None] | None,
+) -> list[list[RowResult]]:
+    """Return the results of all rows for each of the ways."""
     alike = [replace(row, line=0, number=0) for row in rows]
     count = Counter(alike)
-    found: dict[MeasurementRow, RowResult] = {}
-    for result in _distinct_results(list(count), predictor, uncalibrated, processes):
-        found[result.row] = result
-        for _ in range(count[result.row] if on_row else 0):
+    found: dict[MeasurementRow, list[RowResult]] = {}
+    for results in _distinct_results(list(count), predictor, ways, processes):
+        found[results[0].row] = results
+        for _ in range(count[results[0].row] if on_row else 0):
             on_row()  # type: ignore[misc]
-    return [replace(found[key], row=row) for key, row in zip(alike, rows, strict=True)]
+    return [
+        [replace(found[key][way], row=row) for key, row in zip(alike, rows, strict=True)] for way in range(len(ways))
+    ]
 
 
 def _distinct_results(
-    rows: Sequence[MeasurementRow], predictor: Predictor | None, uncalibrated: bool, processes: int
-) -> Iterator[RowResult]:
+    rows: Sequence[MeasurementRow], predictor: Predictor | None, ways: tuple[_Way, ...], processes: int
+) -> Iterator[list[RowResult]]:
     """Yield the results of distinct rows."""
     if processes < 2 or predictor is not None or len(rows) <= _CHUNK:
         cache: dict[str, RowPrediction | str] = {}
-        yield from (_result(row, predictor or predict_case, cache, uncalibrated) for row in rows)
+        gc.freeze()  # else the collector walks over what was imported, again and again
+        yield from (_results(row, predictor or predict_case, cache, ways) for row in rows)
         return
     chunks = [rows[begin : begin + _CHUNK] for begin in range(0, len(rows), _CHUNK)]
     with get_context("fork").Pool(min(processes, len(chunks)), _begin_process) as pool:
-        for results in pool.imap_unordered(partial(_chunk_results, uncalibrated), chunks):
+        for results in pool.imap_unordered(partial(_chunk_results, ways), chunks):
             yield from results
 
 
@@ -199,8 +229,17 @@ def _begin_process() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _chunk_results(uncalibrated: bool, rows: Sequence[MeasurementRow]) -> list[RowResult]:
-    return [_result(row, predict_case, _cache_of_process, uncalibrated) for row in rows]
+def _chunk_results(ways: tuple[_Way, ...], rows: Sequence[MeasurementRow]) -> list[list[RowResult]]:
+    return [_results(row, predict_case, _cache_of_process, ways) for row in rows]
+
+
+def _results(
+    row: MeasurementRow, predictor: Predictor, cache: dict[str, RowPrediction | str], ways: tuple[_Way, ...]
+) -> list[RowResult]:
+    """Predict one row in each way that says something new: without a contribution only where there was one."""
+    wanted: tuple[_Way, ...] = ways if source_of_row(row).without else ("stated",)
+    found = [_result(row, predictor, cache, way == "without") for way in wanted]
+    return found * len(ways) if len(found) < len(ways) else found
 
 
 def _result(
@@ -210,6 +249,8 @@ def _result(
     try:
         if row.problem:
             raise UnpredictableRowError(row.problem)
+        if why := unusable(row):
+            raise UnpredictableRowError(why)
         if row.metric in OTHER_METRICS:
             raise UnpredictableRowError(f"{row.metric} is of a part of a step: not scored")
         if row.metric not in (*TIME_METRICS, *FLOP_METRICS, *UNTIMED_METRICS):
@@ -220,7 +261,7 @@ def _result(
         if left_out:
             inputs = _uncalibrated(inputs, source_of_row(row))
         measured_s = _measured_s(row, inputs) if row.metric in (*TIME_METRICS, *FLOP_METRICS) else None
-        found = _predict_once(inputs, predictor, cache)
+        found = _predict_once(inputs, predictor, cache, not left_out)
     except UnpredictableRowError as error:
         return RowResult(row, reason=str(error))
     return RowResult(row, "", inputs, measured_s, found)
@@ -237,14 +278,16 @@ def _uncalibrated(inputs: RowInputs, source: MeasurementSource) -> RowInputs:
     return replace(inputs, cluster=inputs.cluster.model_copy(update={"groups": tuple(groups)}))
 
 
-def _predict_once(inputs: RowInputs, predictor: Predictor, cache: dict[str, RowPrediction | str]) -> RowPrediction:
+def _predict_once(
+    inputs: RowInputs, predictor: Predictor, cache: dict[str, RowPrediction | str], with_memory: bool
+) -> RowPrediction:
     """Return the predictions of a row's cases, from `cache` where they were made before. Raises
     UnpredictableRowError."""
     cases = [(case.model, case.plan, case.software) for case in inputs.cases]
     key = repr((inputs.cluster.name, inputs.cluster.groups, inputs.workload, cases))
     if key not in cache:
         try:
-            cache[key] = _predict_cases(inputs, predictor)
+            cache[key] = _predict_cases(inputs, predictor, with_memory)
         except MusterError as error:
             cache[key] = str(error)
     answer = cache[key]
@@ -253,8 +296,8 @@ def _predict_once(inputs: RowInputs, predictor: Predictor, cache: dict[str, RowP
     return answer
 
 
-def _predict_cases(inputs: RowInputs, predictor: Predictor) -> RowPrediction:
-    """Predict those of a row's cases that its results need."""
+def _predict_cases(inputs: RowInputs, predictor: Predictor, with_memory: bool) -> RowPrediction:
+    """Predict those of a row's cases that its results need; whether they fit, only `with_memory`."""
     answers: dict[int, CasePrediction] = {}
 
     def answer(index: int) -> CasePrediction:
@@ -264,6 +307,8 @@ def _predict_cases(inputs: RowInputs, predictor: Predictor) -> RowPrediction:
 
     chosen = _representative_case(inputs, answer)
     times_s = [answer(index).step_time_s for index in {chosen, *_time_extremes(inputs.cases)}]
+    if not with_memory:
+        return RowPrediction(chosen, answer(chosen).settled(False), (min(times_s), max(times_s)), False)
     fits = {answer(chosen).fits}
     if any(column not in ASSUMED_COLUMNS for column in inputs.unstated):
         fits |= {answer(index).fits for index in _memory_extremes(inputs.cases)}

@@ -12,8 +12,12 @@ from pydantic import ValidationError
 from muster.spec.base import Frozen
 from muster.validate.table import MeasurementRow
 
-NUMBER_COLUMNS = ("vpp", "micro_batch", "gpus_per_node")
+NUMBER_COLUMNS = ("tp", "pp", "vpp", "ep", "dp", "micro_batch", "gpus_per_node")
 """Columns whose facts are numbers."""
+
+
+TraitValue = bool | int | float | str | list[str] | None
+"""Value of a property of the training program."""
 
 
 class RowFacts(Frozen):
@@ -22,7 +26,11 @@ class RowFacts(Frozen):
     where: dict[str, str]
     """Column → pattern that its whole text matches."""
     facts: dict[str, str] = {}
-    software: dict[str, bool | int | str | None] = {}
+    software: dict[str, TraitValue] = {}
+    corrected: dict[str, str] = {}
+    """Columns whose cells are wrong, and what stands there in truth."""
+    unusable: str = ""
+    """Reason why the source itself says not to take the row as it is; empty where it doesn't."""
     offloads_activations: bool = False
     """True where activations of some layers were kept in the host's memory, which no plan with pp 1 says: their memory
     and outcome aren't scored."""
@@ -45,7 +53,7 @@ class MeasurementSource(Frozen):
     usual: dict[str, str] = {}
     framework: str | None = None
     """Framework of `--framework` whose traits `software` changes."""
-    software: dict[str, bool | int | str | None] = {}
+    software: dict[str, TraitValue] = {}
     formula: str | None = None
     device: dict[str, str] = {}
     """Catalogue device for values of `gpu` that name no memory or form factor."""
@@ -98,12 +106,22 @@ def _source_of(name: str, *words: str) -> MeasurementSource:
 def with_facts(row: MeasurementRow) -> MeasurementRow:
     """Return the row with empty columns filled from the source's facts."""
     source = source_of_row(row)
-    facts = dict(source.facts)
+    facts, corrected = dict(source.facts), dict[str, str]()
     for some in source.some:
         if some.match(row):
             facts |= some.facts
-    empty = {column: text for column, text in facts.items() if getattr(row, column) in ("", None)}
-    return replace(row, **{column: int(text) if column in NUMBER_COLUMNS else text for column, text in empty.items()})
+            corrected |= some.corrected
+    said = {column: text for column, text in facts.items() if getattr(row, column) in ("", None)} | corrected
+    return replace(row, **{column: _cell(column, text) for column, text in said.items()})
+
+
+def _cell(column: str, text: str) -> str | int | None:
+    return (int(text) if text else None) if column in NUMBER_COLUMNS else text
+
+
+def unusable(row: MeasurementRow) -> str:
+    """Return the reason why the source itself says not to take the row as it is, or an empty text."""
+    return next((some.unusable for some in source_of_row(row).some if some.unusable and some.match(row)), "")
 
 
 def offloads_activations(row: MeasurementRow) -> bool:
@@ -111,7 +129,7 @@ def offloads_activations(row: MeasurementRow) -> bool:
     return any(some.offloads_activations and some.match(row) for some in source_of_row(row).some)
 
 
-def software_of_row(row: MeasurementRow) -> dict[str, bool | int | str | None]:
+def software_of_row(row: MeasurementRow) -> dict[str, TraitValue]:
     """Return the properties of the training program of a row."""
     source = source_of_row(row)
     found = dict(source.software)

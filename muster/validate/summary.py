@@ -13,7 +13,7 @@ from typing import Any
 
 from muster.spec.device import DeviceSpec
 from muster.validate.axis_bias import AxisBias, axis_biases
-from muster.validate.comparison import Predictor, RowResult, predict_rows
+from muster.validate.comparison import Predictor, RowResult, predict_rows_both_ways
 from muster.validate.row_table import row_table
 from muster.validate.score import (
     ErrorScores,
@@ -26,7 +26,6 @@ from muster.validate.score import (
     score_memory,
     worst_results,
 )
-from muster.validate.sources import source_of_row
 from muster.validate.sweeps import MIN_LAYOUTS, MIN_SMALL_LAYOUTS, Sweep, score_sweeps
 from muster.validate.table import MeasurementRow, parse_table, read_table
 
@@ -110,15 +109,13 @@ def validate_table(
     be read.
     """
     rows = shipped_rows() if path is None else read_table(path)
-    used = [row for row in rows if source_of_row(row).without]
     numbers = count(1)
 
     def on_row() -> None:
         if on_progress is not None:
-            on_progress(next(numbers), len(rows) + len(used))
+            on_progress(next(numbers), len(rows))
 
-    results = predict_rows(rows, predictor, processes=processes, on_row=on_row)
-    return summarize(results, predict_rows(used, predictor, uncalibrated=True, processes=processes, on_row=on_row))
+    return summarize(*predict_rows_both_ways(rows, predictor, processes, on_row))
 
 
 def summarize(results: Sequence[RowResult], uncalibrated: Sequence[RowResult] = ()) -> Summary:

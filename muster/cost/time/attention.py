@@ -169,6 +169,7 @@ def _add_scores(
     """Add the scores and their matmuls, and what context parallelism sends (arXiv:2310.01889 §3)."""
     kernel, device, seq_len = choose_attention_kernel(at.device, at.framework, at.strategy), at.device, at.seq_len
     seen = (_seen_pairs(at.earlier_positions + seq_len, window) - _seen_pairs(at.earlier_positions, window)) / seq_len
+    whole = (_seen_pairs(at.earlier_positions + seq_len, None) - _seen_pairs(at.earlier_positions, None)) / seq_len
     in_blocks = (at.context.ring > 1 or at.is_sliced) and at.device.kind != "cpu"
     in_blocks = in_blocks and not CONTEXT_KINDS[at.context.kind].saves_scores
     drops = bool(at.model.attention_dropout) and at.framework.counted_dropout
@@ -181,8 +182,14 @@ def _add_scores(
         kernels = 8.0
     elif kernel in _FLASH_KERNELS:
         dim = (qk_dim + v_dim) / 2
-        forward_s = flash_attention_s(device, kernel, at.tokens, seen, heads, dim, at.high_precision)
-        backward_s = flash_attention_s(device, kernel, at.tokens, seen, heads, dim, at.high_precision, backward=True)
+        is_windowed, in_fp8 = seen < whole, at.framework.fp8_attention and at.matmul_precision == "fp8"
+        own = heads, dim, at.high_precision
+        forward_s = flash_attention_s(device, kernel, at.tokens, seen, *own, windowed=is_windowed, in_fp8=in_fp8)
+        if in_fp8:  # whose backward computes scores outside of windows, too
+            seen, is_windowed = whole, False
+        backward_s = flash_attention_s(
+            device, kernel, at.tokens, seen, *own, backward=True, windowed=is_windowed, in_fp8=in_fp8
+        )
         kernels = 1.0
     else:
         forward_s, backward_s = _unfused_scores_s(at, heads, qk_dim, kernel)

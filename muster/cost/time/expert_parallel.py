@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
+from math import comb
 
 from muster.cost.activations import expert_parameter_bytes
 from muster.cost.expert_traffic import ExpertCall, RoutedShape, copy_calls, dispatch_calls
@@ -16,6 +17,10 @@ from muster.spec.expert_kinds import ROW_SCALE_BYTES
 EXPERT_BIAS_PASSES = (4.5, 6)
 """Passes over the outputs of experts' matrices (forward, backward) that biases of experts take: their rows are gathered
 and added; gradients are cast to float32 and summed by expert."""
+BIAS_APART_BYTES = {False: (12, 16), True: (28, 40)}
+"""Bytes per element of experts' outputs (forward, backward) that weighting and adding their biases expert by expert
+moves, with weights in bf16 and in float32: product, sum, concatenation and cast, and the gradients of output, bias and
+weight (Megatron-Core, moe/experts.py)."""
 PERMUTE_RATE = 0.5
 """Share of the streaming rate at which rows are gathered into another order (B200, github:MooreThreads/SimuMax
 configs/system/b200_bf16_ceperm.json)."""
@@ -35,8 +40,9 @@ def add_experts(at: LayerContext, part: SublayerCost) -> None:
     own = at.tokens if at.experts_like_mlp else at.routed_tokens
     hidden = model.hidden_size * at.element_bytes
     part.add_elementwise(at, 2 * own * moe.num_experts * 4 + own * hidden, 3 * own * moe.num_experts * 4, 6)
-    permuted = 4 * (rows if at.experts_like_mlp else rows / at.etp) * hidden / PERMUTE_RATE
-    part.add_elementwise(at, permuted, permuted, 4)
+    sorts = 1 + (at.framework.sorts_received_rows and moe.num_experts > at.ep.size > 1)
+    permuted = 4 * sorts * (rows if at.experts_like_mlp else rows / at.etp) * hidden / PERMUTE_RATE
+    part.add_elementwise(at, permuted, permuted, 2 + 2 * sorts)
     if at.dispatch.lsh_rate:  # hashes, sums of runs, and the way back to each row
         part.forward.add(matmul_s(at.device, rows / at.etp, LSH_COLUMNS, model.hidden_size, at.high_precision))
         part.add_elementwise(at, rows / at.etp * 5 * hidden, rows / at.etp * 4 * hidden, LSH_KERNELS)
@@ -58,6 +64,9 @@ def add_experts(at: LayerContext, part: SublayerCost) -> None:
         made = rows * ((1 + model.gated) * moe.expert_size / at.etp + model.hidden_size) * at.element_bytes
         forward, backward = EXPERT_BIAS_PASSES
         part.add_elementwise(at, forward * made, backward * made, 2 * (2 + model.gated))
+    if model.mlp_bias and at.framework.expert_bias_apart:
+        forward, backward = BIAS_APART_BYTES[at.framework.dispatch_once_per_rank]
+        part.add_elementwise(at, forward * rows * model.hidden_size, backward * rows * model.hidden_size, 0)
     if moe.shared_size and at.experts_like_mlp:
         add_mlp_matmuls(at, part, at.tokens, moe.shared_size / at.tp.size)
     elif moe.shared_size:
@@ -193,15 +202,27 @@ def _call_s(at: LayerContext, call: ExpertCall) -> float:
         case "reduce_scatter":
             return reduce_scatter_s(group, call.nbytes)
     # The fullest rank receives more than others send it, and gives as much back.
-    return all_to_all_s(group, at.expert_imbalance * call.nbytes, _crossing_share(at))
+    sent = _sent_share(at)
+    return all_to_all_s(group, at.expert_imbalance * sent * call.nbytes, _crossing_share(at, sent))
 
 
-def _crossing_share(at: LayerContext) -> float:
-    """Return the share of the rows for other nodes that crosses the network: each of a token's rows, or one for each
-    node (arXiv:2412.19437 §3.2.2). Experts of a group lie on one node."""
+def _sent_share(at: LayerContext) -> float:
+    """Return the share of a token's rows that travels: all, or one for each rank that holds experts of it. Of R ranks
+    with n of E experts each, k random ones are on R · (1 − C(E − n, k) / C(E, k))."""
+    moe, ranks = at.model.moe, at.ep.size
+    assert moe is not None
+    if not at.framework.dispatch_once_per_rank:
+        return 1.0
+    others = moe.num_experts - moe.num_experts // ranks
+    return ranks * (1 - comb(others, moe.top_k) / comb(moe.num_experts, moe.top_k)) / moe.top_k
+
+
+def _crossing_share(at: LayerContext, sent: float) -> float:
+    """Return the share of what is sent to other nodes that crosses the network: each row, or one for each node
+    (arXiv:2412.19437 §3.2.2). Experts of a group lie on one node."""
     moe, nodes = at.model.moe, at.ep.num_domains
     assert moe is not None
     if not at.framework.dispatch_once_per_node:
         return 1.0
     reached = min(moe.top_groups, nodes) if moe.num_groups > 1 else min(moe.top_k, nodes)
-    return min(1.0, reached / moe.top_k)
+    return min(1.0, reached / moe.top_k / sent)

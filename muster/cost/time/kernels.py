@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from math import ceil, sqrt
 
-from muster.spec.device import AttentionKernel, DeviceSpec
+from muster.spec.device import AttentionKernel, AttentionRate, DeviceSpec
 from muster.spec.errors import ConfigError
 from muster.spec.plan import Precision
 
@@ -20,8 +20,13 @@ HALF_RATE_SEQ_LEN = 480
 """Sequence length at which causal flash attention reaches half of its rate: the figures in FlashAttention-2
 (arXiv:2307.08691, figure 4d), 99, 133, 155, 173, 182 and 189 TFLOP/s at 512 … 16k tokens are within 2 % of
 192 · s / (s + 480)."""
-NARROW_HEAD_RATE = 0.9
-"""Rate of a head dimension of 64 relative to one of 128 (same source, figure 4c)."""
+WINDOWED_RATE = 0.7
+"""Rate of attention within windows relative to that with as many keys: tiles of scores at both ends of a window are
+computed whole (cuDNN with windows of 128 positions: 0.6 to 0.8 on H200 and GB300, github:NVIDIA/cudnn-frontend
+benchmark/attention_training/results/gpt_oss)."""
+FP8_ATTENTION_RATE = 1.2
+"""Rate of attention in fp8 relative to bf16 (cuDNN with heads of 128 and 4k to 8k positions: 1.1 to 1.3 on GB200 and
+GB300, github:NVIDIA/cudnn-frontend benchmark/sdpa_benchmark_training; heads of 64 gain nothing)."""
 
 
 def matmul_s(
@@ -64,13 +69,36 @@ def _occupancy(device: DeviceSpec, m: float, n: float, batch: float) -> float:
 
 
 def grouped_matmul_s(
-    device: DeviceSpec, m: float, n: float, k: float, precision: Precision, groups: float, out_bytes: float = 0.0
+    device: DeviceSpec,
+    m: float,
+    n: float,
+    k: float,
+    precision: Precision,
+    groups: float,
+    out_bytes: float = 0.0,
+    streams: int = 0,
 ) -> float:
     """Return the seconds of one grouped matmul: m rows divided among `groups` right operands, such as experts.
 
-    It is one kernel, but every operand is read, and every group's rows fill tiles of their own.
+    It is one kernel, but every operand is read, and every group's rows fill tiles of their own; or, with `streams`, so
+    many kernels at a time.
     """
-    return matmul_s(device, m / groups, n, k, precision, batch=groups, out_bytes=out_bytes)
+    return batched_matmul_s(device, m / groups, n, k, precision, groups, out_bytes, streams)
+
+
+def batched_matmul_s(
+    device: DeviceSpec,
+    m: float,
+    n: float,
+    k: float,
+    precision: Precision,
+    batch: float,
+    out_bytes: float = 0.0,
+    streams: int = 0,
+) -> float:
+    """Return the seconds of `batch` matmuls that are one kernel, or with `streams` so many kernels at a time."""
+    together = min(batch, streams) if streams else batch
+    return batch / together * matmul_s(device, m, n, k, precision, batch=together, out_bytes=out_bytes)
 
 
 def memory_s(device: DeviceSpec, moved: float) -> float:
@@ -94,6 +122,8 @@ def flash_attention_s(
     head_dim: float,
     precision: Precision,
     backward: bool = False,
+    windowed: bool = False,
+    in_fp8: bool = False,
 ) -> float:
     """Return the seconds of flash attention, which keeps scores on the chip.
 
@@ -103,11 +133,16 @@ def flash_attention_s(
     """
     rates = device.attention.get(kernel)
     flops = (10.0 if backward else 4.0) * queries * keys_per_query * heads * head_dim
-    share = (rates.backward if backward else rates.forward) if rates else 0.4
-    narrow = NARROW_HEAD_RATE if head_dim <= 64 else 1.0
+    rates = rates or AttentionRate(forward=0.4, backward=0.4)
+    share = rates.backward if backward else rates.forward
+    if head_dim <= 64:
+        share *= rates.narrow_backward if backward else rates.narrow_forward
+    elif in_fp8:
+        share *= FP8_ATTENTION_RATE
+    share *= WINDOWED_RATE if windowed else 1.0
     peak = device.flops_per_s("bf16" if precision == "fp8" else precision) or _raise_unknown_peak(device, precision)
     saturated = keys_per_query / (keys_per_query + HALF_RATE_SEQ_LEN / 2)
-    return device.kernel_s * (2 if backward else 1) + flops / (peak * share * narrow * saturated)
+    return device.kernel_s * (2 if backward else 1) + flops / (peak * share * saturated)
 
 
 def sustained_flops_per_s(device: DeviceSpec, precision: Precision) -> float:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from muster.cost.time.attention import add_latent_attention, add_linear_attention, add_self_attention
 from muster.cost.time.collectives import all_gather_s, all_reduce_s
 from muster.cost.time.expert_parallel import add_expert_exchange, add_experts
+from muster.cost.time.host_time import add_host_time
 from muster.cost.time.kernels import matmul_s, stream_s
 from muster.cost.time.mlp import add_mlp
 from muster.cost.time.pass_cost import PassCost
@@ -53,6 +54,7 @@ def layer_passes(at: LayerContext, layer: int) -> LayerPasses:
     if model.has_shortcut(layer):  # the norm that routed experts read, and the sum with shared ones
         add_norm_and_residual(at, mlp)
     mlp.repeat_for_tiles(at, (2 + model.gated) * model.intermediate_size * model.hidden_size / at.tp.size)
+    add_host_time(at, attention, mlp, model.has_experts(layer))
     if model.has_experts(layer):
         add_expert_exchange(at, attention, mlp)
     forward = attention.forward + mlp.forward

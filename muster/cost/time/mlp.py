@@ -5,6 +5,13 @@ from muster.cost.time.sublayer import LayerContext, SublayerCost, add_adapters, 
 CLAMPED_SWIGLU_PASSES, CLAMPED_SWIGLU_KERNELS = (16, 44), 12
 """Passes over the inner activations (forward, backward), and kernels, of a clamped SwiGLU, operation by operation
 (`muster.model.kernels.clamped_swiglu`)."""
+CLAMP_PASSES = (8, 10)
+"""Passes over the inner activations (forward, backward) of clamps before a fused SwiGLU: each half is clamped, and both
+are put together; the backward masks the gradients of the halves, and puts them together (Megatron-Core,
+fusions/fused_bias_geglu.py)."""
+FUSED_EPILOGUE_PASSES = (1, 3)
+"""Passes over the inner activations (forward, backward) beside those of grouped matmuls that compute the activation:
+its result is written, and its inputs are read and their gradients written."""
 
 
 def add_mlp(at: LayerContext, part: SublayerCost, inner: float) -> None:
@@ -19,11 +26,17 @@ def add_mlp(at: LayerContext, part: SublayerCost, inner: float) -> None:
 def add_mlp_matmuls(at: LayerContext, part: SublayerCost, tokens: float, inner: float, experts: float = 1) -> None:
     """Add the up (and gate) projection, the activation and the down projection."""
     gated = at.model.gated
-    part.add_linear(at, tokens, (1 + gated) * inner, at.model.hidden_size, experts, 1 + gated)
+    is_fused = experts > 1 and at.framework.fused_expert_epilogues
+    outer = "output" if is_fused else ""
+    part.add_linear(at, tokens, (1 + gated) * inner, at.model.hidden_size, experts, 1 + gated, cast_by_others=outer)
     numbers = tokens * inner * at.element_bytes
     forward, backward = (3, 5) if gated else (2, 3)
     extra, kernels = (1.0, 1) if at.framework.fused_elementwise else (5 / 3, 2)
     if at.model.swiglu_limit is not None and not at.framework.fused_swiglu_clamp:
         (forward, backward), extra, kernels = CLAMPED_SWIGLU_PASSES, 1.0, CLAMPED_SWIGLU_KERNELS
+    if is_fused:
+        forward, backward = FUSED_EPILOGUE_PASSES
+    elif at.model.swiglu_limit is not None and at.framework.expert_bias_apart:
+        part.add_elementwise(at, CLAMP_PASSES[0] * numbers, CLAMP_PASSES[1] * numbers, 3)
     part.add_elementwise(at, forward * extra * numbers, backward * extra * numbers, kernels)
-    part.add_linear(at, tokens, at.model.hidden_size, inner, experts)
+    part.add_linear(at, tokens, at.model.hidden_size, inner, experts, cast_by_others="input" if is_fused else "")

@@ -18,6 +18,8 @@ class PassCost:
     compute_s: float = 0.0
     """Seconds of kernels, one after another."""
     kernels: float = 0
+    host_s: float = 0.0
+    """Seconds of the host beside which kernels and communication run."""
     exposed_s: dict[str, float] = field(default_factory=dict)
     """Axis → seconds of communication during which nothing is computed."""
 
@@ -40,22 +42,23 @@ class PassCost:
         self.add_exposed(axis, seconds - hidden_s + OVERLAP_SLOWDOWN * hidden_s)
 
     def __add__(self, other: "PassCost") -> "PassCost":
-        total = PassCost(self.compute_s + other.compute_s, self.kernels + other.kernels, dict(self.exposed_s))
+        host_s = self.host_s + other.host_s
+        total = PassCost(self.compute_s + other.compute_s, self.kernels + other.kernels, host_s, dict(self.exposed_s))
         for axis, seconds in other.exposed_s.items():
             total.add_exposed(axis, seconds)
         return total
 
     def __mul__(self, count: float) -> "PassCost":
         waits_s = {axis: count * seconds for axis, seconds in self.exposed_s.items()}
-        return PassCost(count * self.compute_s, count * self.kernels, waits_s)
+        return PassCost(count * self.compute_s, count * self.kernels, count * self.host_s, waits_s)
 
     def total_s(self, launch_s: float, blocking: bool = False) -> float:
-        """Return the slower of the kernels and of their launches (`launch_s` each), plus the exposed communication;
-        with `blocking` launches, kernels and launches take turns."""
+        """Return the slower of the kernels and of their launches (`launch_s` each), plus the exposed communication, or
+        the host's time if that is longer; with `blocking` launches, kernels and launches take turns."""
         launches_s = self.kernels * launch_s
         kernels_s = (
             self.compute_s + launches_s + self.kernels * BLOCKING_WAIT_S
             if blocking
             else max(self.compute_s, launches_s)
         )
-        return kernels_s + sum(self.exposed_s.values())
+        return max(kernels_s + sum(self.exposed_s.values()), self.host_s)

@@ -140,7 +140,9 @@ class StageTimes:
         exposed_s = {kind: (cost * slowdown).exposed_s for kind, cost in costs.items()}
         is_alike = self.param_communication.per_micro_batch_s(self.layers) == (0, 0) and len(self._layer_counts) == 1
         has_mtp = self.placed.plan.is_last(self.stage) and self.placed.model.mtp_layers > 0
-        is_device_bound = all(costs[kind].compute_s >= costs[kind].kernels * self.launch_s for kind in ("B", "I"))
+        is_device_bound = all(
+            costs[kind].compute_s >= max(costs[kind].kernels * self.launch_s, costs[kind].host_s) for kind in ("B", "I")
+        )
         return seconds, exposed_s, is_alike and is_device_bound and not has_mtp and self.trained is None
 
     @cached_property

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Literal
 
 from muster.cost.precision_bytes import compute_bytes
 from muster.cost.time.collectives import CommGroup, all_gather_s, all_reduce_s, reduce_scatter_s
-from muster.cost.time.kernels import grouped_matmul_s, matmul_s, stream_s
+from muster.cost.time.kernels import batched_matmul_s, grouped_matmul_s, matmul_s, stream_s
 from muster.cost.time.pass_cost import PassCost
 from muster.spec.context_kinds import ContextRanks
 from muster.spec.device import DeviceSpec
@@ -195,23 +196,29 @@ class SublayerCost:
         in_features: float,
         num_experts: float = 1,
         num_linears: int = 1,
+        cast_by_others: Literal["", "input", "output"] = "",
     ) -> None:
         """Add a linear layer, or `num_linears` that share their input: one matmul forward, two backward.
 
         `tokens` rows are shared by `num_experts` weights. fp8 casts the operands, and their transposes for the weights'
-        gradients.
+        gradients; where matmuls before or after it cast its input or its output's gradient, those are spared.
         """
         device, precision, groups = at.device, at.matmul_precision, max(1.0, num_experts)
-        forward_s = grouped_matmul_s(device, tokens, out_features, in_features, precision, groups)
+        streams = at.framework.grouped_streams
+        forward_s = grouped_matmul_s(device, tokens, out_features, in_features, precision, groups, streams=streams)
         self.forward.add(forward_s)
         self.matmuls.add(forward_s)
         self.last_matmul = PassCost(forward_s, 1)
-        self.input_grads.add(grouped_matmul_s(device, tokens, in_features, out_features, precision, groups))
+        self.input_grads.add(
+            grouped_matmul_s(device, tokens, in_features, out_features, precision, groups, streams=streams)
+        )
         summed, once = 2 * at.framework.grad_bytes, at.strategy.zero != "z1" and at.is_data_parallel
         into_sum = at.framework.fused_grad_accumulation and not once
         out_bytes = float(summed if into_sum else at.element_bytes)
         self.weight_grads.add(
-            matmul_s(device, out_features, in_features, tokens / groups, precision, batch=groups, out_bytes=out_bytes)
+            batched_matmul_s(
+                device, out_features, in_features, tokens / groups, precision, groups, out_bytes, streams
+            )
         )
         if not into_sum:
             # Either added to the sum, or cast into the buffer that is reduced and divided by the number of ranks.
@@ -222,8 +229,8 @@ class SublayerCost:
                 at, tokens * in_features, tokens * out_features, out_features * in_features, num_linears
             )
         elif precision == "fp8":
-            self.forward.add(stream_s(device, 4 * tokens * in_features))
-            self.input_grads.add(stream_s(device, 4 * tokens * out_features))
+            self.forward.add(stream_s(device, 4 * tokens * in_features * (cast_by_others != "input")))
+            self.input_grads.add(stream_s(device, 4 * tokens * out_features * (cast_by_others != "output")))
             self.weight_grads.add(stream_s(device, 4 * out_features * in_features * groups))
 
     def _add_fp8_casts(self, at: LayerContext, inputs: float, outputs: float, weights: float, num_linears: int) -> None:
