@@ -3,8 +3,9 @@
 import pytest
 
 from muster.config.cluster_files import load_cluster, load_device, load_link
+from muster.config.named_model import load_model
 from muster.cost.time.collectives import all_gather_s, all_reduce_s, all_to_all_s, make_comm_group
-from muster.cost.time.kernels import matmul_s
+from muster.cost.time.kernels import flash_attention_s, matmul_s
 from muster.cost.time.plan_times import place_plan, plan_times
 from muster.cost.time.rank_placement import PlacedPlan
 from muster.layout.mesh import coordinates_of
@@ -115,6 +116,77 @@ def test_tokens_that_travel_beside_other_passes_or_once_for_each_node_wait_less(
     assert waits(dispatch_once_per_node=True) < 0.5 * waits()  # to two nodes, not to eight experts
     assert waits(overlap_expert_comm=True) < waits()
     assert waits(overlap_expert_comm=True, dispatch_once_per_node=True) < 0.3 * waits()
+
+
+def test_a_row_for_each_rank_is_sent_fewer_times_than_one_for_each_expert():
+    """8 of 64 experts on 64 ranks are 8 rows either way; 2 of 4 on 2 ranks are on both in 4 of 6 cases: 5 / 3 rows."""
+
+    def waits(moe: MoeSpec, ep: int, **software: object) -> float:
+        spec, plan = LLAMA.model_copy(update={"moe": moe}), Plan(dp_shard=64, ep=ep)
+        times = plan_times(spec, plan, WORKLOAD, load_cluster("64xh100"), FrameworkTraits.model_validate(software))
+        return times.exposed_s["F", 0]["ep"]
+
+    each = MoeSpec(num_experts=64, top_k=8, expert_size=1024)
+    assert waits(each, 64, dispatch_once_per_rank=True) == pytest.approx(waits(each, 64))
+    few = MoeSpec(num_experts=4, top_k=2, expert_size=1024)
+    once, rows = waits(few, 2, dispatch_once_per_rank=True), waits(few, 2)
+    assert once / rows == pytest.approx(5 / 6, rel=0.05)
+
+
+QWEN = load_model("qwen3-30b-a3b")
+
+
+def passes_of_experts(sequences: int = 1, **software: object) -> tuple[float, float]:
+    """Return forward and backward of a layer of Qwen3 on a B200, without embedding and head, whose device is alone."""
+    found = []
+    for layers in (16, 17):
+        spec = QWEN.model_copy(update={"num_layers": layers})
+        workload = Workload(seq_len=4096, global_batch_size=8 * sequences)
+        plan = Plan(dp_shard=8, ep=8, micro_batch_size=sequences)
+        times = plan_times(spec, plan, workload, load_cluster("8xb200"), FrameworkTraits.model_validate(software))
+        found.append((times.seconds["F", 0], times.seconds["B", 0]))
+    return found[1][0] - found[0][0], found[1][1] - found[0][1]
+
+
+def test_the_host_limits_short_micro_batches_of_experts_unless_graphs_replay_them():
+    """24 operators of 115 µs and 3 exchanges, 16 experts of 52 µs, and a backward of 1.75 times the forward."""
+    alone, host = passes_of_experts(), {"operator_host_s": 115e-6}
+    forward, backward = passes_of_experts(**host)
+    assert forward == pytest.approx(27 * 115e-6 + 16 * 1.2e-3 / 64, rel=0.02)
+    assert backward == pytest.approx(27 * 1.75 * 115e-6 + 16 * 2.1e-3 / 64, rel=0.02)
+    assert sum(alone) < 0.5 * (forward + backward)
+    assert passes_of_experts(**host, cuda_graphs=True) == pytest.approx(alone)
+    assert sum(passes_of_experts(**host, graphed=["attention", "router"])) < 0.7 * (forward + backward)
+    long = sum(passes_of_experts(16, **host)), sum(passes_of_experts(16))
+    assert long[0] == pytest.approx(long[1], rel=0.02)  # the device is the slower one
+
+
+def test_what_experts_of_other_programs_do_in_passes_of_their_own_takes_time():
+    plain = sum(passes_of_experts(8))
+    for trait in ({"sorts_received_rows": True}, {"grouped_streams": 1}):
+        assert sum(passes_of_experts(8, **trait)) > 1.01 * plain, trait
+    assert sum(passes_of_experts(8, fused_expert_epilogues=True)) < plain
+
+    def biased(**software: object) -> float:
+        spec = load_model("gpt-oss-20b").model_copy(update={"num_layers": 2})
+        workload, plan = Workload(seq_len=4096, global_batch_size=8), Plan(dp_shard=8, ep=8)
+        times = plan_times(spec, plan, workload, load_cluster("8xb200"), FrameworkTraits.model_validate(software))
+        return times.seconds["F", 0] + times.seconds["B", 0]
+
+    assert biased(expert_bias_apart=True) > 1.02 * biased()
+    once = biased(expert_bias_apart=True, dispatch_once_per_rank=True)  # weights in float32
+    assert once > biased(expert_bias_apart=True)
+
+
+def test_attention_is_slower_with_narrow_heads_and_in_windows_and_faster_in_fp8():
+    device = load_cluster("8xb200").device
+    own = device, "flash3", 8192.0, 2048.0, 32.0
+    plain = flash_attention_s(*own, 128, "bf16")
+    assert flash_attention_s(*own, 128, "bf16", in_fp8=True) == pytest.approx(plain / 1.2, rel=0.01)
+    assert flash_attention_s(*own, 64, "bf16") == pytest.approx(plain / 2 / 0.65, rel=0.01)
+    narrow = flash_attention_s(*own, 64, "bf16")
+    assert flash_attention_s(*own, 64, "bf16", in_fp8=True) == narrow
+    assert flash_attention_s(*own, 64, "bf16", windowed=True) == pytest.approx(narrow / 0.7, rel=0.01)
 
 
 @pytest.mark.parametrize(

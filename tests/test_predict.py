@@ -153,7 +153,7 @@ def test_json_has_every_key(capsys):
     assert found["mfu_causal"] < found["mfu"]
     interval = found["step_time_interval"]
     assert interval["low_s"] < found["step_time_s"] < interval["high_s"]
-    assert (interval["coverage"], "configurations of h100-sxm" in interval["source"]) == (0.8, True)
+    assert (interval["coverage"], "configurations of h100-sxm" in interval["source"]) == (0.9, True)
     assert 0.1 < found["mfu"] < 1
 
 

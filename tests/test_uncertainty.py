@@ -75,7 +75,7 @@ def test_an_unmeasured_cpu_has_no_interval_and_a_profiled_one_has():
 
 
 def test_an_interval_holds_for_sources_that_it_was_not_taken_from(monkeypatch):
-    """Leave out one source after the other: about 8 of 10 of its configurations lie in the intervals of the rest."""
+    """Leave out one source after the other: about 9 of 10 of its configurations lie in the intervals of the rest."""
     rows = measured_errors()
     inside = total = 0
     for source in dict.fromkeys(row.source for row in rows):
@@ -88,7 +88,7 @@ def test_an_interval_holds_for_sources_that_it_was_not_taken_from(monkeypatch):
             inside += sum(found.low <= 1 / (1 + error) <= found.high for error in row.errors)
             total += len(row.errors)
     assert total > 700
-    assert COVERAGE - 0.07 < inside / total < COVERAGE + 0.1
+    assert COVERAGE - 0.05 <= inside / total <= COVERAGE + 0.05
 
 
 def test_errors_are_written_by_class(tmp_path: Path):

@@ -13,6 +13,7 @@ from statistics import mean
 import pytest
 from rich.console import Console
 
+from muster.cli.progress import RowProgress
 from muster.config.cluster_files import load_device, load_link
 from muster.cost.uncertainty import measured_errors
 from muster.report.accuracy_markdown import accuracy_markdown
@@ -24,7 +25,7 @@ from muster.spec.errors import ConfigError
 from muster.validate.axis_bias import axis_biases
 from muster.validate.case import RowCase, RowInputs, row_inputs
 from muster.validate.columns import COLUMNS, REQUIRED_COLUMNS
-from muster.validate.comparison import CasePrediction, RowResult, predict_rows
+from muster.validate.comparison import CasePrediction, RowResult, predict_rows, predict_rows_both_ways
 from muster.validate.error_table import error_table
 from muster.validate.errors import UnpredictableRowError
 from muster.validate.formulas import FORMULA_WORDS, korthikanti_flops, megatron_flops, model_flops, sc21_flops
@@ -723,6 +724,47 @@ def test_a_header_may_begin_with_a_number_sign():
     lines = table({}).splitlines()
     text = "\n".join(["# a comment", "#," + lines[0], "1," + lines[1]])
     assert len(parse_table(text, "t.csv")) == 1
+
+
+def test_wrong_cells_are_corrected_and_regressions_left_out():
+    """MLPerf's table says FP8 where the submission's README says NVFP4; a release of Megatron-Bridge was slower by an
+    error of its own, by its page."""
+    rows = {one.location: one for one in shipped_rows()}
+    wrong, regressed, right = predict_rows(
+        [rows[f"{name}.csv:{line}"] for name, line in (("mlperf_training", 18), ("nvidia_megatron_bridge", 6))]
+        + [rows["nvidia_megatron_bridge.csv:102"]],
+        tell,
+    )
+    assert wrong.row.precision == "FP8"
+    assert "NVFP4" in wrong.reason
+    assert "cudnn-frontend issue 256" in regressed.reason
+    assert right.row.micro_batch == 2
+    assert (right.case.plan.micro_batch_size, right.case.plan.vpp) == (1, 12)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("2,51", 2.51), ("1.234,5", 1234.5), ("12,3456", 12.3456), ("1,234", 1234.0), ("1,234.5", 1234.5)],
+)
+def test_numbers_may_have_decimal_commas(text: str, number: float):
+    assert row(metric="iteration_time_s", value=text).value == number
+
+
+def test_long_tables_tell_their_progress_where_there_is_no_terminal(monkeypatch, capsys):
+    monkeypatch.setattr("muster.cli.progress.LINE_INTERVAL_S", 0.0)
+    with RowProgress("predicting rows") as bar:
+        bar.update(3, 10)
+    assert capsys.readouterr().err == "predicting rows: 3 of 10\n"
+
+
+def test_predictions_without_a_contribution_are_those_of_their_own():
+    rows = [one for one in shipped_rows() if one.file == "rocm_transformer_engine.csv"][:2]
+    rows += parse_table(table({}), "t.csv")
+    stated, without = predict_rows_both_ways(rows)
+    assert row_table(stated) == row_table(predict_rows(rows))
+    alone = predict_rows(rows[:2], uncalibrated=True)
+    assert [one.predicted_s for one in without] == [one.predicted_s for one in alone]
+    assert [one.predicted_s for one in without] != [one.predicted_s for one in stated[:2]]
 
 
 def test_several_processes_predict_what_one_does():

@@ -1,5 +1,5 @@
-"""Numbers of a table's cells, as people write them: with thousands separators or decimal commas, remarks in parentheses,
-and a width for dense layers beside one for experts."""
+"""Numbers of a table's cells, as people write them: with thousands separators or decimal commas, remarks in
+parentheses, and a width for dense layers beside one for experts."""
 
 import math
 import re

@@ -216,9 +216,7 @@ class SublayerCost:
         into_sum = at.framework.fused_grad_accumulation and not once
         out_bytes = float(summed if into_sum else at.element_bytes)
         self.weight_grads.add(
-            batched_matmul_s(
-                device, out_features, in_features, tokens / groups, precision, groups, out_bytes, streams
-            )
+            batched_matmul_s(device, out_features, in_features, tokens / groups, precision, groups, out_bytes, streams)
         )
         if not into_sum:
             # Either added to the sum, or cast into the buffer that is reduced and divided by the number of ranks.
