@@ -1,6 +1,6 @@
 """The least memory that any plan needs, and the changes that make a plan fit where none does."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -207,13 +207,18 @@ def _all_memory(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
 def _optimizer_offload(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     hosts = [group.host_memory_bytes and group.host_memory_bytes * group.num_nodes for group in request.cluster.groups]
     state = MOMENT_BYTES * request.model.num_parameters
-    if state > sum(size or state for size in hosts):
-        return
-    change = "the optimizer's state in host memory, oopt in the plan's name"
-    offloaded = {"offload_optimizer": "host"}
-    strategy = request.base.default_strategy.model_copy(update=offloaded)
+    if state <= sum(size or state for size in hosts):
+        change = "the optimizer's state in host memory, oopt in the plan's name"
+        yield change, _with_strategy(request, {"offload_optimizer": "host"})
+    change = "parameters and optimizer state on disk (--disk), ooptd-oparamd in the plan's name"
+    yield change, _with_strategy(request, {"offload_optimizer": "disk", "offload_param": "disk"})
+
+
+def _with_strategy(request: PlanRequest, fields: Mapping[str, str]) -> PlanRequest:
+    """Return the request for plans whose layers all have these fields."""
+    strategy = request.base.default_strategy.model_copy(update=fields)
     template = request.base.model_copy(update={"default_strategy": strategy})
-    yield change, replace(request, fixed={**request.fixed, **offloaded}, template=template)
+    return replace(request, fixed={**request.fixed, **fields}, template=template)
 
 
 def describe_need(request: PlanRequest) -> str:

@@ -49,7 +49,7 @@ def nearest_plans(plan: Plan, model: ModelSpec, workload: Workload, world_size: 
     """Return the runnable plans for `world_size` processes that differ least from `plan`, nearest first, ties by name.
 
     The distance is the number of doublings between degrees, summed over all axes, plus half of that for the micro-batch
-    size. (dp8 is 1 from dp4, and 2 from dp4-tp2.)
+    size, and a tenth for optimizer state, and for parameters, in another tier. (dp8 is 1 from dp4, and 2 from dp4-tp2.)
     """
     ranked = sorted(
         (_distance(plan, candidate), format_plan_name(candidate), candidate)
@@ -96,10 +96,12 @@ def _candidates(plan: Plan, model: ModelSpec, workload: Workload, world_size: in
             }
         )
         same_for_all_layers = as_by_default("zero", "sp", "tp_overlap")
-        candidate = repaired((*LEGAL_RULES, *runtime_rules(model)), same_for_all_layers(candidate))
-        yield with_possible_kind(candidate, model)
+        for one in dict.fromkeys((_with_tiers_of(plan, candidate), candidate)):
+            yield with_possible_kind(repaired((*LEGAL_RULES, *runtime_rules(model)), same_for_all_layers(one)), model)
 
 
+_TIERS = ("offload_optimizer", "offload_param")
+_TIER_FIELDS = (*_TIERS, *(f"{name}_ratio" for name in _TIERS))
 _RANK_AXES = tuple(axis for axis in SUPPORTED_AXES if axis in MESH_AXES)
 """Supported axes that hold ranks of their own; experts' ranks are among these."""
 
@@ -139,7 +141,8 @@ def _with_degrees(plan: Plan, **degrees: int) -> Plan:
 
 def _distance(asked: Plan, candidate: Plan) -> float:
     doublings = sum(abs(log2(getattr(asked, axis) / getattr(candidate, axis))) for axis in (*MESH_AXES, "vpp"))
-    return doublings + abs(log2(asked.micro_batch_size / candidate.micro_batch_size)) / 2
+    tiers = (getattr(asked.default_strategy, name) == getattr(candidate.default_strategy, name) for name in _TIERS)
+    return doublings + abs(log2(asked.micro_batch_size / candidate.micro_batch_size)) / 2 + 0.1 * (2 - sum(tiers))
 
 
 def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -150,3 +153,10 @@ def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
     for first in divisors(number):
         for rest in _factorizations(number // first, parts - 1):
             yield (first, *rest)
+
+
+def _with_tiers_of(plan: Plan, candidate: Plan) -> Plan:
+    """Return a candidate whose layers have the optimizer state and parameters where those of the plan have them."""
+    own = plan.default_strategy
+    strategy = candidate.default_strategy.model_copy(update={name: getattr(own, name) for name in _TIER_FIELDS})
+    return candidate.model_copy(update={"default_strategy": strategy})

@@ -118,6 +118,7 @@ def preflight(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOption
     initial_model = run_dir / TOKENIZER_FOLDER if resume_point is not None else None
     if resume_point is not None:
         require_same_islands(run_dir, resume_point.islands, plan.islands)
+        _require_delayed_update_goes_on(resume_point, config)
         check_config_unchanged(run_dir, config, resume_point.step, options.allow_changes)
         is_early = stops_early(resume_point.counters.get("validation", {}), config.train)
         if (is_early or resume_point.step == config.train.num_steps) and (run_dir / "report.html").exists():
@@ -204,6 +205,15 @@ def require_device(plan: Plan) -> None:
         raise InfeasibleError("fp16 needs a GPU, and there is none here: bf16 is as fast, and has the range of fp32")
 
 
+def _require_delayed_update_goes_on(resume_point: ResumePoint, config: RunConfig) -> None:
+    """Raise ConfigError where the gradients of a delayed update, which a checkpoint has, would be lost."""
+    if "delayed_update" in resume_point.counters and not config.train.delayed_update:
+        raise ConfigError(
+            "the checkpoint has gradients whose update is delayed: go on with train.delayed_update, and with the"
+            " optimizer state of the same layers in host memory or on disk"
+        )
+
+
 def _check_adapter_parts(config: RunConfig, plan: Plan) -> None:
     """Raise InfeasibleError where a rank's micro-batch has samples of several of an adapter's parts."""
     adapter, count = config.model.adapter, config.train.global_batch_size
@@ -214,7 +224,14 @@ def _check_adapter_parts(config: RunConfig, plan: Plan) -> None:
 
 
 def _notes(config: RunConfig) -> Iterator[str]:
-    """Yield notes on frozen parameters, and on plugin parts that the prediction leaves out."""
+    """Yield notes on frozen parameters, on delays that don't begin, and on plugin parts that the prediction leaves
+    out."""
+    train = config.train
+    if train.delayed_update and train.delayed_update_warmup_steps >= train.num_steps:
+        yield (
+            f"delayed update: none of the {train.num_steps} steps is delayed, since the first"
+            f" {train.delayed_update_warmup_steps} (train.delayed_update_warmup_steps) update at once"
+        )
     if config.optim.freeze:
         count = frozen_numel(config.optim, config.model)
         stay = "stay as they are"
