@@ -16,7 +16,7 @@ import pytest
 from muster.launch.launcher import launch, open_store
 from muster.launch.rank_errors import EXIT_STOPPED, make_rank_error, read_rank_error, run_guarded
 from muster.launch.rank_monitor import RankMonitor, process_state
-from muster.launch.supervisor import _poll_process, _RankProcess
+from muster.launch.supervisor import RankProcess, poll_process
 from muster.spec.errors import ConfigError, MusterError
 from tests.ranks import run_ranks
 from tests.train_runs import LIMIT_S
@@ -32,8 +32,9 @@ if mode == "no handler" and rank == 1:
     (run_dir / f"ready-{rank}").write_text(str(os.getpid()))
     time.sleep(1000)
 from muster.spec.errors import ConfigError, MusterError
-from muster.launch.rank_errors import die_with_parent, run_guarded
-die_with_parent()
+from muster.launch.launcher_words import LauncherWords
+from muster.launch.rank_errors import run_guarded
+LauncherWords().listen()
 asked = []
 
 def on_stop(*_):
@@ -102,8 +103,9 @@ GLOO = '''
 import os, signal, sys
 from datetime import timedelta
 from pathlib import Path
-from muster.launch.rank_errors import die_with_parent, run_guarded
-die_with_parent()
+from muster.launch.launcher_words import LauncherWords
+from muster.launch.rank_errors import run_guarded
+LauncherWords().listen()
 import torch, torch.distributed as dist
 run_dir, rank, (host, port) = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(":")
 
@@ -271,9 +273,9 @@ def test_a_process_that_still_dies_is_not_seen_alive() -> None:
     """Its main thread has ended, as when it is killed, and another has not yet."""
     process, watched = subprocess.Popen([sys.executable, "-c", DYING], stdin=subprocess.PIPE), RankMonitor(0)
     assert process.stdin is not None
-    rank = _RankProcess(0, process, watched, last_alive=0.0)
+    rank = RankProcess(0, process, watched, last_alive=0.0)
     try:
-        _poll_process(rank)
+        poll_process(rank)
         assert rank.last_alive > 0
         process.stdin.write(b"\n")
         process.stdin.close()
@@ -281,7 +283,7 @@ def test_a_process_that_still_dies_is_not_seen_alive() -> None:
             assert state != "X"
             time.sleep(0.001)
         rank.last_alive = 0.0
-        _poll_process(rank)
+        poll_process(rank)
         assert (rank.last_alive, rank.exit_code) == (0.0, None)
     finally:
         process.kill()

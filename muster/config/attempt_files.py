@@ -29,6 +29,13 @@ def attempt_files(run_dir: Path) -> AttemptFiles:
     return AttemptFiles(run_dir / "config.next.yaml", run_dir / "plan.next.yaml")
 
 
+def current_files(run_dir: Path) -> AttemptFiles:
+    """Return the files of the attempt under way, wherever they are by now."""
+    files = attempt_files(run_dir)
+    adopted = run_dir / "config.yaml", run_dir / "plan.yaml"
+    return AttemptFiles(*(draft if draft.exists() else path for draft, path in zip(files, adopted, strict=True)))
+
+
 def adopt_attempt_files(run_dir: Path) -> None:
     """Make the attempt's configuration and plan, where it has written them, the run's, and its tokenizer, where that is
     another. Raises OSError."""

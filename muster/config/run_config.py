@@ -173,6 +173,11 @@ class TrainConfig(Frozen):
     memory_limit_bytes: PositiveInt | None = None
     """Most memory of each device that the run may take; `muster train --memory-limit 20GB` sets it. `parallel: auto`
     plans within it, with state in host memory and on disk where nothing else fits. None: all of it."""
+    elastic: bool = False
+    """Go on in the same processes when a rank is lost: a spare takes its place, and all redo the step under way, from
+    the state after the step before, of which each rank keeps a copy in its node's memory. On one node's CPUs."""
+    spares: PositiveInt = 1
+    """Processes that wait to take the place of lost ranks, under `train.elastic`."""
     delayed_update: bool = False
     """Update the parameters whose optimizer state is off the device beside the passes of the next step, which are
     computed with the parameters before the update (arXiv:2101.06840 §5.2)."""
@@ -206,9 +211,16 @@ class TrainConfig(Frozen):
     def _check(self) -> "TrainConfig":
         if self.steps is None and self.epochs is None:
             raise ValueError("steps: missing, expected a whole number >= 1; or give tokens or epochs")
+        if self.elastic and self.in_memory_checkpoint_every:
+            raise ValueError("elastic keeps the state of every step in memory: leave in_memory_checkpoint_every out")
         if self.loss is not None and self.z_loss:
             raise ValueError(f"z_loss is added to cross-entropy, but loss is {self.loss}: leave z_loss out")
         return self
+
+    @property
+    def keeps_state_in_memory(self) -> bool:
+        """True if the state of some steps is kept in the nodes' memory."""
+        return self.elastic or self.in_memory_checkpoint_every > 0
 
     @property
     def num_steps(self) -> int:

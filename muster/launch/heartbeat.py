@@ -25,8 +25,9 @@ STACKS_BYTES = 1 << 17
 """Space behind the page for the stacks of the rank's threads, and the flight record."""
 STACKS_SIGNAL = signal.SIGUSR1
 """Signal at which a rank writes its stacks there, even while it waits in C++."""
-_HEADER = struct.Struct("<QqiiB12sH")
-"""Number of updates, step, stage, micro-batch, waiting, phase, and length of the instruction's kind, which follows."""
+_HEADER = struct.Struct("<QqiiB12sHi")
+"""Number of updates, step, stage, micro-batch, waiting, phase, length of the instruction's kind, and generation; the
+kind follows."""
 _WAITING_OFFSET = struct.calcsize("<Qqii")
 _DEVICE_OFFSET = PAGE_BYTES // 2
 _DEVICE_HEADER = struct.Struct("<BiiH")
@@ -53,6 +54,8 @@ class RankStatus:
     device_action: Action | None = None
     """Instruction that the rank's GPU is in, which the rank itself has launched and left; None on a CPU, and for a GPU
     that has nothing to do."""
+    generation: int = 0
+    """Generation of ranks that it has joined, or is joining."""
 
     @property
     def position(self) -> Action:
@@ -87,6 +90,7 @@ class Heartbeat:
         self._seen_bytes = self._recorded_bytes = 0
         self._follower: threading.Thread | None = None
         self.step = 0
+        self.generation = 0
 
     def update(self, phase: str, action: Action = _NO_ACTION, waiting: bool = False) -> None:
         """Write what this rank begins now. Raises ValueError for a kind of instruction longer than the page."""
@@ -104,6 +108,7 @@ class Heartbeat:
             waiting,
             phase.encode(),
             len(kind),
+            self.generation,
         )
         self._memory[_HEADER.size : _HEADER.size + len(kind)] = kind
 
@@ -189,13 +194,14 @@ class HeartbeatPage:
 
     def read(self) -> RankStatus | None:
         """Return the rank's last update; None before the first."""
-        num_updates, step, stage, micro_batch, waiting, phase, length = _HEADER.unpack_from(self._memory)
+        num_updates, step, stage, micro_batch, waiting, phase, length, generation = _HEADER.unpack_from(self._memory)
         if not num_updates:
             return None
         kind = self._memory[_HEADER.size : _HEADER.size + length].decode(errors="replace")
         phase_name = phase.rstrip(b"\0").decode()
         action = Action(cast(Kind, kind), stage, micro_batch)
-        return RankStatus(num_updates, step, phase_name, action, bool(waiting), self._read_device_action())
+        device_action = self._read_device_action()
+        return RankStatus(num_updates, step, phase_name, action, bool(waiting), device_action, generation)
 
     def _read_device_action(self) -> Action | None:
         is_known, stage, micro_batch, length = _DEVICE_HEADER.unpack_from(self._memory, _DEVICE_OFFSET)

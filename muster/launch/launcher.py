@@ -18,6 +18,7 @@ from muster.launch.nodes.node_supervisor import NodeSupervisor
 from muster.launch.nodes.rendezvous_config import rank_environment
 from muster.launch.open_files import require_open_files
 from muster.launch.rank_errors import error_path, hang_path, log_path
+from muster.launch.recovery import ElasticSupervisor
 from muster.launch.supervisor import POLL_INTERVAL_S, RankSupervisor
 from muster.spec.errors import MusterError
 
@@ -33,6 +34,7 @@ def launch(
     hang_timeout_s: float | None = None,
     group: LauncherGroup | None = None,
     timeout_s: float | None = None,
+    num_spares: int = 0,
 ) -> ExitStatus:
     """Run `command_for_rank(rank, "host:port of the store")` for every rank; returns how the job ended.
 
@@ -42,6 +44,9 @@ def launch(
     all are killed in any case. Rank 0 writes to this process's output, the others to `run_dir/logs/rank-R.txt`;
     `run_dir/exit.json` keeps the exit status. The first SIGTERM or SIGINT is passed on as SIGTERM; a later SIGINT
     kills. No rank outlives this call.
+
+    With `num_spares`, so many further processes wait to take the place of ranks that are lost, while the others go on
+    (`recovery.py`); the command of a spare is that for rank -1, and its module calls `member_main`. Not with a `group`.
 
     With a `group` each node's launcher calls this for its own `num_ranks` ranks, with a run directory on a shared file
     system; all return the same status.
@@ -54,6 +59,8 @@ def launch(
         store = open_store()
         address = format_endpoint(store.host, store.port)
         supervisor = RankSupervisor(run_dir, grace_s, hang_timeout_s)
+        if num_spares:
+            supervisor = ElasticSupervisor(run_dir, grace_s, hang_timeout_s, num_spares)
         ranks = range(num_ranks)
         environment = {}
     else:
@@ -84,10 +91,15 @@ def launch(
 
 
 def rank_command(module: str, folder: Path, world_size: int) -> Callable[[int, str], list[str]]:
-    """Return a function from a rank's number and the store's endpoint to the command of a module that calls
-    `rank_main`."""
+    """Return a function from a rank's number, -1 for a spare, and the store's endpoint to the command of a module that
+    calls `rank_main`."""
     python = [sys.executable, "-X", "faulthandler", "-m", module, str(folder)]
-    return lambda rank, store: [*python, "--rank", str(rank), "--world-size", str(world_size), "--store", store]
+
+    def command(rank: int, store: str) -> list[str]:
+        place = ["--rank", str(rank)] if rank >= 0 else ["--spare"]
+        return [*python, *place, "--world-size", str(world_size), "--store", store]
+
+    return command
 
 
 def open_store(port: int = 0, address: str = "127.0.0.1") -> dist.TCPStore:

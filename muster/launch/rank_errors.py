@@ -6,11 +6,8 @@ In the run directory: `logs/rank-R.txt` (output and tracebacks), `logs/rank-R.er
 
 import contextlib
 import json
-import os
-import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -81,10 +78,15 @@ def make_rank_error(error: BaseException, rank: int) -> RankError:
         sentence=sentence,
         traceback="".join(traceback.format_exception(error)),
         time=time.time(),
-        primary=not any(_is_peer_error(link) for link in _cause_chain(error)),
+        primary=not says_only_that_a_rank_is_lost(error),
         exit_code=error.exit_code if isinstance(error, MusterError) else 1,
         is_lasting=isinstance(error, MusterError),
     )
+
+
+def says_only_that_a_rank_is_lost(error: BaseException) -> bool:
+    """Return whether an error only follows from the end or the silence of another rank."""
+    return any(_is_peer_error(link) for link in _cause_chain(error))
 
 
 def log_path(run_dir: Path, rank: int) -> Path:
@@ -115,21 +117,6 @@ def write_exit_file(run_dir: Path, code: int, reason: str, rank: int | None = No
     content = {"code": code, "reason": reason, "rank": rank, "host": host, "time": time.time()}
     with contextlib.suppress(OSError):
         write_durably(run_dir / "exit.json", json.dumps(content) + "\n")
-
-
-def die_with_parent() -> None:
-    """End this rank and its children at once when its launcher has ended, whatever killed it.
-
-    Only for ranks that `launch` started, which call it first: the launcher holds the other end of their standard input
-    and never writes to it, so that end of file means its death.
-    """
-
-    def watch() -> None:
-        while os.read(0, 1):
-            pass
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
 
 
 def _write_rank_error(run_dir: Path, error: RankError) -> OSError | None:

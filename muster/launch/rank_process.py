@@ -9,8 +9,9 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from muster.launch.launcher_words import LauncherWords, Membership
 from muster.launch.output_streams import ignore_output_errors
-from muster.launch.rank_errors import die_with_parent, run_guarded
+from muster.launch.rank_errors import log_path, run_guarded
 from muster.spec.standard_streams import forgive_standard_streams
 
 
@@ -18,22 +19,51 @@ def rank_main(body: Callable[[Path, dist.Store, int, int], int]) -> int:
     """Run `body(run_dir, store, rank, world_size)` with the arguments that `launcher.rank_command` gives a rank:
     `RUN_DIR --rank R --world-size N --store HOST:PORT`. Returns the exit code; an exception is recorded in the run
     directory."""
-    die_with_parent()
+
+    def run(run_dir: Path, store: dist.Store, words: LauncherWords) -> int:
+        place = words.current()
+        return body(run_dir, store, place.rank, place.world_size)
+
+    return member_main(run)
+
+
+def member_main(body: Callable[[Path, dist.Store, LauncherWords], int]) -> int:
+    """Run `body(run_dir, store, words)` as `rank_main` does, for ranks that outlive a generation, and for spares.
+
+    A spare has `--spare` in place of `--rank R`: it waits, with all modules of its body imported, until the launcher
+    gives it a lost rank's place.
+    """
     forgive_standard_streams()
     parser = argparse.ArgumentParser()
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--rank", type=int, required=True)
+    place = parser.add_mutually_exclusive_group(required=True)
+    place.add_argument("--rank", type=int)
+    place.add_argument("--spare", action="store_true")
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--store", required=True)
     args = parser.parse_args()
+    words = LauncherWords(None if args.spare else Membership(0, args.rank, args.world_size))
+    words.listen()
+    rank = words.current().rank
+    if args.spare:
+        _take_place(args.run_dir, rank)
 
     def join_and_run() -> int:
         host, _, port = args.store.rpartition(":")
         store = dist.TCPStore(host.strip("[]"), int(port), is_master=False)
-        return body(args.run_dir, store, args.rank, args.world_size)
+        return body(args.run_dir, store, words)
 
     with ignore_output_errors():
-        return run_guarded(args.run_dir, args.rank, join_and_run)
+        return run_guarded(args.run_dir, rank, join_and_run)
+
+
+def _take_place(run_dir: Path, rank: int) -> None:
+    """Make this spare look like the rank whose place it takes: its number on this machine, and its output."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    if rank:
+        with open(log_path(run_dir, rank), "ab") as log:
+            for stream in (1, 2):
+                os.dup2(log.fileno(), stream)
 
 
 def exit_process(code: int) -> NoReturn:

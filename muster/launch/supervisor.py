@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ _REAP_TIMEOUT_S = 10.0
 
 
 @dataclass
-class _RankProcess:
+class RankProcess:
     """One started process and, once it has ended, its exit code."""
 
     rank: int
@@ -42,6 +42,20 @@ class _RankProcess:
     def failed(self) -> bool:
         return self.exit_code not in (None, 0, EXIT_STOPPED)
 
+    def tell(self, word: bytes) -> None:
+        """Send a word to the process; one that has ended needs none."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.write(word)
+            self.process.stdin.flush()
+
+    def close(self) -> None:
+        """Free what this launcher holds for a process that has ended."""
+        self.monitor.page.close()
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+
 
 class RankSupervisor:
     """Processes of one attempt on this machine."""
@@ -50,7 +64,7 @@ class RankSupervisor:
     """True when this launcher writes exit.json."""
 
     def __init__(self, run_dir: Path, grace_s: float, hang_timeout_s: float | None) -> None:
-        self.ranks: list[_RankProcess] = []
+        self.ranks: list[RankProcess] = []
         self.run_dir = run_dir
         self.hang_timeout_s = hang_timeout_s
         self.stop_requested = False
@@ -61,42 +75,42 @@ class RankSupervisor:
         self._stop_sent = False
         self._grace_s = grace_s
         self._deadline: float | None = None
-        # Standard input of each rank: it never carries data, but reaches its end when this process ends.
-        self._ranks_end, self._our_end = os.pipe()
 
     def start(
         self, command_for_rank: Callable[[int], list[str]], ranks: range, environment: Mapping[str, str] | None = None
     ) -> None:
         """Start every rank in a session, and so a process group, of its own."""
-        common = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})}
         for local, rank in enumerate(ranks):
-            command = command_for_rank(rank)
-            monitor = RankMonitor(rank)
-            rank_variables = {
-                "LOCAL_RANK": str(local),
-                "LOCAL_WORLD_SIZE": str(len(ranks)),
-                HEARTBEAT_FD_VARIABLE: str(monitor.page.fd),
-            }
-            try:
-                with open(log_path(self.run_dir, rank) if rank else os.devnull, "ab") as log:
-                    process = subprocess.Popen(
-                        command,
-                        stdin=self._ranks_end,
-                        stdout=log if rank else None,
-                        stderr=log if rank else None,
-                        env={**common, **rank_variables},
-                        pass_fds=(monitor.page.fd,),
-                        start_new_session=True,
-                    )
-            except OSError as error:
-                raise MusterError(f"could not start rank {rank} ({error.filename}: {error.strerror})") from error
-            monitor.pid = process.pid
-            self.ranks.append(_RankProcess(rank, process, monitor, time.time()))
+            variables = {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(len(ranks)), **(environment or {})}
+            self.ranks.append(self._start_process(rank, command_for_rank(rank), variables))
+
+    def _start_process(self, rank: int, command: list[str], environment: Mapping[str, str]) -> RankProcess:
+        """Start the process of a rank, or of a spare, whose number is negative and whose output is that of rank 0."""
+        monitor = RankMonitor(rank)
+        own = {HEARTBEAT_FD_VARIABLE: str(monitor.page.fd)}
+        has_log = rank > 0
+        try:
+            with open(log_path(self.run_dir, rank) if has_log else os.devnull, "ab") as log:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,  # carries the launcher's words, and ends when the launcher does
+                    stdout=log if has_log else None,
+                    stderr=log if has_log else None,
+                    env={"OMP_NUM_THREADS": "1", **os.environ, **environment, **own},
+                    pass_fds=(monitor.page.fd,),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            what = f"rank {rank}" if rank >= 0 else "a spare"
+            raise MusterError(f"could not start {what} ({error.filename}: {error.strerror})") from error
+        monitor.pid = process.pid
+        return RankProcess(rank, process, monitor, time.time())
 
     def poll(self) -> bool:
         """Notice ended ranks, requests and hangs, and act on them; False when no rank runs any more."""
         for rank in self.running():
-            _poll_process(rank)
+            poll_process(rank)
+        self._recover()
         if self.stop_requested and not self._stop_sent:
             self._stop_sent = True
             for rank in self.running():
@@ -107,6 +121,9 @@ class RankSupervisor:
         if self.kill_requested or self.hang_fault or (self._deadline is not None and time.monotonic() > self._deadline):
             self.kill()
         return bool(self.running())
+
+    def _recover(self) -> None:
+        """Replace failed ranks, where the job can go on without those of this attempt."""
 
     @property
     def failed(self) -> bool:
@@ -141,14 +158,12 @@ class RankSupervisor:
         limit = time.monotonic() + _REAP_TIMEOUT_S
         while self.running() and time.monotonic() < limit:
             for rank in self.running():
-                _poll_process(rank)
+                poll_process(rank)
             time.sleep(POLL_INTERVAL_S / 10)
         for rank in self.ranks:
-            rank.monitor.page.close()
-        os.close(self._ranks_end)
-        os.close(self._our_end)
+            rank.close()
 
-    def running(self) -> list[_RankProcess]:
+    def running(self) -> list[RankProcess]:
         """Return the ranks that have not ended."""
         return [rank for rank in self.ranks if rank.exit_code is None]
 
@@ -158,8 +173,8 @@ class RankSupervisor:
             rank.killed = True
             os.killpg(rank.process.pid, signal.SIGKILL)
 
-    def rank_exits(self) -> list[RankExit]:
-        """Return how the ranks here ended."""
+    def rank_exits(self, ranks: Sequence[RankProcess] | None = None) -> list[RankExit]:
+        """Return how `ranks` ended; those here by default."""
         kills = oom_kill_count()
         out_of_memory = None if kills is None else kills != self._earlier_oom_kills
         return [
@@ -172,7 +187,7 @@ class RankSupervisor:
                 self.stop_requested,
                 out_of_memory,
             )
-            for rank in self.ranks
+            for rank in (self.ranks if ranks is None else ranks)
         ]
 
     def exit_status(self) -> ExitStatus:
@@ -180,7 +195,7 @@ class RankSupervisor:
         return determine_exit_status(self.rank_exits(), self.stop_requested, self.kill_requested, self.hang_fault)
 
 
-def _poll_process(rank: _RankProcess) -> None:
+def poll_process(rank: RankProcess) -> None:
     """Notice whether the process has ended; if so, kill the rest of its group, then reap it, which frees its number."""
     pid = rank.process.pid
     now = time.time()
@@ -205,6 +220,6 @@ def _is_exiting(pid: int) -> bool:
         return False
 
 
-def _exit_code(rank: _RankProcess) -> int:
+def _exit_code(rank: RankProcess) -> int:
     """Return the exit code; a process that hangs in the kernel counts as killed."""
     return -signal.SIGKILL if rank.exit_code is None else rank.exit_code

@@ -160,32 +160,40 @@ class World:
 
 @contextmanager
 def open_world(
-    store: dist.Store, rank: int, size: int, plan: Plan, generation: int = 0, device: torch.device | None = None
+    store: dist.Store,
+    rank: int,
+    size: int,
+    plan: Plan,
+    generation: int = 0,
+    device: torch.device | None = None,
+    heartbeat: Heartbeat | None = None,
 ) -> Iterator[World]:
     """Join `size` ranks under this generation's prefix of the launcher's store, yield the World, and leave together at
     the end.
 
     A rank that leaves early can abort slower ones, so a normal exit ends with a barrier. An exception skips it, because
-    the others may never come.
+    the others may never come. A process that has opened a World before gives that one's `heartbeat`.
     """
-    where = open_heartbeat()
+    where = open_heartbeat() if heartbeat is None else heartbeat
     where.update("join")
     prefixed = dist.PrefixStore(f"generation-{generation}", store)
     device = device or pick_device(rank, size, prefixed)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=prefixed,
-        rank=rank,
-        world_size=size,
-        timeout=COLLECTIVE_TIMEOUT,
-    )
-    at = coordinates_of(plan, rank)
-    world = World(generation, rank, size, plan, at, device, prefixed, ProcessGroups(plan, at, device), where)
     try:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=prefixed,
+            rank=rank,
+            world_size=size,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+        at = coordinates_of(plan, rank)
+        world = World(generation, rank, size, plan, at, device, prefixed, ProcessGroups(plan, at, device), where)
+        where.generation = generation
         yield world
         world.barrier()
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def fake_world(plan: Plan, rank: int, store: dist.Store) -> World:

@@ -17,6 +17,8 @@ from muster.spec.units import pluralize
 
 RESTARTS_FILE = "restarts.jsonl"
 """File of a run directory with a line for each restart."""
+RECOVERIES_FILE = "recoveries.jsonl"
+"""File of a run directory with a line for each recovery within an attempt."""
 MEETINGS_FILE = "islands.jsonl"
 """File of a run directory with a line for each exchange between islands."""
 _MOST_TOLD = 5
@@ -85,6 +87,22 @@ def restarts_note(run_dir: Path) -> str | None:
     told = "; ".join(f"after step {row['step']}, when {row['reason']}" for row in rows[-_MOST_TOLD:])
     last = f", the last {_MOST_TOLD}" if len(rows) > _MOST_TOLD else ""
     return f"{pluralize(len(rows), 'restart')}{last}: {told}"
+
+
+def recoveries_note(run_dir: Path) -> str | None:
+    """Return a sentence about the losses from which a run recovered without a restart; None where there were none."""
+    rows = read_metrics(run_dir / RECOVERIES_FILE)
+    if not rows:
+        return None
+    told = "; ".join(_describe_recovery(row) for row in rows[-_MOST_TOLD:])
+    count = "1 recovery" if len(rows) == 1 else f"{len(rows)} recoveries"
+    last = f", the last {_MOST_TOLD}" if len(rows) > _MOST_TOLD else ""
+    return f"{count} without a restart{last}: {told}"
+
+
+def _describe_recovery(row: Mapping[str, Any]) -> str:
+    took = "" if row["recovered_s"] is None else f" (next step finished after {row['recovered_s']:.1f} s)"
+    return f"after step {row['step']}, when {row['reason']}{took}"
 
 
 def _read(directory: Path, name: str) -> RunRecord:

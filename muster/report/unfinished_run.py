@@ -9,7 +9,14 @@ from typing import Any
 
 from muster.report.islands import meetings_note
 from muster.report.report_data import ReportData, RunInfo
-from muster.report.run_files import MEETINGS_FILE, read_metrics, read_run_config, read_run_plan, restarts_note
+from muster.report.run_files import (
+    MEETINGS_FILE,
+    read_metrics,
+    read_run_config,
+    read_run_plan,
+    recoveries_note,
+    restarts_note,
+)
 from muster.report.wall_time import wall_time_note
 from muster.spec.formatting import format_count
 from muster.spec.plan_name import format_plan_name
@@ -49,13 +56,14 @@ def unfinished_run(run_dir: Path) -> UnfinishedRun:
         finished=None if when is None else f"{datetime.fromtimestamp(when, UTC):%Y-%m-%d %H:%M} UTC",
         muster_version=__version__,
     )
+    notes = meetings_note(meetings), restarts_note(run_dir), recoveries_note(run_dir), wall_time_note(run_dir, when)
     report = ReportData(
         title=run_dir.resolve().name,
         plan_name=format_plan_name(plan),
         facts=facts,
         metrics=metrics,
         validation_loss=losses[-1] if losses else None,
-        notes=list(filter(None, [meetings_note(meetings), restarts_note(run_dir), wall_time_note(run_dir, when)])),
+        notes=list(filter(None, notes)),
         meetings=meetings,
         status=status,
     )

@@ -24,23 +24,26 @@ class WallTime:
     lost_s: float
     """Steps that were done again, because a failure came before they were saved."""
     recovering_s: float
-    """From the last step that was logged before a failure to the first after its restart by the launcher."""
+    """From the last step that was logged before a failure to the first after its restart by the launcher, or the
+    recovery without one."""
     stopped_s: float
     """The same where a person started the run again."""
     other_s: float
     """Start, validation, and waiting for checkpoints."""
     restarts: int
+    recoveries: int
+    """Recoveries without a restart."""
 
     def to_json(self) -> dict[str, float]:
         """Return the parts as plain data."""
         return asdict(self)
 
 
-def attempt_row(started: float, begins: float, step: int, metrics: Path) -> dict[str, Any]:
+def attempt_row(started: float, begins: float, step: int, metrics: Path, generation: int = 0) -> dict[str, Any]:
     """Return an attempt's line of attempts.jsonl; call it before the metrics of steps to be repeated are dropped.
 
     `started` is the time when its ranks were ready, `begins` that when its first step begins, after `step`; in seconds
-    since 1970.
+    since 1970. Ranks of a later `generation` go on in the processes of the one before.
     """
     repeated = [row for row in read_metrics(metrics) if row["step"] > step]
     lost_steps = max((row["step"] for row in repeated), default=step) - step
@@ -50,6 +53,7 @@ def attempt_row(started: float, begins: float, step: int, metrics: Path) -> dict
         "step": step,
         "lost_steps": lost_steps,
         "lost_s": lost_steps * _mean_step_s(repeated),
+        "generation": generation,
         "last_logged": metrics.stat().st_mtime if metrics.exists() else None,
     }
 
@@ -73,26 +77,29 @@ def split_wall_time(run_dir: Path, ended: float | None = None) -> WallTime | Non
     total_s = max(0.0, (metrics.stat().st_mtime if ended is None else ended) - first["started"])
     productive_s = (rows[-1]["step"] - first["step"]) * _mean_step_s(rows)
     restarts = [row["time"] for row in read_metrics(run_dir / RESTARTS_FILE)]
+    recoveries = sum(1 for attempt in attempts if attempt.get("generation"))
     recovering_s = stopped_s = 0.0
     for attempt in attempts[1:]:
         since = attempt["last_logged"] or attempt["started"]
-        if any(since <= time <= attempt["begins"] for time in restarts):
+        if attempt.get("generation") or any(since <= time <= attempt["begins"] for time in restarts):
             recovering_s += attempt["begins"] - since
         else:
             stopped_s += attempt["begins"] - since
     lost_s = sum(attempt["lost_s"] for attempt in attempts)
     other_s = max(0.0, total_s - productive_s - lost_s - recovering_s - stopped_s)
-    return WallTime(total_s, productive_s, lost_s, recovering_s, stopped_s, other_s, len(restarts))
+    return WallTime(total_s, productive_s, lost_s, recovering_s, stopped_s, other_s, len(restarts), recoveries)
 
 
 def wall_time_note(run_dir: Path, ended: float | None = None) -> str | None:
     """Return a sentence about the wall time of a run with several attempts; None for others."""
     if len(read_metrics(run_dir / ATTEMPTS_FILE)) < 2 or (time := split_wall_time(run_dir, ended)) is None:
         return None
+    causes = [pluralize(time.restarts, "restart")] if time.restarts or not time.recoveries else []
+    causes += [f"{time.recoveries} in the same processes"] if time.recoveries else []
     parts = (
         (time.productive_s, "productive"),
         (time.lost_s, "lost (steps done again)"),
-        (time.recovering_s, f"recovering ({pluralize(time.restarts, 'restart')})"),
+        (time.recovering_s, f"recovering ({' and '.join(causes)})"),
         (time.stopped_s, "stopped until started again"),
         (time.other_s, "start, validation and checkpoints"),
     )

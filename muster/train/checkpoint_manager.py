@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from time import sleep
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 from muster.checkpoint.async_saver import AsyncSaver, SaveRequest
 from muster.checkpoint.checkpoint_dir import RetentionPolicy, find_latest, link_best, step_of
 from muster.checkpoint.in_memory.checkpointer import InMemoryCheckpointer
+from muster.checkpoint.save import manifest_header, write_local_shards
 from muster.config.run_config import TrainConfig
 from muster.parallel.allocation_meter import host_memory
 from muster.parallel.world import COLLECTIVE_TIMEOUT, World
@@ -28,6 +30,8 @@ RETRY_PAUSE_S = 1.0
 """Pause between the final attempts."""
 DISK_TIMEOUT_S = 600.0
 """Longest wait for an unresponsive disk at the end of a run."""
+ABANDON_TIMEOUT_S = 10.0
+"""Longest wait for a save that is given up."""
 UPLOAD_TIMEOUT_S = 2400.0
 """Longest wait for a disk and a remote directory: longer than the ranks wait for one another's uploads."""
 
@@ -48,7 +52,8 @@ class CheckpointManager:
         self._world = world
         self._run_dir = run_dir
         self._in_memory = in_memory_checkpoint
-        self._saver = AsyncSaver(world.rank, world.size, world.store, in_memory_checkpoint)
+        in_background = None if train.elastic else in_memory_checkpoint
+        self._saver = AsyncSaver(world.rank, world.size, world.store, in_background)
         regular_every = train.save_every if train.ephemeral_every else 0
         self._retention = RetentionPolicy(train.keep_last, train.keep_every, regular_every)
         self._failure: str | None = None
@@ -151,6 +156,17 @@ class CheckpointManager:
             self._retry_step = 0
         return sentence
 
+    def keep_step(self, info: Callable[[], dict[str, Any]]) -> None:
+        """Keep a copy of the present state in memory, from which all ranks go on when one is lost.
+
+        It is complete before this rank takes part in the next step's sums, so that whoever has updated its parameters
+        in that step knows that all ranks have kept this one.
+        """
+        if self._in_memory is not None:
+            write = partial(write_local_shards, rank=self._world.rank, shards=self._trainer.local_shards())
+            step = self._trainer.step_count
+            self._in_memory.save_part(step, lambda: manifest_header(step, info()), self._world.size, write)
+
     def may_save_after(self, step: int) -> bool:
         """Return whether a save may start after a step to come."""
         return (
@@ -234,6 +250,18 @@ class CheckpointManager:
         if latest is None:
             return "there is no checkpoint, so all steps are lost"
         return f"the last checkpoint is that of step {step_of(latest)}: the steps since are lost"
+
+    def abandon(self) -> None:
+        """Give up the saves under way, whose connections are broken, and leave complete copies in memory.
+
+        Raises MusterError where a save doesn't end.
+        """
+        self._saver.close()
+        if not self._saver.wait(ABANDON_TIMEOUT_S):
+            raise MusterError("a save that was given up doesn't end: the disk or the remote directory doesn't respond")
+        self._saver.close()  # it may have started its writer anew
+        if self._in_memory is not None:
+            self._in_memory.close(delete=False)
 
     def close(self) -> None:
         """End the saver's processes and delete in-memory checkpoints, at the end of a run whose last step is on

@@ -29,7 +29,7 @@ def open_in_memory_checkpoint(
 
     Raises MusterError where there is no place or too little room.
     """
-    if not train.in_memory_checkpoint_every:
+    if not train.keeps_state_in_memory:
         return None
     if (identity := read_identity(run_dir)) is None:
         raise MusterError(f"{run_dir} doesn't name its in-memory checkpoint: start it with muster train")
@@ -50,10 +50,8 @@ def open_in_memory_checkpoint(
             flush=True,
         )
     if world.rank == 0:
-        print(
-            f"in-memory checkpoint every {_steps(train.in_memory_checkpoint_every)} {checkpointer.describe_location()}",
-            flush=True,
-        )
+        every = _steps(1 if train.elastic else train.in_memory_checkpoint_every)
+        print(f"in-memory checkpoint every {every} {checkpointer.describe_location()}", flush=True)
     return checkpointer
 
 

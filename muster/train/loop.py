@@ -3,13 +3,10 @@
 import signal
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import time
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from muster.checkpoint.checkpoint_dir import checkpoint_path, find_latest, step_of
 from muster.checkpoint.initial_weights import load_initial_weights
@@ -23,7 +20,8 @@ from muster.config.yaml_writer import write_atomically
 from muster.data.dataset import SampleStream, StreamHash, sample_digest
 from muster.launch.rank_errors import EXIT_STOPPED
 from muster.parallel.allocation_meter import host_memory
-from muster.parallel.world import World, open_world
+from muster.parallel.op_profile import StageProfile
+from muster.parallel.world import World
 from muster.report.run_files import MEETINGS_FILE
 from muster.report.wall_time import append_attempt, attempt_row
 from muster.schedule.build import build_program
@@ -33,9 +31,7 @@ from muster.spec.plan import Plan
 from muster.train.best_checkpoint import ValidationTracker
 from muster.train.callbacks import Callbacks
 from muster.train.checkpoint_manager import CHECKPOINTS_FOLDER, CheckpointManager
-from muster.train.config_consistency import require_same_config
 from muster.train.console import TrainingDisplay
-from muster.train.data import open_dataset
 from muster.train.device_metrics import DeviceMetrics
 from muster.train.expert_load_log import ExpertLoadLog
 from muster.train.finalize import finalize, print_plan
@@ -53,14 +49,15 @@ from muster.train.trainer import Trainer
 from muster.train.validation_loss import ALL_DATA, validation_losses, validation_metrics, validation_text
 
 
-def train_rank(config: RunConfig, plan: Plan, run_dir: Path, store: dist.Store, rank: int, world_size: int) -> int:
-    """Train as one rank. Returns 0 at the end, 75 when stopped on request."""
-    if config.train.deterministic:
-        torch.use_deterministic_algorithms(True)
-    dataset = open_dataset(config, run_dir)
-    require_same_config(config, plan, dataset.fingerprint, store, rank)
-    with open_world(store, rank, world_size, plan) as world, MemoryLimit(config, plan, world) as limit:
-        return TrainingLoop(config, plan, world, dataset, run_dir, limit).run()
+@dataclass
+class Carried:
+    """What a rank carries from one generation of ranks to the next."""
+
+    stop_requested: bool = False
+    started_at: float = 0.0
+    """Time at which the first generation was ready, in seconds since 1970; 0 before."""
+    profiles: list[StageProfile] | None = None
+    """Profiles of all ranks, by rank."""
 
 
 class TrainingLoop:
@@ -74,14 +71,17 @@ class TrainingLoop:
         dataset: SampleStream,
         run_dir: Path,
         memory_limit: MemoryLimit,
+        carried: Carried | None = None,
     ) -> None:
+        """`carried` is what an earlier generation of ranks has left to this one."""
         self.config = config
+        self.carried = carried or Carried()
         self.plan = plan
         self.world = world
         self.run_dir = run_dir
         self.memory_limit = memory_limit
         self.is_main = world.rank == 0
-        self.stop_requested = False
+        self.stop_requested = self.carried.stop_requested
         self.trainer = Trainer(config, plan, world, dataset, self._hooks())
         own = config.model, plan, config.train.seq_len, world, not self.trainer.updater.is_zeroth_order
         self.device_metrics = DeviceMetrics(*own, memory_limit.meter)
@@ -113,14 +113,22 @@ class TrainingLoop:
             state_folder=self.run_dir,
         )
 
+    def abandon(self) -> None:
+        """Leave everything that is under way, as another generation of ranks begins; connections are broken."""
+        self.checkpoint_manager.abandon()
+
     def _on_stop(self, *_: object) -> None:
-        self.stop_requested = True
+        self.stop_requested = self.carried.stop_requested = True
 
     def run(self) -> int:
         """Profile, resume, train and report; returns the exit code."""
-        started_at = self.started_at = time()
-        profile = self.trainer.profile()
-        if (order := refine_schedule_from_profile(self.config, self.plan, self.world, profile)) is not None:
+        self.started_at = time()
+        started_at = self.carried.started_at = self.carried.started_at or self.started_at
+        profile = self._profile()
+        if (
+            self.world.generation == 0
+            and (order := refine_schedule_from_profile(self.config, self.plan, self.world, profile)) is not None
+        ):
             self.trainer.use_order(order)
             self.plan = self.trainer.plan
             if self.is_main:
@@ -135,7 +143,7 @@ class TrainingLoop:
         self._resume()
         self.checkpoint_manager.prepare()
         first_step = self.trainer.step_count + 1
-        if self.is_main:
+        if self.is_main and self.world.generation == 0:
             print_plan(self.trainer, predicted)
             print(self.device_metrics.note)
         self.device_metrics.start_measuring()
@@ -164,19 +172,30 @@ class TrainingLoop:
         self.checkpoint_manager.close()
         return code
 
+    def _profile(self) -> StageProfile:
+        """Time the instructions, or take what an earlier generation has timed; all ranks call it."""
+        if not self.config.train.elastic:
+            return self.trainer.profile()
+        known = self.world.all_gather_object(self.carried.profiles) if self.world.generation else []
+        profiles = next((found for found in known if found), None)
+        self.carried.profiles = profiles or self.world.all_gather_object(self.trainer.profile())
+        return self.carried.profiles[self.world.rank]
+
     def _train(self) -> int:
         trainer = self.trainer
         train = self.config.train
         with TrainingDisplay(train.num_steps, trainer.step_count, visible=self.is_main) as display:
             while trainer.step_count < train.num_steps and not self.validation.should_stop:
                 stopping = False
-                if self.is_main and train.max_minutes and time() - self.started_at >= 60 * train.max_minutes:
+                if self.is_main and train.max_minutes and time() - self.carried.started_at >= 60 * train.max_minutes:
                     self.stop_requested = True
                 for result in self._finished_steps():
                     self._record(result, display)
                     if result.skip_reason and result.consecutive_skips >= train.max_consecutive_skips:
                         self._stop_after_skips(result, result.skip_reason)
                     stopping = stopping or result.stop_requested
+                    if train.elastic:
+                        self.checkpoint_manager.keep_step(self._checkpoint_info)
                     if result.step < train.num_steps and not stopping and not self.validation.should_stop:
                         is_settled = self._is_settled_after(result.step)
                         problem = self.checkpoint_manager.after_step(result, is_settled, self._checkpoint_info)
@@ -345,6 +364,8 @@ class TrainingLoop:
         elif (place := self.config.train.init_from) is not None:
             load_initial_weights(Path(place), self.config.model, self.trainer.shards_to_load(0))
             self.trainer.restore(0, {"samples_consumed": 0})
+        if self.in_memory_checkpoint is not None and self.config.train.elastic:
+            self.in_memory_checkpoint.begin_after(self.trainer.step_count, self.world.all_gather_object)
         if self.is_main:
             begin_attempt(self.run_dir)
             self._record_attempt()
@@ -353,7 +374,7 @@ class TrainingLoop:
 
     def _record_attempt(self) -> None:
         """Note when this attempt goes on, and which steps it repeats."""
-        row = attempt_row(self.started_at, time(), self.trainer.step_count, self.metrics.path)
+        row = attempt_row(self.started_at, time(), self.trainer.step_count, self.metrics.path, self.world.generation)
         with explain_write_errors(self.run_dir):
             append_attempt(self.run_dir, row)
 

@@ -12,6 +12,7 @@ from muster.checkpoint.remote import RemoteCheckpoints
 from muster.config.attempt_files import TOKENIZER_FOLDER
 from muster.config.freezing import frozen_numel
 from muster.config.load_config import ResolvedConfig, derived_value_lines, with_steps_from_epochs
+from muster.config.optimizer_state import is_zeroth_order
 from muster.config.run_config import RunConfig
 from muster.config.yaml_writer import write_atomically, yaml_text
 from muster.data.dataset import SampleStream
@@ -99,6 +100,7 @@ def preflight(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOption
     require_device(plan)
     require_unequal_lengths(resolved.config, plan)
     require_settings_of_islands(resolved.config, plan)
+    require_elastic(resolved.config, plan, options.nodes is not None or "TORCHELASTIC_RUN_ID" in os.environ)
     require_trackers(resolved.config.tracking)
     resolved = with_settled_bos(resolved)
     run_dir = options.run_dir
@@ -155,7 +157,7 @@ def preflight(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOption
         if dataset is not None:
             check_data_unchanged(run_dir, dataset, resume_point.counters, options.allow_changes)
         # With in-memory checkpoints only the ranks know from which step they can resume: they report it.
-        if not config.train.in_memory_checkpoint_every:
+        if not config.train.keeps_state_in_memory:
             print(f"resuming {run_dir} after step {resume_point.step}")
     return Preflight(resolved, plan, remote, resume_point, False, initial_model, dataset)
 
@@ -297,6 +299,32 @@ def require_settings_of_islands(config: RunConfig, plan: Plan) -> None:
             raise ConfigError(
                 f"{key} {value} doesn't go with islands yet: leave it out, or take a plan without islands"
             )
+
+
+def require_elastic(config: RunConfig, plan: Plan, on_several_launchers: bool) -> None:
+    """Raise ConfigError where `train.elastic` doesn't go with the plan or with the launcher."""
+    if not config.train.elastic:
+        return
+    reason = None
+    if on_several_launchers:
+        reason = "one launcher has to start all ranks: leave out --nodes and torchrun"
+    elif plan.world_size == 1:
+        reason = "a single rank leaves none that could go on: expected a plan with several, or train.restarts"
+    elif plan.islands > 1:
+        reason = "islands are steps apart: expected a plan without islands, or train.restarts"
+    elif plan.post_validation:
+        reason = "post_validation updates before all ranks have agreed on a step: expected a plan without it"
+    elif is_zeroth_order(config.optim):
+        reason = "zeroth-order steps aren't recovered yet: expected another optimizer, or train.restarts"
+    elif config.train.training_step is not None:
+        reason = "a plugin's training step may keep a state of its own: leave out train.training_step"
+    elif any(
+        "disk" in (own.offload_param, own.offload_optimizer) or own.offload == "activations_on_disk"
+        for own in plan.strategies
+    ):
+        reason = "a lost rank's files on disk can't be taken over: expected a plan that offloads to host memory only"
+    if reason is not None:
+        raise ConfigError(f"train.elastic doesn't go with {format_plan_name(plan)} here: {reason}")
 
 
 def require_unequal_lengths(config: RunConfig, plan: Plan) -> None:

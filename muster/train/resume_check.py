@@ -45,6 +45,8 @@ CHANGEABLE_KEYS = (
     "train.hang_timeout_s",
     "train.restarts",
     "train.memory_limit_bytes",
+    "train.elastic",
+    "train.spares",
     "data.cache",
 )
 """Keys that may change on resuming: they affect neither the model, the sample stream nor the optimization."""

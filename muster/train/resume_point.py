@@ -46,7 +46,7 @@ def find_resume_point(run_dir: Path, train: TrainConfig) -> ResumePoint | None:
 def _in_memory_resume_point(run_dir: Path, train: TrainConfig) -> ResumePoint | None:
     """Return the last step that an in-memory checkpoint on this machine holds."""
     identity = read_identity(run_dir)
-    if not train.in_memory_checkpoint_every or identity is None:
+    if not train.keeps_state_in_memory or identity is None:
         return None
     folders = [
         InMemoryDirectory(place, run_dir, identity.id)
@@ -70,7 +70,7 @@ def _last_checkpoint(run_dir: Path) -> Path | None:
 
 def record_in_memory_identity(run_dir: Path, config: RunConfig, dataset: SampleStream, resumes: bool) -> None:
     """Record which in-memory checkpoints this attempt may resume from: those of the same run, unless it starts anew."""
-    if config.train.in_memory_checkpoint_every:
+    if config.train.keeps_state_in_memory:
         claim_run_id(run_dir, settings_digest(config, dataset), resumes)
     elif (run_dir / IDENTITY_FILE).exists():  # copies that are no longer made grow old: nobody must go on from them
         (run_dir / IDENTITY_FILE).unlink()

@@ -49,8 +49,9 @@ def _train(resolved: ResolvedConfig, options: TrainOptions) -> int:
         while prepare(resolved, chosen, options):
             from muster.launch.launcher import launch, rank_command
 
+            hang_s, spares = train_config.hang_timeout_s, train_config.spares if train_config.elastic else 0
             command = rank_command(WORKER, options.run_dir, world_size)
-            status = launch(command, world_size, options.run_dir, hang_timeout_s=train_config.hang_timeout_s)
+            status = launch(command, world_size, options.run_dir, hang_timeout_s=hang_s, num_spares=spares)
             if not restarts.wait_for_next(status):
                 return restarts.explained(status).report()
             options = replace(options, fresh=False)

@@ -14,7 +14,7 @@ from muster.checkpoint.remote_lock import hold_remote_lock
 from muster.config.attempt_files import SCRATCH_PREFIX, adopt_attempt_files
 from muster.config.routing_load_file import FILE_NAME as LOAD_FILE
 from muster.launch.rank_errors import error_path
-from muster.report.run_files import RESTARTS_FILE
+from muster.report.run_files import RECOVERIES_FILE, RESTARTS_FILE
 from muster.report.wall_time import ATTEMPTS_FILE
 from muster.spec.errors import MusterError
 from muster.train.tracking import TENSORBOARD, WANDB
@@ -103,7 +103,15 @@ def remove_previous_results(run_dir: Path, everything: bool = False) -> None:
     """
     doomed = [run_dir / name for name in ("report.html", "result.json", "timeline.json")]
     if everything:
-        records = ("metrics.jsonl", LOAD_FILE, "samples.sha256", IDENTITY_FILE, RESTARTS_FILE, ATTEMPTS_FILE)
+        records = (
+            "metrics.jsonl",
+            LOAD_FILE,
+            "samples.sha256",
+            IDENTITY_FILE,
+            RESTARTS_FILE,
+            RECOVERIES_FILE,
+            ATTEMPTS_FILE,
+        )
         doomed += [run_dir / name for name in records]
         for folder in ("checkpoints", "failed", "logs", TENSORBOARD, WANDB):
             if (run_dir / folder).exists():

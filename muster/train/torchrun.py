@@ -5,6 +5,7 @@ import socket
 from contextlib import ExitStack
 
 from muster.config.load_config import ResolvedConfig
+from muster.launch.launcher_words import LauncherWords, Membership
 from muster.launch.rank_errors import run_guarded, write_exit_file
 from muster.launch.rank_process import exit_process
 from muster.launch.shared_filesystem import require_shared_run_dir
@@ -41,7 +42,8 @@ def train_under_torchrun(resolved: ResolvedConfig, options: TrainOptions) -> int
             return int(verdict == "failed")  # rank 0 says why
         require_shared_run_dir(run_dir, rank, store)
         start_watchdog(run_dir, resolved.config.train.hang_timeout_s, store, rank, world_size)
-        code = run_guarded(run_dir, rank, lambda: run_rank(run_dir, store, rank, world_size), announce=rank == 0)
+        words = LauncherWords(Membership(0, rank, world_size))
+        code = run_guarded(run_dir, rank, lambda: run_rank(run_dir, store, words), announce=rank == 0)
         if rank == 0:
             write_exit_status(run_dir, code, world_size)
         return exit_process(code)

@@ -121,6 +121,26 @@ class InMemoryCheckpointer:
         if self.is_node_leader:
             self.directory.keep_only(step)
 
+    def save_part(
+        self, step: int, header: Callable[[], dict[str, Any]], world_size: int, write: Callable[[Path], None]
+    ) -> None:
+        """Save this rank's part of one step, without a word to the other ranks.
+
+        To be called after every step, and before this rank lets the others finish the next one. So when a rank has
+        finished a step, all have saved the one before, and older ones can go.
+        """
+        if self.is_node_leader:
+            self.directory.remove_steps(lambda other: other < step - 1)
+            head = StepHeader(attempt=self.attempt, world_size=world_size, about=header())
+            self.directory.begin_parts(step, head)
+        write(self.directory.step_dir(step))
+
+    def begin_after(self, step: int, all_gather: AllGather[Any]) -> None:
+        """Remove what parts other attempts have left of steps but `step`, from which all ranks go on; all call it."""
+        if self.is_node_leader:
+            self.directory.remove_steps(lambda other: other != step)
+        all_gather(None)
+
     @property
     def partner_address(self) -> transport.PeerAddress | None:
         """Address of the rank that receives the second copy of this rank's part; None on a single node."""

@@ -18,14 +18,20 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import PositiveInt, ValidationError
 
-from muster.checkpoint.checkpoint_dir import checkpoint_path, find_file_damage, list_checkpoints, remove_checkpoint
+from muster.checkpoint.checkpoint_dir import (
+    checkpoint_path,
+    find_file_damage,
+    list_checkpoints,
+    remove_checkpoint,
+    step_of,
+)
 from muster.checkpoint.manifest import TensorIndex
 from muster.checkpoint.rank_file import rank_index_path
 from muster.config.yaml_writer import write_atomically
@@ -118,6 +124,22 @@ class InMemoryDirectory:
         """Return the folder in which the checkpoint of a step is written."""
         return self.path / f"{checkpoint_path(self.path, step).name}.tmp"
 
+    def step_dir(self, step: int) -> Path:
+        """Return the folder in which each rank writes its part of a step by itself, and create it; any may be first."""
+        folder = checkpoint_path(self.path, step)
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def begin_parts(self, step: int, header: StepHeader) -> None:
+        """Write the header of a step of which each rank writes its part by itself."""
+        write_atomically(self.step_dir(step) / HEADER_FILE, header.model_dump_json())
+
+    def remove_steps(self, is_doomed: Callable[[int], bool]) -> None:
+        """Remove the checkpoints of some steps."""
+        for path in list_checkpoints(self.path):
+            if is_doomed(step_of(path)):
+                remove_checkpoint(path)
+
     def begin(self, step: int, header: StepHeader) -> None:
         """Create the temporary folder of a step. One rank of a node calls this and the following methods."""
         for path in self.path.glob("*.tmp"):
@@ -136,9 +158,7 @@ class InMemoryDirectory:
 
     def keep_only(self, step: int) -> None:
         """Remove the checkpoints of all other steps."""
-        for path in list_checkpoints(self.path):
-            if path != checkpoint_path(self.path, step):
-                remove_checkpoint(path)
+        self.remove_steps(lambda other: other != step)
 
     def step_headers(self) -> Iterator[tuple[Path, StepHeader]]:
         """Yield folder and header of each step that is stored here, rising."""

@@ -1,0 +1,111 @@
+"""Time from the death of a rank to the next finished step: in the same processes against a restart of all.
+
+    python benchmarks/recovery.py --plan dp4 --losses 5
+
+Kills ranks of a run of the preset `tiny`, one after the other, under `train.elastic` and under `train.restarts` with an
+in-memory checkpoint of each step, and prints seconds from the kill to the next step that is logged, as medians.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+ELASTIC = ("--train.elastic", "true")
+RESTARTS = ("--train.restarts", "3", "--train.in_memory_checkpoint_every", "1")
+PAUSE_S = 8.0
+"""Time between a recovery and the next loss, in which spares start."""
+
+
+def main() -> None:
+    """Measure both ways and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--plan", default="dp4")
+    parser.add_argument("--losses", type=int, default=5)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        elastic = measure(Path(folder) / "elastic", args.plan, args.losses, ELASTIC)
+        restarts = measure(Path(folder) / "restarts", args.plan, args.losses, RESTARTS)
+        rows = [json.loads(line) for line in (Path(folder) / "elastic" / "recoveries.jsonl").read_text().splitlines()]
+    step_s = median(elastic.steps_s)
+    print(f"{args.plan}, {args.losses} losses each; a step takes {step_s:.2f} s")
+    print(f"same processes: next step logged after {median(elastic.waits_s):.2f} s ({spread(elastic.waits_s)})")
+    joined = [row["joined_s"] for row in rows if row["joined_s"] is not None]
+    print(f"  all ranks together again after {median(joined):.2f} s ({spread(joined)})")
+    print(f"restart of all: next step logged after {median(restarts.waits_s):.2f} s ({spread(restarts.waits_s)})")
+    print(f"ratio {median(restarts.waits_s) / median(elastic.waits_s):.1f}")
+
+
+class Measured:
+    """Seconds of the losses of one run, and of its steps."""
+
+    def __init__(self) -> None:
+        self.waits_s: list[float] = []
+        self.steps_s: list[float] = []
+
+
+def measure(run: Path, plan: str, losses: int, how: tuple[str, ...]) -> Measured:
+    """Run, kill a rank at random moments, and return how long each loss took."""
+    command = [sys.executable, "-m", "muster", "train", "--preset", "tiny", "--run", str(run), "--parallel", plan]
+    command += ["--train.steps", "100000", "--eval.batches", "1", "--train.sample_tokens", "0", *how]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    found, chance = Measured(), random.Random(0)
+    try:
+        for _ in range(losses):
+            wait_for_row(process, run, after=time.time())
+            time.sleep(PAUSE_S + chance.uniform(0, 1))
+            victim = chance.choice(ranks_of(process.pid))
+            os.kill(victim, signal.SIGKILL)
+            killed = time.time()
+            time.sleep(0.1)  # rows that were under way
+            found.waits_s.append(wait_for_row(process, run, after=killed + 0.1) - killed)
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        found.steps_s = [row["time/step"] for row in rows]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+    return found
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Return the processes of a launcher that train: all but those that wait for a rank's place."""
+    found = []
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        if "--rank" in Path(f"/proc/{child}/cmdline").read_text().split("\0"):
+            found.append(int(child))
+    return found
+
+
+def wait_for_row(process: subprocess.Popen[bytes], run: Path, after: float) -> float:
+    """Wait until metrics.jsonl has grown after a time; returns when it had."""
+    path = run / "metrics.jsonl"
+    rows = count_rows(path)
+    while True:
+        if process.poll() is not None:
+            raise SystemExit(f"the run ended with {process.returncode}")
+        now = count_rows(path)
+        if now > rows and path.stat().st_mtime > after:
+            return path.stat().st_mtime
+        rows = min(now, rows)
+        time.sleep(0.005)
+
+
+def count_rows(path: Path) -> int:
+    """Return the number of complete lines of a file; 0 while there is none."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def spread(values: list[float]) -> str:
+    """Return the range of values."""
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Recovery from lost ranks within an attempt: spares take their places, and the other ranks go on in their processes.
+
+The launcher notices the end of a rank and tells the others, who leave what is under way and join it in the next
+generation. Nobody waits for a collective to time out. Where that doesn't help, the attempt ends as it would have ended
+without (`restarts.py` says what follows).
+"""
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from muster.config.yaml_writer import write_atomically
+from muster.launch.exit_status import determine_exit_status
+from muster.launch.hang_diagnosis import RankFault, RankSnapshot
+from muster.launch.heartbeat import SHORT_PHASES
+from muster.launch.launcher_words import Membership, word_of
+from muster.launch.rank_errors import error_path
+from muster.launch.supervisor import RankProcess, RankSupervisor, poll_process
+from muster.report.run_files import RECOVERIES_FILE, read_metrics
+
+MAX_RECOVERIES_IN_A_ROW = 3
+"""Recoveries without a new step between, after which the attempt ends: what ends the ranks comes again."""
+JOIN_TIMEOUT_S = 60.0
+"""Longest time from a loss until all ranks have joined the next generation, after which the attempt ends."""
+
+
+@dataclass
+class Recovery:
+    """One recovery, as it stands in the run's record."""
+
+    time: float
+    """Time of the loss, in seconds since 1970."""
+    generation: int
+    """Generation that follows."""
+    step: int
+    """Last step that all ranks had finished, as far as they had told."""
+    ranks: list[int]
+    """Lost ranks."""
+    reason: str
+    joined_s: float | None = None
+    """Seconds from the loss until all ranks had joined the next generation."""
+    recovered_s: float | None = None
+    """Seconds from the loss until the next step was finished; None: it never was."""
+
+
+class ElasticSupervisor(RankSupervisor):
+    """Supervisor of one machine's ranks that replaces lost ones by spares."""
+
+    def __init__(self, run_dir: Path, grace_s: float, hang_timeout_s: float | None, num_spares: int) -> None:
+        super().__init__(run_dir, grace_s, hang_timeout_s)
+        self._num_spares = num_spares
+        self._spares: list[RankProcess] = []
+        self._lost: list[RankProcess] = []
+        """Ranks that others have replaced."""
+        self._generation = self._in_a_row = 0
+        self._under_way: Recovery | None = None
+        self._first_steps: dict[int, int] = {}
+        """Steps that each rank had finished when it began to train in the newest generation."""
+        self._recoveries: list[Recovery] = []
+        self._earlier = read_metrics(run_dir / RECOVERIES_FILE)
+        self._hangs: dict[int, RankFault] = {}
+        """Faults of ranks that were killed because they held up the others, by process."""
+        self._is_over = False
+
+    def start(
+        self, command_for_rank: Callable[[int], list[str]], ranks: range, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Start the ranks and their spares."""
+        self._command_for_rank = command_for_rank
+        self._environment = {"LOCAL_WORLD_SIZE": str(len(ranks)), **(environment or {})}
+        super().start(command_for_rank, ranks, environment)
+        self._start_spares()
+
+    def _start_spares(self) -> None:
+        while len(self._spares) < self._num_spares:
+            self._spares.append(self._start_spare())
+
+    def _start_spare(self) -> RankProcess:
+        return self._start_process(-1, self._command_for_rank(-1), self._environment)
+
+    def _recover(self) -> None:
+        """Replace the ranks that have failed, if the others can go on; otherwise tell these that nothing follows."""
+        for spare in self._spares:
+            if spare.exit_code is None:
+                poll_process(spare)
+        self._follow()
+        failed = [rank for rank in self.ranks if rank.failed]
+        if not failed or self._is_over:
+            return
+        if (reason := self._reason_to_go_on(failed)) is None:
+            self._is_over = True
+            for rank in self.running():
+                rank.tell(word_of(None))
+        else:
+            self._replace(failed, reason)
+
+    def _reason_to_go_on(self, failed: list[RankProcess]) -> str | None:
+        """Return the reason why ranks were lost; None where the others can't go on, or would only lose more."""
+        if self.stop_requested or self.kill_requested or self.hang_fault is not None:
+            return None
+        if len(failed) + len(self.running()) < len(self.ranks) or not self.running():
+            return None  # some have ended well, or none is left
+        if self._in_a_row == MAX_RECOVERIES_IN_A_ROW:
+            return None
+        hang = next((self._hangs[rank.process.pid] for rank in failed if rank.process.pid in self._hangs), None)
+        status = determine_exit_status(self.rank_exits(failed), False, False, hang)
+        return status.reason if status.restartable else None
+
+    def _replace(self, failed: list[RankProcess], reason: str) -> None:
+        """Give the places of failed ranks to spares, and tell all ranks of the next generation."""
+        self._generation += 1
+        self._in_a_row += 1
+        steps = [status.step for rank in self.ranks if (status := rank.monitor.page.read()) is not None]
+        step = min(filter(None, steps), default=0)  # a spare that has no step yet has not told any
+        lost = [rank.rank for rank in failed]
+        self._under_way = Recovery(min(rank.last_alive for rank in failed), self._generation, step, lost, reason)
+        self._recoveries.append(self._under_way)
+        self._first_steps = {}
+        who = "a spare takes its place" if len(lost) == 1 else f"spares take the places of ranks {_join(lost)}"
+        print(f"{reason}: {who}, and the other ranks go on (generation {self._generation})", flush=True)
+        for rank in failed:
+            error_path(self.run_dir, rank.rank).unlink(missing_ok=True)
+            spare = self._take_spare()
+            spare.rank = spare.monitor.rank = rank.rank
+            self.ranks[self.ranks.index(rank)] = spare
+            self._lost.append(rank)
+        for rank in self.running():
+            rank.tell(word_of(Membership(self._generation, rank.rank, len(self.ranks))))
+        self._write_record()
+
+    def _take_spare(self) -> RankProcess:
+        """Return a spare that waits, or a new one."""
+        while self._spares:
+            spare = self._spares.pop(0)
+            if spare.exit_code is None:
+                return spare
+            self._lost.append(spare)
+        return self._start_spare()
+
+    def _follow(self) -> None:
+        """Notice when all ranks have joined the newest generation, and when they have finished a step in it."""
+        if (under_way := self._under_way) is None:
+            return
+        passed_s = time.time() - under_way.time
+        joined = {
+            rank.rank: status
+            for rank in self.ranks
+            if (status := rank.monitor.page.read()) is not None and status.generation == self._generation
+        }
+        if len(joined) < len(self.ranks):
+            if passed_s > JOIN_TIMEOUT_S and self.hang_fault is None:
+                late = next(rank.rank for rank in self.ranks if rank.rank not in joined)
+                sentence = f"did not join the other ranks within {JOIN_TIMEOUT_S:.0f} s after {under_way.reason}"
+                self.hang_fault = RankFault(late, socket.gethostname(), sentence)
+            return
+        if under_way.joined_s is None:
+            under_way.joined_s = passed_s
+        for rank, status in joined.items():
+            if status.phase in SHORT_PHASES:
+                self._first_steps.setdefault(rank, status.step)
+        # After the last step there is no other.
+        if all(
+            status.phase == "finish" or status.step > self._first_steps.get(rank, status.step)
+            for rank, status in joined.items()
+        ):
+            under_way.recovered_s = passed_s
+            self._under_way, self._in_a_row = None, 0
+            print(
+                f"generation {self._generation} has finished a step {passed_s:.1f} s after the loss"
+                f" (all ranks together after {under_way.joined_s:.1f} s)",
+                flush=True,
+            )
+            self._write_record()
+            self._start_spares()
+
+    def diagnose_if_hung(self, snapshots: list[RankSnapshot]) -> None:
+        """Diagnose a hang if there is one; the rank that the others wait for is killed, and so replaced."""
+        super().diagnose_if_hung(snapshots)
+        if self.hang_fault is None or self._in_a_row == MAX_RECOVERIES_IN_A_ROW:
+            return
+        held_up = [rank for rank in self.running() if rank.rank == self.hang_fault.rank]
+        for rank in held_up:
+            self._hangs[rank.process.pid] = self.hang_fault
+            os.killpg(rank.process.pid, signal.SIGKILL)
+        if held_up:
+            self.hang_fault = None
+
+    def _write_record(self) -> None:
+        """Write the run's recoveries, those of earlier attempts first."""
+        try:
+            rows = [*self._earlier, *map(asdict, self._recoveries)]
+            write_atomically(self.run_dir / RECOVERIES_FILE, "".join(json.dumps(row) + "\n" for row in rows))
+        except OSError as error:
+            print(f"{self.run_dir / RECOVERIES_FILE} can't be written ({error.strerror})", flush=True)
+
+    def shut_down(self) -> None:
+        """Kill the processes that still run, the spares, too, and wait until they are gone."""
+        self.ranks += self._spares  # they end with the ranks, and have no part in how the job ended
+        super().shut_down()
+        del self.ranks[len(self.ranks) - len(self._spares) :]
+        for rank in self._lost:
+            rank.close()
+
+
+def _join(ranks: list[int]) -> str:
+    return f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

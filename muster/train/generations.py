@@ -1,0 +1,100 @@
+"""Generations of a rank: it trains in one World after another, in the same process, when other ranks were lost.
+
+What connects the generations is the state after each step in the nodes' memory, from which the next one goes on, as a
+restart would. Little is carried over in the process itself (`Carried`), so that a spare, which has nothing, is as good
+as a rank that was there before.
+"""
+
+import gc
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from muster.config.run_config import RunConfig
+from muster.data.dataset import SampleStream
+from muster.launch.heartbeat import open_heartbeat
+from muster.launch.launcher_words import LauncherWords, Membership
+from muster.launch.rank_errors import says_only_that_a_rank_is_lost
+from muster.parallel.connections import Connections
+from muster.parallel.world import open_world
+from muster.spec.errors import InfeasibleError
+from muster.spec.plan import Plan
+from muster.train.config_consistency import require_same_config
+from muster.train.data import open_dataset
+from muster.train.loop import Carried, TrainingLoop
+from muster.train.memory_limit import MemoryLimit
+
+
+def train_rank(config: RunConfig, plan: Plan, run_dir: Path, store: dist.Store, words: LauncherWords) -> int:
+    """Train as one rank. Returns 0 at the end, 75 when stopped on request."""
+    if config.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+    rank = _Rank(config, plan, run_dir, store, words, open_dataset(config, run_dir))
+    while (code := rank.train_once(words.current())) is None:
+        gc.collect()  # the former generation's tensors, before there are others
+    return code
+
+
+class _Rank:
+    """A process that trains as one rank, generation by generation."""
+
+    def __init__(
+        self, config: RunConfig, plan: Plan, run_dir: Path, store: dist.Store, words: LauncherWords, data: SampleStream
+    ) -> None:
+        self._config, self._plan, self._run_dir, self._store, self._words = config, plan, run_dir, store, words
+        self._dataset = data
+        self._heartbeat = open_heartbeat()
+        self._carried = Carried()
+        self._loop: TrainingLoop | None = None
+
+    def train_once(self, place: Membership) -> int | None:
+        """Train in one generation; returns the exit code, or None where ranks were lost and another one follows."""
+        connections = Connections()
+        self._words.when_next(place.generation, connections.break_until_left)
+        try:
+            return self._train_in(place, connections)
+        except Exception as error:
+            if not self._is_followed(place.generation, error):
+                raise
+        finally:
+            connections.leave()
+        self._abandon()
+        return None
+
+    def _train_in(self, place: Membership, connections: Connections) -> int:
+        store = self._store
+        if self._config.train.elastic and isinstance(store, dist.TCPStore):
+            # A connection of its own, so that breaking it ends the waits for keys of this generation alone.
+            store = dist.TCPStore(store.host, store.port, is_master=False)
+        own = dist.PrefixStore(f"configuration-{place.generation}", store)
+        require_same_config(self._config, self._plan, self._dataset.fingerprint, own, place.rank)
+        beside = place.generation, None, self._heartbeat
+        with (
+            open_world(store, place.rank, place.world_size, self._plan, *beside) as world,
+            MemoryLimit(self._config, self._plan, world) as limit,
+        ):
+            connections.seal()
+            if self._config.train.elastic and world.device.type != "cpu":
+                raise InfeasibleError(
+                    "train.elastic needs ranks on CPUs, whose communication can be left while it is under way: take"
+                    " train.restarts, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
+                )
+            own = self._config, self._plan, world, self._dataset, self._run_dir, limit
+            self._loop = TrainingLoop(*own, self._carried)
+            return self._loop.run()
+
+    def _is_followed(self, generation: int, error: Exception) -> bool:
+        """Return whether the error only follows from the loss of another rank, after which another generation comes."""
+        if not self._config.train.elastic:
+            return False
+        if self._words.has_next(generation):
+            return True
+        return says_only_that_a_rank_is_lost(error) and self._words.next_after(generation) is not None
+
+    def _abandon(self) -> None:
+        """Leave the former generation's training, and take over its plan, whose schedule it may have refined."""
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            self._plan = loop.plan
+            loop.abandon()

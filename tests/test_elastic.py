@@ -1,0 +1,246 @@
+"""Recovery without leaving the process: a lost rank is replaced, and the run is the same as if nothing had happened."""
+
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from muster.launch import recovery
+from muster.launch.exit_status import ExitStatus
+from muster.launch.launcher import launch
+from muster.launch.launcher_words import LauncherWords, Membership, word_of
+from muster.parallel.connections import Connections
+from muster.report.run_files import read_metrics, recoveries_note
+from tests.train_runs import (
+    LIMIT_S,
+    QUICK,
+    Command,
+    assert_one_sentence,
+    assert_same_training,
+    rows_of,
+    sample_hash,
+    train,
+    whole_run,
+)
+
+RANK = '''
+"""A rank without torch: counts steps in each generation until it may end, or has to die."""
+import os, signal, sys, time
+from pathlib import Path
+from muster.launch.heartbeat import open_heartbeat
+from muster.launch.launcher_words import LauncherWords, Membership
+from muster.launch.rank_errors import run_guarded
+from muster.spec.errors import MusterError
+folder, size, place = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+words = LauncherWords(Membership(0, place, size) if place >= 0 else None)
+words.listen()
+rank = words.current().rank
+page = open_heartbeat()
+
+def body():
+    while True:
+        now = words.current()
+        if now.generation == 0 or not (folder / f"apart-{rank}").exists():
+            page.generation = now.generation
+            page.step += 1
+            page.update("data")
+        time.sleep(0.002)
+        if (folder / "end").exists():
+            return 0
+        for word in ("killed", "error", "lasting"):
+            order = folder / f"{word}-{rank}"
+            if not order.exists():
+                continue
+            order.unlink()
+            if word == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise MusterError("not again") if word == "lasting" else ValueError("once")
+        if words.next_after(now.generation, 0) is None and words._is_over:
+            raise ConnectionError("connection reset by peer")
+
+sys.exit(run_guarded(folder, rank, body))
+'''
+
+
+def run_job(folder: Path, orders: Iterator[str]) -> ExitStatus:
+    """The end of a job of three ranks and one spare, which gets an order whenever it has recovered from that before."""
+    script = folder / "rank.py"
+    script.write_text(RANK)
+
+    def give_orders() -> None:
+        for number, order in enumerate(orders):
+            for word in order.split():
+                (folder / word).touch()
+            limit = time.monotonic() + LIMIT_S
+            while sum(row["recovered_s"] is not None for row in recoveries(folder)) <= number and order != "end":
+                if time.monotonic() > limit or (folder / "exit.json").exists():
+                    return
+                time.sleep(0.01)
+
+    thread = threading.Thread(target=give_orders)
+    thread.start()
+    command = [sys.executable, str(script), str(folder), "3"]
+    status = launch(lambda rank, _: [*command, str(rank)], 3, folder, grace_s=1, num_spares=1)
+    thread.join()
+    return status
+
+
+def recoveries(folder: Path) -> list[dict]:
+    return read_metrics(folder / "recoveries.jsonl")
+
+
+def test_lost_ranks_are_replaced_while_the_others_go_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    status = run_job(tmp_path, iter(["killed-1", "error-0", "killed-0 killed-2", "end"]))
+    assert (status.code, status.reason) == (0, "finished")
+    assert [(row["generation"], row["ranks"]) for row in recoveries(tmp_path)][:2] == [(1, [1]), (2, [0])]
+    assert {rank for row in recoveries(tmp_path)[2:] for rank in row["ranks"]} == {0, 2}, "in one generation or two"
+    out, err = capfd.readouterr()
+    assert "rank 1 on " in out
+    assert "was killed by signal 9 (SIGKILL): a spare takes its place" in out
+    assert "ValueError: once" in out
+    assert "error:" not in err
+    assert "without a restart: after step " in (recoveries_note(tmp_path) or "")
+
+
+def test_what_would_come_again_ends_the_job_at_once(tmp_path: Path) -> None:
+    status = run_job(tmp_path, iter(["killed-1", "lasting-2"]))
+    assert (status.code, status.rank) == (1, 2)
+    assert status.reason.endswith(": not again")
+    assert not status.restartable
+    assert len(recoveries(tmp_path)) == 1
+
+
+def test_a_rank_that_never_joins_again_ends_the_job_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "JOIN_TIMEOUT_S", 1.0)
+    status = run_job(tmp_path, iter(["apart-0 killed-1"]))
+    assert status.rank in (0, 1), "the spare may be late, too"
+    assert "did not join the other ranks within 1 s after rank 1 on " in status.reason
+    assert status.restartable
+
+
+def test_words_of_the_launcher() -> None:
+    words, called = LauncherWords(Membership(0, 2, 4)), threading.Event()
+    assert words.current() == Membership(0, 2, 4)
+    assert words.next_after(0, 0) is None
+    words.when_next(0, called.set)
+    assert not called.is_set()
+    words.hear(word_of(Membership(1, 2, 4)))
+    assert called.wait(LIMIT_S)
+    assert words.next_after(0, LIMIT_S) == words.current() == Membership(1, 2, 4)
+    again = threading.Event()
+    words.when_next(0, again.set)
+    assert again.wait(LIMIT_S), "it is called for a word that has come before"
+    words.hear(word_of(None))
+    assert words.next_after(1, LIMIT_S) is None
+    assert words.current() == Membership(1, 2, 4)
+
+
+def test_only_connections_of_a_world_are_broken() -> None:
+    def connected() -> tuple[socket.socket, socket.socket]:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            ours = socket.create_connection(server.getsockname())
+            return ours, server.accept()[0]
+
+    before = connected()
+    connections = Connections()
+    own = connected()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        connections.seal()
+        later = connected()
+        got: list[bytes] = []
+        waiting = threading.Thread(target=lambda: got.append(own[0].recv(1)))
+        waiting.start()
+        breaking = threading.Thread(target=connections.break_until_left)
+        breaking.start()
+        waiting.join(LIMIT_S)
+        connections.leave()
+        breaking.join(LIMIT_S)
+        assert (got, own[1].recv(1)) == ([b""], b""), "both ends see it"
+        for ours, theirs in (before, later):
+            theirs.sendall(b"x")
+            assert ours.recv(1) == b"x"
+        socket.create_connection(listening.getsockname()).close()
+    for one in (*before, *own, *later):
+        one.close()
+
+
+def test_a_run_that_loses_ranks_goes_on_and_is_the_same(tmp_path_factory: pytest.TempPathFactory) -> None:
+    whole = whole_run(tmp_path_factory.getbasetemp())[0]
+    run = whole.with_name("elastic")
+    command = ["--preset", "tiny", *QUICK, "--run", run, "--train.elastic", "true"]
+    with Command(*command, "--parallel", "dp2", hold_after=[6, 12]) as job:
+        for step, rank in ((6, 1), (12, 0)):
+            job.wait_for_step(step)
+            os.kill(job.ranks()[rank], signal.SIGKILL)
+            job.go_on(step)
+        ended = job.wait()
+    assert (ended.code, ended.err) == (0, "")
+    rows = recoveries(run)
+    assert [row["ranks"] for row in rows] == [[1], [0]]
+    assert all(0 < row["joined_s"] < row["recovered_s"] for row in rows)
+    assert "recoveries without a restart: after step" in ended.out
+    page = (run / "report.html").read_text()
+    assert "2 in the same processes" in page
+    attempts = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
+    assert [one["generation"] for one in attempts] == [0, 1, 2]
+    assert all(one["lost_steps"] <= 1 for one in attempts)
+    left = [owner for owner in Path("/dev/shm").glob("muster-*/owner.json") if str(run) in owner.read_text()]
+    assert not left, "copies in memory end with the run"
+    assert_same_training(run, whole)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("plan", ["dp4", "dp4-z1", "pp2-dp2", "tp2-dp2", "pp2-dp2-z1"])
+def test_runs_under_random_kills_have_every_loss_of_an_undisturbed_one(plan: str, tmp_path: Path) -> None:
+    """One rank at a random moment of a step or a save, one more while the others recover from that, and two at once."""
+    chance = random.Random(plan)
+    common = ["--preset", "tiny", *QUICK, "--parallel", plan, "--train.steps", "16", "--train.save_every", "2"]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert train(*common, "--run", whole).code == 0
+    command = [*common, "--run", run, "--train.elastic", "true", "--train.spares", "2"]
+    with Command(*command) as job:
+        for step in (3, 8):
+            job.wait_for_step(step)
+            time.sleep(chance.uniform(0, 1))
+            victims = chance.sample(sorted(processes(job)), 2)
+            os.kill(victims[0], signal.SIGKILL)
+            done = len(recoveries(run))
+            while step == 3 and len(recoveries(run)) == done:
+                job.be_patient("no recovery")
+            time.sleep(chance.uniform(0, 1) if step == 3 else 0)
+            os.kill(victims[1], signal.SIGKILL)
+        ended = job.wait()
+    assert (ended.code, ended.err) == (0, ""), ended.out
+    lost = [rank for row in recoveries(run) for rank in row["ranks"]]
+    assert len(lost) == 4, ended.out
+    own = [(row["step"], row["train/loss"], row["train/grad_norm"]) for row in rows_of(run)]
+    assert own == [(row["step"], row["train/loss"], row["train/grad_norm"]) for row in rows_of(whole)]
+    assert sample_hash(run) == sample_hash(whole)
+
+
+def processes(job: Command) -> set[int]:
+    """The ranks' first processes that still run; spares may wait."""
+    return set(job.ranks().values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--parallel", "dp1"], "a single rank leaves none that could go on"),
+        (["--parallel", "isl2-dp2"], "islands are steps apart"),
+        (["--train.in_memory_checkpoint_every", "2"], "leave in_memory_checkpoint_every out"),
+    ],
+)
+def test_what_elastic_does_not_go_with(arguments: list[str], words: str, tmp_path: Path) -> None:
+    ended = train("--preset", "tiny", "--train.elastic", "true", "--run", tmp_path / "run", *arguments)
+    assert_one_sentence(ended, 2, words)
