@@ -1,4 +1,4 @@
-"""What a launcher tells a rank while it runs: its place in the next generation of ranks, once one was lost.
+"""Words of a launcher to a rank that runs: its place in the next generation of ranks, once one was lost.
 
 The launcher holds the other end of each rank's standard input. A line there is a word; its end means that the launcher
 is gone. Free of torch.

@@ -51,7 +51,7 @@ from muster.train.validation_loss import ALL_DATA, validation_losses, validation
 
 @dataclass
 class Carried:
-    """What a rank carries from one generation of ranks to the next."""
+    """State that a rank carries from one generation of ranks to the next, beside its copies in memory."""
 
     stop_requested: bool = False
     started_at: float = 0.0
