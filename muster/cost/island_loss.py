@@ -1,4 +1,4 @@
-"""What islands cost in loss, by published trainings: the relative increase of the loss, and the tokens that make up for
+"""Cost of islands in loss, by published trainings: the relative increase of the loss, and the tokens that make up for
 it."""
 
 from math import inf, log, log2

@@ -1,4 +1,4 @@
-"""What islands exchange of their parameter changes: all of it, or factors of low rank, and what that lost before."""
+"""Exchange of parameter changes between islands: whole or as factors of low rank, with what that lost before."""
 
 from collections.abc import Mapping
 
@@ -27,7 +27,7 @@ class ChangeExchange:
         self.errors: dict[str, Tensor] = (
             {name: torch.zeros_like(x) for name, x in parameters.items()} if config.error_feedback else {}
         )
-        """What the exchanges before lost of this island's changes, by parameter."""
+        """Losses of the exchanges before in this island's changes, by parameter."""
 
     @property
     def state_bytes(self) -> int:

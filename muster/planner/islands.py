@@ -75,7 +75,7 @@ class IslandComparison:
     tokens_factor: float
     """Tokens until the same loss, relative to training without islands."""
     notes: tuple[str, ...]
-    """What was assumed of the loss."""
+    """Assumptions about the loss."""
 
     @property
     def outer(self) -> OuterConfig:

@@ -28,7 +28,7 @@ _SECONDS = struct.Struct("!d")
 
 
 class LinkRate(NamedTuple):
-    """What a link from one node to another can do."""
+    """Rates of a link from one node to another."""
 
     bytes_per_s: float
     latency_s: float

@@ -29,9 +29,7 @@ def place_weight_grads(
     depth = problem.depth
     num_passes = problem.num_stages * count
     capacity = problem.capacity
-    come_s = [inf] * (2 * num_passes)
-    for stage in problem.first_stages:
-        come_s[stage * count : (stage + 1) * count] = [0.0] * count
+    come_s = _first_arrivals_s(problem)
     todo = [order[::-1] for order in orders]
     weights: list[list[int]] = [[] for _ in orders]
     """Per rank, the W that have become possible; the first `begun[rank]` of them have begun."""
@@ -99,6 +97,15 @@ def place_weight_grads(
         if to >= 0 and to != rank and free_s[to] <= arrival_s:
             heappush(events, (arrival_s, to))
     return TimedPasses(max(free_s), passes) if len(passes) == problem.num_passes else None
+
+
+def _first_arrivals_s(problem: SearchProblem) -> list[float]:
+    """Return when the input of each F and I arrives, by code: at once on the first stage of a replica, else unknown."""
+    count = problem.num_micro_batches
+    come_s = [inf] * (2 * problem.num_stages * count)
+    for stage in problem.first_stages:
+        come_s[stage * count : (stage + 1) * count] = [0.0] * count
+    return come_s
 
 
 def _overtaking_place(waiting: list[int], num_passes: int, come_s: list[float], now_s: float) -> int:
