@@ -23,8 +23,8 @@ _LOSSES_EVERY: dict[int, tuple[tuple[float, float], ...]] = {
     2: ((3.53, 3.56), (3.21, 3.22), (2.98, 3.00), (2.81, 2.83), (2.67, 2.69), (2.48, 2.50)),
     4: ((3.60, 3.64), (3.25, 3.29), (3.02, 3.05), (2.84, 2.87), (2.70, 2.73), (2.50, 2.53)),
 }
-"""By islands, evaluation losses of Streaming DiLoCo with exchanges every 30 and every 100 steps, of models of 35 M to
-1 B parameters, which don't differ in it (arXiv:2501.18512 table 6)."""
+"""Evaluation losses of Streaming DiLoCo by number of islands, with exchanges every 30 and every 100 steps, of models
+of 35 M to 1 B parameters, which don't differ in it (arXiv:2501.18512 table 6)."""
 
 TABLE_EVERY = 30
 """Steps of a round in `_LOSSES`."""

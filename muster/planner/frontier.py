@@ -21,7 +21,7 @@ from time import perf_counter
 from typing import TypeVar
 
 from muster.planner.evaluated_plan import EvaluatedPlan, FoundPlan
-from muster.planner.memory.budget import PendingFit
+from muster.planner.memory.fitter import PendingFit
 from muster.planner.notable_plans import Trait, plan_traits
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.search_budget import (

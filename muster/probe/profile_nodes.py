@@ -29,7 +29,7 @@ Table = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True)
 class LinkProfileRequest:
-    """How the links are measured."""
+    """Settings of the measurement of links."""
 
     cluster: ClusterSpec | None
     """Cluster whose nodes these are, in this order; None: as the nodes' operating systems report themselves."""

@@ -38,6 +38,10 @@ class Schedule:
         """Number of stages of all replicas."""
         return len(self.placement)
 
+    def stages_on(self, rank: int) -> list[int]:
+        """Return the stages of a rank."""
+        return [stage for stage, holder in enumerate(self.placement) if holder == rank]
+
     @property
     def chunks(self) -> int:
         """Stages per rank over all replicas, where all ranks have the same number."""

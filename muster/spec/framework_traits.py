@@ -25,7 +25,7 @@ class FrameworkTraits(Frozen):
     attention: AttentionKernel | None = None
     """Attention kernel; None: the fastest that the device has a rate for."""
     fp8_attention: bool = False
-    """Where matmuls are in fp8, those of attention are, too."""
+    """Matmuls of attention are in fp8, too, where others are."""
     fused_soft_cap: bool = True
     """The attention kernel caps scores itself, in models that cap them; otherwise pieces of the scores are in memory,
     and each operation on them is a pass."""

@@ -22,6 +22,7 @@ from muster.cost.memory.kernel_workspace import KernelWorkspace
 from muster.cost.memory.linear_attention import recurrence_workspace
 from muster.cost.memory.native_storage import NativeStorage
 from muster.cost.memory.param_shards import NO_PARAMS, ParamShard
+from muster.cost.memory.piecewise_attention import piece_workspace
 from muster.cost.memory.stage_memory import PeakCandidate
 from muster.cost.memory.terms import MemoryTerms
 
@@ -429,7 +430,7 @@ class BackwardPeaks:
             exchanged += sizes.attention.queries * self.compute_size
             if (mla := sizes.local_model.mla) is not None:  # beside that of its values without padding
                 exchanged += sizes.tokens * sizes.local_model.num_heads * mla.v_head_dim * self.compute_size
-        return exchanged + (self._piece_workspace(backward) if is_piecewise else 0)
+        return exchanged + (piece_workspace(sizes, self.kernel_workspace, *elements, backward) if is_piecewise else 0)
 
     def _sliced_attention_workspace(self, backward: bool) -> int:
         """Return the temporary bytes of a slice's attention: the output, or the gradient of the queries, summed in the
@@ -440,20 +441,6 @@ class BackwardPeaks:
         earlier = self.sizes.earlier_positions * self.sizes.tokens // self.sizes.seq_len
         keys = shape.keys_and_values * (earlier + self.sizes.tokens) // self.sizes.tokens
         return summed + keys * self.compute_size * backward
-
-    def _piece_workspace(self, backward: bool) -> int:
-        """Return the temporary bytes of piecewise attention: of a piece of the scores, the capped ones and their
-        copies in the compute dtype; in the backward also their softmax and its gradient, and the gradients of keys and
-        values in the master dtype. Dropout has a mask, and beside it some of the numbers that it follows from."""
-        own, sizes = self.sizes.local_model, self.sizes
-        scores = min(self.kernel_workspace.attention_chunk_scores, sizes.tokens * own.num_heads * sizes.seq_len)
-        converted = self.compute_size * (self.compute_size != self.master_size)
-        numbers = min(self.kernel_workspace.dropout_chunk_numbers, scores // 4)
-        mask = (scores + 16 * numbers) * bool(own.attention_dropout)
-        if not backward:
-            return scores * (self.master_size + converted) + mask
-        width = own.num_heads * self.compute_size + 2 * own.num_kv_heads * (self.master_size + converted)
-        return scores * (3 * self.master_size + converted) + mask + sizes.tokens * own.head_dim * width
 
     @property
     def _norm_workspace(self) -> int:

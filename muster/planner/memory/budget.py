@@ -3,7 +3,7 @@ them fit."""
 
 from collections.abc import Hashable
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import islice, product
 from math import inf
@@ -28,7 +28,16 @@ from muster.cost.sequence_slices import offloaded_bytes_of_slices
 from muster.cost.time.plan_times import host_copy_s
 from muster.planner.bounds.pass_times import PassTimes
 from muster.planner.memory.deferred_weight_grads import deferred_micro_batches, min_fullest_rank_bytes
-from muster.planner.memory.fitter import RECOMPUTE_MODES, HostLink, LayerPolicy, MemoryFitter, stage_layers, with_policy
+from muster.planner.memory.fitter import (
+    RECOMPUTE_MODES,
+    HostLink,
+    LayerPolicy,
+    MemoryFitter,
+    PendingFit,
+    corrected_excess,
+    stage_layers,
+    with_policy,
+)
 from muster.planner.memory.hopeless import hopeless_bytes
 from muster.planner.memory.host_tiers import offloaded_states, tier_excess_bytes
 from muster.planner.plan_costs import PlanCosts
@@ -55,20 +64,6 @@ its limit, it has to free that much more."""
 
 _LAYERS_ON_DEVICE = 2
 """Layers of a pass whose activations are on the device where they leave layer by layer."""
-
-
-@dataclass(frozen=True, slots=True)
-class PendingFit:
-    """A plan that doesn't fit, with what is needed to make it fit."""
-
-    fitters: list[MemoryFitter]
-    """Fitters by what blocks do: compiled, and eager where elementwise recompute stands against compile."""
-    may_offload: bool
-    """True if it may offload as well as recompute."""
-    excess_bytes: list[float]
-    """Bytes beyond the limit, by pipeline rank."""
-    added_s: list[float]
-    """Least seconds that fitting adds for each micro-batch, by pipeline rank."""
 
 
 class MemoryBudget:
@@ -279,7 +274,7 @@ class MemoryBudget:
         fit, excess = self.start_fit(plan, nearest_bytes)
         return self.finish_fit(fit) if isinstance(fit, PendingFit) else fit, excess
 
-    def start_fit(self, plan: Plan, nearest_bytes: float = -inf) -> tuple["list[Plan] | PendingFit", float]:
+    def start_fit(self, plan: Plan, nearest_bytes: float = -inf) -> tuple[list[Plan] | PendingFit, float]:
         """Return what `fit` does, or where that takes longer, a `PendingFit` for `finish_fit`."""
         key = plan, self.head_room, self.request.simpler_than
         if key in self._misses:
@@ -314,7 +309,7 @@ class MemoryBudget:
             return inf
         return peak_bytes_by_pp_rank(*own, orders, cache, request.framework, request.optim)[0][1]
 
-    def _start_fit(self, plan: Plan) -> tuple["list[Plan] | PendingFit", float]:
+    def _start_fit(self, plan: Plan) -> tuple[list[Plan] | PendingFit, float]:
         try:
             excess = self.excess_bytes(plan)
         except InfeasibleError:  # nothing that it offloads is saved for long enough
@@ -376,7 +371,7 @@ class MemoryBudget:
         """Return the times of a plan's passes if its blocks aren't compiled."""
         return self.costs.pass_times(plan.model_copy(update={"compile": False}))
 
-    def finish_fit(self, pending: "PendingFit") -> list[Plan]:
+    def finish_fit(self, pending: PendingFit) -> list[Plan]:
         """Return the plan with the cheapest recompute by layer that makes it fit, and with the cheapest recompute and
         offload. Where simple plans are wanted, those with one policy for all layers are tried too."""
         simpler_than = self.request.simpler_than
@@ -385,7 +380,7 @@ class MemoryBudget:
         found = [plan for fitter in pending.fitters for plan in self._fits_by_layer(fitter, pending)]
         return self._with_uniform_fits(pending.fitters, found or self._smallest(pending.fitters))
 
-    def _fits_by_layer(self, fitter: MemoryFitter, pending: "PendingFit") -> list[Plan]:
+    def _fits_by_layer(self, fitter: MemoryFitter, pending: PendingFit) -> list[Plan]:
         """Return a fitter's plan with the cheapest recompute, and the one with the cheapest recompute and offload."""
         found: list[Plan] = []
         policies = list(fitter.policies)
@@ -467,7 +462,7 @@ class MemoryBudget:
             left = self.excess_bytes(changed)
             if max(left) <= 0:
                 return (changed, excess) if self.host_excess_bytes(changed) <= 0 else None
-            excess = _corrected_excess(excess, left, fitter.freed_bytes)
+            excess = corrected_excess(excess, left, fitter.freed_bytes)
         return None
 
     def with_less_offload(self, plan: Plan) -> Plan:
@@ -496,7 +491,7 @@ class MemoryBudget:
             left = self.excess_bytes(changed)
             if max(left) <= 0 and self.host_excess_bytes(changed) <= 0:
                 return changed
-            excess = _corrected_excess(excess, left, fitter.freed_bytes)
+            excess = corrected_excess(excess, left, fitter.freed_bytes)
         return plan
 
     def _host_shares_bytes(self, plan: Plan) -> list[float]:
@@ -572,7 +567,7 @@ class MemoryBudget:
             if key not in self._messages:
                 self._messages[key] = schedule_message_counts(schedule)
             for rank in range(plan.pp):
-                offloading = offloads.intersection(_stages_of(schedule, rank))
+                offloading = offloads.intersection(schedule.stages_on(rank))
                 rank_key = (*key, *ends, rank, offloading)
                 if rank_key not in self._rank_orders:
                     self._rank_orders[rank_key] = schedule_allocation_order(
@@ -597,16 +592,7 @@ class MemoryBudget:
         key = self._schedule_key(plan)
         if key not in self._overlapped_passes:
             schedule = self._schedule(plan)
-            stages = [_stages_of(schedule, rank) for rank in range(plan.pp)]
+            stages = [schedule.stages_on(rank) for rank in range(plan.pp)]
             count = count_passes_with_layers if plan.offloads_by_layer else count_copy_overlaps
             self._overlapped_passes[key] = tuple(map(count, schedule.ranks, stages))
         return self._overlapped_passes[key]
-
-
-def _stages_of(schedule: Schedule, rank: int) -> list[int]:
-    return [stage for stage, holder in enumerate(schedule.placement) if holder == rank]
-
-
-def _corrected_excess(excess: list[float], left: list[float], freed: list[float]) -> list[float]:
-    """Return the bytes that ranks must free, where some still exceed their limit by `left` after freeing that much."""
-    return [max(old + more, done + 1) if more > 0 else old for old, more, done in zip(excess, left, freed, strict=True)]

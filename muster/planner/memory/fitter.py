@@ -538,3 +538,22 @@ def _saved_bytes(
             by_kind[kind] = {mode: (saved[mode] - saved["full"] + least) / num_layers for mode in plans}
         found.append(by_kind[kind])
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class PendingFit:
+    """A plan that doesn't fit, with what is needed to make it fit."""
+
+    fitters: list[MemoryFitter]
+    """Fitters by what blocks do: compiled, and eager where elementwise recompute stands against compile."""
+    may_offload: bool
+    """True if it may offload as well as recompute."""
+    excess_bytes: list[float]
+    """Bytes beyond the limit, by pipeline rank."""
+    added_s: list[float]
+    """Least seconds that fitting adds for each micro-batch, by pipeline rank."""
+
+
+def corrected_excess(excess: list[float], left: list[float], freed: list[float]) -> list[float]:
+    """Return the bytes that ranks must free, where some still exceed their limit by `left` after freeing that much."""
+    return [max(old + more, done + 1) if more > 0 else old for old, more, done in zip(excess, left, freed, strict=True)]
