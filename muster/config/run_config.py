@@ -178,6 +178,9 @@ class TrainConfig(Frozen):
     the state after the step before, of which each rank keeps a copy in its node's memory. On one node's CPUs."""
     spares: PositiveInt = 1
     """Processes that wait to take the place of lost ranks, under `train.elastic`."""
+    rebalance_experts_every: NonNegativeInt = 0
+    """Steps after which experts move to other ranks of `ep`, with their optimizer state, where their load of these
+    steps makes that pay before the next time; 0: they stay."""
     delayed_update: bool = False
     """Update the parameters whose optimizer state is off the device beside the passes of the next step, which are
     computed with the parameters before the update (arXiv:2101.06840 §5.2)."""

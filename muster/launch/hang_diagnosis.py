@@ -41,6 +41,7 @@ _KIND_DESCRIPTIONS = {
     Kind.READ_F: "the read of parameters from disk",
     Kind.READ_B: "the write of gradients to disk",
     Kind.STEP: "the optimizer step",
+    Kind.MOVE_EXPERTS: "the exchange of experts",
     Kind.OUTER_REDUCE: "the exchange with other islands",
     Kind.OUTER_WAIT: "the exchange with other islands",
     Kind.OUTER_STEP: "the outer optimizer step",

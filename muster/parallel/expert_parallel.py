@@ -42,6 +42,15 @@ def apply_expert_parallel(
                     setattr(linear, name, nn.Parameter(stacked.new_empty(shape), stacked.requires_grad))
 
 
+def place_experts(module: nn.Module, order_of: Callable[[str], Sequence[int]]) -> None:
+    """Let the tokens of a stage that is in use go to experts in other places."""
+    for layer, part in module.named_modules():
+        if isinstance(part, MoeMlp):
+            dispatch = part.dispatch.unplaced if isinstance(part.dispatch, _PlacedDispatch) else part.dispatch
+            order = order_of(layer)
+            part.dispatch = to_places(dispatch, order) if order else dispatch  # type: ignore[method-assign]
+
+
 def to_places(dispatch: Dispatch, order: Sequence[int]) -> Dispatch:
     """Return the dispatcher for experts that lie in another order: it is given places in their stead."""
     return _PlacedDispatch(dispatch, order)
@@ -49,17 +58,17 @@ def to_places(dispatch: Dispatch, order: Sequence[int]) -> Dispatch:
 
 class _PlacedDispatch:
     def __init__(self, dispatch: Dispatch, order: Sequence[int]) -> None:
-        self._dispatch = dispatch
+        self.unplaced = dispatch
         # Dropped pairs, with the number behind the last expert, keep it.
         self._place_of = [*sorted(range(len(order)), key=order.__getitem__), len(order)]
         self._by_device: dict[torch.device, Tensor] = {}
 
     def __call__(self, experts: ComputeRows, x_BSD: Tensor, routing: Routing) -> Tensor:
-        return self._dispatch(experts, x_BSD, self._in_places(routing))
+        return self.unplaced(experts, x_BSD, self._in_places(routing))
 
     def start(self, experts: ComputeRows, x_BSD: Tensor, routing: Routing) -> StartedDispatch:
         """Let tokens set out."""
-        return start_dispatch(self._dispatch, experts, x_BSD, self._in_places(routing))
+        return start_dispatch(self.unplaced, experts, x_BSD, self._in_places(routing))
 
     def _in_places(self, routing: Routing) -> Routing:
         device = routing.expert.device

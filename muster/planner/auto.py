@@ -244,6 +244,8 @@ def _require_parts_run(config: RunConfig) -> None:
         _require_host_updates(config)
     if train.delayed_update:
         _require_delayed_updates(plan, tiers)
+    if train.rebalance_experts_every:
+        _require_moving_experts(config)
     if train.training_step is not None and plan.post_validation:
         raise InfeasibleError(
             f"train.training_step {train.training_step} sees the gradient norm of all ranks, which post_validation"
@@ -275,6 +277,25 @@ def _require_delayed_updates(plan: Plan, tiers: Collection[str]) -> None:
             "train.delayed_update reads and writes optimizer state on disk beside the passes, whose activations have"
             " the disk then: leave train.delayed_update or oactd out, or keep the state in host memory (oopth)"
         )
+
+
+def _require_moving_experts(config: RunConfig) -> None:
+    """Raise ConfigError for a model without experts, InfeasibleError where experts can't move between steps."""
+    plan, key = config.parallel, "train.rebalance_experts_every"
+    if config.model.moe is None:
+        raise ConfigError(f"{key} moves experts between ranks, but the model has none: leave it out")
+    beside = (
+        (plan.islands > 1, "islands, each of which has a load of its own", "islN"),
+        (plan.offloads_params, "parameters off the device", "oparam"),
+        (config.train.elastic, "train.elastic, which redoes a step from the state before it", "it"),
+        (is_zeroth_order(config.optim), f"optim.name {config.optim.name}, which counts no choices of experts", "it"),
+        (plan.dynamic_context_parallel, "groups of ranks of their own in each step", "cpdyn"),
+        (config.train.training_step is not None, "a plugin's training step", "train.training_step"),
+        (config.train.delayed_update, "train.delayed_update, whose gradients wait for experts in their places", "it"),
+    )
+    for is_there, what, word in beside:
+        if is_there:
+            raise InfeasibleError(f"{key} can't be run with {what}: leave {word} or {key} out")
 
 
 def _require_host_updates(config: RunConfig) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from muster.report.html import Html, element
+from muster.spec.formatting import format_bytes
 
 PREFIX = "experts/max_over_mean/"
 """Beginning of the metrics that say how uneven the load of a layer is; the layer's number follows."""
@@ -33,6 +34,28 @@ def draw_expert_load(metrics: Sequence[Mapping[str, Any]]) -> Html | None:
             element("td", f"{last.get(f'experts/dropped/{layer}', 0.0):.1%}"),
         )
         for layer in layers_with_load(last)
+    ]
+    return element("table", element("thead", head), element("tbody", *body))
+
+
+def draw_expert_moves(metrics: Sequence[Mapping[str, Any]]) -> Html | None:
+    """Return the table of the steps after which experts moved to other ranks; None where none did."""
+    rows = [row for row in metrics if row.get("experts/moved")]
+    if not rows:
+        return None
+    columns = ("step", "experts moved", "sent", "time", "max/mean of ranks", "the same, moved")
+    head = element("tr", *(element("th", word, scope="col") for word in columns))
+    body = [
+        element(
+            "tr",
+            element("th", str(row["step"]), scope="row"),
+            element("td", str(row["experts/moved"])),
+            element("td", format_bytes(row["experts/moved_bytes"])),
+            element("td", f"{row['experts/moved_s']:.2f} s"),
+            element("td", f"{row['experts/ranks_max_over_mean']:.2f}"),
+            element("td", f"{row['experts/ranks_max_over_mean_moved']:.2f}"),
+        )
+        for row in rows
     ]
     return element("table", element("thead", head), element("tbody", *body))
 

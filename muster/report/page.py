@@ -7,7 +7,7 @@ from statistics import median
 
 from muster.report.charts import Chart, Series, draw_chart, draw_legend
 from muster.report.curves import Point, finite_values, metric_points, smooth
-from muster.report.expert_load import draw_expert_load
+from muster.report.expert_load import draw_expert_load, draw_expert_moves
 from muster.report.gantt import draw_timelines
 from muster.report.html import Html, element, join
 from muster.report.islands import draw_meetings
@@ -54,6 +54,7 @@ def render_report(data: ReportData, refresh_s: int | None = None) -> str:
         section("Training", _charts(data)),
         section("Meetings of islands", met) if (met := draw_meetings(data.meetings)) else "",
         section("Load of experts", load) if (load := draw_expert_load(data.metrics)) else "",
+        section("Moves of experts", moves) if (moves := draw_expert_moves(data.metrics)) else "",
         _timelines(data),
         section("Prediction against measurement", _comparison(data.comparison)) if data.comparison else "",
         section("A sample", _sample(data)) if data.sample_prompt or data.sample_text else "",

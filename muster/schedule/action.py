@@ -65,6 +65,7 @@ class Kind(StrEnum):
     RELOAD_PARAM = "RELOAD_PARAM"
     WRITE_STATE = "WRITE_STATE"
     STEP = "STEP"
+    MOVE_EXPERTS = "MOVE_EXPERTS"
     OUTER_REDUCE = "OUTER_REDUCE"
     OUTER_WAIT = "OUTER_WAIT"
     OUTER_STEP = "OUTER_STEP"
@@ -178,6 +179,9 @@ KINDS: dict[Kind, KindTraits] = {
     Kind.READ_STATE: KindTraits("disk", "read a part's optimizer state from disk", makes="v"),
     Kind.WRITE_STATE: KindTraits("disk", "write a part's optimizer state to disk", reads="v", frees="v"),
     Kind.STEP: KindTraits("compute", "optimizer step"),
+    Kind.MOVE_EXPERTS: KindTraits(
+        "collective", "exchange of experts and their optimizer state between ranks, where their load asks for it"
+    ),
     Kind.OUTER_REDUCE: KindTraits("outer", "start of the exchange of a fragment's parameter changes between islands"),
     Kind.OUTER_WAIT: KindTraits("outer", "wait for the end of that exchange"),
     Kind.OUTER_STEP: KindTraits("compute", "outer optimizer step of a fragment"),

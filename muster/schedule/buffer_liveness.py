@@ -54,7 +54,7 @@ _GRADIENT_ORDER = {
     Kind.ALL_REDUCE_TIED: 4,
 }
 _GRADIENT_ORDER |= {Kind.GRAD_NORM: 5, Kind.GRAD_NORM_ASYNC: 5, Kind.CLIP: 6, Kind.STEP: 8}
-_GRADIENT_ORDER |= dict.fromkeys(OUTER_KINDS, 9)
+_GRADIENT_ORDER |= dict.fromkeys((Kind.MOVE_EXPERTS, *OUTER_KINDS), 9)
 _GRADIENT_ORDER |= dict.fromkeys((Kind.OFFLOAD_GRAD, Kind.UPDATE, Kind.RELOAD_PARAM, Kind.WRITE_STATE), 7)
 """Order of instructions on gradients: each kind needs all the earlier ones to be over."""
 

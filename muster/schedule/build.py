@@ -64,11 +64,12 @@ def build_program(
     outer: OuterEvents = NO_EXCHANGE,
     delayed_update: bool = False,
     optim: OptimConfig | None = None,
+    moves_experts: bool = False,
 ) -> Program:
     """Return the Program of one step of an optimizer (None: AdamW); without `train`, that of the forwards alone over as
     many micro-batches, of which the step of a zeroth-order optimizer has no more.
     `outer`: exchanges between islands after the step. `delayed_update`: of a step in which the host updates parameters
-    with the gradients of the step before.
+    with the gradients of the step before. `moves_experts`: of a step after which experts may move to other ranks.
 
     Under unequal `uneven_micro_batches` each data-parallel rank has a Program of its own length: `data_rank` selects
     it, None the longest. All of them have the same collectives in the same order.
@@ -107,6 +108,7 @@ def build_program(
         delayed_update=delayed_update,
         param_tiers=plan.param_tiers(model.num_layers) if train else (),
         outer=outer,
+        moves_experts=moves_experts,
         train=train,
         has_backward=has_backward,
     )

@@ -45,6 +45,8 @@ class LoweringOptions:
     """Places, by stage, of the parameters of each of these parts; empty: all are on the device."""
     outer: OuterEvents = NO_EXCHANGE
     """Exchanges with other islands after the step."""
+    moves_experts: bool = False
+    """True if experts may move to other ranks after the step."""
     train: bool = True
     """False for evaluation: no optimizer steps."""
     has_backward: bool = True
@@ -137,6 +139,8 @@ def lower(schedule: Schedule, options: LoweringOptions) -> Program:
                 add_gradient_exchanges(draft, options)
             add_step(draft, options)
             add_outer_steps(draft, options.outer)
+            for rank in range(len(draft.ranks) if options.moves_experts else 0):
+                draft.add(rank, Action(Kind.MOVE_EXPERTS), draft.wait_all_passes(rank))  # STEP is the last of them
         return draft.finish()
 
 

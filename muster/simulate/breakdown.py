@@ -52,7 +52,7 @@ _KINDS_BY_PART = {
     "send": (P2P, Kind.EMB_REDUCE, Kind.HIDDEN_BCAST, Kind.LOGIT_STATS, Kind.EMB_GRAD_BCAST, *COPIES),
     "gather": (
         *(Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP, Kind.ALL_REDUCE_REPLICAS, Kind.ALL_REDUCE_TIED),
-        Kind.OUTER_WAIT,
+        *(Kind.OUTER_WAIT, Kind.MOVE_EXPERTS),
     ),
     "optimizer": (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.CLIP, Kind.UPDATE, Kind.DELAYED_UPDATE, Kind.LATE_UPDATE)
     + (Kind.STEP, Kind.OUTER_STEP),

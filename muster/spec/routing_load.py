@@ -1,7 +1,7 @@
 """Share of the tokens' choices that each expert gets: measured, or by Zipf's law."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -113,13 +113,41 @@ def balanced_order(shares: Sequence[float], ep: int) -> tuple[int, ...]:
         rank = min((rank for rank in range(ep) if len(ranks[rank]) < each), key=loads.__getitem__)
         ranks[rank].append(expert)
         loads[rank] += shares[expert]
+    for _ in _exchanges(shares, ranks, loads):
+        pass
+    return tuple(expert for own in ranks for expert in sorted(own))
+
+
+def rebalanced_order(
+    loads_E: Sequence[float], ep: int, order: Sequence[int] = (), exchange_cost: float = 0.0
+) -> tuple[int, ...]:
+    """Return the experts by place after those exchanges of two experts between `ep` ranks that save most, from `order`
+    on: each costs as much as so much load of the fullest rank. Those that pay back nothing are left out.
+    """
+    order = tuple(order or range(len(loads_E)))
+    each = len(order) // ep
+    ranks = [list(order[rank * each : (rank + 1) * each]) for rank in range(ep)]
+    loads = rank_shares(loads_E, ep, order)
+    found, least, mean = order, max(loads), sum(loads) / ep
+    exchanges = _exchanges(loads_E, ranks, loads)
+    cost = exchange_cost
+    while mean + cost < least and next(exchanges, False):
+        if max(loads) + cost < least:
+            found, least = tuple(expert for own in ranks for expert in own), max(loads) + cost
+        cost += exchange_cost
+    return found
+
+
+def _exchanges(shares: Sequence[float], ranks: Sequence[list[int]], loads: list[float]) -> Iterator[bool]:
+    """Let experts of the fullest rank change places with those of others while that lowers the larger load of the two;
+    yields True after each exchange."""
     while (swap := _best_swap(shares, ranks, loads)) is not None:
         fullest, mine, other, its = swap
         moved = shares[ranks[fullest][mine]] - shares[ranks[other][its]]
         ranks[fullest][mine], ranks[other][its] = ranks[other][its], ranks[fullest][mine]
         loads[fullest] -= moved
         loads[other] += moved
-    return tuple(expert for own in ranks for expert in sorted(own))
+        yield True
 
 
 def _best_swap(

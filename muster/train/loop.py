@@ -257,6 +257,8 @@ class TrainingLoop:
             self.expert_load.add(result)
         if self.is_main and result.skip_reason:
             display.print_line(f"step {result.step} was skipped: {result.skip_reason} ({self._describe_samples(1)})")
+        if self.is_main and result.expert_moves is not None and result.expert_moves.num_experts:
+            display.print_line(f"step {result.step}: {result.expert_moves}")
         train = self.config.train
         losses = (
             validation_losses(self.trainer, self.config.eval.batches) if self._is_validation_step(result.step) else {}
@@ -271,7 +273,7 @@ class TrainingLoop:
             if losses:
                 self.callbacks.call("on_eval", result.step, validation_metrics(losses))
         logged = result.step % train.log_every == 0 or result.step == train.num_steps
-        if self.is_main and (logged or result.skip_reason or losses):
+        if self.is_main and (logged or result.skip_reason or losses or result.expert_moves):
             measured = self.device_metrics.mfu(result), self.device_metrics.memory()
             row = metrics_row(result, self.tokens_seen, self._epoch_after(result.step), *measured)
             row |= validation_metrics(losses) | (self.validation.metrics() if losses else {})
@@ -339,7 +341,7 @@ class TrainingLoop:
         if self.validation.is_used:
             counters["validation"] = self.validation.state()
         return {
-            "plan": self.plan.model_dump(mode="json"),
+            "plan": self.trainer.plan.model_dump(mode="json"),
             "model": self.config.model.model_dump(mode="json"),
             "run": self.config.model_dump(mode="json"),
             "counters": counters,
@@ -390,6 +392,7 @@ class TrainingLoop:
 
     def _stored_shards(self, manifest: Manifest) -> list[LocalShard]:
         """Return this rank's shards that a checkpoint has to hold."""
+        self.trainer.take_expert_placement(manifest)
         self.trainer.updater.prepare_to_load(manifest)
         return find_new_state(manifest, self.config).stored(self.trainer.shards_to_load(manifest.step))
 

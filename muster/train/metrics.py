@@ -50,6 +50,12 @@ def metrics_row(
         row[f"experts/entropy/{load.layer}"] = load.entropy
         if load.dropped:
             row[f"experts/dropped/{load.layer}"] = load.dropped
+    if (moves := result.expert_moves) is not None:
+        row["experts/moved"] = moves.num_experts
+        row["experts/moved_bytes"] = moves.num_bytes
+        row["experts/moved_s"] = moves.time_s
+        row["experts/ranks_max_over_mean"] = moves.max_over_mean_before
+        row["experts/ranks_max_over_mean_moved"] = moves.max_over_mean_after
     if result.skip_reason:
         row["skipped"] = result.skip_reason
     return null_non_finite(row)

@@ -47,6 +47,7 @@ CHANGEABLE_KEYS = (
     "train.memory_limit_bytes",
     "train.elastic",
     "train.spares",
+    "train.rebalance_experts_every",
     "data.cache",
 )
 """Keys that may change on resuming: they affect neither the model, the sample stream nor the optimization."""

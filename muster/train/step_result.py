@@ -4,6 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import log
 
+from muster.spec.formatting import format_bytes
+from muster.spec.units import pluralize
+
 
 @dataclass(frozen=True)
 class ExpertLoad:
@@ -29,6 +32,29 @@ def expert_load(layer: int, counts: Iterable[float], dropped: float) -> ExpertLo
     shares = [count / total for count in chosen]
     entropy = -sum(share * log(share) for share in shares if share) / log(len(shares)) if len(shares) > 1 else 1.0
     return ExpertLoad(layer, max(shares) * len(shares), entropy, dropped / total, tuple(chosen))
+
+
+@dataclass(frozen=True)
+class ExpertMoves:
+    """Moves of experts between ranks after a step, by their load since the moves before."""
+
+    num_experts: int
+    """Experts of all layers that have moved."""
+    num_bytes: int
+    """Bytes that all ranks together have sent for them."""
+    time_s: float
+    """Time on this rank."""
+    max_over_mean_before: float
+    """Load of the fullest expert-parallel rank relative to the mean, on average over the layers, as it was."""
+    max_over_mean_after: float
+    """The same, as it would have been with the experts in the places of now."""
+
+    def __str__(self) -> str:
+        load = f"the fullest rank {{}} {self.max_over_mean_before:.2f} times the mean load"
+        if not self.num_experts:
+            return f"no expert moved: {load.format('has')}, and no move pays"
+        moved = f"{pluralize(self.num_experts, 'expert')} moved ({format_bytes(self.num_bytes)} in {self.time_s:.2f} s)"
+        return f"{moved}: {load.format('had')}, and would have had {self.max_over_mean_after:.2f} with them moved"
 
 
 @dataclass(frozen=True)
@@ -66,3 +92,5 @@ class StepResult:
     """Mean of the losses of multi-token prediction with its factor, likewise."""
     expert_load: tuple[ExpertLoad, ...] = ()
     """Load of each layer with experts, in the layers' order."""
+    expert_moves: ExpertMoves | None = None
+    """Moves of experts after this step; None where none were considered."""

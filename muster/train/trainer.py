@@ -8,7 +8,9 @@ from time import perf_counter
 from typing import Any
 
 from muster.checkpoint.local_shard import LocalShard
+from muster.checkpoint.manifest import Manifest
 from muster.config.freezing import is_frozen
+from muster.config.load_config import plan_from_tree
 from muster.config.run_config import RunConfig
 from muster.data.dataset import SampleStream
 from muster.layout.mesh import dp_index_of, rank_at
@@ -33,10 +35,11 @@ from muster.spec.plan import PinnedSchedule, Plan
 from muster.train.batch_loader import BatchLoader
 from muster.train.custom_step import CustomStep
 from muster.train.evaluator import Evaluator
+from muster.train.expert_mover import ExpertMover
 from muster.train.gradients import add_replica_gradients
 from muster.train.outer_updater import OuterUpdater
 from muster.train.parameter_updater import ParameterUpdater
-from muster.train.step_result import ExpertLoad, StepResult, expert_load
+from muster.train.step_result import ExpertLoad, ExpertMoves, StepResult, expert_load
 from muster.train.step_state import StepHooks, StepState, no_step
 
 COUNTERS_TIMEOUT = timedelta(minutes=30)
@@ -80,6 +83,12 @@ class Trainer:
         self._open_activation_store(hooks)
         self.updater = self.updater_type(config, plan, world, self.stages, hooks)
         self.outer = OuterUpdater(config, world, self.updater) if plan.islands > 1 else None
+        moves_experts = config.train.rebalance_experts_every and config.model.moe is not None
+        self.expert_mover = ExpertMover(config, world, self.updater) if moves_experts else None
+        self._expert_moves: ExpertMoves | None = None
+        """Moves after the last step."""
+        self._moving_executor: Executor | None = None
+        """Executor of the steps after which experts may move to other ranks."""
         self._outer_executors: dict[OuterEvents, Executor] = {}
         """Executors of the steps after which islands exchange fragments, by these."""
         self.handlers: dict[Kind, Handler] = {
@@ -89,6 +98,7 @@ class Trainer:
             Kind.DELAYED_UPDATE: lambda action: self.updater.update_pending_part(action.stage, action.slice),
             Kind.LATE_UPDATE: lambda action: self.updater.catch_up_part(action.stage, action.slice),
             Kind.STEP: self._update_parameters,
+            Kind.MOVE_EXPERTS: self._move_experts,
             Kind.ALL_REDUCE_TIED: self._reduce_tied_gradients,
             Kind.ALL_REDUCE_REPLICAS: self._reduce_replica_gradients,
         }
@@ -149,6 +159,7 @@ class Trainer:
         train: bool = True,
         outer: OuterEvents = NO_EXCHANGE,
         delayed_update: bool = False,
+        moves_experts: bool = False,
     ) -> Program:
         """Build the program of a plan with the number of micro-batches of this rank's data-parallel index; `count` is
         another number under `cpdyn`, where each step has its own."""
@@ -156,10 +167,8 @@ class Trainer:
         if plan.dynamic_context_parallel and count is not None:
             workload = workload.model_copy(update={"global_batch_size": count * plan.micro_batch_size})
         own = plan, self.config.model, workload
-        optim = self.config.optim
-        return build_program(
-            *own, train=train, data_rank=dp_index, outer=outer, delayed_update=delayed_update, optim=optim
-        )
+        after = {"outer": outer, "delayed_update": delayed_update, "moves_experts": moves_experts}
+        return build_program(*own, train=train, data_rank=dp_index, optim=self.config.optim, **after)
 
     def use_order(self, order: PinnedSchedule) -> None:
         """Continue with another order of the plan's schedule, which leaves the stages on their ranks."""
@@ -167,7 +176,7 @@ class Trainer:
         self._read_plan()
         self._executor = self._make_step_executor()
         self._outer_executors.clear()
-        self._delayed_executor = None
+        self._delayed_executor = self._moving_executor = None
         self._pass_graphs = self._make_pass_graphs()
 
     def _make_pass_graphs(self) -> list[PassGraphs]:
@@ -195,6 +204,11 @@ class Trainer:
                 self._delayed_executor = self._make_delayed_executor()
             self.updater.begin_delayed_step()
             return self._delayed_executor
+        if self.expert_mover is not None and self.expert_mover.is_due(self.step_count + 1):
+            if self._moving_executor is None:
+                check(program := self._program_of(self.plan, moves_experts=True))
+                self._moving_executor = self.make_executor(program)
+            return self._moving_executor
         count = self.batch_loader.num_fed_micro_batches
         if not self.plan.dynamic_context_parallel:
             return self._executor
@@ -254,7 +268,10 @@ class Trainer:
         executor = self._executor_of_step()
         for graphs in self._pass_graphs:
             graphs.begin_step()
+        self._expert_moves = None
         record = self.run_instructions(executor)
+        if self.expert_mover is not None:
+            self.expert_mover.add(state)
         if self._custom_step is not None:
             self._custom_step.run(executor.run)
         self.count_finished_step(record)
@@ -319,6 +336,7 @@ class Trainer:
             stop_requested=state.stop_requested if self.outer is None else self.outer.stop_requested,
             is_saving=state.is_saving,
             save_failed=state.save_failed,
+            expert_moves=self._expert_moves,
         )
 
     def _expert_load(self, state: StepState) -> tuple[ExpertLoad, ...]:
@@ -378,8 +396,23 @@ class Trainer:
     def _update_parameters(self, action: Action) -> None:
         self.updater.apply()
 
+    def _move_experts(self, action: Action) -> None:
+        assert self.expert_mover is not None
+        self.plan, self._expert_moves = self.expert_mover.move(self.plan, self.updater.state)
+
     # ------------------------------------------------------------------------------------------------------------------
     # Checkpoints
+
+    def take_expert_placement(self, manifest: Manifest) -> None:
+        """Go on with experts where they were when a checkpoint was saved, if they may move and as many ranks share
+        them; its shards are yet to be loaded."""
+        if self.expert_mover is None:
+            return
+        saved = plan_from_tree(manifest.plan, "the checkpoint's plan")
+        degrees = [[plan.mesh(stage).ep for stage in range(plan.num_stages)] for plan in (saved, self.plan)]
+        if saved.expert_placement and {*degrees[0]} == {*degrees[1]}:
+            self.plan = self.plan.model_copy(update={"expert_placement": saved.expert_placement})
+            self.expert_mover.place(self.plan)
 
     def local_shards(self) -> list[LocalShard]:
         """Everything on this rank that a checkpoint holds."""
@@ -395,6 +428,8 @@ class Trainer:
         if self.outer is not None:
             everyone = self.world.all_gather_object_via_store(f"counters {self.step_count}", own, COUNTERS_TIMEOUT)
             own |= {"islands": everyone[:: self.plan.island_size], "outer": self.outer.counters()}
+        if self.expert_mover is not None:
+            own |= self.expert_mover.counters()
         return {"samples_consumed": self.samples_consumed} | own
 
     def restore(self, step: int, counters: Mapping[str, Any]) -> None:
@@ -406,6 +441,8 @@ class Trainer:
             self.outer.restore(counters["outer"])
         elif self.outer is not None:
             self.outer.begin_from()
+        if self.expert_mover is not None:
+            self.expert_mover.restore(counters)
         self.updater.restore(step, counters)
 
     def rewind(self, steps: int) -> None:
