@@ -165,17 +165,24 @@ def test_the_planner_copies_experts_as_trying_every_number_of_copies_does() -> N
     assert chosen == [0, 0, 1, 1], "copies where the load is uneven"
 
 
-def test_hidden_states_travel_in_8_bits_only_where_that_is_allowed() -> None:
+def test_hidden_states_travel_in_8_bits_or_as_centroids_only_where_that_is_allowed() -> None:
     workload = Workload(seq_len=4096, global_batch_size=64)
     plain = PlanRequest(load_model("qwen3-30b-a3b"), load_cluster("64xh100"), workload)
     lossy = with_allowed(plain, "epint8-epfp8")
     assert dispatch_fields(plain, 1, 1, 64, False)["ep_dispatch_dtype"] == "none"
     assert dispatch_fields(lossy, 1, 1, 64, False)["ep_dispatch_dtype"] == "int8"
+    joined = with_allowed(plain, "eplsh")
+    assert dispatch_fields(joined, 1, 1, 64, False)["ep_lsh_rate"] == 0.2
+    both = dispatch_fields(with_allowed(plain, "eplsh0.5-epfp8"), 1, 1, 64, False)
+    assert (both["ep_lsh_rate"], both["ep_dispatch_dtype"], both["ep_chunks"]) == (0.5, "fp8", 1)
+    assert any("as centroids of alike ones, which changes losses" in line for line in joined.derived_lines)
     required = replace(lossy, fixed={"ep_dispatcher": "all_gather"})
     assert dispatch_fields(required, 1, 1, 64, False)["ep_dispatch_dtype"] == "none"
     assert any("changes losses" in line for line in lossy.derived_lines)
     asked: dict[str, Any] = {"global_batch": 64, "top": 1}
-    with pytest.raises(ConfigError, match="epint8 or islands, which change losses; did you mean 'epfp8'"):
+    with pytest.raises(
+        ConfigError, match="expected epfp8, epint8, eplsh or islands, which change losses; did you mean 'epfp8'"
+    ):
         plan("mixtral-8x7b", "64xh100", allow="epfp", **asked)
     with pytest.raises(ConfigError, match="has no experts"):
         plan("tiny", "64xh100", allow="epfp8", **asked)

@@ -547,6 +547,7 @@ def test_two_steps_are_chosen_where_messages_take_longer_than_bytes() -> None:
         "ep_chunks": 1,
         "ep_redundant_experts": 0,
         "ep_dispatch_dtype": "none",
+        "ep_lsh_rate": 0.0,
     }
     assert dispatch_fields(long, 1, 1, 64, False)["ep_chunks"] == 2
     without = load_cluster("64xh100").groups[0]

@@ -248,7 +248,7 @@ def test_outer_steps_without_islands_and_keys_of_other_sections_are_refused(in_r
     assert main([*in_rooms, "--outer.every", "0"]) == 2
     assert "outer.every" in capsys.readouterr().err
     assert main([*asked, "--allow", "isles"]) == 2
-    assert "expected epfp8, epint8 or islands" in capsys.readouterr().err
+    assert "expected epfp8, epint8, eplsh or islands" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="required: add"):
         plan_request(
             "tiny",

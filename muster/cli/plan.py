@@ -123,7 +123,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         metavar="PARTS",
         help="name parts that all plans must have, such as tp8-z1; repeatable",
     )
-    lossy = "name parts that plans may have though they change losses: epfp8, epint8, islands; repeatable"
+    lossy = "name parts that plans may have though they change losses: epfp8, epint8, eplsh, islands; repeatable"
     add("--allow", action="append", metavar="PARTS", help=lossy)
     add("--memory-limit", metavar="SIZE", help="memory that may be used of each device, such as 70GB")
     add(

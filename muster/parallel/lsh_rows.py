@@ -9,6 +9,7 @@ Suffixes: R rows, E experts, K centroids, D hidden width, H hash functions, d di
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +51,20 @@ def share_centroids(counts_E: Tensor, rows: int, rate: float) -> Tensor:
     return first_E + up_to_E.diff(prepend=up_to_E.new_zeros(1))
 
 
+class _RunMeans(torch.autograd.Function):
+    """Means of runs of rows; saves neither rows nor means, as `index_add` would."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, group_R: Tensor, size_K: Tensor) -> Tensor:
+        ctx.save_for_backward(group_R, size_K)
+        return x_RD.new_zeros(len(size_K), x_RD.shape[1]).index_add_(0, group_R, x_RD).div_(size_K.unsqueeze(1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        group_R, size_K = ctx.saved_tensors
+        return (grads[0] / size_K.unsqueeze(1)).index_select(0, group_R), None, None
+
+
 class LshRows:
     """Rows that are sorted by expert, and the centroids that travel for them."""
 
@@ -79,7 +94,7 @@ class LshRows:
             self._group_R = torch.empty_like(order_R)
             self._group_R[order_R] = begins_R.cumsum(0) - 1
             size_K = x_RD.new_zeros(total).index_add_(0, self._group_R, x_RD.new_ones(rows))
-        self.centroids_KD = x_RD.new_zeros(total, x_RD.shape[1]).index_add(0, self._group_R, x_RD) / size_K.unsqueeze(1)
+        self.centroids_KD: Tensor = _RunMeans.apply(x_RD, self._group_R, size_K)  # type: ignore[assignment]
 
     def restore(self, y_KD: Tensor) -> Tensor:
         """Return the results of the rows (R, D) from those of their centroids."""

@@ -3,10 +3,11 @@
 One for each triple of degrees (tp, cp, ep), so that a search has as many plans as with one dispatcher. A layer's time
 decides, in which the bytes by link, and the matmuls that hide them, have their parts. Where the load is known and
 uneven, shapes with copies of experts are shapes of their own, since they differ in memory and in the schedules that run
-them. Hidden states travel in 8 bits only where the user allows it, since that changes losses.
+them. Hidden states travel in 8 bits, or as centroids, only where the user allows it, since that changes losses.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import product
 from math import lcm
 from typing import Any
 
@@ -22,8 +23,9 @@ from muster.spec.supported import unsupported_features
 LEAST_GAIN = 0.005
 """Part of the time that another dispatcher than the plain all-to-all must save to be chosen."""
 LEAST_LOSSY_GAIN = 0.03
-"""The same for hidden states in 8 bits, where they are allowed."""
-DISPATCH_FIELDS = ("ep_dispatcher", "ep_inner_size", "ep_chunks", "ep_redundant_experts", "ep_dispatch_dtype")
+"""The same for hidden states in 8 bits and for centroids, where they are allowed."""
+DISPATCH_FIELDS = ("ep_dispatcher", "ep_inner_size", "ep_chunks", "ep_redundant_experts")
+DISPATCH_FIELDS += ("ep_dispatch_dtype", "ep_lsh_rate")
 CHUNK_COUNTS = (2, 4, 8)
 """Numbers of chunks in flight that are tried."""
 COPY_COUNTS = (1, 2, 4)
@@ -75,7 +77,8 @@ def dispatch_fields(request: PlanRequest, tp: int, cp: int, ep: int, sp: bool, c
     known = request.cost_cache.tables(
         request.model, request.workload, request.cluster, request.framework
     ).dispatch_fields
-    key = tp, cp, ep, expert_slices(request, tp, ep), sp, request.precision, copies, request.allowed_dispatch_dtypes
+    allowed = request.allowed_dispatch_dtypes, request.allowed_lsh_rate
+    key = tp, cp, ep, expert_slices(request, tp, ep), sp, request.precision, copies, allowed
     if key not in known:
         known[key] = _fastest(request, tp, cp, ep, sp, copies)
     return known[key]
@@ -90,17 +93,22 @@ def _fastest(request: PlanRequest, tp: int, cp: int, ep: int, sp: bool, copies: 
     best = min(range(len(plans)), key=seconds.__getitem__)
     best = best if seconds[best] < (1 - LEAST_GAIN) * seconds[0] else 0
     chosen = plans[best]
-    if request.allowed_dispatch_dtypes and len(plans) > 1:
-        dtype = request.allowed_dispatch_dtypes[0]  # all of them send as many bytes
-        cast = [
-            plan.model_copy(update={"ep_dispatch_dtype": dtype})
-            for plan in plans
-            if DISPATCHERS[plan.ep_dispatcher].casts_rows
-        ]
-        cast_s = [_passes_s(request, plan) for plan in cast]
-        if min(cast_s) < (1 - LEAST_LOSSY_GAIN) * seconds[best]:
-            chosen = cast[cast_s.index(min(cast_s))]
+    if len(plans) > 1 and (lossy := list(_lossy(request, plans))):
+        lossy_s = [_passes_s(request, plan) for plan in lossy]
+        if min(lossy_s) < (1 - LEAST_LOSSY_GAIN) * seconds[best]:
+            chosen = lossy[lossy_s.index(min(lossy_s))]
     return {name: getattr(chosen, name) for name in DISPATCH_FIELDS}
+
+
+def _lossy(request: PlanRequest, plans: Sequence[Plan]) -> Iterator[Plan]:
+    """Yield the plans with each way of sending less that is allowed: fewer bits, centroids, and both."""
+    dtypes = ("none", *request.allowed_dispatch_dtypes[:1])  # all of 8 bits send as many bytes
+    for dtype, rate in product(dtypes, dict.fromkeys((0.0, request.allowed_lsh_rate))):
+        for plan in plans if (dtype, rate) != ("none", 0.0) else ():
+            way = DISPATCHERS[plan.ep_dispatcher]
+            sends_centroids = way.sends_centroids and plan.ep_chunks == 1 and not plan.ep_redundant_experts
+            if (way.casts_rows or dtype == "none") and (sends_centroids or not rate):
+                yield plan.model_copy(update={"ep_dispatch_dtype": dtype, "ep_lsh_rate": rate})
 
 
 def _plain_plan(request: PlanRequest, tp: int, cp: int, ep: int, sp: bool, copies: int) -> Plan:

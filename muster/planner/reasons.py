@@ -113,6 +113,7 @@ def _nearest_degrees(degree: int) -> list[int]:
 _EXCHANGES = (
     ("the same plan without copies of experts", "ep_redundant_experts", 0),
     ("the same plan with hidden states sent as they are", "ep_dispatch_dtype", "none"),
+    ("the same plan with hidden states instead of centroids", "ep_lsh_rate", 0.0),
 )
 
 

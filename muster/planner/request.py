@@ -72,6 +72,8 @@ class PlanRequest:
     """Optimizer, with its moving average and what it freezes; None: AdamW of all parameters."""
     allowed_dispatch_dtypes: tuple[DispatchDtype, ...] = ()
     """Dtypes of 8 bits in which hidden states may travel to experts, though that changes losses."""
+    allowed_lsh_rate: float = 0.0
+    """Share of centroids that may travel in their place, likewise; 0: none."""
     outer: OuterConfig | None = None
     """Outer steps of plans with islands; None: those that reach the same loss first are chosen."""
     allows_islands: bool = False
@@ -209,14 +211,18 @@ ALLOW_ISLANDS = "islands"
 _LOSSY_WORDS: Mapping[str, DispatchDtype] = {"epfp8": "fp8", "epint8": "int8"}
 
 
+_CENTROIDS = "eplsh"
+"""Word of --allow for centroids in place of hidden states; a share of them may follow."""
+
+
 def with_allowed(request: PlanRequest, name_parts: str) -> PlanRequest:
     """Return the request for plans that may have parts of a name, such as `epfp8`, or islands, which change losses.
 
     Raises ConfigError for other parts."""
     words = name_parts.split("-")
-    known = (*_LOSSY_WORDS, ALLOW_ISLANDS)
+    known = (*_LOSSY_WORDS, _CENTROIDS, ALLOW_ISLANDS)
     for word in words:
-        if word not in known:
+        if word not in known and not word.startswith(_CENTROIDS):
             expected = f"expected {', '.join(known[:-1])} or {known[-1]}, which change losses"
             raise ConfigError(f"--allow {word}: {expected}{did_you_mean(word, known)}")
     if ALLOW_ISLANDS in words:
@@ -226,9 +232,18 @@ def with_allowed(request: PlanRequest, name_parts: str) -> PlanRequest:
         return request
     if request.model.moe is None:
         raise ConfigError(f"--allow {name_parts}: model {request.model.name} has no experts; leave it out")
-    line = f"{' and '.join(words)} allowed: hidden states may travel to experts in 8 bits, which changes losses"
-    dtypes = tuple(dict.fromkeys(_LOSSY_WORDS[word] for word in words))
-    return replace(request, allowed_dispatch_dtypes=dtypes, derived_lines=(*request.derived_lines, line))
+    dtypes = tuple(dict.fromkeys(_LOSSY_WORDS[word] for word in words if word in _LOSSY_WORDS))
+    rates = [parse_name_parts(word)["ep_lsh_rate"] for word in words if word not in _LOSSY_WORDS]
+    ways = ["in 8 bits"] * bool(dtypes) + ["as centroids of alike ones"] * bool(rates)
+    line = (
+        f"{' and '.join(words)} allowed: hidden states may travel to experts {' and '.join(ways)}, which changes losses"
+    )
+    return replace(
+        request,
+        allowed_dispatch_dtypes=dtypes or request.allowed_dispatch_dtypes,
+        allowed_lsh_rate=rates[-1] if rates else request.allowed_lsh_rate,
+        derived_lines=(*request.derived_lines, line),
+    )
 
 
 def require_memory_of_devices(cluster: ClusterSpec, limit_bytes: int | None) -> None:
