@@ -37,7 +37,7 @@ SOAK: dict[int, list[dict[str, Any]]] = {
     4: [
         {"plan": "dp4-ep4h", "later": "dp2-pp2-ep2"},
         {"plan": "dp2x2-ep2-z2"},
-        {"plan": "dp4-ep4g-z1", "family": "capacity"},
+        {"plan": "dp4-ep2g-z1", "family": "capacity"},
         {"plan": "dp2-pp2v2-ep2-sdualpipe", "family": "balanced"},
         {"plan": "dp4-ep2-z3", "family": "switch"},
     ],
