@@ -154,7 +154,7 @@ class BackwardPeaks:
             # The head's gradient of further tokens waits for that of the model itself.
             is_further = index < self.stage.mtp_layers
             base = self._after_heads(index) + MemoryTerms(workspace=self._head_bytes if is_further else head)
-            if not is_further:  # head and last norm have freed what they saved
+            if not is_further and not self.stage.freezes_last_norm:  # head and last norm have freed what they saved
                 base += MemoryTerms(activations=-self.stage.last_norm_bytes)
             summed = 0 if is_further else self._head_sum_bytes
             for moment in self._layer_backward(index, base, weights=True):

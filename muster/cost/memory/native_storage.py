@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from operator import add
 
-from muster.config.freezing import is_frozen_up_to
+from muster.config.freezing import is_frozen, is_frozen_up_to
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import is_zeroth_order, mean_state_bytes
 from muster.cost.activations import (
@@ -283,6 +283,11 @@ class NativeStorage:
             return 0
         saved = norm_saved_bytes(self.spec, self.sizes.hidden_tokens, self.plan.precision)
         return saved if self.has_head else saved - self.sizes.hidden_bytes
+
+    @property
+    def freezes_last_norm(self) -> bool:
+        """True if the last norm isn't trained."""
+        return is_frozen(self._optim, "norm.weight")
 
     def deferred(self) -> MemoryTerms:
         """Return the bytes that the stage saves from I to W: inputs and output gradients of all linear layers."""
