@@ -14,6 +14,7 @@ from muster.spec.errors import MusterError
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 from muster.train.loop import TrainingLoop
+from muster.train.memory_limit import MemoryLimit
 from muster.train.trainer import Trainer
 from tests.parity import open_data, small_run
 
@@ -63,7 +64,9 @@ def _attempt(
         patch("muster.train.loop.Trainer", PoisonedTrainer),
         patch.object(PoisonedTrainer, "factors", {int(step): factor for step, factor in factors.items()}),
     ):
-        body = TrainingLoop(config, full_plan, world, _data(config, folder), run_dir)
+        body = TrainingLoop(
+            config, full_plan, world, _data(config, folder), run_dir, MemoryLimit(config, full_plan, world)
+        )
         if stop_after:
             _stop(body, stop_after)
         try:
