@@ -205,7 +205,7 @@ def _like_device(data: dict[str, Any], place: KeyLocation) -> dict[str, Any]:
     data = dict(data)
     like = _named(load_device, str(data.pop("like")), place.key("like"))
     keys = {"name": f"{like.name}-changed", "title": like.title}
-    known = like.model_dump() | {"aliases": (), "node": like.node} | keys
+    known: dict[str, Any] = like.model_dump() | {"aliases": (), "node": like.node} | keys
     merged = {
         key: {**known[key], **value} if isinstance(value, dict) and isinstance(known.get(key), dict) else value
         for key, value in data.items()

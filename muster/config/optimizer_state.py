@@ -7,9 +7,10 @@ from typing import Any, TypeGuard
 
 from muster.config.freezing import is_frozen
 from muster.config.optim_config import OptimConfig
-from muster.config.optimizers import ADAMW_UPDATE, OPTIMIZERS, StateDtype, StateTensor, UpdateRule
+from muster.config.optimizers import ADAMW_UPDATE, OPTIMIZERS, StateTensor, UpdateRule
 from muster.layout.tensor_layout import TensorLayout
 from muster.plugins.registry import get_component
+from muster.spec.plan import Precision
 
 EMA_STATE = "ema"
 """Name of the moving average among a parameter's state tensors (`optim.ema_decay`)."""
@@ -175,7 +176,7 @@ def whole_matrix_shapes(optim: OptimConfig | None, shapes: Mapping[str, tuple[in
     }
 
 
-def whole_matrix_precision(optim: OptimConfig | None) -> StateDtype | None:
+def whole_matrix_precision(optim: OptimConfig | None) -> Precision | None:
     """Return the precision in which whole matrices are exchanged and computed on; None: that of the master weights."""
     entry = None if optim is None else OPTIMIZERS.get(optim.name)
     key = entry.matrix_rule.matrix_precision_key if entry is not None and entry.matrix_rule is not None else None

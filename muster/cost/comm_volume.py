@@ -32,7 +32,7 @@ from muster.layout.tensor_layout import (
     state_shard_numel,
     tp_partial_grad_copies,
 )
-from muster.schedule.action import ACTIVATION_COPIES, Kind
+from muster.schedule.action import ACTIVATION_COPIES, COPY_LANES, Kind
 from muster.schedule.build import build_program
 from muster.schedule.program import Instruction
 from muster.spec.adapters import is_adapter
@@ -509,7 +509,7 @@ def _host_bytes(
         for tier in ("host", "disk")
     )
     sent = Counter[str]()
-    for lane, sizes in (("host_copy", moved), ("disk", written)):
+    for lane, sizes in zip(COPY_LANES, (moved, written), strict=True):
         for item in lanes.get(lane, ()):
             if item.action.kind in ACTIVATION_COPIES:
                 sent[item.action.kind] += sizes[item.action.stage][item.action.slice]

@@ -155,9 +155,8 @@ class JsonTokenizer:
         return found.ids[0] if found.ids and found.special_tokens_mask[0] and found.ids[0] != self.eos_id else None
 
     def _find_eos(self, vocabulary: dict[str, int], config: dict[str, Any], wanted: str | None) -> str:
-        found = next(
-            (name for name in (wanted, _token_text(config.get("eos_token")), *EOS_NAMES) if name in vocabulary), None
-        )
+        names = (wanted, _token_text(config.get("eos_token")), *EOS_NAMES)
+        found = next((name for name in names if isinstance(name, str) and name in vocabulary), None)
         if found is None or (wanted is not None and wanted not in vocabulary):
             raise ConfigError(
                 f"data.eos_token: {self.path} has no token {wanted!r}; name one that ends a document, such as"

@@ -84,8 +84,8 @@ def packed_blocks(
     for length in lengths:
         kept = (kept_positions(length, cp, rank) for rank in (queries_of, keys_of))
         for block in attention_blocks(length, *kept, window):
-            moved = (range(part.start + start, part.stop + start) for part in (block.queries, block.keys))
-            blocks.append(AttentionBlock(None, *moved, block.mask, block.offset))
+            queries, keys = (range(part.start + start, part.stop + start) for part in (block.queries, block.keys))
+            blocks.append(AttentionBlock(None, queries, keys, block.mask, block.offset))
         start += length // cp
     return tuple(blocks)
 

@@ -205,8 +205,8 @@ def stage_shards(
     own = ExpertCoordinates(0, 0, 0) if at is None else expert_coordinates(plan, at)
     for name, shape in shapes:
         if is_expert(name):
-            box, *copies = tp_shard(spec, name, shape, mesh.etp, own.etp)
-            yield name, shape, _cut(box, 0, *chunk_bounds(shape[0], mesh.ep, own.ep)), *copies
+            box, copies, copy = tp_shard(spec, name, shape, mesh.etp, own.etp)
+            yield name, shape, _cut(box, 0, *chunk_bounds(shape[0], mesh.ep, own.ep)), copies, copy
         elif not (plan.vocab_parallel and name in VOCAB_PARAMETERS):
             yield name, shape, *tp_shard(spec, name, shape, mesh.tp, tp_index)
     if has_vocab_shard(plan, stage):

@@ -58,7 +58,7 @@ def attend(
 ) -> Tensor:
     """Return the attention of queries to keys and values (B, H, S, d), with a sink for each head or None; context
     parallelism replaces this function."""
-    window, (q_BHSd, *_) = attention.window, qkv_BHSd
+    window, (q_BHSd, k_BHSd, v_BHSd) = attention.window, qkv_BHSd
     batch, length = q_BHSd.shape[0], q_BHSd.shape[2]
     hides = documents is not None or (window is not None and length > window)
     # A cache in place of the kernel has masks of its own; soft caps have a kernel of their own.
@@ -70,7 +70,7 @@ def attend(
             return out_BHSd
     core = partial(attention.core_attention, scale=attention.scale, softcap=attention.softcap, sinks_H=sinks_H)
     if documents is None:
-        return core(*qkv_BHSd, mask_SS, window)
+        return core(q_BHSd, k_BHSd, v_BHSd, mask_SS, window)
     return per_document_attention(core, documents, qkv_BHSd, mask_SS, window)
 
 
@@ -90,7 +90,7 @@ def attend_with_dropout(
         ScoreDropout(dropout, attention.first_head),
         starts_BS,
     )
-    return piecewise_attention(*qkv_BHSd, rules, attention.sinks)
+    return piecewise_attention(qkv_BHSd[0], qkv_BHSd[1], qkv_BHSd[2], rules, attention.sinks)
 
 
 class Attention(nn.Module):

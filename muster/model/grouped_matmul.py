@@ -151,9 +151,10 @@ class _GroupedLinears(torch.autograd.Function):
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         ctx.weight_grad, ctx.segments, ctx.adds_bias = weight_grad, segments, adds_bias
-        ctx.weights, ctx.biases = parameters[::2], parameters[1::2]
+        weights = tuple(weight for weight in parameters[::2] if weight is not None)
+        ctx.weights, ctx.biases = weights, parameters[1::2]
         ctx.save_for_backward(x_RI)
-        made = tuple(grouped_product(x_RI, weight.transpose(1, 2), segments) for weight in ctx.weights)
+        made = tuple(grouped_product(x_RI, weight.transpose(1, 2), segments) for weight in weights)
         for adds, bias, y_RO in zip(adds_bias, ctx.biases, made, strict=True):
             if bias is not None and adds:
                 _add_biases_(y_RO, bias, segments)

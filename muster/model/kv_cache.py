@@ -129,7 +129,9 @@ class KvCache:
         if self._padded:
             new_S = torch.arange(self.length, self.length + qkv[0].shape[2], device=self.starts_B.device)
             begins_BS = new_S == self.starts_B.unsqueeze(1)
-        out, layer_cache["state"] = read_segment(Operands(*qkv, logits, begins_BS), layer_cache.get("state"))
+        out, layer_cache["state"] = read_segment(
+            Operands(qkv[0], qkv[1], qkv[2], logits, begins_BS), layer_cache.get("state")
+        )
         return out
 
 

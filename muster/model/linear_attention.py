@@ -128,10 +128,10 @@ class LinearAttention(nn.Module):
         self.k = nn.Linear(spec.hidden_size, linear.k_width, bias=False)
         self.v = nn.Linear(spec.hidden_size, linear.v_width, bias=False)
         self.gate = nn.Linear(spec.hidden_size, linear.v_width, bias=False)
-        self.decay_down = None
+        self.decay_down: nn.Linear | None = None
         if linear.kind == "gla":
             self.decay_down = nn.Linear(spec.hidden_size, DECAY_RANK, bias=False)
-        self.decay = None
+        self.decay: nn.Linear | None = None
         if linear.decay_width:
             width = spec.hidden_size if self.decay_down is None else DECAY_RANK
             self.decay = nn.Linear(width, linear.decay_width)
@@ -152,9 +152,9 @@ class LinearAttention(nn.Module):
         alone, so that `cos`, `sin` and `mask` are left out, and there are no probabilities that `dropout` could
         drop."""
         decay = self.decay_down or self.decay
-        linears = (self.q, self.k, self.v, self.gate) if decay is None else (self.q, self.k, self.v, self.gate, decay)
+        linears = (self.q, self.k, self.v, self.gate, *([] if decay is None else [decay]))
         q, k, v, gate, *logits = project_normed(self, norm, x_BSD, *linears)
-        if self.decay_down is not None:
+        if self.decay_down is not None and self.decay is not None:
             logits = self.local_linears(logits[0], self.decay)
         heads = q.shape[-1] // self.key_head_dim
         qkv = tuple(x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))

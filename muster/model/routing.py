@@ -44,7 +44,7 @@ class RouterState:
     """
 
     def __init__(self) -> None:
-        self.loss_weight = 1.0
+        self.loss_weight: float | Tensor = 1.0
         """Derivative of the objective after the sums of the losses over tokens."""
         self.sums: Tensor | None = None
         """Load-balancing loss and router z-loss with their coefficients, summed over tokens: [2]."""

@@ -124,7 +124,7 @@ class _SlicedAttention(torch.autograd.Function):
     ) -> Tensor:
         kept.store(positions, k_BKsd, v_BKsd)
         merged = MergedAttention(q_BHsd, sinks_H)
-        merged.add(q_BHsd, *kept.kv_2BKSd, blocks, rule)
+        merged.add(q_BHsd, kept.kv_2BKSd[0], kept.kv_2BKSd[1], blocks, rule)
         out_BHsd = merged.out_BHSd.to(q_BHsd.dtype)
         ctx.kept, ctx.positions, ctx.blocks, ctx.rule = kept, positions, blocks, rule
         ctx.save_for_backward(q_BHsd, out_BHsd, merged.lse_BHS, sinks_H)
@@ -133,9 +133,9 @@ class _SlicedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_BHsd, out_BHsd, lse_BHs, sinks_H = ctx.saved_tensors
-        grad_2BKSd = ctx.kept.gradients()
+        kv_2BKSd, grad_2BKSd = ctx.kept.kv_2BKSd, ctx.kept.gradients()
         summed = BlockGradients(grads[0], q_BHsd, out_BHsd, lse_BHs, ctx.rule)
-        summed.add(*ctx.kept.kv_2BKSd, ctx.blocks, *grad_2BKSd)
+        summed.add(kv_2BKSd[0], kv_2BKSd[1], ctx.blocks, grad_2BKSd[0], grad_2BKSd[1])
         own_2BKsd = grad_2BKSd[:, :, :, ctx.positions.start : ctx.positions.stop]
         grad_k_BKsd, grad_v_BKsd = own_2BKsd.to(q_BHsd.dtype, copy=True)
         grad_sinks_H = sink_gradients(grads[0], out_BHsd, lse_BHs, sinks_H)

@@ -236,8 +236,9 @@ class _FlashWithSinks(torch.autograd.Function):
         grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
             grads[0], q, k, v, out, lse_HT, starts, starts, ctx.longest, ctx.longest, 0.0, True, *no_dropout, **ctx.own
         )
-        pair = (x.transpose(0, 1).unsqueeze(0) for x in (grads[0], out))
-        return grad_q, grad_k, grad_v, sink_gradients(*pair, lse_HT.unsqueeze(0), sinks_H), None, None, None, None
+        grad_1HTd, out_1HTd = (x.transpose(0, 1).unsqueeze(0) for x in (grads[0], out))
+        grad_sinks_H = sink_gradients(grad_1HTd, out_1HTd, lse_HT.unsqueeze(0), sinks_H)
+        return grad_q, grad_k, grad_v, grad_sinks_H, None, None, None, None
 
 
 @lru_cache

@@ -10,7 +10,7 @@ graph for each micro-batch of its schedule).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class Graph(Protocol):
 class _DeviceGraph:
     """A CUDA graph with a memory pool of its own, or of another graph."""
 
-    def __init__(self, pool: tuple[int, int]) -> None:
+    def __init__(self, pool: Any) -> None:
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
 
     def capture(self, run: Callable[[], None]) -> None:

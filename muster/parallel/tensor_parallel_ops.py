@@ -270,8 +270,10 @@ def _norms(
 
 @register_fake("muster::projection_norms", lib=_LIBRARY)
 def _(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    scales = [x.new_empty(*x.shape[:-1], 1, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (q, k)]
-    return q.new_empty(q.shape), k.new_empty(k.shape), *scales
+    q_scale, k_scale = (
+        x.new_empty(*x.shape[:-1], 1, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (q, k)
+    )
+    return q.new_empty(q.shape), k.new_empty(k.shape), q_scale, k_scale
 
 
 @_operator("projection_norms_backward")

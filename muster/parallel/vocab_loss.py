@@ -133,7 +133,7 @@ class CombinedLoss(NamedTuple):
 
 
 def combine_stats(
-    stats_R3N: Tensor, labels_N: Tensor, z_loss_coefficient: float = 0.0, weight: float = 1.0
+    stats_R3N: Tensor, labels_N: Tensor, z_loss_coefficient: float = 0.0, weight: float | Tensor = 1.0
 ) -> CombinedLoss:
     """Combine all ranks' `LogitStats.stats_3N`; the factors are those of the gradient of the loss times `weight`."""
     max_RN, sum_RN, label_RN = stats_R3N.unbind(1)

@@ -75,8 +75,9 @@ class WeightGradStore:
             weight_OI, bias_O, x_NI, grad_NO, segments = deferred.pop()
             if segments is not None:
                 made = grouped_weight_grad(weight_OI, x_NI, grad_NO, segments)
-                weight_OI.grad = made if weight_OI.grad is None else weight_OI.grad.add_(made)
-                take(weight_OI)
+                if made is not None:
+                    weight_OI.grad = made if weight_OI.grad is None else weight_OI.grad.add_(made)
+                    take(weight_OI)
             elif weight_OI.requires_grad:
                 if weight_OI.grad is None:
                     weight_OI.grad = grad_NO.t() @ x_NI

@@ -131,7 +131,8 @@ def find_alternative(
     `centres`: plans whose nearest ones that it asks for are tried first."""
     own = budget.share(SEARCH_SHARE)
     begin = {one.plan: one for one in (*notable, *known)}.values()
-    nearest = [plan for plan in changed_plans(centres, evaluator, own) if plan not in {one.plan for one in begin}]
+    known_plans = {one.plan for one in begin}
+    nearest = [plan for plan in changed_plans(centres, evaluator, own) if plan not in known_plans]
     found = search(evaluator.request, 1, own, evaluator, seeds=nearest, known=list(begin), climbs=True)
     result = trim_offload(try_late_schedules(found, 1, budget.share(LATE_SHARE), leaves_open=True), budget)
     if not result.best:

@@ -115,8 +115,16 @@ def _plain_plan(request: PlanRequest, tp: int, cp: int, ep: int, sp: bool, copie
     etp = expert_slices(request, tp, ep)
     data = lcm(ep * etp, tp * cp) // (tp * cp)
     strategy = request.base.default_strategy.model_copy(update={"sp": sp and tp > 1})
-    own = {"tp": tp, "cp": cp, "ep": ep, "dp_shard": data, "etp": etp}
-    return Plan(**own, ep_redundant_experts=copies, precision=request.precision, default_strategy=strategy)
+    return Plan(
+        tp=tp,
+        cp=cp,
+        ep=ep,
+        dp_shard=data,
+        etp=etp,
+        ep_redundant_experts=copies,
+        precision=request.precision,
+        default_strategy=strategy,
+    )
 
 
 def _others(request: PlanRequest, plain: Plan) -> Iterator[Plan]:

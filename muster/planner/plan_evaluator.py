@@ -66,8 +66,8 @@ class PlanEvaluator:
     @property
     def recipe(self) -> "EvaluatorRecipe":
         """Recipe from which another process makes the same evaluator."""
-        requests = (replace(one, cost_cache=CostCache()) for one in (self.costs.request, self.request))
-        return EvaluatorRecipe(self.number, *requests, self.shape_work, self.memory_budget.head_room > 0)
+        base, request = (replace(one, cost_cache=CostCache()) for one in (self.costs.request, self.request))
+        return EvaluatorRecipe(self.number, base, request, self.shape_work, self.memory_budget.head_room > 0)
 
     def evaluate(self, plan: Plan) -> EvaluatedPlan:
         """Simulate a step of a plan."""

@@ -71,9 +71,9 @@ def time_schedule(schedule: Schedule, spec: ScheduleSpec) -> Timing:
         )
     share = 1 / spec.num_slices
     times_s = (spec.forward_s, spec.input_backward_s, spec.weight_backward_s)
-    if spec.num_slices > 1:
-        times_s = tuple(tuple(time_s * share for time_s in times) for times in times_s)
-    return time_passes(schedule, PassTimes(*times_s, spec.p2p_s * share, spec.stage_activation * share))
+    forward_s, input_s, weight_s = (tuple(time_s * share for time_s in times) for times in times_s)
+    own = PassTimes(forward_s, input_s, weight_s, spec.p2p_s * share, spec.stage_activation * share)
+    return time_passes(schedule, own)
 
 
 def time_passes(schedule: Schedule, times: PassTimes) -> Timing:

@@ -11,6 +11,9 @@ Portion = Annotated[float, Field(ge=0, le=1)]
 
 
 class Frozen(BaseModel):
-    """Immutable typed data; an unknown key is an error."""
+    """Immutable typed data; an unknown key is an error.
+
+    pydantic makes `__hash__`, which type checkers don't see; classes whose values are keys declare it for them.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from pydantic import PositiveInt
 
@@ -20,6 +21,10 @@ from muster.spec.mesh_axes import (
 
 class Mesh(Frozen):
     """Degrees of the axes within one pipeline stage."""
+
+    if TYPE_CHECKING:
+
+        def __hash__(self) -> int: ...
 
     dp_replicate: PositiveInt = 1
     dp_shard: PositiveInt = 1

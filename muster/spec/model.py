@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from math import prod
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -31,6 +31,10 @@ class ModelSpec(Frozen):
     `num_kv_heads` and `head_dim` default to `num_heads` and `hidden_size // num_heads`; with latent attention
     `head_dim` is the width of a query and a key.
     """
+
+    if TYPE_CHECKING:
+
+        def __hash__(self) -> int: ...
 
     name: str = "custom"
     """Name shown to people."""

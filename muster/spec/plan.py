@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, groupby
 from math import gcd, lcm
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -73,6 +73,10 @@ class Plan(Frozen):
     Code asks `plan.mesh(stage)`, `plan.strategy(layer)` and `plan.layers(stage, …)`, never the degrees themselves:
     stages and layers may differ.
     """
+
+    if TYPE_CHECKING:
+
+        def __hash__(self) -> int: ...
 
     version: Literal[2] = 2
     """Schema version of the file."""

@@ -39,6 +39,8 @@ _RECOMPUTED_MODULES: dict[str, Recompute] = {
 }
 """Modules of Megatron-LM's `--recompute-modules`, and the kind of recompute here that is nearest."""
 
+_MOST_RECOMPUTED_FIRST: tuple[Recompute, ...] = ("full", "elementwise", "core_attention")
+
 _PRECISION: tuple[tuple[str, Precision], ...] = (
     (r"fp8|float8", "fp8"),
     (r"bf16|bfloat16", "bf16"),
@@ -83,7 +85,7 @@ def parse_recompute(text: str) -> Recompute | None:
     modules = [_RECOMPUTED_MODULES.get(word.strip()) for word in re.split(r"[,+ ]+", text.lower())]
     kinds = [kind for kind in modules if kind is not None]
     if len(kinds) == len(modules):
-        return max(kinds, key=("core_attention", "elementwise", "full").index)
+        return next(kind for kind in _MOST_RECOMPUTED_FIRST if kind in kinds)
     raise UnpredictableRowError(
         f"recompute '{text}' is not known: expected none, selective, selective (per op SAC), full, modules of"
         f" Megatron-LM ({', '.join(_RECOMPUTED_MODULES)}) or a policy of JAX, such as dots_saveable"

@@ -201,7 +201,7 @@ def _add_scores(
     part.attention_core.add(forward_s, kernels)
     part.input_grads.add(backward_s, 2 * kernels)
     add_dropout(at, part, at.tokens * heads * seen, at.model.attention_dropout)
-    shape = AttentionShape(round(at.tokens), round(heads), max(1, round(kv_width / qk_dim)), qk_dim)
+    shape = AttentionShape(round(at.tokens), round(heads), max(1, round(kv_width / qk_dim)), round(qk_dim))
     if at.is_sliced and not at.framework.fused_cp_merge:
         add_slice_merges(at, part, shape)
     if at.cp.size > 1:

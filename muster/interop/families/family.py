@@ -42,7 +42,7 @@ class ModelFamily:
 
     def write_dropout(self, spec: ModelSpec) -> dict[str, Any]:
         """Return the keys for a model's rates of dropout, as far as the family has them."""
-        return {key: getattr(spec, field) for field, key in reversed(self.dropout.items())}
+        return {key: getattr(spec, field) for field, key in reversed(tuple(self.dropout.items()))}
 
 
 AUX_LOSS_KEY, AUX_LOSS_DEFAULT = "router_aux_loss_coef", 0.001

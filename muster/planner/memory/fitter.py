@@ -111,7 +111,7 @@ class RecomputeTimes:
 
     @cached_property
     def _of_mode(self) -> dict[Recompute, PassTimes]:
-        modes = dict.fromkeys(policy.recompute for policy in self._policies)
+        modes: dict[Recompute, None] = dict.fromkeys(policy.recompute for policy in self._policies)
         return {mode: self._pass_times_of(with_policy(self._plan, LayerPolicy(mode))) for mode in modes}
 
     @cached_property
