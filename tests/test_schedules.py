@@ -5,6 +5,7 @@ Bubbles and activations are those that the papers state, or that others reach, i
 
 import re
 import sys
+from itertools import combinations
 from math import ceil, inf
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.schedule.build import build_program
+from muster.config.named_model import load_model
+from muster.schedule.build import build_program, program_key
 from muster.schedule.check import check
 from muster.schedule.lower import LoweringOptions, lower
 from muster.schedule.registry import make_schedule
@@ -22,6 +24,7 @@ from muster.schedule.timing import time_schedule
 from muster.spec.errors import InfeasibleError
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
+from muster.spec.plan_name import parse_plan_name
 from muster.spec.schedules import SCHEDULES, ScheduleEntry
 from muster.spec.stage_placement import bidirectional_placement, looped_placement, wave_placement
 from muster.spec.workload import Workload
@@ -360,3 +363,19 @@ def test_the_schedule_that_the_page_adds(monkeypatch: pytest.MonkeyPatch):
     test_costs(name, more, *costs)
     assert [cost(name, 4, 16, p2p_s=p2p_s)[0] for p2p_s in (0.1, 0.3)] == [9.6, 10.8]
     check(build_program(Plan(pp=4, schedule=name), MODEL, Workload(seq_len=8, global_batch_size=8)))
+
+
+def test_plans_of_one_key_have_one_program():
+    """Plans that differ where it matters to their order, and where not: equal keys mean equal Programs."""
+    model = load_model("llama3-8b")
+    workload = Workload(seq_len=2048, global_batch_size=32)
+    names = [
+        *("dp8", "dp4-tp2", "dp4-tp2-sp", "dp8-z1", "dp4-mb2-z1", "dp2-pp4", "dp2-pp4-z1", "dp2-pp4-z2", "dp1-pp4-z1"),
+        *("dp2-pp4-mb2-z1", "dp4-pp4-z1", "dp2-pp4v2-z1-sinterleaved", "dp2-pp4-z1-szbh1", "dp2-pp4-z1-oact"),
+        *("dp2-pp4-z1-rfull", "dp2-tp2-pp4-sp-z1", "dp1-pp4-mb2-z1", "dp2-pp4-mb2-z1-relem", "dp2-pp4-z1-fp8"),
+    ]
+    plans = [parse_plan_name(name) for name in names]
+    found = [(program_key(plan, model, workload), build_program(plan, model, workload)) for plan in plans]
+    for (key, program), (other_key, other) in combinations(found, 2):
+        assert key != other_key or program == other
+    assert len(plans) / 2 < len({key for key, _ in found}) < len(plans)

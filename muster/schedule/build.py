@@ -1,5 +1,8 @@
 """Programs of plans."""
 
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import lru_cache
 from math import prod
 
 from muster.config.optim_config import OptimConfig
@@ -18,6 +21,7 @@ from muster.schedule.schedule_spec import ScheduleSpec
 from muster.schedule.vocab_passes import VocabTimes
 from muster.spec.errors import InfeasibleError, MusterError
 from muster.spec.layer_strategy import Tier
+from muster.spec.mesh import Mesh
 from muster.spec.model import ModelSpec, layer_parameter_shapes, parameter_shapes
 from muster.spec.plan import Plan
 from muster.spec.workload import Workload
@@ -81,8 +85,37 @@ def build_program(
     has_backward = train and not is_zeroth_order(optim)
     if not has_backward:
         schedule = forward_only(schedule.placement[: schedule.depth], num_micro_batches, schedule.num_slices)
+    options = _lowering_options(plan, model, train, has_backward, outer, delayed_update, moves_experts)
+    program = lower(schedule, options)
+    is_longest = num_micro_batches == plan.num_micro_batches(workload)
+    copies = (item for lanes in program.ranks for item in lanes.get("host_copy", ()))
+    if options.offload and is_longest and not any(item.action.kind == Kind.OFFLOAD for item in copies):
+        raise nothing_to_offload_error(plan, num_micro_batches)
+    return program
+
+
+def program_key(plan: Plan, model: ModelSpec, workload: Workload) -> Hashable:
+    """Return a key of `build_program` for these three: plans with the same key have the same Program.
+
+    Raises InfeasibleError where the batch doesn't fit the plan.
+    """
+    options = _lowering_options(plan, model, True, True, NO_EXCHANGE, False, False)
+    several = tuple(options.is_sharded(stage) for stage in range(plan.num_stages))
+    order = plan.schedule, plan.pinned_schedule, plan.pp, plan.vpp, plan.pipeline_replicas, plan.sequence_slices
+    return order, plan.num_micro_batches(workload), several, replace(options, data_ranks=1)
+
+
+def _lowering_options(
+    plan: Plan,
+    model: ModelSpec,
+    train: bool,
+    has_backward: bool,
+    outer: OuterEvents,
+    delayed_update: bool,
+    moves_experts: bool,
+) -> LoweringOptions:
+    """Return the facts of a plan that decide which instructions `build_program` adds."""
     stages = range(plan.num_stages)
-    names = [name for name, _ in parameter_shapes(model)]
     tensor_axes = {
         (plan.mesh(stage), plan.strategy(layer).sp)
         for stage in stages
@@ -94,10 +127,10 @@ def build_program(
         tier: frozenset(stage for stage in saving if plan.offloaded_layers(stage, model.num_layers, tier))
         for tier in tiers
     }
-    options = LoweringOptions(
+    return LoweringOptions(
         zero=plan.default_strategy.zero,
         data_ranks=tuple(plan.mesh(stage).grad_sum_size for stage in stages),
-        tp_replicated_weights=any(tp_partial_grad_copies(model, names, mesh, sp) for mesh, sp in tensor_axes),
+        tp_replicated_weights=any(_replicates_weights(model, mesh, sp) for mesh, sp in tensor_axes),
         tied_embeddings=model.embeds_on_last_stage and not plan.vocab_parallel,
         vocab_times=_vocab_times(plan, model) if plan.vocab_parallel else None,
         post_validation=plan.post_validation,
@@ -112,12 +145,12 @@ def build_program(
         train=train,
         has_backward=has_backward,
     )
-    program = lower(schedule, options)
-    is_longest = num_micro_batches == plan.num_micro_batches(workload)
-    copies = (item for lanes in program.ranks for item in lanes.get("host_copy", ()))
-    if options.offload and is_longest and not any(item.action.kind == Kind.OFFLOAD for item in copies):
-        raise nothing_to_offload_error(plan, num_micro_batches)
-    return program
+
+
+@lru_cache(maxsize=256)
+def _replicates_weights(model: ModelSpec, mesh: Mesh, sp: bool) -> bool:
+    """Return True if tensor-parallel ranks replicate a weight whose gradients must be all-reduced."""
+    return bool(tp_partial_grad_copies(model, [name for name, _ in parameter_shapes(model)], mesh, sp))
 
 
 def nothing_to_offload_error(plan: Plan, num_micro_batches: int) -> InfeasibleError:

@@ -1,9 +1,9 @@
 """Programs: the instructions of every pipeline rank in one step, lane by lane, with explicit waits."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from muster.config.migrations import INSTRUCTIONS
 from muster.config.migrations import LANES as FORMER_LANES
@@ -12,6 +12,8 @@ from muster.spec.errors import MusterError
 
 if TYPE_CHECKING:
     from muster.schedule.transfers import Transfers
+
+_Derived = TypeVar("_Derived")
 
 VERSION = 2
 """Version of the text of programs: 2 since instructions have the names of torch.distributed.pipelining."""
@@ -66,6 +68,13 @@ class Program:
     """Slices of each sequence, of which each pass and each transfer takes one."""
     transfers: "Transfers | None" = field(default=None, compare=False, repr=False)
     """Transfers of the schedule that was lowered, by columns; None where other passes than its own are among them."""
+    _derived: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def once(self, derive: Callable[["Program"], _Derived]) -> _Derived:
+        """Return what a function derives from the instructions alone, kept for the next simulation of this Program."""
+        if derive not in self._derived:
+            self._derived[derive] = derive(self)
+        return self._derived[derive]
 
     @property
     def num_ranks(self) -> int:

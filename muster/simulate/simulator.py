@@ -33,7 +33,7 @@ def simulate(program: Program, times: OpTimes) -> Timeline:
 
     Deterministic. Raises ProgramError if the Program deadlocks.
     """
-    if times.cores is not None or not _has_simple_waits(program):
+    if times.cores is not None or not program.once(_has_simple_waits):
         return simulate_on_shared_cores(program, times)
     with gc_paused():
         run = _Simulation(program, times)
@@ -54,7 +54,7 @@ class SimulatedStep:
 
 def simulate_step(program: Program, times: OpTimes) -> SimulatedStep:
     """Simulate a step as `simulate` does, without making its events."""
-    if times.cores is not None or not _has_simple_waits(program):
+    if times.cores is not None or not program.once(_has_simple_waits):
         timeline = simulate_on_shared_cores(program, times)
         parts = partial(_timeline_parts, timeline)
         return SimulatedStep(timeline.makespan_s, parts, lambda: timeline)
@@ -79,6 +79,12 @@ def _has_simple_waits(program: Program) -> bool:
     )
 
 
+def _awaited(program: Program) -> list[list[int]]:
+    """Return `Transfers.awaited` of each rank's passes."""
+    transfers = program.once(Transfers)
+    return [transfers.awaited(rank, lanes.get("compute", ())) for rank, lanes in enumerate(program.ranks)]
+
+
 _DEADLOCK = "the program deadlocks; muster.schedule.check.check says why"
 
 RankProcess = Iterator[int]
@@ -98,7 +104,7 @@ class _Simulation:
         self.program, self.times = program, times
         self.begin_s: list[dict[Lane, list[float]]] = [{lane: [] for lane in LANES} for _ in program.ranks]
         self.end_s: list[dict[Lane, list[float]]] = [{lane: [] for lane in LANES} for _ in program.ranks]
-        self.transfers = Transfers(program)
+        self.transfers = program.once(Transfers)
         self.sent_s = [-1.0] * self.transfers.count
         """Begin of each transfer; −1 if unknown yet."""
         self.transfer_s, self.send_busy_s = self.transfers.durations_s(times)
@@ -109,7 +115,7 @@ class _Simulation:
         self.collective_arrivals: dict[tuple, list[tuple[float, float]]] = {}
         """(kind, ranks, number of earlier ones) → (arrival, duration) of each rank."""
         self.ready: list[RankProcess] = []
-        self.awaited_transfers: list[list[int]] = [[] for _ in program.ranks]
+        self.awaited_transfers = program.once(_awaited)
         """Per rank and pass, the transfer that it waits for."""
         self.awaited_copies: list[list[tuple[int, int]]] = [[] for _ in program.ranks]
         """Per rank, pairs (pass, host copy that it waits for)."""
@@ -213,8 +219,9 @@ class _Simulation:
             self._send(rank, sends[next_send], time_s)
             next_send += 1
         copy_end_s = self.end_s[rank]["host_copy"]
-        awaited = self.awaited_transfers[rank] = self.transfers.awaited(rank, compute)
-        for number, (transfer, duration_s) in enumerate(zip(awaited, self._durations_s(compute), strict=True)):
+        for number, (transfer, duration_s) in enumerate(
+            zip(self.awaited_transfers[rank], self._durations_s(compute), strict=True)
+        ):
             if transfer >= 0:
                 while sent_s[transfer] < 0:
                     yield transfer

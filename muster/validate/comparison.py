@@ -2,16 +2,17 @@
 
 import gc
 import signal
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from multiprocessing import get_context
 from operator import ge, le
 from typing import Literal, get_args
 
 from muster.cost.time.cost_cache import CostCache
-from muster.schedule.build import build_program
+from muster.schedule.build import build_program, program_key
+from muster.schedule.gc_pause import gc_paused
 from muster.schedule.program import Program
 from muster.simulate.predict import predict
 from muster.spec.device import DeviceSpec
@@ -209,8 +210,8 @@ def _distinct_results(
     """Yield the results of distinct rows."""
     if processes < 2 or predictor is not None or len(rows) <= _CHUNK:
         cache: dict[str, RowPrediction | str] = {}
-        gc.freeze()  # else the collector walks over what was imported, again and again
-        yield from (_results(row, predictor or predict_case, cache, ways) for row in rows)
+        with gc_paused():  # which would walk over the Programs that are kept, again and again
+            yield from (_results(row, predictor or predict_case, cache, ways) for row in rows)
         return
     chunks = [rows[begin : begin + _CHUNK] for begin in range(0, len(rows), _CHUNK)]
     with get_context("fork").Pool(min(processes, len(chunks)), _begin_process) as pool:
@@ -224,8 +225,9 @@ _cache_of_process: dict[str, RowPrediction | str] = {}
 
 
 def _begin_process() -> None:
-    """Prepare a forked process: it shares the parent's objects, and leaves Ctrl-C to the parent, which ends it."""
-    gc.freeze()
+    """Prepare a forked process: it makes no cycles that a collector had to find, and leaves Ctrl-C to the parent, which
+    ends it."""
+    gc.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -396,20 +398,30 @@ _COSTS = CostCache()
 """Costs that the cases of a row share."""
 
 
-@lru_cache(maxsize=8)
+_MOST_KEPT_PASSES = 100_000
+"""Most passes of Programs that are kept, about 60 MB: rows of one table often share theirs."""
+_programs: OrderedDict[Hashable, Program] = OrderedDict()
+"""Programs by `program_key`, the one used last at the end."""
+
+
 def _program(plan: Plan, model: ModelSpec, workload: Workload) -> Program:
-    """Return a plan's program; neighbouring cases share it."""
-    return build_program(plan, model, workload)
+    """Return a plan's program, from those kept where it was built before."""
+    key = program_key(plan, model, workload)
+    if key not in _programs:
+        _programs[key] = build_program(plan, model, workload)
+        while len(_programs) > 1 and sum(map(_num_passes, _programs.values())) > _MOST_KEPT_PASSES:
+            _programs.popitem(last=False)
+    _programs.move_to_end(key)
+    return _programs[key]
+
+
+def _num_passes(program: Program) -> int:
+    return sum(len(lanes.get("compute", ())) for lanes in program.ranks)
 
 
 def predict_case(inputs: RowInputs, case: RowCase) -> CasePrediction:
     """Predict a case as `muster predict` does."""
-    # The order of work is the same whatever is recomputed and however attention is computed, and for any vocabulary
-    # that isn't cut over the pipeline.
-    strategy = case.plan.default_strategy.model_copy(update={"recompute": "none", "attention": "flash"})
-    plan = case.plan.model_copy(update={"default_strategy": strategy})
-    model = case.model if plan.vocab_parallel else inputs.model
-    program = _program(plan, model, inputs.workload)  # type: ignore[arg-type]
+    program = _program(case.plan, case.model, inputs.workload)
     own = case.model, case.plan, inputs.workload, inputs.cluster
     found = predict(*own, program, framework=case.software, cache=_COSTS)
 

@@ -135,7 +135,7 @@ def forecast_memory(
     """
     found = []
     cache: InstructionMemoryCache = {}
-    orders = allocation_orders(program)
+    orders = program.once(allocation_orders)
     tightest = _tightest_ranks(plan, cluster)
     shares, disk_shares = host_shares_bytes(plan, cluster), disk_shares_bytes(plan, cluster)
     for pp_rank, stages in enumerate(
