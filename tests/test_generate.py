@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from muster.cli.main import main
+from muster.config.named_model import load_model
 from muster.model.decoder import Decoder
 from muster.model.generation import generate, sample_token
 from muster.model.kv_cache import KvCache
-from muster.spec.errors import ConfigError
+from muster.spec.errors import ConfigError, InfeasibleError
+from muster.spec.inference_plans import require_generation_supported
+from muster.spec.plan_name import parse_plan_name
 from muster.spec.text_generation import SamplingParams
 from muster.train.text_generation import find_trained_model
 from tests.parity import FAMILIES
@@ -148,6 +151,29 @@ def test_two_ranks_write_what_one_writes(whole: Path) -> None:
         assert all(found["texts"])
 
 
+@pytest.mark.parametrize("plan", ["tp2", "tp2-ep2s"])
+def test_ranks_that_share_experts_read_what_one_reads(plan: str) -> None:
+    """Slices of every expert, or whole experts on each rank."""
+    payload = {"plan": plan, "families": ["experts", "grouped", "balanced", "deepseek", "gpt_oss", "capacity"]}
+    for found in run_ranks(2, "tests.generation_ranks:compare_experts", payload):
+        for family, (difference, has_whole_experts) in found.items():
+            assert difference < 1e-10, family
+            assert has_whole_experts == plan.endswith("s")
+
+
+@pytest.mark.parametrize("name", ["dp2-ep2", "tp2-ep2", "tp2-ep2s-sp", "tp2-ep2x1"])
+def test_plans_of_experts_that_cannot_write_name_one_that_can(name: str) -> None:
+    with pytest.raises(InfeasibleError, match=r"slices of every expert .* whole ones .*; nearest: tp2-ep2s-mb1-bf16$"):
+        require_generation_supported(parse_plan_name(name), load_model("tiny-moe"))
+    require_generation_supported(parse_plan_name("tp2-ep2s"), load_model("tiny-moe"))
+
+
+def test_a_rank_that_takes_others_rows_is_seen() -> None:
+    payload = {"plan": "tp2-ep2s", "families": ["experts"], "fault": True}
+    for found in run_ranks(2, "tests.generation_ranks:compare_experts", payload):
+        assert found["experts"][0] > 1e-4
+
+
 def test_the_command_prints_prompts_and_texts(whole: Path, capsys: pytest.CaptureFixture) -> None:
     command = ["generate", str(whole), "--prompt", "import ", "--prompt", "d", "--tokens", "30", "--temperature", "0"]
     assert main(command) == 0
@@ -198,6 +224,7 @@ def test_a_directory_of_another_program_is_run_as_it_is_stored(dtype: str, tmp_p
             3,
             "tp 3 doesn't divide the model's 4 heads and 2 key/value heads: legal are 1, 2, 4",
         ),
+        (["WHOLE", "--plan", "tp2-ep2s"], 3, "ep2s: only tp can distribute it so far; nearest: tp2-mb1-fp32"),
         (["WHOLE", "--top-p", "0"], 2, "--top-p 0.0: input should be greater than 0"),
         (["WHOLE", "--tokens", "none"], 2, "expected a whole number >= 1, got 'none'"),
     ],

@@ -27,12 +27,24 @@ def require_evaluation_supported(plan: Plan, model: ModelSpec) -> None:
     _require(plan, can, model, "evaluate", "only dp and tp can distribute it so far")
 
 
+def _with_experts(plan: Plan, can: Plan) -> tuple[Plan, Plan]:
+    """Return what can be run of a plan, and the plan as it is meant. Whole experts lie on the tensor-parallel ranks,
+    which all have the same tokens; without ep each rank gets a slice of every expert, said or not."""
+    if plan.ep == 1:
+        meant = plan.model_copy(update={"etp": plan.tp}) if plan.etp == 1 else plan
+        return can.model_copy(update={"etp": plan.tp}), meant
+    ranks = plan.tp if plan.tp > 1 else plan.ep
+    return can.model_copy(update={"tp": ranks, "ep": ranks, "ep_dispatcher": "slicing"}), plan
+
+
 def _require(plan: Plan, can: Plan, model: ModelSpec, task: str, reason: str) -> None:
     require_supported_model(model)
     name = format_plan_name(plan)
-    if model.moe is not None:  # each rank gets a slice of every expert, whether the plan says so or not
-        can = can.model_copy(update={"etp": plan.tp})
-        plan = plan.model_copy(update={"etp": plan.tp}) if plan.etp == 1 else plan
+    if model.moe is not None:
+        can, plan, reason = (
+            *_with_experts(plan, can),
+            f"{reason}, with slices of every expert (etp) or whole ones (epNs)",
+        )
     if plan != can:
         nearest = format_plan_name(can)
         kept = nearest.split("-")

@@ -145,7 +145,8 @@ def _evaluate_rank(folder: Path, store: dist.Store, rank: int, world_size: int) 
 def _evaluate(opened: _Evaluation, device: torch.device, world: World | None = None) -> dict[str, dict[str, float]]:
     """Return the result of one process, or as a rank of `world` that of all."""
     axis = None if world is None else world.tensor_axis(opened.plan.default_strategy)
-    model, layouts = build_inference_decoder(opened.spec, opened.plan.precision, device, axis)
+    experts = None if world is None else world.expert_axis()
+    model, layouts = build_inference_decoder(opened.spec, opened.plan.precision, device, axis, experts)
     opened.load([LocalShard(f"model/{name}", layouts[name], local) for name, local in model.named_parameters()])
     model.caps_logits = False  # the loss caps them, in float32
     index, ranks = (0, 1) if world is None else (dp_index_of(opened.plan, world.at), opened.plan.mesh(0).dp_size)

@@ -28,7 +28,8 @@ def generate_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     request = GenerationRequest.model_validate_json((folder / REQUEST_FILE).read_bytes())
     with open_world(store, rank, world_size, request.plan) as world:
-        texts = generate_texts(request, world.device, world.tensor_axis(request.plan.default_strategy))
+        axes = world.tensor_axis(request.plan.default_strategy), world.expert_axis()
+        texts = generate_texts(request, world.device, *axes)
     if rank == 0:
         write_result(folder, texts)
     return 0

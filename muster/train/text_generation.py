@@ -24,7 +24,7 @@ from muster.data.tokenizer import Tokenizer, bos_before
 from muster.data.tokenizer_files import stop_ids
 from muster.model.dtypes import DTYPES
 from muster.model.generation import generate
-from muster.parallel.axis import TensorAxis
+from muster.parallel.axis import ExpertAxis, TensorAxis
 from muster.parallel.inference import all_gather_logits, build_inference_decoder
 from muster.plugins.loader import require_unchanged_plugins
 from muster.spec.base import Frozen
@@ -180,9 +180,15 @@ def encode_dialogue(messages: list[dict[str, str]], tokenizer: Tokenizer) -> lis
         raise ConfigError(f"these messages can't be answered: {problem}") from None
 
 
-def generate_texts(request: GenerationRequest, device: torch.device, axis: TensorAxis | None = None) -> list[str]:
-    """Return the continuation of each prompt. With an axis all of its ranks call it, and all get the same."""
-    generator = TextGenerator(request, device, axis)
+def generate_texts(
+    request: GenerationRequest,
+    device: torch.device,
+    axis: TensorAxis | None = None,
+    experts: ExpertAxis | None = None,
+) -> list[str]:
+    """Return the continuation of each prompt. With an axis all of its ranks call it, and all get the same; `experts`:
+    the same ranks, where each has some whole experts."""
+    generator = TextGenerator(request, device, axis, experts)
     if not request.chat:
         return generator.texts([encode_prompt(prompt, generator.tokenizer) for prompt in request.prompts])
     return generator.texts(
@@ -199,11 +205,18 @@ def first_messages(prompt: str, system: str | None) -> list[dict[str, str]]:
 class TextGenerator:
     """A model in memory that generates texts as a request says."""
 
-    def __init__(self, request: GenerationRequest, device: torch.device, axis: TensorAxis | None = None) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        device: torch.device,
+        axis: TensorAxis | None = None,
+        experts: ExpertAxis | None = None,
+    ) -> None:
         source = request.trained_model
         self.request = request
         self.tokenizer = run_tokenizer(source.data)
-        self.model, layouts = build_inference_decoder(source.model, request.plan.precision, device, axis)
+        own = source.model, request.plan.precision, device, axis, experts
+        self.model, layouts = build_inference_decoder(*own)
         parameters = self.model.named_parameters()
         pieces = [LocalShard(f"model/{name}", layouts[name], parameter) for name, parameter in parameters]
         load_initial_weights(source.weights, source.model, pieces)
