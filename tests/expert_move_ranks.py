@@ -1,6 +1,6 @@
 """Ranks of the tests of moving experts: runs in which experts move, beside the same runs in which they stay."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,18 @@ from muster.checkpoint.load import fill_shards
 from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.manifest import read_manifest
 from muster.checkpoint.save import save
+from muster.config.cluster_files import load_cluster
 from muster.config.run_config import RunConfig
 from muster.parallel.world import World, open_world
 from muster.schedule.resolve import resolve_schedule
+from muster.simulate.expert_moves import PredictedMoves
+from muster.simulate.predict import predict
 from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
+from muster.spec.routing_load import RoutingLoad
 from muster.train.expert_mover import ExpertMover
+from muster.train.step_result import ExpertMoves, StepResult
 from muster.train.trainer import Trainer
 from tests.parity import open_data, small_run
 
@@ -74,7 +79,16 @@ def _run_case(
         found["stayed"] = [trainer.step().loss for _ in range(STEPS)]
         with cost, stale_moment() if fault else nullcontext():
             trainer = Trainer(moving, own, world, open_data(config, cache))
-            results = [trainer.step() for _ in range(SAVED)]
+            assert trainer.expert_mover is not None
+            trainer.expert_mover.profile(own)
+            results = [trainer.step() for _ in range(EVERY)]
+            predicted = _predicted(moving, own, results)
+            found["predicted"] = [predicted.plan.expert_placement, predicted.num_experts, predicted.num_bytes]
+            assert results[-1].expert_moves is not None
+            found["executed"] = [trainer.plan.expert_placement, *_sizes(results[-1].expert_moves)]
+            program = trainer._program_of(own, moves_experts=True)
+            found["programs"] = program == predicted.program
+            results += [trainer.step() for _ in range(SAVED - EVERY)]
             if rank == 0:
                 root.mkdir()
             world.barrier()
@@ -82,11 +96,11 @@ def _run_case(
             info |= {"counters": trainer.counters()}
             save(root, SAVED, trainer.local_shards(), info, rank, world_size, world.all_gather_object)
             results += [trainer.step() for _ in range(STEPS - SAVED)]
-            assert trainer.expert_mover is not None
             found["placement"] = trainer.plan.expert_placement
             found["resumed"] = _resumed(root, moving, own, world, cache)
         found["moved"] = [one.loss for one in results]
         moves = [one.expert_moves for one in results if one.expert_moves]
+        found["predicted_s"] = [one.predicted_s for one in moves]
         found["moves"] = [[m.num_experts, m.max_over_mean_before, m.max_over_mean_after] for m in moves]
         found["bytes"] = [trainer.expert_mover.sent_bytes, sum(one.num_bytes for one in moves)]
         found["instructions"] = [
@@ -97,6 +111,24 @@ def _run_case(
         with open_world(store, rank, world_size, other, generation + 1) as world:
             found["later"] = _resumed(root, config, other, world, cache)
     return found
+
+
+def _predicted(config: RunConfig, plan: Plan, results: Sequence[StepResult]) -> PredictedMoves:
+    """The moves that the load of these steps, measured, makes a prediction expect."""
+    sums = [
+        [sum(counts) for counts in zip(*(load.counts for load in layer), strict=True)]
+        for layer in zip(*(one.expert_load for one in results), strict=True)
+    ]
+    load = RoutingLoad(tuple(tuple(count / sum(row) for count in row) for row in sums), "a test")
+    workload = config.workload.model_copy(update={"expert_load": load})
+    plan, cluster = plan.model_copy(update={"precision": "fp32"}), load_cluster(f"{plan.world_size}xh100")
+    found = predict(config.model, plan, workload, cluster, optim=config.optim, rebalance_experts_every=EVERY).moves
+    assert found is not None
+    return found
+
+
+def _sizes(moves: ExpertMoves) -> list[int]:
+    return [moves.num_experts, moves.num_bytes // 2]  # a prediction is of float32, a run here of float64
 
 
 def _with_moves(config: RunConfig) -> RunConfig:

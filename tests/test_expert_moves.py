@@ -7,7 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.spec.routing_load import rank_shares, rebalanced_order
+from muster.config.cluster_files import load_cluster
+from muster.config.named_model import load_model
+from muster.cost.expert_moves import trial_placements
+from muster.cost.time.collectives import COLLECTIVE_START_S, SIMPLE_PROTOCOL_LATENCY_FACTOR
+from muster.cost.time.expert_moves import expert_moves_s
+from muster.cost.time.kernels import memory_s
+from muster.cost.time.plan_times import place_plan
+from muster.layout.expert_moves import moved_tensors
+from muster.layout.tensor_layout import state_shard_dim
+from muster.simulate.expert_moves import PredictedMoves
+from muster.simulate.predict import predict
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
+from muster.spec.plan_name import parse_plan_name
+from muster.spec.routing_load import RoutingLoad, rank_shares, rebalanced_order, zipf_load
+from muster.spec.workload import Workload
 from tests.ranks import run_ranks
 
 CASES: dict[int, list[dict[str, Any]]] = {
@@ -42,6 +57,8 @@ SOAK: dict[int, list[dict[str, Any]]] = {
         {"plan": "dp4-ep2-z3", "family": "switch"},
     ],
 }
+LOAD = zipf_load(1.2, 7, 8, 2)
+"""Load of tiny-moe."""
 
 
 @pytest.mark.parametrize("ranks", CASES)
@@ -64,6 +81,9 @@ def check_moves(ranks: int, cases: list[dict[str, Any]], tmp_path: Path) -> None
         assert one["moves"][0][0] > 0, case
         assert all(after <= before for _, before, after in one["moves"]), case
         assert one["instructions"] == len(one["moves"]) == 3
+        assert one["predicted"] == one["executed"], case
+        assert one["programs"], case
+        assert [time_s > 0 for time_s in one["predicted_s"]] == [moved > 0 for moved, *_ in one["moves"]], case
         error = max(abs(a - b) / b for a, b in zip(one["moved"], one["stayed"], strict=True))
         if "fault" in case:
             assert error > 1e-7, case
@@ -93,3 +113,63 @@ def test_only_exchanges_that_pay_are_made() -> None:
     assert max(rank_shares(counts, 2, rebalanced_order(counts, 2))) == 55
     assert rebalanced_order(counts, 2, range(6), 35) == tuple(range(6)), "the most that exchanges save is 35"
     assert rebalanced_order([9, 1, 9, 1], 2, (0, 2, 1, 3)) in ((0, 1, 2, 3), (0, 3, 1, 2), (1, 2, 0, 3), (3, 2, 1, 0))
+
+
+def test_a_prediction_adds_the_exchanges_to_the_step_before_them() -> None:
+    """Of two ranks, each of which sends a tensor's parts and gets as much: for each tensor the start, the bytes over
+    the link, and the copies of what is sent and received."""
+    model, plan, cluster = load_model("tiny-moe"), parse_plan_name("dp2-ep2-mb1"), load_cluster("2xh100")
+    moves = moves_of(model, plan, LOAD)
+    tensors = list(moved_tensors(model, plan, moves.plan))
+    device, link = cluster.device, cluster.groups[0].intra
+    assert link.latency_s > 0
+    expected = 0.0
+    for tensor in tensors:
+        sent = tensor.routes[(0, 0), (1, 0)] * 4
+        assert sent == tensor.routes[(1, 0), (0, 0)] * 4 == tensor.numel * 2
+        on_link = sent / (link.bandwidth_bytes_per_s * link.efficiency) + (link.message_s or link.latency_s)
+        copies = 2 * device.kernel_s + memory_s(device, 2 * 2 * sent)
+        expected += 3 * (COLLECTIVE_START_S + SIMPLE_PROTOCOL_LATENCY_FACTOR * link.latency_s + on_link + copies)
+    assert moves.time_s == pytest.approx(expected)
+    assert moves.num_bytes == sum(3 * 4 * one.numel for one in tensors)
+    step_s = predict(model, plan, Workload(seq_len=64, global_batch_size=24, expert_load=LOAD), cluster).step_time_s
+    assert moves.moving_step_s == pytest.approx(step_s + moves.time_s)
+    assert moves.max_over_mean_after < moves.max_over_mean_before
+
+
+def moves_of(model: ModelSpec, plan: Plan, load: RoutingLoad | None, every: int = 20) -> PredictedMoves:
+    """The moves predicted on H100s after some steps."""
+    workload, cluster = Workload(seq_len=64, global_batch_size=24, expert_load=load), load_cluster("2xh100")
+    found = predict(model, plan, workload, cluster, rebalance_experts_every=every).moves
+    assert found is not None
+    return found
+
+
+def test_nothing_moves_where_that_would_not_pay() -> None:
+    model, plan = load_model("tiny-moe"), parse_plan_name("dp2-ep2-mb1")
+    even, short, long = (moves_of(model, plan, load, every) for load, every in ((None, 20), (LOAD, 1), (LOAD, 20)))
+    assert (even.num_experts, even.num_bytes, even.time_s, even.plan.expert_placement) == (0, 0, 0.0, ())
+    assert 0 < short.num_experts < long.num_experts
+    assert short.time_s < long.time_s
+
+
+@pytest.mark.parametrize("name", ["dp4-ep2-z3", "dp4-ep4-z1", "dp2-tp2-ep2-etp2", "dp2x2-ep2", "dp2-pp2-ep2"])
+def test_routes_are_what_all_ranks_send(name: str) -> None:
+    model, plan = load_model("tiny-moe"), parse_plan_name(name)
+    for placed in trial_placements(model, plan):
+        after, mesh = plan.model_copy(update={"expert_placement": placed}), plan.mesh(0)
+        for one in moved_tensors(model, plan, after):
+            parts = mesh.expert_state_shards if state_shard_dim(one.name, one.shape, mesh.expert_state_shards) else 1
+            assert sum(one.routes.values()) * parts * mesh.etp * mesh.dp_replicate == one.numel > 0
+
+
+def test_moves_between_nodes_take_longer() -> None:
+    model, plan = load_model("tiny-moe"), parse_plan_name("dp8-ep8-mb1")
+    cluster = load_cluster("16xh100")
+    apart = cluster.groups[0].model_copy(update={"devices_per_node": 1, "num_nodes": 16})
+    near, far = (
+        expert_moves_s(place_plan(model, plan, Workload(seq_len=64, global_batch_size=24), where), after)
+        for where in (cluster, cluster.model_copy(update={"groups": (apart,)}))
+        for after in [plan.model_copy(update={"expert_placement": trial_placements(model, plan)[1]})]
+    )
+    assert far > near > 0

@@ -389,4 +389,5 @@ def predict(
         optim=optim,
         outer=outer or given.outer,
         delayed_update=given.delayed_update,
+        rebalance_experts_every=given.rebalance_experts_every,
     )

@@ -164,6 +164,8 @@ class PlanInput:
     outer: OuterConfig | None = None
     delayed_update: bool = False
     """True where the run file delays the host's updates."""
+    rebalance_experts_every: int = 0
+    """Steps between moves of experts; 0: they stay."""
 
 
 def load_plan_input(path: Path) -> PlanInput:
@@ -195,6 +197,7 @@ def load_plan_input(path: Path) -> PlanInput:
         merged.plan_is_auto,
         _section(merged, "outer", OuterConfig, {}),
         train is not None and train.delayed_update,
+        0 if train is None else train.rebalance_experts_every,
     )
 
 

@@ -5,6 +5,7 @@ gradients. An exchange of two experts takes their parameters and optimizer state
 load also saves, isn't counted, so that a choice rests on no rates of a machine, and a resumed run makes it again.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from muster.config.optim_config import OptimConfig
@@ -77,6 +78,28 @@ def moved_bytes(model: ModelSpec, before: Plan, after: Plan, optim: OptimConfig 
         one.numel * moved_element_bytes(before, optim, one.name, one.shape)
         for one in moved_tensors(model, before, after)
     )
+
+
+def exchanged_tensors(model: ModelSpec, before: Plan, after: Plan, optim: OptimConfig | None) -> int:
+    """Return the tensors, master weights and states of the optimizer, that the pipeline rank with most exchanges one
+    after another when the placement of one plan becomes that of the other."""
+    found: Counter[int] = Counter()
+    for one in moved_tensors(model, before, after):
+        found[before.pp_rank(one.stage)] += 1 + len(optimizer_state(optim, one.name, one.shape))
+    return max(found.values(), default=0)
+
+
+def trial_placements(model: ModelSpec, plan: Plan) -> list[ExpertPlacement]:
+    """Return two placements whose moves a run times to predict others: in each layer the first experts of two ranks
+    change places, and every expert goes to the next rank; none where no layer's experts lie on several ranks."""
+    assert model.moe is not None
+    layers = _placed_layers(model, plan, [(0,) * model.moe.num_experts] * len(model.expert_layers))
+    few, all_ = [], []
+    for _, ep, order, _ in layers:
+        each = len(order) // ep
+        few.append((order[each], *order[1:each], order[0], *order[each + 1 :]) if ep > 1 else order)
+        all_.append((*order[each:], *order[:each]) if ep > 1 else order)
+    return [tuple(few), tuple(all_)] if any(ep > 1 for _, ep, _, _ in layers) else []
 
 
 def moved_element_bytes(plan: Plan, optim: OptimConfig | None, name: str, shape: tuple[int, ...]) -> int:

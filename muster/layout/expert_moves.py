@@ -1,6 +1,7 @@
 """Moves of experts between ranks: which parts of a tensor go where when experts are placed anew."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -49,13 +50,21 @@ def stage_of_layer(plan: Plan, num_layers: int, layer: int) -> int:
     return next(stage for stage in range(plan.num_stages) if layer in plan.layers(stage, num_layers))
 
 
+Holder = tuple[int, int]
+"""Indices of a rank on the axes ep and edp of the experts' mesh."""
+
+
 class MovedTensor(NamedTuple):
     """A tensor of stacked experts of which some move."""
 
+    stage: int
     name: str
     shape: tuple[int, ...]
     numel: int
     """Elements that all ranks together send."""
+    routes: Mapping[tuple[Holder, Holder], int]
+    """Sender and receiver of one slice of the experts to the elements that travel between them. Where edp ranks each
+    have a part of every expert, those of the first of them; the others' are alike."""
 
 
 def moved_tensors(model: ModelSpec, before: Plan, after: Plan) -> Iterator[MovedTensor]:
@@ -66,9 +75,14 @@ def moved_tensors(model: ModelSpec, before: Plan, after: Plan) -> Iterator[Moved
         for name, shape, part, _, _ in stage_shards(model, before, stage):
             orders = expert_order(model, before, name), expert_order(model, after, name)
             if is_expert(name) and mesh.ep > 1 and orders[0] != orders[1]:
-                holders = [_holders(mesh, name, part.size, order or range(shape[0])) for order in orders]
-                moved = sum(holders[0][expert] != holders[1][expert] for expert in range(shape[0]))
-                yield MovedTensor(name, shape, moved * prod(part.size[1:]) * mesh.etp * mesh.dp_replicate)
+                old, new = (_holders(mesh, name, part.size, order or range(shape[0])) for order in orders)
+                moved = Counter((old[expert], new[expert]) for expert in old if old[expert] != new[expert])
+                if not moved:
+                    continue
+                numel, edp = prod(part.size[1:]), mesh.expert_state_shards
+                shards = edp if state_shard_dim(name, part.size, edp) else 1
+                routes = {route: count * numel // shards for route, count in moved.items()}
+                yield MovedTensor(stage, name, shape, moved.total() * numel * mesh.etp * mesh.dp_replicate, routes)
 
 
 def num_moved_experts(model: ModelSpec, before: Plan, after: Plan) -> int:
@@ -84,7 +98,7 @@ def num_moved_experts(model: ModelSpec, before: Plan, after: Plan) -> int:
     return moved
 
 
-def _holders(mesh: Mesh, name: str, size: tuple[int, ...], order: Sequence[int]) -> dict[int, tuple[int, int]]:
+def _holders(mesh: Mesh, name: str, size: tuple[int, ...], order: Sequence[int]) -> dict[int, Holder]:
     """Return the ep rank of each expert and the index among its edp ranks that have it; 0 where all have a part.
     `size`: of the part of a tensor that an ep rank holds."""
     each, edp = size[0], mesh.expert_state_shards

@@ -43,7 +43,7 @@ def draw_expert_moves(metrics: Sequence[Mapping[str, Any]]) -> Html | None:
     rows = [row for row in metrics if row.get("experts/moved")]
     if not rows:
         return None
-    columns = ("step", "experts moved", "sent", "time", "max/mean of ranks", "the same, moved")
+    columns = ("step", "experts moved", "sent", "time", "predicted", "max/mean of ranks", "the same, moved")
     head = element("tr", *(element("th", word, scope="col") for word in columns))
     body = [
         element(
@@ -52,6 +52,7 @@ def draw_expert_moves(metrics: Sequence[Mapping[str, Any]]) -> Html | None:
             element("td", str(row["experts/moved"])),
             element("td", format_bytes(row["experts/moved_bytes"])),
             element("td", f"{row['experts/moved_s']:.2f} s"),
+            element("td", "–" if (s := row.get("experts/moved_predicted_s")) is None else f"{s:.2f} s"),
             element("td", f"{row['experts/ranks_max_over_mean']:.2f}"),
             element("td", f"{row['experts/ranks_max_over_mean_moved']:.2f}"),
         )

@@ -11,6 +11,7 @@ from muster.report.page import description_list, page, section
 from muster.report.terminal import plan_rows
 from muster.report.timeline_rows import evenly_spaced
 from muster.report.training import format_kwh, price_note, training_lines
+from muster.simulate.expert_moves import PredictedMoves
 from muster.simulate.predict import Prediction, RankMemory
 from muster.spec.formatting import format_bytes, format_count, format_fraction, format_seconds
 from muster.spec.plan_name import format_plan_name
@@ -65,6 +66,8 @@ def headline_figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
             placed = load.of_ranks(ep, prediction.plan.expert_placement, copies)
             by_rank += f", with copies {placed.imbalance:.2f}"
         yield "experts", f"the most chosen one has {load.max_over_mean:.2f} times the mean{by_rank} ({load.source})"
+    if (moves := prediction.moves) is not None:
+        yield "moves", _moves_text(moves)
     if prediction.not_yet:
         yield "not yet", "; ".join(prediction.not_yet)
     yield "tokens/s", f"{format_count(prediction.tokens_per_s)}, {per_device}"
@@ -75,6 +78,18 @@ def headline_figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
     yield from _host_tiers(prediction)
     yield from _memory_fixes(prediction)
     yield "cost", _cost(prediction)
+
+
+def _moves_text(moves: PredictedMoves) -> str:
+    """Return which experts move after some steps, how long that takes, and how long a step takes afterwards."""
+    fullest = f"the fullest rank has {moves.max_over_mean_before:.2f} times the mean load"
+    if not moves.num_experts:
+        return f"none after {pluralize(moves.every, 'step')}, as none pays: {fullest}"
+    moved = f"{pluralize(moves.num_experts, 'expert')} ({format_bytes(moves.num_bytes)})"
+    return (
+        f"{moved} in {format_seconds(moves.time_s)} after {pluralize(moves.every, 'step')}: {fullest}, then"
+        f" {moves.max_over_mean_after:.2f}, and a step takes {format_seconds(moves.later_step_s)}"
+    )
 
 
 def _range_text(prediction: Prediction) -> str:

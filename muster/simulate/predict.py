@@ -24,6 +24,7 @@ from muster.schedule.action import Action, Kind
 from muster.schedule.build import build_program
 from muster.schedule.program import Program
 from muster.schedule.resolve import resolve_schedule
+from muster.simulate.expert_moves import PredictedMoves, predict_moves
 from muster.simulate.simulator import SimulatedStep, simulate_step
 from muster.simulate.spans import BUBBLE, P2P
 from muster.simulate.timeline import Timeline
@@ -73,6 +74,7 @@ _AXIS_BY_KIND |= {
     Kind.READ_STATE: "disk",
     Kind.WRITE_STATE: "disk",
     Kind.OUTER_WAIT: "islands",
+    Kind.MOVE_EXPERTS: "ep",
 }
 """Kind of communication → axis on which it runs."""
 _STEP_KINDS = (Kind.CLIP, Kind.UPDATE, Kind.DELAYED_UPDATE, Kind.LATE_UPDATE, Kind.STEP, Kind.OUTER_STEP)
@@ -123,6 +125,12 @@ class Prediction:
     """Optimizer; None: AdamW."""
     outer: OuterConfig | None = None
     """Outer steps of a plan with islands; None: those of DiLoCo."""
+    make_moves: Callable[[], PredictedMoves] | None = field(default=None, repr=False)
+
+    @cached_property
+    def moves(self) -> PredictedMoves | None:
+        """Moves of experts between steps; None where they stay."""
+        return None if self.make_moves is None else self.make_moves()
 
     @cached_property
     def round(self) -> IslandRound | None:
@@ -318,6 +326,7 @@ class Prediction:
                 for one in self.memory_fixes
             ],
             "round": None if self.round is None else self.round.to_json(),
+            "moves": None if self.moves is None else self.moves.to_json(),
             "usd_per_step": self.usd_per_step,
             "joules_per_step": self.joules_per_step,
         }
@@ -335,12 +344,14 @@ def predict(
     optim: OptimConfig | None = None,
     outer: OuterConfig | None = None,
     delayed_update: bool = False,
+    rebalance_experts_every: int = 0,
 ) -> Prediction:
     """Predict the time and memory of a plan's step: lower the plan to its Program and simulate it.
 
     `framework`: the framework that trains (default: Muster). `optim`: its optimizer (default: AdamW), `outer`:
     the outer steps of a plan with islands (default: DiLoCo's). `delayed_update`: predict a step in which the host
-    updates parameters with the gradients of the step before.
+    updates parameters with the gradients of the step before. `rebalance_experts_every`: steps between moves of experts,
+    0: they stay.
     `program` (from `build_program`) and `times` (from
     `plan_times`) may be passed in to save their computation: plans with the same schedule, micro-batches and ZeRO level
     have the same Program. Calls that share a `cache` share the costs of equal layers and stages.
@@ -362,8 +373,16 @@ def predict(
     step = simulate_step(program, times)
     forecast = partial(forecast_memory, model, plan, workload, cluster, longest, framework, optim=optim, outer=outer)
     step_time_s = step.duration_s + times.data_s
+    moves = None
+    if rebalance_experts_every and model.moe is not None:
+
+        def time_of(placed: Plan) -> float:
+            return predict(model, placed, workload, cluster, framework=framework, cache=cache, optim=optim).step_time_s
+
+        setting = place_plan(model, plan, workload, cluster, framework, cache=cache, optim=optim)
+        moves = partial(predict_moves, setting, times, rebalance_experts_every, time_of)
     return Prediction(
-        model, plan, workload, cluster, program, times, step_time_s, framework, step, forecast, optim, outer
+        model, plan, workload, cluster, program, times, step_time_s, framework, step, forecast, optim, outer, moves
     )
 
 

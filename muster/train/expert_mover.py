@@ -7,15 +7,22 @@ layouts name its rows anew: whatever reads a layout, checkpoints above all, know
 
 from collections.abc import Mapping
 from functools import partial
+from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from muster.checkpoint.local_shard import LocalShard
 from muster.config.run_config import RunConfig
-from muster.cost.expert_moves import moved_bytes, ranks_max_over_mean, rebalanced_placement
+from muster.cost.expert_moves import (
+    exchanged_tensors,
+    moved_bytes,
+    ranks_max_over_mean,
+    rebalanced_placement,
+    trial_placements,
+)
 from muster.layout.box import Box
 from muster.layout.expert_moves import box_transfers, expert_members, num_moved_experts
 from muster.layout.expert_placement import expert_order
@@ -30,6 +37,18 @@ from muster.train.parameter_updater import ParameterUpdater
 from muster.train.step_result import ExpertMoves
 from muster.train.step_state import StepState
 
+TRIALS = 2
+"""Times that a profile moves experts there and back."""
+
+
+class MoveRates(NamedTuple):
+    """Rates of moves on this machine."""
+
+    tensor_s: float
+    """Seconds of the exchange of a tensor besides its bytes."""
+    byte_s: float
+    """Seconds of a byte that any rank sends."""
+
 
 class ExpertMover:
     """The load of the experts since the last moves, and the moves of this rank's."""
@@ -41,6 +60,7 @@ class ExpertMover:
         self._load_LE: Tensor | None = None
         """Choices of each expert in the steps since the last moves: float64 [layers with experts, E]."""
         self._last_step = 0
+        self._rates: MoveRates | None = None
         self.sent_bytes = 0
         """Bytes that this rank has sent so far."""
 
@@ -56,6 +76,34 @@ class ExpertMover:
             self._load_LE = load_LE.clone() if self._load_LE is None else self._load_LE + load_LE
             self._last_step = state.step
 
+    def profile(self, plan: Plan) -> None:
+        """Time moves there and back, from which the time of others is predicted; all ranks call it."""
+        trials = [
+            plan.model_copy(update={"expert_placement": one}) for one in trial_placements(self._config.model, plan)
+        ]
+        found = []
+        for after in trials:
+            times_s = [self._exchange_s(*way) for _ in range(TRIALS) for way in ((plan, after), (after, plan))]
+            found.append((*self._sizes(plan, after), max(self._world.all_gather_object(median(times_s)))))
+        if found:
+            (count, few, few_s), (_, many, many_s) = found
+            byte_s = max(0.0, many_s - few_s) / (many - few) if many > few else few_s / few
+            self._rates = MoveRates(max(0.0, few_s - few * byte_s) / count, byte_s)
+        self.sent_bytes = 0
+
+    def _exchange_s(self, before: Plan, after: Plan) -> float:
+        self._world.barrier()
+        start_s = perf_counter()
+        self._exchange(before, after)
+        self.place(after)
+        synchronize(self._world.device)
+        return perf_counter() - start_s
+
+    def _sizes(self, before: Plan, after: Plan) -> tuple[int, int]:
+        """Return the tensors of the busiest rank and the bytes of all ranks that an exchange takes."""
+        own = self._config.model, before, after, self._config.optim
+        return exchanged_tensors(*own), moved_bytes(*own)
+
     def move(self, plan: Plan, state: StepState) -> tuple[Plan, ExpertMoves | None]:
         """Move experts where that pays; returns the plan with their places of now, and what has moved."""
         self.add(state)
@@ -70,11 +118,16 @@ class ExpertMover:
             self._exchange(plan, after)
             self.place(after)
             synchronize(self._world.device)
+        time_s = perf_counter() - start_s
+        tensors, sent = self._sizes(plan, after)
+        rates = self._rates
         return after, ExpertMoves(
             num_moved_experts(model, plan, after),
-            moved_bytes(model, plan, after, optim),
-            perf_counter() - start_s,
-            *(ranks_max_over_mean(model, one, loads_LE) for one in (plan, after)),
+            sent,
+            time_s,
+            ranks_max_over_mean(model, plan, loads_LE),
+            ranks_max_over_mean(model, after, loads_LE),
+            None if rates is None else tensors * rates.tensor_s + sent * rates.byte_s,
         )
 
     def place(self, plan: Plan) -> None:

@@ -54,6 +54,8 @@ def metrics_row(
         row["experts/moved"] = moves.num_experts
         row["experts/moved_bytes"] = moves.num_bytes
         row["experts/moved_s"] = moves.time_s
+        if moves.predicted_s is not None:
+            row["experts/moved_predicted_s"] = moves.predicted_s
         row["experts/ranks_max_over_mean"] = moves.max_over_mean_before
         row["experts/ranks_max_over_mean_moved"] = moves.max_over_mean_after
     if result.skip_reason:

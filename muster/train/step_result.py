@@ -48,12 +48,16 @@ class ExpertMoves:
     """Load of the fullest expert-parallel rank relative to the mean, on average over the layers, as it was."""
     max_over_mean_after: float
     """The same, as it would have been with the experts in the places of now."""
+    predicted_s: float | None = None
+    """Time that moves before the first step, timed there and back, predict; None without these."""
 
     def __str__(self) -> str:
         load = f"the fullest rank {{}} {self.max_over_mean_before:.2f} times the mean load"
         if not self.num_experts:
             return f"no expert moved: {load.format('has')}, and no move pays"
-        moved = f"{pluralize(self.num_experts, 'expert')} moved ({format_bytes(self.num_bytes)} in {self.time_s:.2f} s)"
+        predicted = "" if self.predicted_s is None else f", predicted {self.predicted_s:.2f} s"
+        took = f"{format_bytes(self.num_bytes)} in {self.time_s:.2f} s{predicted}"
+        moved = f"{pluralize(self.num_experts, 'expert')} moved ({took})"
         return f"{moved}: {load.format('had')}, and would have had {self.max_over_mean_after:.2f} with them moved"
 
 

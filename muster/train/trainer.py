@@ -352,6 +352,8 @@ class Trainer:
         self._set_backwards_per_step(known=False)
         with self.updater.perturbing():
             profile = profile_stages(self.program, self.stages, self.world, self.handlers, self._routes, self.copies)
+        if self.expert_mover is not None:
+            self.expert_mover.profile(self.plan)
         for stage in self.stages.values():
             stage.zero_grad()
             stage.reshard()
