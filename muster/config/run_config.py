@@ -181,6 +181,9 @@ class TrainConfig(Frozen):
     rebalance_experts_every: NonNegativeInt = 0
     """Steps after which experts move to other ranks of `ep`, with their optimizer state, where their load of these
     steps makes that pay before the next time; 0: they stay."""
+    straggler_check_every: NonNegativeInt = 0
+    """Steps between comparisons of the ranks' times, which name slow ranks, links, data and disks that two of them in a
+    row have found; 0: none."""
     delayed_update: bool = False
     """Update the parameters whose optimizer state is off the device beside the passes of the next step, which are
     computed with the parameters before the update (arXiv:2101.06840 §5.2)."""

@@ -246,6 +246,11 @@ def _require_parts_run(config: RunConfig) -> None:
         _require_delayed_updates(plan, tiers)
     if train.rebalance_experts_every:
         _require_moving_experts(config)
+    if train.straggler_check_every and plan.islands > 1:
+        raise InfeasibleError(
+            "train.straggler_check_every compares all ranks, for which islands would wait between their outer steps:"
+            " leave islN or train.straggler_check_every out"
+        )
     if train.training_step is not None and plan.post_validation:
         raise InfeasibleError(
             f"train.training_step {train.training_step} sees the gradient norm of all ranks, which post_validation"

@@ -12,6 +12,7 @@ from muster.report.gantt import draw_timelines
 from muster.report.html import Html, element, join
 from muster.report.islands import draw_meetings
 from muster.report.report_data import PredictedVsMeasured, ReportData
+from muster.report.stragglers import draw_stragglers
 from muster.report.style import SCRIPT, style_sheet
 from muster.spec.errors import MusterError
 from muster.spec.formatting import (
@@ -53,6 +54,7 @@ def render_report(data: ReportData, refresh_s: int | None = None) -> str:
         _header(data),
         section("Training", _charts(data)),
         section("Meetings of islands", met) if (met := draw_meetings(data.meetings)) else "",
+        section("Stragglers", slow) if (slow := draw_stragglers(data.straggler_checks)) else "",
         section("Load of experts", load) if (load := draw_expert_load(data.metrics)) else "",
         section("Moves of experts", moves) if (moves := draw_expert_moves(data.metrics)) else "",
         _timelines(data),

@@ -20,6 +20,7 @@ RESTARTS_FILE = "restarts.jsonl"
 RECOVERIES_FILE = "recoveries.jsonl"
 """File of a run directory with a line for each recovery within an attempt."""
 MEETINGS_FILE = "islands.jsonl"
+STRAGGLERS_FILE = "stragglers.jsonl"
 """File of a run directory with a line for each exchange between islands."""
 _MOST_TOLD = 5
 """Restarts whose reasons a note tells."""

@@ -11,12 +11,14 @@ from muster.report.islands import meetings_note
 from muster.report.report_data import ReportData, RunInfo
 from muster.report.run_files import (
     MEETINGS_FILE,
+    STRAGGLERS_FILE,
     read_metrics,
     read_run_config,
     read_run_plan,
     recoveries_note,
     restarts_note,
 )
+from muster.report.stragglers import straggler_note
 from muster.report.wall_time import wall_time_note
 from muster.spec.formatting import format_count
 from muster.spec.plan_name import format_plan_name
@@ -56,7 +58,14 @@ def unfinished_run(run_dir: Path) -> UnfinishedRun:
         finished=None if when is None else f"{datetime.fromtimestamp(when, UTC):%Y-%m-%d %H:%M} UTC",
         muster_version=__version__,
     )
-    notes = meetings_note(meetings), restarts_note(run_dir), recoveries_note(run_dir), wall_time_note(run_dir, when)
+    checks = read_metrics(run_dir / STRAGGLERS_FILE)
+    notes = (
+        meetings_note(meetings),
+        straggler_note(checks),
+        restarts_note(run_dir),
+        recoveries_note(run_dir),
+        wall_time_note(run_dir, when),
+    )
     report = ReportData(
         title=run_dir.resolve().name,
         plan_name=format_plan_name(plan),
@@ -65,6 +74,7 @@ def unfinished_run(run_dir: Path) -> UnfinishedRun:
         validation_loss=losses[-1] if losses else None,
         notes=list(filter(None, notes)),
         meetings=meetings,
+        straggler_checks=checks,
         status=status,
     )
     return UnfinishedRun(is_running, status, report)

@@ -31,7 +31,8 @@ from muster.report.console import table_console
 from muster.report.islands import meetings_note
 from muster.report.page import write_report
 from muster.report.report_data import PredictedVsMeasured, ReportData, RunInfo
-from muster.report.run_files import MEETINGS_FILE, read_metrics, recoveries_note, restarts_note
+from muster.report.run_files import MEETINGS_FILE, STRAGGLERS_FILE, read_metrics, recoveries_note, restarts_note
+from muster.report.stragglers import straggler_note
 from muster.report.terminal import comparison_table, plan_lines
 from muster.report.wall_time import split_wall_time, wall_time_note
 from muster.schedule.build import build_program
@@ -105,7 +106,8 @@ def finalize(
     notes += further_notes
     meetings = read_metrics(run_dir / MEETINGS_FILE)
     disturbances = [restarts_note(run_dir), recoveries_note(run_dir), wall_time_note(run_dir, ended)]
-    notes += filter(None, [meetings_note(meetings), *disturbances])
+    checks = read_metrics(run_dir / STRAGGLERS_FILE)
+    notes += filter(None, [meetings_note(meetings), straggler_note(checks), *disturbances])
     notes += _sample_notes(config, run_dir)
     data = ReportData(
         title=run_dir.name,
@@ -120,6 +122,7 @@ def finalize(
         sample_text=sample,
         notes=[devices.note, *notes],
         meetings=meetings,
+        straggler_checks=checks,
     )
     write_report(run_dir / "report.html", data)
     table_console().print(comparison_table(rows))

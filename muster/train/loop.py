@@ -22,7 +22,7 @@ from muster.launch.rank_errors import EXIT_STOPPED
 from muster.parallel.allocation_meter import host_memory
 from muster.parallel.op_profile import StageProfile
 from muster.parallel.world import World
-from muster.report.run_files import MEETINGS_FILE
+from muster.report.run_files import MEETINGS_FILE, STRAGGLERS_FILE
 from muster.report.wall_time import append_attempt, attempt_row
 from muster.schedule.build import build_program
 from muster.simulate.simulator import simulate
@@ -44,6 +44,7 @@ from muster.train.run_directory import begin_attempt, explain_write_errors
 from muster.train.schedule_refinement import refine_schedule_from_profile
 from muster.train.step_result import StepResult
 from muster.train.step_state import StepHooks
+from muster.train.straggler_monitor import StragglerMonitor
 from muster.train.tracking import Trackers
 from muster.train.trainer import Trainer
 from muster.train.validation_loss import ALL_DATA, validation_losses, validation_metrics, validation_text
@@ -89,6 +90,9 @@ class TrainingLoop:
         self.metrics = MetricsLog(run_dir / "metrics.jsonl")
         self.expert_load = ExpertLoadLog(run_dir)
         self.meetings = MetricsLog(run_dir / MEETINGS_FILE)
+        self.straggler_log = MetricsLog(run_dir / STRAGGLERS_FILE)
+        self.stragglers: StragglerMonitor | None = None
+        """Comparison of the ranks' times; None without `train.straggler_check_every`, or with one rank."""
         self.stream = StreamHash()
         self.validation = ValidationTracker(config.train)
         self.callbacks = Callbacks(config.train.callbacks, world.rank, run_dir, self._on_stop)
@@ -140,6 +144,8 @@ class TrainingLoop:
         own = self.plan, self.config.model, self.config.workload
         program = build_program(*own, delayed_update=delays, optim=self.config.optim)
         predicted = simulate(program, profile.times)
+        if every := self.config.train.straggler_check_every * (self.world.size > 1):
+            self.stragglers = StragglerMonitor(self.trainer, profile.times, every, self.run_dir)
         self._resume()
         self.checkpoint_manager.prepare()
         first_step = self.trainer.step_count + 1
@@ -259,6 +265,8 @@ class TrainingLoop:
             display.print_line(f"step {result.step} was skipped: {result.skip_reason} ({self._describe_samples(1)})")
         if self.is_main and result.expert_moves is not None and result.expert_moves.num_experts:
             display.print_line(f"step {result.step}: {result.expert_moves}")
+        if self.stragglers is not None:
+            self._compare_ranks(self.stragglers, result, display)
         train = self.config.train
         losses = (
             validation_losses(self.trainer, self.config.eval.batches) if self._is_validation_step(result.step) else {}
@@ -281,6 +289,16 @@ class TrainingLoop:
                 display.print_line(problem)
             self.trackers.log(row)
             display.step(row)
+
+    def _compare_ranks(self, stragglers: StragglerMonitor, result: StepResult, display: TrainingDisplay) -> None:
+        """Take the step's times; where a comparison of all ranks' is due, log it and say what is slow."""
+        check = stragglers.after_step(result)
+        if check is None or not self.is_main:
+            return
+        for sentence in check.sentences:
+            display.print_line(sentence)
+        if problem := self.straggler_log.append(check.row):
+            display.print_line(problem)
 
     def _report_saves(self) -> None:
         """Tell callbacks of the checkpoints that are complete by now."""
@@ -373,6 +391,7 @@ class TrainingLoop:
             self._record_attempt()
             self.metrics.truncate_after(self.trainer.step_count)
             self.meetings.truncate_after(self.trainer.step_count)
+            self.straggler_log.truncate_after(self.trainer.step_count)
 
     def _record_attempt(self) -> None:
         """Note when this attempt goes on, and which steps it repeats."""

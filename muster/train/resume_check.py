@@ -48,6 +48,7 @@ CHANGEABLE_KEYS = (
     "train.elastic",
     "train.spares",
     "train.rebalance_experts_every",
+    "train.straggler_check_every",
     "data.cache",
 )
 """Keys that may change on resuming: they affect neither the model, the sample stream nor the optimization."""

@@ -1,0 +1,83 @@
+"""Stragglers of a run and the times that tell them, on its page and in a line."""
+
+from collections.abc import Mapping, Sequence
+from statistics import median_low
+from typing import Any
+
+from muster.report.html import Html, element, join
+from muster.spec.formatting import format_seconds
+from muster.spec.units import pluralize
+
+MOST_RANKS = 32
+"""Most ranks in a table: more are unreadable, and are in stragglers.jsonl."""
+
+Row = Mapping[str, Any]
+
+
+def draw_stragglers(checks: Sequence[Row]) -> Html | None:
+    """Return the stragglers, and the times of the last check with any, else of the last one, as tables whose slow cells
+    are coloured, by rows of stragglers.jsonl; None without any."""
+    if not checks:
+        return None
+    shown = next((row for row in reversed(checks) if row["stragglers"]), checks[-1])
+    told = straggler_note(checks) or f"no stragglers in {pluralize(len(checks), 'comparison')}"
+    parts = [element("p", f"{told[0].upper()}{told[1:]}."), element("p", f"Times up to step {shown['step']}:")]
+    if len(shown["ranks"]) > MOST_RANKS:
+        parts.append(element("p", f"{len(shown['ranks'])} ranks, whose times are in stragglers.jsonl."))
+        return join(*parts)
+    parts.append(_times_table(shown))
+    links = [[None if one is None else float(one) for one in rank["link_s"]] for rank in shown["ranks"]]
+    if any(one is not None for row in links for one in row):
+        parts.append(element("p", "Messages, a row for each sender and a column for each receiver:"))
+        parts.append(_links_table(links))
+    return join(*parts)
+
+
+def straggler_note(checks: Sequence[Row]) -> str | None:
+    """Return a sentence about the stragglers of a run; None without any."""
+    steps: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    texts: dict[tuple[str, tuple[int, ...]], str] = {}
+    for row in checks:
+        for one in row["stragglers"]:
+            key = one["kind"], tuple(one["ranks"])
+            steps.setdefault(key, []).append(row["step"])
+            texts[key] = one["text"]
+    if not texts:
+        return None
+    told = (f"{text} (steps {steps[key][0]} to {steps[key][-1]})" for key, text in texts.items())
+    return f"stragglers: {'; '.join(told)}"
+
+
+def _times_table(row: Row) -> Html:
+    columns = ("rank", "passes", "predicted", "wait for samples", "product of matrices", "file")
+    keys = ("compute_s", None, "data_s", "product_s", "disk_s")
+    head = element("tr", *(element("th", word, scope="col") for word in columns))
+    usual = {key: median_low(rank[key] for rank in row["ranks"]) for key in keys if key}
+    body = []
+    for number, rank in enumerate(row["ranks"]):
+        cells = [element("th", str(number), scope="row")]
+        for key in keys:
+            seconds = row["expected_s"][number] if key is None else rank[key]
+            usual_s = usual[key] if key else seconds
+            cells.append(_cell(seconds, max(usual_s, rank["step_s"] / 20) if key == "data_s" else usual_s))
+        body.append(element("tr", *cells))
+    return element("table", element("thead", head), element("tbody", *body))
+
+
+def _links_table(links: Sequence[Sequence[float | None]]) -> Html:
+    usual = median_low(one for row in links for one in row if one is not None)
+    head = element("tr", element("th", ""), *(element("th", f"to {rank}", scope="col") for rank in range(len(links))))
+    body = [
+        element("tr", element("th", f"from {rank}", scope="row"), *(_cell(one, usual) for one in row))
+        for rank, row in enumerate(links)
+    ]
+    return element("div", element("table", element("thead", head), element("tbody", *body)), class_="wide")
+
+
+def _cell(seconds: float | None, usual_s: float) -> Html:
+    """Return a time, the redder the longer it is than usual: from none at 1.1 times to most at twice."""
+    if seconds is None:
+        return element("td", "–")
+    share = min(1.0, max(0.0, (seconds / usual_s - 1.1) / 0.9)) if usual_s else 0.0
+    style = f"background:color-mix(in srgb, var(--alarm) {round(60 * share)}%, transparent)" if share else None
+    return element("td", format_seconds(seconds), style=style)

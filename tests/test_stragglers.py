@@ -1,0 +1,133 @@
+"""Stragglers: what is slow is named by two checks in a row, and noise isn't."""
+
+import json
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from muster.report.stragglers import draw_stragglers, straggler_note
+from muster.simulate.stragglers import (
+    RankTimes,
+    Straggler,
+    StragglerDetector,
+    find_stragglers,
+    shorter_links,
+)
+from muster.spec.plan_name import parse_plan_name
+from muster.train.straggler_monitor import comparable_units
+from tests.ranks import run_ranks
+
+NUM_RANKS, EVERY = 8, 5
+QUIET = RankTimes(0.2, 0.25, 0.002, 1e-3, 5e-3, (None,) * NUM_RANKS)
+
+
+def noisy_check(random: Random, slow: dict, noise: float = 0.15) -> list[RankTimes]:
+    """Return all ranks' times of a check: of each step, noise that only adds, of tails as long as those of a shared
+    machine; `slow` multiplies, by rank, a field, or by (sender, receiver) a message."""
+
+    def measured(usual_s: float, repeats: int) -> float:
+        return min(usual_s * (1 + noise * random.lognormvariate(0, 1)) for _ in range(repeats))
+
+    return [
+        RankTimes(
+            measured(0.2, EVERY) * slow.get(("compute_s", rank), 1),
+            0.25,
+            measured(0.002, EVERY) * slow.get(("data_s", rank), 1),
+            measured(1e-3, 8) * slow.get(("product_s", rank), 1),
+            measured(5e-3, 1) * slow.get(("disk_s", rank), 1),
+            tuple(
+                None if other == rank else measured(8e-4, 8) * slow.get((rank, other), 1) for other in range(NUM_RANKS)
+            ),
+        )
+        for rank in range(NUM_RANKS)
+    ]
+
+
+class Checks:
+    """Comparisons of one run, one after another."""
+
+    def __init__(self, plan: str, seed: int) -> None:
+        self.random, self.detector, self.units = Random(seed), StragglerDetector(), units_of(plan)
+        self.links = [one.link_s for one in noisy_check(self.random, {})]
+
+    def next(self, slow: dict) -> tuple[list[Straggler], list[Straggler]]:
+        """Return the new and the former stragglers of the next comparison."""
+        times = noisy_check(self.random, slow)
+        links, self.links = self.links, [one.link_s for one in times]
+        both = [replace(one, link_s=shorter_links(one.link_s, links[rank])) for rank, one in enumerate(times)]
+        return self.detector.update(find_stragglers(both, [0.2] * NUM_RANKS, self.units))
+
+
+def units_of(plan: str) -> list[list[tuple[int, ...]]]:
+    return comparable_units(parse_plan_name(plan), [0.2] * NUM_RANKS, shares_cores=False)
+
+
+def everyone_but(rank: int) -> list[int]:
+    return [other for other in range(NUM_RANKS) if other != rank]
+
+
+SLOWNESSES = {
+    "a replica": ("dp8-z1", {("compute_s", 3): 1.3}, "compute", (3,)),
+    "a stage": ("pp8", {("compute_s", 5): 1.3}, "compute", (5,)),
+    "a tensor-parallel pair": ("dp4-tp2-z1", {("compute_s", 2): 1.3, ("compute_s", 3): 1.3}, "compute", (2, 3)),
+    "a device under z3": ("dp8-z3", {("product_s", 6): 1.3}, "compute", (6,)),
+    "the first rank": ("dp2-pp4-z1", {("compute_s", 0): 1.35}, "compute", (0,)),
+    "a link": ("dp8-z1", {(2, 5): 2.5}, "link", (2, 5)),
+    "a link from the last rank": ("pp8", {(7, 0): 3.0}, "link", (7, 0)),
+    "a sender": ("dp8-z1", {(4, other): 2.5 for other in everyone_but(4)}, "sender", (4,)),
+    "a receiver": ("dp8-z1", {(other, 1): 2.5 for other in everyone_but(1)}, "receiver", (1,)),
+    "data": ("dp8-z1", {("data_s", 2): 40.0}, "data", (2,)),
+    "a disk": ("dp8-z1", {("disk_s", 7): 20.0}, "disk", (7,)),
+}
+
+
+@pytest.mark.parametrize("name", SLOWNESSES)
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_slow_is_named_within_20_steps(name, seed):
+    plan, slow, kind, ranks = SLOWNESSES[name]
+    checks = Checks(plan, seed)
+    for _ in range(3):
+        assert checks.next({}) == ([], [])
+    named: list[Straggler] = []
+    for _ in range(20 // EVERY - 1):  # the slowness begins within a check, which may not see it
+        named += checks.next(slow)[0]
+    assert [(one.kind, one.ranks) for one in named] == [(kind, ranks)]
+    over: list[Straggler] = []
+    for _ in range(3):
+        over += checks.next({})[1]
+    assert [(one.kind, one.ranks) for one in over] == [(kind, ranks)]
+
+
+@pytest.mark.parametrize("plan", ["dp8-z1", "pp8", "dp4-tp2-z1"])
+def test_noise_gives_no_alarm_in_5000_steps(plan):
+    checks = Checks(plan, 1)
+    for _ in range(5000 // EVERY):
+        assert checks.next({}) == ([], [])
+
+
+def test_a_stage_with_more_layers_is_not_slow():
+    times = [replace(QUIET, compute_s=0.2 * (1 + (rank == 7))) for rank in range(NUM_RANKS)]
+    assert not find_stragglers(times, [0.2 * (1 + (rank == 7)) for rank in range(NUM_RANKS)], units_of("pp8"))
+    assert find_stragglers(times, [0.2] * NUM_RANKS, units_of("pp8"))
+
+
+def test_ranks_that_share_cores_are_compared_within_their_stage():
+    plan = parse_plan_name("dp2-pp2-z1")
+    assert comparable_units(plan, [0.1] * 4, shares_cores=True) == [[(0,), (1,)], [(2,), (3,)]]
+    assert comparable_units(plan, [0.1] * 4, shares_cores=False) == [[(0,), (1,), (2,), (3,)]]
+
+
+def test_ranks_name_the_same_stragglers():
+    told = run_ranks(4, "tests.straggler_ranks:compare", {"slow_rank": 2, "every": 3})
+    assert all(one == told[0] for one in told)
+    compute = [one for row in told[0] for one in row["stragglers"] if one["kind"] == "compute"]
+    assert [2] in [one["ranks"] for one in compute]
+    assert told[0][0]["stragglers"] == [], "one check alone is no evidence"
+    assert "rank 2 takes" in straggler_note(told[0])
+    page = draw_stragglers(told[0])
+    assert "from 3" in page
+    assert "color-mix" in page
+    assert draw_stragglers([]) is None
+    assert straggler_note(told[0][:1]) is None
+    json.dumps(told, allow_nan=False)
