@@ -892,12 +892,12 @@ def halved_late_gradients() -> Iterator[None]:
 @contextmanager
 def stale_params() -> Iterator[None]:
     """Passes and updates read the parameters that were on disk first."""
-    write = OffloadedGroup._write
+    write = OffloadedGroup._prepare_write
 
     def faulty(self: OffloadedGroup, values: Sequence[Tensor], copies: Sequence[Tensor]) -> Callable[[], None]:
         return write(self, values, copies) if self._slot is None else lambda: None
 
-    with patch.object(OffloadedGroup, "_write", faulty):
+    with patch.object(OffloadedGroup, "_prepare_write", faulty):
         yield
 
 

@@ -25,7 +25,7 @@ from muster.schedule.action import Action, Kind
 from muster.schedule.build import build_program
 from muster.schedule.check import check
 from muster.schedule.lower import LoweringOptions, lower
-from muster.schedule.program import Program, ProgramError
+from muster.schedule.program import Instruction, Program, ProgramError
 from muster.schedule.registry import make_schedule
 from muster.schedule.schedule_spec import ScheduleSpec
 from muster.simulate.resource_load import busy_seconds
@@ -72,6 +72,18 @@ def test_updates_run_beside_the_passes_and_return_after_them() -> None:
 def test_the_checker_refuses_races_of_delayed_updates(kind: Kind, fields: dict, sentence: str) -> None:
     with pytest.raises(ProgramError, match=sentence):
         check(changed(program_of("dp1-mb4-oopt"), kind, **fields))
+
+
+def test_state_of_the_first_and_the_last_part_stays_in_memory_between_steps() -> None:
+    """The host begins a step at once, and waits for no write at its end; the checker sees what would be missing."""
+    program = program_of("dp1-mb4-ooptd")
+    (lanes,) = program.ranks
+    last = max(item.action.slice for item in lanes["disk"])
+    assert lanes["host"][0].waits == ()
+    assert lanes["disk"][0] == Instruction(Action(Kind.WRITE_STATE, 0, slice=last))
+    assert lanes["disk"][-1] == Instruction(Action(Kind.READ_STATE, 0))
+    with pytest.raises(ProgramError, match="the next step finds no state in memory for 0DELAYED_UPDATE on rank 0"):
+        check(changed(program, Kind.READ_STATE, action=Action(Kind.READ_STATE, 0, slice=99)))
 
 
 def test_a_slow_host_is_hidden_behind_the_passes(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from muster.api.verbs import plan
 from muster.cli.main import main
 from muster.config.cluster_files import load_cluster
 from muster.config.named_model import load_model
-from muster.cost.host_updates import DISK_BYTES_PER_S, disk_rates
+from muster.cost.host_updates import DISK_BYTES_PER_S, HOST_UPDATE_BYTES_PER_S, disk_rates
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest, with_tier, with_tier_sizes
 from muster.planner.search import exhaustive_search
@@ -195,3 +195,20 @@ def test_loads_of_parameters_take_the_rates_of_links() -> None:
     assert times[Kind.READ_B] == pytest.approx((2 + 4 + 4 / 2) * layers / DISK_BYTES_PER_S)
     assert times[Kind.LOAD_B] / times[Kind.LOAD_F] == pytest.approx((2 * layers + 4 * numel) / (2 * numel))
     assert found.forecast.ranks[0].disk_bytes == (4 + 8 + 2) * numel + 4 * layers
+
+
+@pytest.mark.parametrize("words", ["oopt", "oopt-oparam", "ooptd-oparamd"])
+def test_the_host_takes_the_norm_of_the_gradients_in_its_memory_and_clips_them(words: str) -> None:
+    """At the rate of its updates, which a device's memory exceeds many times; norms on disk are taken in the passes."""
+    asked = request(10**9, 10**10, 10**12)
+    found = predict(asked.model, parse_plan_name(f"dp1-mb1-{words}-bf16"), WORK, asked.cluster)
+    numel = asked.model.num_parameters
+    outside = sum(prod(shape) for name, shape in parameter_shapes(asked.model) if not name.startswith("layers."))
+    on_host = {"oopt": 0, "oopt-oparam": numel, "ooptd-oparamd": outside}[words]
+    clip_s, norm_s = (found.times.seconds[kind, -1] for kind in (Kind.CLIP, Kind.GRAD_NORM))
+    assert clip_s == pytest.approx(8 * on_host / HOST_UPDATE_BYTES_PER_S)
+    plain = predict(asked.model, parse_plan_name("dp1-mb1-bf16"), WORK, asked.cluster)
+    on_device_s = plain.times.seconds[Kind.GRAD_NORM, -1] if words == "oopt" else 0.0
+    assert norm_s == pytest.approx(on_device_s + clip_s / 2, rel=0.01, abs=1e-6)
+    shown = {event.action.kind: event.duration_s for event in found.timeline.events}
+    assert (shown[Kind.CLIP], shown[Kind.GRAD_NORM]) == pytest.approx((clip_s, norm_s))

@@ -58,6 +58,11 @@ class OffloadedParams:
         return self.numel("disk", layers_only=True) * self.has_gradients
 
     @property
+    def host_gradients(self) -> int:
+        """Elements of the gradients that are summed in host memory: of what is on disk those outside of layers."""
+        return (self.numel("host") + self.numel("disk") - self.numel("disk", layers_only=True)) * self.has_gradients
+
+    @property
     def disk_bytes_per_update(self) -> tuple[int, int]:
         """Bytes that the update of all parts on disk reads and writes beside the optimizer's state."""
         masters, gradients = self.numel("disk"), self._disk_gradients

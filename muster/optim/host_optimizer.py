@@ -173,6 +173,8 @@ class HostOptimizer(Optimizer):
         """Update one part in host memory with the gradients that wait there, if any do."""
         if self.pending is not None:
             part = self.parts[key]
+            if part.stored is not None:  # not read ahead by the step before where that was no delayed one
+                part.stored.read()()
             part.optimizer.step_count, part.optimizer.starts = self.pending.step_count, self.starts
             part.update(self.pending.learning_rate)
 

@@ -30,28 +30,37 @@ class StoredPart:
         self._store, self._slot, self._tensors = store, slot, tensors
         self._shapes = [tensor.shape for tensor in tensors]
         self._is_in_memory = True
+        """True if they have memory once all that was started is over."""
         self.is_changed = True
         """True if memory holds other values than the file."""
 
-    @host_memory()
     def read(self) -> Callable[[], None]:
         """Start to bring the tensors into memory; the returned function waits for the end."""
         if self._is_in_memory:
             return lambda: None
-        for tensor, shape in zip(self._tensors, self._shapes, strict=True):
-            tensor.data = tensor.new_empty(shape)
         self._is_in_memory, self.is_changed = True, False
-        return self._store.submit(lambda: self._slot.read(self._tensors))
+        return self._store.submit(self._fill)
 
     def write(self) -> Callable[[], None]:
-        """Start to write the tensors where they have changed; the returned function waits for the end and frees their
-        memory."""
-        wait = self._store.submit(lambda: self._slot.write(self._tensors)) if self.is_changed else lambda: None
+        """Start to write the tensors where they have changed, and to free their memory; the returned function waits for
+        the end."""
+        leave = self._empty if not self.is_changed else self._write_and_empty
+        self._is_in_memory = self.is_changed = False
+        return self._store.submit(leave)
 
-        def finish() -> None:
-            wait()
-            for tensor in self._tensors:
-                tensor.data = tensor.new_empty(0)
-            self._is_in_memory = self.is_changed = False
+    # On the store's thread, so that memory is taken and freed in the order of reads and writes.
 
-        return finish
+    @host_memory()
+    def _fill(self) -> None:
+        for tensor, shape in zip(self._tensors, self._shapes, strict=True):
+            tensor.data = tensor.new_empty(shape)
+        self._slot.read(self._tensors)
+
+    def _write_and_empty(self) -> None:
+        self._slot.write(self._tensors)
+        self._empty()
+
+    @host_memory()
+    def _empty(self) -> None:
+        for tensor in self._tensors:
+            tensor.data = tensor.new_empty(0)

@@ -3,7 +3,7 @@
 The file has no name: it is unlinked as soon as it is open, so that whatever ends the process, the system frees the
 disk. It is no checkpoint: a run that was killed goes on from its last checkpoint, which has all state. Space is
 allocated before it is written, so that a disk that is too small is known then. Each part is a run of tensors without
-gaps, from a multiple of 4,096 bytes on, and has a CRC-32 that is compared whenever it is read.
+gaps, from a multiple of 4,096 bytes on, and has a CRC-32 for each block, which are compared whenever it is read.
 """
 
 import ctypes
@@ -17,11 +17,9 @@ from tempfile import gettempdir, mkstemp
 from torch import Tensor
 
 from muster.config.attempt_files import SCRATCH_PREFIX
-from muster.spec.checksum import crc32
+from muster.parallel.block_io import ALIGNMENT, BlockIo, use_direct_io
 from muster.spec.errors import MusterError
 from muster.spec.formatting import format_bytes
-
-_ALIGNMENT = 4096
 
 
 class FileStore:
@@ -37,9 +35,10 @@ class FileStore:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._fd = _unnamed_file(self._folder)
+            use_direct_io(self._fd)
         except OSError as error:
             raise self._failure("opened", error) from error
-        self._thread = ThreadPoolExecutor(1, "file-store")
+        self._thread, self._blocks = ThreadPoolExecutor(1, "file-store"), BlockIo()
         self._free: dict[int, list[FileSlot]] = {}
         self.num_bytes = 0
         """Bytes of all parts."""
@@ -50,7 +49,7 @@ class FileStore:
         """Return a place for `size` bytes that nothing uses. Raises MusterError where the disk has no room."""
         if free := self._free.get(size):
             return free.pop()
-        start = -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        start = -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
         try:
             if size:
                 os.posix_fallocate(self._fd, start, size)
@@ -67,21 +66,14 @@ class FileStore:
         """Let the thread do work; the returned function waits for its end, and raises what went wrong."""
         return self._thread.submit(work).result
 
-    def transfer(self, views: Sequence[memoryview], start: int, writes: bool) -> None:
-        """Read or write memory from a place in the file on. Raises MusterError."""
-        call = os.pwrite if writes else _read_into
+    def transfer(self, views: Sequence[memoryview], start: int, writes: bool) -> list[int]:
+        """Read or write memory from a place in the file on; return the CRC-32 of each block. Raises MusterError."""
         try:
-            for view in views:
-                done = 0
-                while done < len(view):
-                    moved = call(self._fd, view[done:], start + done)
-                    if not moved:
-                        raise OSError(f"the file ends after {format_bytes(start + done)}")
-                    done += moved
-                start += len(view)
-                self.moved_bytes += len(view)
+            found = (self._blocks.write if writes else self._blocks.read)(self._fd, views, start)
         except OSError as error:
             raise self._failure("written" if writes else "read", error) from error
+        self.moved_bytes += sum(map(len, views))
+        return found
 
     def _failure(self, what: str, error: OSError) -> MusterError:
         return MusterError(
@@ -92,6 +84,7 @@ class FileStore:
     def close(self) -> None:
         """Give the disk space back."""
         self._thread.shutdown()
+        self._blocks.close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -102,23 +95,19 @@ class FileStore:
 
 
 class FileSlot:
-    """A place in a file, and the checksum of what it holds."""
+    """A place in a file, and the checksums of what it holds."""
 
     def __init__(self, store: FileStore, start: int, size: int) -> None:
         self._store, self._start, self.size = store, start, size
-        self._crc = 0
+        self._checksums: list[int] = []
 
     def write(self, tensors: Sequence[Tensor]) -> None:
         """Write tensors one after another. Raises MusterError."""
-        views = [_bytes_of(tensor) for tensor in tensors]
-        self._crc = _checksum(views)
-        self._store.transfer(views, self._start, writes=True)
+        self._checksums = self._store.transfer(_bytes_of(tensors), self._start, writes=True)
 
     def read(self, tensors: Sequence[Tensor]) -> None:
         """Fill tensors of the same sizes with what was written. Raises MusterError, also where it has changed."""
-        views = [_bytes_of(tensor) for tensor in tensors]
-        self._store.transfer(views, self._start, writes=False)
-        if _checksum(views) != self._crc:
+        if self._store.transfer(_bytes_of(tensors), self._start, writes=False) != self._checksums:
             raise MusterError(
                 f"{self._store.content} on disk isn't what was written there (its CRC-32 differs): look for errors of"
                 " the disk, and let the run go on from its last checkpoint"
@@ -129,20 +118,10 @@ class FileSlot:
         self._store.give_back(self)
 
 
-def _checksum(views: Sequence[memoryview]) -> int:
-    found = 0
-    for view in views:
-        found = crc32(view, found)
-    return found
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor, which any dtype has."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
-def _read_into(fd: int, view: memoryview, start: int) -> int:
-    return os.preadv(fd, [view], start)
+def _bytes_of(tensors: Sequence[Tensor]) -> list[memoryview]:
+    """Return the memory of contiguous tensors, which any dtype has, without those that are empty."""
+    full = (tensor for tensor in tensors if tensor.nbytes)
+    return [memoryview((ctypes.c_char * one.nbytes).from_address(one.data_ptr())).cast("B") for one in full]
 
 
 def _unnamed_file(folder: Path) -> int:

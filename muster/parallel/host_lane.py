@@ -1,7 +1,8 @@
-"""The host's cores at work beside a rank's passes: a thread that walks the lane `host` of a Program."""
+"""The host's cores at work beside a rank's passes: threads that walk the lanes `host` and `disk` of a Program."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from time import perf_counter
 
 import torch
@@ -13,7 +14,7 @@ from muster.simulate.timeline import Event
 
 class HostLane:
     """Runs the instructions of one rank in its own lane, step after step, and those in the lane `disk` where these wait
-    for files; they wait for nothing in other lanes.
+    for files; they wait for nothing in other lanes. Each of the two has a thread.
 
     `handlers` execute the instructions of the lane `host`, `copies` start reads and writes; the functions that these
     return wait for the end.
@@ -27,73 +28,56 @@ class HostLane:
     ) -> None:
         has_files = any(wait.lane == "disk" for item in lanes["host"] for wait in item.waits)
         self.lanes: tuple[Lane, ...] = ("host", "disk") if has_files else ("host",)
-        """Lanes that the thread walks."""
+        """Lanes that the threads walk."""
         self._items = {lane: tuple(lanes[lane]) for lane in self.lanes}
         for item in (item for items in self._items.values() for item in items):
             assert all(wait.lane in self.lanes for wait in item.waits), f"{item} waits for another lane"
         self._handlers, self._copies = handlers, copies
-        self._thread = ThreadPoolExecutor(1, "host-lane")
+        self._threads = {lane: ThreadPoolExecutor(1, f"{lane}-lane") for lane in self.lanes}
         self._over: dict[Wait, Future[None]] = {}
         self._events: list[tuple[Lane, Action, float, float]] = []
-        self._step: Future[None] | None = None
-
-    @property
-    def _files(self) -> tuple[Instruction, ...]:
-        return self._items.get("disk", ())
+        self._steps: list[Future[None]] = []
 
     def start(self) -> None:
         """Begin a step."""
         self._over = {Wait(lane, n): Future() for lane in self.lanes for n in range(len(self._items[lane]))}
-        self._events, self._started = [], 0
-        self._pending: dict[int, tuple[float, Callable[[], None]]] = {}
-        self._step = self._thread.submit(self._run)
+        self._events = []
+        self._steps = [thread.submit(self._walk, lane) for lane, thread in self._threads.items()]
 
     def is_over(self, wait: Wait) -> bool:
         """Return True if an instruction is over."""
         return self._over[wait].done()
 
     def wait(self, wait: Wait) -> None:
-        """Wait for the end of an instruction; raises what went wrong in the thread."""
+        """Wait for the end of an instruction; raises what went wrong in its thread."""
         self._over[wait].result()
 
     def finish(self, rank: int) -> list[Event]:
         """Wait for the end of the step, and return its events."""
-        assert self._step is not None
-        self._step.result()
+        wait_for(self._steps)
+        for step in self._steps:
+            step.result()
         return [Event(rank, *event) for event in self._events]
 
     @torch.no_grad()
-    def _run(self) -> None:
+    def _walk(self, lane: Lane) -> None:
+        own = [self._over[Wait(lane, number)] for number in range(len(self._items[lane]))]
         try:
-            for number, item in enumerate(self._items["host"]):
-                self._start_files()
+            for item, over in zip(self._items[lane], own, strict=True):
                 for wait in item.waits:
-                    self._complete_file(wait.index)
+                    self.wait(wait)
                 start_s = perf_counter()
-                self._handlers[item.action.kind](item.action)
-                self._events.append(("host", item.action, start_s, perf_counter()))
-                self._over[Wait("host", number)].set_result(None)
-            self._start_files()
-            for number in range(len(self._files)):
-                self._complete_file(number)
-        except BaseException as error:
-            for future in self._over.values():
+                self._run(lane, item.action)
+                self._events.append((lane, item.action, start_s, perf_counter()))
+                over.set_result(None)
+        except BaseException as error:  # which whoever waits for this lane raises, too
+            for future in own:
                 if not future.done():
                     future.set_exception(error)
             raise
 
-    def _start_files(self) -> None:
-        """Start the reads and writes, in their order, whose waits are over."""
-        files = self._files
-        while self._started < len(files) and all(self.is_over(wait) for wait in files[self._started].waits):
-            action = files[self._started].action
-            self._pending[self._started] = perf_counter(), self._copies[action.kind](action)
-            self._started += 1
-
-    def _complete_file(self, number: int) -> None:
-        if number not in self._pending:
-            return
-        start_s, wait = self._pending.pop(number)
-        wait()
-        self._events.append(("disk", self._files[number].action, start_s, perf_counter()))
-        self._over[Wait("disk", number)].set_result(None)
+    def _run(self, lane: Lane, action: Action) -> None:
+        if lane == "host":
+            self._handlers[action.kind](action)
+        else:
+            self._copies[action.kind](action)()

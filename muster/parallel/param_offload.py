@@ -84,17 +84,19 @@ class OffloadedGroup:
         if reads:
             self.catch_up()
         self._late_update = None
-        if self._is_here:
-            self._is_changed = True
+        was_here, self._is_here, self._is_changed = self._is_here, True, True
+        if was_here:
             return _nothing
-        for name, param in zip(self.names, self.group.fsdp_params, strict=True):
-            self.values[name].data = self._owner.empty_on_host(param.sharded_size, param.orig_dtype)
-        self._is_here = self._is_changed = True
         slot = self._master_slot or self._slot
-        if not reads:
-            return _nothing
         assert slot is not None
-        return self._owner.files.submit(lambda: slot.read(list(self.values.values())))
+
+        def fill() -> None:  # in the files' thread, so that memory is taken and freed in the order of its work
+            for name, param in zip(self.names, self.group.fsdp_params, strict=True):
+                self.values[name].data = self._owner.empty_on_host(param.sharded_size, param.orig_dtype)
+            if reads:
+                slot.read(list(self.values.values()))
+
+        return self._owner.files.submit(fill)
 
     @host_memory()
     def keep(self) -> _Wait:
@@ -110,15 +112,15 @@ class OffloadedGroup:
             self._is_changed = False
             return _nothing
         self._owner.before_emptying()
-        written = self._write(values, [value.to(dtype) for value in values]) if self._is_changed else _nothing
+        write = self._prepare_write(values, [value.to(dtype) for value in values]) if self._is_changed else _nothing
         self._is_changed = self._is_here = False
 
-        def finish() -> None:
-            written()
+        def leave() -> None:
+            write()
             for value in values:
                 value.data, value.grad = _without_memory(value), None
 
-        return finish
+        return self._owner.files.submit(leave)
 
     def begin_update(self, factor: float) -> list[_Wait]:
         """Start to read what is on disk of master weights and gradients, which are multiplied by a factor; the returned
@@ -158,7 +160,7 @@ class OffloadedGroup:
             copy.copy_(value)
         return made
 
-    def _write(self, values: Sequence[Tensor], copies: Sequence[Tensor]) -> _Wait:
+    def _prepare_write(self, values: Sequence[Tensor], copies: Sequence[Tensor]) -> _Wait:
         files = self._owner.files
         if self._slot is None:
             self._slot = files.take(sum(copy.nbytes for copy in copies))
@@ -171,7 +173,7 @@ class OffloadedGroup:
             if masters is not None:
                 masters.write(values)
 
-        return files.submit(write)
+        return write
 
     # ------------------------------------------------------------------------------------------------------------------
     # Passes
@@ -325,8 +327,15 @@ class OffloadedGroup:
             return _nothing
         slot = self._gradient_slot
         assert slot is not None
-        found = {name: torch.empty_like(self.values[name]) for name in self.gradient_norms}
-        read = self._owner.files.submit(lambda: slot.read(list(found.values())))
+        found: dict[str, Tensor] = {}
+        names = list(self.gradient_norms)
+
+        @host_memory()
+        def fill() -> None:
+            found.update({name: torch.empty_like(self.values[name]) for name in names})
+            slot.read(list(found.values()))
+
+        read = self._owner.files.submit(fill)
 
         def attach() -> None:
             read()

@@ -106,6 +106,13 @@ class BufferLiveness:
         """Updates with gradients that the round before left in host memory, and this one leaves for the next."""
         for action in self.delayed:
             self.alive[("m", action.stage), action[2:]] = True
+        on_disk: dict[tuple[int, tuple], Kind] = {}
+        for item in program.ranks[rank].get("disk", ()) if self.delayed else ():
+            on_disk.setdefault((item.action.stage, item.action[2:]), item.action.kind)
+        self.carried_state = [place for place, kind in on_disk.items() if kind == Kind.WRITE_STATE]
+        """Stage and part of the state that is in memory from one step to the next: written before it is read."""
+        for stage, part in self.carried_state:
+            self.alive[("v", stage), part] = True
         self.vocab_parallel = any(action.kind == Kind.EMB_REDUCE for action in actions)
         if not any(action.kind in (Kind.B, Kind.I, Kind.W) for action in actions):
             self.kinds = {**KINDS, Kind.F: replace(KINDS[Kind.F], makes="y", frees="x")}
@@ -148,13 +155,18 @@ class BufferLiveness:
                 self.logits -= 1
 
     def check_end(self) -> None:
-        """Check what the next round finds. Raises ProgramError where a delayed update would lack its gradients."""
+        """Check what the next round finds. Raises ProgramError where a delayed update would lack its gradients or
+        state."""
         for action in self.delayed:
             if not self.alive[("m", action.stage), action[2:]]:
                 fetch = action._replace(kind=Kind.OFFLOAD_GRAD)
                 raise ProgramError(
                     f"{action} on rank {self.rank} of the next step has no gradients: no {fetch} is over"
                 )
+        for stage, part in self.carried_state:
+            if not self.alive[("v", stage), part]:
+                action = Action(Kind.DELAYED_UPDATE, stage, *part)
+                raise ProgramError(f"the next step finds no state in memory for {action} on rank {self.rank}")
 
     def _add_rule(self, kind: Kind, stage: int) -> _BufferRule:
         own = self.kinds[kind]

@@ -18,7 +18,12 @@ step that ends take their place in host memory:
     host copy                           params.0 grads.0 params.1 grads.1
 
 State on disk (ZeRO-Infinity, Rajbhandari et al. 2021, arXiv:2104.07857) is read before an update and written after it,
-in a lane of its own: that of the first parts beside the passes, which don't need it.
+in a lane of its own: that of the first parts beside the passes, which don't need it. Where updates are delayed, the
+host waits for neither end of the lane: a step reads the state of the next one's first part, and the next one writes
+that of its last:
+
+    host       DELAYED_UPDATE.0         DELAYED_UPDATE.1         DELAYED_UPDATE.2
+    disk       write.2 read.1           write.0 read.2           write.1 read.0
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,3 +43,13 @@ def copy_order(parts: Sequence[tuple[int, int]], first: Kind, second: Kind) -> I
             yield Action(second, parts[number - PARTS_AHEAD][0], slice=parts[number - PARTS_AHEAD][1])
     for stage, part in parts[max(0, len(parts) - PARTS_AHEAD) :]:
         yield Action(second, stage, slice=part)
+
+
+def carried_order(parts: Sequence[tuple[int, int]]) -> list[Action]:
+    """Return the reads and writes of delayed updates in the order of their lane: the write of the last part is that of
+    the step before, the read of the first that of the next. A single part is read and written in its own step."""
+    order = list(copy_order(parts, Kind.READ_STATE, Kind.WRITE_STATE))
+    if len(parts) < 2:
+        return order
+    read_first, *between, write_last = order
+    return [write_last, *between, read_first]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from muster.schedule.action import COPY_LANES, KINDS, LANES, Action, Kind, Lane
 from muster.schedule.gc_pause import gc_paused
-from muster.schedule.host_update import copy_order
+from muster.schedule.host_update import carried_order, copy_order
 from muster.schedule.offload import PassCopies, add_copy_lane, add_pass_copies
 from muster.schedule.outer_steps import NO_EXCHANGE, OuterEvents
 from muster.schedule.program import Instruction, Program, Wait
@@ -405,13 +405,15 @@ def add_delayed_updates(
     updates = {place: Wait("host", number) for number, place in enumerate(tiers)}
     on_disk = [place for place, tier in tiers.items() if tier == "disk"]
     read: dict[tuple[int, int], list[Wait]] = {place: [] for place in tiers}
-    written = []
-    for action in copy_order(on_disk, Kind.READ_STATE, Kind.WRITE_STATE):
-        place = action.stage, action.slice
-        if action.kind == Kind.READ_STATE:
-            read[place].append(draft.add(rank, action))
-        else:
-            written.append(draft.add(rank, action, [updates[place]]))
+    moved: list[Wait] = []
+    order = carried_order(on_disk)
+    of_other_steps = {order[0], order[-1]} if len(on_disk) > 1 else set()
+    for action in order:
+        place, is_own = (action.stage, action.slice), action not in of_other_steps
+        waits = [updates[place]] if is_own and action.kind == Kind.WRITE_STATE else []
+        moved.append(draft.add(rank, action, waits))
+        if is_own and action.kind == Kind.READ_STATE:
+            read[place].append(moved[-1])
     for (stage, part), waits in read.items():
         draft.add(rank, Action(Kind.DELAYED_UPDATE, stage, slice=part), waits)
     done = []
@@ -419,4 +421,4 @@ def add_delayed_updates(
         waits = [updates[stage, part], clipped]
         returned = draft.add(rank, Action(Kind.RELOAD_PARAM, stage, slice=part), waits)
         done.append(draft.add(rank, Action(Kind.OFFLOAD_GRAD, stage, slice=part), [returned, clipped]))
-    return done + written  # the copies first: a rank waits in this order
+    return done + moved  # the copies first: a rank waits in this order

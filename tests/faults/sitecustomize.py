@@ -7,6 +7,7 @@ interrupts.
 Python imports a module of this name by itself, in every process on whose path it lies.
 """
 
+import fcntl
 import os
 import signal
 import sys
@@ -33,12 +34,14 @@ def fail_in_transfers(module: ModuleType) -> None:
                 store.has_failed = True
                 if FAULT == "kill":
                     view = views[-1]
+                    fcntl.fcntl(store._fd, fcntl.F_SETFL, 0)  # no direct I/O, which takes whole blocks alone
                     os.pwrite(store._fd, view[: len(view) // 2], start)
                     os.kill(os.getpid(), signal.SIGKILL)
-                transfer(store, views, start, writes)
+                found = transfer(store, views, start, writes)
+                fcntl.fcntl(store._fd, fcntl.F_SETFL, 0)
                 os.pwrite(store._fd, bytes([views[0][0] ^ 1]), start)
-                return
-        transfer(store, views, start, writes)
+                return found
+        return transfer(store, views, start, writes)
 
     module.FileStore.transfer = failing
 

@@ -44,6 +44,8 @@ ADAMW_UPDATE_BYTES = 30
 passes use: 3 · 8 + 4 + 2 for each number (arXiv:1711.05101, algorithm 2)."""
 GRAD_NORM_BYTES = 4
 """Bytes per element of the gradient norm, which reads each gradient once."""
+CLIP_BYTES = 8
+"""Bytes per element of clipping, which reads and writes each gradient once."""
 STEP_HOST_S = 5e-3
 """Seconds of the host once a step: Python of optimizer and loop that can't run ahead of the device, because they wait
 for the gradient norm."""
@@ -133,6 +135,7 @@ def _micro_batch_times(
     seconds[Kind.GRAD_NORM, -1], seconds[Kind.STEP, -1] = per_step_s(
         whole, examples if data_rank is None else example_stage_times(whole)
     )
+    seconds[Kind.CLIP, -1] = clip_s(setting)
     hops = {}
     for stage, pair in enumerate(stage_p2p_times(setting)):
         if pair is not None:
@@ -225,8 +228,41 @@ def per_step_s(setting: PlacedPlan, examples: Sequence[StageTimes]) -> tuple[flo
         all_held = [(device, float(normed[rank])) for rank, device in devices.items()]
     norm_s = all_reduce_s(setting.group(0, ((1, setting.plan.island_size),)), step_report_bytes(setting.model))
     if not is_zeroth_order(setting.optim):
-        norm_s += max(stream_s(device, GRAD_NORM_BYTES * count) for device, count in all_held)
+        hosted, away = _gradients_off_device(setting)
+        norm_s += max(stream_s(device, GRAD_NORM_BYTES * max(0.0, count - min(away))) for device, count in all_held)
+        norm_s += _host_stream_s(setting, GRAD_NORM_BYTES, hosted)
     return norm_s, STEP_HOST_S + max(stream_s(device, update_bytes * count) for device, count in most)
+
+
+def clip_s(setting: PlacedPlan) -> float:
+    """Return the seconds of clipping by the host, of the gradients in its memory, on the slowest rank; those on the
+    device are clipped as they are updated, and those on disk as they are read."""
+    return _host_stream_s(setting, CLIP_BYTES, _gradients_off_device(setting)[0])
+
+
+def _gradients_off_device(setting: PlacedPlan) -> tuple[list[float], list[float]]:
+    """Return the elements of each pipeline rank's gradients that are summed in host memory, and of all that are summed
+    there and on disk, whose norms are taken as they are added."""
+    hosted, away = [0.0] * setting.plan.pp, [0.0] * setting.plan.pp
+    for stage, pp_rank in enumerate(setting.placement if setting.plan.offloads_params else ()):
+        own = offloaded_params(setting.model, setting.plan, stage, setting.optim)
+        hosted[pp_rank] += own.host_gradients
+        away[pp_rank] += own.numel("host", "disk") * own.has_gradients
+    return hosted, away
+
+
+def _host_stream_s(setting: PlacedPlan, bytes_each: int, elements: Sequence[float]) -> float:
+    """Return the seconds in which the slowest rank's host streams so many bytes for each of its elements; the devices
+    of a node share its cores."""
+    found = []
+    for pp_rank, count in enumerate(elements):
+        first = setting.first_rank(setting.placement.index(pp_rank))
+        group, device = setting.cluster.group_of(first), setting.device(setting.placement.index(pp_rank))
+        sharing = min(group.devices_per_node, setting.world_size)
+        rate = group.host_update_bytes_per_s or HOST_UPDATE_BYTES_PER_S
+        on_gpu_s = bytes_each * count * sharing / rate
+        found.append(stream_s(device, bytes_each * count) if device.kind == "cpu" and count else on_gpu_s)
+    return max(found)
 
 
 def _update_bytes(model: ModelSpec, optim: OptimConfig | None) -> float:

@@ -64,7 +64,7 @@ def profiled_times(
             if within_s:
                 exposed_s[kind, stage] = {axis: contention * axis_s for axis, axis_s in within_s.items()}
     per_step = [_per_step_times(rates, model, plan, pp_rank, optim) for pp_rank in range(plan.pp)]
-    for kind in (Kind.GRAD_NORM, Kind.STEP):
+    for kind in per_step[0]:
         seconds[kind, -1] = max(times_s[kind] for times_s in per_step)
     cores = machine.cores or None
     processes = tuple(plan.mesh(pp_rank).num_ranks for pp_rank in range(plan.pp))
@@ -534,7 +534,10 @@ def _adamw_numel(count: int, model: ModelSpec, optim: OptimConfig | None) -> int
 def _per_step_times(
     rates: RateInterpolator, model: ModelSpec, plan: Plan, pp_rank: int, optim: OptimConfig | None
 ) -> dict[str, float]:
-    """Return the seconds of gradient norm and optimizer step on one pipeline rank."""
+    """Return the seconds of gradient norm, clipping and optimizer step on one pipeline rank.
+
+    Where the host updates parameters, gradients are clipped before it takes them, else as the optimizer steps.
+    """
     stages = stages_on(plan, pp_rank)
     mesh, level = plan.mesh(pp_rank), storage_level(plan, stages[0])
     numbers = [
@@ -552,7 +555,11 @@ def _per_step_times(
     all_reduce_s = rates.collective("all_reduce", plan.island_size, step_report_bytes(model))
     contention = rates.contention(level)
     read = 0 if is_zeroth_order(optim) else total  # gradients
+    clip_s = contention * rates.kernel("scale", read)
+    step_s = contention * (rates.kernel("adamw", updated) + overhead(Kind.STEP))
+    is_hosted = any(strategy.offload_optimizer != "none" for strategy in plan.strategies)
     return {
         Kind.GRAD_NORM: contention * (all_reduce_s + rates.kernel("gradient norm", read) + overhead(Kind.GRAD_NORM)),
-        Kind.STEP: contention * (rates.kernel("scale", read) + rates.kernel("adamw", updated) + overhead(Kind.STEP)),
+        Kind.CLIP: clip_s * is_hosted,
+        Kind.STEP: step_s + clip_s * (not is_hosted),
     }
