@@ -308,6 +308,7 @@ NOT_RUN = {
         "dispatch_once_per_rank",
         "sorts_received_rows",
         "expert_bias_apart",
+        "weights_inside_experts",
         "grouped_streams",
         "fused_expert_epilogues",
         "operator_host_s",

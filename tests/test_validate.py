@@ -22,6 +22,7 @@ from muster.report.accuracy_rows import sections
 from muster.report.accuracy_terminal import accuracy_text
 from muster.simulate.predict import predict
 from muster.spec.errors import ConfigError
+from muster.spec.plan_name import parse_plan_name
 from muster.validate.axis_bias import axis_biases
 from muster.validate.case import RowCase, RowInputs, row_inputs
 from muster.validate.columns import COLUMNS, REQUIRED_COLUMNS
@@ -33,7 +34,7 @@ from muster.validate.row_table import row_table, row_table_csv
 from muster.validate.score import score_fits
 from muster.validate.summary import shipped_rows, summarize, to_json, validate_table
 from muster.validate.sweeps import score_sweeps, spearman
-from muster.validate.table import MeasurementRow, is_out_of_memory, parse_table, read_table
+from muster.validate.table import MeasurementRow, is_out_of_memory, parse_table, read_table, unread_columns
 from muster.validate.term_parsing import Sharding, parse_sharding
 from tests.chromium import Browser
 from tests.conftest import require_chromium
@@ -123,7 +124,7 @@ def test_an_invalid_table_is_refused_in_one_sentence(text, sentence):
     ("changes", "sentence"),
     [
         ({"hidden": "4k"}, "row 2, hidden: found '4k', expected a number above 0 without a unit"),
-        ({"value": "10 s"}, "row 2, value: found '10 s', expected a number above 0 without a unit"),
+        ({"value": "10 kg"}, "row 2, value: found '10 kg', expected a number above 0 without a unit"),
         ({"value": "-1"}, "row 2, value: found '-1', expected a number above 0"),
         ({"value": "nan"}, "row 2, value: found 'nan', expected a number above 0"),
         ({"tp": "0"}, "row 2, tp: found '0', expected a number above 0"),
@@ -202,7 +203,7 @@ def test_numbers_are_read_as_people_write_them(changes, field, value):
     assert getattr(row(**changes), field) == value
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "cp1252"])
 @pytest.mark.parametrize("ends", ["\n", "\r\n"])
 def test_a_table_is_read_in_the_usual_encodings(tmp_path, encoding, ends):
     path = tmp_path / "t.csv"
@@ -222,9 +223,9 @@ def test_columns_that_are_not_read_are_told(tmp_path, capsys):
     from muster.cli.main import main
 
     path = tmp_path / "mine.csv"
-    path.write_text(table({}).replace("micro_batch,", "micro_batches,", 1).replace(",notes", ",fsdp", 1))
+    path.write_text(table({}).replace("micro_batch,", "micro_batches,", 1).replace(",notes", ",cost", 1))
     assert main(["validate", "--csv", str(path)]) == 0
-    assert "Columns not read: micro_batches, did you mean 'micro_batch', fsdp" in capsys.readouterr().out
+    assert "Columns not read: micro_batches, did you mean 'micro_batch', cost" in capsys.readouterr().out
     assert main(["validate", "--csv", str(path), "--csv-out", str(path)]) == 2
     assert "is the table itself" in capsys.readouterr().err
     assert path.read_text().startswith("source,")
@@ -245,6 +246,68 @@ def test_a_table_with_a_column_for_each_metric_is_read():
         ("tokens_per_s_per_gpu", 2150, 6),
     ]
     assert not any(row.problem for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "plan", "gpus", "batch"),
+    [
+        ("Parallelism,MBS,GBS\nTP4/PP2,1,64", "dp2-tp4-sp-pp2-mb1-z1", 16, 64),
+        ('strategy,batch size per gpu\n"FSDP 8, TP 2",4', "dp8-tp2-sp-mb4-z3", 16, 32),
+        ("TP/PP/CP/EP/VPP,MBS,GBS\n2/2/1/1/4,1,64", "dp4-tp2-sp-pp2v4-mb1-z1-sinterleaved", 16, 64),
+        ("FSDP,TP,PP,VP,MBS,GA\n16,1,1,n/a,2,4", "dp16-mb2-z3", 16, 128),
+        ("fsdp,per-device batch size\n16,2", "dp16-mb2-z3", 16, 32),
+        ("zero_stage,dp,gradient_accumulation_steps,micro_batch\n3,16,2,2", "dp16-mb2-z3", 16, 64),
+        ("tp,mbs,batch_size_tokens\n2,1,512k", "dp8-tp2-sp-mb1-z1", 16, 64),
+    ],
+)
+def test_a_plan_is_read_from_the_cells_that_programs_and_papers_have(text, plan, gpus, batch):
+    """Degrees in one cell or under one header, groups of FSDP, batches of a device, accumulation, tokens of a step."""
+    head, cells = text.split("\n")
+    table = f"model,gpu,n_gpus,seq,step_time_s,{head}\nllama3-8b,H100,16,8192,10,{cells}\n"
+    inputs = row_inputs(parse_table(table, "t.csv")[0])
+    case = inputs.cases[0]
+    stated = case.plan.model_copy(update={"precision": "bf16", "compile": None})
+    known = parse_plan_name(plan)
+    for field in ("tp", "pp", "vpp", "cp", "ep", "dp_shard", "micro_batch_size"):
+        assert getattr(stated, field) == getattr(known, field), field
+    assert (stated.world_size, inputs.workload.global_batch_size) == (gpus, batch)
+    assert stated.default_strategy.zero == known.default_strategy.zero
+    assert unread_columns(table) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "value"),
+    [
+        ("gpu,nodes,gpus_per_node\nH100,2,8", "n_gpus", 16),
+        ("gpu,x\n16 x H100,1", "n_gpus", 16),
+        ("gpu,n_gpus,time/iter\nH100,16,12.5s", "value", 12.5),
+        ("gpu,n_gpus,iteration time\nH100,16,850 ms", "value", 0.85),
+        ("gpu,n_gpus,wps\nH100,16,5762", "metric", "tokens_per_s_per_gpu"),
+        ("gpu,n_gpus,throughput (samples/s)\nH100,16,4.2", "metric", "samples_per_s_total"),
+        ("gpu,n_gpus,recompute_granularity,recompute_modules\nH100,16,selective,moe_act", "recompute", "moe_act"),
+    ],
+)
+def test_the_other_cells_of_a_table_are_read_as_people_write_them(text, field, value):
+    head, cells = text.split("\n")
+    wide = f"model,tp,pp,seq,gbs,{head}\nllama3-8b,2,2,8192,64,{cells}\n"
+    if "time" not in head and "wps" not in head and "samples" not in head:
+        wide = wide.replace("model,", "step_time_s,model,").replace("llama3-8b", "10,llama3-8b")
+    found = parse_table(wide, "t.csv")[0]
+    assert (found.problem, getattr(found, field)) == ("", value)
+
+
+def test_two_columns_of_one_meaning_may_agree_but_not_differ():
+    text = "model,gpu,n_gpus,tp,tensor_parallel_size,pp,seq,gbs,step_time_s\nllama3-8b,H100,16,2,{},2,8192,64,10\n"
+    assert parse_table(text.format("2"), "t.csv")[0].problem == parse_table(text.format(""), "t.csv")[0].problem == ""
+    assert parse_table(text.format("4"), "t.csv")[0].problem == (
+        "row 1, tp: found '2' and '4' in two columns, expected one"
+    )
+
+
+def test_a_batch_that_follows_from_no_accumulation_is_told():
+    text = "model,gpu,n_gpus,fsdp,micro_batch,seq,step_time_s\nllama3-8b,H100,16,yes,1,8192,2\n"
+    row = row_table(predict_rows(parse_table(text, "t.csv"), tell))[0]
+    assert row["assumed"]["global_batch"] == "one micro-batch for each data-parallel rank"
 
 
 def test_every_row_of_two_hundred_malformed_tables_is_accounted_for():

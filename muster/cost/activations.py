@@ -359,7 +359,7 @@ def mlp_activation_bytes(sizes: PassSizes, layer: int) -> int:
     choices = tokens * moe.top_k * (_INDEX_BYTES + (1 + moe.norm_top_k) * master) + tokens * moe.norm_top_k * master
     orders = _row_order_bytes(sizes)
     rows = sizes.expert_tokens * (own.hidden_size + inner * moe.expert_size // sizes.mesh.etp) * size
-    combined = _combined_rows(sizes) * own.hidden_size * size
+    combined = combined_row_bytes(sizes)
     shared = sizes.tokens * inner * moe.shared_size // sizes.mesh.tp * size
     copies = sizes.dispatch.redundant * sum(expert_parameter_bytes(own, sizes.mesh.etp, size))
     if moe.shared_gate:
@@ -376,6 +376,11 @@ def expert_parameter_bytes(model: ModelSpec, etp: int, element_bytes: int) -> li
     matrices = [inner * hidden * element_bytes] * (2 + model.gated)
     biases = [*[inner * element_bytes] * (1 + model.gated), hidden * element_bytes] if model.mlp_bias else []
     return matrices + biases
+
+
+def combined_row_bytes(sizes: PassSizes) -> int:
+    """Return the bytes of the rows that are weighted and summed by token."""
+    return _combined_rows(sizes) * sizes.local_model.hidden_size * compute_bytes(sizes.precision)
 
 
 def _combined_rows(sizes: PassSizes) -> int:

@@ -55,8 +55,9 @@ class ErrorInterval:
     """Measurements that the interval is taken from, and anything that goes beyond them."""
 
 
-def step_time_interval(model: ModelSpec, plan: Plan, cluster: ClusterSpec) -> ErrorInterval | None:
+def step_time_interval(model: ModelSpec, plan: Plan, cluster: ClusterSpec, left_out: str = "") -> ErrorInterval | None:
     """Return the interval in which the step takes place in 9 of 10 cases; None where nothing like it was measured.
+    Errors of the source `left_out` don't count.
 
     The errors are those of `muster validate` on the shipped tables (`muster/catalog/measurements/errors.json`), of the
     first of these classes that has at least 20 configurations: the same device, precision (fp8 or not) and kind of
@@ -68,7 +69,7 @@ def step_time_interval(model: ModelSpec, plan: Plan, cluster: ClusterSpec) -> Er
     Tested by leaving out one source after the other: 89 % of its configurations lie in the intervals of the rest.
     """
     devices = {group.device.name: group.device for group in cluster.groups}
-    found = [_device_interval(device, model, plan) for device in devices.values()]
+    found = [_device_interval(device, model, plan, left_out) for device in devices.values()]
     known = [one for one in found if one is not None]
     if len(known) < len(found):
         return None
@@ -76,12 +77,12 @@ def step_time_interval(model: ModelSpec, plan: Plan, cluster: ClusterSpec) -> Er
     return ErrorInterval(min(one.low for one in known), max(one.high for one in known), "; ".join(sources))
 
 
-def _device_interval(device: DeviceSpec, model: ModelSpec, plan: Plan) -> ErrorInterval | None:
+def _device_interval(device: DeviceSpec, model: ModelSpec, plan: Plan, left_out: str) -> ErrorInterval | None:
     if device.rates is not None:
         return _interval(PROFILED_ERRORS, [1.0] * len(PROFILED_ERRORS), "15 plans on profiled machines of 2 CPU cores")
     if device.kind == "cpu":
         return None
-    classes, kind = _classes(device, model, plan), "mixture-of-experts" if model.moe else "dense"
+    classes, kind = _classes(device, model, plan, left_out), "mixture-of-experts" if model.moe else "dense"
     precision = "fp8" if plan.precision == "fp8" else "16-bit"
     said = (
         f"{precision} {kind} configurations of {device.name}",
@@ -99,7 +100,7 @@ def _device_interval(device: DeviceSpec, model: ModelSpec, plan: Plan) -> ErrorI
     return None
 
 
-def _classes(device: DeviceSpec, model: ModelSpec, plan: Plan) -> Iterable[list[MeasuredErrors]]:
+def _classes(device: DeviceSpec, model: ModelSpec, plan: Plan, left_out: str) -> Iterable[list[MeasuredErrors]]:
     """Yield the measured errors of ever wider classes of configurations."""
     fp8, experts = plan.precision == "fp8", model.moe is not None
     belongs: tuple[Callable[[MeasuredErrors], bool], ...] = (
@@ -108,7 +109,8 @@ def _classes(device: DeviceSpec, model: ModelSpec, plan: Plan) -> Iterable[list[
         lambda row: row.experts == experts,
         lambda row: True,
     )
-    return ([row for row in measured_errors() if test(row)] for test in belongs)
+    known = [row for row in measured_errors() if row.source != left_out]
+    return ([row for row in known if test(row)] for test in belongs)
 
 
 def _interval_of(rows: Sequence[MeasuredErrors], elsewhere: bool, words: str, num_devices: int) -> ErrorInterval:

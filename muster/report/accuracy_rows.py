@@ -31,6 +31,7 @@ def format_percent(value: float | None, sign: bool = False) -> str:
     return f"{value:{'+' if sign else ''}.1f} %".replace("-", "−")
 
 
+KINDS = "By kind of run"
 ERRORS, DEVICES, FULLY_SPECIFIED, OUTCOMES = "All rows", "By device", "Fully specified rows", "Does it fit?"
 SWEEPS, AXIS_BIAS, WORST, UNPREDICTED = "Sweeps", "Bias by axis", "The worst rows", "Not predicted"
 
@@ -48,6 +49,7 @@ def sections(summary: Summary) -> list[Section]:
     every = summary.overall.every
     found = [
         Section(ERRORS, error_rows(summary), f"{every.rows} rows, of which {every.predicted} are predicted."),
+        Section(KINDS, kind_rows(summary)),
         Section(DEVICES, device_rows(summary)),
         Section(FULLY_SPECIFIED, specified_rows(summary)),
         Section(OUTCOMES, outcome_rows(summary), _near_capacity_sentence(summary)),
@@ -86,11 +88,35 @@ def _error_row(name: str, group: GroupScores) -> Cells:
     return (name, str(group.every.rows), str(group.every.predicted), *_errors(group.every), left_out, *calculon)
 
 
+def kind_rows(summary: Summary) -> list[Cells]:
+    """Return a header and a row for each kind of run."""
+    head = ("kind", "sources", "rows", "error", "median", "bias", "left out", "in interval")
+    rows = [
+        (name, str(one.sources), str(one.every.predicted), *_errors(one.every))
+        + (format_percent(one.left_out.mape), format_percent(one.coverage))
+        for name, one in summary.by_kind.items()
+    ]
+    return [head, *rows]
+
+
 def device_rows(summary: Summary) -> list[Cells]:
     """Return a header, a row for each device, and a row for each vendor."""
-    head = ("device", "rows", "error", "median", "bias")
+    head = ("device", "rows", "error", "median", "bias", "OOM found", "said to fit")
     kinds = {**summary.by_device, **{f"all of {name}": errors for name, errors in summary.by_vendor.items()}}
-    return [head, *((name, str(errors.predicted), *_errors(errors)) for name, errors in kinds.items())]
+    return [
+        head,
+        *((name, str(errors.predicted), *_errors(errors), *_fits(summary, name)) for name, errors in kinds.items()),
+    ]
+
+
+def _fits(summary: Summary, device: str) -> Cells:
+    """Return how many of a device's runs that failed were said to fail, and of those that worked to fit."""
+    found = summary.outcome_by_device.get(device)
+    if found is None:
+        return "", ""
+    failed = found.oom_predicted_oom, found.oom_predicted_oom + found.oom_predicted_fit
+    worked = found.success_predicted_fit, found.success_predicted_fit + found.success_predicted_oom
+    return tuple(f"{right} of {count}" if count else NOT_AVAILABLE for right, count in (failed, worked))
 
 
 def specified_rows(summary: Summary) -> list[Cells]:

@@ -110,6 +110,9 @@ class FrameworkTraits(Frozen):
     expert_bias_apart: bool = False
     """A clamped SwiGLU is clamped by operations of its own before its fused kernel, and experts' output biases are
     weighted and added expert by expert."""
+    weights_inside_experts: bool = False
+    """The router's weights multiply experts' inner activations, so that the rows which experts return aren't saved for
+    the weights' gradient (Megatron-Core, moe/experts.py: weighted_bias_swiglu_impl)."""
     grouped_streams: NonNegativeInt = 0
     """Matmuls of a rank's experts are kernels of their own, so many at a time; 0: one grouped kernel."""
     fused_expert_epilogues: bool = False

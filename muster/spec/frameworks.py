@@ -49,7 +49,8 @@ MUSTER = FrameworkTraits(
 # takes the host 115 µs (github:NVIDIA/TransformerEngine pull 1191). Experts' matmuls are kernels on 4 streams
 # (multi_stream_cublas_gemm of Transformer Engine); the all-to-all dispatcher sorts the rows that arrive by expert
 # (sort_chunks_by_idxs in moe/token_dispatcher.py); clamps and experts' biases are operations of their own
-# (fusions/fused_bias_geglu.py, moe/experts.py). DeepEP, HybridEP and CUDA graphs are options, and left out.
+# (fusions/fused_bias_geglu.py, moe/experts.py), and the router's weights multiply experts' inner activations. DeepEP,
+# HybridEP and CUDA graphs are options, and left out.
 MEGATRON = FrameworkTraits(
     name="megatron",
     storage="megatron",
@@ -58,6 +59,7 @@ MEGATRON = FrameworkTraits(
     grouped_streams=4,
     sorts_received_rows=True,
     expert_bias_apart=True,
+    weights_inside_experts=True,
 )
 
 # torchtitan: fully_shard (distributed/fsdp), scaled_dot_product_attention; torch.compile of blocks and of the loss is

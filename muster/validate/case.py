@@ -283,6 +283,8 @@ def _framework(row: MeasurementRow, source: MeasurementSource, kernel: object) -
     if (chunked := parse_yes_no(row.async_tp, "async_tp")) is not None:
         fields["async_tp"] = chunked and "vanilla tp" not in row.notes.lower()
     words = row.schedule.lower()
+    if re.search(r"(deep|hybrid).?ep dispatcher", words):
+        fields["dispatch_once_per_rank"] = True
     for phrase, trait in (("tp-comm", "async_tp"), ("p2p", "overlap_p2p"), ("grad-reduce", "overlap_grad_reduce")):
         if f"no {phrase} overlap" in words:
             fields[trait] = False

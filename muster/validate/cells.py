@@ -13,6 +13,12 @@ _REMARK = re.compile(r"\s*\(.*\)$", re.DOTALL)
 _SEPARATED = re.compile(r"\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?")
 _DECIMAL_COMMA = re.compile(r"\d{1,3}(?:[. ]\d{3})+,\d+|\d+,(?:\d{1,2}|\d{4,})")
 _SPREAD = re.compile(r"\s*(?:±|\+/-)\s*[\d.]+\s*%?$")
+_TIMED = re.compile(r"([\d.,]+)\s*(ms|s|sec|secs|seconds?|min|minutes?)\.?", re.IGNORECASE)
+_UNITS = {"ms": 1e-3, "min": 60.0, "minute": 60.0, "minutes": 60.0} | dict.fromkeys(
+    ("s", "sec", "secs", "second", "seconds"), 1.0
+)
+_NOTHING = re.compile(r"n/?a|[-–—]|none|null", re.IGNORECASE)
+"""Words of a cell that states nothing."""
 _POWERS = {"k": 2**10, "m": 2**20}
 _DENSE = re.compile(r"(\d+)\s*(?:\(?dense\)?|for dense)", re.IGNORECASE)
 _EXPERT = re.compile(r"(\d+)\s*(?:\(?(?:per|each|a|an|for|in)?\s*(?:routed\s*)?experts?\)?|\(?moe\)?)", re.IGNORECASE)
@@ -21,6 +27,8 @@ _EXPERT = re.compile(r"(\d+)\s*(?:\(?(?:per|each|a|an|for|in)?\s*(?:routed\s*)?e
 def parse_real(text: str) -> float | None:
     """Parse a number above 0; None for an empty cell. Raises ValueError with what was found and expected."""
     plain = _SPREAD.sub("", _REMARK.sub("", text))
+    if _NOTHING.fullmatch(plain):
+        return None
     if not plain:
         if text:
             raise ValueError(f"found '{text}', expected a number above 0 without a unit")
@@ -82,6 +90,10 @@ def parse_value(text: str, metric: str) -> float | None:
     """Parse a measured value in the unit of its metric; a share of the peak may be a fraction or say `%`. Raises
     ValueError with what was found and expected."""
     is_share = metric == "MFU_pct"
+    if metric in ("iteration_time_s", "iteration_time_ms") and (timed := _TIMED.fullmatch(_REMARK.sub("", text))):
+        value = parse_real(timed[1])
+        own = _UNITS[timed[2].lower()] / (1 if metric == "iteration_time_s" else 1e-3)
+        return None if value is None else value * own
     value = parse_real(text.rstrip("% ") if is_share else text)
     if value is not None and is_share and value <= 1 and "%" not in text:
         return 100 * value

@@ -26,9 +26,10 @@ _CLOUD_MACHINES = {
     r"p6-b200|a4-highgpu": "b200",
     r"p6e-gb200|a4x": "gb200",
     r"trn2": "trainium2",
-    r"v5litepod|ct5lp": "tpu-v5e",
-    r"ct5p": "tpu-v5p",
-    r"ct6e": "tpu-v6e",
+    r"v4-\d": "tpu-v4",
+    r"v5litepod|ct5lp|v5e\b": "tpu-v5e",
+    r"ct5p|v5p\b": "tpu-v5p",
+    r"ct6e|v6e\b|trillium": "tpu-v6e",
 }
 """Patterns of clouds' names of machines, with their devices in the catalogue (instance types of AWS, Google Cloud and
 Azure, 2026-11)."""

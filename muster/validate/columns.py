@@ -2,6 +2,8 @@
 
 import re
 
+from muster.validate.combined_cells import combined_column
+
 REQUIRED_COLUMNS = ("model_name", "gpu", "n_gpus", "metric", "value")
 """Columns that a table must have. A missing optional column counts as empty in every row."""
 COLUMNS = (
@@ -14,7 +16,7 @@ COLUMNS = (
 """Columns that a header may have, in their usual order; others are ignored."""
 
 _OTHER_NAMES: dict[str, tuple[str, ...]] = {
-    "model_name": ("model",),
+    "model_name": ("model", "name", "model_type"),
     "params_b": ("params", "parameters_b", "model_size_b"),
     "layers": ("num_layers", "n_layers"),
     "hidden": ("hidden_size", "d_model", "hidden_dim"),
@@ -22,11 +24,28 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "heads": ("num_heads", "n_heads", "num_attention_heads"),
     "kv_heads": ("num_kv_heads", "n_kv_heads", "num_key_value_heads", "num_query_groups"),
     "vocab": ("vocab_size",),
-    "seq_len": ("seq", "seqlen", "seq_length", "sequence_length", "context_length", "max_seq_len"),
+    "seq_len": ("seq", "seqlen", "seq_length", "sequence_length", "context", "context_length", "context_len")
+    + ("max_seq_len", "max_seq_length", "sequence_len", "max_target_length"),
     "n_experts": ("num_experts", "experts"),
     "top_k": ("topk", "num_experts_per_tok"),
-    "gpu": ("device", "gpu_type", "accelerator", "hardware"),
-    "n_gpus": ("num_gpus", "gpus", "world_size", "n_devices", "num_devices", "gpu_count", "ngpu", "ngpus", "chips"),
+    "gpu": ("device", "gpu_type", "gpu_model", "accelerator", "accelerators", "hardware", "system", "machine", "chip")
+    + ("device_type", "chip_type"),
+    "n_gpus": (
+        "num_gpus",
+        "gpus",
+        "n_chips",
+        "num_chips",
+        "num_accelerators",
+        "total_gpus",
+        "number_of_gpus",
+        "world_size",
+        "n_devices",
+        "num_devices",
+        "gpu_count",
+        "ngpu",
+        "ngpus",
+        "chips",
+    ),
     "tp": ("tp_size", "tp_degree", "tensor_parallel", "tensor_parallel_size", "tensor_parallel_degree")
     + ("tensor_model_parallel_size",),
     "pp": ("pp_size", "pp_degree", "pipeline_parallel", "pipeline_parallel_size", "pipeline_parallel_degree")
@@ -39,18 +58,46 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "etp": ("expert_tensor_parallel_size",),
     "sp": ("sequence_parallel",),
     "zero": ("zero_stage", "sharding", "sharding_strategy"),
-    "micro_batch": ("mbs", "micro_batch_size", "train_micro_batch_size_per_gpu", "per_device_train_batch_size"),
-    "global_batch": ("gbs", "global_batch_size", "train_batch_size"),
+    "micro_batch": (
+        "mbs",
+        "micro_batch_size",
+        "microbatch_size",
+        "microbatch",
+        "micro_bs",
+        "train_micro_batch_size_per_gpu",
+        "per_device_train_batch_size",
+    ),
+    "global_batch": (
+        "gbs",
+        "global_batch_size",
+        "train_batch_size",
+        "total_batch_size",
+        "batch",
+        "batch_size",
+        "global_bs",
+    ),
     "recompute": ("recomputation", "activation_recompute", "activation_checkpointing", "activation_checkpoint", "remat")
-    + ("remat_policy",),
-    "precision": ("dtype",),
-    "peak_mem_gb": ("peak_memory_gb", "max_memory_gb"),
+    + ("remat_policy", "recompute_granularity", "gradient_checkpointing", "ac", "ac_mode"),
+    "precision": ("dtype", "training_precision", "compute_dtype", "data_type"),
+    "attn_kernel": ("attention_kernel", "attention_backend", "attn_impl"),
+    "peak_mem_gb": ("peak_memory_gb", "max_memory_gb", "peak_mem_gib", "peak_memory_gib", "peak_memory", "peak_mem")
+    + ("max_memory", "memory_gib", "max_mem_gb"),
 }
 
 _METRICS: dict[str, tuple[str, ...]] = {
     "iteration_time_s": ("step_time_s", "iteration_time", "step_time", "seconds_per_step", "s_per_step", "sec_per_step")
+    + ("time_per_iter", "sec_per_iter", "sec_per_iteration", "s_per_iteration", "step_time_sec", "time_per_step")
+    + ("iter_time", "iter_time_s", "seconds_per_iteration", "iteration_time_sec", "time_per_iteration_s")
     + ("s_per_iter", "s_per_it", "time_per_step_s", "time_per_iteration", "elapsed_time_per_iteration_s"),
-    "iteration_time_ms": ("step_time_ms", "ms_per_step", "ms_per_iter", "elapsed_time_per_iteration_ms", "elapsed_ms"),
+    "iteration_time_ms": (
+        "step_time_ms",
+        "ms_per_step",
+        "ms_per_iter",
+        "iter_time_ms",
+        "ms_per_iteration",
+        "elapsed_time_per_iteration_ms",
+        "elapsed_ms",
+    ),
     "tokens_per_s_per_gpu": ("tokens_per_sec_per_gpu", "tokens_per_second_per_gpu", "tok_per_s_per_gpu", "tgs")
     + (
         "tokens_per_s_per_device",
@@ -58,14 +105,42 @@ _METRICS: dict[str, tuple[str, ...]] = {
         "tokens_per_gpu_per_s",
         "tps",
         "tps_per_gpu",
+        "wps",
         "wps_per_gpu",
+        "tok_per_s_per_device",
+        "tokens_per_s_per_chip",
+        "tokens_per_sec_per_chip",
+        "tokens_per_second_per_device",
+        "tokens_per_second_per_chip",
+        "throughput_tokens_per_s_per_gpu",
     ),
-    "tokens_per_s_total": ("tokens_per_s", "tokens_per_sec", "tokens_per_second", "tok_per_s"),
+    "tokens_per_s_total": (
+        "tokens_per_s",
+        "tokens_per_sec",
+        "tokens_per_second",
+        "tok_per_s",
+        "throughput_tokens_per_s",
+    ),
     "samples_per_s_per_gpu": ("samples_per_sec_per_gpu", "samples_per_second_per_gpu", "sequences_per_s_per_gpu"),
-    "samples_per_s_total": ("samples_per_s", "samples_per_sec", "samples_per_second", "sequences_per_s"),
+    "samples_per_s_total": (
+        "samples_per_s",
+        "samples_per_sec",
+        "samples_per_second",
+        "sequences_per_s",
+        "throughput_samples_per_s",
+    )
+    + ("seq_per_s", "seqs_per_s", "throughput_sequences_per_s"),
     "TFLOPs_per_gpu": ("tflops", "tflops_per_gpu", "tflop_per_s_per_gpu", "tflops_per_s_per_gpu", "tflop_per_s")
-    + ("tflops_per_device", "tflop_per_s_per_device", "tflop_per_s_per_chip", "throughput_per_gpu_tflop_per_s_per_gpu"),
-    "model_TFLOPs_per_gpu": ("model_tflops_per_gpu", "model_tflops", "model_tflop_per_s_per_gpu"),
+    + ("tflops_per_device", "tflop_per_s_per_device", "tflop_per_s_per_chip", "throughput_per_gpu_tflop_per_s_per_gpu")
+    + ("throughput_tflop_per_s_per_gpu", "throughput_tflops_per_gpu", "throughput_tflops", "tflops_per_s", "tflops_s")
+    + ("tflops_per_chip", "tflop_per_s_per_accelerator", "tflops_per_s_per_device"),
+    "model_TFLOPs_per_gpu": (
+        "model_tflops_per_gpu",
+        "model_tflops",
+        "model_tflop_per_s_per_gpu",
+        "model_tflop_per_sec_per_gpu",
+    )
+    + ("model_tflops_per_sec_per_gpu", "model_tflops_per_s_per_gpu"),
     "MFU_pct": ("mfu", "mfu_percent", "mfu_pct", "bf16_mfu"),
     "peak_memory_gb": ("peak_mem_gb", "max_memory_gb", "memory_gb"),
     "outcome": ("result", "status"),
@@ -79,7 +154,8 @@ ITERATION_MS = "iteration_time_ms"
 def canonical_column(name: str) -> str:
     """Return a column's name for what a header calls it; the lower-case name itself where none is known."""
     plain = _plain(name)
-    return next((own for own, others in _OTHER_NAMES.items() if plain in others), plain)
+    found = next((own for own, others in _OTHER_NAMES.items() if plain in others), plain)
+    return combined_column(found) or found
 
 
 def metric_of_column(name: str) -> str | None:

@@ -8,13 +8,17 @@ from typing import Any
 from muster.spec.plan_name import format_plan_name
 from muster.validate.comparison import RowResult
 from muster.validate.formulas import FLOP_METRICS, FORMULA_WORDS
-from muster.validate.sources import source_of_row
+from muster.validate.row_interval import row_interval
+from muster.validate.sources import offloads_activations, source_of_row
 
 COLUMNS = (
     *("row", "source", "model", "gpu", "n_gpus", "metric", "value", "plan", "predicted_s", "low_s", "high_s"),
-    *("measured_s", "error", "predicted_memory_gib", "measured_memory_gib", "fits", "assumed", "why"),
+    *("choices_low_s", "choices_high_s", "interval_from", "measured_s", "error", "predicted_memory_gib"),
+    *("measured_memory_gib", "fits", "assumed", "why"),
 )
-"""Keys of a row, in order. `error` is in per cent of the measured time, `why` says why a row isn't predicted."""
+"""Keys of a row, in order. `low_s` and `high_s` hold 9 of 10 measured times: `choices_low_s` and `choices_high_s` over
+what the row leaves open, widened by the errors that `interval_from` names. `error` is in per cent of the measured time,
+`why` says why a row isn't predicted."""
 
 
 def row_table(results: Sequence[RowResult]) -> list[dict[str, Any]]:
@@ -34,14 +38,19 @@ def _row(result: RowResult) -> dict[str, Any]:
     case = result.case
     found["plan"] = format_plan_name(case.plan)
     found["predicted_s"] = answer.step_time_s
-    found["low_s"], found["high_s"] = result.interval_s
+    found["choices_low_s"], found["choices_high_s"] = result.interval_s
+    found["low_s"], found["high_s"], found["interval_from"] = row_interval(result)
     found["error"] = 100 * result.error if result.is_predicted else None
-    found |= {"predicted_memory_gib": answer.peak_bytes / 2**30, "fits": answer.fits}
+    if not offloads_activations(row):
+        found |= {"predicted_memory_gib": answer.peak_bytes / 2**30, "fits": answer.fits}
     found["assumed"] = {
         column: "the device's fastest" if value == "None" else value
         for column, value in case.chosen
         if column in inputs.unstated
     }
+    if row.assumed:
+        column, _, words = row.assumed.partition(" ")
+        found["assumed"][column] = words
     formula = source_of_row(row).formula
     if row.metric in FLOP_METRICS and formula is not None:
         found["assumed"]["FLOPs"] = FORMULA_WORDS[formula]

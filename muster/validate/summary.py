@@ -14,6 +14,7 @@ from typing import Any
 from muster.spec.device import DeviceSpec
 from muster.validate.axis_bias import AxisBias, axis_biases
 from muster.validate.comparison import Predictor, RowResult, predict_rows_both_ways
+from muster.validate.kinds import KindScores, score_kinds
 from muster.validate.row_table import row_table
 from muster.validate.score import (
     ErrorScores,
@@ -64,10 +65,13 @@ class Summary:
     results: tuple[RowResult, ...]
     overall: GroupScores
     by_source: dict[str, GroupScores]
+    by_kind: dict[str, KindScores]
     by_device: dict[str, ErrorScores]
     """Device of the catalogue → errors of its rows."""
     by_vendor: dict[str, ErrorScores]
     """First word of the device's title → errors of its rows."""
+    outcome_by_device: dict[str, FitScores]
+    """Device → predicted against actual out-of-memory failures."""
     sweeps: tuple[Sweep, ...]
     small_sweeps: tuple[Sweep, ...]
     """Sweeps with fewer layouts than a full sweep needs."""
@@ -134,8 +138,10 @@ def summarize(results: Sequence[RowResult], uncalibrated: Sequence[RowResult] = 
         tuple(results),
         overall,
         by_source,
+        score_kinds(results, uncalibrated),
         _errors_by(results, lambda device: device.name),
         _errors_by(results, lambda device: (device.title or device.name).split()[0]),
+        _outcome_by_device(results),
         sweeps,
         tuple(small),
         tilts,
@@ -151,6 +157,15 @@ def _errors_by(results: Sequence[RowResult], key: Callable[[DeviceSpec], str]) -
         if result.inputs is not None and result.is_predicted:
             kinds[key(result.inputs.cluster.device)].append(result)
     return {name: score_errors(kinds[name]) for name in sorted(kinds)}
+
+
+def _outcome_by_device(results: Sequence[RowResult]) -> dict[str, FitScores]:
+    """Return what was said of the memory of each device's rows."""
+    kinds: dict[str, list[RowResult]] = defaultdict(list)
+    for result in results:
+        if result.inputs is not None:
+            kinds[result.inputs.cluster.device.name].append(result)
+    return {name: score_fits(kinds[name]) for name in sorted(kinds)}
 
 
 def _of_source(results: Sequence[RowResult], name: str) -> list[RowResult]:
@@ -199,7 +214,9 @@ def to_json(summary: Summary) -> dict[str, Any]:
         "version": 1,
         "overall": _group_json(summary.overall),
         "by_source": {name: _group_json(group) for name, group in summary.by_source.items()},
+        "by_kind": {name: asdict(scores) for name, scores in summary.by_kind.items()},
         "by_device": {name: asdict(errors) for name, errors in summary.by_device.items()},
+        "outcome_by_device": {name: _outcome_json(one) for name, one in summary.outcome_by_device.items()},
         "by_vendor": {name: asdict(errors) for name, errors in summary.by_vendor.items()},
         "sweeps": _sweeps_json(summary.sweeps),
         "small_sweeps": _sweeps_json(summary.small_sweeps),

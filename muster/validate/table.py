@@ -28,6 +28,7 @@ from muster.validate.columns import (
     canonical_metric,
     metric_of_column,
 )
+from muster.validate.combined_cells import combined_column, counts_devices, fill_from_combined
 
 _INTEGERS = (
     *("hidden", "heads", "kv_heads", "vocab", "n_experts", "top_k", "n_gpus", "gpus_per_node"),
@@ -117,6 +118,8 @@ class MeasurementRow:
     plan: str
     """Short name of a plan, which says what the columns of degrees and settings would."""
     notes: str
+    assumed: str = ""
+    """Column that the row leaves out, and what it is taken to be."""
     problem: str = ""
     """Cells that can't be read, each with what was found and expected; such a row is not scored."""
 
@@ -140,13 +143,24 @@ def read_table_text(path: Path) -> str:
 
 
 def _decode(data: bytes) -> str:
-    """Return a file's text: UTF-16 where it says so, else UTF-8, else what spreadsheets write in western Europe."""
+    """Return a file's text: UTF-16 or UTF-32 where marks or zeros say so, else UTF-8, else what spreadsheets write in
+    western Europe."""
+    if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return data.decode("utf-32", errors="replace")
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return data.decode("utf-16", errors="replace")
+    head = data[:_LOOKED_AT]
+    for encoding, zeros in (("utf-16-le", head[1::2]), ("utf-16-be", head[::2])):
+        if zeros.count(0) > len(zeros) * 0.8:  # Latin letters without a mark
+            return data.decode(encoding, errors="replace")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
         return data.decode("cp1252", errors="replace")
+
+
+_LOOKED_AT = 512
+"""Bytes of a file's head by which its encoding is told."""
 
 
 def parse_table(text: str, file: str) -> list[MeasurementRow]:
@@ -157,7 +171,8 @@ def parse_table(text: str, file: str) -> list[MeasurementRow]:
     """
     header, lines = _header_and_lines(text)
     metrics = _metric_columns(header)
-    _check_header([*header, "metric", "value"] if metrics else header, file)
+    said = ["n_gpus"] if counts_devices(header, (cells for _, cells in lines)) else []
+    _check_header([*header, *said, *(("metric", "value") if metrics else ())], file)
     rows = list(_rows(lines, header, file, metrics))
     if not rows:
         raise ConfigError(f"{file}:1: the table has a header but no rows")
@@ -168,7 +183,7 @@ def unread_columns(text: str) -> list[str]:
     """Return the columns of a table that say nothing to a prediction, each with the one that it may mean."""
     header, _ = _header_and_lines(text)
     absent = [name for name in COLUMNS if name not in header]
-    known = {*COLUMNS, *_metric_columns(header), ""}
+    known = {*COLUMNS, *_metric_columns(header), *filter(combined_column, header), ""}
     hints = {name: did_you_mean(name, absent) if len(name) > _MIN_HINTED else "" for name in header}
     return [name + hints[name].replace(";", ",").rstrip("?") for name in header if name not in known]
 
@@ -232,7 +247,7 @@ def _cells_of(line: str, delimiter: str) -> Sequence[str] | None:
 
 
 def _check_header(header: list[str], file: str) -> None:
-    """Raise ConfigError for missing, repeated or misspelled columns."""
+    """Raise ConfigError for missing or misspelled columns."""
     if not header:
         raise ConfigError(f"{file}:1: the table is empty, expected a header: {', '.join(COLUMNS)}")
     absent = [name for name in COLUMNS if name not in header]
@@ -241,9 +256,6 @@ def _check_header(header: list[str], file: str) -> None:
     if missing:
         hint = did_you_mean(missing[0], spare).replace("did you mean", "is it")
         raise ConfigError(f"{file}:1: the header lacks {_listed(missing)}{hint}")
-    twice = [name for name in COLUMNS if header.count(name) > 1]
-    if twice:
-        raise ConfigError(f"{file}:1: the header names {_listed(twice)} twice")
 
 
 def _rows(
@@ -254,17 +266,31 @@ def _rows(
         cells = [cell.strip() for cell in found or ()]
         while len(cells) > len(header) and not cells[-1]:
             cells.pop()
-        named = dict(zip(header, cells, strict=False))
+        named, twice = _by_column(header, cells, number)
+        named = fill_from_combined(named)
         if metrics:
             metric = next((name for name in metrics if named.get(name)), metrics[0])
             named |= {"metric": metric, "value": named.get(metric, "")}
         row = _row(named, file, line, number)
         if found is None:
             row = replace(row, problem=f"row {number}: not valid CSV, expected quotes in pairs around whole cells")
+        elif twice:
+            row = replace(row, problem=twice)
         elif len(cells) != len(header):
             problem = f"row {number}: found {len(cells)} cells, expected {len(header)}, as many as the header has"
             row = replace(row, problem=problem)
         yield row
+
+
+def _by_column(header: Sequence[str], cells: Sequence[str], number: int) -> tuple[dict[str, str], str]:
+    """Return the cells by column, and what is wrong where columns that are the same under two names say two things."""
+    named: dict[str, str] = {}
+    problem = ""
+    for name, cell in zip(header, cells, strict=False):
+        if name in COLUMNS and cell and named.get(name, cell) != cell:
+            problem = f"row {number}, {name}: found '{named[name]}' and '{cell}' in two columns, expected one"
+        named[name] = named.get(name) or cell
+    return named, problem
 
 
 _Parsed = TypeVar("_Parsed")
@@ -291,7 +317,7 @@ def _row(cells: dict[str, str], file: str, line: int, number: int) -> Measuremen
     fields |= {"layers": layers, "vpp": parsed("vpp", lambda text: parse_most_chunks(text, layers, pp), None)}
     fields["seq_len"] = parsed("seq_len", parse_length, None)
     fields["ffn_hidden"], fields["expert_hidden"] = parsed("ffn_hidden", parse_inner_widths, (None, None))
-    fields["source"] = cells["source"] or file
+    fields |= {"source": cells["source"] or file, "assumed": cells.get("assumed", "")}
     metric, said = canonical_metric(cells["metric"]), cells["value"]
     if metric == "outcome" or is_out_of_memory(said):
         fields |= {"metric": "outcome", "value": None, "outcome": said}

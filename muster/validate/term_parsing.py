@@ -17,7 +17,7 @@ _REMARK = re.compile(r"\s*(?:\(.*|[,;:].*)$", re.DOTALL)
 
 _RECOMPUTE: tuple[tuple[str, Recompute], ...] = (
     (r"none|off|no|false|0|everything.saveable", "none"),
-    (r"selective \((per op sac|sac|repo default)\)|every.second.matmul", "every_second_matmul"),
+    (r"selective[ _]\(?(per op sac|sac|repo default|op)\)?|every.second.matmul", "every_second_matmul"),
     (r"selective( \(attention core\))?|attention|core.?attn|core.attention", "core_attention"),
     (r"elementwise|(checkpoint.)?dots(.saveable)?|(checkpoint_)?dots_with_no_batch_dims(_saveable)?", "elementwise"),
     (r"minimal(_flash|_with_\w+)?", "elementwise"),

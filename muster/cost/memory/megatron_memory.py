@@ -10,6 +10,7 @@ from muster.cost.activations import (
     PassSizes,
     attention_activation_bytes,
     attention_score_bytes,
+    combined_row_bytes,
     latent_elements_per_token,
     mlp_activation_bytes,
     mlp_inner_bytes,
@@ -99,6 +100,8 @@ class _MegatronStage:
         if recompute == "elementwise" and self.framework.fp8_activations:
             return fp8_layer_activation_bytes(sizes, layer)
         total = self._layer_norm_bytes() + self._attention_bytes(layer) + mlp_activation_bytes(sizes, layer)
+        if self.framework.weights_inside_experts and sizes.local_model.has_experts(layer):
+            total -= combined_row_bytes(sizes)
         if not self.framework.fused_elementwise:
             total += self._unfused_bytes(layer)
         if self.framework.dropout:

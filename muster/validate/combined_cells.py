@@ -1,0 +1,148 @@
+"""Cells that say what the columns of a table say in another way: several degrees in one cell, nodes instead of devices,
+batches for each device, and steps of gradient accumulation."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from muster.validate.cells import parse_length, parse_whole
+
+_DEGREES = {"tp": "tp", "pp": "pp", "dp": "dp", "cp": "cp", "ep": "ep", "etp": "etp", "vpp": "vpp", "vp": "vpp"}
+_BATCHES = {"mbs": "micro_batch", "gbs": "global_batch"}
+_LAYOUT_COLUMNS = ("parallelism", "parallelization", "strategy", "configuration", "config", "layout", "mesh")
+"""Columns whose cells may name degrees, as `TP=4, PP=2` or `FSDP 32 + TP 8`."""
+_LAYOUT_WORD = re.compile(
+    rf"(?<![a-z0-9])({'|'.join((*_DEGREES, *_BATCHES))})\s*[-=: ]?\s*(\d+)(?![\d.])"
+    r"|(?<![a-z0-9])(fsdp2?|hsdp)(\s*[-=: ]\s*\d+)?",
+    re.IGNORECASE,
+)
+_COUNT_OF_DEVICES = re.compile(r"(\d{1,3}(?:,\d{3})+|\d+)\s*[x×]\s*(?=[a-z])", re.IGNORECASE)
+"""Number before a device's name: `256 x TPU v5p`."""
+OTHER_COLUMNS: dict[str, tuple[str, ...]] = {
+    "nodes": ("num_nodes", "n_nodes", "number_of_nodes", "node_count"),
+    "fsdp": ("fsdp_size", "fsdp_degree", "fully_sharded"),
+    "accumulation": ("ga", "grad_accum", "grad_acc", "gradient_accumulation", "gradient_accumulation_steps")
+    + ("grad_accumulation_steps", "num_microbatches", "num_micro_batches", "n_micro_batches"),
+    "batch_per_device": ("per_device_batch_size", "per_chip_batch", "per_chip_batch_size", "batch_per_chip"),
+    "batch_per_rank": ("batch_size_per_gpu", "batch_per_gpu", "local_batch_size", "local_batch", "per_gpu_batch_size"),
+    "batch_tokens": ("global_batch_tokens", "batch_size_tokens", "global_batch_size_tokens", "tokens_per_batch")
+    + ("tokens_per_step", "batch_tokens"),
+    "recompute_modules": ("modules_recomputed",),
+    "dispatcher": ("moe_dispatcher", "moe_token_dispatcher_type", "token_dispatcher"),
+}
+"""Columns that say in another way what others do, with their other names; each layout column stands for itself."""
+
+
+def combined_column(name: str) -> str | None:
+    """Return the name of a column of this page for what a header calls it; None for any other column."""
+    if name in _LAYOUT_COLUMNS or _degrees_of_header(name):
+        return name
+    return next((own for own, others in OTHER_COLUMNS.items() if name == own or name in others), None)
+
+
+def counts_devices(header: Sequence[str], rows: Iterable[Sequence[str] | None]) -> bool:
+    """Return True if a table without `n_gpus` says the number of devices by its nodes, or before their names."""
+    if "nodes" in header or "gpu" not in header:
+        return "nodes" in header
+    at = header.index("gpu")
+    return any(cells and len(cells) > at and _COUNT_OF_DEVICES.match(cells[at].strip()) for cells in rows)
+
+
+def fill_from_combined(cells: dict[str, str]) -> dict[str, str]:
+    """Return a row's cells with those filled in that combined cells say; what a column says itself goes before."""
+    filled = dict(cells)
+
+    def fill(column: str, text: str | None) -> None:
+        if text and not filled.get(column):
+            filled[column] = text
+
+    for name, text in cells.items():
+        if degrees := _degrees_of_header(name):
+            parts = [part for part in re.split(r"[^0-9]+", text) if part]
+            for column, part in zip(degrees, parts, strict=False) if len(parts) == len(degrees) else ():
+                fill(column, part)
+        elif name in _LAYOUT_COLUMNS:
+            for word, number, sharded, group in _LAYOUT_WORD.findall(text):
+                fill((_DEGREES | _BATCHES).get(word.lower(), "zero"), number or f"{sharded}{_group(group)}")
+    _fill_devices(filled, fill_one=fill)
+    fill("zero", _sharding(filled.get("fsdp", "")))
+    says_all = any(name in _LAYOUT_COLUMNS and _LAYOUT_WORD.search(text) for name, text in cells.items())
+    says_all |= bool(re.search(r"fsdp|hsdp|zero.?3|full.?shard", filled.get("zero", ""), re.IGNORECASE))
+    for axis, other in (("tp", "pp"), ("pp", "tp")):
+        if says_all or (axis not in cells and filled.get(other)):
+            fill(axis, "1")
+    if filled.get("recompute_modules") and filled.get("recompute", "").lower() in ("", "selective"):
+        filled["recompute"] = filled["recompute_modules"].strip("[]")
+    if filled.get("dispatcher"):
+        filled["schedule"] = "; ".join(filter(None, (filled.get("schedule"), f"{filled['dispatcher']} dispatcher")))
+    _fill_batch(filled)
+    return filled
+
+
+def _degrees_of_header(name: str) -> list[str]:
+    """Return the degrees that a header such as `TP/PP/CP` names, in their order; none for any other header."""
+    words = [word for word in name.split("_") if word not in ("per", "x")]
+    return [_DEGREES[word] for word in words] if len(words) > 1 and all(word in _DEGREES for word in words) else []
+
+
+def _group(text: str) -> str:
+    """Return the size of a sharding group as `zero` has it."""
+    number = re.search(r"\d+", text)
+    return f" within {number[0]}" if number else ""
+
+
+def _sharding(text: str) -> str | None:
+    """Return the words of `zero` for a column `fsdp`: the ranks of a group, or yes or no."""
+    word = text.strip().lower()
+    if word in ("", "0", "1", "no", "false", "off", "none", "-", "n/a"):
+        return None
+    return f"FSDP within {word}" if word.isdecimal() else "FSDP"
+
+
+def _fill_devices(cells: dict[str, str], fill_one: Callable[[str, str], None]) -> None:
+    """Take the number of devices from before their name, or from the nodes."""
+    if found := _COUNT_OF_DEVICES.match(cells.get("gpu", "")):
+        fill_one("n_gpus", found[1])
+        cells["gpu"] = cells["gpu"][found.end() :]
+    nodes, each = _number(cells.get("nodes", "")), _number(cells.get("gpus_per_node", ""))
+    if nodes and each:
+        fill_one("n_gpus", str(nodes * each))
+
+
+def _fill_batch(cells: dict[str, str]) -> None:
+    """Take both batches from what a step does with them elsewhere: sequences of each device, or of each data-parallel
+    rank, tokens of a step, steps of accumulation.
+
+    A batch for each device is that of JAX's programs, the global batch over all devices. Without accumulation, ranks
+    that are no pipeline are taken to run one micro-batch a step, which `assumed` says.
+    """
+    devices = _number(cells.get("n_gpus", ""))
+    cut = [_number(cells.get(axis, "") or "1") for axis in ("tp", "pp", "cp")]
+    if not devices or not all(cut) or devices % (cut[0] * cut[1] * cut[2]):  # type: ignore[operator]
+        return
+    ranks = devices // (cut[0] * cut[1] * cut[2])  # type: ignore[operator]
+    tokens, length = _number(cells.get("batch_tokens", "")), _number(cells.get("seq_len", ""))
+    each, own = _number(cells.get("batch_per_device", "")), _number(cells.get("batch_per_rank", ""))
+    if cells.get("global_batch"):
+        return
+    if tokens and length and tokens % length == 0:
+        cells["global_batch"] = str(tokens // length)
+        return
+    if each:
+        cells["global_batch"] = str(each * devices)
+        cells["micro_batch"] = cells.get("micro_batch") or str(max(1, each * devices // ranks))
+        return
+    micro = _number(cells.get("micro_batch", "")) or own
+    steps = _number(cells.get("accumulation", ""))
+    if micro and (steps or cut[1] == 1):
+        cells["global_batch"] = str(micro * ranks * (steps or 1))
+        cells["micro_batch"] = cells.get("micro_batch") or str(micro)
+        if not steps:
+            cells["assumed"] = "global_batch one micro-batch for each data-parallel rank"
+
+
+def _number(text: str) -> int | None:
+    """Return a whole number, or None where there is none; the column itself is told where it can't be read."""
+    try:
+        return parse_length(text) or parse_whole(text)
+    except ValueError:
+        return None
