@@ -124,7 +124,7 @@ def _interval_of(rows: Sequence[MeasuredErrors], elsewhere: bool, words: str, nu
     for source, values in columns:
         errors += values
         weights += [1 / of_source[source]] * len(values)
-    found = _interval(errors, weights, f"errors on {len(errors)} {words}, of {pluralize(len(of_source), 'source')}")
+    found = _interval(errors, weights, f"{len(errors)} {words}, of {pluralize(len(of_source), 'source')},")
     most = max(row.most_devices for row in rows)
     if num_devices <= most:
         return found
@@ -138,7 +138,8 @@ def _interval(errors: Sequence[float], weights: Sequence[float], source: str) ->
     mass = np.array(weights)[order]
     middle = (np.cumsum(mass) - mass / 2) / mass.sum()
     low, high = np.interp(((1 - COVERAGE) / 2, (1 + COVERAGE) / 2), middle, np.array(errors)[order])
-    return ErrorInterval(float(1 / (1 + high)), float(1 / (1 + low)), source)
+    mean = float(np.average(np.abs(errors), weights=weights))
+    return ErrorInterval(float(1 / (1 + high)), float(1 / (1 + low)), f"{source} err by {100 * mean:.0f} % on average")
 
 
 @cache
