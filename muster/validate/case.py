@@ -180,8 +180,8 @@ def _open_choices(
 def _kernels(row: MeasurementRow) -> tuple[AttentionKernel | None, ...]:
     """Return the choices of an attention kernel; None is the fastest one of the device."""
     assert row.seq_len is not None
-    if row.attn_kernel:
-        return (parse_attention_kernel(row.attn_kernel),)
+    if (stated := parse_attention_kernel(row.attn_kernel)) is not None:
+        return (stated,)
     return (None,) if row.seq_len >= _MIN_FLASH_ONLY_SEQ_LEN else (None, "fused")
 
 
@@ -254,7 +254,7 @@ def _case(
         default_strategy=strategy,
         precision=parse_precision(row.precision) or "bf16",
         compile=bool(parse_yes_no(row.compile, "compile")),
-        **_vocabulary(row, source, pipeline, model),
+        **_vocabulary(row, source, pipeline, model, at.pp * vpp),
     )
     said = tuple((column, str(value)) for column, value in chosen.items())
     return RowCase(model, plan, software, said)
@@ -292,12 +292,14 @@ def _framework(row: MeasurementRow, source: MeasurementSource, kernel: object) -
 
 
 def _vocabulary(
-    row: MeasurementRow, source: MeasurementSource, pipeline: ScheduleTerms, model: ModelSpec
+    row: MeasurementRow, source: MeasurementSource, pipeline: ScheduleTerms, model: ModelSpec, stages: int
 ) -> dict[str, object]:
     """Return the plan fields for the placement of layers, embedding and head on the pipeline."""
     how = pipeline.vocabulary
     if how in ("", "baseline"):
-        return _stages_with_counted_ends(model.num_layers, row.pp or 1) if source.deals_ends else {}
+        if source.deals_ends:
+            return _stages_with_counted_ends(model.num_layers, row.pp or 1)
+        return _stages_with_shorter_ends(model.num_layers, stages)
     if how in _VOCAB_PARALLEL:
         return {"vocab_parallel": True}
     counts = source.stages.get(how, {}).get(model.vocab_size)
@@ -318,6 +320,16 @@ def _stages_with_counted_ends(num_layers: int, pp: int) -> dict[str, object]:
     if pp == 1 or min(counts) < 1:
         return {}
     return {"stages": tuple(StageSpec(layers=count) for count in counts)}
+
+
+def _stages_with_shorter_ends(num_layers: int, stages: int) -> dict[str, object]:
+    """Return stages of which the first and the last have a layer less, where the layers divide so and not evenly: as
+    in models that were made for it, such as Llama 3.1 405B (arXiv:2407.21783 §3.3.2: the first and the last stage each
+    hold a layer less)."""
+    if stages < 3 or num_layers % stages == 0 or (num_layers + 2) % stages:
+        return {}
+    each = (num_layers + 2) // stages
+    return {"stages": tuple(StageSpec(layers=each - (stage in (0, stages - 1))) for stage in range(stages))}
 
 
 def _mismatch(plan: Plan, model: ModelSpec, workload: Workload, row: MeasurementRow) -> str:

@@ -81,9 +81,10 @@ def parse_most_chunks(text: str, layers: int | None, pp: int | None) -> int | No
     """Parse chunks of layers a rank, also as `max (one layer per chunk)`; None for an empty cell. Raises ValueError."""
     if not re.match(r"max\b", text, re.IGNORECASE):
         return parse_whole(text)
-    if not layers or not pp or layers % pp:
+    chunks = next((count // pp for count in (layers, layers + 2) if count % pp == 0), 0) if layers and pp else 0
+    if not chunks:  # the first and the last chunk may have no layer beside the embedding and the head
         raise ValueError(f"found '{text}', expected a number where pp doesn't divide the layers")
-    return layers // pp
+    return chunks
 
 
 def parse_value(text: str, metric: str) -> float | None:

@@ -106,15 +106,19 @@ def parse_precision(text: str) -> Precision | None:
 
 
 def parse_attention_kernel(text: str) -> AttentionKernel | None:
-    """Parse an attention kernel; None for an empty cell. Raises UnpredictableRowError for another word."""
+    """Parse an attention kernel; None for an empty cell, and for words of something else.
+
+    Raises UnpredictableRowError for a word that is nearly a kernel's.
+    """
     if not text:
         return None
     for pattern, found in _KERNEL:
         if re.search(pattern, text, re.IGNORECASE):
             return found
-    hint = did_you_mean(text.lower(), _KERNEL_CHOICES).rstrip("?")
-    choices = ", ".join(_KERNEL_CHOICES)
-    raise UnpredictableRowError(f"attn_kernel '{text}' is not known{hint}: expected one of {choices}")
+    if hint := did_you_mean(text.lower(), _KERNEL_CHOICES).rstrip("?"):
+        choices = ", ".join(_KERNEL_CHOICES)
+        raise UnpredictableRowError(f"attn_kernel '{text}' is not known{hint}: expected one of {choices}")
+    return None  # words about something else, which leave the kernel open
 
 
 @dataclass(frozen=True)
