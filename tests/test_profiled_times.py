@@ -179,7 +179,8 @@ def test_a_measured_machine_runs_any_number_of_ranks_on_its_cores():
 
 
 def test_a_profile_is_a_cluster_file(tmp_path):
-    from muster.probe.profile import cluster_from_rates, cluster_text, summary
+    from muster.config.local_machine import cluster_text
+    from muster.probe.profile import cluster_from_rates, summary
 
     disk = {"disk_read_bytes_per_s": 6e9, "disk_write_bytes_per_s": 2e9}
     rates = machine({"z1 F base": 1e-4}).model_copy(update=disk)

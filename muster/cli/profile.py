@@ -40,17 +40,42 @@ def run(arguments: list[str]) -> int:
     parser.add_argument(
         "--connections", type=positive_int, metavar="K", help="with --nodes: TCP connections a link (default: 1)"
     )
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        metavar="TABLE",
+        help="measure nothing: keep in the cluster file how far predictions were off for these runs on this machine"
+        " (rows of 'muster report RUN --as-measurement')",
+    )
     add_node_flags(parser)
     args = parser.parse(arguments)
     if (nodes := nodes_request(args)) is not None:
+        if args.runs is not None:
+            raise ConfigError("--runs is for the runs of one machine: leave it out with --nodes")
         return _profile_nodes(args, nodes)
     for flag in ("cluster", "connections"):
         if getattr(args, flag) is not None:
             raise ConfigError(f"--{flag} {getattr(args, flag)} is for the links between nodes: add --nodes N")
     output = args.output or Path("machine.yaml")
+    if args.runs is not None:
+        return _keep_runs(args, output)
     probe = import_torch_module("muster.probe.profile")
     cluster = probe.profile(output, args.ranks, args.quick)
     print(probe.summary(cluster))
+    print(f"written to {output}, for muster predict --cluster {output}")
+    return 0
+
+
+def _keep_runs(args: argparse.Namespace, output: Path) -> int:
+    """Keep the errors of predictions of one's own runs in the machine's file."""
+    from muster.config.local_machine import profiled_machine
+    from muster.validate.own_runs import keep_run_errors, runs_summary
+
+    if args.quick or args.ranks is not None:
+        raise ConfigError("--runs measures nothing: leave out --quick and --ranks")
+    if not output.exists():
+        raise ConfigError(f"--runs needs a profile of this machine: run 'muster profile' first, it writes {output}")
+    print(runs_summary(keep_run_errors(args.runs, output, profiled_machine(output))))
     print(f"written to {output}, for muster predict --cluster {output}")
     return 0
 

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from muster.config.cluster_files import load_cluster, load_device
+from muster.config.yaml_writer import yaml_text
 from muster.spec.cluster import ClusterSpec, NodeGroup, single_node_cluster
 from muster.spec.device import DeviceSpec
 from muster.spec.errors import ConfigError
@@ -72,6 +73,14 @@ def with_num_ranks(measured: ClusterSpec, processes: int = 0) -> ClusterSpec:
     device = group.device.model_copy(update={"memory_bytes": memory})
     group = group.model_copy(update={"devices_per_node": count, "device": device})
     return measured.model_copy(update={"groups": (group,)})
+
+
+def cluster_text(cluster: ClusterSpec) -> str:
+    """Return the text of a cluster file, which `load_cluster` reads."""
+    group = cluster.groups[0].model_dump(mode="json", exclude_defaults=True)
+    # Groups stay on one line: the measured rates are for programs, only the names above them are for people.
+    lines = yaml_text({"name": cluster.name, "groups": [group]})
+    return f"# Written by muster profile. 'muster predict --cluster FILE' takes it.\n{lines}"
 
 
 def detect_machine(processes: int, nodes: int = 1) -> ClusterSpec:

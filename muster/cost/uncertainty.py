@@ -79,7 +79,7 @@ def step_time_interval(model: ModelSpec, plan: Plan, cluster: ClusterSpec, left_
 
 def _device_interval(device: DeviceSpec, model: ModelSpec, plan: Plan, left_out: str) -> ErrorInterval | None:
     if device.rates is not None:
-        return _interval(PROFILED_ERRORS, [1.0] * len(PROFILED_ERRORS), "15 plans on profiled machines of 2 CPU cores")
+        return _profiled_interval(device.rates.run_errors)
     if device.kind == "cpu":
         return None
     classes, kind = _classes(device, model, plan, left_out), "mixture-of-experts" if model.moe else "dense"
@@ -98,6 +98,16 @@ def _device_interval(device: DeviceSpec, model: ModelSpec, plan: Plan, left_out:
             return _interval_of(rows, number > 0, words + few, plan.world_size)
         alike = count if number == 0 else alike
     return None
+
+
+def _profiled_interval(own: Sequence[float]) -> ErrorInterval:
+    """Return the interval on a profiled machine, of the errors of one's own runs there where they are as many as a
+    class needs; with fewer, of theirs and of the shipped ones, which weigh alike as two sources do."""
+    shipped = PROFILED_ERRORS if len(own) < MIN_CONFIGURATIONS else ()
+    runs = [pluralize(len(own), "run") + " on this machine"] if own else []
+    plans = [f"{len(shipped)} plans on profiled machines of 2 CPU cores"] if shipped else []
+    weights = [1 / len(errors) for errors in (own, shipped) for _ in errors]
+    return _interval([*own, *shipped], weights, " and ".join([*runs, *plans]))
 
 
 def _classes(device: DeviceSpec, model: ModelSpec, plan: Plan, left_out: str) -> Iterable[list[MeasuredErrors]]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from muster.config.yaml_writer import write_atomically, yaml_text
+from muster.config.local_machine import cluster_text
+from muster.config.yaml_writer import write_atomically
 from muster.cost.time.plan_times import HOST_LINK_EFFICIENCY
 from muster.launch.launcher import launch, rank_command
 from muster.probe.profile_worker import QUICK_FILE, RATES_FILE
@@ -113,14 +114,6 @@ def _device(machine: MachineRates) -> DeviceSpec:
 
 def _cpu_name() -> str:
     return f"{platform.machine()} CPU"
-
-
-def cluster_text(cluster: ClusterSpec) -> str:
-    """Return the text of a cluster file, which `load_cluster` reads."""
-    group = cluster.groups[0].model_dump(mode="json", exclude_defaults=True)
-    # Groups stay on one line: the measured rates are for programs, only the names above them are for people.
-    lines = yaml_text({"name": cluster.name, "groups": [group]})
-    return f"# Written by muster profile. 'muster predict --cluster FILE' takes it.\n{lines}"
 
 
 def summary(cluster: ClusterSpec) -> str:

@@ -50,6 +50,9 @@ class MachineRates(Frozen):
     """Rate of long writes to it, until they are on the disk."""
     overheads: dict[str, NonNegativeFloat] = {}
     """Seconds of work beside kernels and collectives: see `muster.cost.time.profiled_times`."""
+    run_errors: tuple[float, ...] = ()
+    """(predicted − measured) / measured step time of runs of one's own on this machine, from which predictions take
+    their interval, too (`muster profile --runs`)."""
     contention: dict[str, PositiveFloat] = {}
     """Storage of a stage → factor of a whole step's time over the sum of its parts, since ranks that train together
     take cores and caches from each other."""

@@ -1,0 +1,79 @@
+"""Errors of predictions of one's own runs on a profiled machine, kept in its file for later predictions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from muster.config.local_machine import cluster_text, with_num_ranks
+from muster.config.yaml_writer import write_atomically
+from muster.simulate.predict import predict
+from muster.spec.cluster import ClusterSpec
+from muster.spec.errors import ConfigError, MusterError
+from muster.spec.units import pluralize
+from muster.validate.case import row_inputs
+from muster.validate.errors import UnpredictableRowError
+from muster.validate.formulas import TIME_METRICS, step_time_s
+from muster.validate.table import MeasurementRow, read_table
+
+
+@dataclass(frozen=True)
+class OwnRun:
+    """One row of a table of runs: the error of its prediction, or the reason why it has none."""
+
+    row: MeasurementRow
+    error: float | None = None
+    """(predicted − measured) / measured step time."""
+    why: str = ""
+
+
+def keep_run_errors(table: Path, output: Path, machine: ClusterSpec) -> list[OwnRun]:
+    """Predict each run of a table on the machine, and write the errors into its file; those of a former table go.
+
+    Raises ConfigError where the table can't be read or none of its rows can be predicted, MusterError where the file
+    can't be written.
+    """
+    runs = [_own_run(row, machine) for row in read_table(table)]
+    errors = tuple(round(run.error, 4) for run in runs if run.error is not None)
+    if not errors:
+        raise ConfigError(f"{table}: none of the {pluralize(len(runs), 'run')} can be predicted: {runs[0].why}")
+    group = machine.groups[0]
+    assert group.device.rates is not None
+    rates = group.device.rates.model_copy(update={"run_errors": errors})
+    device = group.device.model_copy(update={"rates": rates})
+    changed = machine.model_copy(update={"groups": (group.model_copy(update={"device": device}),)})
+    try:
+        write_atomically(output, cluster_text(changed))
+    except OSError as error:
+        raise MusterError(f"can't write the profile to {output}: {error.strerror}") from None
+    return runs
+
+
+def _own_run(row: MeasurementRow, machine: ClusterSpec) -> OwnRun:
+    """Return a row with the error of its prediction on the machine."""
+    try:
+        if row.problem:
+            raise UnpredictableRowError(row.problem)
+        if row.metric not in TIME_METRICS:
+            raise UnpredictableRowError(f"{row.metric} is no step time and no throughput")
+        inputs = row_inputs(row)
+        case = inputs.cases[0]
+        measured_s = step_time_s(row, case.model, inputs.workload, None, 0.0)
+        cluster = with_num_ranks(machine, case.plan.world_size)
+        found = predict(case.model, case.plan, inputs.workload, cluster)
+    except (UnpredictableRowError, MusterError) as error:
+        return OwnRun(row, why=f"{row.location}: {error}")
+    return OwnRun(row, found.step_time_s / measured_s - 1)
+
+
+def runs_summary(runs: Sequence[OwnRun]) -> str:
+    """Return a line on the errors, and one for each run without."""
+    errors = [run.error for run in runs if run.error is not None]
+    bias = mean(errors)
+    said = f"err by {100 * mean(map(abs, errors)):.0f} % on average, {100 * abs(bias):.0f} % too {_side(bias)}"
+    lines = [f"predictions of {pluralize(len(errors), 'run')} on this machine {said}"]
+    return "\n".join(lines + [f"left out     {run.why}" for run in runs if run.why])
+
+
+def _side(bias: float) -> str:
+    return "fast" if bias < 0 else "slow"
