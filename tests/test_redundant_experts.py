@@ -23,6 +23,7 @@ from muster.parallel.ep_all_to_all import AllToAll
 from muster.parallel.expert_copies import CopiedExperts, with_copies
 from muster.spec.expert_kinds import ExpertDispatch
 from muster.spec.legality import plan_violations
+from muster.spec.nearest_plans import nearest_plans
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.redundant_experts import copy_experts, rows_from
 from muster.spec.routing_load import zipf_load
@@ -162,3 +163,4 @@ def test_more_copies_than_other_ranks_have_experts_are_refused() -> None:
     assert not plan_violations(parse_plan_name("dp2-ep2x4"), model, workload, 2)
     (found,) = plan_violations(parse_plan_name("dp2-ep2x5"), model, workload, 2)
     assert found == "ep_redundant_experts 5 are more than the 4 experts of other ranks: legal are 0 to 4"
+    assert nearest_plans(parse_plan_name("dp2-ep2x5"), model, workload, 2)[0] == parse_plan_name("dp2-ep2x4")

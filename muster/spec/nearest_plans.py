@@ -82,11 +82,13 @@ def _candidates(plan: Plan, model: ModelSpec, workload: Workload, world_size: in
         keeps_stages = (
             len(plan.stages) == axes["pp"] * axes["vpp"] and plan.is_uniform and not list(layer_violations(plan, model))
         )
-        experts = 1 if model.moe is None else gcd(plan.ep, model.moe.num_experts)
+        count = 1 if model.moe is None else model.moe.num_experts
+        experts = gcd(plan.ep, count)
         candidate = _with_degrees(plan, **axes, ep=experts, etp=plan.etp if model.moe else 1).model_copy(
             update={
                 "micro_batch_size": min(divisors(share), key=lambda n: (abs(log2(n / plan.micro_batch_size)), n)),
                 "stages": plan.stages if keeps_stages else (),
+                "ep_redundant_experts": min(plan.ep_redundant_experts, count - count // experts),
                 "pinned_schedule": None,
                 "schedule": _nearest_schedule(plan, axes["vpp"]),
                 "default_strategy": _carried_over(plan.default_strategy),
