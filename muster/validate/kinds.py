@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from muster.validate.comparison import RowResult
-from muster.validate.row_interval import holds_measured
+from muster.validate.row_interval import Interval, row_intervals
 from muster.validate.score import ErrorScores, score_errors
 
 LONG_CONTEXT = 32_768
@@ -27,6 +27,14 @@ def _is_blackwell(result: RowResult) -> bool:
 def _is_long(result: RowResult) -> bool:
     assert result.inputs is not None
     return result.inputs.workload.seq_len >= LONG_CONTEXT
+
+
+def _holds_measured(result: RowResult, interval: Interval | None) -> bool:
+    """Return True if the measured time of a predicted row lies in its interval."""
+    assert interval is not None
+    assert result.measured_s is not None
+    low_s, high_s, _ = interval
+    return low_s <= result.measured_s <= high_s
 
 
 KINDS: dict[str, Callable[[RowResult], bool]] = {
@@ -58,7 +66,8 @@ def score_kinds(results: Sequence[RowResult], uncalibrated: Sequence[RowResult])
     used = {result.row.source for result in uncalibrated}
     without = [*(result for result in results if result.row.source not in used), *uncalibrated]
     predicted, without = ([one for one in rows if one.is_predicted] for rows in (results, without))
-    inside = {id(result): holds_measured(result) for result in predicted}
+    pairs = zip(predicted, row_intervals(predicted), strict=True)
+    inside = {id(result): _holds_measured(result, interval) for result, interval in pairs}
     scores = {}
     for name, belongs in KINDS.items():
         rows = [result for result in predicted if belongs(result)]

@@ -8,7 +8,7 @@ from typing import Any
 from muster.spec.plan_name import format_plan_name
 from muster.validate.comparison import RowResult
 from muster.validate.formulas import FLOP_METRICS, FORMULA_WORDS
-from muster.validate.row_interval import row_interval
+from muster.validate.row_interval import Interval, row_intervals
 from muster.validate.sources import offloads_activations, source_of_row
 
 COLUMNS = (
@@ -23,23 +23,28 @@ what the row leaves open, widened by the errors that `interval_from` names. `err
 
 def row_table(results: Sequence[RowResult]) -> list[dict[str, Any]]:
     """Return a dict with `COLUMNS` for each row; null where there is nothing."""
-    return [_row(result) for result in results]
+    names: dict[int, str] = {}  # equal rows share their plan
+    intervals = row_intervals(results)
+    return [_row(result, interval, names) for result, interval in zip(results, intervals, strict=True)]
 
 
-def _row(result: RowResult) -> dict[str, Any]:
+def _row(result: RowResult, interval: Interval | None, names: dict[int, str]) -> dict[str, Any]:
+    """Return the cells of a row; `names` keeps those of plans, by their identity."""
     row, answer, inputs = result.row, result.prediction, result.inputs
     found: dict[str, Any] = dict.fromkeys(COLUMNS)
     found |= {"row": row.location, "source": row.source, "model": row.model_name, "gpu": row.gpu}
     found |= {"n_gpus": row.n_gpus, "metric": row.metric, "value": row.outcome or row.value}
     found |= {"why": result.reason or None, "assumed": {}, "measured_s": result.measured_s}
     found["measured_memory_gib"] = row.peak_mem_gb or (row.value if row.metric == "peak_memory_gb" else None)
-    if answer is None or inputs is None:
+    if answer is None or inputs is None or interval is None:
         return found
     case = result.case
-    found["plan"] = format_plan_name(case.plan)
+    if id(case.plan) not in names:
+        names[id(case.plan)] = format_plan_name(case.plan)
+    found["plan"] = names[id(case.plan)]
     found["predicted_s"] = answer.step_time_s
     found["choices_low_s"], found["choices_high_s"] = result.interval_s
-    found["low_s"], found["high_s"], found["interval_from"] = row_interval(result)
+    found["low_s"], found["high_s"], found["interval_from"] = interval
     found["error"] = 100 * result.error if result.is_predicted else None
     if not offloads_activations(row):
         found |= {"predicted_memory_gib": answer.peak_bytes / 2**30, "fits": answer.fits}
