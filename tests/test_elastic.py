@@ -17,6 +17,7 @@ from muster.launch import recovery
 from muster.launch.exit_status import ExitStatus
 from muster.launch.launcher import launch
 from muster.launch.launcher_words import LauncherWords, Membership, word_of
+from muster.launch.recovery import Elasticity
 from muster.parallel.connections import Connections
 from muster.report.run_files import read_metrics, recoveries_note
 from tests.train_runs import (
@@ -42,12 +43,12 @@ from muster.spec.errors import MusterError
 folder, size, place = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 words = LauncherWords(Membership(0, place, size) if place >= 0 else None)
 words.listen()
-rank = words.current().rank
 page = open_heartbeat()
 
 def body():
     while True:
         now = words.current()
+        rank = now.rank
         if now.generation == 0 or not (folder / f"apart-{rank}").exists():
             page.generation = now.generation
             page.step += 1
@@ -66,12 +67,15 @@ def body():
         if words.next_after(now.generation, 0) is None and words._is_over:
             raise ConnectionError("connection reset by peer")
 
-sys.exit(run_guarded(folder, rank, body))
+sys.exit(run_guarded(folder, lambda: words.current().rank, body))
 '''
 
 
-def run_job(folder: Path, orders: Iterator[str]) -> ExitStatus:
-    """The end of a job of three ranks and one spare, which gets an order whenever it has recovered from that before."""
+ONE_SPARE = Elasticity(1)
+
+
+def run_job(folder: Path, orders: Iterator[str], elastic: Elasticity = ONE_SPARE, size: int = 3) -> ExitStatus:
+    """The end of a job of a few ranks, which gets an order whenever it has recovered from that before."""
     script = folder / "rank.py"
     script.write_text(RANK)
 
@@ -87,8 +91,8 @@ def run_job(folder: Path, orders: Iterator[str]) -> ExitStatus:
 
     thread = threading.Thread(target=give_orders)
     thread.start()
-    command = [sys.executable, str(script), str(folder), "3"]
-    status = launch(lambda rank, _: [*command, str(rank)], 3, folder, grace_s=1, num_spares=1)
+    command = [sys.executable, str(script), str(folder), str(size)]
+    status = launch(lambda rank, _: [*command, str(rank)], size, folder, grace_s=1, elastic=elastic)
     thread.join()
     return status
 
@@ -108,6 +112,23 @@ def test_lost_ranks_are_replaced_while_the_others_go_on(tmp_path: Path, capfd: p
     assert "ValueError: once" in out
     assert "error:" not in err
     assert "without a restart: after step " in (recoveries_note(tmp_path) or "")
+
+
+def test_fewer_ranks_go_on_where_there_is_no_spare(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    status = run_job(tmp_path, iter(["killed-0", "killed-1", "end"]), Elasticity(0, (2,)))
+    assert (status.code, status.reason) == (0, "finished")
+    assert [(row["ranks"], row["world_size"]) for row in recoveries(tmp_path)] == [([0], 2), ([1], 2)]
+    assert ": 2 ranks go on (generation 1)" in (out := capfd.readouterr().out)
+    assert ": a spare takes its place" in out, "there is no smaller number"
+
+
+def test_ranks_beyond_the_smaller_number_wait_as_spares(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    status = run_job(tmp_path, iter(["killed-2", "killed-0", "end"]), Elasticity(0, (2,)), size=4)
+    assert status.code == 0
+    assert [(row["ranks"], row["world_size"]) for row in recoveries(tmp_path)] == [([2], 2), ([0], 2)]
+    out = capfd.readouterr().out
+    assert ": 2 ranks go on, another waits as a spare (generation 1)" in out
+    assert ": a spare takes its place" in out
 
 
 def test_what_would_come_again_ends_the_job_at_once(tmp_path: Path) -> None:
@@ -197,6 +218,30 @@ def test_a_run_that_loses_ranks_goes_on_and_is_the_same(tmp_path_factory: pytest
     left = [owner for owner in Path("/dev/shm").glob("muster-*/owner.json") if str(run) in owner.read_text()]
     assert not left, "copies in memory end with the run"
     assert_same_training(run, whole)
+
+
+def test_a_run_without_spares_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
+    common = ["--preset", "tiny", *QUICK, "--parallel", "dp3-z1-fp64", "--train.steps", "8"]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert train(*common, "--run", whole).code == 0
+    elastic = ["--train.elastic", "true", "--train.spares", "0"]
+    with Command(*common, *elastic, "--run", run, hold_after=[3, 6]) as job:
+        for step, rank in ((3, 0), (6, 1)):
+            job.wait_for_step(step)
+            os.kill(job.ranks()[rank], signal.SIGKILL)
+            job.go_on(step)
+        ended = job.wait()
+    assert (ended.code, ended.err) == (0, "")
+    assert [(row["ranks"], row["world_size"]) for row in recoveries(run)] == [([0], 2), ([0], 1)], (
+        "ranks are numbered anew"
+    )
+    assert "plan      dp2-mb1-z1-fp64" in ended.out, "the rank that is first now prints to the terminal"
+    assert "step 8/8" in ended.out
+    for ours, theirs in zip(rows_of(run), rows_of(whole), strict=True):
+        assert ours["step"] == theirs["step"]
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-10)
+        assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-9)
+    assert sample_hash(run) == sample_hash(whole)
 
 
 @pytest.mark.soak

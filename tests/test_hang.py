@@ -319,7 +319,7 @@ def test_who_watched_an_earlier_attempt_does_not_say_how_this_one_ended(tmp_path
     (tmp_path / "config.yaml").write_text("")
     write_atomically(attempt_files(tmp_path).config, "")
     former = watched()
-    assert run_guarded(tmp_path, 0, fail) == 1
+    assert run_guarded(tmp_path, lambda: 0, fail) == 1
     write_atomically(attempt_files(tmp_path).config, "")  # a launcher has prepared the run and started its ranks again
     former.run()
     assert not (tmp_path / "exit.json").exists()

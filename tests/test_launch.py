@@ -95,7 +95,7 @@ def body():
         raise ConnectionResetError("Connection reset by peer")
     time.sleep(1000)
 
-sys.exit(run_guarded(run_dir, rank, body))
+sys.exit(run_guarded(run_dir, lambda: rank, body))
 '''
 
 GLOO = '''
@@ -122,7 +122,7 @@ def body():
     dist.all_reduce(torch.ones(3))
     return 0
 
-sys.exit(run_guarded(run_dir, rank, body))
+sys.exit(run_guarded(run_dir, lambda: rank, body))
 '''
 
 LAUNCHER = """
@@ -380,9 +380,9 @@ def test_guard_keeps_the_error_and_the_traceback(tmp_path: Path, capsys: pytest.
     def fail() -> int:
         raise ConfigError("steps must be positive")
 
-    assert run_guarded(tmp_path, 3, lambda: 75) == 75
+    assert run_guarded(tmp_path, lambda: 3, lambda: 75) == 75
     assert read_rank_error(tmp_path, 3) is None
-    assert run_guarded(tmp_path, 3, fail) == 2
+    assert run_guarded(tmp_path, lambda: 3, fail) == 2
     error = read_rank_error(tmp_path, 3)
     assert error is not None
     assert (error.rank, error.host, error.kind) == (3, HOST, "ConfigError")
@@ -390,13 +390,13 @@ def test_guard_keeps_the_error_and_the_traceback(tmp_path: Path, capsys: pytest.
     assert "raise ConfigError" in error.traceback
     assert (tmp_path / "logs/rank-3.txt").read_text() == error.traceback
     assert capsys.readouterr().err == ""
-    assert run_guarded(tmp_path, 3, fail, announce=True) == 2
+    assert run_guarded(tmp_path, lambda: 3, fail, announce=True) == 2
     assert capsys.readouterr().err == f"error: rank 3 on {HOST}: steps must be positive\n"
     (tmp_path / "file").write_text("")
-    assert run_guarded(tmp_path / "file", 3, fail) == 2
+    assert run_guarded(tmp_path / "file", lambda: 3, fail) == 2
     assert "steps must be positive" in capsys.readouterr().err, "what can't be written down is said"
     (tmp_path / "full/logs/rank-3.txt").mkdir(parents=True)  # no room for the traceback
-    assert run_guarded(tmp_path / "full", 3, fail) == 2
+    assert run_guarded(tmp_path / "full", lambda: 3, fail) == 2
     assert read_rank_error(tmp_path / "full", 3) is not None
     assert capsys.readouterr().err == "", "the launcher says it"
 

@@ -176,8 +176,9 @@ class TrainConfig(Frozen):
     elastic: bool = False
     """Go on in the same processes when a rank is lost: a spare takes its place, and all redo the step under way, from
     the state after the step before, of which each rank keeps a copy in its node's memory. On one node's CPUs."""
-    spares: PositiveInt = 1
-    """Processes that wait to take the place of lost ranks, under `train.elastic`."""
+    spares: NonNegativeInt = 1
+    """Processes that wait to take the place of lost ranks, under `train.elastic`. 0: the ranks that are left go on
+    under the plan with fewer data-parallel ranks, where there is one for the batch."""
     rebalance_experts_every: NonNegativeInt = 0
     """Steps after which experts move to other ranks of `ep`, with their optimizer state, where their load of these
     steps makes that pay before the next time; 0: they stay."""

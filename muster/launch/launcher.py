@@ -18,7 +18,7 @@ from muster.launch.nodes.node_supervisor import NodeSupervisor
 from muster.launch.nodes.rendezvous_config import rank_environment
 from muster.launch.open_files import require_open_files
 from muster.launch.rank_errors import error_path, hang_path, log_path
-from muster.launch.recovery import ElasticSupervisor
+from muster.launch.recovery import Elasticity, ElasticSupervisor
 from muster.launch.supervisor import POLL_INTERVAL_S, RankSupervisor
 from muster.spec.errors import MusterError
 
@@ -34,7 +34,7 @@ def launch(
     hang_timeout_s: float | None = None,
     group: LauncherGroup | None = None,
     timeout_s: float | None = None,
-    num_spares: int = 0,
+    elastic: Elasticity | None = None,
 ) -> ExitStatus:
     """Run `command_for_rank(rank, "host:port of the store")` for every rank; returns how the job ended.
 
@@ -45,8 +45,8 @@ def launch(
     `run_dir/exit.json` keeps the exit status. The first SIGTERM or SIGINT is passed on as SIGTERM; a later SIGINT
     kills. No rank outlives this call.
 
-    With `num_spares`, so many further processes wait to take the place of ranks that are lost, while the others go on
-    (`recovery.py`); the command of a spare is that for rank -1, and its module calls `member_main`. Not with a `group`.
+    With `elastic` the ranks that are left go on when others are lost (`recovery.py`); the command of a spare is that
+    for rank -1, and its module calls `member_main`. Not with a `group`.
 
     With a `group` each node's launcher calls this for its own `num_ranks` ranks, with a run directory on a shared file
     system; all return the same status.
@@ -59,8 +59,8 @@ def launch(
         store = open_store()
         address = format_endpoint(store.host, store.port)
         supervisor = RankSupervisor(run_dir, grace_s, hang_timeout_s)
-        if num_spares:
-            supervisor = ElasticSupervisor(run_dir, grace_s, hang_timeout_s, num_spares)
+        if elastic is not None:
+            supervisor = ElasticSupervisor(run_dir, grace_s, hang_timeout_s, elastic)
         ranks = range(num_ranks)
         environment = {}
     else:

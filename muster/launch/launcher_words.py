@@ -21,7 +21,13 @@ class Membership:
 
     generation: int
     rank: int
+    """Number of the rank; -1: none, as a spare that waits for one."""
     world_size: int
+
+    @property
+    def is_spare(self) -> bool:
+        """True for a process without a place among the ranks."""
+        return self.rank < 0
 
 
 class LauncherWords:
@@ -65,7 +71,7 @@ class LauncherWords:
     def current(self) -> Membership:
         """Return this process's place in the newest generation; a spare waits until it has one."""
         with self._heard:
-            self._heard.wait_for(lambda: self._latest is not None)
+            self._heard.wait_for(lambda: self._latest is not None and not self._latest.is_spare)
             assert self._latest is not None
             return self._latest
 

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+TERMINAL_FDS_VARIABLE = "MUSTER_TERMINAL_FDS"
+"""Variable with the numbers of the outputs of the launcher, `OUT,ERR`, for a rank that becomes rank 0."""
+
 
 @contextmanager
 def ignore_output_errors() -> Iterator[None]:

@@ -43,17 +43,18 @@ class RankError:
     """True for an error that another attempt would meet again, such as one of the request."""
 
 
-def run_guarded(run_dir: Path, rank: int, body: Callable[[], int], announce: bool = False) -> int:
+def run_guarded(run_dir: Path, number: Callable[[], int], body: Callable[[], int], announce: bool = False) -> int:
     """Run a rank's `body` and return its exit code; an exception becomes an error file and an exit code.
 
-    The full traceback goes to the rank's log. `announce` also prints the sentence, for ranks that Muster's launcher did
-    not start.
+    `number` returns the rank's number, which may change while it runs. The full traceback goes to the rank's log.
+    `announce` also prints the sentence, for ranks that Muster's launcher did not start.
     """
     try:
         return body()
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # extensions written in Rust panic with a BaseException
+        rank = number()
         found = make_rank_error(error, rank)
         problem = _write_rank_error(run_dir, found)
         if announce or problem is not None:

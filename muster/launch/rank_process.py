@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from muster.launch.launcher_words import LauncherWords, Membership
-from muster.launch.output_streams import ignore_output_errors
+from muster.launch.output_streams import TERMINAL_FDS_VARIABLE, ignore_output_errors
 from muster.launch.rank_errors import log_path, run_guarded
 from muster.spec.standard_streams import forgive_standard_streams
 
@@ -44,9 +44,8 @@ def member_main(body: Callable[[Path, dist.Store, LauncherWords], int]) -> int:
     args = parser.parse_args()
     words = LauncherWords(None if args.spare else Membership(0, args.rank, args.world_size))
     words.listen()
-    rank = words.current().rank
     if args.spare:
-        _take_place(args.run_dir, rank)
+        take_place(args.run_dir, words.current())
 
     def join_and_run() -> int:
         host, _, port = args.store.rpartition(":")
@@ -54,16 +53,22 @@ def member_main(body: Callable[[Path, dist.Store, LauncherWords], int]) -> int:
         return body(args.run_dir, store, words)
 
     with ignore_output_errors():
-        return run_guarded(args.run_dir, rank, join_and_run)
+        return run_guarded(args.run_dir, lambda: words.current().rank, join_and_run)
 
 
-def _take_place(run_dir: Path, rank: int) -> None:
-    """Make this spare look like the rank whose place it takes: its number on this machine, and its output."""
-    os.environ["LOCAL_RANK"] = str(rank)
-    if rank:
-        with open(log_path(run_dir, rank), "ab") as log:
-            for stream in (1, 2):
-                os.dup2(log.fileno(), stream)
+def take_place(run_dir: Path, place: Membership) -> None:
+    """Make this process look like the rank of its new place: its number on this machine, and its output."""
+    os.environ |= {"LOCAL_RANK": str(place.rank), "LOCAL_WORLD_SIZE": str(place.world_size)}
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if place.rank:
+        with open(log_path(run_dir, place.rank), "ab") as log:
+            outputs = log.fileno(), log.fileno()
+            for stream, output in zip((1, 2), outputs, strict=True):
+                os.dup2(output, stream)
+    elif terminal := os.environ.get(TERMINAL_FDS_VARIABLE):
+        for stream, output in zip((1, 2), terminal.split(","), strict=True):
+            os.dup2(int(output), stream)
 
 
 def exit_process(code: int) -> NoReturn:

@@ -22,11 +22,22 @@ from muster.launch.launcher_words import Membership, word_of
 from muster.launch.rank_errors import error_path
 from muster.launch.supervisor import RankProcess, RankSupervisor, poll_process
 from muster.report.run_files import RECOVERIES_FILE, read_metrics
+from muster.spec.units import pluralize
 
 MAX_RECOVERIES_IN_A_ROW = 3
 """Recoveries without a new step between, after which the attempt ends: what ends the ranks comes again."""
 JOIN_TIMEOUT_S = 60.0
 """Longest time from a loss until all ranks have joined the next generation, after which the attempt ends."""
+
+
+@dataclass(frozen=True)
+class Elasticity:
+    """Ways in which a job goes on when ranks are lost."""
+
+    num_spares: int
+    """Processes that wait to take a lost rank's place; 0: fewer ranks go on, where they can."""
+    smaller_sizes: tuple[int, ...] = ()
+    """Numbers of ranks, fewer than the job's, with which it can go on."""
 
 
 @dataclass
@@ -42,6 +53,8 @@ class Recovery:
     ranks: list[int]
     """Lost ranks."""
     reason: str
+    world_size: int
+    """Ranks of the generation that follows."""
     joined_s: float | None = None
     """Seconds from the loss until all ranks had joined the next generation."""
     recovered_s: float | None = None
@@ -49,11 +62,12 @@ class Recovery:
 
 
 class ElasticSupervisor(RankSupervisor):
-    """Supervisor of one machine's ranks that replaces lost ones by spares."""
+    """Supervisor of one machine's ranks that replaces lost ones by spares, or lets fewer ranks go on."""
 
-    def __init__(self, run_dir: Path, grace_s: float, hang_timeout_s: float | None, num_spares: int) -> None:
+    def __init__(self, run_dir: Path, grace_s: float, hang_timeout_s: float | None, elastic: Elasticity) -> None:
         super().__init__(run_dir, grace_s, hang_timeout_s)
-        self._num_spares = num_spares
+        self._elastic = elastic
+        self.terminal_fds = os.dup(1), os.dup(2)
         self._spares: list[RankProcess] = []
         self._lost: list[RankProcess] = []
         """Ranks that others have replaced."""
@@ -77,7 +91,7 @@ class ElasticSupervisor(RankSupervisor):
         self._start_spares()
 
     def _start_spares(self) -> None:
-        while len(self._spares) < self._num_spares:
+        while len(self._spares) < self._elastic.num_spares:
             self._spares.append(self._start_spare())
 
     def _start_spare(self) -> RankProcess:
@@ -96,8 +110,10 @@ class ElasticSupervisor(RankSupervisor):
             self._is_over = True
             for rank in self.running():
                 rank.tell(word_of(None))
-        else:
+        elif (size := self._smaller_size(failed)) is None:
             self._replace(failed, reason)
+        else:
+            self._shrink(failed, reason, size)
 
     def _reason_to_go_on(self, failed: list[RankProcess]) -> str | None:
         """Return the reason why ranks were lost; None where the others can't go on, or would only lose more."""
@@ -111,24 +127,61 @@ class ElasticSupervisor(RankSupervisor):
         status = determine_exit_status(self.rank_exits(failed), False, False, hang)
         return status.reason if status.restartable else None
 
+    def _smaller_size(self, failed: list[RankProcess]) -> int | None:
+        """Return the most ranks that can go on without the failed ones; None where these are replaced."""
+        waiting = sum(spare.exit_code is None for spare in self._spares)
+        if self._elastic.num_spares or waiting >= len(failed):
+            return None
+        left = len(self.running())
+        return max((size for size in self._elastic.smaller_sizes if size <= left), default=None)
+
     def _replace(self, failed: list[RankProcess], reason: str) -> None:
         """Give the places of failed ranks to spares, and tell all ranks of the next generation."""
+        lost = [rank.rank for rank in failed]
+        who = "a spare takes its place" if len(lost) == 1 else f"spares take the places of ranks {_join(lost)}"
+        self._begin_generation(failed, f"{reason}: {who}, and the other ranks go on", reason, len(self.ranks))
+        for rank in failed:
+            spare = self._take_spare()
+            spare.rank = spare.monitor.rank = rank.rank
+            self.ranks[self.ranks.index(rank)] = spare
+            self._lost.append(rank)
+        self._tell_places()
+
+    def _shrink(self, failed: list[RankProcess], reason: str, size: int) -> None:
+        """Let `size` of the ranks that are left go on, with the first numbers; others wait as spares."""
+        left = self.running()
+        waiting = left[size:]
+        word = f"{reason}: {pluralize(size, 'rank')} {'goes' if size == 1 else 'go'} on"
+        if waiting:
+            word += ", another waits as a spare" if len(waiting) == 1 else f", {len(waiting)} others wait as spares"
+        self._begin_generation(failed, word, reason, size)
+        self._lost += failed
+        self.ranks = left[:size]
+        for number, rank in enumerate(self.ranks):
+            rank.rank = rank.monitor.rank = number
+        for rank in waiting:
+            rank.rank = rank.monitor.rank = -1
+            rank.tell(word_of(Membership(self._generation, -1, size)))
+        self._spares += waiting
+        self._tell_places()
+
+    def _begin_generation(self, failed: list[RankProcess], word: str, reason: str, size: int) -> None:
+        """Record that ranks were lost, and say what follows."""
         self._generation += 1
         self._in_a_row += 1
         steps = [status.step for rank in self.ranks if (status := rank.monitor.page.read()) is not None]
         step = min(filter(None, steps), default=0)  # a spare that has no step yet has not told any
         lost = [rank.rank for rank in failed]
-        self._under_way = Recovery(min(rank.last_alive for rank in failed), self._generation, step, lost, reason)
+        begin = min(rank.last_alive for rank in failed)
+        self._under_way = Recovery(begin, self._generation, step, lost, reason, size)
         self._recoveries.append(self._under_way)
         self._first_steps = {}
-        who = "a spare takes its place" if len(lost) == 1 else f"spares take the places of ranks {_join(lost)}"
-        print(f"{reason}: {who}, and the other ranks go on (generation {self._generation})", flush=True)
-        for rank in failed:
-            error_path(self.run_dir, rank.rank).unlink(missing_ok=True)
-            spare = self._take_spare()
-            spare.rank = spare.monitor.rank = rank.rank
-            self.ranks[self.ranks.index(rank)] = spare
-            self._lost.append(rank)
+        print(f"{word} (generation {self._generation})", flush=True)
+        for rank in lost:
+            error_path(self.run_dir, rank).unlink(missing_ok=True)
+
+    def _tell_places(self) -> None:
+        """Tell all ranks their places in the newest generation."""
         for rank in self.running():
             rank.tell(word_of(Membership(self._generation, rank.rank, len(self.ranks))))
         self._write_record()
@@ -205,6 +258,8 @@ class ElasticSupervisor(RankSupervisor):
         del self.ranks[len(self.ranks) - len(self._spares) :]
         for rank in self._lost:
             rank.close()
+        for number in self.terminal_fds:
+            os.close(number)
 
 
 def _join(ranks: list[int]) -> str:

@@ -13,6 +13,7 @@ from muster.launch.exit_status import ExitStatus, RankExit, collect_rank_exit, d
 from muster.launch.hang_diagnosis import RankFault, RankSnapshot, diagnose, format_snapshots
 from muster.launch.heartbeat import HEARTBEAT_FD_VARIABLE
 from muster.launch.oom_kills import oom_kill_count
+from muster.launch.output_streams import TERMINAL_FDS_VARIABLE
 from muster.launch.rank_errors import EXIT_STOPPED, hang_path, log_path
 from muster.launch.rank_monitor import SNAPSHOT_INTERVAL_S, RankMonitor, is_hung
 from muster.spec.errors import MusterError
@@ -62,6 +63,8 @@ class RankSupervisor:
 
     writes_exit_file = True
     """True when this launcher writes exit.json."""
+    terminal_fds: tuple[int, ...] = ()
+    """Copies of this process's outputs for ranks that may become rank 0 later."""
 
     def __init__(self, run_dir: Path, grace_s: float, hang_timeout_s: float | None) -> None:
         self.ranks: list[RankProcess] = []
@@ -88,6 +91,8 @@ class RankSupervisor:
         """Start the process of a rank, or of a spare, whose number is negative and whose output is that of rank 0."""
         monitor = RankMonitor(rank)
         own = {HEARTBEAT_FD_VARIABLE: str(monitor.page.fd)}
+        if self.terminal_fds:
+            own[TERMINAL_FDS_VARIABLE] = ",".join(map(str, self.terminal_fds))
         has_log = rank > 0
         try:
             with open(log_path(self.run_dir, rank) if has_log else os.devnull, "ab") as log:
@@ -97,7 +102,7 @@ class RankSupervisor:
                     stdout=log if has_log else None,
                     stderr=log if has_log else None,
                     env={"OMP_NUM_THREADS": "1", **os.environ, **environment, **own},
-                    pass_fds=(monitor.page.fd,),
+                    pass_fds=(monitor.page.fd, *self.terminal_fds),
                     start_new_session=True,
                 )
         except OSError as error:

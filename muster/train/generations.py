@@ -6,20 +6,27 @@ as a rank that was there before.
 """
 
 import gc
+import os
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from muster.config.attempt_files import attempt_files
+from muster.config.load_config import plan_yaml
 from muster.config.run_config import RunConfig
+from muster.config.yaml_writer import write_atomically
 from muster.data.dataset import SampleStream
 from muster.launch.heartbeat import open_heartbeat
 from muster.launch.launcher_words import LauncherWords, Membership
 from muster.launch.rank_errors import says_only_that_a_rank_is_lost
+from muster.launch.rank_process import take_place
 from muster.parallel.connections import Connections
 from muster.parallel.world import open_world
 from muster.spec.errors import InfeasibleError
+from muster.spec.fewer_ranks import plans_with_fewer_ranks
 from muster.spec.plan import Plan
+from muster.spec.plan_name import format_plan_name
 from muster.train.config_consistency import require_same_config
 from muster.train.data import open_dataset
 from muster.train.loop import Carried, TrainingLoop
@@ -46,10 +53,17 @@ class _Rank:
         self._dataset = data
         self._heartbeat = open_heartbeat()
         self._carried = Carried()
+        self._number: int | None = None
+        """Number among the ranks of the generation before."""
         self._loop: TrainingLoop | None = None
 
     def train_once(self, place: Membership) -> int | None:
         """Train in one generation; returns the exit code, or None where ranks were lost and another one follows."""
+        if self._number not in (None, place.rank):
+            take_place(self._run_dir, place)
+        self._number = place.rank
+        if place.world_size != self._plan.world_size:
+            self._take_smaller_plan(place)
         connections = Connections()
         self._words.when_next(place.generation, connections.break_until_left)
         try:
@@ -61,6 +75,15 @@ class _Rank:
             connections.leave()
         self._abandon()
         return None
+
+    def _take_smaller_plan(self, place: Membership) -> None:
+        """Take the plan for as many ranks as are left, whose passes haven't been timed."""
+        self._plan = plans_with_fewer_ranks(self._plan, self._config.model, self._config.workload)[place.world_size]
+        self._carried.profiles = None
+        os.environ["LOCAL_WORLD_SIZE"] = str(place.world_size)
+        if place.rank == 0:
+            write_atomically(attempt_files(self._run_dir).plan, plan_yaml(self._plan))
+            print(f"plan      {format_plan_name(self._plan)}", flush=True)
 
     def _train_in(self, place: Membership, connections: Connections) -> int:
         store = self._store

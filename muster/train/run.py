@@ -12,6 +12,7 @@ from muster.launch.rank_errors import EXIT_STOPPED
 from muster.launch.restarts import Restarts
 from muster.planner.auto import choose_plan
 from muster.report.run_files import last_step
+from muster.spec.fewer_ranks import plans_with_fewer_ranks
 from muster.train.preflight import TrainOptions, check_launcher_environment
 from muster.train.prepare import WORKER, prepare
 from muster.train.run_directory import locked_run_dir
@@ -48,10 +49,14 @@ def _train(resolved: ResolvedConfig, options: TrainOptions) -> int:
         restarts = Restarts(options.run_dir, train_config.restarts, lambda: last_step(options.run_dir))
         while prepare(resolved, chosen, options):
             from muster.launch.launcher import launch, rank_command
+            from muster.launch.recovery import Elasticity
 
-            hang_s, spares = train_config.hang_timeout_s, train_config.spares if train_config.elastic else 0
+            hang_s, elastic = train_config.hang_timeout_s, None
+            if train_config.elastic:
+                sizes = plans_with_fewer_ranks(chosen.plan, resolved.config.model, resolved.config.workload)
+                elastic = Elasticity(train_config.spares, tuple(sizes))
             command = rank_command(WORKER, options.run_dir, world_size)
-            status = launch(command, world_size, options.run_dir, hang_timeout_s=hang_s, num_spares=spares)
+            status = launch(command, world_size, options.run_dir, hang_timeout_s=hang_s, elastic=elastic)
             if not restarts.wait_for_next(status):
                 return restarts.explained(status).report()
             options = replace(options, fresh=False)

@@ -43,7 +43,7 @@ def train_under_torchrun(resolved: ResolvedConfig, options: TrainOptions) -> int
         require_shared_run_dir(run_dir, rank, store)
         start_watchdog(run_dir, resolved.config.train.hang_timeout_s, store, rank, world_size)
         words = LauncherWords(Membership(0, rank, world_size))
-        code = run_guarded(run_dir, rank, lambda: run_rank(run_dir, store, words), announce=rank == 0)
+        code = run_guarded(run_dir, lambda: rank, lambda: run_rank(run_dir, store, words), announce=rank == 0)
         if rank == 0:
             write_exit_status(run_dir, code, world_size)
         return exit_process(code)
