@@ -16,6 +16,7 @@ VERBS = {
     "plan": "find the best plans for a model on a cluster",
     "data": "make, inspect and check token stores of texts and tables",
     "train": "train a model, or resume an interrupted run",
+    "coordinator": "bring together runs that come and go, each an island of one training",
     "program": "print the program of a plan: each pipeline rank's instructions in order",
     "schedule": "draw a pipeline schedule, or compare them all",
     "verify": "compare plans with training on one process, and name the first layer that differs",

@@ -1,10 +1,10 @@
 """Flags of commands that are started once on each of several nodes."""
 
 import argparse
-import re
 from typing import TYPE_CHECKING
 
 from muster.cli.parser import Parser, positive_int
+from muster.spec.endpoint import parse_endpoint
 from muster.spec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -84,10 +84,10 @@ _FLAGS = ("nodes", "node-rank", "rendezvous", "interface", "rendezvous-timeout")
 
 def _address(text: str, usual_port: int) -> tuple[str, int]:
     """Parse `HOST`, `HOST:PORT` or `[fd00::1]:PORT`."""
-    found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]/\s]+))(?::(\d+))?", text)
-    if found is None or not 0 < int(found[3] or usual_port) < 1 << 16:
-        raise ConfigError(f"--rendezvous {text}: expected HOST or HOST:PORT, such as node-0:{usual_port}")
-    return found[1] or found[2], int(found[3] or usual_port)
+    try:
+        return parse_endpoint(text, usual_port)
+    except ValueError:
+        raise ConfigError(f"--rendezvous {text}: expected HOST or HOST:PORT, such as node-0:{usual_port}") from None
 
 
 def _node_rank(text: str) -> int:

@@ -6,6 +6,7 @@ from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from muster.layout.island_bytes import Compression
 from muster.spec.base import Fraction, Frozen, Positive
+from muster.spec.endpoint import parse_endpoint
 from muster.spec.units import pluralize
 
 OuterMethodName = Literal["diloco", "streaming", "dilocox", "co2"]
@@ -59,6 +60,14 @@ class OuterConfig(Frozen):
     """co2: divisor of the distance to the mean parameters of the round before (its program's `co2_gap_penalty`)."""
     momentum_clip: Positive | None = None
     """co2: largest magnitude of an element of the momentum; not given: not clipped."""
+    coordinator: str | None = None
+    """Address HOST:PORT of `muster coordinator`, through which runs that come and go are each other's islands; not
+    given: islands are those of the plan."""
+    secret_file: str | None = None
+    """File with the secret of the coordinator and its peers, which `muster coordinator` makes."""
+    announce: str | None = None
+    """Address HOST:PORT at which other peers reach this one; not given: that of its connection to the coordinator, with
+    any free port."""
 
     @model_validator(mode="before")
     @classmethod
@@ -92,6 +101,7 @@ class OuterConfig(Frozen):
             )
         if self.error_feedback and self.compression == "none" and self.low_rank is None:
             raise ValueError("error_feedback has nothing to add: expected a compression or a low_rank beside it")
+        self._check_peers()
         if self.method == "co2" and self.optimizer != "sgd":
             raise ValueError(f"optimizer {self.optimizer} is not CO2's: expected sgd, with or without momentum")
         if self.every % self.fragments:
@@ -104,6 +114,22 @@ class OuterConfig(Frozen):
                 f" to the next (every {self.every} / fragments {self.fragments})"
             )
         return self
+
+    def _check_peers(self) -> None:
+        if self.coordinator is None:
+            for key in ("secret_file", "announce"):
+                if getattr(self, key) is not None:
+                    raise ValueError(f"{key} is for peers of a coordinator: expected outer.coordinator beside it")
+            return
+        for key in ("coordinator", "announce"):
+            if (value := getattr(self, key)) is not None:
+                parse_endpoint(value)
+        if self.secret_file is None:
+            raise ValueError("coordinator needs secret_file, the file with the secret that muster coordinator has made")
+        if self.method != "diloco":
+            raise ValueError(f"method {self.method} isn't built for peers of a coordinator: expected diloco")
+        if self.low_rank is not None or self.error_feedback:
+            raise ValueError("low_rank and error_feedback aren't built for peers of a coordinator: leave them out")
 
     @property
     def is_delayed_by_a_round(self) -> bool:

@@ -22,6 +22,7 @@ PATH_KEYS = (
     "train.init_from",
     "train.remote_checkpoint_dir",
     "train.in_memory_checkpoint_dir",
+    "outer.secret_file",
 )
 """Keys with a path; each item of data.blend has one as its `source`."""
 CONTENT_KEYS = ("data.source", "data.blend", "data.tokenizer", "data.chat_template")
@@ -63,10 +64,10 @@ def without_data_locations(config: RunConfig) -> RunConfig:
 
 def _with_paths(config: RunConfig, keys: tuple[str, ...], change: Callable[[str], str]) -> RunConfig:
     """Return the configuration with another path under each of the keys that has one."""
-    updates: dict[str, dict[str, Any]] = {"data": {}, "train": {}}
+    updates: dict[str, dict[str, Any]] = {"data": {}, "train": {}, "outer": {}}
     for key in keys:
         section, _, name = key.partition(".")
-        value = getattr(getattr(config, section), name)
+        value = getattr(getattr(config, section), name, None)
         if key == "data.blend":
             updates[section][name] = tuple(
                 part.model_copy(update={"source": _map_path(part.source, change)}) for part in value
@@ -74,7 +75,9 @@ def _with_paths(config: RunConfig, keys: tuple[str, ...], change: Callable[[str]
         elif value is not None:
             updates[section][name] = _map_path(value, change)
     return config.model_copy(
-        update={section: getattr(config, section).model_copy(update=update) for section, update in updates.items()}
+        update={
+            section: getattr(config, section).model_copy(update=update) for section, update in updates.items() if update
+        }
     )
 
 

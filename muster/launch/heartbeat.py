@@ -71,6 +71,7 @@ PHASES = {
     "data": "is loading data",
     "run": "is training",
     "save": "is saving a checkpoint",
+    "peers": "is waiting for its peers",
     "validate": "is in its first validation",
     "finish": "is finishing the run",
 }

@@ -52,10 +52,10 @@ class BatchLoader:
         self._last_fed: tuple[LocalBatch, tuple[Tensor, ...]] | None = None
         """Batch of the last step and the tokens of its micro-batches, before they were cut for the first stage."""
 
-    def next_batch(self, first: int) -> LocalBatch:
-        """Return the training batch that begins with global sample `first`; the following one is read in the
-        background."""
-        return self._prefetcher.take(first, self.config.train.global_batch_size)
+    def next_batch(self, first: int, stride: int | None = None) -> LocalBatch:
+        """Return the training batch that begins with global sample `first`; the following one, `stride` samples later
+        (None: behind it), is read in the background."""
+        return self._prefetcher.take(first, self.config.train.global_batch_size, stride)
 
     @property
     def num_fed_micro_batches(self) -> int:

@@ -147,6 +147,10 @@ class TrainingLoop:
         if every := self.config.train.straggler_check_every * (self.world.size > 1):
             self.stragglers = StragglerMonitor(self.trainer, profile.times, every, self.run_dir)
         self._resume()
+        if not self.trainer.join_peers():
+            print("stopped before training, while it waited for its peers; the same command resumes here")
+            self.checkpoint_manager.close()
+            return EXIT_STOPPED
         self.checkpoint_manager.prepare()
         first_step = self.trainer.step_count + 1
         if self.is_main and self.world.generation == 0:
@@ -155,6 +159,8 @@ class TrainingLoop:
         self.device_metrics.start_measuring()
         with closing(Trackers(self.config, self.run_dir, first_step - 1, self.is_main)) as self.trackers:
             code = self._train()
+            if self.trainer.peers is not None:
+                self.trainer.peers.leave()
             self.metrics.flush()
             if self.is_main:
                 self.expert_load.write()
@@ -208,8 +214,8 @@ class TrainingLoop:
                         self._report_saves()
                         if problem and self.is_main:
                             display.print_line(problem)
-                at_end = trainer.step_count == train.num_steps or self.validation.should_stop
-                if trainer.step_count == train.num_steps and self.validation.is_used:
+                at_end = trainer.is_done or self.validation.should_stop
+                if trainer.is_done and self.validation.is_used:
                     self._track_validation(trainer.step_count, self._final_losses())
                 if (
                     (at_end or stopping)

@@ -20,6 +20,7 @@ from muster.layout.host_updates import layer_of
 from muster.layout.island_bytes import exchanged_shape, island_exchange_bytes
 from muster.optim.outer.base import OuterParameter
 from muster.optim.outer.build import build_outer_method
+from muster.parallel.axis import IslandAxis
 from muster.parallel.change_exchange import ChangeExchange, start_matrices
 from muster.parallel.world import World
 from muster.schedule.action import Action
@@ -50,10 +51,12 @@ class Meeting:
     """Seconds of the exchange on this rank."""
     wait_s: float
     """Seconds of it in which this rank waited."""
+    peers: int
+    """Islands whose changes were averaged."""
 
 
 @dataclass
-class _Exchange:
+class OuterExchange:
     """Result of an exchange."""
 
     change: Tensor
@@ -71,11 +74,10 @@ class OuterUpdater:
     """
 
     def __init__(self, config: RunConfig, world: World, updater: ParameterUpdater) -> None:
-        assert world.groups.islands is not None, "the plan has no islands"
         self.config: OuterConfig = config.outer or OuterConfig()
         self.last_step = config.train.num_steps
         self.world = world
-        self.axis = world.groups.islands
+        self.axis = self._open_axis(world)
         self.updater = updater
         self.method = build_outer_method(self.config)
         self.names = [
@@ -89,13 +91,18 @@ class OuterUpdater:
         ]
         """Parameters of each exchange's fragment of which this rank holds a part, the same on all islands."""
         self._thread = ThreadPoolExecutor(1, "outer")
-        self._pending: dict[int, Future[_Exchange]] = {}
-        self._arrived: dict[int, tuple[_Exchange, float]] = {}
+        self._pending: dict[int, Future[OuterExchange]] = {}
+        self._arrived: dict[int, tuple[OuterExchange, float]] = {}
         """Exchanges that have been waited for, with the seconds of that."""
         self.stop_requested = False
         """True once a rank of any island was asked to stop before the last meeting."""
         self._meetings: list[Meeting] = []
         self.reset()
+
+    def _open_axis(self, world: World) -> IslandAxis:
+        """Return the ranks with which this one exchanges."""
+        assert world.groups.islands is not None, "the plan has no islands"
+        return world.groups.islands
 
     def reset(self) -> None:
         """Begin anew from the islands' present parameters, which are equal."""
@@ -144,12 +151,12 @@ class OuterUpdater:
         told = [squares / self.axis.size, float(is_first and state.stop_requested), *losses]
         self._pending[action.slice] = self._thread.submit(self._exchange, changes, starts, told)
 
-    def _exchange(self, changes: Mapping[str, Tensor], starts: Mapping[str, Tensor], told: list[float]) -> _Exchange:
+    def _exchange(
+        self, changes: Mapping[str, Tensor], starts: Mapping[str, Tensor], told: list[float]
+    ) -> OuterExchange:
         start_s = perf_counter()
         device = self.world.device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            torch.cuda.synchronize(device)  # the changes were computed on another stream
+        self._synchronize()
         sums = [0.0, 0.0]
         mean = torch.empty(0)
         if changes:
@@ -161,7 +168,13 @@ class OuterUpdater:
             mean = torch.cat([means[name].flatten() for name in changes])
         everyone = torch.tensor([*sums, *told], dtype=torch.float64, device=device)
         dist.all_reduce(everyone, group=self.axis.everyone)
-        return _Exchange(mean, everyone.tolist(), perf_counter() - start_s)
+        return OuterExchange(mean, everyone.tolist(), perf_counter() - start_s)
+
+    def _synchronize(self) -> None:
+        """Let the thread of the exchanges see what another stream has computed."""
+        if (device := self.world.device).type == "cuda":
+            torch.cuda.set_device(device)
+            torch.cuda.synchronize(device)
 
     def wait(self, action: Action) -> None:
         """Wait for the exchange of a fragment."""
@@ -201,7 +214,7 @@ class OuterUpdater:
         for stage in self.updater.stages.values():
             stage.reshard()
 
-    def _meeting(self, fragment: int, exchange: _Exchange, wait_s: float) -> Meeting:
+    def _meeting(self, fragment: int, exchange: OuterExchange, wait_s: float) -> Meeting:
         distances, change, norm, _, *losses = exchange.sums
         names = self.names[fragment]
         shapes = [exchanged_shape(self.updater.layouts[name]) for name in names]
@@ -218,6 +231,7 @@ class OuterUpdater:
             ),
             transfer_s=exchange.transfer_s,
             wait_s=wait_s,
+            peers=self.axis.size,
         )
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -255,7 +269,7 @@ class OuterUpdater:
             names = self.names[fragment]
             sizes = [self.updater.parameters[name] for name in names]
             change = torch.cat([one.new_zeros(one.numel()) for one in sizes]) if names else torch.empty(0)
-            self._pending[fragment] = _completed(_Exchange(change, []))
+            self._pending[fragment] = _completed(OuterExchange(change, []))
         return [*self._island_shards(), *self._shared_shards(self._pending_changes())]
 
     def _island_shards(self) -> list[LocalShard]:
@@ -306,7 +320,7 @@ class OuterUpdater:
         self._fill({name: one.value for name, one in self.parameters.items()})
 
 
-def _completed(exchange: _Exchange) -> Future[_Exchange]:
-    future: Future[_Exchange] = Future()
+def _completed(exchange: OuterExchange) -> Future[OuterExchange]:
+    future: Future[OuterExchange] = Future()
     future.set_result(exchange)
     return future

@@ -45,12 +45,13 @@ class Prefetcher:
         self._thread: ThreadPoolExecutor | None = None
         self._next: tuple[tuple[int, int], Future[LocalBatch]] | None = None
 
-    def take(self, first: int, count: int) -> LocalBatch:
-        """Return the batch of the global samples first … first + count; waits until it is read."""
+    def take(self, first: int, count: int, stride: int | None = None) -> LocalBatch:
+        """Return the batch of the global samples first … first + count; waits until it is read. The following one is
+        expected `stride` samples later (None: behind it)."""
         guess, self._next = self._next, None
         share = guess[1].result() if guess is not None and guess[0] == (first, count) else self._read(first, count)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "data")
-        following = (first + count, count)
+        following = (first + (stride or count), count)
         self._next = (following, self._thread.submit(self._read, *following))
         return share

@@ -284,11 +284,13 @@ def _open_data(config: RunConfig, run_dir: Path, is_trial: bool) -> SampleStream
 
 def require_settings_of_islands(config: RunConfig, plan: Plan) -> None:
     """Raise ConfigError where outer steps and islands don't go together, or a key doesn't go with islands."""
-    if plan.islands == 1:
+    if config.outer is not None and config.outer.coordinator is not None:
+        require_peer_plan(plan)
+    elif plan.islands == 1:
         if config.outer is not None:
             raise ConfigError(
                 f"outer is for plans with islands, and {format_plan_name(plan)} has none: expected a plan such as"
-                f" isl2-{format_plan_name(plan)}, or no section outer"
+                f" isl2-{format_plan_name(plan)}, an outer.coordinator, or no section outer"
             )
         return
     for key, value in (
@@ -299,6 +301,19 @@ def require_settings_of_islands(config: RunConfig, plan: Plan) -> None:
             raise ConfigError(
                 f"{key} {value} doesn't go with islands yet: leave it out, or take a plan without islands"
             )
+
+
+def require_peer_plan(plan: Plan) -> None:
+    """Raise InfeasibleError where a plan can't be that of a peer of a coordinator."""
+    reason = None
+    if plan.islands > 1:
+        reason = "each peer is an island already: leave out isl"
+    elif plan.world_size > 1:
+        reason = f"it has {plan.world_size} ranks, and peers of several ranks aren't built: expected one"
+    elif plan.post_validation or plan.offloads_params or any(s.offload_optimizer != "none" for s in plan.strategies):
+        reason = "post_validation, oopt and oparam have no parity test with peers: leave them out"
+    if reason is not None:
+        raise InfeasibleError(f"outer.coordinator doesn't go with plan {format_plan_name(plan)}: {reason}")
 
 
 def require_elastic(config: RunConfig, plan: Plan, on_several_launchers: bool) -> None:

@@ -50,6 +50,9 @@ CHANGEABLE_KEYS = (
     "train.rebalance_experts_every",
     "train.straggler_check_every",
     "data.cache",
+    "outer.coordinator",
+    "outer.secret_file",
+    "outer.announce",
 )
 """Keys that may change on resuming: they affect neither the model, the sample stream nor the optimization."""
 

@@ -39,6 +39,7 @@ from muster.train.expert_mover import ExpertMover
 from muster.train.gradients import add_replica_gradients
 from muster.train.outer_updater import OuterUpdater
 from muster.train.parameter_updater import ParameterUpdater
+from muster.train.peer_updater import PeerUpdater
 from muster.train.step_result import ExpertLoad, ExpertMoves, StepResult, expert_load
 from muster.train.step_state import StepHooks, StepState, no_step
 
@@ -82,7 +83,13 @@ class Trainer:
         }
         self._open_activation_store(hooks)
         self.updater = self.updater_type(config, plan, world, self.stages, hooks)
-        self.outer = OuterUpdater(config, world, self.updater) if plan.islands > 1 else None
+        self.peers: PeerUpdater | None = None
+        """Outer steps with the peers of a coordinator, where the run is one."""
+        self.outer: OuterUpdater | None = None
+        if config.outer is not None and config.outer.coordinator is not None:
+            self.outer = self.peers = PeerUpdater(config, world, self.updater, dataset)
+        elif plan.islands > 1:
+            self.outer = OuterUpdater(config, world, self.updater)
         moves_experts = config.train.rebalance_experts_every and config.model.moe is not None
         self.expert_mover = ExpertMover(config, world, self.updater) if moves_experts else None
         self._expert_moves: ExpertMoves | None = None
@@ -286,7 +293,7 @@ class Trainer:
         """Give the stages the next global batch; returns the state of its step, which the updater has, too."""
         self.world.heartbeat.step = self.step_count
         self.world.heartbeat.update("data")
-        batch = self.batch_loader.next_batch(self.samples_consumed)
+        batch = self.batch_loader.next_batch(self.samples_consumed, self.peers.stride if self.peers else None)
         loss_scale = self.updater.loss_scale
         self.batch_loader.feed_stages(batch, loss_scale.value if loss_scale else 1.0)
         self.updater.state = StepState(
@@ -301,9 +308,30 @@ class Trainer:
         """Advance to the next batch after a step with these instructions."""
         self.step_count += 1
         self.samples_consumed += self.config.train.global_batch_size
+        self._follow_peers()
         self._unread_steps.append((self.step_count, record))
         while self._unread_steps and self._unread_steps[0][1].is_complete():  # on a GPU, up to the step before
             self._read_first_record()
+
+    def join_peers(self) -> bool:
+        """Join the peers of a coordinator, where the run is one. Returns False where it was asked to stop before."""
+        if self.peers is not None and not self.peers.join(self.step_count):
+            return False
+        self._follow_peers()
+        return True
+
+    def _follow_peers(self) -> None:
+        """Go on at the step and the samples that are this peer's."""
+        if self.peers is not None:
+            step = self.peers.pop_placed_step()
+            self.step_count = self.step_count if step is None else step
+            self.samples_consumed = self.peers.first_sample(self.step_count)
+
+    @property
+    def is_done(self) -> bool:
+        """True after the last step, and the exchange after it."""
+        is_waiting = self.peers is not None and self.peers.awaits_exchange
+        return self.step_count == self.config.train.num_steps and not is_waiting
 
     def _read_first_record(self) -> None:
         step, record = self._unread_steps.popleft()
@@ -333,11 +361,17 @@ class Trainer:
             skip_reason=state.skip_reason,
             total_skips=self.updater.step_skipper.total,
             consecutive_skips=self.updater.step_skipper.consecutive,
-            stop_requested=state.stop_requested if self.outer is None else self.outer.stop_requested,
+            stop_requested=self._stop_requested(state),
             is_saving=state.is_saving,
             save_failed=state.save_failed,
             expert_moves=self._expert_moves,
         )
+
+    def _stop_requested(self, state: StepState) -> bool:
+        """Return whether this step is the last by request; islands of a plan stop together."""
+        if self.outer is None:
+            return state.stop_requested
+        return self.outer.stop_requested or (self.peers is not None and state.stop_requested)
 
     def _expert_load(self, state: StepState) -> tuple[ExpertLoad, ...]:
         if state.router_load is None:

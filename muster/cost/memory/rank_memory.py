@@ -97,15 +97,17 @@ def rank_memory(
 def outer_error_bytes(
     spec: ModelSpec, plan: Plan, rank: int, optim: OptimConfig | None, outer: OuterConfig | None
 ) -> int:
-    """Return the bytes that a rank keeps of what exchanges between islands lost (`outer.error_feedback`)."""
-    if plan.islands == 1 or outer is None or not outer.error_feedback:
+    """Return the bytes that a rank keeps of what exchanges between islands lost (`outer.error_feedback`), or, as a peer
+    of a coordinator, of the outer parameters and their momentum, which islands of a plan count as optimizer state."""
+    copies = 0 if outer is None else outer.error_feedback if plan.islands > 1 else 2 * (outer.coordinator is not None)
+    if not copies:
         return 0
     numels = {
         layout.name: layout.numel
         for layout in rank_layouts(spec, plan, rank)
         if not is_frozen(optim, layout.name)  # a tied weight counts once
     }
-    return master_bytes(plan.precision) * sum(numels.values())
+    return copies * master_bytes(plan.precision) * sum(numels.values())
 
 
 def stage_terms(

@@ -1,0 +1,1 @@
+"""Peers that come and go: one run each, joined by a coordinator; free of torch."""

@@ -1,0 +1,163 @@
+"""The coordinator: it knows which peers are there, and tells them when a round begins, when and in which ring they
+exchange, and when they apply the result. It has no state that the peers don't have, so it may be restarted."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from muster.launch.network import ConnectionAcceptor
+from muster.launch.peers.channel import Channel, Message, RefusedError, accept
+from muster.launch.peers.membership import Membership, PeerState, Settings
+
+
+@dataclass
+class _Connected:
+    """Connection of a peer."""
+
+    channel: Channel
+    address: tuple[str, int]
+    """Address at which it listens for other peers."""
+    told: tuple[PeerState, Message] | None = None
+    """Last order, with the peer's state then."""
+
+
+class Coordinator:
+    """Serves the peers of one run, from threads of its own, until `close`."""
+
+    def __init__(
+        self, listener: socket.socket, secret: bytes, settings: Settings, log: Callable[[str], None] = print
+    ) -> None:
+        self.settings = settings
+        self._secret, self._log = secret, log
+        # Peers name generations; milliseconds keep those of a restarted coordinator above the ones before.
+        self.membership = Membership(settings, time.monotonic(), int(time.time() * 1000))
+        self._connected: dict[str, _Connected] = {}
+        self._fingerprint = ""
+        self._changed = threading.Condition()
+        self._closed = False
+        self._acceptor = ConnectionAcceptor(listener, self._serve, "coordinator")
+        threading.Thread(target=self._decide, name="coordinator", daemon=True).start()
+
+    def close(self) -> None:
+        """Accept no peers, and leave those that are there."""
+        self._acceptor.close()
+        with self._changed:
+            self._closed = True
+            channels = [one.channel for one in self._connected.values()]
+            self._changed.notify()
+        for channel in channels:
+            channel.close()
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Peers
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Let a caller in, and listen to it until it is gone."""
+        try:
+            host = connection.getpeername()[0]
+        except OSError:
+            connection.close()
+            return
+        name, has_left, channel = "", False, None
+        try:
+            channel = accept(connection, self._secret)
+            channel.set_timeout(self.settings.silence_s)
+            hello = channel.receive_message()
+            name = self._admit(channel, hello)
+            while not has_left:
+                message = channel.receive_message()
+                if not (has_left := message.get("phase") == "left"):
+                    self._update(name, PeerState.from_message(message))
+        except RefusedError as error:
+            self._log(f"refused a connection from {host}: {error}")
+        except (KeyError, TypeError, ValueError):
+            self._log(f"refused a connection from {host}: it sends what no peer sends")
+        except OSError:
+            pass
+        if channel is not None:
+            self._leave(name, channel, has_left)
+            channel.close()
+
+    def _admit(self, channel: Channel, hello: Message) -> str:
+        """Take up a peer; returns its name. Raises RefusedError where it belongs to another run."""
+        name, state = str(hello["name"]), PeerState.from_message(hello["state"])
+        address = str(hello["host"]), int(hello["port"])
+        with self._changed:
+            if not self._connected:
+                self._fingerprint = str(hello["fingerprint"])
+            if hello["fingerprint"] != self._fingerprint:
+                reason = "its configuration, model or data is not that of the peers that are there"
+                with contextlib.suppress(OSError):
+                    channel.send_message({"do": "refuse", "reason": reason})
+                raise RefusedError(reason)
+            if (former := self._connected.get(name)) is not None:
+                self.membership.lose(name, time.monotonic(), has_left=False)
+            self._connected[name] = _Connected(channel, address)
+            if name not in self.membership.peers:
+                self._log(f"{name} is there ({len(self._connected)} in all), with the state of round {state.round}")
+            settings = self.settings
+            channel.send_message({"do": "welcome", "beat_s": settings.beat_s, "silence_s": settings.silence_s})
+            self.membership.update(name, state, time.monotonic())
+            self._changed.notify()
+        if former is not None:
+            former.channel.close()
+        return name
+
+    def _update(self, name: str, state: PeerState) -> None:
+        with self._changed:
+            is_news = self.membership.peers.get(name) != state
+            self.membership.update(name, state, time.monotonic())
+            if is_news:
+                self._changed.notify()
+
+    def _leave(self, name: str, channel: Channel, has_left: bool) -> None:
+        with self._changed:
+            connected = self._connected.get(name)
+            if connected is None or connected.channel is not channel:
+                return
+            del self._connected[name]
+            self._log(f"{name} has left" if has_left else f"{name} is lost")
+            self.membership.lose(name, time.monotonic(), has_left)
+            self._changed.notify()
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Orders
+
+    def _decide(self) -> None:
+        """Send orders whenever something has changed, and signs of life."""
+        next_beat_s = 0.0
+        while True:
+            with self._changed:
+                if self._closed:
+                    return
+                now_s = time.monotonic()
+                orders = self.membership.decide(now_s)
+                for sentence in self.membership.events:
+                    self._log(sentence)
+                self.membership.events.clear()
+                is_due = now_s >= next_beat_s
+                for name, one in list(self._connected.items()):
+                    order = self._completed(orders[name]) if name in orders else None
+                    self._tell(one, self.membership.peers[name], order, is_due)
+                if is_due:
+                    next_beat_s = now_s + self.settings.beat_s
+                self._changed.wait(self.settings.beat_s / 4)
+
+    def _tell(self, one: _Connected, state: PeerState, order: Message | None, is_due: bool) -> None:
+        try:
+            if order is not None and one.told != (state, order):
+                one.told = state, order
+                one.channel.send_message(order)
+            elif is_due:
+                one.channel.send_message({"do": "beat"})
+        except OSError:
+            one.channel.close()  # the thread that listens to it notices
+
+    def _completed(self, order: Message) -> Message:
+        """Add the addresses of the peers that an order names."""
+        names = order["ring"] if order["do"] == "exchange" else [order["source"]] if order["do"] == "fetch" else []
+        addresses = {name: self._connected[name].address for name in names if name in self._connected}
+        return order | {"addresses": addresses} if names else order

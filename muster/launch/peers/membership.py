@@ -1,0 +1,300 @@
+"""Decisions of the coordinator: a function of what the peers say of themselves, so that one that was restarted decides
+as the one before would have.
+
+A peer says in each message all that it is: the round and the hash of its shared state, and its phase:
+
+idle: it has a state, and hasn't trained the round; training; arrived: it has trained the round; fetching a state from
+another peer; exchanging changes in a generation; prepared: it has the mean of all changes, and hasn't applied it.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from muster.launch.peers.channel import Message
+from muster.layout.ring_order import ring_order
+
+Phase = Literal["idle", "training", "arrived", "fetching", "exchanging", "prepared"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+_KEPT_GENERATIONS = 64
+MAX_LINK_FAILURES = 2
+"""Failures of a link in a round after which one of its ends is left out."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Numbers that the coordinator decides by."""
+
+    min_peers: int = 1
+    """Peers without which no round begins or ends."""
+    beat_s: float = 1.0
+    silence_s: float = 10.0
+    """Silence after which a peer is taken for dead, and the coordinator by its peers."""
+    reconnect_s: float = 2.0
+    """Time that a peer whose connection is lost has to come back before the others go on without it."""
+    straggler_s: float = 600.0
+    """Longest wait for the last peers of a round once the first has arrived."""
+
+
+@dataclass(frozen=True)
+class PeerState:
+    """A peer as it describes itself."""
+
+    phase: Phase
+    round: int
+    digest: str
+    """Hash of the shared state."""
+    generation: int = 0
+    """Exchange under way."""
+    result: str = ""
+    """prepared: hash of the mean."""
+    ring: tuple[str, ...] = ()
+    """Peers of the exchange under way."""
+    failed: int = 0
+    """Last generation whose exchange didn't end here."""
+    suspect: str = ""
+    """Peer at the other end of the link that failed then, or from which no state came."""
+    committed: int = 0
+    """Last generation whose result was applied."""
+    members: tuple[str, ...] = ()
+    """Peers that began the present round together."""
+
+    @classmethod
+    def from_message(cls, message: Message) -> "PeerState":
+        """Read a state. Raises KeyError, TypeError or ValueError where it is none."""
+        fields = {key: message[key] for key in cls.__dataclass_fields__}
+        for key in ("ring", "members"):
+            fields[key] = tuple(map(str, fields[key]))
+        for key in ("round", "generation", "failed", "committed"):
+            fields[key] = int(fields[key])
+        if fields["phase"] not in PHASES:
+            raise ValueError(fields["phase"])
+        return cls(**fields)
+
+    @property
+    def shared(self) -> tuple[int, str]:
+        """Round and hash of the shared state."""
+        return self.round, self.digest
+
+
+@dataclass
+class Exchange:
+    """Exchange under way."""
+
+    generation: int
+    ring: tuple[str, ...]
+    broken: str = ""
+    """Reason for which it can't end."""
+
+
+@dataclass
+class Membership:
+    """What is known of the peers, and what follows from it. Times are those of one monotonic clock."""
+
+    settings: Settings
+    started_s: float
+    first_generation: int = 1
+    """Lower bound of generations; greater than those of any coordinator before."""
+    peers: dict[str, PeerState] = field(default_factory=dict)
+    heard_s: dict[str, float] = field(default_factory=dict)
+    lost_s: dict[str, float] = field(default_factory=dict)
+    """Peers whose connections were lost, and when."""
+    exchange: Exchange | None = None
+    committed: list[int] = field(default_factory=list)
+    """Last generations that all peers of the exchange had prepared."""
+    bad_links: Counter[frozenset[str]] = field(default_factory=Counter)
+    """Failures of links between pairs of peers."""
+    events: list[str] = field(default_factory=list)
+    """Sentences for the log since they were last read."""
+    _arrived_s: float | None = None
+    _generation: int = 0
+    _aborted: int = 0
+    """Last generation that was aborted."""
+    _fetches: dict[str, tuple[PeerState, Message]] = field(default_factory=dict)
+    """Last order of each peer that fetches a state, with its own state then."""
+    _begun: Message = field(default_factory=dict)
+    """Last order to begin a round."""
+    _random: random.Random = field(default_factory=lambda: random.Random(0))
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # What happens
+
+    def update(self, name: str, state: PeerState, now_s: float) -> None:
+        """Take note of what a peer says of itself."""
+        before = self.peers.get(name)
+        self.peers[name], self.heard_s[name] = state, now_s
+        self.lost_s.pop(name, None)
+        self._generation = max(self._generation, state.generation, state.failed, state.committed)
+        if before is not None and state.failed != before.failed and state.suspect:
+            self.bad_links[frozenset((name, state.suspect))] += 1
+
+    def lose(self, name: str, now_s: float, has_left: bool) -> None:
+        """Take note that a peer's connection is gone; `has_left`: as it had announced."""
+        state = self.peers.pop(name, None)
+        if state is None:
+            return
+        self.heard_s.pop(name, None)
+        if not has_left:
+            self.lost_s[name] = now_s
+        exchange = self.exchange
+        if exchange and name in exchange.ring and not _is_prepared(state, exchange.generation):
+            exchange.broken = exchange.broken or f"{name} is gone"
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # What follows
+
+    def decide(self, now_s: float) -> dict[str, Message]:
+        """Return the order for each peer that has one; the same again until the peer's state changes."""
+        settings = self.settings
+        self.lost_s = {name: at for name, at in self.lost_s.items() if now_s - at < settings.reconnect_s}
+        if self._waits_for_former_peers(now_s):
+            return {}
+        self._adopt_exchange()
+        orders: dict[str, Message] = {}
+        if self.exchange is not None and not self._end_exchange(self.exchange):
+            return orders
+        committed = {*self.committed, *(state.committed for state in self.peers.values())}
+        for name, state in self.peers.items():
+            if state.phase == "prepared" and state.generation in committed:
+                orders[name] = {"do": "commit", "generation": state.generation}
+            elif state.phase in ("exchanging", "prepared"):
+                orders[name] = {"do": "abort", "generation": state.generation}
+        return orders or self._begin(now_s)
+
+    def _waits_for_former_peers(self, now_s: float) -> bool:
+        """Return True after a start, until the peers of the round under way had time to come back."""
+        since_s = now_s - self.started_s
+        if since_s < self.settings.reconnect_s:
+            return True
+        known = {name for state in self.peers.values() for name in (*state.members, *state.ring)}
+        return bool(known - self.peers.keys()) and since_s < self.settings.silence_s and not self._generation_is_own
+
+    @property
+    def _generation_is_own(self) -> bool:
+        return self.exchange is not None or bool(self.committed)
+
+    def _adopt_exchange(self) -> None:
+        """Go on with an exchange that a former coordinator has begun."""
+        if self.exchange is None:
+            under_way = [state for state in self.peers.values() if state.phase in ("exchanging", "prepared")]
+            known = {*self.committed, *(state.committed for state in self.peers.values())}
+            under_way = [state for state in under_way if state.generation not in known]
+            last = max(under_way, key=lambda state: state.generation, default=None)
+            if last is not None and last.generation > self._aborted:
+                self.exchange = Exchange(last.generation, last.ring)
+                if not {*last.ring} <= self.peers.keys():
+                    self.exchange.broken = "not all of its peers are there"
+
+    def _end_exchange(self, exchange: Exchange) -> bool:
+        """End the exchange under way where it can: by its result where all of its peers that are left have it, else
+        without where one has failed. Returns False while it goes on.
+
+        A peer has applied a result only after all peers that were left then had it. So where one hasn't, none has
+        applied it, and all still have their changes.
+        """
+        generation = exchange.generation
+        present = {name: self.peers[name] for name in exchange.ring if name in self.peers}
+        results = {state.result for state in present.values() if _is_prepared(state, generation)}
+        applied = any(state.committed == generation for state in self.peers.values())
+        if applied or (present and len(results) == 1 and all(_is_prepared(s, generation) for s in present.values())):
+            self.committed = [*self.committed, generation][-_KEPT_GENERATIONS:]
+            self.bad_links -= Counter(self.bad_links.keys())  # each is tried again in the next round
+            self.exchange = None
+            return True
+        failed = next((name for name, state in present.items() if state.failed >= generation), None)
+        if failed is not None:
+            link = self.peers[failed].suspect
+            exchange.broken = exchange.broken or f"{failed} failed" + (f" on its link with {link}" if link else "")
+        elif len(results) > 1:
+            exchange.broken = exchange.broken or "its peers have different results"
+        elif not present:
+            exchange.broken = "all of its peers are gone"
+        if not exchange.broken:
+            return False
+        self.events.append(f"exchange {generation} was aborted, since {exchange.broken}; nothing is lost by it")
+        self._aborted, self.exchange = generation, None
+        return True
+
+    def _begin(self, now_s: float) -> dict[str, Message]:
+        """Let peers without the shared state fetch it, and begin what the others are ready for."""
+        round_, digest = self.shared_state()
+        current = {name: state for name, state in self.peers.items() if state.shared == (round_, digest)}
+        orders = {
+            name: self._fetch_order(name, state, current)
+            for name, state in self.peers.items()
+            if name not in current and state.phase in ("idle", "arrived")
+        }
+        idle, training, arrived = (
+            sorted(name for name, state in current.items() if state.phase == phase)
+            for phase in ("idle", "training", "arrived")
+        )
+        self._arrived_s = None if not arrived else now_s if self._arrived_s is None else self._arrived_s
+        is_late = self._arrived_s is not None and now_s - self._arrived_s > self.settings.straggler_s
+        ready = sorted([*idle, *arrived])
+        if self.lost_s or (training and not is_late) or len(ready) < self.settings.min_peers or not ready:
+            return orders
+        self._arrived_s = None
+        if not arrived:
+            order = {"do": "begin", "round": round_, "members": ready}
+            if order != self._begun:
+                self.events.append(f"round {round_ + 1} begins with {_names(ready)}")
+            self._begun = order
+            return orders | dict.fromkeys(ready, order)
+        self._generation = max(self._generation + 1, self.first_generation)
+        ring = choose_ring([*arrived, *idle], self.bad_links, self.settings.min_peers)
+        self.exchange = Exchange(self._generation, ring)
+        weights = {name: int(name in arrived) for name in ring}
+        late = f", without {_names(training)} (late)" if training else ""
+        cut = sorted({*ready} - {*ring})
+        late += f", without {_names(cut)} (links have failed)" if cut else ""
+        changes = _names(name for name in ring if weights[name])
+        joins = _names(name for name in ring if not weights[name])
+        joins = f", {joins} joining" if joins else ""
+        self.events.append(f"round {round_ + 1} ends with an exchange between {changes}{joins}{late}")
+        order = {"do": "exchange", "generation": self._generation, "round": round_, "ring": ring, "weights": weights}
+        order["trained"] = max(1, *(len(current[name].members) for name in arrived))
+        return orders | dict.fromkeys(ring, order)
+
+    def shared_state(self) -> tuple[int, str]:
+        """Return the round and the hash of the state that is the run's: the last round, and of different hashes the
+        one that most peers have."""
+        votes = Counter(state.shared for state in self.peers.values())
+        return max(votes, key=lambda shared: (shared[0], votes[shared], shared[1]), default=(0, ""))
+
+    def _fetch_order(self, name: str, state: PeerState, current: dict[str, PeerState]) -> Message:
+        before = self._fetches.get(name)
+        if before is not None and before[0] == state and before[1]["source"] in current:
+            return before[1]
+        sources = [one for one in sorted(current) if one != state.suspect] or sorted(current)
+        round_, digest = self.shared_state()
+        if state.round == round_:
+            self.events.append(f"{name} has another state of round {round_} than most: it takes theirs")
+        order = {"do": "fetch", "round": round_, "digest": digest, "source": self._random.choice(sources)}
+        self._fetches[name] = state, order
+        return order
+
+
+def choose_ring(names: Sequence[str], bad_links: Counter[frozenset[str]], min_peers: int) -> tuple[str, ...]:
+    """Return the ring of peers that exchange: all, unless it would have a link that has failed twice in this round.
+
+    Then it is without one end of that link, the later in `names`. Raises ValueError without names.
+    """
+    left = list(names)
+    while True:
+        failures = [[bad_links[frozenset((one, other))] for other in left] for one in left]
+        order = [left[n] for n in ring_order([[-count for count in row] for row in failures])]
+        links = zip(order, [*order[1:], *order[:1]], strict=True)
+        bad = [link for link in links if bad_links[frozenset(link)] >= MAX_LINK_FAILURES]
+        if not bad or len(left) <= min_peers:
+            return tuple(order)
+        left.remove(max(bad[0], key=names.index))
+
+
+def _is_prepared(state: PeerState, generation: int) -> bool:
+    return state.phase == "prepared" and state.generation == generation
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(names)

@@ -1,0 +1,191 @@
+"""Random events among toy peers: joins, leaves, kills of peers and of the coordinator, cut and slow links."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from muster.launch.peers.channel import create_secret
+from tests.toy_peers import Proxy, free_ports, run_coordinator, run_peer
+
+PATIENCE_S = 60.0
+MOST, LEAST = 5, 2
+
+
+@dataclass
+class Alive:
+    """A peer that runs, with the links by which others and it reach each other."""
+
+    process: BaseProcess
+    peer_link: Proxy
+    coordinator_link: Proxy
+
+
+class Churn:
+    """A group of toy peers with a coordinator, and what has happened to it."""
+
+    def __init__(self, folder: Path, seed: int, round_s: float, min_peers: int = 1) -> None:
+        self.folder, self.random, self.round_s, self.min_peers = folder, random.Random(seed), round_s, min_peers
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["tests.toy_peers"])
+        create_secret(folder / "secret")
+        self.port = free_ports(1)[0]
+        self.peers: dict[str, Alive] = {}
+        self.events: list[str] = []
+        self.lifetimes: dict[str, list[float]] = {}
+        """Times of the beginning and, after it, the end of each peer."""
+        self._num_peers = 0
+        self.start_coordinator()
+
+    def __enter__(self) -> "Churn":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self.peers):
+            self.end(name, signal.SIGKILL)
+        self._kill(self.coordinator, signal.SIGKILL)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Events
+
+    def start_coordinator(self) -> None:
+        own = self.port, self.folder / "secret", self.folder / "coordinator.txt", self.min_peers
+        self.coordinator = self.context.Process(target=run_coordinator, args=own, daemon=True)
+        self.coordinator.start()
+
+    def join(self) -> str:
+        name = f"p{self._num_peers:03}"
+        self._num_peers += 1
+        own_port = free_ports(1)[0]
+        links = Proxy(own_port), Proxy(self.port)
+        ports = links[1].port, links[0].port, own_port
+        own = name, *ports, self.folder / "secret", self.folder / f"{name}.jsonl", self.round_s
+        process = self.context.Process(target=run_peer, args=own, daemon=True)
+        process.start()
+        self.peers[name] = Alive(process, *links)
+        self.lifetimes[name] = [time.time()]
+        return name
+
+    def end(self, name: str, number: signal.Signals) -> None:
+        one = self.peers.pop(name)
+        self.lifetimes[name].append(time.time())
+        self._kill(one.process, number)
+        one.peer_link.close()
+        one.coordinator_link.close()
+
+    def _kill(self, process: BaseProcess, number: signal.Signals) -> None:
+        assert process.pid is not None
+        os.kill(process.pid, number)
+        process.join(PATIENCE_S)
+        assert not process.is_alive()
+
+    def any_event(self) -> str:
+        """Let something happen."""
+        kinds = ["kill coordinator", "cut link", "cut coordinator link", "slow link"]
+        kinds += ["join", "join"] if len(self.peers) < MOST else []
+        kinds += ["leave", "kill"] if len(self.peers) > LEAST else []
+        kind = self.random.choice(kinds)
+        name = self.random.choice(sorted(self.peers))
+        pause_s = self.random.uniform(0, 2 * self.round_s)
+        match kind:
+            case "join":
+                name = self.join()
+            case "leave":
+                self.end(name, signal.SIGTERM)
+            case "kill":
+                self.end(name, signal.SIGKILL)
+            case "kill coordinator":
+                name = ""
+                self._kill(self.coordinator, signal.SIGKILL)
+                time.sleep(pause_s)
+                self.start_coordinator()
+            case "slow link":
+                self.peers[name].peer_link.delay_s = 0.02
+                time.sleep(pause_s)
+                self.peers[name].peer_link.delay_s = 0.0
+            case _:
+                one = self.peers[name]
+                link = one.peer_link if kind == "cut link" else one.coordinator_link
+                link.cut()
+                time.sleep(pause_s)
+                link.is_cut = False
+        self.events.append(f"{kind} {name}".strip())
+        return kind
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # What the peers have written
+
+    def rows(self) -> list[dict[str, Any]]:
+        found = []
+        for path in sorted(self.folder.glob("p*.jsonl")):
+            lines = path.read_text().splitlines()
+            found += [json.loads(line) for line in lines if line.endswith("}")]
+        return found
+
+    def last_round(self, names: set[str] | None = None) -> int:
+        return max(
+            (row["round"] for row in self.rows() if "round" in row and (not names or row["name"] in names)), default=-1
+        )
+
+    def wait_for_round(self, round_: int) -> None:
+        """Wait until a peer has come to a round."""
+        self._wait(lambda: self.last_round() >= round_, f"round {round_}")
+
+    def wait_for_all(self) -> None:
+        """Wait until all peers that run have trained a round together."""
+
+        def is_together() -> bool:
+            last = {row["name"]: row for row in self.rows() if "round" in row}
+            mine = [last.get(name) for name in self.peers]
+            return all(row is not None and {*self.peers} <= {n for n, w in row["weights"].items() if w} for row in mine)
+
+        self._wait(is_together, "an exchange between all peers")
+
+    def _wait(self, is_reached: Any, what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not is_reached():
+            assert time.monotonic() < deadline, f"{what} was not reached: {self.story()}"
+            time.sleep(0.02)
+
+    def story(self) -> str:
+        said = [
+            f"{row['name']}: {row.get('said') or row['error']}"
+            for row in self.rows()
+            if "said" in row or "error" in row
+        ]
+        log = (self.folder / "coordinator.txt").read_text().splitlines()
+        return "\n".join([f"after {self.events[-5:]}", *said[-20:], *log[-40:]])
+
+    def check(self) -> tuple[int, float]:
+        """Hold the peers' states against each other; returns the rounds, and the share of the rounds of the peers that
+        were there all the time that counted."""
+        rows = self.rows()
+        assert not [row["error"] for row in rows if "error" in row]
+        digests: dict[int, set[str]] = {}
+        for row in (row for row in rows if "round" in row):
+            digests.setdefault(row["round"], set()).add(row["digest"])
+        assert [round_ for round_, found in digests.items() if len(found) > 1] == []
+        first = {round_: min(row["time"] for row in rows if row.get("round") == round_) for round_ in digests}
+        counted = possible = 0
+        for round_ in range(2, max(digests) + 1):
+            began, ended = first.get(round_ - 1), first.get(round_)
+            weights = next((row["weights"] for row in rows if row.get("round") == round_ and row["weights"]), {})
+            if began is None or ended is None:
+                continue
+            there = {
+                n for n, times in self.lifetimes.items() if times[0] < began and (len(times) < 2 or times[1] > ended)
+            }
+            there = {name for name in there if self._begins(name, rows) < began}
+            possible += len(there)
+            counted += len(there & {name for name, weight in weights.items() if weight})
+        return len(digests), counted / max(1, possible)
+
+    def _begins(self, name: str, rows: list[dict[str, Any]]) -> float:
+        """Time of a peer's first round."""
+        return min((row["time"] for row in rows if row["name"] == name and "round" in row), default=float("inf"))

@@ -1,0 +1,289 @@
+"""Peers that come and go: transport, coordinator, shared state, and random events among processes."""
+
+import socket
+import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from muster.launch.peers.channel import Channel, RefusedError, accept, connect, create_secret, load_secret
+from muster.launch.peers.client import PeerClient
+from muster.launch.peers.coordinator import Coordinator
+from muster.launch.peers.links import LinkError, Ring
+from muster.layout.island_bytes import BLOCKS, island_reduce_bytes
+from muster.parallel.peer_ring import ring_mean
+from muster.spec.errors import ConfigError
+from tests.peer_churn import Churn
+from tests.toy_peers import QUICK, ToyClient, ToyState, serial_mean
+
+SECRET = bytes(range(32))
+
+
+def channel_pair(secret: bytes = SECRET) -> tuple[Channel, Channel]:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as thread:
+        calling = thread.submit(connect, listener.getsockname(), secret)
+        return accept(listener.accept()[0], SECRET), calling.result()
+
+
+def ring_of(size: int) -> list[Ring]:
+    """A ring within this process."""
+    names = [str(n) for n in range(size)]
+    rings = [Ring(7, 3, names, name) for name in names]
+    for one, other in zip(rings, [*rings[1:], *rings[:1]], strict=True) if size > 1 else ():
+        sender, receiver = channel_pair()
+        one.attach("next", sender)
+        other.attach("previous", receiver)
+    return rings
+
+
+def means_around(values: list[torch.Tensor], weights: list[int], compression: str = "none") -> list[torch.Tensor]:
+    rings = ring_of(len(values))
+    with ThreadPoolExecutor(len(values)) as threads:
+        return list(threads.map(lambda x, ring: ring_mean(x, ring, weights, compression), values, rings))  # type: ignore[arg-type]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Transport
+
+
+def test_channels_carry_frames_and_refuse_changed_repeated_and_other_ones() -> None:
+    one, other = channel_pair()
+    one.send(b"changes", generation=5, round_=2)
+    assert other.receive() == (b"changes", 5, 2)
+    kept = one._sent
+    one.send(b"again")
+    assert other.receive().content == b"again"
+    one._sent = kept  # as who repeats a frame
+    one.send(b"again")
+    with pytest.raises(RefusedError, match="wrong checksum"):
+        other.receive()
+    one, other = channel_pair()
+    one._send_key = bytes(32)
+    one.send(b"changes")
+    with pytest.raises(RefusedError, match="wrong checksum"):
+        other.receive()
+
+
+def test_secrets_are_made_for_their_owner_alone_and_others_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.secret"
+    secret = create_secret(file)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert create_secret(file) == load_secret(file) == secret
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="can be read by others: chmod 600"):
+        load_secret(file)
+    file.chmod(0o600)
+    file.write_text("open sesame")
+    with pytest.raises(ConfigError, match="holds no secret"):
+        load_secret(file)
+    with pytest.raises(ConfigError, match="can't be read"):
+        load_secret(tmp_path / "other")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_means_around_a_ring_are_those_of_one_process_to_the_bit(size: int) -> None:
+    values = [torch.randn(1001) * 10.0**n for n in range(size)]
+    before = [x.clone() for x in values]
+    weights = [1] * size if size < 3 else [1, 0, *[1] * (size - 2)]
+    expected = serial_mean(values, weights)
+    means = means_around(values, weights)
+    assert all(torch.equal(mean, expected) for mean in means)
+    assert all(map(torch.equal, before, values))
+
+
+def test_sums_in_the_order_of_arrival_are_found() -> None:
+    """A seeded bug: each peer begins its sums with its own values."""
+    values = [torch.randn(1000) * 10.0**n for n in range(3)]
+    expected = serial_mean(values, [1, 1, 1])
+    arrivals = [torch.stack(values[n:] + values[:n]).cumsum(0)[-1] / 3 for n in range(3)]
+    assert not all(torch.equal(expected, mean) for mean in arrivals)
+
+
+@pytest.mark.parametrize("compression", ["bf16", "int8", "int4"])
+def test_compressed_means_are_the_same_everywhere_and_near(compression: str) -> None:
+    values = [torch.randn(5000) for _ in range(4)]
+    means = means_around(values, [1] * 4, compression)
+    assert all(torch.equal(mean, means[0]) for mean in means)
+    exact = torch.stack(values).mean(0)
+    levels = {"bf16": 256, "int8": 127, "int4": 7}[compression]
+    largest = torch.stack(values).abs().sum(0).max() / levels / 2
+    assert (means[0] - exact).abs().max() <= largest * 4 / 4 + largest
+    assert compression == "bf16" or (means[0] - exact).abs().max() > 0
+
+
+def test_peers_send_what_the_formula_says() -> None:
+    values, rings = [torch.randn(3 * BLOCKS["int8"])] * 3, ring_of(3)
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda x, ring: ring_mean(x, ring, [1] * 3, "int8"), values, rings))
+    assert {ring.sent_bytes for ring in rings} == {island_reduce_bytes(values[0].numel(), 3, "int8")}
+
+
+def test_an_aborted_exchange_ends_at_once_and_leaves_its_inputs() -> None:
+    values, rings = [torch.randn(1000) for _ in range(3)], ring_of(3)
+    before = [x.clone() for x in values]
+    with ThreadPoolExecutor(2) as threads:
+        running = [threads.submit(ring_mean, values[n], rings[n], [1] * 3, "none") for n in range(2)]
+        rings[2].abort()
+        for one in running:
+            with pytest.raises(LinkError):
+                one.result(timeout=30)
+    assert all(map(torch.equal, before, values))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Coordinator and peers in one process
+
+
+class Group:
+    """A coordinator and clients in threads."""
+
+    def __init__(self) -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.address = listener.getsockname()
+        self.log: list[str] = []
+        self.coordinator = Coordinator(listener, SECRET, QUICK, self.log.append)
+        self.clients: list[PeerClient] = []
+
+    def add(self, state: ToyState, kind: type[ToyClient] = ToyClient, secret: bytes = SECRET) -> ToyClient:
+        client = kind(self.address, secret, "toy", state, state.name, log=self.log.append)
+        self.clients.append(client)
+        return client
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        self.coordinator.close()
+
+
+@pytest.fixture
+def group():
+    made = Group()
+    yield made
+    made.close()
+
+
+class FailsOnce(ToyState):
+    """State of a peer that loses its link when it has received all, and sent all that the others need."""
+
+    has_failed = False
+
+    def reduce(self, ring: Ring, weights: tuple[int, ...]) -> str:
+        result = super().reduce(ring, weights)
+        if not self.has_failed:
+            self.has_failed = True
+            raise LinkError(ring.next, "cut")
+        return result
+
+
+class AppliesEarly(ToyState):
+    """A seeded bug: the result is applied before all have confirmed that they have it."""
+
+    def reduce(self, ring: Ring, weights: tuple[int, ...]) -> str:
+        result = super().reduce(ring, weights)
+        super().apply(1)
+        return result
+
+    def apply(self, trained: int) -> None: ...
+
+
+def rounds_after_a_failure(group: Group, kind: type[ToyState]) -> list[ToyState]:
+    states = [kind("a"), ToyState("b"), FailsOnce("c")]
+    clients = [group.add(state) for state in states]
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda client: client.join(), clients))
+        for state in states:
+            state.train()
+        list(threads.map(lambda client: client.meet(), clients))
+    return states
+
+
+def test_nobody_applies_a_result_that_not_all_have(group: Group) -> None:
+    states = rounds_after_a_failure(group, ToyState)
+    assert len({state.digest() for state in states}) == 1
+    assert {state.round for state in states} == {1}
+    assert any("aborted" in line for line in group.log)
+
+
+def test_a_peer_that_applies_before_confirmation_is_found(group: Group) -> None:
+    states = rounds_after_a_failure(group, AppliesEarly)
+    assert {state.round for state in states} != {1}
+
+
+def test_strangers_are_refused_in_one_line_and_harm_nothing(group: Group) -> None:
+    states = [ToyState("a"), ToyState("b")]
+    clients = [group.add(state) for state in states]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda client: client.join(), clients))
+        for port in (group.address[1], clients[0]._socket.getsockname()[1]):
+            group.log.clear()
+            with pytest.raises((RefusedError, OSError)):
+                connect(("127.0.0.1", port), bytes(32))
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 100)
+                assert wait_for(lambda: len(group.log) == 2), group.log
+            assert sorted(line.partition(": ")[2] for line in group.log) == [
+                "it doesn't know the run's secret",
+                "it is no peer of Muster",
+            ]
+        for state in states:
+            state.train()
+        list(threads.map(lambda client: client.meet(), clients))
+    assert [state.round for state in states] == [1, 1]
+
+
+def test_a_member_that_sends_garbage_is_dropped(group: Group) -> None:
+    channel = connect(group.address, SECRET)
+    channel.send_message({"name": "x", "phase": 3})
+    assert wait_for(lambda: any("it sends what no peer sends" in line for line in group.log)), group.log
+    channel.close()
+
+
+def test_a_peer_of_another_run_is_refused(group: Group) -> None:
+    group.add(ToyState("a")).join()
+    other = ToyClient(group.address, SECRET, "another", ToyState("b"), "b", log=group.log.append)
+    group.clients.append(other)
+    with pytest.raises(ConfigError, match="is not that of the peers that are there"):
+        other.join()
+
+
+def wait_for(is_reached, timeout_s: float = 30) -> bool:
+    done = threading.Event()
+    for _ in range(int(timeout_s / 0.02)):
+        if is_reached():
+            return True
+        done.wait(0.02)
+    return False
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Peers as processes
+
+
+def survive(folder: Path, seed: int, events: int, round_s: float) -> Churn:
+    with Churn(folder, seed, round_s) as churn:
+        for _ in range(3):
+            churn.join()
+        churn.wait_for_all()
+        for _ in range(events):
+            before = churn.last_round()
+            churn.any_event()
+            churn.wait_for_round(before + 1)
+        churn.wait_for_all()
+        return churn
+
+
+def test_peers_come_and_go(tmp_path: Path) -> None:
+    churn = survive(tmp_path, seed=1, events=8, round_s=0.05)
+    rounds, share = churn.check()
+    assert rounds > 8
+
+
+@pytest.mark.soak
+def test_peers_come_and_go_200_times(tmp_path: Path) -> None:
+    churn = survive(tmp_path, seed=0, events=200, round_s=0.3)
+    rounds, share = churn.check()
+    print(f"{rounds} rounds, {share:.3f} of the peers' rounds counted")
+    assert share >= 0.8
