@@ -1,6 +1,7 @@
 """Peers of the tests of membership: real processes with the real transport, coordinator and shared state, whose rounds
 are no training but a change that follows from the peer's name and the round, so that each mean can be computed anew."""
 
+import contextlib
 import json
 import os
 import random
@@ -8,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -136,12 +138,13 @@ def run_peer(
 
 def run_coordinator(port: int, secret: Path, log: Path, min_peers: int = 1) -> None:
     """A process that is the coordinator until it is killed."""
-    from dataclasses import replace
-
     with log.open("a", buffering=1) as file:
         listener = socket.create_server(("127.0.0.1", port))
-        own = load_secret(secret), replace(QUICK, min_peers=min_peers), lambda line: file.write(f"{line}\n")
-        Coordinator(listener, *own)
+
+        def write(line: str) -> None:
+            file.write(f"{line}\n")
+
+        Coordinator(listener, load_secret(secret), replace(QUICK, min_peers=min_peers), write)
         threading.Event().wait()
 
 
@@ -198,10 +201,8 @@ class Proxy:
 
 
 def _break(end: socket.socket) -> None:
-    try:
+    with contextlib.suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass
     end.close()
 
 

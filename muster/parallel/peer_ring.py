@@ -39,5 +39,5 @@ def ring_mean(values_N: Tensor, ring: Ring, weights: Sequence[int], compression:
 
 
 def _exchange(ring: Ring, encoded: Tensor) -> Tensor:
-    arrived = ring.exchange(memoryview(encoded.cpu().numpy()))
+    arrived = ring.exchange(encoded.cpu().numpy().tobytes())
     return torch.frombuffer(bytearray(arrived), dtype=torch.uint8).to(encoded.device)

@@ -26,7 +26,7 @@ class Stopped(Exception):
 
 
 class SharedState(Protocol):
-    """What the peers share, and how it changes. Only the thread that calls PeerClient changes it."""
+    """State that the peers share. Only the thread that calls PeerClient changes it."""
 
     round: int
     """Exchanges that it has gone through."""
@@ -205,12 +205,12 @@ class PeerClient:
 
     def _next_order(self, is_stopping: Callable[[], bool]) -> Message:
         while True:
-            with contextlib.suppress(queue.Empty):
-                return self._orders.get(timeout=0.1)
             if self._refusal:
                 raise ConfigError(f"the coordinator has refused this run: {self._refusal}")
             if is_stopping():
                 raise Stopped
+            with contextlib.suppress(queue.Empty):
+                return self._orders.get(timeout=0.1)
 
     # ------------------------------------------------------------------------------------------------------------------
     # The connection to the coordinator

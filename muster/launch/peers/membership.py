@@ -91,7 +91,7 @@ class Exchange:
 
 @dataclass
 class Membership:
-    """What is known of the peers, and what follows from it. Times are those of one monotonic clock."""
+    """Knowledge of the peers, and the orders that follow from it. Times are those of one monotonic clock."""
 
     settings: Settings
     started_s: float
@@ -112,6 +112,10 @@ class Membership:
     _generation: int = 0
     _aborted: int = 0
     """Last generation that was aborted."""
+    _aborts: int = 0
+    """Exchanges that were aborted since one ended."""
+    _next_s: float = 0.0
+    """Time before which no further exchange begins: twice as long after each that was aborted."""
     _fetches: dict[str, tuple[PeerState, Message]] = field(default_factory=dict)
     """Last order of each peer that fetches a state, with its own state then."""
     _begun: Message = field(default_factory=dict)
@@ -153,7 +157,7 @@ class Membership:
             return {}
         self._adopt_exchange()
         orders: dict[str, Message] = {}
-        if self.exchange is not None and not self._end_exchange(self.exchange):
+        if self.exchange is not None and not self._end_exchange(self.exchange, now_s):
             return orders
         committed = {*self.committed, *(state.committed for state in self.peers.values())}
         for name, state in self.peers.items():
@@ -187,7 +191,7 @@ class Membership:
                 if not {*last.ring} <= self.peers.keys():
                     self.exchange.broken = "not all of its peers are there"
 
-    def _end_exchange(self, exchange: Exchange) -> bool:
+    def _end_exchange(self, exchange: Exchange, now_s: float) -> bool:
         """End the exchange under way where it can: by its result where all of its peers that are left have it, else
         without where one has failed. Returns False while it goes on.
 
@@ -200,6 +204,7 @@ class Membership:
         applied = any(state.committed == generation for state in self.peers.values())
         if applied or (present and len(results) == 1 and all(_is_prepared(s, generation) for s in present.values())):
             self.committed = [*self.committed, generation][-_KEPT_GENERATIONS:]
+            self._aborts = 0
             self.bad_links -= Counter(self.bad_links.keys())  # each is tried again in the next round
             self.exchange = None
             return True
@@ -215,6 +220,8 @@ class Membership:
             return False
         self.events.append(f"exchange {generation} was aborted, since {exchange.broken}; nothing is lost by it")
         self._aborted, self.exchange = generation, None
+        self._next_s = now_s + min(self.settings.reconnect_s, self.settings.beat_s / 8 * 2**self._aborts)
+        self._aborts += 1
         return True
 
     def _begin(self, now_s: float) -> dict[str, Message]:
@@ -233,7 +240,13 @@ class Membership:
         self._arrived_s = None if not arrived else now_s if self._arrived_s is None else self._arrived_s
         is_late = self._arrived_s is not None and now_s - self._arrived_s > self.settings.straggler_s
         ready = sorted([*idle, *arrived])
-        if self.lost_s or (training and not is_late) or len(ready) < self.settings.min_peers or not ready:
+        if (
+            now_s < self._next_s
+            or self.lost_s
+            or (training and not is_late)
+            or len(ready) < self.settings.min_peers
+            or not ready
+        ):
             return orders
         self._arrived_s = None
         if not arrived:
