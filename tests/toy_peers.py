@@ -23,7 +23,7 @@ from muster.launch.peers.channel import load_secret
 from muster.launch.peers.client import PeerClient, Stopped
 from muster.launch.peers.coordinator import Coordinator
 from muster.launch.peers.links import LinkError, Ring
-from muster.launch.peers.membership import Settings
+from muster.launch.peers.settings import Settings
 from muster.optim.outer.base import OuterParameter
 from muster.optim.outer.build import build_outer_method
 from muster.train.peer_state import PeerState

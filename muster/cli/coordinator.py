@@ -9,9 +9,7 @@ from pathlib import Path
 
 from muster.cli.parser import Parser, positive_int
 from muster.launch.network import address_family, format_endpoint, local_address_for
-from muster.launch.peers.channel import create_secret
-from muster.launch.peers.coordinator import Coordinator
-from muster.launch.peers.membership import Settings
+from muster.launch.peers.settings import Settings
 from muster.spec.endpoint import parse_endpoint
 from muster.spec.errors import ConfigError
 
@@ -64,6 +62,9 @@ def run(arguments: list[str]) -> int:
         reconnect_s=min(usual.reconnect_s, args.silence / 2),
         straggler_s=args.straggler_timeout,
     )
+    from muster.launch.peers.channel import create_secret
+    from muster.launch.peers.coordinator import Coordinator
+
     listener = _listen(args.listen)
     secret = create_secret(args.secret_file)
     host, port = listener.getsockname()[:2]

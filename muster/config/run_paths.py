@@ -67,7 +67,7 @@ def _with_paths(config: RunConfig, keys: tuple[str, ...], change: Callable[[str]
     updates: dict[str, dict[str, Any]] = {"data": {}, "train": {}, "outer": {}}
     for key in keys:
         section, _, name = key.partition(".")
-        value = getattr(getattr(config, section), name, None)
+        value: Any = getattr(getattr(config, section), name, None)
         if key == "data.blend":
             updates[section][name] = tuple(
                 part.model_copy(update={"source": _map_path(part.source, change)}) for part in value

@@ -13,7 +13,8 @@ from typing import Protocol
 from muster.launch.network import address_family
 from muster.launch.peers.channel import Channel, Message, RefusedError, connect
 from muster.launch.peers.links import Address, LinkError, PeerListener, Ring, fetch_state, open_ring
-from muster.launch.peers.membership import PeerState, Phase, Settings
+from muster.launch.peers.membership import PeerState, Phase
+from muster.launch.peers.settings import Settings
 from muster.spec.errors import ConfigError
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0

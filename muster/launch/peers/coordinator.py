@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from muster.launch.network import ConnectionAcceptor
 from muster.launch.peers.channel import Channel, Message, RefusedError, accept
-from muster.launch.peers.membership import Membership, PeerState, Settings
+from muster.launch.peers.membership import Membership, PeerState
+from muster.launch.peers.settings import Settings
 
 
 @dataclass

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from muster.launch.peers.channel import Message
+from muster.launch.peers.settings import Settings
 from muster.layout.ring_order import ring_order
 
 Phase = Literal["idle", "training", "arrived", "fetching", "exchanging", "prepared"]
@@ -21,21 +22,6 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 _KEPT_GENERATIONS = 64
 MAX_LINK_FAILURES = 2
 """Failures of a link in a round after which one of its ends is left out."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Numbers that the coordinator decides by."""
-
-    min_peers: int = 1
-    """Peers without which no round begins or ends."""
-    beat_s: float = 1.0
-    silence_s: float = 10.0
-    """Silence after which a peer is taken for dead, and the coordinator by its peers."""
-    reconnect_s: float = 2.0
-    """Time that a peer whose connection is lost has to come back before the others go on without it."""
-    straggler_s: float = 600.0
-    """Longest wait for the last peers of a round once the first has arrived."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +207,7 @@ class Membership:
         self.events.append(f"exchange {generation} was aborted, since {exchange.broken}; nothing is lost by it")
         self._aborted, self.exchange = generation, None
         self._next_s = now_s + min(self.settings.reconnect_s, self.settings.beat_s / 8 * 2**self._aborts)
-        self._aborts += 1
+        self._aborts = min(self._aborts + 1, 10)
         return True
 
     def _begin(self, now_s: float) -> dict[str, Message]:
@@ -240,13 +226,8 @@ class Membership:
         self._arrived_s = None if not arrived else now_s if self._arrived_s is None else self._arrived_s
         is_late = self._arrived_s is not None and now_s - self._arrived_s > self.settings.straggler_s
         ready = sorted([*idle, *arrived])
-        if (
-            now_s < self._next_s
-            or self.lost_s
-            or (training and not is_late)
-            or len(ready) < self.settings.min_peers
-            or not ready
-        ):
+        is_waiting = now_s < self._next_s or bool(self.lost_s) or (training and not is_late)
+        if is_waiting or len(ready) < max(1, self.settings.min_peers):
             return orders
         self._arrived_s = None
         if not arrived:
