@@ -38,6 +38,7 @@ class Churn:
         self.port = free_ports(1)[0]
         self.peers: dict[str, Alive] = {}
         self.events: list[str] = []
+        self.kinds: list[str] = []
         self.lifetimes: dict[str, list[float]] = {}
         """Times of the beginning and, after it, the end of each peer."""
         self._num_peers = 0
@@ -85,9 +86,9 @@ class Churn:
         process.join(PATIENCE_S)
         assert not process.is_alive()
 
-    def any_event(self) -> str:
+    def any_event(self) -> None:
         """Let something happen."""
-        kinds = ["kill coordinator", "cut link", "cut coordinator link", "slow link"]
+        kinds = ["kill coordinator", "cut link", "cut coordinator link", "slow link", "freeze"]
         kinds += ["join", "join"] if len(self.peers) < MOST else []
         kinds += ["leave", "kill"] if len(self.peers) > LEAST else []
         kind = self.random.choice(kinds)
@@ -105,6 +106,12 @@ class Churn:
                 self._kill(self.coordinator, signal.SIGKILL)
                 time.sleep(pause_s)
                 self.start_coordinator()
+            case "freeze":
+                pid = self.peers[name].process.pid
+                assert pid is not None
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(pause_s)
+                os.kill(pid, signal.SIGCONT)
             case "slow link":
                 self.peers[name].peer_link.delay_s = 0.02
                 time.sleep(pause_s)
@@ -116,7 +123,7 @@ class Churn:
                 time.sleep(pause_s)
                 link.is_cut = False
         self.events.append(f"{kind} {name}".strip())
-        return kind
+        self.kinds.append(kind)
 
     # ------------------------------------------------------------------------------------------------------------------
     # What the peers have written
@@ -163,8 +170,8 @@ class Churn:
         return "\n".join([f"after {self.events[-5:]}", *said[-20:], *log[-40:]])
 
     def check(self) -> tuple[int, float]:
-        """Hold the peers' states against each other; returns the rounds, and the share of the rounds of the peers that
-        were there all the time that counted."""
+        """Hold the peers' states against each other; returns the rounds, and of the rounds that each peer was there for
+        all of, the share that counted."""
         rows = self.rows()
         assert not [row["error"] for row in rows if "error" in row]
         digests: dict[int, set[str]] = {}
@@ -185,6 +192,15 @@ class Churn:
             possible += len(there)
             counted += len(there & {name for name, weight in weights.items() if weight})
         return len(digests), counted / max(1, possible)
+
+    def pauses(self) -> list[float]:
+        """Times from one round to the next beyond that of training, sorted."""
+        times = {}
+        for row in self.rows():
+            if "round" in row:
+                times[row["round"]] = min(row["time"], times.get(row["round"], row["time"]))
+        gaps = [times[n] - times[n - 1] - self.round_s for n in times if n - 1 in times]
+        return sorted(max(0.0, gap) for gap in gaps)
 
     def _begins(self, name: str, rows: list[dict[str, Any]]) -> float:
         """Time of a peer's first round."""

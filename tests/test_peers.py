@@ -3,6 +3,7 @@
 import socket
 import stat
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
@@ -304,5 +305,7 @@ def test_peers_come_and_go(tmp_path: Path) -> None:
 def test_peers_come_and_go_200_times(tmp_path: Path) -> None:
     churn = survive(tmp_path, seed=0, events=200, round_s=0.3)
     rounds, share = churn.check()
-    print(f"{rounds} rounds, {share:.3f} of the peers' rounds counted")
+    pauses = churn.pauses()
+    print(f"{rounds} rounds of {churn.round_s} s, {share:.3f} of the peers' rounds counted; from one to the next")
+    print(f"{pauses[len(pauses) // 2]:.2f} s (median), {pauses[-1]:.2f} s (longest); {Counter(churn.kinds)}")
     assert share >= 0.8

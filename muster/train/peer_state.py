@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
 
 import torch
@@ -44,12 +44,18 @@ class PeerState:
     def snapshot(self) -> bytes:
         """Return all of it."""
         with self._lock:
-            head = json.dumps({"round": self.round, "samples": self.samples}).encode() + b"\n"
-            return head + b"".join(_to_bytes(x) for x in self._tensors())
+            return b"".join(self._parts())
 
     def digest(self) -> str:
         """Return its SHA-256."""
-        return sha256(self.snapshot()).hexdigest()
+        found = sha256()
+        for part in self._parts():
+            found.update(part)
+        return found.hexdigest()
+
+    def _parts(self) -> Iterator[bytes]:
+        yield json.dumps({"round": self.round, "samples": self.samples}).encode() + b"\n"
+        yield from map(_to_bytes, self._tensors())
 
     def load(self, content: bytes) -> None:
         """Take over a snapshot. Raises ValueError where it is of other parameters."""

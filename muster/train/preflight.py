@@ -18,6 +18,7 @@ from muster.config.yaml_writer import write_atomically, yaml_text
 from muster.data.dataset import SampleStream
 from muster.data.dp_slice import parts_of_micro_batches
 from muster.launch.nodes.rendezvous_config import RendezvousConfig
+from muster.launch.peers.channel import load_secret
 from muster.layout.mesh import coordinates_of, dp_index_of
 from muster.planner.auto import ChosenPlan, choose_plan
 from muster.spec.errors import ConfigError, InfeasibleError
@@ -286,6 +287,7 @@ def require_settings_of_islands(config: RunConfig, plan: Plan) -> None:
     """Raise ConfigError where outer steps and islands don't go together, or a key doesn't go with islands."""
     if config.outer is not None and config.outer.coordinator is not None:
         require_peer_plan(plan)
+        load_secret(Path(config.outer.secret_file or ""))
     elif plan.islands == 1:
         if config.outer is not None:
             raise ConfigError(

@@ -1,0 +1,127 @@
+"""Runs of `muster train` that are peers of a coordinator: their model, and how they leave and come back."""
+
+import json
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from muster.launch.peers.channel import create_secret
+from muster.launch.peers.coordinator import Coordinator
+from tests.toy_peers import QUICK
+from tests.train_runs import AT_ONCE, Command, assert_one_sentence, steps, train
+from tests.train_runs import QUICK as QUICK_END
+
+SMALL = ("--preset", "tiny", "--model.num_layers", "1", "--outer.every", "2", *QUICK_END)
+
+
+class Meeting:
+    """A coordinator in this process, and the flags of its peers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.log = folder, list[str]()
+        self.secret = create_secret(folder / "secret")
+        self._open: Coordinator | None = None
+
+    def start(self, min_peers: int = 1, port: int = 0) -> None:
+        listener = socket.create_server(("127.0.0.1", port))
+        self.port = listener.getsockname()[1]
+        self._open = Coordinator(listener, self.secret, replace(QUICK, min_peers=min_peers), self.log.append)
+
+    def stop(self) -> None:
+        if self._open is not None:
+            self._open.close()
+
+    def flags(self, name: str) -> tuple[str | Path, ...]:
+        address = "--outer.coordinator", f"127.0.0.1:{self.port}", "--outer.secret_file", self.folder / "secret"
+        return (*SMALL, "--parallel", "mb1-fp32", "--nproc", "1", *address, "--run", self.folder / name)
+
+
+@pytest.fixture
+def meeting(tmp_path: Path) -> Iterator[Meeting]:
+    made = Meeting(tmp_path)
+    yield made
+    made.stop()
+
+
+def shared_state(run: Path, step: int) -> dict[str, torch.Tensor]:
+    """Outer parameters and momentum of a checkpoint, flat."""
+    found: dict[str, torch.Tensor] = {}
+    for file in (run / "checkpoints" / f"step-{step:08}").glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            names = [name for name in tensors.keys() if name.startswith(("model/", "outer/"))]  # noqa: SIM118
+            found |= {name: tensors.get_tensor(name).flatten() for name in names}
+    return found
+
+
+def assert_equal_states(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def test_runs_that_stay_are_the_islands_of_a_plan_to_the_bit(meeting: Meeting) -> None:
+    meeting.start(min_peers=2)
+    length = "--train.steps", "5", "--train.global_batch_size"
+    with (
+        Command(*meeting.flags("a"), *length, "2", forked=True) as a,
+        Command(*meeting.flags("b"), *length, "2", forked=True) as b,
+    ):
+        ended = [a.wait(), b.wait()]
+    assert [one.code for one in ended] == [0, 0], ended
+    run = meeting.folder / "islands"
+    islands = train(*SMALL, "--parallel", "isl2-mb1-fp32", "--nproc", "2", *length, "4", "--run", run)
+    assert islands.code == 0, islands.err
+    expected = shared_state(run, 5)
+    for name in ("a", "b"):
+        assert_equal_states(shared_state(meeting.folder / name, 5), expected)
+        rows = [json.loads(line) for line in (meeting.folder / name / "islands.jsonl").read_text().splitlines()]
+        assert [(row["step"], row["peers"]) for row in rows] == [(2, 2), (4, 2), (5, 2)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--parallel", "dp2-mb1-fp32", "--nproc", "2"), ("it has 2 ranks", "expected one")),
+        (("--outer.method", "streaming"), ("method streaming isn't built for peers", "expected diloco")),
+        (("--outer.coordinator", "host-a"), ("host-a is no address with a port", "HOST:PORT")),
+        (("--outer.secret_file", "nowhere"), ("the secret file", "copy the one")),
+    ],
+)
+def test_what_a_peer_can_not_be_is_refused(meeting: Meeting, flags: tuple[str, ...], words: tuple[str, ...]) -> None:
+    meeting.start()
+    ended = train(*meeting.flags("a"), "--train.steps", "2", *flags)
+    assert_one_sentence(ended, 3 if "ranks" in words[0] else 2, *words)
+
+
+@pytest.mark.soak
+def test_runs_are_killed_leave_and_come_back(meeting: Meeting) -> None:
+    meeting.start(min_peers=2)
+    length = "--train.steps", "40", "--train.global_batch_size", "2", "--train.save_every", "3", *AT_ONCE
+
+    def start(name: str) -> Command:
+        return Command(*meeting.flags(name), *length)
+
+    with start("a") as a, start("b") as b:
+        b.wait_for_step(7)
+        b.kill()
+        a.wait_for_step(12)  # min_peers hold it up until b is back, which took over a's state
+        with start("b") as b:
+            b.wait_for_step(14)
+            b.process.send_signal(signal.SIGTERM)
+            ended = b.wait()
+            assert ended.code == 75, ended
+            meeting.stop()
+            meeting.start(min_peers=2, port=meeting.port)
+            with start("b") as b:
+                ended = b.wait()
+                assert ended.code == 0, ended
+        ended = a.wait()
+    assert ended.code == 0, ended
+    assert steps(meeting.folder / "a") == list(range(1, 41))
+    assert_equal_states(shared_state(meeting.folder / "a", 40), shared_state(meeting.folder / "b", 40))
