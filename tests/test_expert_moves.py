@@ -1,5 +1,8 @@
 """Moves of experts between steps: what they change, what they cost, and when they pay."""
 
+import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from muster.cli.main import main
 from muster.config.cluster_files import load_cluster
 from muster.config.named_model import load_model
 from muster.cost.expert_moves import trial_placements
@@ -16,6 +20,7 @@ from muster.cost.time.kernels import memory_s
 from muster.cost.time.plan_times import place_plan
 from muster.layout.expert_moves import moved_tensors
 from muster.layout.tensor_layout import state_shard_dim
+from muster.report.expert_load import draw_expert_moves
 from muster.simulate.expert_moves import PredictedMoves
 from muster.simulate.predict import predict
 from muster.spec.model import ModelSpec
@@ -23,6 +28,7 @@ from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.routing_load import RoutingLoad, rank_shares, rebalanced_order, zipf_load
 from muster.spec.workload import Workload
+from muster.train.step_result import ExpertMoves
 from tests.ranks import run_ranks
 
 CASES: dict[int, list[dict[str, Any]]] = {
@@ -173,3 +179,28 @@ def test_moves_between_nodes_take_longer() -> None:
         for after in [plan.model_copy(update={"expert_placement": trial_placements(model, plan)[1]})]
     )
     assert far > near > 0
+
+
+def test_the_page_shows_the_predicted_time_beside_the_measured_one() -> None:
+    row = {"step": 20, "experts/moved": 18, "experts/moved_bytes": 4 << 20, "experts/moved_s": 0.14}
+    row |= {"experts/ranks_max_over_mean": 1.2, "experts/ranks_max_over_mean_moved": 1.0}
+    cells = str(draw_expert_moves([row | {"experts/moved_predicted_s": 0.05}, row, {"step": 21}]))
+    assert re.findall(r"<td>(0\.\d\d s|–)</td>", cells) == ["0.14 s", "0.05 s", "0.14 s", "–"]
+    moves = ExpertMoves(18, 4 << 20, 0.14, 1.2, 1.0, 0.05)
+    assert str(moves).startswith("18 experts moved (4.00 MiB in 0.14 s, predicted 0.05 s): the fullest rank had 1.20")
+    assert "predicted" not in str(replace(moves, predicted_s=None))
+
+
+def test_a_prediction_says_what_moves(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    run = tmp_path / "moving.yaml"
+    run.write_text("extends: tiny-moe\nparallel: dp2-ep2-mb1\ntrain: {rebalance_experts_every: 20}\n")
+    command = ["predict", "--cluster", "2xh100", "--plan", str(run)]
+    assert main(command) == 0
+    assert "moves     none after 20 steps, as none pays: the fullest rank has 1.00" in capsys.readouterr().out
+    assert main([*command, "--expert-load", "zipf:1.2", "--json"]) == 0
+    said, moves = (
+        json.loads(capsys.readouterr().out)["moves"],
+        moves_of(load_model("tiny-moe"), parse_plan_name("dp2-ep2-mb1-fp32"), LOAD),
+    )
+    assert said == moves.to_json()
+    assert said["time_s"] > 0
