@@ -69,7 +69,7 @@ def run(arguments: list[str]) -> int:
 def _keep_runs(args: argparse.Namespace, output: Path) -> int:
     """Keep the errors of predictions of one's own runs in the machine's file."""
     from muster.config.local_machine import profiled_machine
-    from muster.validate.own_runs import keep_run_errors, runs_summary
+    from muster.validate.local_runs import keep_run_errors, runs_summary
 
     if args.quick or args.ranks is not None:
         raise ConfigError("--runs measures nothing: leave out --quick and --ranks")

@@ -18,7 +18,7 @@ from muster.validate.table import MeasurementRow, read_table
 
 
 @dataclass(frozen=True)
-class OwnRun:
+class LocalRun:
     """One row of a table of runs: the error of its prediction, or the reason why it has none."""
 
     row: MeasurementRow
@@ -27,13 +27,13 @@ class OwnRun:
     why: str = ""
 
 
-def keep_run_errors(table: Path, output: Path, machine: ClusterSpec) -> list[OwnRun]:
+def keep_run_errors(table: Path, output: Path, machine: ClusterSpec) -> list[LocalRun]:
     """Predict each run of a table on the machine, and write the errors into its file; those of a former table go.
 
     Raises ConfigError where the table can't be read or none of its rows can be predicted, MusterError where the file
     can't be written.
     """
-    runs = [_own_run(row, machine) for row in read_table(table)]
+    runs = [_local_run(row, machine) for row in read_table(table)]
     errors = tuple(round(run.error, 4) for run in runs if run.error is not None)
     if not errors:
         raise ConfigError(f"{table}: none of the {pluralize(len(runs), 'run')} can be predicted: {runs[0].why}")
@@ -49,7 +49,7 @@ def keep_run_errors(table: Path, output: Path, machine: ClusterSpec) -> list[Own
     return runs
 
 
-def _own_run(row: MeasurementRow, machine: ClusterSpec) -> OwnRun:
+def _local_run(row: MeasurementRow, machine: ClusterSpec) -> LocalRun:
     """Return a row with the error of its prediction on the machine."""
     try:
         if row.problem:
@@ -62,11 +62,11 @@ def _own_run(row: MeasurementRow, machine: ClusterSpec) -> OwnRun:
         cluster = with_num_ranks(machine, case.plan.world_size)
         found = predict(case.model, case.plan, inputs.workload, cluster)
     except (UnpredictableRowError, MusterError) as error:
-        return OwnRun(row, why=f"{row.location}: {error}")
-    return OwnRun(row, found.step_time_s / measured_s - 1)
+        return LocalRun(row, why=f"{row.location}: {error}")
+    return LocalRun(row, found.step_time_s / measured_s - 1)
 
 
-def runs_summary(runs: Sequence[OwnRun]) -> str:
+def runs_summary(runs: Sequence[LocalRun]) -> str:
     """Return a line on the errors, and one for each run without."""
     errors = [run.error for run in runs if run.error is not None]
     bias = mean(errors)
