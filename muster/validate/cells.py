@@ -46,6 +46,14 @@ def parse_real(text: str) -> float | None:
     return value
 
 
+def parse_measure(text: str) -> float | None:
+    """Parse a number above 0 that may say its usual unit, `B` of parameters or `GB` of memory; None for an empty cell.
+
+    Raises ValueError with what was found and expected.
+    """
+    return parse_real(re.sub(r"(?<=\d)\s*(b|gb|gib)$", "", text, flags=re.IGNORECASE))
+
+
 def parse_whole(text: str, most: int = MAX_VALUE) -> int | None:
     """Parse a whole number; None for an empty cell. Raises ValueError with what was found and expected."""
     value = parse_real(text)

@@ -38,6 +38,7 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
         "num_accelerators",
         "total_gpus",
         "number_of_gpus",
+        "of_gpus",
         "world_size",
         "n_devices",
         "num_devices",
@@ -80,6 +81,7 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     + ("remat_policy", "recompute_granularity", "gradient_checkpointing", "ac", "ac_mode"),
     "precision": ("dtype", "training_precision", "compute_dtype", "data_type"),
     "attn_kernel": ("attention_kernel", "attention_backend", "attn_impl"),
+    "software": ("framework", "program", "trainer"),
     "peak_mem_gb": ("peak_memory_gb", "max_memory_gb", "peak_mem_gib", "peak_memory_gib", "peak_memory", "peak_mem")
     + ("max_memory", "memory_gib", "max_mem_gb"),
 }
@@ -93,11 +95,15 @@ _METRICS: dict[str, tuple[str, ...]] = {
         "step_time_ms",
         "ms_per_step",
         "ms_per_iter",
+        "time_per_iteration_ms",
+        "time_per_step_ms",
+        "time_per_iter_ms",
         "iter_time_ms",
         "ms_per_iteration",
         "elapsed_time_per_iteration_ms",
         "elapsed_ms",
     ),
+    "iterations_per_s": ("iter_per_s", "it_per_s", "iter_per_sec", "it_per_sec", "steps_per_s", "steps_per_sec"),
     "tokens_per_s_per_gpu": ("tokens_per_sec_per_gpu", "tokens_per_second_per_gpu", "tok_per_s_per_gpu", "tgs")
     + (
         "tokens_per_s_per_device",
@@ -147,8 +153,10 @@ _METRICS: dict[str, tuple[str, ...]] = {
 }
 """Metrics with their other names, as `_plain` writes them."""
 
-ITERATION_MS = "iteration_time_ms"
-"""Metric that is read as `iteration_time_s`."""
+ITERATION_MS, ITERATIONS_PER_S = "iteration_time_ms", "iterations_per_s"
+"""Metrics that are read as `iteration_time_s`."""
+LAST_METRICS = ("peak_memory_gb", "outcome")
+"""Metrics that count where a row has no other."""
 
 
 def canonical_column(name: str) -> str:

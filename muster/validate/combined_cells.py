@@ -17,8 +17,11 @@ _LAYOUT_WORD = re.compile(
 )
 _COUNT_OF_DEVICES = re.compile(r"(\d{1,3}(?:,\d{3})+|\d+)\s*[x×]\s*(?=[a-z])", re.IGNORECASE)
 """Number before a device's name: `256 x TPU v5p`."""
+_TPU_SLICE = re.compile(r"v(4|5p|5e|5litepod|6e)-(\d+)$", re.IGNORECASE)
+"""Name of a part of a pod of TPUs, with its number of chips; of v4 and v5p that of their cores, two a chip."""
 OTHER_COLUMNS: dict[str, tuple[str, ...]] = {
     "nodes": ("num_nodes", "n_nodes", "number_of_nodes", "node_count"),
+    "slice": ("tpu_slice", "topology"),
     "fsdp": ("fsdp_size", "fsdp_degree", "fully_sharded"),
     "accumulation": ("ga", "grad_accum", "grad_acc", "gradient_accumulation", "gradient_accumulation_steps")
     + ("grad_accumulation_steps", "num_microbatches", "num_micro_batches", "n_micro_batches"),
@@ -41,10 +44,11 @@ def combined_column(name: str) -> str | None:
 
 def counts_devices(header: Sequence[str], rows: Iterable[Sequence[str] | None]) -> bool:
     """Return True if a table without `n_gpus` says the number of devices by its nodes, or before their names."""
-    if "nodes" in header or "gpu" not in header:
-        return "nodes" in header
+    if "gpu" not in header or {"nodes", "slice"} & set(header):
+        return bool({"nodes", "slice"} & set(header))
     at = header.index("gpu")
-    return any(cells and len(cells) > at and _COUNT_OF_DEVICES.match(cells[at].strip()) for cells in rows)
+    named = [cells[at].strip() for cells in rows if cells and len(cells) > at]
+    return any(_COUNT_OF_DEVICES.match(name) or _TPU_SLICE.search(name) for name in named)
 
 
 def fill_from_combined(cells: dict[str, str]) -> dict[str, str]:
@@ -67,6 +71,7 @@ def fill_from_combined(cells: dict[str, str]) -> dict[str, str]:
     fill("zero", _sharding(filled.get("fsdp", "")))
     says_all = any(name in _LAYOUT_COLUMNS and _LAYOUT_WORD.search(text) for name, text in cells.items())
     says_all |= bool(re.search(r"fsdp|hsdp|zero.?3|full.?shard", filled.get("zero", ""), re.IGNORECASE))
+    says_all |= not {"tp", "pp"} & cells.keys() and bool(filled.get("zero"))
     for axis, other in (("tp", "pp"), ("pp", "tp")):
         if says_all or (axis not in cells and filled.get(other)):
             fill(axis, "1")
@@ -103,6 +108,8 @@ def _fill_devices(cells: dict[str, str], fill_one: Callable[[str, str], None]) -
     if found := _COUNT_OF_DEVICES.match(cells.get("gpu", "")):
         fill_one("n_gpus", found[1])
         cells["gpu"] = cells["gpu"][found.end() :]
+    if found := _TPU_SLICE.search(cells.get("slice") or cells.get("gpu", "")):
+        fill_one("n_gpus", str(int(found[2]) // (2 if found[1].lower() in ("4", "5p") else 1)))
     nodes, each = _number(cells.get("nodes", "")), _number(cells.get("gpus_per_node", ""))
     if nodes and each:
         fill_one("n_gpus", str(nodes * each))

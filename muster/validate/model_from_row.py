@@ -152,6 +152,7 @@ def _catalogue_model(name: str) -> ModelSpec | None:
     """Return the catalogue's model of that name, regardless of publisher, hyphens, dots, parentheses and suffixes of
     fine-tuning."""
     own = re.sub(r"\(.*?\)", "", name).strip().rpartition("/")[2]
+    own = re.sub(r"(llama)\W*3\W+(?=405b)", r"\1-3.1-", own, flags=re.IGNORECASE)  # of 3.1 alone, often called 3
     for words in (own, _PUBLISHER_AFFIXES.sub("", own)):
         for entry in names("models"):
             if _alphanumeric(entry) == _alphanumeric(words):

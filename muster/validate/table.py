@@ -15,14 +15,16 @@ from muster.validate.cells import (
     MAX_LAYERS,
     parse_inner_widths,
     parse_length,
+    parse_measure,
     parse_most_chunks,
-    parse_real,
     parse_value,
     parse_whole,
 )
 from muster.validate.columns import (
     COLUMNS,
     ITERATION_MS,
+    ITERATIONS_PER_S,
+    LAST_METRICS,
     REQUIRED_COLUMNS,
     canonical_column,
     canonical_metric,
@@ -215,7 +217,8 @@ def _header_and_lines(text: str) -> tuple[list[str], list[tuple[int, Sequence[st
 
 def _metric_columns(header: Sequence[str]) -> list[str]:
     """Return the columns that are called after a metric, where none is called `metric`."""
-    return [] if "metric" in header else [name for name in header if name not in COLUMNS and metric_of_column(name)]
+    found = [] if "metric" in header else [name for name in header if name not in COLUMNS and metric_of_column(name)]
+    return sorted(found, key=lambda name: metric_of_column(name) in LAST_METRICS)
 
 
 def _split_lines(text: str, delimiter: str) -> Iterator[tuple[int, Sequence[str] | None]]:
@@ -310,7 +313,7 @@ def _row(cells: dict[str, str], file: str, line: int, number: int) -> Measuremen
 
     fields: dict[str, object] = {name: cells[name] for name in _WORDS}
     fields |= {name: parsed(name, parse_whole, None) for name in _INTEGERS}
-    fields |= {name: parsed(name, parse_real, None) for name in _FLOATS}
+    fields |= {name: parsed(name, parse_measure, None) for name in _FLOATS}
     layers = parsed("layers", lambda text: parse_whole(text, MAX_LAYERS), None)
     pp = fields["pp"]
     assert pp is None or isinstance(pp, int)
@@ -325,8 +328,9 @@ def _row(cells: dict[str, str], file: str, line: int, number: int) -> Measuremen
             problems.append(f"row {number}, value: found '{said}', expected OOM, or ok for a run that worked")
     else:
         value = parsed("value", lambda text: parse_value(text, metric), None)
-        if metric == ITERATION_MS:
-            metric, value = "iteration_time_s", None if value is None else value / 1e3
+        if metric in (ITERATION_MS, ITERATIONS_PER_S):
+            time_s = None if value is None else value / 1e3 if metric == ITERATION_MS else 1 / value
+            metric, value = "iteration_time_s", time_s
         fields |= {"metric": metric, "value": value, "outcome": ""}
     return MeasurementRow(file=file, line=line, number=number, problem="; ".join(problems), **fields)  # type: ignore[arg-type]
 
