@@ -25,7 +25,7 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("num_kv_heads", "n_kv_heads", "num_key_value_heads", "num_query_groups"),
     "vocab": ("vocab_size",),
     "seq_len": ("seq", "seqlen", "seq_length", "sequence_length", "context", "context_length", "context_len")
-    + ("max_seq_len", "max_seq_length", "sequence_len", "max_target_length"),
+    + ("sequence", "max_seq_len", "max_seq_length", "sequence_len", "max_target_length"),
     "n_experts": ("num_experts", "experts"),
     "top_k": ("topk", "num_experts_per_tok"),
     "gpu": ("device", "gpu_type", "gpu_model", "accelerator", "accelerators", "hardware", "system", "machine", "chip")

@@ -8,7 +8,10 @@ from muster.validate.cells import parse_length, parse_whole
 
 _DEGREES = {"tp": "tp", "pp": "pp", "dp": "dp", "cp": "cp", "ep": "ep", "etp": "etp", "vpp": "vpp", "vp": "vpp"}
 _BATCHES = {"mbs": "micro_batch", "gbs": "global_batch"}
-_LAYOUT_COLUMNS = ("parallelism", "parallelization", "strategy", "configuration", "config", "layout", "mesh")
+_LAYOUT_COLUMNS = (
+    *("parallelism", "parallelization", "strategy", "configuration", "config", "layout", "mesh", "mesh_shape"),
+    *("ici_parallelism", "sharding_ici"),
+)
 """Columns whose cells may name degrees, as `TP=4, PP=2` or `FSDP 32 + TP 8`."""
 _LAYOUT_WORD = re.compile(
     rf"(?<![a-z0-9])({'|'.join((*_DEGREES, *_BATCHES))})\s*[-=: ]?\s*(\d+)(?![\d.])"
@@ -25,7 +28,13 @@ OTHER_COLUMNS: dict[str, tuple[str, ...]] = {
     "fsdp": ("fsdp_size", "fsdp_degree", "fully_sharded"),
     "accumulation": ("ga", "grad_accum", "grad_acc", "gradient_accumulation", "gradient_accumulation_steps")
     + ("grad_accumulation_steps", "num_microbatches", "num_micro_batches", "n_micro_batches"),
-    "batch_per_device": ("per_device_batch_size", "per_chip_batch", "per_chip_batch_size", "batch_per_chip"),
+    "batch_per_device": (
+        "per_device_batch_size",
+        "per_device_batch",
+        "per_chip_batch",
+        "per_chip_batch_size",
+        "batch_per_chip",
+    ),
     "batch_per_rank": ("batch_size_per_gpu", "batch_per_gpu", "local_batch_size", "local_batch", "per_gpu_batch_size"),
     "batch_tokens": ("global_batch_tokens", "batch_size_tokens", "global_batch_size_tokens", "tokens_per_batch")
     + ("tokens_per_step", "batch_tokens"),
