@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from muster.parallel.allocation_meter import host_memory
+from muster.parallel.allocation_meter import as_host_memory
 from muster.parallel.file_store import FileSlot, FileStore
 
 
@@ -50,17 +50,15 @@ class StoredPart:
 
     # On the store's thread, so that memory is taken and freed in the order of reads and writes.
 
-    @host_memory()
     def _fill(self) -> None:
         for tensor, shape in zip(self._tensors, self._shapes, strict=True):
-            tensor.data = tensor.new_empty(shape)
+            tensor.data = as_host_memory(tensor.new_empty(shape))
         self._slot.read(self._tensors)
 
     def _write_and_empty(self) -> None:
         self._slot.write(self._tensors)
         self._empty()
 
-    @host_memory()
     def _empty(self) -> None:
         for tensor in self._tensors:
-            tensor.data = tensor.new_empty(0)
+            tensor.data = as_host_memory(tensor.new_empty(0))

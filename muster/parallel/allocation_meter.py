@@ -29,6 +29,17 @@ def host_memory() -> Iterator[None]:
         _thread.is_host = before
 
 
+_running: list["AllocationMeter"] = []
+"""Meters within which a rank's thread is."""
+
+
+def as_host_memory(tensor: Tensor) -> Tensor:
+    """Return a tensor that another thread than the rank's has made, whose meter then takes it as host memory."""
+    for meter in _running:
+        meter.note_host_memory(tensor.untyped_storage())
+    return tensor
+
+
 class AllocationMeter(TorchDispatchMode):
     """Counts the bytes of the storages that this thread makes within, except those of host memory."""
 
@@ -46,7 +57,14 @@ class AllocationMeter(TorchDispatchMode):
         """Forget the most bytes so far."""
         self.peak_bytes = self.held_bytes
 
+    def note_host_memory(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage as host memory."""
+        key = storage._cdata
+        self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
+        self._counted[key] = -1
+
     def __enter__(self) -> "AllocationMeter":
+        _running.append(self)
         self._resize = torch.UntypedStorage.resize_
         resize = self._resize
 
@@ -61,6 +79,7 @@ class AllocationMeter(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
+        _running.remove(self)
         super().__exit__(*error)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
@@ -86,8 +105,11 @@ class AllocationMeter(TorchDispatchMode):
         before = self._counted.get(key)
         if before is None:
             is_device = not getattr(_thread, "is_host", False) and storage.device.type == "cpu"
+            if not is_device:
+                self.note_host_memory(storage)
+                return
             self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
-            self._counted[key] = before = 0 if is_device else -1
+            self._counted[key] = before = 0
         if before < 0:
             return
         size = storage.nbytes()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from muster.layout.host_updates import layer_of
-from muster.parallel.allocation_meter import host_memory
+from muster.parallel.allocation_meter import as_host_memory, host_memory
 from muster.parallel.file_store import FileSlot, FileStore
 from muster.parallel.fsdp import fsdp_groups
 from muster.parallel.offload import HostLink
@@ -330,9 +330,8 @@ class OffloadedGroup:
         found: dict[str, Tensor] = {}
         names = list(self.gradient_norms)
 
-        @host_memory()
         def fill() -> None:
-            found.update({name: torch.empty_like(self.values[name]) for name in names})
+            found.update({name: as_host_memory(torch.empty_like(self.values[name])) for name in names})
             slot.read(list(found.values()))
 
         read = self._owner.files.submit(fill)
@@ -400,7 +399,7 @@ class ParamOffload:
     def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return memory of the host, pinned for a GPU."""
         is_pinned = self.device.type != "cpu"
-        return torch.empty(shape, dtype=dtype, device=self.link.host_device, pin_memory=is_pinned)
+        return as_host_memory(torch.empty(shape, dtype=dtype, device=self.link.host_device, pin_memory=is_pinned))
 
     def values(self) -> dict[str, Tensor]:
         """Return the master weights by name; those on disk have memory after `bring` alone."""
@@ -527,7 +526,7 @@ def _without_memory(like: Tensor) -> Tensor:
     """Return a tensor of the same shape without memory."""
     made = torch.empty_like(like)
     made.untyped_storage().resize_(0)
-    return made
+    return as_host_memory(made)
 
 
 def _as(buffer: Tensor, like: Tensor) -> Tensor:
