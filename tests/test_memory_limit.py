@@ -84,8 +84,8 @@ def test_more_than_the_limit_is_an_error_in_forward_and_backward() -> None:
     assert counted.peak_bytes > 1900
 
 
-def forecast_bytes(name: str) -> int:
-    model, plan, work = load_model("tiny"), parse_plan_name(name), Workload(seq_len=64, global_batch_size=2)
+def forecast_bytes(name: str, batch: int = 2) -> int:
+    model, plan, work = load_model("tiny"), parse_plan_name(name), Workload(seq_len=64, global_batch_size=batch)
     cpu = single_node_cluster(DeviceSpec(name="cpu", kind="cpu"), plan.world_size)
     return forecast_memory(model, plan, work, cpu, build_program(plan, model, work)).fullest.terms.total
 
@@ -131,7 +131,8 @@ def test_one_layer_and_its_buffers_are_enough(ranks: int, tmp_path: Path) -> Non
     words = ("--train.global_batch_size", "4")
     assert train(*RUN, *PLAN, *words, "--parallel", f"dp{ranks}", "--run", whole).code == 0
     name = LEAST.replace("dp1", f"dp{ranks}")
-    ended = train(*limited(run, name, forecast_bytes(name)), *words)
+    limit_bytes = int(1.005 * forecast_bytes(name, 4))  # the counts of a run may be 5 % off, and are 0.2 % here
+    ended = train(*limited(run, name, limit_bytes), *words)
     assert ended.code == 0, ended.err
     assert losses(run) == losses(whole)
     assert_held_what_was_forecast(run)
