@@ -74,7 +74,20 @@ def deepspeed_zero3(size: Size, dataset: Dataset, rank: int, world_size: int, pa
     model = PlainLlama(size.model, SEQ_LEN)
     init_weights(model)
     optimizer = torch.optim.AdamW(decayed_groups(model), lr=LEARNING_RATE, betas=BETAS, fused=True)
-    step_deepspeed(model, optimizer, 3, read_batches(dataset, rank, world_size, size.global_batch), pace)
+    step_deepspeed(model, optimizer, {"stage": 3}, read_batches(dataset, rank, world_size, size.global_batch), pace)
+
+
+def deepspeed_offload(size: Size, dataset: Dataset, rank: int, world_size: int, pace: Pace) -> None:
+    """DeepSpeed's ZeRO-Offload (stage 2) with its CPUAdam around the hand-written model."""
+    import deepspeed
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    model = PlainLlama(size.model, SEQ_LEN)
+    init_weights(model)
+    optimizer = DeepSpeedCPUAdam(decayed_groups(model), lr=LEARNING_RATE, betas=BETAS, adamw_mode=True)
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    step_deepspeed(model, optimizer, zero, read_batches(dataset, rank, world_size, size.global_batch), pace)
 
 
 def hugging_face(size: Size, dataset: Dataset, rank: int, world_size: int, pace: Pace) -> None:
@@ -166,7 +179,7 @@ def muster(size: Size, dataset: Dataset, rank: int, world_size: int, pace: Pace,
     )
     train = TrainConfig(steps=10**6, seq_len=SEQ_LEN, global_batch_size=size.global_batch)
     config = RunConfig(model=size.model, data=DataConfig(source=SOURCE), train=train, optim=optim)
-    plan = parse_plan_name(f"{degrees.format(world_size)}-mb{size.global_batch // world_size}-fp32")
+    plan = parse_plan_name(f"{degrees.format(world_size)}{size.words}-mb{size.global_batch // world_size}-fp32")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, world_size, is_master=rank == 0)
     with open_world(store, rank, world_size, plan) as world:
@@ -186,6 +199,7 @@ CONTESTANTS: dict[str, Callable[[Size, Dataset, int, int, Pace], None]] = {
     "plain": plain,
     "hugging-face": hugging_face,
     "deepspeed": deepspeed_zero3,
+    "deepspeed-offload": deepspeed_offload,
     "transformers": transformers_moe,
     "deepspeed-moe": deepspeed_moe,
 }

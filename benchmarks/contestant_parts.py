@@ -62,9 +62,9 @@ def decayed_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def step_deepspeed(
-    model: nn.Module, optimizer: torch.optim.Optimizer, zero_stage: int, batches: Batches, pace: Pace
+    model: nn.Module, optimizer: torch.optim.Optimizer, zero: dict[str, Any], batches: Batches, pace: Pace
 ) -> None:
-    """Steps of DeepSpeed's engine around a model that returns its loss."""
+    """Steps of DeepSpeed's engine around a model that returns its loss; `zero` is its `zero_optimization`."""
     import deepspeed
 
     tokens_BS, labels_BS = next(batches)
@@ -72,7 +72,7 @@ def step_deepspeed(
         "train_micro_batch_size_per_gpu": len(tokens_BS),
         "gradient_accumulation_steps": 1,
         "gradient_clipping": CLIP_NORM,
-        "zero_optimization": {"stage": zero_stage},
+        "zero_optimization": zero,
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     wanted = pace.wait()

@@ -137,4 +137,4 @@ def deepspeed_moe(size: Size, dataset: Dataset, rank: int, world_size: int, pace
     groups = [{"name": f"group-{index}", **group} for index, group in enumerate(decayed_groups(model))]
     groups = split_params_into_different_moe_groups_for_optimizer(groups)
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, fused=True)
-    step_deepspeed(model, optimizer, 2, read_batches(dataset, rank, world_size, size.global_batch), pace)
+    step_deepspeed(model, optimizer, {"stage": 2}, read_batches(dataset, rank, world_size, size.global_batch), pace)

@@ -37,9 +37,13 @@ class Size:
     global_batch: int
     """Sequences per step, over all processes."""
     steps_per_turn: int
+    words: str = ""
+    """Further words of Muster's plan, where its peers offload, too."""
 
     @property
     def bars(self) -> dict[int, dict[str, float]]:
+        if self.words:
+            return OFFLOAD_BARS
         return MOE_BARS if self.model.moe else BARS
 
     @property
@@ -71,6 +75,12 @@ SIZES = {
         global_batch=4,
         steps_per_turn=2,
     ),
+    "100m-offload": Size(
+        ModelSpec(vocab_size=8192, hidden_size=768, num_layers=12, num_heads=12, intermediate_size=2048),
+        global_batch=1,
+        steps_per_turn=1,
+        words="-oopt",
+    ),
 }
 
 BARS = {
@@ -83,6 +93,8 @@ MOE_BARS = {
     2: {"transformers": 1.1, "deepspeed-moe": 1.0, "muster-ep": 0.0},
 }
 """The same for models with experts. `muster-ep` is Muster's own plan with expert parallelism, which has no bar (0)."""
+OFFLOAD_BARS = {1: {"deepspeed-offload": 1.0}, 2: {"deepspeed-offload": 1.0}}
+"""The same with optimizer state in host memory, which the host's cores update."""
 
 
 class Contestant:
@@ -180,7 +192,8 @@ def _free_port() -> int:
 def main() -> None:
     """Runs the contests that the arguments name; prints tables and, on request, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    on_device = [name for name, size in SIZES.items() if not size.words]
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=on_device)
     parser.add_argument("--processes", nargs="+", type=int, choices=BARS, default=list(BARS))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--only", nargs="+", help="contestants to run, of muster and its peers")

@@ -42,7 +42,7 @@ class HostLane:
         """Begin a step."""
         self._over = {Wait(lane, n): Future() for lane in self.lanes for n in range(len(self._items[lane]))}
         self._events = []
-        self._steps = [thread.submit(self._walk, lane) for lane, thread in self._threads.items()]
+        self._steps = [self._threads[lane].submit(self._walk, lane) for lane in self.lanes]
 
     def is_over(self, wait: Wait) -> bool:
         """Return True if an instruction is over."""
