@@ -97,6 +97,18 @@ def test_a_restarted_coordinator_waits_for_those_that_were_there() -> None:
     assert doings(members.decide(NOW + 3)) == dict.fromkeys("abc", "exchange")
 
 
+def test_peers_do_not_go_on_from_an_earlier_state_while_those_with_the_last_one_may_come_back() -> None:
+    last = replace(IN, round=6, digest="h6", phase="training", members=("b",))
+    members = group(a=IN, b=last)
+    members.lose("b", NOW, has_left=False)
+    assert members.decide(NOW + 5) == {}
+    members.update("b", last, NOW + 6)
+    assert doings(members.decide(NOW + 6)) == {"a": "fetch"}
+    members.lose("b", NOW + 6, has_left=False)
+    assert doings(members.decide(NOW + 17)) == {"a": "exchange"}
+    assert any("rounds 5 to 6 are lost" in sentence for sentence in members.events)
+
+
 def test_generations_of_a_restarted_coordinator_are_new() -> None:
     members = group(a=replace(IN, failed=41), b=IN, c=IN)
     assert members.decide(NOW)["a"]["generation"] > 41

@@ -98,6 +98,10 @@ class Membership:
     _generation: int = 0
     _aborted: int = 0
     """Last generation that was aborted."""
+    _last_round: int = 0
+    """Last round of which a peer had the state."""
+    _last_round_s: float = 0.0
+    """Time at which one was last there."""
     _aborts: int = 0
     """Exchanges that were aborted since one ended."""
     _next_s: float = 0.0
@@ -116,6 +120,8 @@ class Membership:
         before = self.peers.get(name)
         self.peers[name], self.heard_s[name] = state, now_s
         self.lost_s.pop(name, None)
+        if state.round > self._last_round:
+            self._last_round, self._last_round_s = state.round, now_s
         self._generation = max(self._generation, state.generation, state.failed, state.committed)
         if before is not None and state.failed != before.failed and state.suspect:
             self.bad_links[frozenset((name, state.suspect))] += 1
@@ -211,8 +217,18 @@ class Membership:
         return True
 
     def _begin(self, now_s: float) -> dict[str, Message]:
-        """Let peers without the shared state fetch it, and begin what the others are ready for."""
+        """Let peers without the shared state fetch it, and begin what the others are ready for. Peers with an earlier
+        state than there was wait for those that had it, who may come back, before they go on from theirs."""
         round_, digest = self.shared_state()
+        if round_ == self._last_round:
+            self._last_round_s = now_s
+        elif now_s - self._last_round_s < self.settings.silence_s:
+            return {}
+        else:
+            self.events.append(
+                f"rounds {round_ + 1} to {self._last_round} are lost with the peers that had their state"
+            )
+            self._last_round = round_
         current = {name: state for name, state in self.peers.items() if state.shared == (round_, digest)}
         orders = {
             name: self._fetch_order(name, state, current)
