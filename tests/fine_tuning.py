@@ -74,8 +74,8 @@ def _save(own: Any, folder: Path, template: str, special: dict[str, str]) -> Non
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, **special, "chat_template": template}))
 
 
-def write_base_model(kind: str, folder: Path) -> None:
-    """Write a random model of `kind` with its tokenizer, as a Hugging Face directory."""
+def write_base_model(kind: str, folder: Path, **sizes: int) -> None:
+    """Write a random model of `kind` with its tokenizer, as a Hugging Face directory; `sizes`: others than `SIZES`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -87,7 +87,7 @@ def write_base_model(kind: str, folder: Path) -> None:
         size = write_mistral_tokenizer(folder)
         stops = ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     torch.manual_seed(5)
-    config = AutoConfig.for_model(**SIZES, model_type=kind, vocab_size=size, **ids)
+    config = AutoConfig.for_model(**SIZES | sizes, model_type=kind, vocab_size=size, **ids)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

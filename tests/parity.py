@@ -35,6 +35,7 @@ from muster.model.block_attention import MergedAttention, block_forward, block_s
 from muster.model.decoder import Decoder
 from muster.model.documents import Documents
 from muster.model.dropout import InputDropout, sample_keys
+from muster.model.four_bit import FourBitWeight, dequantize, quantize
 from muster.model.further_tokens import FurtherTokens, shift_further
 from muster.model.grouped_matmul import StackedLinear, grouped_linears, grouped_weight_grad
 from muster.model.init import draw, initial_value
@@ -57,6 +58,7 @@ from muster.parallel.weight_grad_store import WeightGradStore
 from muster.parallel.world import World, open_world
 from muster.schedule.resolve import resolve_schedule
 from muster.spec.adapters import AdapterSpec
+from muster.spec.four_bit import has_four_bits, is_four_bit_part, with_whole_weights
 from muster.spec.model import ModelSpec
 from muster.spec.model_components import LinearAttentionSpec, MlaSpec, MoeSpec, RopeScaling
 from muster.spec.nearest_plans import require_runnable
@@ -266,6 +268,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "dora everywhere": {"adapter": AdapterSpec(kind="dora", r=3, target_modules=("all-linear",)), "out_bias": True},
     "lora": {"adapter": AdapterSpec(r=3, lora_alpha=6, target_modules=("all-linear",)), "out_bias": True},
 }
+FAMILIES |= {
+    f"{kind} 4-bit": {
+        "adapter": AdapterSpec(kind=kind, r=3, lora_alpha=6, load_in_4bit=True, target_modules=targets),  # type: ignore[arg-type]
+        "hidden_size": 64,
+        "head_dim": 64,
+        "intermediate_size": 512,
+        "qkv_bias": True,
+    }
+    for kind, targets in (("lora", ("q", "k", "o", "up", "down")), ("dora", ("q", "v", "gate")))
+}
 LORA_DROPOUT = AdapterSpec(r=3, lora_alpha=6, target_modules=("all-linear",), lora_dropout=0.2)
 FAMILIES["lora dropout"] = {"adapter": LORA_DROPOUT, "out_bias": True}
 MTP_FACTOR = 0.7
@@ -279,6 +291,8 @@ def start_value(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -
     """The initial value, with noise on norms and biases: ones and zeros would hide what is done to them twice. Without
     noise stays the bias of a choice of experts, which all tokens would make alike."""
     value = initial_value(spec, name, shape, seed)
+    if is_four_bit_part(name):
+        return value
     is_noisy = (len(shape) == 1 or name.endswith((".bias", ".lora_B.weight"))) and not name.endswith(".expert_bias")
     return value + draw(f"noise/{name}", shape, seed, 0.1) if is_noisy else value
 
@@ -294,15 +308,14 @@ def small_run(
     kv_heads: int = 2,
 ) -> RunConfig:
     """A model of a few thousand parameters on the standard library's first source files."""
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48} | FAMILIES[family]
     model = ModelSpec(
         vocab_size=257,
-        hidden_size=32,
         num_layers=layers,
         num_heads=4,
         num_kv_heads=4 if "mla" in FAMILIES[family] else kv_heads,
-        intermediate_size=48,
         tied_embeddings=tied,
-        **FAMILIES[family],
+        **sizes,
     )
     return RunConfig(
         seed=3,
@@ -365,11 +378,12 @@ def reference(
     """Losses of `steps` steps and of a validation batch after them, and the first step's gradients before clipping."""
     config = RunConfig.model_validate_json(config_json)
     dataset, spec = open_data(config, cache), config.model
-    model = Decoder(spec, range(spec.num_layers), first=True, last=True)
+    model = Decoder(with_whole_weights(spec), range(spec.num_layers), first=True, last=True)
     model.to(torch.float64 if precision == "fp64" else torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(start(spec, name, tuple(parameter.shape), config.seed))
+            value = start(spec, name, tuple(parameter.shape), config.seed)
+            parameter.copy_(dequantize(*quantize(value)) if has_four_bits(spec, name) else value)
             parameter.requires_grad_(parameter.requires_grad and not matches_freeze(config.optim, name))
     optim, size = config.optim, config.train.global_batch_size
     named = list(model.named_parameters())
@@ -874,6 +888,13 @@ def columns_from_the_first() -> Iterator[None]:
 
 
 @contextmanager
+def scales_from_the_first() -> Iterator[None]:
+    """A rank with a part of a weight in 4 bits takes the scales of the weight's beginning."""
+    with patch.object(FourBitWeight, "place", lambda *_: None):
+        yield
+
+
+@contextmanager
 def halved_late_gradients() -> Iterator[None]:
     """The gradients of delayed updates are halved while they wait."""
     begin = ParameterUpdater.begin_delayed_step
@@ -1182,6 +1203,7 @@ FAULTS = {
     "lost read": lost_read,
     "lost return": lost_return,
     "columns from the first": columns_from_the_first,
+    "scales from the first": scales_from_the_first,
     "halved late gradients": halved_late_gradients,
     "stale parameters": stale_params,
     "stale shard": stale_shard,

@@ -5,7 +5,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from muster.checkpoint.model_directory import ModelDirectory, model_weights
+from muster.checkpoint.four_bit import DequantizedTensors, FourBitTensors
+from muster.checkpoint.model_directory import ModelDirectory, held_weights, model_weights
+from muster.checkpoint.remapped import JoinedTensors
 from muster.checkpoint.tensors import TensorMeta, TensorSource
 from muster.layout.tensor_layout import Box
 from muster.spec.adapters import MAGNITUDE, AdapterSpec, adapted_module, is_adapter
@@ -29,34 +31,39 @@ def merged_weights(directory: ModelDirectory) -> TensorSource:
 
 def weights_for(directory: ModelDirectory, spec: ModelSpec) -> TensorSource:
     """Return the parameters of a directory as a run with the model `spec` begins with them: with the directory's
-    adapters where they are the run's, else merged; new adapters aren't among them.
+    adapters where they are the run's, else merged; new adapters aren't among them. Weights that the run holds in 4 bits
+    come by their parts, unchanged where the directory has them.
 
     Raises as `model_weights` does.
     """
-    stored = directory.model.adapter if directory.model is not None else None
+    adapter, stored = spec.adapter, directory.model.adapter if directory.model is not None else None
     found = replace(directory, model=spec.model_copy(update={"adapter": stored}))
-    rate = 0.0 if spec.adapter is None else spec.adapter.lora_dropout
-    if (stored and stored.model_copy(update={"lora_dropout": rate})) == spec.adapter:
-        return model_weights(found)
-    weights, kind = merged_weights(found), None if spec.adapter is None else spec.adapter.kind
-    if kind == "dora":
-        return RowLengths(weights, spec)
-    return PissaTensors(weights, spec) if kind in ("pissa", "hd_pissa") else weights
+    if adapter is None:
+        return merged_weights(found)
+    goes_on = stored is not None and stored.is_continued_by(adapter)
+    if goes_on and stored is not None and stored.load_in_4bit and adapter.load_in_4bit:
+        return held_weights(found)
+    weights = model_weights(found) if goes_on else merged_weights(found)
+    if not goes_on and adapter.kind in ("pissa", "hd_pissa"):
+        weights = PissaTensors(weights, spec)
+    held = FourBitTensors(weights, spec) if adapter.load_in_4bit else weights
+    if not goes_on and adapter.kind == "dora":
+        return JoinedTensors((held, RowLengths(DequantizedTensors(held, spec), spec)))
+    return held
 
 
 class RowLengths:
-    """Weights with DoRA's magnitudes beside them, which begin as the lengths of their rows (a `TensorSource`)."""
+    """DoRA's magnitudes of weights, which begin as the lengths of their rows (a `TensorSource`)."""
 
     def __init__(self, weights: TensorSource, spec: ModelSpec) -> None:
         self._weights = weights
         self._modules = {n: adapted_module(n)[0] for n, _ in parameter_shapes(spec) if f".{MAGNITUDE}." in n}
         stored = {name: weights.metas[f"{module}.weight"] for name, module in self._modules.items()}
-        lengths = {name: TensorMeta(meta.shape[:1], meta.dtype) for name, meta in stored.items()}
-        self.metas: dict[str, TensorMeta] = {**weights.metas, **lengths}
+        self.metas: dict[str, TensorMeta] = {
+            name: TensorMeta(meta.shape[:1], meta.dtype) for name, meta in stored.items()
+        }
 
     def read(self, name: str, box: Box) -> Tensor:
-        if name not in self._modules:
-            return self._weights.read(name, box)
         weight = f"{self._modules[name]}.weight"
         return _row_lengths(self._weights.read(weight, _whole_rows(self._weights.metas[weight], box)))
 

@@ -33,6 +33,7 @@ from muster.checkpoint.formats.peft import (
     read_adapter_config,
 )
 from muster.checkpoint.formats.safetensors import SafetensorsFiles
+from muster.checkpoint.four_bit import DequantizedTensors
 from muster.checkpoint.hf_mapping import from_hf, from_weight_map
 from muster.checkpoint.manifest import MANIFEST, Manifest
 from muster.checkpoint.remapped import JoinedTensors, RenamedTensors, check_shapes
@@ -44,6 +45,7 @@ from muster.interop.hf_config import load_hf_model
 from muster.interop.weight_map import hf_shapes
 from muster.plugins.loader import PluginFile, load_plugins
 from muster.spec.errors import ConfigError, MusterError
+from muster.spec.four_bit import is_four_bit_part, stored_parameters
 from muster.spec.model import ModelSpec, parameter_shapes
 
 Format = Literal["muster", "hf", "dcp", "peft"]
@@ -129,9 +131,19 @@ def auxiliary_folder(directory: ModelDirectory) -> Path | None:
 
 
 def model_weights(directory: ModelDirectory) -> TensorSource:
-    """Return the model's parameters by the names of `muster.spec.model.parameter_shapes`.
+    """Return the model's parameters by the names of `muster.spec.model.parameter_shapes`, those in 4 bits in float32.
 
     Raises ConfigError if the model is unknown, MusterError if a parameter is missing or has another shape.
+    """
+    weights = held_weights(directory)
+    holds_four_bits = any(map(is_four_bit_part, weights.metas))
+    return DequantizedTensors(weights, directory.model) if holds_four_bits and directory.model else weights
+
+
+def held_weights(directory: ModelDirectory) -> TensorSource:
+    """Return the model's parameters as the directory holds them, some by their parts in 4 bits.
+
+    Raises as `model_weights` does.
     """
     spec = directory.model
     if spec is None:
@@ -147,7 +159,7 @@ def model_weights(directory: ModelDirectory) -> TensorSource:
         links = list(megatron_weight_map(spec, stacked))
         check_shapes(directory.stored, hf_shapes(links), directory.folder)
         return from_weight_map(directory.stored, spec, links)
-    prefix, shapes = _PARAMETER_PREFIX[directory.format], dict(parameter_shapes(spec))
+    prefix, shapes = _PARAMETER_PREFIX[directory.format], dict(stored_parameters(spec, parameter_shapes(spec)))
     check_shapes(directory.stored, {prefix + name: shape for name, shape in shapes.items()}, directory.folder)
     names = {name: prefix + name for name in shapes}
     if directory.average:  # frozen parameters have none: they are their own

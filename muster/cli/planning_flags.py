@@ -66,7 +66,7 @@ def add_planning_flags(parser: Parser, default_batch: str) -> None:
         "--adapter",
         metavar="A",
         help="train adapters alone: lora, pissa or dora, with keys of a run file's adapter as in"
-        " lora:r=16,target_modules=q+v",
+        " lora:r=16,target_modules=q+v,load_in_4bit=true",
     )
 
 

@@ -29,4 +29,11 @@ def parse_adapter(text: str) -> AdapterSpec:
 
 def with_adapter(model: ModelSpec, text: str, optim: OptimConfig | None = None) -> tuple[ModelSpec, OptimConfig]:
     """Return a model with adapters, and the optimizer (AdamW if None) that trains these alone. Raises ConfigError."""
-    return model.model_copy(update={"adapter": parse_adapter(text)}), freeze_for_adapter(optim or OptimConfig(lr=1.0))
+    adapter = parse_adapter(text)
+    try:
+        adapted = ModelSpec.model_validate({**model.model_dump(), "adapter": adapter})
+    except ValidationError as error:
+        raise ConfigError(
+            f"--adapter {text}: {error_sentence(error.errors()[0], ConfigSchema(ModelSpec), {})}"
+        ) from None
+    return adapted, freeze_for_adapter(optim or OptimConfig(lr=1.0))

@@ -7,6 +7,7 @@ from math import prod
 
 from muster.config.optim_config import OptimConfig
 from muster.spec.adapters import ADAPTER_FREEZE
+from muster.spec.four_bit import has_four_bits
 from muster.spec.model import ModelSpec, parameter_shapes, stage_parameter_shapes
 
 
@@ -59,6 +60,16 @@ def freeze_for_adapter(optim: OptimConfig) -> OptimConfig:
     if optim.freeze[: len(ADAPTER_FREEZE)] == ADAPTER_FREEZE:
         return optim
     return optim.model_copy(update={"freeze": (*ADAPTER_FREEZE, *optim.freeze)})
+
+
+def check_four_bits(optim: OptimConfig, spec: ModelSpec) -> None:
+    """Raise ValueError where a pattern trains a weight that is held in 4 bits."""
+    for name, _ in parameter_shapes(spec):
+        if has_four_bits(spec, name) and not is_frozen(optim, name):
+            raise ValueError(
+                f"optim.freeze trains {name}, which adapter.load_in_4bit holds in 4 bits: take back fewer, such as"
+                " '!*norm.weight', or leave load_in_4bit out"
+            )
 
 
 def check_weight_changes(optim: OptimConfig, kind: str) -> None:

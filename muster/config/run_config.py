@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
-from muster.config.freezing import check_patterns, check_weight_changes, freeze_for_adapter
+from muster.config.freezing import check_four_bits, check_patterns, check_weight_changes, freeze_for_adapter
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizers import OPTIMIZERS
 from muster.config.outer_config import OuterConfig
@@ -289,6 +289,7 @@ class RunConfig(Frozen):
             if adapter.changes_weights:
                 check_weight_changes(self.optim, adapter.kind)
             model = ModelSpec.model_validate({**self.model.model_dump(), "adapter": adapter})
+            check_four_bits(freeze_for_adapter(self.optim), model)
             for name, value in {"adapter": adapter, "model": model, "optim": freeze_for_adapter(self.optim)}.items():
                 object.__setattr__(self, name, value)
         return self

@@ -36,6 +36,7 @@ from muster.schedule.action import ACTIVATION_COPIES, COPY_LANES, Kind
 from muster.schedule.build import build_program
 from muster.schedule.program import Instruction
 from muster.spec.adapters import is_adapter
+from muster.spec.four_bit import part_bytes
 from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Plan
 from muster.spec.workload import Workload
@@ -149,7 +150,8 @@ def _forward_gather_bytes(
     def gathers(name: str) -> int:
         return passes if _zero(spec, plan, stage) == "z3" and name.startswith("layers.") else 1
 
-    return Counter(all_gather=_padded_numel(spec, plan, stage, at, gathers, False) * compute_bytes(plan.precision))
+    size = compute_bytes(plan.precision)
+    return Counter(all_gather=_padded_numel(spec, plan, stage, at, gathers, False, size))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -388,7 +390,7 @@ def shard_axis_bytes(
 
     reduced = _reduced_numel(spec, plan, workload, stage, at, optim, experts=experts)
     return Counter(
-        all_gather=_padded_numel(spec, plan, stage, at, gathers, experts) * compute_bytes(plan.precision),
+        all_gather=_padded_numel(spec, plan, stage, at, gathers, experts, compute_bytes(plan.precision)),
         reduce_scatter=reduced * ranks * master_bytes(plan.precision),
     )
 
@@ -440,8 +442,10 @@ def _padded_numel(
     at: MeshCoordinates,
     times: Callable[[str], int],
     experts: bool | None = None,
+    size: int | None = None,
 ) -> int:
-    """Return the elements in a rank's shards of a stage's parameters, each counted `times(name)` times.
+    """Return the elements in a rank's shards of a stage's parameters, each counted `times(name)` times; with `size`,
+    the bytes of one, their bytes.
 
     `experts`: of those alone that expert parallelism leaves to the rank, or of all others; None: of both.
 
@@ -451,7 +455,8 @@ def _padded_numel(
     mesh = plan.mesh(stage)
     for name, _, part, *_ in stage_shards(spec, plan, stage, at):
         if experts is None or experts == (mesh.ep > 1 and is_expert(name)):
-            total += times(name) * state_shard_numel(mesh, name, part.size)
+            each = 1 if size is None else part_bytes(name) or size
+            total += times(name) * state_shard_numel(mesh, name, part.size) * each
     return total
 
 

@@ -15,6 +15,7 @@ from muster.layout.mesh import (
     state_shard_index,
 )
 from muster.spec.adapters import MAGNITUDE, ROW_PARALLEL, adapted_module, is_adapter
+from muster.spec.four_bit import NESTED, elements_per_entry, stored_parameters
 from muster.spec.mesh import Mesh
 from muster.spec.model import ModelSpec, parameter_shapes, stage_parameter_shapes
 from muster.spec.plan import Plan
@@ -87,7 +88,8 @@ def tp_shard(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, index:
     o and down and learned positions are replicated. Query and key/value heads stay whole; with more ranks than
     key/value heads, neighbours hold the same one. Vocabulary entries and inner widths that `tp` doesn't divide give the
     last ranks fewer. Norms over all heads together are sharded as the rows of q and k. Of an adapter, the matrix at the
-    cut side is sharded as its weight: B of q, columns of A of o; the other is replicated.
+    cut side is sharded as its weight: B of q, columns of A of o; the other is replicated. Of a weight in 4 bits codes
+    and absolute maxima are cut where its elements are, and the scales of these replicated.
     """
     kind, leaf = _kind_and_leaf(spec, name)
     whole = Box((0,) * len(shape), shape)
@@ -102,8 +104,9 @@ def tp_shard(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, index:
     # Heads of linear attention stay whole too, as tp divides their number.
     unit = 1 if is_linear else _head_width(spec, kind)
     dim = _tensor_dim(name, shape)
-    start, count = chunk_bounds(shape[dim] // unit, tp, index)
-    return _cut(whole, dim, start * unit, count * unit), 1, 0
+    each = elements_per_entry(name) if dim == len(shape) - 1 else 1
+    start, count = chunk_bounds(shape[dim] * each // unit, tp, index)
+    return _cut(whole, dim, start * unit // each, count * unit // each), 1, 0
 
 
 def _head_width(spec: ModelSpec, kind: str) -> int:
@@ -140,7 +143,9 @@ def _kind_and_leaf(spec: ModelSpec, name: str) -> tuple[str, str]:
 
 def _is_whole(kind: str, leaf: str) -> bool:
     """Return True for a parameter that every tensor-parallel rank has in full."""
-    whole = kind.endswith("norm") or kind in ("positions", "decay_down", "eh_proj", *_LATENT, *_ROUTING)
+    whole = (
+        kind.endswith("norm") or leaf == NESTED or kind in ("positions", "decay_down", "eh_proj", *_LATENT, *_ROUTING)
+    )
     is_row_parallel = kind in ROW_PARALLEL
     return (
         whole
@@ -203,7 +208,7 @@ def stage_shards(
     shapes = stage_parameter_shapes(spec, plan.layers(stage, spec.num_layers), first, last)
     mesh, tp_index = plan.mesh(stage), 0 if at is None else at.tp
     own = ExpertCoordinates(0, 0, 0) if at is None else expert_coordinates(plan, at)
-    for name, shape in shapes:
+    for name, shape in stored_parameters(spec, shapes):
         if is_expert(name):
             box, copies, copy = tp_shard(spec, name, shape, mesh.etp, own.etp)
             yield name, shape, _cut(box, 0, *chunk_bounds(shape[0], mesh.ep, own.ep)), copies, copy

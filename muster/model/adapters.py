@@ -5,10 +5,10 @@ as it is."""
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from muster.model.dropout import BEFORE_ADAPTERS, InputDropout, LayerDropout
+from muster.model.four_bit import FourBitLinear, dense, hold_in_four_bits, linear
 from muster.spec.adapters import TARGETS, AdapterSpec
 
 
@@ -16,12 +16,14 @@ class LoraLinear(nn.Linear):
     """Linear layer with an adapter, whose matrices are `lora_A.weight` (r, in) and `lora_B.weight` (out, r); in DoRA
     `lora_magnitude_vector.weight` (out) has the lengths of rows."""
 
-    def __init__(self, linear: nn.Linear, adapter: AdapterSpec, place: int) -> None:
-        """Take the place of `linear`; `place` is that of its input's dropout in the decoder layer."""
-        super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
-        self.lora_A = nn.Linear(linear.in_features, adapter.r, bias=False)
-        self.lora_B = nn.Linear(adapter.r, linear.out_features, bias=False)
-        self.lora_magnitude_vector = Magnitudes(linear.out_features) if adapter.kind == "dora" else None
+    def __init__(self, plain: nn.Linear, adapter: AdapterSpec, place: int) -> None:
+        """Take the place of `plain`; `place` is that of its input's dropout in the decoder layer."""
+        super().__init__(plain.in_features, plain.out_features, plain.bias is not None)
+        if adapter.load_in_4bit:
+            hold_in_four_bits(self)
+        self.lora_A = nn.Linear(plain.in_features, adapter.r, bias=False)
+        self.lora_B = nn.Linear(adapter.r, plain.out_features, bias=False)
+        self.lora_magnitude_vector = Magnitudes(plain.out_features) if adapter.kind == "dora" else None
         self.scaling = adapter.scaling
         self.dropout_rate, self.place = adapter.lora_dropout, place
         self.dropout: InputDropout | None = None
@@ -37,7 +39,7 @@ class LoraLinear(nn.Linear):
         return self.bias if self.lora_magnitude_vector is None else None
 
     def forward(self, input: Tensor) -> Tensor:
-        y = F.linear(input, self.weight, self.inner_bias)
+        y = linear(input, self.weight, self.inner_bias)
         if self.dropout is None:
             return self.combine(y, self.lora_B(self.lora_A(input)))
         inner: Tensor = _DroppedLinear.apply(input, self.lora_A.weight, self.dropout)  # type: ignore[assignment]
@@ -54,7 +56,8 @@ class LoraLinear(nn.Linear):
     @torch.no_grad()
     def row_norms(self) -> Tensor:
         """Return the length of each row of W + scaling · B A, a constant in the backward (arXiv:2402.09353 §4.3)."""
-        return torch.addmm(self.weight, self.lora_B.weight, self.lora_A.weight, alpha=self.scaling).norm(dim=1)
+        a, b = self.lora_A.weight, self.lora_B.weight
+        return torch.addmm(dense(self.weight, b.dtype), b, a, alpha=self.scaling).norm(dim=1)
 
 
 class _DroppedLinear(torch.autograd.Function):
@@ -136,12 +139,14 @@ class Magnitudes(nn.Module):
 
 
 def add_adapters(layer: nn.Module, adapter: AdapterSpec) -> None:
-    """Give the target modules of a decoder layer their adapters."""
+    """Give the target modules of a decoder layer their adapters, and hold linear layers in 4 bits where it says so."""
     for part in list(layer.children()):
-        for name, linear in list(part.named_children()):
-            if name in adapter.target_modules and isinstance(linear, nn.Linear):
+        for name, plain in list(part.named_children()):
+            if name not in TARGETS or not isinstance(plain, nn.Linear):
+                continue
+            if name in adapter.target_modules:
                 place = BEFORE_ADAPTERS + TARGETS.index(name)
-                adapted = (
-                    HdPissaLinear(linear, adapter) if adapter.changes_weights else LoraLinear(linear, adapter, place)
-                )
-                setattr(part, name, adapted)
+                is_pissa = adapter.changes_weights
+                setattr(part, name, HdPissaLinear(plain, adapter) if is_pissa else LoraLinear(plain, adapter, place))
+            elif adapter.load_in_4bit:
+                setattr(part, name, FourBitLinear(plain))

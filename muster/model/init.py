@@ -5,14 +5,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from muster.layout.tensor_layout import Box, TensorLayout
+from muster.model.four_bit import dequantize, quantize
 from muster.model.mersenne_twister import generators_at
 from muster.spec.adapters import MAGNITUDE, adapted_module, is_adapter
+from muster.spec.four_bit import four_bit_parts, has_four_bits, is_four_bit_part, weight_of_part
 from muster.spec.model import ModelSpec, parameter_shapes
 
 BLOCK = 16
@@ -50,6 +53,8 @@ def initial_value(
     With `scaled_residual`, weights that write to the residual stream are scaled by 1 / sqrt(2 · layers), since that
     many terms add up there (GPT-2, section 2.3).
     """
+    if is_four_bit_part(name):
+        return _initial_parts(spec, weight_of_part(name), seed)[name]
     if name.endswith("norm.weight"):
         return torch.full(shape, 0.0 if spec.norm_unit_offset else 1.0, dtype=dtype, device="cpu")
     if is_adapter(name) and name.endswith(".lora_A.weight"):
@@ -58,10 +63,20 @@ def initial_value(
         return values.uniform_(-bound, bound, generator=keyed_generator(seed, f"init/{name}")).to(dtype)
     if name.endswith(f".{MAGNITUDE}.weight"):
         weight = f"{adapted_module(name)[0]}.weight"
-        return initial_value(spec, weight, dict(parameter_shapes(spec))[weight], seed).norm(dim=1).to(dtype)
+        value = initial_value(spec, weight, dict(parameter_shapes(spec))[weight], seed)
+        value = dequantize(*quantize(value)) if has_four_bits(spec, weight) else value
+        return value.norm(dim=1).to(dtype)
     if is_adapter(name) or name.endswith((".bias", ".expert_bias")):
         return torch.zeros(shape, dtype=dtype, device="cpu")
     return draw(name, shape, seed, _std(spec, name), dtype)
+
+
+@lru_cache(maxsize=1)
+def _initial_parts(spec: ModelSpec, weight: str, seed: int) -> dict[str, Tensor]:
+    """Return the parts of a weight in 4 bits by name; the parts of one are asked for one after another."""
+    shape = dict(parameter_shapes(spec))[weight]
+    names = (name for name, _ in four_bit_parts(weight, shape))
+    return dict(zip(names, quantize(initial_value(spec, weight, shape, seed)), strict=True))
 
 
 def _std(spec: ModelSpec, name: str) -> float:
@@ -70,12 +85,14 @@ def _std(spec: ModelSpec, name: str) -> float:
 
 
 def init_stage(module: nn.Module, spec: ModelSpec, seed: int) -> None:
-    """Set every parameter of an unsharded Decoder; one on the meta device moves to the CPU first."""
+    """Set every parameter of an unsharded Decoder; one on the meta device moves to the CPU first. Where the decoder
+    holds weights whole that `spec` has in 4 bits, they are the numbers that these stand for."""
     if any(parameter.is_meta for parameter in module.parameters()):
         module.to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            parameter.copy_(initial_value(spec, name, tuple(parameter.shape), seed))
+            value = initial_value(spec, name, tuple(parameter.shape), seed)
+            parameter.copy_(dequantize(*quantize(value)) if has_four_bits(spec, name) else value)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -110,8 +127,8 @@ def fill_initial_parts(
     for name, layout in layouts.items():
         if not layout.boxes:
             continue
-        # Norms, biases and adapters, which are small in any case.
-        if len(layout.shape) < 2 or name.endswith(".bias") or is_adapter(name):
+        # Norms, biases and adapters, which are small in any case, and weights in 4 bits, which follow from the whole.
+        if len(layout.shape) < 2 or name.endswith(".bias") or is_adapter(name) or is_four_bit_part(name):
             value = initial_value(spec, name, layout.shape, seed)
             for box, part in _box_parts(layout, parameters[name]):
                 part.copy_(value[box.slices])

@@ -2,20 +2,15 @@
 
 Each block of a flattened matrix is divided by its largest magnitude, which is stored, and each element becomes the
 nearest of 256 values between −1 and 1 (0 and 1 for squares), of which there are as many in each power of ten: small
-elements keep their order of magnitude. The table is that of github:bitsandbytes-foundation/bitsandbytes
-(functional.create_dynamic_map).
+elements keep their order of magnitude.
 """
-
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from muster.config.optimizers import QUANTIZED_BLOCK
+from muster.model.dynamic_map import dynamic_values
 from muster.optim.owned_matrices import OwnedMatrixOptimizer
-
-POWERS = 7
-"""Powers of ten in the table."""
 
 
 class AdamW8bit(OwnedMatrixOptimizer):
@@ -32,25 +27,13 @@ class AdamW8bit(OwnedMatrixOptimizer):
         return update
 
 
-@lru_cache
-def dynamic_values(is_signed: bool) -> Tensor:
-    """Return the 256 values of the table, in rising order."""
-    values = [0.0, 1.0]
-    for power in range(POWERS):
-        count = 2**power if is_signed else 2 ** (power + 1)
-        bounds = torch.linspace(0.1, 1, count + 1, dtype=torch.float64)
-        means = (bounds[:-1] + bounds[1:]) / 2 * 10.0 ** (power - POWERS + 1)
-        values += means.tolist() + ((-means).tolist() if is_signed else [])
-    return torch.tensor(sorted(values), dtype=torch.float32)
-
-
 def quantize_(matrix: Tensor, codes: Tensor, scales: Tensor, is_signed: bool) -> None:
     """Set codes (the matrix's shape) and scales (a block's each) to those nearest to a matrix."""
     flat = matrix.flatten().float()
     missing = -len(flat) % QUANTIZED_BLOCK
     blocks = torch.nn.functional.pad(flat, (0, missing)).view(-1, QUANTIZED_BLOCK)
     scales.copy_(blocks.abs().amax(1))
-    table = dynamic_values(is_signed).to(matrix.device)
+    table = dynamic_values(is_signed, matrix.device)
     bounds = (table[:-1] + table[1:]) / 2
     unit = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
     codes.copy_(torch.bucketize(unit, bounds, out_int32=True).flatten()[: len(flat)].view(matrix.shape))
@@ -58,5 +41,5 @@ def quantize_(matrix: Tensor, codes: Tensor, scales: Tensor, is_signed: bool) ->
 
 def dequantize(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
     """Return the matrix in float32 that codes and scales stand for."""
-    values = dynamic_values(is_signed).to(codes.device)[codes.flatten().int()]
+    values = dynamic_values(is_signed, codes.device)[codes.flatten().int()]
     return (values * scales.repeat_interleave(QUANTIZED_BLOCK)[: len(values)]).view(codes.shape)

@@ -14,7 +14,7 @@ class MasterWeights:
     """Master weights of a module's parameters, which become copies of them in the compute dtype.
 
     `refresh` fills the copies, `free` drops them once the optimizer is to change the masters; a forward refreshes them
-    where that is due.
+    where that is due. Parameters that aren't floating-point numbers are as they are, without copies.
     """
 
     def __init__(self, module: nn.Module, compute_dtype: torch.dtype) -> None:
@@ -32,10 +32,13 @@ class MasterWeights:
 
     def materialize(self, device: torch.device) -> None:
         """Allocate the masters, and let gradients go to them, after the module's parameters have their final place."""
-        self._copies = dict(self._module.named_parameters())
+        parameters = dict(self._module.named_parameters())
+        self._copies = {name: one for name, one in parameters.items() if one.is_floating_point()}
         self.by_name = {
-            name: torch.empty_like(copy, dtype=self._dtypes[name], device=device, requires_grad=False)
-            for name, copy in self._copies.items()
+            name: torch.empty_like(one, dtype=self._dtypes[name], device=device, requires_grad=False)
+            if name in self._copies
+            else one.detach()
+            for name, one in parameters.items()
         }
         self._master_of = {copy: self.by_name[name] for name, copy in self._copies.items()}
         for copy in self._copies.values():
@@ -50,7 +53,9 @@ class MasterWeights:
         for copy in self._copies.values():
             copy.untyped_storage().resize_(copy.numel() * copy.element_size())
         with torch.no_grad():
-            torch._foreach_copy_([copy.data for copy in self._copies.values()], list(self.by_name.values()))
+            torch._foreach_copy_(
+                [copy.data for copy in self._copies.values()], [self.by_name[name] for name in self._copies]
+            )
         self._is_fresh = True
 
     def free(self) -> None:

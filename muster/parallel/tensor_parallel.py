@@ -22,6 +22,7 @@ from muster.model.attention import Attention
 from muster.model.decoder import Decoder, MtpLayer
 from muster.model.dropout import InputDropout
 from muster.model.experts import Experts, MoeMlp
+from muster.model.four_bit import FourBitWeight, dense
 from muster.model.grouped_matmul import grouped_linears
 from muster.model.kernels import accumulation_dtype, soft_cap_, soft_cap_slope_
 from muster.model.latent_attention import LatentAttention
@@ -142,9 +143,9 @@ def linears_backward(
     `add_further_` adds what the layers behind the first `plain` ones have of the hidden state's gradient.
     """
     gathering = axis.all_gather(x) if axis and axis.sequence_parallel else None
-    grad_x = grads[0] @ weights[0]
+    grad_x = grads[0] @ dense(weights[0], grads[0].dtype)
     for grad, weight in zip(grads[1:plain], weights[1:plain], strict=True):
-        grad_x += grad @ weight
+        grad_x += grad @ dense(weight, grad.dtype)
     if add_further_ is not None:
         add_further_(grad_x)
     summing = PendingTensor([], lambda: grad_x)
@@ -155,8 +156,9 @@ def linears_backward(
     return summing.wait(), made
 
 
-def _linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+def _linear(x: Tensor, weight_OI: Tensor | FourBitWeight, bias_O: Tensor | None) -> Tensor:
     """Linear layer whose result is no view, as `F.linear` with a bias gives: the residual is added to it in place."""
+    weight_OI = dense(weight_OI, x.dtype)
     if bias_O is None:
         return F.linear(x, weight_OI)
     y = x.new_empty(*x.shape[:-1], len(weight_OI))

@@ -5,7 +5,9 @@ import torch
 from muster.layout.tensor_layout import is_expert, tp_shard
 from muster.model.decoder import Decoder
 from muster.model.experts import Experts
+from muster.model.four_bit import FourBitWeight
 from muster.parallel.axis import TensorAxis
+from muster.spec.four_bit import CODES, elements_per_entry
 from muster.spec.model import ModelSpec
 
 
@@ -22,7 +24,10 @@ def shard_weights(module: Decoder, spec: ModelSpec, axis: TensorAxis, slices_exp
         box, *_ = tp_shard(spec, name, tuple(parameter.shape), axis.size, axis.index)
         owner, _, leaf = name.rpartition(".")
         shard = torch.nn.Parameter(parameter.new_empty(box.size), parameter.requires_grad)
-        setattr(module.get_submodule(owner), leaf, shard)
+        part = module.get_submodule(owner)
+        setattr(part, leaf, shard)
+        if leaf == CODES and isinstance(part.weight, FourBitWeight):
+            part.weight.place(box.start[0], box.start[1] * elements_per_entry(name))
         if name in ("embed.weight", "head.weight"):
             vocab_start = box.start[0]
     return vocab_start

@@ -43,9 +43,19 @@ class AdapterSpec(Frozen):
     """The scaling is lora_alpha / √r, which keeps outputs as large at any rank (arXiv:2312.03732)."""
     lora_dropout: Fraction = 0.0
     """lora, pissa: rate at which training drops elements of the input of A, by masks that all plans share."""
+    load_in_4bit: bool = False
+    """lora, pissa, dora: hold the frozen weights of all linear layers of the decoder layers in 4 bits, NF4 with double
+    quantization (QLoRA, arXiv:2305.14314 §3; bitsandbytes' name)."""
     target_modules: tuple[str, ...] = ("q", "v")
     """Linear layers with an adapter, in every decoder layer: q, k, v, o, gate, up, down, or PEFT's names (q_proj), or
     all-linear for all of these. One text holds several, with commas between them."""
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _check_kind(cls, kind: object) -> object:
+        if kind == "qlora":
+            raise ValueError("qlora is kind lora with load_in_4bit true: give these")
+        return kind
 
     @field_validator("target_modules", mode="before")
     @classmethod
@@ -81,12 +91,19 @@ class AdapterSpec(Frozen):
                 f"lora_dropout {self.lora_dropout:g} is for kinds lora and pissa, but {self.kind} is chosen;"
                 " leave it out"
             )
+        if self.load_in_4bit and self.changes_weights:
+            raise ValueError(f"load_in_4bit is for frozen weights, which {self.kind} changes; take kind pissa or lora")
         return self
 
     @property
     def width(self) -> int:
         """Rows of A and columns of B, of all parts together."""
         return self.r * self.parts
+
+    def is_continued_by(self, other: "AdapterSpec") -> bool:
+        """Return True if a run with `other` goes on with these adapters."""
+        free = {"lora_dropout", "load_in_4bit"}
+        return self.model_dump(exclude=free) == other.model_dump(exclude=free)
 
     @property
     def changes_weights(self) -> bool:

@@ -9,6 +9,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from muster.spec.adapters import AdapterSpec, with_adapters
 from muster.spec.base import Fraction, Frozen
+from muster.spec.four_bit import check_four_bits
 from muster.spec.model_components import (
     DECAY_RANK,
     Activation,
@@ -318,7 +319,10 @@ def _check_adapter(spec: ModelSpec, adapter: AdapterSpec) -> None:
         raise ValueError("adapters of a model with mtp_layers aren't known: leave mtp_layers out")
     if "gate" in others and not spec.gated:
         raise ValueError("adapter.target_modules names gate, but the MLP of this model has none (gated false)")
-    for name, shape in _layer(spec, 0, "") if spec.num_layers else ():
+    layer = list(_layer(spec, 0, "")) if spec.num_layers else []
+    if adapter.load_in_4bit:
+        check_four_bits(spec, layer)
+    for name, shape in layer:
         module, _, leaf = name.rpartition(".")
         if leaf == "weight" and module.rpartition(".")[2] in adapter.target_modules and adapter.width > min(shape):
             times = f" times adapter.parts {adapter.parts}" if adapter.parts > 1 else ""

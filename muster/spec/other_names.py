@@ -6,6 +6,7 @@ _SEQ_LEN = "train.seq_len"
 _RECOMPUTE = "parallel.default_strategy.recompute"
 _PRECISION = "parallel.precision"
 _DROPOUT = "model.hidden_dropout (beside model.attention_dropout and model.embedding_dropout)"
+_FOUR_BIT = "adapter.load_in_4bit (NF4 with double quantization)"
 _LORA = "the section adapter has low-rank adapters, such as adapter.r: 8"
 
 OTHER_NAMES: dict[str, str] = {
@@ -20,6 +21,11 @@ OTHER_NAMES: dict[str, str] = {
     "dropout_rate": _DROPOUT,
     "early_stopping": "train.early_stopping_patience (with train.early_stopping_min_delta)",
     "early_stopping_threshold": "train.early_stopping_min_delta",
+    "load_in_4bit": _FOUR_BIT,
+    "quantize_base": _FOUR_BIT,
+    "quantization_bit": _FOUR_BIT,
+    "bnb_4bit_quant_type": _FOUR_BIT,
+    "bnb_4bit_use_double_quant": _FOUR_BIT,
     "load_best_model_at_end": "train.keep_best",
     "min_delta": "train.early_stopping_min_delta",
     "patience": "train.early_stopping_patience",
@@ -77,6 +83,8 @@ WITHOUT_KEY: dict[str, str] = {
         "it follows from train.global_batch_size, parallel.micro_batch_size and the data-parallel ranks of the plan"
     ),
     "lora": _LORA,
+    "load_in_8bit": "adapter.load_in_4bit holds frozen weights in 4 bits; there is no 8-bit form of them",
+    "qlora": f"{_LORA}; with adapter.load_in_4bit: true beside weights in 4 bits",
     "lora_alpha": _LORA,
     "lora_rank": _LORA,
     "output_dir": "muster train --run names the directory",

@@ -7,6 +7,7 @@ from muster.spec.compilation import AGAINST_COMPILE
 from muster.spec.cuda_graphs import AGAINST_CUDA_GRAPHS, against_cuda_graphs
 from muster.spec.errors import InfeasibleError
 from muster.spec.expert_kinds import DISPATCHERS
+from muster.spec.four_bit_rules import four_bit_rules_of
 from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.mesh import Mesh
 from muster.spec.mesh_axes import MESH_AXIS_TABLE, SUPPORTED_AXES, MeshAxis
@@ -533,6 +534,7 @@ def runtime_rules(model: ModelSpec | None) -> tuple[Rule, ...]:
         *(GROUP_DROPOUT_RULES if model.has_dropout else ()),
         *(_graphs_rule(lambda plan: True, sentence) for sentence in against_cuda_graphs(model)),
         *param_offload_rules_of(model),
+        *four_bit_rules_of(model),
         *(ADAPTER_RULES if model.adapter is not None else ()),
         *(ADAPTER_DROPOUT_RULES if model.adapter is not None and model.adapter.lora_dropout else ()),
         *(DORA_RULES if model.adapter is not None and model.adapter.needs_whole_rows else ()),

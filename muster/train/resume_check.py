@@ -113,7 +113,9 @@ def require_same_islands(run_dir: Path, before: int, now: int) -> None:
 def _require_same_adapters(run_dir: Path, before: RunConfig, after: RunConfig) -> None:
     """Raise ConfigError where a checkpoint's adapters would be lost or not fit, which nothing can allow."""
     old, new = (
-        adapter and f"{adapter.kind} of rank {adapter.width} at {', '.join(adapter.target_modules)}"
+        adapter
+        and f"{adapter.kind} of rank {adapter.width} at {', '.join(adapter.target_modules)}"
+        f"{' beside weights in 4 bits' if adapter.load_in_4bit else ''}"
         for adapter in (before.model.adapter, after.model.adapter)
     )
     if old is not None and old != new:

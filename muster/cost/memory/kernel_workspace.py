@@ -15,6 +15,8 @@ class KernelWorkspace:
     """Scores that piecewise attention processes at once (`muster.model.piecewise_attention`)."""
     dropout_chunk_numbers: int = 1 << 22
     """Random numbers of 64 bits that dropout draws at once (`muster.model.dropout`)."""
+    dequantized_numbers: int = 1 << 24
+    """Elements of a weight in 4 bits that plain PyTorch makes at once (`muster.model.four_bit`)."""
     fused_bands: bool = True
     """True if a fused kernel takes blocks of attention with a window (`muster.model.block_kernels`)."""
     stages_collectives: bool = False
@@ -29,6 +31,7 @@ KERNEL_WORKSPACES = {
         loss_chunk_logits=CPU_LOSS_CHUNK_LOGITS,
         attention_chunk_scores=1 << 20,
         dropout_chunk_numbers=1 << 15,
+        dequantized_numbers=1 << 18,
         fused_bands=False,
         stages_collectives=True,
     )

@@ -25,6 +25,7 @@ from muster.cost.memory.param_shards import NO_PARAMS, ParamShard
 from muster.cost.memory.piecewise_attention import piece_workspace
 from muster.cost.memory.stage_memory import PeakCandidate
 from muster.cost.memory.terms import MemoryTerms
+from muster.spec.model import layer_prefix
 
 
 class BackwardPeaks:
@@ -32,14 +33,11 @@ class BackwardPeaks:
 
     def __init__(self, stage: NativeStorage, kernels: KernelWorkspace) -> None:
         self.stage, self.kernel_workspace, self.plan, self.sizes = stage, kernels, stage.plan, stage.sizes
-        self.param_shards, self.layers, self.compute_size, self.master_size = (
-            stage.param_shards,
-            stage.layers,
-            stage.compute_size,
-            stage.master_size,
-        )
+        self.param_shards, self.trained = stage.param_shards, stage.param_shards.trained
+        self.layers, self.compute_size, self.master_size = stage.layers, stage.compute_size, stage.master_size
+        self._dense_bytes = stage.dense_bytes(kernels.dequantized_numbers)
         self.saved = stage.saved_per_micro_batch()
-        self.root = self.param_shards.other if stage.plan.vocab_parallel else self.param_shards.root
+        self.root = self.trained.other if stage.plan.vocab_parallel else self.trained.root
         """Parameters outside layers whose gradients the stage's own backwards compute."""
         has_replicas = stage.plan.mesh(stage.index).dp_replicate > 1
         self.holds_replica_sums = stage.reduces_in_passes and has_replicas and not stage.plan.reduces_replicas_once
@@ -120,10 +118,11 @@ class BackwardPeaks:
 
     @property
     def _head_bytes(self) -> int:
-        """Bytes of the head's weights in the compute dtype; 0 on a stage without a head."""
-        if not self.stage.has_head:
+        """Bytes of the head's trained weights in the compute dtype; 0 on a stage without a head."""
+        spec = self.stage.spec
+        if not self.stage.has_head or self.stage.freezes("embed.weight" if spec.tied_embeddings else "head.weight"):
             return 0
-        both = (self.stage.has_embedding or self.stage.mtp_layers > 0) and not self.stage.spec.tied_embeddings
+        both = (self.stage.has_embedding or self.stage.mtp_layers > 0) and not spec.tied_embeddings
         return self.param_shards.vocab.unsharded_numel * self.compute_size // (1 + both)
 
     @property
@@ -141,9 +140,9 @@ class BackwardPeaks:
     @property
     def pending_gradients(self) -> int:
         """Bytes of gradients that I computes: of all parameters outside layers but the head, in the master dtype."""
-        root, embeds = self.root, self.stage.mtp_layers > 0 and self.stage.spec.tied_embeddings
-        trained = root.unsharded_numel - root.frozen_unsharded_numel
-        return max(0, trained - self._head_bytes // self.compute_size * (not embeds)) * self.master_size
+        embeds = self.stage.mtp_layers > 0 and self.stage.spec.tied_embeddings
+        apart = self._head_bytes // self.compute_size * (not embeds)
+        return max(0, self.root.unsharded_numel - apart) * self.master_size
 
     def backward(self) -> list[PeakCandidate]:
         """Return the moments of B."""
@@ -154,7 +153,7 @@ class BackwardPeaks:
             # The head's gradient of further tokens waits for that of the model itself.
             is_further = index < self.stage.mtp_layers
             base = self._after_heads(index) + MemoryTerms(workspace=self._head_bytes if is_further else head)
-            if not is_further and not self.stage.freezes_last_norm:  # head and last norm have freed what they saved
+            if not is_further and not self.stage.freezes("norm.weight"):  # these have freed what they saved
                 base += MemoryTerms(activations=-self.stage.last_norm_bytes)
             summed = 0 if is_further else self._head_sum_bytes
             for moment in self._layer_backward(index, base, weights=True):
@@ -245,7 +244,7 @@ class BackwardPeaks:
         They are in its MLP, at its end, and for the first layer of a bucket, when the bucket's gradients are copied to
         the buffer of their reduction. `base`: change by the stage's head, which comes before.
         """
-        position, shards = len(self.layers) - 1 - index, self.param_shards.layers
+        position, shards = len(self.layers) - 1 - index, self.trained.layers
         layer, held = self.layers[position], shards[position]
         begin = position - position % self.plan.bucket_layers
         end = min(begin + self.plan.bucket_layers, len(shards))
@@ -253,7 +252,7 @@ class BackwardPeaks:
         held_shards = self.stage.held_shards.layers
         made = sum(map(self.stage.gradients_of, held_shards[end:]))
         waiting = sum(one.unsharded_numel for one in shards[position + 1 : end])
-        blocks = self.param_shards.blocks
+        blocks = self.trained.blocks
         pending = sum(one.unsharded_numel for one in blocks[end : end + self.plan.bucket_layers])
         reducing = pending * self.master_size * (weights and self.stage.reduces_in_passes) + self._leaving_bytes(end)
         summing, first = (made, 0) if weights and self.holds_replica_sums else (0, made)
@@ -276,8 +275,8 @@ class BackwardPeaks:
             kept = self.stage.deferred_layer_bytes(layer) - self.stage.layer_activation_bytes(layer)
             norm = MemoryTerms(activations=kept, workspace=self._norm_workspace)
             return [*moments, PeakCandidate("end of a layer", base + inside + norm, first)]
-        if self.param_shards.experts[position].unsharded_numel and self.stage.reduces_in_passes:
-            reduction = self._experts_reduction(layer, self.param_shards.experts[position])
+        if self.trained.experts[position].unsharded_numel and self.stage.reduces_in_passes:
+            reduction = self._experts_reduction(layer, self.trained.experts[position])
             moments.append(PeakCandidate("gradients of experts", base + inside + reduction, first))
         base += MemoryTerms(activations=-self.stage.layer_activation_bytes(layer))
         gradients = (held.last_param_numel if self._adds_in_place else held.unsharded_numel) * self.compute_size
@@ -308,20 +307,23 @@ class BackwardPeaks:
         """
         sizes, how = self.sizes, self.plan.strategy(layer).recompute
         product = mlp_inner_bytes(sizes, layer)
-        again = {"none": 0, "core_attention": 0, "elementwise": product}.get(how, -1)
-        if self._is_tiled and how == "elementwise":
-            again = 0
+        again = {"none": 0, "core_attention": 0, "elementwise": 0 if self._is_tiled else product}.get(how, -1)
         if again < 0:
             again = self.stage.layer_activation_bytes(layer, "none") - self.stage.layer_activation_bytes(layer)
         inner = 3 * product if sizes.local_model.gated else 2 * product
         matrix = sizes.local_model.intermediate_size * sizes.local_model.hidden_size * self.compute_size
         matrix *= weights and (not self._adds_in_place or self.stage.has_master_copies)
+        # Of frozen ones a rank that gathers was counted to hold more than its shards, by about as much.
+        frozen = self.stage.freezes(f"{layer_prefix(self.stage.spec, layer)}mlp.down.weight")
+        matrix *= not frozen or (self.stage.gathers_in_passes and not any(self._dense_bytes))
         kept = 0 if weights else product  # I keeps the input of the last matrix, which B frees
         if sizes.local_model.has_experts(layer):
             rows = sizes.routed_row_bytes
             inner, matrix, kept = self._experts_workspace(product, weights), 0, kept + rows * (not weights)
             if how == "full":  # rows that were sent, beside those that come back
                 inner = max(inner, 2 * dispatched_bytes(sizes))
+        dense, temporary = self._dense_bytes  # of the last matrix, before the gated unit's gradients
+        inner = max(inner, (dense > 0) * (dense + max(temporary, product)))
         inner = max(inner, self._adapter_dropout_workspace(product))
         mlp = again + inner + matrix + kept + sizes.hidden_bytes
         if self._is_tiled:
@@ -487,13 +489,13 @@ class BackwardPeaks:
         """Return the moment when the embedding's gradient is computed. That of a tied head waits for it, and autograd
         makes a third tensor of both."""
         stage = self.stage
-        embedding = self.param_shards.vocab.unsharded_numel * stage.has_embedding
+        embedding = self.param_shards.vocab.unsharded_numel * stage.has_embedding * (not stage.freezes("embed.weight"))
         if stage.has_head:
             embedding = 3 * embedding if stage.spec.tied_embeddings else embedding // 2
             embedding *= 1 if stage.spec.tied_embeddings or not stage.mtp_layers else 3
         layers = sum(map(stage.gradients_of, stage.held_shards.layers))
         # The buffer of the last reduction, of the first layers' bucket, lives until the next one.
-        first = sum(self.param_shards.layers[: self.plan.bucket_layers], start=NO_PARAMS)
+        first = sum(self.trained.layers[: self.plan.bucket_layers], start=NO_PARAMS)
         reducing = first.unsharded_numel * self.master_size * (stage.has_embedding and stage.reduces_in_passes)
         extra = MemoryTerms(
             activations=-self.saved.activations,
@@ -540,7 +542,7 @@ class BackwardPeaks:
         """Return the moments of W: the head's gradient beside all operands; the gradients of all matrices; then, where
         they are reduced, the reductions from the last bucket of layers to embedding and head."""
         deferred = self.stage.deferred().scaled(-1)
-        layers, head = self.param_shards.layers, self._head_bytes
+        layers, head = self.trained.layers, self._head_bytes
         if self._adds_in_place:
             # The first W makes the gradients while it frees the operands, later ones add to them.
             matrix = max((held.last_param_numel for held in layers), default=0) * self.compute_size
@@ -565,7 +567,7 @@ class BackwardPeaks:
             rest = deferred + MemoryTerms(workspace=max(head, last))
             return [*moments, PeakCandidate("accumulating", rest, self._own_gradients)]
         summed = 0
-        buckets = self.param_shards.buckets(self.plan.bucket_layers)
+        buckets = self.trained.buckets(self.plan.bucket_layers)
         for held in (*reversed(buckets), self.root):
             is_root = held is self.root
             buffers, gradients = self._reduction_bytes(held, self.master_size)
@@ -585,7 +587,7 @@ class BackwardPeaks:
         """
         is_single = self.stage.is_single_shard
         largest, change = 0, 0
-        for held in (*reversed(self.param_shards.buckets(self.plan.bucket_layers)), self.param_shards.root):
+        for held in (*reversed(self.trained.buckets(self.plan.bucket_layers)), self.trained.root):
             source = held.unsharded_numel * (1 + self.kernel_workspace.stages_collectives)
             dropped = held.unsharded_numel if is_single else held.unsharded_numel - held.last_param_numel
             result = max(0, held.shard_numel * (1 + (is_single and not self.stage.is_alone)) - dropped)

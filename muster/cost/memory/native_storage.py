@@ -26,15 +26,20 @@ from muster.cost.memory.param_shards import ParamShard, StageParamShards, layer_
 from muster.cost.memory.terms import MemoryTerms
 from muster.cost.param_offload import offloaded_params, on_device
 from muster.cost.precision_bytes import compute_bytes, master_bytes
-from muster.layout.tensor_layout import computed_layers
+from muster.layout.tensor_layout import computed_layers, tp_shard
 from muster.schedule.host_update import PARTS_AHEAD
+from muster.spec.four_bit import BLOCK
 from muster.spec.layer_strategy import Recompute, Tier
-from muster.spec.model import ModelSpec, parameter_shapes
+from muster.spec.model import ModelSpec, layer_parameter_shapes, parameter_shapes
 from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 
 ADAMW_STATE_PER_PARAM = 2.0
 """Elements of AdamW's state per parameter: two moments (arXiv:1711.05101)."""
+
+DEQUANTIZED_BYTES = 6 + 12 / BLOCK
+"""Temporary bytes for each element that is made of a code of 4 bits: a number in float32, of every two elements an
+index, and of every block its group's index and its absolute maximum (`muster.model.four_bit`)."""
 
 OUTER_STATE_PER_PARAM = 2
 """Elements per parameter that each island has of what all share: outer parameters and momentum (arXiv:2311.08105)."""
@@ -101,6 +106,16 @@ class NativeStorage:
     def parameters(self) -> int:
         """Bytes of the rank's shards of the parameters."""
         return self.held_shards.total.shard_numel * self.master_size
+
+    def dense_bytes(self, at_once: int) -> tuple[int, int]:
+        """Return the bytes of the largest matrix that a pass makes of codes of 4 bits, and of the temporary tensors for
+        elements that are made at once."""
+        if self.spec.adapter is None or not self.spec.adapter.load_in_4bit or not self.layers:
+            return 0, 0
+        shapes = layer_parameter_shapes(self.spec, 0)
+        cut = (tp_shard(self.spec, name, shape, self.sizes.mesh.tp, 0)[0] for name, shape in shapes)
+        numel = max(box.numel for box in cut if len(box.size) > 1)
+        return numel * self.compute_size, int(min(numel, at_once) * DEQUANTIZED_BYTES)
 
     @property
     def optimizer(self) -> int:
@@ -284,10 +299,9 @@ class NativeStorage:
         saved = norm_saved_bytes(self.spec, self.sizes.hidden_tokens, self.plan.precision)
         return saved if self.has_head else saved - self.sizes.hidden_bytes
 
-    @property
-    def freezes_last_norm(self) -> bool:
-        """True if the last norm isn't trained."""
-        return is_frozen(self._optim, "norm.weight")
+    def freezes(self, name: str) -> bool:
+        """Return True if a parameter isn't trained."""
+        return is_frozen(self._optim, name)
 
     def deferred(self) -> MemoryTerms:
         """Return the bytes that the stage saves from I to W: inputs and output gradients of all linear layers."""

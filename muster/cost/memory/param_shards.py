@@ -12,6 +12,7 @@ from math import ceil, prod
 
 from muster.config.freezing import is_frozen
 from muster.config.optim_config import OptimConfig
+from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.layout.tensor_layout import (
     VOCAB_PARAMETERS,
     chunk_bounds,
@@ -21,9 +22,10 @@ from muster.layout.tensor_layout import (
     tp_shard,
 )
 from muster.spec.adapters import is_adapter
+from muster.spec.four_bit import four_bit_parts, has_four_bits, part_bytes
 from muster.spec.mesh import Mesh
 from muster.spec.model import ModelSpec, layer_parameter_shapes, stage_parameter_shapes
-from muster.spec.plan import Plan
+from muster.spec.plan import Plan, Precision
 
 _COLUMN_PARALLEL = {"q", "k", "v", "gate", "up", "head", "embed", "q_up", "kv_up", "b", "a", "conv"}
 """Modules whose weights tensor parallelism cuts along their output."""
@@ -33,14 +35,18 @@ _PER_HEAD_VECTORS = {"decay", "step", "sinks"}
 
 @dataclass(frozen=True, slots=True)
 class ParamShard:
-    """Elements of one parameter, or of several together, on one rank."""
+    """Elements of one parameter, or of several together, on one rank.
+
+    Weights in 4 bits count as elements with as many bytes in all: in passes in the dtype of these, and of shards in
+    that of master weights.
+    """
 
     unsharded_numel: int
     """Elements as the passes use them: cut by tensor and expert parallelism only."""
     shard_numel: int
     """Elements after sharded data parallelism, padded as `fully_shard` does."""
     last_param_numel: int = 0
-    """Part of `unsharded_numel` that belongs to the last parameter."""
+    """Part of `unsharded_numel` that belongs to the last parameter that has gradients."""
     frozen_unsharded_numel: int = 0
     """Part of `unsharded_numel` that has no gradients."""
     frozen_shard_numel: int = 0
@@ -54,6 +60,15 @@ class ParamShard:
             self.frozen_unsharded_numel + other.frozen_unsharded_numel,
             self.frozen_shard_numel + other.frozen_shard_numel,
         )
+
+    @property
+    def trained(self) -> "ParamShard":
+        """The part that has gradients."""
+        unsharded, shard = (
+            self.unsharded_numel - self.frozen_unsharded_numel,
+            self.shard_numel - self.frozen_shard_numel,
+        )
+        return ParamShard(unsharded, shard, self.last_param_numel)
 
     def __sub__(self, part: "ParamShard") -> "ParamShard":
         """Return the elements without those of a part, whose last parameter is not the last."""
@@ -104,6 +119,12 @@ class StageParamShards:
         return tuple(sum(self.layers[start : start + num_layers], start=NO_PARAMS) for start in starts)
 
     @cached_property
+    def trained(self) -> "StageParamShards":
+        """The part of all that has gradients."""
+        layers, experts = (tuple(one.trained for one in held) for held in (self.layers, self.experts))
+        return StageParamShards(layers, self.vocab.trained, self.other.trained, self.last_root_numel, experts)
+
+    @cached_property
     def total(self) -> ParamShard:
         last = next(
             (held.last_param_numel for held in reversed(self.layers) if held.last_param_numel),
@@ -130,11 +151,14 @@ def stage_param_shards(spec: ModelSpec, plan: Plan, stage: int, optim: OptimConf
     if plan.vocab_parallel:
         final = part.last_param_numel or ends.last_param_numel
     else:
-        final = _param_shard(spec, mesh, *outside[-1]).unsharded_numel if outside else 0
+        final = _param_shard(spec, mesh, *outside[-1], optim).last_param_numel if outside else 0
     apart = (NO_PARAMS,) * len(layers)
     if mesh.ep > 1:
         apart = tuple(_layer_experts(spec, mesh, layer, optim) for layer in layers)
-    return StageParamShards(_layer_shards(spec, mesh, layers, optim), part, ends, final, apart)
+    held = _layer_shards(spec, mesh, layers, optim)
+    if spec.adapter is not None and spec.adapter.load_in_4bit:
+        held = tuple(one + _four_bit_shard(spec, mesh, plan.precision) for one in held)
+    return StageParamShards(held, part, ends, final, apart)
 
 
 def _layer_experts(spec: ModelSpec, mesh: Mesh, layer: int, optim: OptimConfig | None) -> ParamShard:
@@ -190,8 +214,25 @@ def _param_shard(
     spec: ModelSpec, mesh: Mesh, name: str, shape: tuple[int, ...], optim: OptimConfig | None = None
 ) -> ParamShard:
     """Return the elements of one parameter, and which of them are frozen."""
+    if has_four_bits(spec, name):
+        return NO_PARAMS
     whole, shard = _param_numels(spec, mesh, name, shape)
-    return ParamShard(whole, shard, whole, *((whole, shard) if is_frozen(optim, name) else (0, 0)))
+    return ParamShard(whole, shard, 0, whole, shard) if is_frozen(optim, name) else ParamShard(whole, shard, whole)
+
+
+@lru_cache(maxsize=1024)
+def _four_bit_shard(spec: ModelSpec, mesh: Mesh, precision: Precision) -> ParamShard:
+    """Return what a layer's weights in 4 bits count as. A stage that one rank holds whole has no copies for its
+    passes."""
+    whole = shard = 0
+    for name, shape in layer_parameter_shapes(spec, 0):
+        for part, size in four_bit_parts(name, shape) if has_four_bits(spec, name) else ():
+            rows, *others = tp_shard(spec, part, size, mesh.tp, 0)[0].size
+            each = prod(others) * (part_bytes(part) or 0)
+            whole, shard = whole + rows * each, shard + ceil(rows / mesh.state_shards) * each
+    gathered = 0 if mesh.grad_sum_size == 1 else ceil(whole / compute_bytes(precision))
+    kept = ceil(shard / master_bytes(precision))
+    return ParamShard(gathered, kept, 0, gathered, kept)
 
 
 def _param_numels(spec: ModelSpec, mesh: Mesh, name: str, shape: tuple[int, ...]) -> tuple[int, int]:

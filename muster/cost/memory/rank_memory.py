@@ -45,6 +45,7 @@ from muster.layout.tensor_layout import (
 from muster.schedule.action import Kind
 from muster.schedule.offload import order_with_copies
 from muster.schedule.program import Program
+from muster.spec.four_bit import part_bytes
 from muster.spec.layer_strategy import Tier, ZeroLevel
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
@@ -199,8 +200,11 @@ def _param_numels(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) 
 
 
 def stage_parameter_bytes(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) -> int:
-    """Return the bytes of the rank's shards of a stage's master weights: float32, or float64 for an fp64 model."""
-    return sum(layout.numel for layout in _on_device(spec, plan, stage, at)) * master_bytes(plan.precision)
+    """Return the bytes of the rank's shards of a stage's master weights: float32, or float64 for an fp64 model, or
+    parts of weights in 4 bits."""
+    size = master_bytes(plan.precision)
+    held = _on_device(spec, plan, stage, at)
+    return sum(layout.numel * (part_bytes(layout.name) or size) for layout in held)
 
 
 def _on_device(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) -> list[TensorLayout]:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
+from operator import mul
 
 from muster.cost.precision_bytes import compute_bytes
 from muster.cost.time.collectives import all_gather_s, all_reduce_s, reduce_scatter_s, sequential_broadcasts_s
@@ -11,6 +12,7 @@ from muster.cost.time.kernels import stream_s
 from muster.cost.time.pass_cost import OVERLAP_SLOWDOWN
 from muster.cost.time.rank_placement import PlacedPlan
 from muster.schedule.action import Kind
+from muster.spec.four_bit import stored_element_bytes
 from muster.spec.model import layer_parameter_shapes, stage_parameter_shapes
 
 _FP32_BYTES = 4
@@ -57,6 +59,15 @@ class ParamCommunication:
             known[key] = sum(self._local_numel(name, shape) for name, shape in layer_parameter_shapes(model, layer))
         return known[key]
 
+    def _layer_bytes(self, layer: int) -> float:
+        """Return the bytes of a layer's parameters on one rank in passes."""
+        if self.model.adapter is None or not self.model.adapter.load_in_4bit:
+            return self._layer_numel(layer) * self.element_bytes
+        shapes = layer_parameter_shapes(self.model, layer)
+        sizes = (stored_element_bytes(self.model, name, self.element_bytes) for name, _ in shapes)
+        numels = (self._local_numel(*one) for one in layer_parameter_shapes(self.model, layer))
+        return sum(map(mul, numels, sizes))
+
     def _local_numel(self, name: str, shape: Sequence[int]) -> float:
         """Return the elements of one parameter on one rank."""
         if len(shape) == 1:
@@ -84,7 +95,7 @@ class ParamCommunication:
         for kind, count in Counter(self.cache.layer_types[layers.start : layers.stop]).items():
             numel = self._layer_numel(kind)
             if self.zero == "z3":
-                gather_s += count * (all_gather_s(self.data, numel * self.element_bytes) + self._per_tensor_s())
+                gather_s += count * (all_gather_s(self.data, self._layer_bytes(kind)) + self._per_tensor_s())
             size = numel * self.framework.grad_bytes
             replicas_s = all_reduce_s(self.replicas, size / self.data.size) / self.backwards_per_replica_reduction
             reduce_s += count * (reduce_scatter_s(self.data, size) + replicas_s + self._per_tensor_s())
@@ -109,7 +120,10 @@ class ParamCommunication:
         if software.all_reduce_grads:
             reduce_s = self._unsharded_reduce_s() * gradient_share
         gather = sequential_broadcasts_s if software.broadcast_updates else all_gather_s
-        gather_s = gather(self.data, self.numel * self.element_bytes)
+        layers = self.layers[:1] if self.cache.layers_are_alike else self.layers
+        held = sum(self._layer_bytes(layer) - self._layer_numel(layer) * self.element_bytes for layer in layers)
+        smaller = held * len(self.layers) / max(1, len(layers))
+        gather_s = gather(self.data, self.numel * self.element_bytes + smaller)
         buckets = max(1, len(self.layers))
         beside_s = passes_s[Kind.B] if software.overlap_grad_reduce else 0.0
         yield Kind.REDUCE_GRAD, _exposed_s(reduce_s, beside_s, buckets)

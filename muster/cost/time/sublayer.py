@@ -24,6 +24,10 @@ DROPOUT_BYTES = 58
 """Bytes per element that dropout moves to find the elements that stay (`muster.model.dropout`): 13 operations on a
 quarter of a 64-bit number, a comparison, a negation and a fill."""
 DROPOUT_KERNELS = 17
+FOUR_BIT_BYTES = 0.516
+"""Bytes of an element of a weight in 4 bits, with its share of absolute maxima (arXiv:2305.14314 §3)."""
+FOUR_BIT_KERNELS = 10
+"""Kernels that make a weight of its codes, of which all but one are for absolute maxima (`muster.model.four_bit`)."""
 EAGER_NORM_BYTES = (45, 115)
 """Bytes per element (forward, backward) of an RMSNorm whose operators are kernels of their own in float32: cast,
 square, mean, multiplication, cast, multiplication by the weight (Llama's published code, and autograd's for it)."""
@@ -369,9 +373,15 @@ def add_norm_and_residual(at: LayerContext, part: SublayerCost) -> None:
 
 def add_adapters(at: LayerContext, part: SublayerCost, widths: dict[str, tuple[float, float]]) -> None:
     """Add the adapters of linear layers, given by name with their output and input widths on the rank: two narrow
-    matmuls each, and a sum of their output to that of the layer. HD-PiSSA's are four narrow matmuls of the backward."""
+    matmuls each, and a sum of their output to that of the layer. HD-PiSSA's are four narrow matmuls of the backward.
+    Weights in 4 bits, with adapters or not, are made anew in each pass: a kernel reads codes and writes numbers, beside
+    those for the absolute maxima."""
     adapter = at.model.adapter
     for name, (out_features, in_features) in widths.items():
+        if adapter is not None and adapter.load_in_4bit and (name != "gate" or at.model.gated):
+            moved = out_features * in_features * (FOUR_BIT_BYTES + at.element_bytes)
+            for spent in (part.forward, part.input_grads):
+                spent.add(stream_s(at.device, moved, FOUR_BIT_KERNELS), FOUR_BIT_KERNELS)
         if adapter is None or name not in adapter.target_modules:
             continue
         if adapter.changes_weights:

@@ -34,6 +34,7 @@ from muster.optim.lr import lr_at_step
 from muster.parallel.fsdp import DTYPES, master_dtype
 from muster.parallel.world import pick_device
 from muster.plugins.registry import get_component
+from muster.spec.four_bit import has_four_bits, with_whole_weights
 from muster.spec.model import parameter_shapes
 from muster.spec.plan import Float8Recipe, Precision
 from muster.train.verify.sketch import Sketches, hook_outputs
@@ -72,7 +73,7 @@ class Reference:
 
     def updated_parameters(self, gradients: Mapping[str, Tensor], norm: float) -> dict[str, Tensor]:
         """Return the parameters after a first step with these gradients, which are clipped in place, or with a slope of
-        this size in a zeroth-order run; on the CPU."""
+        this size in a zeroth-order run; on the CPU. Those that plans hold in 4 bits aren't among them."""
         model = self._new_model(torch.device("cpu"))
         for name, parameter in model.named_parameters():
             parameter.grad = None if name in self.frozen else gradients[name]
@@ -81,7 +82,8 @@ class Reference:
             optimizer.slope = first._replace(slope=copysign(norm, first.slope))
         self._clip_and_step(model, optimizer, 0)
         self._balance_experts(model, self._first_load)
-        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+        spec, named = self.config.model, model.named_parameters()
+        return {name: parameter.detach() for name, parameter in named if not has_four_bits(spec, name)}
 
     def _run(self) -> Trace:
         config = self.config
@@ -101,6 +103,7 @@ class Reference:
                 self.gradients = {
                     name: torch.zeros(parameter.shape) if parameter.grad is None else parameter.grad.cpu().clone()
                     for name, parameter in model.named_parameters()
+                    if not has_four_bits(self.config.model, name)
                 }
             grad_norms.append(self._clip_and_step(model, optimizer, step))
             load = {name: part.pop_load() for name, part in model.named_modules() if isinstance(part, Router)}
@@ -111,7 +114,7 @@ class Reference:
 
     def _new_model(self, device: torch.device) -> Decoder:
         spec = self.config.model
-        model = Decoder(spec, range(spec.num_layers), first=True, last=True)
+        model = Decoder(with_whole_weights(spec), range(spec.num_layers), first=True, last=True)
         init_stage(model, spec, self.config.seed)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and not is_frozen(self.config.optim, name))
