@@ -3,7 +3,7 @@ arXiv:2305.14314 §3).
 
 A block of 64 consecutive elements of a weight, in row-major order, has codes of 4 bits and one absolute maximum, which
 is itself stored in 8 bits beside a float32 scale for every 256 blocks: 0.516 bytes an element. Blocks and groups lie as
-in bitsandbytes, so that both make the same numbers of the same weights.
+in bitsandbytes.
 """
 
 from collections.abc import Iterable, Iterator
