@@ -222,6 +222,8 @@ def test_sums_in_the_order_of_arrival_are_found_and_never_applied(group: Group) 
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(lambda client: client.join(), clients))
         before = [state.digest() for state in states]
+        for state in states:
+            state.train()
         is_found = threading.Event()
         meeting = [threads.submit(client.meet, is_found.is_set) for client in clients]
         assert wait_for(lambda: any("different results" in line for line in group.log)), group.log

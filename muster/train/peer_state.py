@@ -73,8 +73,11 @@ class PeerState:
 
     def reduce(self, ring: Ring, weights: tuple[int, ...]) -> str:
         """Compute the mean change beside the state and the peer's change. Raises LinkError."""
-        assert self.change is not None
-        self.mean = ring_mean(self.change, ring, weights, self.config.compression)
+        change = self.change
+        if change is None:  # a joiner, which has trained nothing
+            assert not weights[ring.index], "an exchange without a change"
+            change = torch.cat([torch.zeros_like(one.value).flatten() for one in self.parameters.values()])
+        self.mean = ring_mean(change, ring, weights, self.config.compression)
         return sha256(_to_bytes(self.mean)).hexdigest()
 
     def apply(self, trained: int) -> None:
