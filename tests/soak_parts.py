@@ -41,7 +41,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "resume": ("test_resume.py", "test_changed_resume.py", "test_delayed_update.py"),
     "kills": ("test_async_saver.py", "test_train.py", "test_remote_checkpoints.py", "test_in_memory_checkpoints.py"),
     "tiers": ("test_tier_faults.py", "test_train_faults.py"),
-    "peers": ("test_peers.py",),
+    "peers": ("test_peers.py", "test_peer_runs.py"),
     "lost-ranks": ("test_elastic.py",),
     "hangs": ("test_hang.py", "test_doctor.py"),
     "nodes": ("test_nodes.py", "test_profile_nodes.py", "test_ring_order.py"),
