@@ -19,6 +19,7 @@ EVAL_BATCHES = 64
 
 METHODS: dict[str, dict[str, str]] = {
     "diloco": {"method": "diloco"},
+    "diloco average": {"method": "diloco", "optimizer": "sgd", "learning_rate": "1"},
     "diloco int8": {"method": "diloco", "compression": "int8"},
     "streaming": {"method": "streaming"},
     "dilocox int8": {"method": "dilocox", "compression": "int8"},

@@ -35,7 +35,7 @@ def is_frozen_up_to(optim: OptimConfig | None, spec: ModelSpec, num_layers: int)
     """Return True where the embedding and the first `num_layers` layers are frozen: no gradient is needed in them."""
     if optim is None or not optim.freeze:
         return False
-    return num_layers <= frozen_prefix(optim.freeze, spec)  # pyright: ignore[reportArgumentType] -- frozen models are hashable
+    return num_layers <= frozen_prefix(optim.freeze, spec)
 
 
 @lru_cache(maxsize=256)

@@ -6,6 +6,7 @@ bitsandbytes' kernel where that is installed.
 """
 
 from functools import lru_cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -126,8 +127,7 @@ def _library_kernel() -> Any:
     """Return bitsandbytes' operator, of which it has one for each kind of device; None where it isn't installed."""
     if find_spec("bitsandbytes") is None:
         return None
-    import bitsandbytes as _  # noqa: F401 -- registers the operator
-
+    import_module("bitsandbytes")  # registers the operator
     return torch.ops.bitsandbytes.dequantize_4bit
 
 

@@ -72,6 +72,8 @@ class Straggler:
         return f"{self.kind} of {_ranks_text(self.ranks)}"
 
     def __str__(self) -> str:
+        if self.kind == "link":
+            return f"the {self.subject} takes {self.ratio:.2f} times as long as the others"
         who = _ranks_text(self.ranks)
         takes = "takes" if len(self.ranks) == 1 else "take"
         times = f"{self.ratio:.2f} times as long as the others"
@@ -82,8 +84,6 @@ class Straggler:
             return f"{who} {'waits' if len(self.ranks) == 1 else 'wait'} for samples for {self.ratio:.0%} of a step"
         if self.kind == "disk":
             return f"{who} {takes} {times} to write a file"
-        if self.kind == "link":
-            return f"the link from rank {self.ranks[0]} to rank {self.ranks[1]} takes {times}"
         return f"what rank {self.ranks[0]} {'sends' if self.kind == 'sender' else 'receives'} takes {times}"
 
 
