@@ -91,7 +91,8 @@ def test_parameters_and_state_of_the_disk_keep_their_memory_until_they_are_copie
         order.append(f"copied {weight.untyped_storage().nbytes()} bytes")
 
     group = SimpleNamespace(on_disk=True, values={"w": weight}, _is_here=True, _is_changed=False)
-    group._owner = SimpleNamespace(compute_dtype=torch.float32, before_emptying=copied)
+    files = SimpleNamespace(submit=lambda work: work)
+    group._owner = SimpleNamespace(compute_dtype=torch.float32, before_emptying=copied, files=files)
     OffloadedGroup.keep(cast(Any, group))()
     assert order == ["copied 16 bytes"]
     assert weight.untyped_storage().nbytes() == 0
