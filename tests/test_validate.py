@@ -586,6 +586,15 @@ def test_a_row_that_cannot_be_predicted_is_counted_and_named(changes, sentence):
         assert to_json(summary)["left_out"] == {"TFLOPs_per_gpu": 1}
 
 
+def test_attention_counts_where_a_time_is_held_against_the_peak():
+    """Nearly all of the work is attention where a sequence has millions of tokens."""
+    long = {"seq_len": "15728640", "global_batch": "1", "cp": "64", "n_gpus": "64", "tp": "1", "pp": "1", "dp": "1"}
+    long |= {"sp": "False", "recompute": "full"}
+    hours, minute = scored(*(long | {"value": value} for value in ("13500", "60")))
+    assert (hours.reason, hours.measured_s) == ("", 13500)
+    assert "of the devices' peak" in minute.reason
+
+
 @pytest.mark.parametrize(
     ("text", "per_node", "rate_bytes_per_s", "count"),
     [

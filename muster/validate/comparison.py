@@ -23,7 +23,14 @@ from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 from muster.validate.case import RowCase, RowInputs, row_inputs
 from muster.validate.errors import UnpredictableRowError
-from muster.validate.formulas import FLOP_METRICS, OTHER_METRICS, TIME_METRICS, UNTIMED_METRICS, step_time_s
+from muster.validate.formulas import (
+    FLOP_METRICS,
+    OTHER_METRICS,
+    TIME_METRICS,
+    UNTIMED_METRICS,
+    causal_flops,
+    step_time_s,
+)
 from muster.validate.sources import MeasurementSource, source_of_row, unusable, with_facts
 from muster.validate.table import MeasurementRow, is_out_of_memory
 
@@ -380,18 +387,13 @@ def _measured_s(row: MeasurementRow, inputs: RowInputs) -> float:
     found_s = step_time_s(with_facts(row), inputs.model, inputs.workload, source_of_row(row).formula, mfu_peak)
     if not peaks:
         return found_s
-    mfu = minimum_flops(inputs.model, inputs.workload) / (found_s * max(peaks.values()) * inputs.cluster.num_devices)
+    mfu = causal_flops(inputs.model, inputs.workload) / (found_s * max(peaks.values()) * inputs.cluster.num_devices)
     if not MIN_MFU <= mfu <= MAX_MFU:
         raise UnpredictableRowError(
             f"{row.metric} {row.value:g} would be {100 * mfu:.3g} % of the devices' peak: expected seconds, tokens or"
             " samples per second, or 10¹² FLOP/s"
         )
     return found_s
-
-
-def minimum_flops(model: ModelSpec, workload: Workload) -> float:
-    """Return the FLOPs of a step that no implementation can avoid: 6 per parameter that takes part in a token."""
-    return 6.0 * (model.num_active_parameters - model.vocab_size * model.hidden_size) * workload.tokens_per_step
 
 
 _COSTS = CostCache()
