@@ -922,8 +922,8 @@ def test_every_shipped_row_can_be_read_or_says_why():
         except UnpredictableRowError as error:
             reasons.add(str(error))
     assert reasons == {
-        "global_batch is empty",  # memory of one step alone
-        "tp is empty",
+        "global_batch is empty: expected the sequences of a step",  # memory of one step alone
+        "tp is empty: expected a degree, 1 for none",
         "precision 'NVFP4' is not predicted: expected fp8, bf16, fp16 or fp32",
         "precision 'FP4+FP8 (config file)' is not predicted: expected fp8, bf16, fp16 or fp32",
         "schedule says 128 micro-batches, but global_batch 1024 makes 256",

@@ -82,7 +82,7 @@ def row_inputs(row: MeasurementRow) -> RowInputs:
         models = [model.model_copy(update={"tied_embeddings": source.tied}) for model in models]
     cluster = cluster_from_row(row, source.device.get(row.gpu))
     if row.global_batch is None or row.seq_len is None:
-        raise UnpredictableRowError("global_batch is empty")
+        raise UnpredictableRowError("global_batch is empty: expected the sequences of a step")
     workload = Workload(seq_len=row.seq_len, global_batch_size=row.global_batch)
     if row.plan:
         case = _named_case(row, models[0], workload)
@@ -123,12 +123,12 @@ def _degrees(row: MeasurementRow) -> _Degrees:
     """Return the degrees: an empty cp or ep is 1, an empty dp follows from the others, and an empty tp or pp is 1 where
     the others fill the devices. Their product must be n_gpus."""
     if row.n_gpus is None:
-        raise UnpredictableRowError("n_gpus is empty")
+        raise UnpredictableRowError("n_gpus is empty: expected the number of devices")
     cp = row.cp or 1
     ep = row.ep or 1
     tp, pp = row.tp or 1, row.pp or 1
     if (row.tp is None or row.pp is None) and tp * pp * cp * (row.dp or 1) != row.n_gpus:
-        raise UnpredictableRowError(f"{'tp' if row.tp is None else 'pp'} is empty")
+        raise UnpredictableRowError(f"{'tp' if row.tp is None else 'pp'} is empty: expected a degree, 1 for none")
     dp = row.dp or row.n_gpus // (tp * pp * cp)
     if tp * pp * cp * dp != row.n_gpus:
         given = f"tp {tp} × pp {pp} × cp {cp} × dp {dp}"

@@ -72,7 +72,7 @@ def cluster_from_row(row: MeasurementRow, usual_device: str | None = None) -> Cl
     """
     device = parse_device(row.gpu) if usual_device is None else load_device(usual_device)
     if row.n_gpus is None:
-        raise UnpredictableRowError("n_gpus is empty")
+        raise UnpredictableRowError("n_gpus is empty: expected the number of devices")
     shape = device.node
     per_node = min(row.gpus_per_node or (shape.devices if shape else 8), row.n_gpus)
     nodes, rest = divmod(row.n_gpus, per_node)
@@ -94,7 +94,7 @@ def cluster_from_row(row: MeasurementRow, usual_device: str | None = None) -> Cl
 def parse_device(text: str) -> DeviceSpec:
     """Return the catalogue's device for a text such as `A100-80GB (Selene)`. Raises UnpredictableRowError."""
     if not text:
-        raise UnpredictableRowError("gpu is empty")
+        raise UnpredictableRowError("gpu is empty: expected a device such as H100")
     for name in (text, *_names(text)):
         try:
             return load_device(name)

@@ -132,7 +132,7 @@ def step_time_s(
     """
     assert row.n_gpus is not None
     if row.value is None:
-        raise UnpredictableRowError("value is empty")
+        raise UnpredictableRowError("value is empty: expected what was measured")
     if row.metric == "iteration_time_s":
         return row.value
     devices = row.n_gpus if row.metric.endswith("_per_gpu") or row.metric == "MFU_pct" else 1

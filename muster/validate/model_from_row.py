@@ -63,7 +63,7 @@ def models_from_row(row: MeasurementRow) -> list[ModelSpec]:
     Raises UnpredictableRowError.
     """
     if row.seq_len is None:
-        raise UnpredictableRowError("seq_len is empty")
+        raise UnpredictableRowError("seq_len is empty: expected the tokens of a sequence")
     if row.vocab is not None or _known_model(row) is not None:
         return [_model(row)]
     sizes = (_GPT_VOCABULARY,) if _GPT.match(row.model_name) else _VOCABULARIES
@@ -133,7 +133,9 @@ def _experts(row: MeasurementRow) -> dict[str, object]:
     if not row.n_experts:
         return {}
     if not row.top_k:
-        raise UnpredictableRowError(f"n_experts is {row.n_experts}, but top_k is empty")
+        raise UnpredictableRowError(
+            f"n_experts is {row.n_experts}, but top_k is empty: expected the experts of a token"
+        )
     width = row.expert_hidden or row.ffn_hidden
     assert width is not None
     return {"moe": MoeSpec(num_experts=row.n_experts, top_k=row.top_k, expert_size=width)}

@@ -102,7 +102,7 @@ def parse_precision(text: str) -> Precision | None:
         if re.search(pattern, text, re.IGNORECASE):
             return found
     hint = did_you_mean(text.lower(), ("fp8", "bf16", "fp16", "fp32"))
-    raise UnpredictableRowError(f"precision '{text}' is not known{hint}")
+    raise UnpredictableRowError(f"precision '{text}' is not known{hint}: expected fp8, bf16, fp16 or fp32")
 
 
 def parse_attention_kernel(text: str) -> AttentionKernel | None:
