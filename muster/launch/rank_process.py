@@ -63,9 +63,8 @@ def take_place(run_dir: Path, place: Membership) -> None:
     sys.stderr.flush()
     if place.rank:
         with open(log_path(run_dir, place.rank), "ab") as log:
-            outputs = log.fileno(), log.fileno()
-            for stream, output in zip((1, 2), outputs, strict=True):
-                os.dup2(output, stream)
+            for stream in (1, 2):
+                os.dup2(log.fileno(), stream)
     elif terminal := os.environ.get(TERMINAL_FDS_VARIABLE):
         for stream, output in zip((1, 2), terminal.split(","), strict=True):
             os.dup2(int(output), stream)
