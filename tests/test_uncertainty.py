@@ -92,7 +92,7 @@ def test_an_interval_holds_for_sources_that_it_was_not_taken_from(monkeypatch):
 
 
 def test_errors_are_written_by_class(tmp_path: Path):
-    rows = [{}, {"tp": "4", "dp": "2"}, {"gpu": "A100-80GB SXM", "value": "5"}]
+    rows = [{}, {"tp": "4", "dp": "2"}, {"gpu": "A100-80GB SXM", "value": "8"}]
     write_error_table(tmp_path / "errors.json", summarize(scored(*rows)))
     found = json.loads((tmp_path / "errors.json").read_text())["errors"]
     assert {row["device"]: len(row["errors"]) for row in found} == {"a100-80-sxm": 1, "h100-sxm": 2}
