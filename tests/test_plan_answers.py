@@ -23,6 +23,7 @@ from muster.planner.space import MeshShape, data_shardings, make_plan, mesh_shap
 from muster.report.plan_answer import print_answer
 from muster.simulate.predict import predict
 from muster.spec.errors import InfeasibleError
+from muster.spec.formatting import format_seconds
 from muster.spec.legality import plan_violations
 from muster.spec.plan_name import format_plan_name
 from muster.spec.supported import unsupported_features
@@ -240,6 +241,10 @@ def test_the_line_of_each_reason_is_one_of_the_answers_and_names_its_plan(capsys
     assert shown.count("is the best of all") == 1
     assert "The best by itself (--fastest)" in shown
     assert answer.fastest.name in shown
+    interval = answer.first.prediction.interval_json()
+    assert interval is not None
+    low, high = (format_seconds(interval[end]) for end in ("low_s", "high_s"))
+    assert f"The step of the first: {low} to {high} in 9 of 10 cases: {interval['source']}" in shown
 
 
 def test_what_is_proven_names_the_head_room_where_a_fuller_plan_may_be_better(capsys) -> None:

@@ -16,6 +16,7 @@ from muster.planner.reasons import Reason
 from muster.planner.search_result import COUNTERS, ROUNDING_TOLERANCE
 from muster.report.console import table_console
 from muster.report.plans import footprint_table, plan_json, plan_names, plan_table, unnamed_settings
+from muster.report.prediction import range_text
 from muster.report.training import price_json, training_lines
 from muster.simulate.resource_load import busy_seconds
 from muster.spec.formatting import format_count, format_fraction, format_seconds
@@ -48,6 +49,7 @@ def print_answer(answer: PlanAnswer, explain: bool) -> None:
     print()
     print("\n".join(plan_names(result.best)) + "\n")
     console.print(plan_table(result.best))
+    print(f"\nThe step of the first: {range_text(answer.first.prediction)}.")
     for line in _tier_lines(answer):
         print(line)
     if answer.training_costs:

@@ -55,7 +55,7 @@ def headline_figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
             f" {format_seconds(whole.exposed_s)} of it waiting for other islands; a rank sends"
             f" {format_bytes(whole.sent_bytes)}",
         )
-    yield "range", _range_text(prediction)
+    yield "range", range_text(prediction)
     yield "framework", prediction.framework.label(prediction.compiled)
     if prediction.tp_overlap is not None:
         yield "async tp", _ASYNC_TP[prediction.tp_overlap]
@@ -92,7 +92,7 @@ def _moves_text(moves: PredictedMoves) -> str:
     )
 
 
-def _range_text(prediction: Prediction) -> str:
+def range_text(prediction: Prediction) -> str:
     """Return the interval of the step time, and the measurements that say so."""
     found = prediction.interval
     if found is None:
