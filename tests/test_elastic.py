@@ -84,7 +84,7 @@ def run_job(folder: Path, orders: Iterator[str], elastic: Elasticity = ONE_SPARE
             for word in order.split():
                 (folder / word).touch()
             limit = time.monotonic() + LIMIT_S
-            while sum(row["recovered_s"] is not None for row in recoveries(folder)) <= number and order != "end":
+            while order != "end" and not is_whole(folder, number + 1, size):
                 if time.monotonic() > limit or (folder / "exit.json").exists():
                     return
                 time.sleep(0.01)
@@ -95,6 +95,13 @@ def run_job(folder: Path, orders: Iterator[str], elastic: Elasticity = ONE_SPARE
     status = launch(lambda rank, _: [*command, str(rank)], size, folder, grace_s=1, elastic=elastic)
     thread.join()
     return status
+
+
+def is_whole(folder: Path, losses: int, size: int) -> bool:
+    """Tell whether the job has recovered from as many losses, and again has all its ranks."""
+    rows = recoveries(folder)
+    recovered = sum(row["recovered_s"] is not None and bool(row["ranks"]) for row in rows)
+    return recovered >= losses and rows[-1]["world_size"] == size and rows[-1]["recovered_s"] is not None
 
 
 def recoveries(folder: Path) -> list[dict]:
@@ -117,18 +124,27 @@ def test_lost_ranks_are_replaced_while_the_others_go_on(tmp_path: Path, capfd: p
 def test_fewer_ranks_go_on_where_there_is_no_spare(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     status = run_job(tmp_path, iter(["killed-0", "killed-1", "end"]), Elasticity(0, (2,)))
     assert (status.code, status.reason) == (0, "finished")
-    assert [(row["ranks"], row["world_size"]) for row in recoveries(tmp_path)] == [([0], 2), ([1], 2)]
-    assert ": 2 ranks go on (generation 1)" in (out := capfd.readouterr().out)
-    assert ": a spare takes its place" in out, "there is no smaller number"
+    sizes = [(row["ranks"], row["world_size"]) for row in recoveries(tmp_path)]
+    assert sizes == [([0], 2), ([], 3), ([1], 2), ([], 3)], "others come for those that are lost"
+    out = capfd.readouterr().out
+    assert ": 2 ranks go on (generation 1)" in out
+    assert "1 lost rank came back: 3 ranks go on after this step (generation 2)" in out
+    assert "when rank 1 on " in (told := recoveries_note(tmp_path) or "")
+    assert "when 1 lost rank came back (next step finished after " in told
+
+
+def test_lost_ranks_are_replaced_where_there_is_no_smaller_number(tmp_path: Path) -> None:
+    status = run_job(tmp_path, iter(["killed-0", "end"]), Elasticity(0))
+    assert status.code == 0
+    assert [(row["ranks"], row["world_size"]) for row in recoveries(tmp_path)] == [([0], 3)]
 
 
 def test_ranks_beyond_the_smaller_number_wait_as_spares(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     status = run_job(tmp_path, iter(["killed-2", "killed-0", "end"]), Elasticity(0, (2,)), size=4)
     assert status.code == 0
-    assert [(row["ranks"], row["world_size"]) for row in recoveries(tmp_path)] == [([2], 2), ([0], 2)]
-    out = capfd.readouterr().out
-    assert ": 2 ranks go on, another waits as a spare (generation 1)" in out
-    assert ": a spare takes its place" in out
+    sizes = [(row["ranks"], row["world_size"]) for row in recoveries(tmp_path)]
+    assert sizes == [([2], 2), ([], 4), ([0], 2), ([], 4)], "the spare comes back with a new process"
+    assert ": 2 ranks go on, another waits as a spare (generation 1)" in capfd.readouterr().out
 
 
 def test_what_would_come_again_ends_the_job_at_once(tmp_path: Path) -> None:
@@ -161,9 +177,14 @@ def test_words_of_the_launcher() -> None:
     again = threading.Event()
     words.when_next(0, again.set)
     assert again.wait(LIMIT_S), "it is called for a word that has come before"
+    words.when_next(1, called.clear)
+    words.hear(word_of(Membership(2, 2, 5, at_step_end=True)))
+    assert words.has_next(1)
+    assert words.next_after(1, 0) == Membership(2, 2, 5, at_step_end=True)
+    assert called.is_set(), "nothing is left at once for ranks that come back"
     words.hear(word_of(None))
-    assert words.next_after(1, LIMIT_S) is None
-    assert words.current() == Membership(1, 2, 4)
+    assert words.next_after(2, LIMIT_S) is None
+    assert words.current().generation == 2
 
 
 def test_only_connections_of_a_world_are_broken() -> None:
@@ -220,23 +241,28 @@ def test_a_run_that_loses_ranks_goes_on_and_is_the_same(tmp_path_factory: pytest
     assert_same_training(run, whole)
 
 
-def test_a_run_without_spares_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
-    common = ["--preset", "tiny", *QUICK, "--parallel", "dp3-z1-fp64", "--train.steps", "8"]
+def test_a_run_without_spares_goes_on_with_fewer_ranks_until_all_are_back(tmp_path: Path) -> None:
+    common = ["--preset", "tiny", *QUICK, "--parallel", "dp3-z1-fp64", "--train.steps", "9"]
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert train(*common, "--run", whole).code == 0
     elastic = ["--train.elastic", "true", "--train.spares", "0"]
     with Command(*common, *elastic, "--run", run, hold_after=[3, 6]) as job:
-        for step, rank in ((3, 0), (6, 1)):
-            job.wait_for_step(step)
-            os.kill(job.ranks()[rank], signal.SIGKILL)
-            job.go_on(step)
+        job.wait_for_step(3)
+        os.kill(job.ranks()[0], signal.SIGKILL)
+        job.go_on(3)
+        while len(recoveries(run)) < 2:  # step 6 is held until another process is ready
+            job.be_patient("nobody came back")
+        job.go_on(6)
         ended = job.wait()
     assert (ended.code, ended.err) == (0, "")
-    assert [(row["ranks"], row["world_size"]) for row in recoveries(run)] == [([0], 2), ([0], 1)], (
-        "ranks are numbered anew"
-    )
+    assert [(row["ranks"], row["world_size"]) for row in recoveries(run)] == [([0], 2), ([], 3)]
     assert "plan      dp2-mb1-z1-fp64" in ended.out, "the rank that is first now prints to the terminal"
-    assert "step 8/8" in ended.out
+    assert "1 lost rank came back: 3 ranks go on after this step (generation 2)\n" in ended.out
+    assert ended.out.count("plan      dp3-mb1-z1-fp64") == 2
+    assert "step 9/9" in ended.out
+    attempts = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
+    assert [one["generation"] for one in attempts] == [0, 1, 2]
+    assert attempts[2]["lost_steps"] == 0, "no step is done again for ranks that come back"
     for ours, theirs in zip(rows_of(run), rows_of(whole), strict=True):
         assert ours["step"] == theirs["step"]
         assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-10)
@@ -270,6 +296,32 @@ def test_runs_under_random_kills_have_every_loss_of_an_undisturbed_one(plan: str
     assert len(lost) == 4, ended.out
     own = [(row["step"], row["train/loss"], row["train/grad_norm"]) for row in rows_of(run)]
     assert own == [(row["step"], row["train/loss"], row["train/grad_norm"]) for row in rows_of(whole)]
+    assert sample_hash(run) == sample_hash(whole)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("plan", ["dp4-z1-fp64", "dp3-z3-fp64", "pp2-dp2-fp64"])
+def test_runs_without_spares_shrink_and_grow_under_random_kills(plan: str, tmp_path: Path) -> None:
+    """Three ranks, one by one at a random moment: some while others come back."""
+    chance = random.Random(plan)
+    common = ["--preset", "tiny", *QUICK, "--parallel", plan, "--train.steps", "40", "--train.save_every", "5"]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert train(*common, "--run", whole).code == 0
+    with Command(*common, "--run", run, "--train.elastic", "true", "--train.spares", "0") as job:
+        for step in (3, 9, 24):
+            job.wait_for_step(step)
+            time.sleep(chance.uniform(0, 1))
+            os.kill(chance.choice(sorted(processes(job))), signal.SIGKILL)
+            done = len(recoveries(run))
+            while len(recoveries(run)) == done:
+                job.be_patient("no recovery")
+        ended = job.wait()
+    assert (ended.code, ended.err) == (0, ""), ended.out
+    assert any(not row["ranks"] for row in recoveries(run)), ended.out
+    for ours, theirs in zip(rows_of(run), rows_of(whole), strict=True):
+        assert ours["step"] == theirs["step"]
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-10)
+        assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-9)
     assert sample_hash(run) == sample_hash(whole)
 
 

@@ -178,7 +178,7 @@ class TrainConfig(Frozen):
     the state after the step before, of which each rank keeps a copy in its node's memory. On one node's CPUs."""
     spares: NonNegativeInt = 1
     """Processes that wait to take the place of lost ranks, under `train.elastic`. 0: the ranks that are left go on
-    under the plan with fewer data-parallel ranks, where there is one for the batch."""
+    under the plan with fewer data-parallel ranks, where there is one for the batch, until new processes are ready."""
     rebalance_experts_every: NonNegativeInt = 0
     """Steps after which experts move to other ranks of `ep`, with their optimizer state, where their load of these
     steps makes that pay before the next time; 0: they stay."""

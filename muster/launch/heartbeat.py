@@ -166,6 +166,12 @@ def create_page() -> int:
     return fd
 
 
+def tell_ready() -> None:
+    """Write that this process has started, for one that waits for a place before it opens its heartbeat."""
+    if (number := os.environ.get(HEARTBEAT_FD_VARIABLE)) is not None:
+        Heartbeat(mmap.mmap(int(number), PAGE_BYTES)).update("start")
+
+
 def open_heartbeat() -> Heartbeat:
     """Open the heartbeat of this process on the page that its launcher gave it; once in each process."""
     number = os.environ.pop(HEARTBEAT_FD_VARIABLE, None)

@@ -1,4 +1,4 @@
-"""Words of a launcher to a rank that runs: its place in the next generation of ranks, once one was lost.
+"""Words of a launcher to a rank that runs: its place in the next generation of ranks, once one was lost or came back.
 
 The launcher holds the other end of each rank's standard input. A line there is a word; its end means that the launcher
 is gone. Free of torch.
@@ -23,6 +23,8 @@ class Membership:
     rank: int
     """Number of the rank; -1: none, as a spare that waits for one."""
     world_size: int
+    at_step_end: bool = False
+    """True where no rank was lost: the ranks of the generation before finish a step first, all the same one."""
 
     @property
     def is_spare(self) -> bool:
@@ -87,8 +89,8 @@ class LauncherWords:
             return self._has_next(generation)
 
     def when_next(self, generation: int, do: Callable[[], None]) -> None:
-        """Call `do` in a thread of its own once there is a later generation, or now if there is; it replaces what was
-        to be called before."""
+        """Call `do` in a thread of its own once there is a later generation that begins at once, or now if there is; it
+        replaces what was to be called before."""
         with self._heard:
             self._on_next = generation, do
             waiting = self._pop_on_next()
@@ -99,6 +101,8 @@ class LauncherWords:
 
     def _pop_on_next(self) -> Callable[[], None]:
         if self._on_next is None or not self._has_next(self._on_next[0]):
+            return lambda: None
+        if self._latest is not None and self._latest.at_step_end:
             return lambda: None
         (_, do), self._on_next = self._on_next, None
         return threading.Thread(target=do, name="next-generation", daemon=True).start

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from muster.launch.heartbeat import tell_ready
 from muster.launch.launcher_words import LauncherWords, Membership
 from muster.launch.output_streams import TERMINAL_FDS_VARIABLE, ignore_output_errors
 from muster.launch.rank_errors import log_path, run_guarded
@@ -45,6 +46,7 @@ def member_main(body: Callable[[Path, dist.Store, LauncherWords], int]) -> int:
     words = LauncherWords(None if args.spare else Membership(0, args.rank, args.world_size))
     words.listen()
     if args.spare:
+        tell_ready()
         take_place(args.run_dir, words.current())
 
     def join_and_run() -> int:

@@ -2,7 +2,8 @@
 
 The launcher notices the end of a rank and tells the others, who leave what is under way and join it in the next
 generation. Nobody waits for a collective to time out. Where that doesn't help, the attempt ends as it would have ended
-without (`restarts.py` says what follows).
+without (`restarts.py` says what follows). Where fewer ranks went on, new processes take the lost places once they are
+ready, from the end of a step on.
 """
 
 import json
@@ -20,6 +21,7 @@ from muster.launch.hang_diagnosis import RankFault, RankSnapshot
 from muster.launch.heartbeat import SHORT_PHASES
 from muster.launch.launcher_words import Membership, word_of
 from muster.launch.rank_errors import error_path
+from muster.launch.restarts import wait_before
 from muster.launch.supervisor import RankProcess, RankSupervisor, poll_process
 from muster.report.run_files import RECOVERIES_FILE, read_metrics
 from muster.spec.units import pluralize
@@ -42,27 +44,29 @@ class Elasticity:
 
 @dataclass
 class Recovery:
-    """One recovery, as it stands in the run's record."""
+    """One recovery from a loss, or return of lost ranks, as it stands in the run's record."""
 
     time: float
-    """Time of the loss, in seconds since 1970."""
+    """Time of the loss, or of the first rank's leaving its generation for one with more ranks, in seconds since
+    1970."""
     generation: int
     """Generation that follows."""
     step: int
     """Last step that all ranks had finished, as far as they had told."""
     ranks: list[int]
-    """Lost ranks."""
+    """Lost ranks; none where ranks came back."""
     reason: str
     world_size: int
     """Ranks of the generation that follows."""
     joined_s: float | None = None
-    """Seconds from the loss until all ranks had joined the next generation."""
+    """Seconds from `time` until all ranks had joined the next generation."""
     recovered_s: float | None = None
-    """Seconds from the loss until the next step was finished; None: it never was."""
+    """Seconds from `time` until the next step was finished; None: it never was."""
 
 
 class ElasticSupervisor(RankSupervisor):
-    """Supervisor of one machine's ranks that replaces lost ones by spares, or lets fewer ranks go on."""
+    """Supervisor of one machine's ranks that replaces lost ones by spares, or lets fewer ranks go on until others are
+    ready."""
 
     def __init__(self, run_dir: Path, grace_s: float, hang_timeout_s: float | None, elastic: Elasticity) -> None:
         super().__init__(run_dir, grace_s, hang_timeout_s)
@@ -73,6 +77,10 @@ class ElasticSupervisor(RankSupervisor):
         """Ranks that others have replaced."""
         self._generation = self._in_a_row = 0
         self._under_way: Recovery | None = None
+        self._announced: Recovery | None = None
+        """Return of ranks that begins when the others have finished a step."""
+        self._num_starts, self._next_start = 0, 0.0
+        """Times at which new processes were started for lost ranks, and the earliest time of the next."""
         self._first_steps: dict[int, int] = {}
         """Steps that each rank had finished when it began to train in the newest generation."""
         self._recoveries: list[Recovery] = []
@@ -85,13 +93,16 @@ class ElasticSupervisor(RankSupervisor):
         self, command_for_rank: Callable[[int], list[str]], ranks: range, environment: Mapping[str, str] | None = None
     ) -> None:
         """Start the ranks and their spares."""
-        self._command_for_rank = command_for_rank
+        self._command_for_rank, self._num_ranks = command_for_rank, len(ranks)
         self._environment = {"LOCAL_WORLD_SIZE": str(len(ranks)), **(environment or {})}
         super().start(command_for_rank, ranks, environment)
         self._start_spares()
 
     def _start_spares(self) -> None:
-        while len(self._spares) < self._elastic.num_spares:
+        """Start the spares that are missing, and processes for the places of lost ranks that nobody has taken."""
+        self._lost += [spare for spare in self._spares if spare.exit_code is not None]
+        self._spares = [spare for spare in self._spares if spare.exit_code is None]
+        while len(self._spares) < self._elastic.num_spares + self._num_ranks - len(self.ranks):
             self._spares.append(self._start_spare())
 
     def _start_spare(self) -> RankProcess:
@@ -104,9 +115,11 @@ class ElasticSupervisor(RankSupervisor):
                 poll_process(spare)
         self._follow()
         failed = [rank for rank in self.ranks if rank.failed]
-        if not failed or self._is_over:
+        if self._is_over:
             return
-        if (reason := self._reason_to_go_on(failed)) is None:
+        if not failed:
+            self._let_ranks_return()
+        elif (reason := self._reason_to_go_on(failed)) is None:
             self._is_over = True
             for rank in self.running():
                 rank.tell(word_of(None))
@@ -129,11 +142,61 @@ class ElasticSupervisor(RankSupervisor):
 
     def _smaller_size(self, failed: list[RankProcess]) -> int | None:
         """Return the most ranks that can go on without the failed ones; None where these are replaced."""
-        waiting = sum(spare.exit_code is None for spare in self._spares)
-        if self._elastic.num_spares or waiting >= len(failed):
+        if self._elastic.num_spares or len(self._ready_spares()) >= len(failed):
             return None
         left = len(self.running())
         return max((size for size in self._elastic.smaller_sizes if size <= left), default=None)
+
+    def _let_ranks_return(self) -> None:
+        """Let more ranks go on from the end of a step, once there are processes for the places of lost ones."""
+        if self._announced is not None:
+            statuses = [rank.monitor.page.read() for rank in self.ranks]
+            if any(s is not None and (s.phase == "join" or s.generation == self._generation) for s in statuses):
+                self._admit(self._announced)
+            return
+        if self._under_way is not None or len(self.ranks) == self._num_ranks or len(self.running()) < len(self.ranks):
+            return
+        if self.stop_requested or self.kill_requested:
+            return
+        if time.monotonic() >= self._next_start:
+            self._num_starts += 1
+            self._next_start = time.monotonic() + wait_before(self._num_starts + 1)
+            self._start_spares()
+        ready = self._ready_spares()
+        if len(ready) < sum(spare.exit_code is None for spare in self._spares):
+            return  # one larger generation after the other would cost more than to wait for all
+        sizes = *self._elastic.smaller_sizes, self._num_ranks
+        size = max((size for size in sizes if size <= len(self.ranks) + len(ready)), default=0)
+        if size > len(self.ranks):
+            self._announce(size)
+
+    def _announce(self, size: int) -> None:
+        """Tell the ranks that `size` of them go on after a step."""
+        self._generation += 1
+        reason = f"{pluralize(size - len(self.ranks), 'lost rank')} came back"
+        self._announced = Recovery(time.time(), self._generation, self._last_step(), [], reason, size)
+        print(f"{reason}: {pluralize(size, 'rank')} go on after this step (generation {self._generation})", flush=True)
+        for rank in self.ranks:
+            rank.tell(word_of(Membership(self._generation, rank.rank, size, at_step_end=True)))
+        self._recoveries.append(self._announced)
+        self._write_record()
+
+    def _admit(self, announced: Recovery) -> None:
+        """Give ready processes their places, now that the ranks have left the generation before."""
+        announced.time, announced.step = time.time(), self._last_step()
+        self._under_way, self._announced, self._first_steps = announced, None, {}
+        for number in range(len(self.ranks), announced.world_size):
+            spare = self._take_spare()
+            spare.rank = spare.monitor.rank = number
+            self.ranks.append(spare)
+            error_path(self.run_dir, number).unlink(missing_ok=True)
+            spare.tell(word_of(Membership(self._generation, number, announced.world_size)))
+        self._write_record()
+
+    def _last_step(self) -> int:
+        """Return the last step that all ranks had finished, as far as they have told."""
+        steps = [status.step for rank in self.ranks if (status := rank.monitor.page.read()) is not None]
+        return min(filter(None, steps), default=0)  # a spare that has no step yet has not told any
 
     def _replace(self, failed: list[RankProcess], reason: str) -> None:
         """Give the places of failed ranks to spares, and tell all ranks of the next generation."""
@@ -169,11 +232,10 @@ class ElasticSupervisor(RankSupervisor):
         """Record that ranks were lost, and say what follows."""
         self._generation += 1
         self._in_a_row += 1
-        steps = [status.step for rank in self.ranks if (status := rank.monitor.page.read()) is not None]
-        step = min(filter(None, steps), default=0)  # a spare that has no step yet has not told any
         lost = [rank.rank for rank in failed]
         begin = min(rank.last_alive for rank in failed)
-        self._under_way = Recovery(begin, self._generation, step, lost, reason, size)
+        self._under_way = Recovery(begin, self._generation, self._last_step(), lost, reason, size)
+        self._announced = None
         self._recoveries.append(self._under_way)
         self._first_steps = {}
         print(f"{word} (generation {self._generation})", flush=True)
@@ -187,13 +249,17 @@ class ElasticSupervisor(RankSupervisor):
         self._write_record()
 
     def _take_spare(self) -> RankProcess:
-        """Return a spare that waits, or a new one."""
-        while self._spares:
-            spare = self._spares.pop(0)
-            if spare.exit_code is None:
-                return spare
-            self._lost.append(spare)
-        return self._start_spare()
+        """Return a spare that is ready, one that starts, or a new one."""
+        waiting = [spare for spare in self._spares if spare.exit_code is None]
+        if not waiting:
+            return self._start_spare()
+        spare = next(iter(self._ready_spares()), waiting[0])
+        self._spares.remove(spare)
+        return spare
+
+    def _ready_spares(self) -> list[RankProcess]:
+        """Return the processes that have started and wait for a place."""
+        return [spare for spare in self._spares if spare.exit_code is None and spare.monitor.page.read() is not None]
 
     def _follow(self) -> None:
         """Notice when all ranks have joined the newest generation, and when they have finished a step in it."""
@@ -222,14 +288,18 @@ class ElasticSupervisor(RankSupervisor):
             for rank, status in joined.items()
         ):
             under_way.recovered_s = passed_s
+            if not under_way.ranks:
+                under_way.step = min(self._first_steps.values(), default=under_way.step)
             self._under_way, self._in_a_row = None, 0
+            since = "the loss" if under_way.ranks else "the one before ended"
             print(
-                f"generation {self._generation} has finished a step {passed_s:.1f} s after the loss"
+                f"generation {self._generation} has finished a step {passed_s:.1f} s after {since}"
                 f" (all ranks together after {under_way.joined_s:.1f} s)",
                 flush=True,
             )
             self._write_record()
-            self._start_spares()
+            if self._elastic.num_spares:
+                self._start_spares()
 
     def diagnose_if_hung(self, snapshots: list[RankSnapshot]) -> None:
         """Diagnose a hang if there is one; the rank that the others wait for is killed, and so replaced."""

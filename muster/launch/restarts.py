@@ -19,6 +19,11 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 """Seconds before the second restart in a row without progress, doubled for each further one, and their limit."""
 
 
+def wait_before(attempt: int) -> float:
+    """Return the seconds to wait before an attempt in a row without progress, from 1: 0, 1, 2, 4, … up to 60."""
+    return 0.0 if attempt == 1 else min(_FIRST_WAIT_S * 2 ** (attempt - 2), _LONGEST_WAIT_S)
+
+
 @dataclass
 class Restarts:
     """Restarts of one job; `last_step` returns the last step that it has recorded, 0 before the first."""
@@ -43,7 +48,7 @@ class Restarts:
         if self.in_a_row == self.limit:
             return False
         self.in_a_row += 1
-        wait_s = 0.0 if self.in_a_row == 1 else min(_FIRST_WAIT_S * 2 ** (self.in_a_row - 2), _LONGEST_WAIT_S)
+        wait_s = wait_before(self.in_a_row)
         later = f" in {wait_s:g} s" if wait_s else ""
         print(f"restart {self.in_a_row} of {self.limit}{later}, after step {step}: {status.reason}", flush=True)
         if self.writes_file:

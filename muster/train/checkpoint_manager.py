@@ -251,6 +251,18 @@ class CheckpointManager:
             return "there is no checkpoint, so all steps are lost"
         return f"the last checkpoint is that of step {step_of(latest)}: the steps since are lost"
 
+    def finish_save(self) -> str | None:
+        """Wait until the save under way, if there is one, has ended on all ranks, which all call this; returns a
+        sentence where it has failed."""
+        self._world.heartbeat.update("save")
+        timeout_s = UPLOAD_TIMEOUT_S if self._train.remote_checkpoint_dir else DISK_TIMEOUT_S
+        self._saver.wait(timeout_s)
+        problem = next(filter(None, self._gather(self._saver.pop_error(), timeout_s)), None)
+        if self._is_saving and problem is None:
+            self._note_saved()
+        self._is_saving = False
+        return problem
+
     def abandon(self) -> None:
         """Give up the saves under way, whose connections are broken, and leave complete copies in memory.
 

@@ -1,4 +1,5 @@
-"""Generations of a rank: it trains in one World after another, in the same process, when other ranks were lost.
+"""Generations of a rank: it trains in one World after another, in the same process, when other ranks were lost or come
+back.
 
 What connects the generations is the state after each step in the nodes' memory, from which the next one goes on, as a
 restart would. Little is carried over in the process itself (`Carried`), so that a spare, which has nothing, is as good
@@ -23,7 +24,7 @@ from muster.launch.rank_errors import says_only_that_a_rank_is_lost
 from muster.launch.rank_process import take_place
 from muster.parallel.connections import Connections
 from muster.parallel.world import open_world
-from muster.spec.errors import InfeasibleError
+from muster.spec.errors import InfeasibleError, MusterError
 from muster.spec.fewer_ranks import plans_with_fewer_ranks
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
@@ -32,15 +33,28 @@ from muster.train.data import open_dataset
 from muster.train.loop import Carried, TrainingLoop
 from muster.train.memory_limit import MemoryLimit
 
+_FIRST_PLAN_KEY = "plan of the first generation"
+"""Key in the launcher's store."""
+
 
 def train_rank(config: RunConfig, plan: Plan, run_dir: Path, store: dist.Store, words: LauncherWords) -> int:
     """Train as one rank. Returns 0 at the end, 75 when stopped on request."""
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
+    if config.train.elastic:
+        plan = _first_plan(plan, store, words.current())
     rank = _Rank(config, plan, run_dir, store, words, open_dataset(config, run_dir))
     while (code := rank.train_once(words.current())) is None:
         gc.collect()  # the former generation's tensors, before there are others
     return code
+
+
+def _first_plan(plan: Plan, store: dist.Store, place: Membership) -> Plan:
+    """Return the plan of the first generation, `plan` in it; later ones may have written another one to the run."""
+    if place.generation == 0:
+        store.set(_FIRST_PLAN_KEY, plan.model_dump_json())
+        return plan
+    return Plan.model_validate_json(store.get(_FIRST_PLAN_KEY))
 
 
 class _Rank:
@@ -50,6 +64,9 @@ class _Rank:
         self, config: RunConfig, plan: Plan, run_dir: Path, store: dist.Store, words: LauncherWords, data: SampleStream
     ) -> None:
         self._config, self._plan, self._run_dir, self._store, self._words = config, plan, run_dir, store, words
+        fewer = plans_with_fewer_ranks(plan, config.model, config.workload) if config.train.elastic else {}
+        self._plans = {plan.world_size: plan, **fewer}
+        """Plans by their numbers of ranks."""
         self._dataset = data
         self._heartbeat = open_heartbeat()
         self._carried = Carried()
@@ -58,16 +75,20 @@ class _Rank:
         self._loop: TrainingLoop | None = None
 
     def train_once(self, place: Membership) -> int | None:
-        """Train in one generation; returns the exit code, or None where ranks were lost and another one follows."""
+        """Train in one generation; returns the exit code, or None where another one follows."""
         if self._number not in (None, place.rank):
             take_place(self._run_dir, place)
         self._number = place.rank
         if place.world_size != self._plan.world_size:
-            self._take_smaller_plan(place)
+            self._take_plan(place)
+        self._carried.leave_requested = lambda: self._words.has_next(place.generation)
         connections = Connections()
         self._words.when_next(place.generation, connections.break_until_left)
         try:
-            return self._train_in(place, connections)
+            if (code := self._train_in(place, connections)) is not None:
+                return code
+            if self._words.next_after(place.generation) is None:
+                raise MusterError(f"the launcher has told no place in the generation after {place.generation}")
         except Exception as error:
             if not self._is_followed(place.generation, error):
                 raise
@@ -76,16 +97,15 @@ class _Rank:
         self._abandon()
         return None
 
-    def _take_smaller_plan(self, place: Membership) -> None:
-        """Take the plan for as many ranks as are left, whose passes haven't been timed."""
-        self._plan = plans_with_fewer_ranks(self._plan, self._config.model, self._config.workload)[place.world_size]
-        self._carried.profiles = None
+    def _take_plan(self, place: Membership) -> None:
+        """Take the plan for as many ranks as there are now."""
+        self._plan = self._plans[place.world_size]
         os.environ["LOCAL_WORLD_SIZE"] = str(place.world_size)
         if place.rank == 0:
             write_atomically(attempt_files(self._run_dir).plan, plan_yaml(self._plan))
             print(f"plan      {format_plan_name(self._plan)}", flush=True)
 
-    def _train_in(self, place: Membership, connections: Connections) -> int:
+    def _train_in(self, place: Membership, connections: Connections) -> int | None:
         store = self._store
         if self._config.train.elastic and isinstance(store, dist.TCPStore):
             # A connection of its own, so that breaking it ends the waits for keys of this generation alone.
@@ -119,5 +139,5 @@ class _Rank:
         """Leave the former generation's training, and take over its plan, whose schedule it may have refined."""
         loop, self._loop = self._loop, None
         if loop is not None:
-            self._plan = loop.plan
+            self._plan = self._plans[loop.plan.world_size] = loop.plan
             loop.abandon()

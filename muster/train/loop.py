@@ -1,9 +1,9 @@
 """The training loop of one rank, from the first step or the last checkpoint to the end; all ranks go the same way."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import time
 from typing import Any
@@ -57,8 +57,10 @@ class Carried:
     stop_requested: bool = False
     started_at: float = 0.0
     """Time at which the first generation was ready, in seconds since 1970; 0 before."""
-    profiles: list[StageProfile] | None = None
-    """Profiles of all ranks, by rank."""
+    profiles: dict[int, list[StageProfile]] = field(default_factory=dict)
+    """Profiles of all ranks, by rank, for each number of ranks that there has been."""
+    leave_requested: Callable[[], bool] = lambda: False
+    """True once another generation follows at the end of a step."""
 
 
 class TrainingLoop:
@@ -112,6 +114,7 @@ class TrainingLoop:
         """Connect the trainer's steps with this run; the checkpoint manager is made after the trainer."""
         return StepHooks(
             stop_requested=lambda: self.stop_requested,
+            leave_requested=self.carried.leave_requested,
             save_status=lambda: self.checkpoint_manager.status(),
             before_update=lambda: self.checkpoint_manager.wait_staged(),
             state_folder=self.run_dir,
@@ -124,8 +127,9 @@ class TrainingLoop:
     def _on_stop(self, *_: object) -> None:
         self.stop_requested = self.carried.stop_requested = True
 
-    def run(self) -> int:
-        """Profile, resume, train and report; returns the exit code."""
+    def run(self) -> int | None:
+        """Profile, resume, train and report; returns the exit code, or None where another generation of ranks
+        follows."""
         self.started_at = time()
         started_at = self.carried.started_at = self.carried.started_at or self.started_at
         profile = self._profile()
@@ -162,6 +166,8 @@ class TrainingLoop:
             if self.trainer.peers is not None:
                 self.trainer.peers.leave()
             self.metrics.flush()
+            if code is None:
+                return None
             if self.is_main:
                 self.expert_load.write()
             self.world.heartbeat.update("finish")
@@ -188,17 +194,19 @@ class TrainingLoop:
         """Time the instructions, or take what an earlier generation has timed; all ranks call it."""
         if not self.config.train.elastic:
             return self.trainer.profile()
-        known = self.world.all_gather_object(self.carried.profiles) if self.world.generation else []
+        carried = self.carried.profiles.get(self.world.size)
+        known = self.world.all_gather_object(carried) if self.world.generation else []
         profiles = next((found for found in known if found), None)
-        self.carried.profiles = profiles or self.world.all_gather_object(self.trainer.profile())
-        return self.carried.profiles[self.world.rank]
+        profiles = profiles or self.world.all_gather_object(self.trainer.profile())
+        self.carried.profiles[self.world.size] = profiles
+        return profiles[self.world.rank]
 
-    def _train(self) -> int:
+    def _train(self) -> int | None:
         trainer = self.trainer
         train = self.config.train
         with TrainingDisplay(train.num_steps, trainer.step_count, visible=self.is_main) as display:
             while trainer.step_count < train.num_steps and not self.validation.should_stop:
-                stopping = False
+                stopping = leaving = False
                 if self.is_main and train.max_minutes and time() - self.carried.started_at >= 60 * train.max_minutes:
                     self.stop_requested = True
                 for result in self._finished_steps():
@@ -214,6 +222,7 @@ class TrainingLoop:
                         self._report_saves()
                         if problem and self.is_main:
                             display.print_line(problem)
+                    leaving = result.leave_requested
                 at_end = trainer.is_done or self.validation.should_stop
                 if trainer.is_done and self.validation.is_used:
                     self._track_validation(trainer.step_count, self._final_losses())
@@ -228,6 +237,13 @@ class TrainingLoop:
                     if self.is_main:
                         print(f"stopped after step {trainer.step_count} on request; the same command resumes here")
                     return EXIT_STOPPED
+                if leaving and not at_end:
+                    # That waits for all ranks, so that nobody's connections are closed while a message is under way.
+                    problem = self.checkpoint_manager.finish_save()
+                    self._report_saves()
+                    if problem and self.is_main:
+                        display.print_line(f"{problem}; training continues")
+                    return None
         return 0
 
     def _finished_steps(self) -> Iterator[StepResult]:

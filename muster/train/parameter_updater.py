@@ -45,7 +45,7 @@ def _call_all(functions: Iterable[Callable[[], None]]) -> None:
         function()
 
 
-NUM_STATISTICS = 9
+NUM_STATISTICS = 10
 """Numbers that ranks sum in a step of any model."""
 
 
@@ -137,11 +137,11 @@ class ParameterUpdater:
             self._read_sums(self.state, sums)
 
     def local_statistics(self) -> Tensor:
-        """This rank's part of the statistics, from its complete gradients, which are unscaled on the way: float64 [9],
+        """This rank's part of the statistics, from its complete gradients, which are unscaled on the way: float64 [10],
         or more in a model with experts.
 
         (squared gradient norm, or difference of the losses at the two points of a zeroth-order step; sums of the losses
-        as `DecoderStage.pop_losses` has them; stop requested, is saving, a save failed; what
+        as `DecoderStage.pop_losses` has them; stop requested, leave requested, is saving, a save failed; what
         `DecoderStage.pop_router_load` has).
         """
         sums = torch.zeros(NUM_STATISTICS, dtype=torch.float64, device=self.world.device)
@@ -161,7 +161,8 @@ class ParameterUpdater:
             sums[0] += stage.pop_loss_difference() if self.is_zeroth_order else sum_of_squares(stage)
             sums[1:6] += stage.pop_losses()
         sums[6] = self.hooks.stop_requested()
-        sums[7], sums[8] = self.hooks.save_status()
+        sums[7] = self.hooks.leave_requested()
+        sums[8], sums[9] = self.hooks.save_status()
         loads = [load for stage in self.stages.values() if (load := stage.pop_router_load()) is not None]
         return torch.cat((sums, torch.stack(loads).sum(0).flatten())) if loads else sums
 
@@ -176,7 +177,7 @@ class ParameterUpdater:
         """Read the sums over all ranks: the one moment of a step at which the host waits for its device."""
         self.world.heartbeat.wait()
         values = sums.tolist()
-        squares, *losses, stop, saving, save_failed = values[:NUM_STATISTICS]
+        squares, *losses, stop, leave, saving, save_failed = values[:NUM_STATISTICS]
         moe = self.config.model.moe
         if moe is not None and len(values) > NUM_STATISTICS:
             state.router_load = torch.tensor(values[NUM_STATISTICS:], dtype=torch.float64).view(-1, moe.num_experts + 1)
@@ -188,6 +189,7 @@ class ParameterUpdater:
             state.slope = squares / state.num_valid / (2 * self.config.optim.zo_eps)
             state.grad_norm = abs(state.slope)
         state.stop_requested |= stop > 0
+        state.leave_requested |= leave > 0
         state.is_saving |= saving > 0
         state.save_failed |= save_failed > 0
 

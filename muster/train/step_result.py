@@ -84,6 +84,8 @@ class StepResult:
     """Consecutive skipped steps, this one included."""
     stop_requested: bool
     """True when any rank was asked to stop."""
+    leave_requested: bool = False
+    """True when any rank has a place in a next generation of ranks, which begins at the end of a step."""
     is_saving: bool = False
     """True when any rank was still busy with a checkpoint."""
     save_failed: bool = False

@@ -40,6 +40,8 @@ class StepState:
     """Reason why the step changes nothing; None when it is applied."""
     stop_requested: bool = False
     """Set when any rank was asked to stop."""
+    leave_requested: bool = False
+    """Set when any rank has a place in a next generation of ranks, which begins at the end of a step."""
     is_saving: bool = False
     """Set when any rank is still busy with a checkpoint."""
     save_failed: bool = False
@@ -57,6 +59,8 @@ class StepHooks:
 
     stop_requested: Callable[[], bool] = lambda: False
     """True once this rank was asked to stop."""
+    leave_requested: Callable[[], bool] = lambda: False
+    """True once this rank has a place in the next generation of ranks."""
     save_status: Callable[[], tuple[bool, bool]] = lambda: (False, False)
     """(this rank is still saving a checkpoint, a checkpoint has failed since the last call)."""
     before_update: Callable[[], None] = lambda: None

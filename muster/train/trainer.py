@@ -362,6 +362,7 @@ class Trainer:
             total_skips=self.updater.step_skipper.total,
             consecutive_skips=self.updater.step_skipper.consecutive,
             stop_requested=self._stop_requested(state),
+            leave_requested=state.leave_requested,
             is_saving=state.is_saving,
             save_failed=state.save_failed,
             expert_moves=self._expert_moves,
