@@ -11,7 +11,14 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from muster.model.expert_rows import ExpertRows
-from muster.model.grouped_matmul import Segments, Stacked, StackedLinear, grouped_linears
+from muster.model.grouped_matmul import (
+    ChooseKernel,
+    Segments,
+    Stacked,
+    StackedLinear,
+    default_kernel,
+    grouped_linears,
+)
 from muster.model.kernels import mlp_activation
 from muster.model.routing import Router, RouterState, Routing
 from muster.spec.model import ModelSpec
@@ -76,11 +83,12 @@ def unchanged(x_BSD: Tensor) -> Tensor:
 class Experts(nn.Module):
     """The matrices of a layer's experts, stacked (experts, output, input): gate and up, or up alone, and down.
 
-    Two functions are attributes so that they can be replaced: `grouped_linears`, by deferred weight gradients, and
-    `recomputable` as in `Attention`.
+    Some functions are attributes so that they can be replaced: `grouped_linears`, by deferred weight gradients,
+    `choose_kernel`, by what was measured, and `recomputable` as in `Attention`.
     """
 
     grouped_linears = staticmethod(grouped_linears)
+    choose_kernel: ChooseKernel = staticmethod(default_kernel)
 
     def __init__(self, spec: ModelSpec, recomputable: Recomputable) -> None:
         super().__init__()
@@ -107,6 +115,7 @@ class Experts(nn.Module):
 
     def compute(self, x_RD: Tensor, segments: Segments, linears: Sequence[Stacked]) -> Tensor:
         """Compute rows by stacked matrices as `linears` has them."""
+        segments.choose_kernel = self.choose_kernel
         *entering, down = linears
         inner = self.grouped_linears(x_RD, segments, *entering)
         return self.recomputable(self._activate, inner, self._down, segments, down)

@@ -1,19 +1,26 @@
 """Grouped matmuls: rows that are sorted by expert, each segment of them times its expert's matrix.
 
-One parameter layout serves every kernel: the matrices of all experts stacked, (E, O, I). A CPU loops over the segments;
-a GPU takes them all in one launch, where its kernel knows the dtype (`torch._grouped_mm`, arXiv:2211.15841 §5 for the
-idea). Suffixes: R rows, E experts, I input width, O output width.
+One parameter layout serves every kernel: the matrices of all experts stacked, (E, O, I). On a machine that
+`muster profile` has measured each product takes the kernel that is fastest for its sizes (`MeasuredKernels`). Elsewhere
+a CPU loops over the segments, and a GPU takes them all in one launch, where its kernel knows the dtype
+(`torch._grouped_mm`, arXiv:2211.15841 §5 for the idea). Suffixes: R rows, E experts, C rows of the fullest expert, I
+input width, O output width.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, cached_property
+from math import log2
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from muster.cost.time.rate_interpolation import GroupedMatmulRates
+from muster.model.dtypes import DTYPES
 from muster.model.kernels import accumulation_dtype
+from muster.spec.machine_rates import GroupedKernel, GroupedMatmuls, MatmulPass
+from muster.spec.plan import Precision
 
 WeightGrad = Callable[[Tensor, Tensor, Tensor, "Segments"], Tensor | None]
 """Makes a stacked weight's gradient from the weight, the rows, and the gradients of their products; None: later."""
@@ -25,6 +32,8 @@ class Segments:
     def __init__(self, counts_E: Tensor, num_rows: int) -> None:
         self.counts_E = counts_E
         self.num_rows = num_rows
+        self.choose_kernel: ChooseKernel = default_kernel
+        """Function that says which kernel multiplies these rows."""
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -42,6 +51,28 @@ class Segments:
         """Expert of each row."""
         expert_E = torch.arange(len(self.counts_E), device=self.counts_E.device)
         return expert_E.repeat_interleave(self.counts_E, output_size=self.num_rows)
+
+    @cached_property
+    def padded_R(self) -> Tensor:
+        """Place of each row where all experts have as many rows as the fullest one."""
+        before_E = self.counts_E.cumsum(0) - self.counts_E
+        place_R = torch.arange(self.num_rows, device=self.counts_E.device)
+        return place_R + (max(self.sizes) * torch.arange(len(before_E), device=place_R.device) - before_E).index_select(
+            0, self.expert_R
+        )
+
+    @cached_property
+    def is_even(self) -> bool:
+        """True where all experts have equally many rows, so that none is padded."""
+        return len(self.sizes) * max(self.sizes) == self.num_rows
+
+    def pad(self, x_RI: Tensor) -> Tensor:
+        """Return rows with zeros behind those of each expert but the fullest: (E, C, I)."""
+        experts, most = len(self.sizes), max(self.sizes)
+        if self.is_even:
+            return x_RI.view(experts, most, -1)
+        x_PI = x_RI.new_zeros(experts * most, x_RI.shape[-1])
+        return x_PI.index_copy_(0, self.padded_R, x_RI).view(experts, most, -1)
 
     def part(self, start: int, end: int) -> "Segments":
         """Return the segments of some consecutive experts."""
@@ -87,18 +118,82 @@ class StackedMatrices(NamedTuple):
 Stacked = StackedLinear | StackedMatrices
 
 
-def _runs_grouped_kernel(x_RI: Tensor) -> bool:
-    """Return True where PyTorch has one kernel for all segments (2.8 and later: CUDA, bfloat16, rows of 16 bytes)."""
-    aligned = x_RI.shape[-1] * x_RI.element_size() % 16 == 0
-    fits = len(x_RI) > 0 and aligned and x_RI.dtype == torch.bfloat16
-    return x_RI.device.type == "cuda" and fits and hasattr(torch, "_grouped_mm")
+ChooseKernel = Callable[[MatmulPass, torch.dtype, Segments, int, int], GroupedKernel]
+"""Chooses a kernel by pass, dtype, segments, input and output width."""
 
 
-def grouped_product(x_RI: Tensor, weight_EIO: Tensor, segments: Segments) -> Tensor:
+def default_kernel(
+    kind: MatmulPass, dtype: torch.dtype, segments: Segments, in_features: int, out_features: int
+) -> GroupedKernel:
+    """Return the kernel of a machine that was not measured."""
+    is_half_on_gpu = segments.counts_E.is_cuda and dtype == torch.bfloat16
+    return "grouped_mm" if is_half_on_gpu else "segments"
+
+
+class MeasuredKernels:
+    """The kernels that were the fastest when `muster profile` measured them, for sizes to the nearest power of two."""
+
+    def __init__(self, measured: Mapping[Precision, GroupedMatmuls]) -> None:
+        self._rates = {DTYPES[precision]: GroupedMatmulRates(rates) for precision, rates in measured.items()}
+        self._known: dict[tuple[Any, ...], GroupedKernel] = {}
+
+    def __call__(
+        self, kind: MatmulPass, dtype: torch.dtype, segments: Segments, in_features: int, out_features: int
+    ) -> GroupedKernel:
+        experts = len(segments.counts_E)
+        if not self._rates.get(dtype) or not segments.num_rows:
+            return default_kernel(kind, dtype, segments, in_features, out_features)
+        rows = segments.num_rows / experts
+        kernel = self._fastest(kind, dtype, rows, rows, in_features, out_features)
+        if kernel != "padded":
+            return kernel
+        # Only here the number of the fullest expert's rows matters, for which the host waits for a GPU.
+        return self._fastest(kind, dtype, rows, max(segments.sizes), in_features, out_features)
+
+    def _fastest(
+        self, kind: MatmulPass, dtype: torch.dtype, rows: float, most: float, in_features: int, out_features: int
+    ) -> GroupedKernel:
+        at = kind, dtype, round(log2(rows)), round(log2(most)), in_features, out_features
+        if at not in self._known:
+            sizes = 2.0 ** at[2], 2.0 ** at[3], in_features, out_features
+            self._known[at] = self._rates[dtype].fastest(kind, *sizes)[0]
+        return self._known[at]
+
+
+@cache
+def has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return True where PyTorch has one kernel for all segments (2.8 and later on GPUs, later ones on CPUs)."""
+    x_RI, weight_EIO = torch.zeros(8, 8, dtype=dtype, device=device), torch.zeros(1, 8, 8, dtype=dtype, device=device)
+    try:
+        torch._grouped_mm(x_RI, weight_EIO, offs=torch.full((1,), 8, dtype=torch.int32, device=device))
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+def _kernel(kind: MatmulPass, x_RI: Tensor, segments: Segments, in_features: int, out_features: int) -> GroupedKernel:
+    """Return the chosen kernel where it knows these rows (PyTorch's wants rows of 16 bytes), else `segments`."""
+    if isinstance(x_RI, FakeTensor) or not len(x_RI):
+        return "segments"
+    kernel = segments.choose_kernel(kind, x_RI.dtype, segments, in_features, out_features)
+    if kernel != "grouped_mm":
+        return kernel
+    aligned = in_features * x_RI.element_size() % 16 == 0 and out_features * x_RI.element_size() % 16 == 0
+    return "grouped_mm" if aligned and has_grouped_mm(x_RI.device, x_RI.dtype) else "segments"
+
+
+def grouped_product(x_RI: Tensor, weight_EIO: Tensor, segments: Segments, kind: MatmulPass = "forward") -> Tensor:
     """Return x[segment e] @ weight[e] for every segment: (R, O)."""
-    if _runs_grouped_kernel(x_RI) and weight_EIO.shape[-1] % 8 == 0:
-        return torch._grouped_mm(x_RI, weight_EIO, offs=segments.ends_E)
-    y_RO = x_RI.new_empty(len(x_RI), weight_EIO.shape[-1])
+    _, inner, outer = weight_EIO.shape
+    # The gradient of inputs has the layer's output width inside.
+    widths = (outer, inner) if kind == "input" else (inner, outer)
+    match _kernel(kind, x_RI, segments, *widths):
+        case "grouped_mm":
+            return torch._grouped_mm(x_RI, weight_EIO, offs=segments.ends_E)
+        case "padded":
+            y_PO = torch.bmm(segments.pad(x_RI), weight_EIO).flatten(0, 1)
+            return y_PO if segments.is_even else y_PO.index_select(0, segments.padded_R)
+    y_RO = x_RI.new_empty(len(x_RI), outer)
     for expert, rows in segments:
         torch.mm(x_RI[rows], weight_EIO[expert], out=y_RO[rows])
     return y_RO
@@ -108,8 +203,11 @@ def grouped_weight_grad(weight_EOI: Tensor, x_RI: Tensor, grad_RO: Tensor, segme
     """Return the gradient of a stacked weight, zeros for experts without rows; None where it isn't trained."""
     if not weight_EOI.requires_grad:
         return None
-    if _runs_grouped_kernel(x_RI) and grad_RO.shape[-1] % 8 == 0:
-        return torch._grouped_mm(grad_RO.t(), x_RI, offs=segments.ends_E)
+    match _kernel("weight", x_RI, segments, x_RI.shape[-1], grad_RO.shape[-1]):
+        case "grouped_mm":
+            return torch._grouped_mm(grad_RO.t(), x_RI, offs=segments.ends_E)
+        case "padded":
+            return torch.bmm(segments.pad(grad_RO).transpose(1, 2), segments.pad(x_RI))
     grad_EOI = torch.zeros_like(weight_EOI, memory_format=torch.contiguous_format)
     for expert, rows in segments:
         torch.mm(grad_RO[rows].t(), x_RI[rows], out=grad_EOI[expert])
@@ -165,7 +263,7 @@ class _GroupedLinears(torch.autograd.Function):
         (x_RI,) = ctx.saved_tensors
         grad_x = None
         for grad, weight in zip(grads, ctx.weights, strict=True):
-            term = grouped_product(grad, weight, ctx.segments)
+            term = grouped_product(grad, weight, ctx.segments, "input")
             grad_x = term if grad_x is None else grad_x.add_(term)
         made: list[Tensor | None] = []
         for weight, bias, adds, grad in zip(ctx.weights, ctx.biases, ctx.adds_bias, grads, strict=True):

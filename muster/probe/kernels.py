@@ -14,6 +14,7 @@ from muster.model.dtypes import DTYPES
 from muster.model.kernels import apply_rotary, gated_activation, rms_norm
 from muster.model.loss import cross_entropy_sum
 from muster.model.positions import rotary_tables
+from muster.probe.grouped_matmuls import routing_passes, time_grouped_matmuls
 from muster.probe.timer import KernelTimer
 from muster.spec.machine_rates import KernelRates
 from muster.spec.plan import Precision
@@ -33,6 +34,9 @@ class KernelSizes:
     """Heads of an attention; enough of them to keep the device busy."""
     norm_width: int = 256
     vocab_size: int = 1024
+    expert_rows: tuple[int, ...] = (2, 16, 128)
+    """Rows of each expert."""
+    expert_widths: tuple[int, ...] = (64, 512)
     max_flops: float = 6e8
     """Largest matmul that is timed; larger ones run at the same rate."""
     pool_elements: int = 1 << 22
@@ -50,6 +54,8 @@ SIZES = {
         heads=32,
         norm_width=4096,
         vocab_size=32_768,
+        expert_rows=(16, 256, 4096),
+        expert_widths=(768, 4096),
         max_flops=1e13,
         pool_elements=1 << 26,
     ),
@@ -57,7 +63,15 @@ SIZES = {
 """Sizes by device type: those of a GPU reach what fills it, the heads of real models, and beyond its L2 cache of up to
 126 MB."""
 QUICK = {
-    "cpu": KernelSizes((32, 256), (16, 256), (64, 256), (16, 64), (1024, 65_536, 1_048_576)),
+    "cpu": KernelSizes(
+        (32, 256),
+        (16, 256),
+        (64, 256),
+        (16, 64),
+        (1024, 65_536, 1_048_576),
+        expert_rows=(4, 64),
+        expert_widths=(64, 256),
+    ),
     "cuda": replace(
         SIZES["cuda"],
         widths=(1024, 4096),
@@ -65,6 +79,8 @@ QUICK = {
         positions=(1024, 4096),
         head_widths=(128,),
         elements=(16_384, 1_048_576, 4**14),
+        expert_rows=(64, 1024),
+        expert_widths=(1024, 4096),
     ),
 }
 _MAX_COPIES = 16
@@ -97,6 +113,9 @@ class _KernelBenchmark:
             forward_s, backward_s = self._attention(positions, width)
             attention["forward"].append((positions, width, forward_s))
             attention["backward"].append((positions, width, backward_s))
+        self.progress("matmuls of experts")
+        own = self.sizes.expert_rows, self.sizes.expert_widths, self._copies
+        grouped = time_grouped_matmuls(self.clock, self.dtype, *own)
         self.progress("memory-bound kernels")
         curves: dict[str, list[tuple[int, float]]] = {}
         for name, make in self._elementwise():
@@ -108,7 +127,8 @@ class _KernelBenchmark:
             for elements in self.sizes.elements:
                 calls = [make(elements) for _ in range(self._copies(2 * elements))]
                 curves.setdefault(name, []).append((elements, self.clock.time(calls)))
-        return KernelRates.model_validate({"matmuls": matmuls, "attention": attention, "curves": curves})
+        found = {"matmuls": matmuls, "attention": attention, "grouped_matmuls": grouped, "curves": curves}
+        return KernelRates.model_validate(found)
 
     def _matmuls(self) -> dict[str, list[tuple[int, int, int, float]]]:
         found: dict[str, list[tuple[int, int, int, float]]] = {"forward": [], "input": [], "weight": []}
@@ -182,9 +202,12 @@ class _KernelBenchmark:
             tokens = torch.randint(len(table), (_ROWS,), device=self.device)
             return _passes(lambda: F.embedding(tokens, table), self._random(_ROWS, width))
 
-        return iter(
-            {"norm": norm, "gated": gated_unit, "rotary": rotated, "loss": loss, "embedding": embedding}.items()
-        )
+        def routing(elements: int) -> tuple[Callable[[], object], ...]:
+            make, gradient, x = routing_passes(elements, min(norm_width, elements), self.dtype, self.device)
+            return _passes(make, gradient, x)
+
+        kernels = {"norm": norm, "gated": gated_unit, "rotary": rotated, "loss": loss, "embedding": embedding}
+        return iter((kernels | {"routing": routing}).items())
 
     def _streaming(self) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
         """Yield name → (elements → call) of streaming kernels; those of the optimizer are in float32 whatever the

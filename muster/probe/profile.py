@@ -17,7 +17,7 @@ from muster.probe.profile_worker import QUICK_FILE, RATES_FILE
 from muster.spec.cluster import ClusterSpec, NodeGroup
 from muster.spec.device import DeviceSpec, DiskSpec, LinkSpec
 from muster.spec.errors import MusterError
-from muster.spec.machine_rates import MachineRates
+from muster.spec.machine_rates import GroupedKernel, GroupedMatmuls, MachineRates
 from muster.spec.plan import Precision
 
 _MOST_RANKS = 8
@@ -129,7 +129,22 @@ def summary(cluster: ClusterSpec) -> str:
     if device.rates.disk_read_bytes_per_s is not None and device.rates.disk_write_bytes_per_s is not None:
         reads, writes = device.rates.disk_read_bytes_per_s / 1e9, device.rates.disk_write_bytes_per_s / 1e9
         lines.append(f"disk         {reads:,.2f} GB/s read and {writes:,.2f} GB/s written, past the page cache")
+    for precision, kernels in device.rates.kernels.items():
+        if kernels.grouped_matmuls:
+            lines.append(f"experts      {precision}: {_kernels_by_rows(kernels.grouped_matmuls)}")
     for name, points in device.rates.collectives.items():
         ranks, count, time_s = max(points, key=lambda point: point[:2])
         lines.append(f"{name:12} {count / time_s / 1e9:,.2f} GB/s over {ranks} ranks with {count >> 20} MiB each")
     return "\n".join(lines)
+
+
+def _kernels_by_rows(grouped: GroupedMatmuls) -> str:
+    """Return which kernel took the least time for all widths and passes, by rows of each expert."""
+    seconds: dict[int, dict[GroupedKernel, float]] = {}
+    for kernel, passes in grouped.items():
+        for points in passes.values():
+            for rows, _, _, time_s in points:
+                by_kernel = seconds.setdefault(rows, {})
+                by_kernel[kernel] = by_kernel.get(kernel, 0.0) + time_s
+    fastest = [(rows, min(by_kernel, key=by_kernel.__getitem__)) for rows, by_kernel in sorted(seconds.items())]
+    return ", ".join(f"{kernel} for {rows} rows each" for rows, kernel in fastest)

@@ -5,6 +5,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,19 +88,15 @@ def profile_rank(folder: Path, store: dist.Store, rank: int, world_size: int) ->
 
 def _mean_kernels(ranks: list[KernelRates]) -> KernelRates:
     """Return the medians over the ranks, which all timed the same kernels."""
-    first = ranks[0].model_dump()
-    others = [one.model_dump() for one in ranks]
-    found = {
-        table: {
-            name: [
-                (*point[:-1], median(other[table][name][place][-1] for other in others))
-                for place, point in enumerate(points)
-            ]
-            for name, points in curves.items()
-        }
-        for table, curves in first.items()
-    }
-    return KernelRates.model_validate(found)
+    return KernelRates.model_validate(_medians([one.model_dump() for one in ranks]))
+
+
+def _medians(tables: list[Any]) -> Any:
+    """Return equal tables of points, or of such tables by name, with the median of each point's last number."""
+    first = tables[0]
+    if isinstance(first, dict):
+        return {name: _medians([table[name] for table in tables]) for name in first}
+    return [(*point[:-1], median(table[place][-1] for table in tables)) for place, point in enumerate(first)]
 
 
 def _mean_collectives(ranks: list[CollectiveTimes]) -> CollectiveTimes:

@@ -13,6 +13,16 @@ from muster.spec.plan import Precision
 MatmulPass = Literal["forward", "input", "weight"]
 """Matmul of a linear layer: x·Wᵀ, the gradient of x, or the gradient of W accumulated onto the existing one."""
 
+GroupedKernel = Literal["segments", "padded", "grouped_mm"]
+"""Way to multiply rows that are sorted by expert by their experts' matrices. segments: a matmul for each expert's rows.
+padded: one batched matmul, of as many rows for each expert as the fullest one has. grouped_mm: PyTorch's own kernel."""
+
+GroupedMatmuls = dict[
+    GroupedKernel, dict[MatmulPass, tuple[tuple[PositiveInt, PositiveInt, PositiveInt, PositiveFloat], ...]]
+]
+"""Grouped matmuls by kernel and pass: (rows of each expert, input width, output width, seconds of one expert), on a
+grid of the three."""
+
 Curve = tuple[tuple[NonNegativeInt, PositiveFloat], ...]
 """(Elements that a kernel works on, seconds), by size."""
 
@@ -25,6 +35,8 @@ class KernelRates(Frozen):
     missing."""
     attention: dict[Literal["forward", "backward"], tuple[tuple[PositiveInt, PositiveInt, PositiveFloat], ...]] = {}
     """Attention: (positions, head width, seconds of one head of one sequence), on a grid."""
+    grouped_matmuls: GroupedMatmuls = {}
+    """Matmuls of experts, by each kernel that this machine has; empty in profiles that are older than these."""
     curves: dict[str, Curve] = {}
     """Kernel and direction, such as `norm forward` → time by elements of its largest tensor."""
 

@@ -35,6 +35,7 @@ from muster.train.console import TrainingDisplay
 from muster.train.device_metrics import DeviceMetrics
 from muster.train.expert_load_log import ExpertLoadLog
 from muster.train.finalize import finalize, print_plan
+from muster.train.grouped_kernels import use_measured_kernels
 from muster.train.in_memory_checkpoint import LOAD_TIMEOUT, load_in_memory_checkpoint, open_in_memory_checkpoint
 from muster.train.memory_limit import MemoryLimit
 from muster.train.metrics import MetricsLog, metrics_row, null_non_finite, write_text
@@ -86,6 +87,8 @@ class TrainingLoop:
         self.is_main = world.rank == 0
         self.stop_requested = self.carried.stop_requested
         self.trainer = Trainer(config, plan, world, dataset, self._hooks())
+        stages = self.trainer.stages.values()
+        use_measured_kernels((stage.module for stage in stages), run_dir, world.device.type)
         own = config.model, plan, config.train.seq_len, world, not self.trainer.updater.is_zeroth_order
         self.device_metrics = DeviceMetrics(*own, memory_limit.meter)
         self.post_validation: PostValidation | None = None

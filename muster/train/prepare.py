@@ -5,6 +5,7 @@ Torch takes seconds to import, so a request that is refused, or a run that is fi
 
 from datetime import timedelta
 
+from muster.config.grouped_matmul_file import keep_grouped_rates
 from muster.config.load_config import ResolvedConfig, write_attempt_files
 from muster.planner.auto import ChosenPlan
 from muster.train.preflight import TrainOptions, preflight
@@ -37,6 +38,7 @@ def prepare(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOptions)
             remove_previous_results(run_dir, everything=options.fresh)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         kept = keep_tokenizer(passed.resolved, run_dir, passed.initial_model, passed.dataset, resumes)
+        keep_grouped_rates(config.model, run_dir, resumes)
         write_attempt_files(kept, passed.plan, run_dir, resumes)
         record_in_memory_identity(run_dir, config, passed.dataset, resumes)
     return True

@@ -12,6 +12,7 @@ from typing import IO
 from muster.checkpoint.in_memory.directory import IDENTITY_FILE
 from muster.checkpoint.remote_lock import hold_remote_lock
 from muster.config.attempt_files import SCRATCH_PREFIX, adopt_attempt_files
+from muster.config.grouped_matmul_file import FILE_NAME as GROUPED_MATMULS_FILE
 from muster.config.routing_load_file import FILE_NAME as LOAD_FILE
 from muster.launch.rank_errors import error_path
 from muster.report.run_files import RECOVERIES_FILE, RESTARTS_FILE
@@ -106,6 +107,7 @@ def remove_previous_results(run_dir: Path, everything: bool = False) -> None:
         records = (
             "metrics.jsonl",
             LOAD_FILE,
+            GROUPED_MATMULS_FILE,
             "samples.sha256",
             IDENTITY_FILE,
             RESTARTS_FILE,

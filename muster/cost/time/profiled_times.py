@@ -6,9 +6,7 @@ gives the keys of `MachineRates.overheads`. Within a step everything takes longe
 `MachineRates.contention`.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from math import prod
 
 from muster.config.optim_config import OptimConfig
@@ -22,9 +20,11 @@ from muster.cost.param_offload import offloaded_params
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.cost.time.attention import SOFT_CAP_BYTES
 from muster.cost.time.op_times import OpTimes, P2PTime
+from muster.cost.time.profiled_cost import ProfiledCost
+from muster.cost.time.profiled_experts import add_experts
 from muster.cost.time.rate_interpolation import RateInterpolator
 from muster.cost.time.trained_parts import trained_parts
-from muster.layout.tensor_layout import chunk_bounds, stage_shards, stages_on
+from muster.layout.tensor_layout import chunk_bounds, is_expert, stage_shards, stages_on, state_shard_ranks
 from muster.schedule.action import Kind
 from muster.schedule.offload import LAYER_COPIES
 from muster.spec.context_kinds import CONTEXT_KINDS
@@ -44,6 +44,9 @@ numbers, multiplies and converts them (1.4 ns beside 0.15 ns in a cache and 0.36
 DROPOUT_SUMS = 20
 """Sums of an element in the time of which a CPU core drops or keeps one: multiplications of 64 bits have no vector form
 there (`muster.model.dropout`, 3.7 ns beside 0.17 ns)."""
+
+_UP_PROJECTIONS = ("mlp.up.weight", "mlp.shared.up.weight")
+"""Up projections of an MLP that all tokens pass."""
 
 
 def profiled_times(
@@ -86,7 +89,9 @@ def _reject_unsupported(model: ModelSpec, plan: Plan, machine: MachineRates) -> 
         "offload to another memory": not machine.cores
         and (bool(_offloaded_layers(plan, model)) or any(s.offload_optimizer != "none" for s in plan.strategies)),
         "a vocabulary that is spread": plan.vocab_parallel,
-        "mixtures of experts": model.moe is not None,
+        "experts, which a profile of an earlier version has not measured": model.moe is not None
+        and not any(kernels.grouped_matmuls for kernels in machine.kernels.values()),
+        "experts that read the input of their layer (shortcut)": model.moe is not None and model.moe.shortcut,
         "latent attention": model.mla is not None,
         "the gated delta rule": model.linear_attention is not None and model.linear_attention.kind == "gated_deltanet",
         "layers of a plugin, which it has not measured": model.architecture is not None,
@@ -123,38 +128,6 @@ def storage_level(plan: Plan, stage: int) -> str:
 # Passes
 
 
-@dataclass
-class _StageCost:
-    """Seconds of a forward and of both halves of a backward, and of their exposed communication by axis."""
-
-    forward_s: float = 0.0
-    input_grad_s: float = 0.0
-    weight_grad_s: float = 0.0
-    forward_exposed_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    backward_exposed_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-
-    def with_backward(self, input_share: float, weight_share: float) -> "_StageCost":
-        """Return the cost with shares of the gradients of inputs, and of their communication, and of weights."""
-        waits_s = {axis: time_s * input_share for axis, time_s in self.backward_exposed_s.items()}
-        return replace(
-            self,
-            input_grad_s=self.input_grad_s * input_share,
-            weight_grad_s=self.weight_grad_s * weight_share,
-            backward_exposed_s=defaultdict(float, waits_s),
-        )
-
-    def add(self, other: "_StageCost") -> None:
-        self.forward_s += other.forward_s
-        self.input_grad_s += other.input_grad_s
-        self.weight_grad_s += other.weight_grad_s
-        for own, others in (
-            (self.forward_exposed_s, other.forward_exposed_s),
-            (self.backward_exposed_s, other.backward_exposed_s),
-        ):
-            for axis, time_s in others.items():
-                own[axis] += time_s
-
-
 class _StagePasses:
     """Passes of one stage over one micro-batch."""
 
@@ -187,9 +160,10 @@ class _StagePasses:
 
     def times(self) -> Iterator[tuple[str, float, dict[str, float]]]:
         """Yield (kind, seconds of local work, axis → seconds of exposed communication)."""
-        cost, known = _StageCost(), {}
+        cost, known = ProfiledCost(), {}
         for index, layer in enumerate(self.layers):
-            key = self.plan.strategy(layer).recompute, self.model.has_linear_attention(layer)
+            has_experts = self.model.has_experts(layer)
+            key = self.plan.strategy(layer).recompute, self.model.has_linear_attention(layer), has_experts
             if key not in known:
                 known[key] = self._layer(self.param_shapes[str(layer)], *key)
             has_backward, share = (True, 1.0) if self.trained is None else self.trained.layers[index]
@@ -260,15 +234,17 @@ class _StagePasses:
         base, layer = (self.rates.overhead(overhead_name(level, kind, part)) for part in ("base", "layer"))
         return max(0.0, base + layer * len(self.layers))
 
-    def _layer(self, parts: dict[str, tuple[int, ...]], recompute: str, is_linear: bool) -> _StageCost:
-        rates, cost, d = self.rates, _StageCost(), self.model.head_dim
-        for shape in parts.values():
-            if len(shape) == 2:
+    def _layer(
+        self, parts: dict[str, tuple[int, ...]], recompute: str, is_linear: bool, has_experts: bool
+    ) -> ProfiledCost:
+        rates, cost, d = self.rates, ProfiledCost(), self.model.head_dim
+        for name, shape in parts.items():
+            if len(shape) == 2 and not is_expert(name):
                 self._add_linear(cost, shape)
         self._add_dequantization(cost, parts)
         norms = sum(name.endswith("norm.weight") for name in parts)
         heads, kv_heads = (parts[f"attn.{one}.weight"][0] // d for one in ("q", "k"))
-        inner = parts["mlp.up.weight"][0]
+        inner = next((parts[name][0] for name in _UP_PROJECTIONS if name in parts), 0)
         turned = (heads, kv_heads) if self.model.position == "rope" and not is_linear else ()
         for direction in ("forward", "backward"):
             cheap_s = norms * rates.kernel(f"norm {direction}", self.hidden_elements)
@@ -292,11 +268,14 @@ class _StagePasses:
                 time_s += self._dropout_s(self.tokens * read, direction, self.model.adapter.lora_dropout)
             if direction == "forward":
                 cost.forward_s += time_s
+                if has_experts:
+                    where = self.rates, self.model, self.plan, self.workload, self.stage
+                    cheap_s += add_experts(cost, *where, parts, recompute == "full")
                 again_s = cheap_s if recompute == "elementwise" else cost.forward_s if recompute == "full" else 0.0
                 again_s += self._tiles_again_s(parts, recompute)
             else:
                 cost.input_grad_s += time_s + again_s
-        self._add_tensor(cost, recompute == "full")
+        self._add_tensor(cost, recompute == "full", has_experts and self.plan.routes_own_tokens(self.mesh))
         if self.plan.sequence_tiles > 1:
             matrices = [shape for name, shape in parts.items() if name.startswith("mlp.") and len(shape) == 2]
             cost.weight_grad_s += self._summed_tiles_s(sum(map(prod, matrices)))
@@ -360,7 +339,7 @@ class _StagePasses:
         """Return the seconds in which the gradients of matrices are added up over tiles."""
         return (self.plan.sequence_tiles - 1) * self.rates.kernel("add", numbers)
 
-    def _add_context(self, cost: _StageCost, shape: AttentionShape | None, again: bool) -> None:
+    def _add_context(self, cost: ProfiledCost, shape: AttentionShape | None, again: bool) -> None:
         """Add the transfers of context-parallel attention, or of the states of linear attention (None). On a CPU those
         of a ring take the cores that compute, so none is hidden; an all-to-all takes as long as a reduce-scatter, which
         sends as many bytes."""
@@ -382,33 +361,37 @@ class _StagePasses:
         if again:
             cost.backward_exposed_s["cp"] += cost.forward_exposed_s["cp"]
 
-    def _add_dequantization(self, cost: _StageCost, parts: dict[str, tuple[int, ...]]) -> None:
+    def _add_dequantization(self, cost: ProfiledCost, parts: dict[str, tuple[int, ...]]) -> None:
         """Add the passes over weights in 4 bits that make numbers of their codes."""
         numel = sum(prod(shape) for name, shape in parts.items() if has_four_bits(self.model, f"layers.0.{name}"))
         time_s = DEQUANTIZATION_SUMS * self.rates.kernel("add", numel) if numel else 0.0
         cost.forward_s += time_s
         cost.input_grad_s += time_s
 
-    def _add_linear(self, cost: _StageCost, shape: tuple[int, ...]) -> None:
+    def _add_linear(self, cost: ProfiledCost, shape: tuple[int, ...]) -> None:
         outer, inner = shape
         cost.forward_s += self.rates.matmul("forward", self.tokens, inner, outer)
         cost.input_grad_s += self.rates.matmul("input", self.tokens, inner, outer)
         cost.weight_grad_s += self.rates.matmul("weight", self.tokens, inner, outer)
 
-    def _add_tensor(self, cost: _StageCost, again: bool) -> None:
-        """Add the tensor-parallel collectives of a layer's two sublayers (see `comm_volume.tensor_axis_bytes`)."""
+    def _add_tensor(self, cost: ProfiledCost, again: bool, routes_own_tokens: bool) -> None:
+        """Add the tensor-parallel collectives of a layer's two sublayers (see `comm_volume.tensor_axis_bytes`). Where
+        each rank routes its own tokens, experts have none under sequence parallelism, else a gather of results and one
+        of gradients."""
         tp, whole = self.mesh.tp, self.tokens * self.model.hidden_size * self.size
         if tp == 1:
             return
         collective, forward, backward = self.rates.collective, cost.forward_exposed_s, cost.backward_exposed_s
         if self.sequence_shards > 1:
             gather_s, scatter_s = collective("all_gather", tp, whole // tp), collective("reduce_scatter", tp, whole)
-            forward["tp"] += 2 * (gather_s + scatter_s)
-            backward["tp"] += 4 * gather_s + 2 * scatter_s
+            sublayers = 2 - routes_own_tokens
+            forward["tp"] += sublayers * (gather_s + scatter_s)
+            backward["tp"] += sublayers * (2 * gather_s + scatter_s)
         else:
             sum_s = collective("all_reduce", tp, whole)
-            forward["tp"] += 2 * sum_s
-            backward["tp"] += 2 * sum_s
+            second_s = collective("all_gather", tp, whole // tp) if routes_own_tokens else sum_s
+            forward["tp"] += sum_s + second_s
+            backward["tp"] += sum_s + second_s
         if self.model.qk_norm and self.model.qk_norm_width == "projection":
             sum_s = collective("all_reduce", tp, 2 * self.tokens * master_bytes(self.plan.precision))
             forward["tp"] += sum_s
@@ -418,9 +401,9 @@ class _StagePasses:
         elif self.plan.sequence_tiles > 1:
             backward["tp"] += forward["tp"] / 2
 
-    def _embedding_and_head(self, parts: dict[str, tuple[int, ...]]) -> _StageCost:
+    def _embedding_and_head(self, parts: dict[str, tuple[int, ...]]) -> ProfiledCost:
         """Return the cost of embedding, last norm, head and loss, where the stage has them."""
-        rates, cost, tp = self.rates, _StageCost(), self.mesh.tp
+        rates, cost, tp = self.rates, ProfiledCost(), self.mesh.tp
         if self.plan.is_first(self.stage):
             numbers = prod(parts.get("embed.weight", ()))
             cost.forward_s += rates.kernel("embedding forward", self.tokens * self.model.hidden_size)
@@ -439,7 +422,7 @@ class _StagePasses:
             cost.forward_s += rates.kernel("norm forward", self.hidden_elements)
             cost.input_grad_s += rates.kernel("norm backward", self.hidden_elements)
             head = parts["head.weight" if "head.weight" in parts else "embed.weight"]
-            linear = _StageCost()
+            linear = ProfiledCost()
             self._add_linear(linear, head)
             if self.trained is not None:
                 linear = linear.with_backward(self.trained.head_input, self.trained.head)
@@ -459,26 +442,31 @@ class _StagePasses:
     # ------------------------------------------------------------------------------------------------------------------
     # Sharding
 
-    def _buckets(self) -> list[int]:
-        """Return the elements of each bucket that is gathered or reduced as one."""
-        layers = [sum(map(prod, self.param_shapes[str(layer)].values())) for layer in self.layers]
+    def _buckets(self) -> list[tuple[int, int]]:
+        """Return (elements, ranks) of each bucket that is gathered or reduced as one; with expert parallelism each
+        layer's experts are one, over the ranks that have the same ones."""
+        shards, apart = self.mesh.state_shards, self.mesh.ep > 1
+        own = [self.param_shapes[str(layer)] for layer in self.layers]
+        experts = [sum(prod(size) for name, size in parts.items() if is_expert(name)) * apart for parts in own]
+        layers = [sum(map(prod, parts.values())) - less for parts, less in zip(own, experts, strict=True)]
         size = self.plan.bucket_layers
-        buckets = [sum(layers[start : start + size]) for start in range(0, len(layers), size)]
+        buckets = [(sum(layers[start : start + size]), shards) for start in range(0, len(layers), size)]
+        buckets += [(numbers, self.mesh.expert_state_shards) for numbers in experts if numbers]
         rest = sum(map(prod, self.param_shapes.get("", {}).values()))
-        return buckets + [rest] if rest else buckets
+        return buckets + [(rest, shards)] if rest else buckets
 
-    def _gather(self, numbers: int) -> float:
+    def _gather(self, bucket: tuple[int, int]) -> float:
         """Return the seconds to all-gather one bucket, and to copy it out of the common buffer."""
-        ranks = self.mesh.state_shards
+        numbers, ranks = bucket
         own = chunk_bounds(numbers, ranks, 0)[1]
         copies_s = (
             self.rates.kernel("copy", numbers) if ranks > 1 or self.size < master_bytes(self.plan.precision) else 0
         )
         return self.rates.collective("all_gather", ranks, own * self.size) + copies_s
 
-    def _reduce(self, numbers: int) -> float:
+    def _reduce(self, bucket: tuple[int, int]) -> float:
         """Return the seconds to copy one bucket's gradients, reduce-scatter them, and all-reduce over replicas."""
-        wide, ranks = master_bytes(self.plan.precision), self.mesh.state_shards
+        wide, (numbers, ranks) = master_bytes(self.plan.precision), bucket
         if self.mesh.grad_sum_size == 1 and not self.plan.offloads_params:
             return 0.0
         own = chunk_bounds(numbers, ranks, 0)[1]
@@ -489,7 +477,7 @@ class _StagePasses:
         """Return the seconds to reduce the gradients of all buckets, as far as these are trained."""
         return sum(map(self._reduce, self._buckets())) * (1.0 if self.trained is None else self.trained.gradient_share)
 
-    def _add_sharding(self, cost: _StageCost) -> None:
+    def _add_sharding(self, cost: ProfiledCost) -> None:
         """Add the gathers and reductions within passes."""
         if self.mesh.grad_sum_size == 1 and not self.plan.offloads_params:
             return
@@ -553,7 +541,9 @@ def _per_step_times(
     stages = stages_on(plan, pp_rank)
     mesh, level = plan.mesh(pp_rank), storage_level(plan, stages[0])
     numbers = [
-        -(-part.numel // mesh.state_shards) for stage in stages for _, _, part, *_ in stage_shards(model, plan, stage)
+        -(-part.numel // state_shard_ranks(mesh, name))
+        for stage in stages
+        for name, _, part, *_ in stage_shards(model, plan, stage)
     ]
     layers = sum(len(plan.layers(stage, model.num_layers)) for stage in stages)
     total = sum(numbers)

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from functools import cached_property
 from math import exp, log
 from statistics import mean
+from typing import get_args
 
 from muster.spec.errors import ConfigError
-from muster.spec.machine_rates import Curve, MachineRates, MatmulPass
+from muster.spec.machine_rates import Curve, GroupedKernel, GroupedMatmuls, MachineRates, MatmulPass
 from muster.spec.plan import Precision
 
 
@@ -28,6 +29,8 @@ class RateInterpolator:
         self._matmuls = {kind: _RateGrid(points) for kind, points in self.kernels.matmuls.items()}
         self._attention = {kind: _RateGrid(points) for kind, points in self.kernels.attention.items()}
         self._known: dict[tuple, float] = {}
+        self.grouped = GroupedMatmulRates(self.kernels.grouped_matmuls)
+        """Rates of the experts' matmuls."""
 
     def matmul(self, kind: MatmulPass, tokens: int, inner: int, outer: int) -> float:
         """Return the seconds of one matmul of a linear layer of `inner` inputs and `outer` outputs."""
@@ -85,6 +88,31 @@ class RateInterpolator:
         if at not in self._known:
             self._known[at] = grid.interpolate([float(number) for number in at[1:]])
         return self._known[at]
+
+
+class GroupedMatmulRates:
+    """Rates of a machine's grouped matmuls, from which predictions and the runtime take the same kernel."""
+
+    def __init__(self, measured: GroupedMatmuls) -> None:
+        self._grids = {
+            kind: {kernel: _RateGrid(passes[kind]) for kernel, passes in measured.items() if kind in passes}
+            for kind in get_args(MatmulPass)
+        }
+
+    def __bool__(self) -> bool:
+        """Return True where grouped matmuls were measured."""
+        return any(self._grids.values())
+
+    def fastest(
+        self, kind: MatmulPass, rows: float, most_rows: float, inner: int, outer: int
+    ) -> tuple[GroupedKernel, float]:
+        """Return the fastest kernel for experts with `rows` rows on average and `most_rows` at most, to which one of
+        them pads, and the seconds that it takes for each expert."""
+        times_s = {
+            kernel: grid.interpolate([most_rows if kernel == "padded" else rows, inner, outer])
+            for kernel, grid in self._grids[kind].items()
+        }
+        return min(times_s.items(), key=lambda one: one[1])
 
 
 class _RateGrid:
