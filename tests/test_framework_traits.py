@@ -303,6 +303,7 @@ NOT_RUN = {
     "what the plan decides (tp_overlap)": ("async_tp",),
     "moments of another storage": ("moment_bytes",),
     "streams of FSDP2, which the order of calls on a CPU doesn't show": ("overlap_fsdp",),
+    "turns of two passes, which tests/test_pass_pairs.py holds to those predicted": ("overlap_pairs",),
     "graphs of kernels, which nothing in Muster makes": ("cuda_graphs", "graphed"),
     "other programs' experts, dispatchers and modules": (
         "dispatch_once_per_rank",

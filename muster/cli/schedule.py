@@ -80,6 +80,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         metavar="N",
         help="slices of a sequence, of equal work (default: 1)",
     )
+    add(
+        "--pair-time",
+        metavar="T",
+        help="dualpipe, dualpipe-v: a forward and a backward of one rank's share run as one, in T",
+    )
     add("--fill", action="store_true", help="2bp-*: put weight backwards into idle slots instead of at the end")
     add(
         "--vocab-parallel", metavar="S", help="spread a vocabulary over the ranks; a rank's share of the logits takes S"
@@ -109,7 +114,7 @@ def _join_negative(arguments: list[str]) -> list[str]:
     """Join `--times -1,1,1` to one argument, so that it is refused as a negative time instead of an unknown flag."""
     joined: list[str] = []
     for argument in arguments:
-        if joined and joined[-1] in ("--times", "--p2p-time", "--memory-limit") and argument[:1] == "-":
+        if joined and joined[-1] in ("--times", "--p2p-time", "--memory-limit", "--pair-time") and argument[:1] == "-":
             joined[-1] += f"={argument}"
         else:
             joined.append(argument)
@@ -141,7 +146,8 @@ def _number(flag: str, text: str) -> float:
         number = float(text)
     except ValueError:
         number = math.nan
-    if math.isnan(number) or number < 0 or (flag in ("--p2p-time", "--vocab-parallel") and math.isinf(number)):
+    is_finite = flag in ("--p2p-time", "--pair-time", "--vocab-parallel")
+    if math.isnan(number) or number < 0 or (is_finite and math.isinf(number)):
         raise ConfigError(f"{flag}: expected a number >= 0, got '{text}'")
     return number
 
@@ -173,7 +179,19 @@ def _request(args: argparse.Namespace) -> "CompareRequest":
         args.replicas,
         args.fill,
         args.slices,
+        _pair_share(args),
     )
+
+
+def _pair_share(args: argparse.Namespace) -> float | None:
+    """Return the time of a forward and a backward that run as one, as a share of both one after another."""
+    if args.pair_time is None:
+        return None
+    if args.name not in ("dualpipe", "dualpipe-v") and not args.compare and not args.file:
+        raise ConfigError(f"--pair-time is for dualpipe and dualpipe-v, not for {args.name}")
+    if args.vocab_parallel is not None:
+        raise ConfigError("--vocab-parallel has passes between those of a pair: leave out --pair-time")
+    return _number("--pair-time", args.pair_time) / sum(args.times)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -253,6 +271,7 @@ def _read(args: argparse.Namespace) -> "tuple[Schedule, Timing]":
         memory_limit=args.memory_limit,
         replicas=schedule.replicas,
         num_slices=schedule.num_slices,
+        pair_share=_pair_share(args),
     )
     return time_within_limit(schedule, setting)
 

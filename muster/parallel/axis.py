@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.parallel.turns import Turns
+
 # PyTorch 2.13 warns of the older names on every run; 2.11 has no others.
 all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -168,6 +170,15 @@ class ExpertAxis:
     """Neighbours among which the first step of a hierarchical exchange goes."""
     outer: "ExpertAxis | None" = None
     """Ranks with the same place in other groups of neighbours."""
+    turns: Turns | None = None
+    """Turns that this rank's passes take; None where they never run as one with another."""
+
+    def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Exchange rows as `all_to_all` does; while they travel, the other pass of a pair computes."""
+        pending = self.start_all_to_all(x, sent, received)
+        if self.turns is not None:
+            self.turns.hand_over()
+        return pending.wait()
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Exchange rows: `sent` of them go to each rank, `received` come from each, both in the ranks' order."""

@@ -65,7 +65,7 @@ class HostClock:
         pass
 
     def take_record(self, rank: int, instructions: Sequence[TimedInstruction]) -> "HostRecord":
-        return HostRecord([Event(rank, *instruction) for instruction in instructions])
+        return HostRecord(join_turns([Event(rank, *instruction) for instruction in instructions]))
 
     def device_action(self, instructions: Sequence[TimedInstruction]) -> None:
         return None
@@ -154,10 +154,41 @@ class DeviceRecord:
         def seconds(mark: Mark) -> float:
             return begin_s + (0.0 if mark is first else first.elapsed_time(mark) / 1e3)
 
-        return [
-            Event(self.rank, lane, action, seconds(start), seconds(end))
-            for lane, action, start, end in self.instructions
-        ]
+        return join_turns(
+            [
+                Event(self.rank, lane, action, seconds(start), seconds(end))
+                for lane, action, start, end in self.instructions
+            ]
+        )
+
+
+def join_turns(events: Sequence[Event]) -> list[Event]:
+    """Return the events of a rank with the turns of each pass as one event. Passes that took turns share the time from
+    the first turn to the last, one after the other, as in predicted timelines.
+
+    Example: a forward in [0, 1] and [3, 4], a backward in [1, 3] and [4, 6]: the forward has [0, 2], the backward
+    [2, 6].
+    """
+    joined: list[Event] = []
+    index = 0
+    while index < len(events):
+        pair = [event.action for event in events[index : index + 2]]
+        third = events[index + 2] if index + 2 < len(events) else None
+        if third is None or third.lane != "compute" or third.action != pair[0]:
+            joined.append(events[index])
+            index += 1
+            continue
+        end = index
+        while end < len(events) and events[end].action in pair:
+            end += 1
+        turns = events[index:end]
+        sums_s = [sum(turn.duration_s for turn in turns if turn.action == action) for action in pair]
+        start_s, end_s = turns[0].start_s, turns[-1].end_s
+        middle_s = start_s + (end_s - start_s) * (sums_s[0] / sum(sums_s) if sum(sums_s) else 0.5)
+        joined.append(turns[0]._replace(end_s=middle_s))
+        joined.append(turns[1]._replace(start_s=middle_s, end_s=end_s))
+        index = end
+    return joined
 
 
 def step_clock(device: torch.device) -> StepClock:

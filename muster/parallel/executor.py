@@ -12,6 +12,7 @@ from muster.parallel.flight_recorder import flight_record
 from muster.parallel.host_lane import HostLane
 from muster.parallel.p2p import P2PRoute, PendingReceive
 from muster.parallel.stage_interface import Stage
+from muster.parallel.turns import Turns
 from muster.parallel.vocab_parallel import VocabShard
 from muster.schedule.action import (
     ACTIVATION_COPIES,
@@ -40,7 +41,8 @@ class Executor:
     `handlers` execute the kinds that no single stage can: gradient norm, optimizer step, tied embeddings, replicas.
     `copies` start the other copies; the functions that they return wait for the end.
     `routes` lead from a stage on this pipeline rank to a neighbouring stage on another one. `clock` takes
-    the moments at which instructions start and end. `heartbeat` is told of each instruction as it starts.
+    the moments at which instructions start and end. `heartbeat` is told of each instruction as it starts. Passes that
+    run as one take `turns`.
     """
 
     def __init__(
@@ -55,11 +57,13 @@ class Executor:
         vocab: VocabShard | None = None,
         heartbeat: Heartbeat | None = None,
         copies: Mapping[Kind, Callable[[Action], Callable[[], None]]] | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self._tells_launcher = heartbeat is not None
         self._heartbeat = heartbeat or Heartbeat(bytearray(PAGE_BYTES))
         self._report_start = self._heartbeat.begin
         self.program = program
+        self._turns = turns
         self._clock = clock or HostClock()
         self._vocab_parallel = vocab is not None
         self.lanes: dict[Lane, tuple[Instruction, ...]] = {lane: program.ranks[pp_rank].get(lane, ()) for lane in LANES}
@@ -119,7 +123,7 @@ class Executor:
         self._timed = timed = list[TimedInstruction]()
         if self._tells_launcher and not isinstance(self._clock, HostClock):
             self._heartbeat.follow_device(lambda: self._clock.device_action(timed), flight_record)
-        for _ in self.lanes["compute"]:
+        while self._cursor["compute"] < len(self.lanes["compute"]):
             self._start_ready()
             self._start_next("compute")
         for lane in LANES:
@@ -154,8 +158,11 @@ class Executor:
         if lane == "compute" and any(wait.lane in COPY_LANES for wait in instruction.waits):
             self._start_ready()  # copies back that waited for the same ones away
         self._cursor[lane] = index + 1
-        start = self._clock.mark()
         self._report_start(instruction.action)
+        if lane == "compute" and instruction.action in self.program.pairs:
+            self._run_pair(instruction, self.lanes[lane][index + 1])
+            return
+        start = self._clock.mark()
         self._handlers[instruction.action.kind](instruction)
         if instruction.action.kind == Kind.GRAD_NORM:  # whose result the host has read
             self._clock.mark_idle()
@@ -228,6 +235,20 @@ class Executor:
             self._output_gradients[stage - 1, micro_batch] = d
         else:
             self._input_gradients[stage, micro_batch] = d
+
+    def _run_pair(self, forward: Instruction, backward: Instruction) -> None:
+        """Run a forward and the backward after it in turns, each while the other's exchange is under way."""
+        start = self._clock.mark()
+
+        def record(index: int) -> None:
+            nonlocal start
+            end = self._clock.mark()
+            self._timed.append(("compute", (forward, backward)[index].action, start, end))
+            start = end
+
+        assert self._turns is not None, "the program has pairs, which need a rank's turns"
+        self._cursor["compute"] += 1
+        self._turns.run(lambda: self._forward(forward), lambda: self._backward(backward), record)
 
     def _copy(self, instruction: Instruction) -> None:
         kind, stage, *_ = instruction.action

@@ -14,8 +14,9 @@ from muster.parallel.row_casts import RowCast
 
 
 class Exchange(torch.autograd.Function):
-    """All-to-all of rows; the gradients travel back. Saves nothing but the numbers of rows. With a cast, rows travel in
-    8 bits, but not their gradients, which are taken as if none were rounded."""
+    """All-to-all of rows; the gradients travel back, and both beside the other pass of a pair. Saves nothing but the
+    numbers of rows. With a cast, rows travel in 8 bits, but not their gradients, which are taken as if none were
+    rounded."""
 
     @staticmethod
     def forward(
@@ -28,12 +29,12 @@ class Exchange(torch.autograd.Function):
     ) -> Tensor:
         ctx.axis, ctx.sent, ctx.received = axis, sent, received
         if cast is None:
-            return axis.all_to_all(x_RD, sent, received)
-        return cast.unpack(axis.all_to_all(cast.pack(x_RD), sent, received), x_RD.dtype)
+            return axis.exchange(x_RD, sent, received)
+        return cast.unpack(axis.exchange(cast.pack(x_RD), sent, received), x_RD.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:
-        return None, ctx.axis.all_to_all(grads[0], ctx.received, ctx.sent), None, None, None
+        return None, ctx.axis.exchange(grads[0], ctx.received, ctx.sent), None, None, None
 
 
 class Flight:

@@ -24,6 +24,7 @@ from muster.parallel.world import World
 from muster.schedule.action import Action, Kind, Lane
 from muster.schedule.offload import LAYER_COPIES
 from muster.schedule.program import Program
+from muster.simulate.pairs import pairs_of_rank
 from muster.spec.plan import Plan
 
 REPEATS = 4
@@ -32,8 +33,10 @@ PASS_REPEATS = 8
 """Repetitions of a pass; the same on every rank, since ranks may communicate within a pass."""
 
 
+PAIR = "pair"
+"""First part of the key of a pair of passes."""
 TimedKey = tuple[Any, ...]
-"""(kind, stage) of an instruction, or (kind, stage, slice)."""
+"""(kind, stage) of an instruction, or (kind, stage, slice); of a pair (PAIR, forward's stage, backward's stage)."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ def profile_stages(
                     _time_forward_backward(stage, clock, kind, offloads)
                 if not backwards:
                     _time_forward(stage, clock, 0)
+        _time_pairs(program, stages, world, clock)
         for _, stage in sorted(stages.items()):
             if stage.vocab is not None:
                 vocab_bytes = _time_vocab_passes(stage, stage.vocab, clock)
@@ -116,8 +120,10 @@ def profile_stages(
             stage.param_offload.forget_updates()
     processes = tuple(world.plan.mesh(pp_rank).num_ranks for pp_rank in range(world.plan.pp))
     merged, p2p_s = _mean_over_ranks(world.all_gather_object((clock.seconds(), _measure_p2p(stages, world, routes))))
+    pairs_s = {key[1:]: merged.pop(key) for key in list(merged) if key[0] == PAIR}
     whole = {key[:2]: time_s for key, time_s in merged.items() if not any(key[2:])}
-    times = OpTimes(whole, p2p_s, cores, processes, slices=_times_of_slices(merged, p2p_s, next(iter(stages.values()))))
+    slices = _times_of_slices(merged, p2p_s, next(iter(stages.values())))
+    times = OpTimes(whole, p2p_s, cores, processes, slices=slices, pairs_s=pairs_s)
     return StageProfile(times, gradients, saved, offloaded, vocab_bytes)
 
 
@@ -250,6 +256,21 @@ def _time_backwards(stage: DecoderStage, clock: _InstructionTimer, backward: str
         else:
             _time_loads(stage, clock, part, Kind.LOAD_B, Kind.READ_B)
             clock.time(_key(Kind.B, stage, part), partial(stage.backward, part, gradient))
+
+
+def _time_pairs(program: Program, stages: Mapping[int, DecoderStage], world: World, clock: _InstructionTimer) -> None:
+    """Time the forwards and backwards of the Program that run as one, each pair of stages once, with random data."""
+    pairs = {(one.stage, other.stage) for _, one, other in pairs_of_rank(program, world.at.pp)}
+    for ends in sorted(pairs):
+        forward, backward = (stages[stage] for stage in ends)
+        x_F, x_B = (None if stage.reads_tokens else stage.receive_buffer(0).normal_() for stage in (forward, backward))
+        gradient_F, gradient_B = (
+            None if stage.computes_loss else stage.receive_buffer(0).normal_() for stage in (forward, backward)
+        )
+        backward.forward(0, x_B)
+        both = partial(forward.forward, 0, x_F), partial(backward.backward, 0, gradient_B)
+        clock.time((PAIR, *ends), partial(world.turns.run, *both))
+        forward.backward(0, gradient_F)
 
 
 def _time_vocab_passes(stage: DecoderStage, vocab: VocabShard, clock: _InstructionTimer) -> int:

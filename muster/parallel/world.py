@@ -5,8 +5,9 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from muster.parallel.flight_recorder import enable_flight_recorder
 from muster.parallel.gpu_settings import use_expandable_segments, use_full_float32
 from muster.parallel.process_groups import ProcessGroups
 from muster.parallel.symmetric_memory import overlap_of
+from muster.parallel.turns import Turns
 from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.plan import Plan
 from muster.spec.units import pluralize
@@ -87,7 +89,16 @@ class World:
 
     def expert_axis(self) -> ExpertAxis | None:
         """Return the ranks that share this one's experts with it; None where it has all."""
-        return self.groups.experts
+        axis = self.groups.experts
+        if axis is None:
+            return None
+        inner, outer = (None if one is None else replace(one, turns=self.turns) for one in (axis.inner, axis.outer))
+        return replace(axis, inner=inner, outer=outer, turns=self.turns)
+
+    @cached_property
+    def turns(self) -> Turns:
+        """Turns that the passes of this rank's pairs take."""
+        return Turns(self.device)
 
     def pipeline_axis(self) -> PipelineAxis:
         """Return the pipeline ranks that share the vocabulary with this one; only under `vocab_parallel`."""

@@ -7,12 +7,14 @@ from math import lcm
 from muster.cost.time.op_times import OpTimes
 from muster.cost.time.plan_times import place_plan, plan_times
 from muster.cost.time.rank_placement import PlacedPlan
+from muster.cost.time.stage_times import example_stage_times
 from muster.planner.bounds.pass_times import LayerTimes, PassTimes, pass_times_of_op_times, pass_times_of_placed
 from muster.planner.dispatch_choice import expert_slices
 from muster.planner.request import PlanRequest
 from muster.planner.space import MeshShape, make_plan, recompute_modes
 from muster.schedule.build import build_program
 from muster.schedule.program import Program
+from muster.spec.pass_pairs import pairs_passes
 from muster.spec.plan import Plan
 
 MAX_PASS_TIMES = 4096
@@ -65,21 +67,23 @@ class PlanCosts:
         plan = make_plan(self.request, MeshShape(1, 1, 1, 1, 1, 1), (1, 1, "z1"))
         return self.placed(plan).cache.layers_are_alike and not self.request.base.overrides
 
-    def layer_times(self, shape: MeshShape) -> LayerTimes:
-        """Return the times of one layer and of the whole model for a micro-batch.
+    def layer_times(self, shape: MeshShape, hides_rows: bool = False) -> LayerTimes:
+        """Return the times of one layer and of the whole model for a micro-batch; with `hides_rows` without the
+        exchanges with experts that a pair of passes hides at most.
 
         They depend on neither data nor pipeline parallelism: a plan of one stage serves many shapes, and the difference
         to a model with one layer fewer is one layer.
         """
-        key = shape.tp, shape.cp, shape.ep, shape.micro_batch_size, shape.copies
+        key = shape.tp, shape.cp, shape.ep, shape.micro_batch_size, shape.copies, hides_rows
         if key not in self._layer_times:
             request = self.request
             etp = expert_slices(request, shape.tp, shape.ep)
             data = lcm(shape.ep * etp, shape.tp * shape.cp) // (shape.tp * shape.cp)
             single_stage = replace(shape, data=data, pp=1)
             plan = make_plan(request, single_stage, (1, data, "z1"), recompute=recompute_modes(request)[0])
-            forward_s, backward_s = self._first_stage_s(plan)
-            shorter_s = self._one_layer_fewer._first_stage_s(plan) if request.model.num_layers > 1 else (0.0, 0.0)
+            forward_s, backward_s = self._first_stage_s(plan, hides_rows)
+            fewer = self._one_layer_fewer if request.model.num_layers > 1 else None
+            shorter_s = (0.0, 0.0) if fewer is None else fewer._first_stage_s(plan, hides_rows)
             self._layer_times[key] = LayerTimes(
                 forward_s - shorter_s[0], backward_s - shorter_s[1], forward_s, backward_s
             )
@@ -92,10 +96,11 @@ class PlanCosts:
         shorter = model.model_copy(update={"num_layers": max(1, model.num_layers - 1)})
         return PlanCosts(replace(self.request, model=shorter))
 
-    def _first_stage_s(self, plan: Plan) -> tuple[float, float]:
+    def _first_stage_s(self, plan: Plan, hides_rows: bool) -> tuple[float, float]:
         """Return the seconds of the first stage's forward and backward."""
         times = self.pass_times(plan)
-        return float(times.forward_s[0]), float(times.backward_s[0])
+        hidden_s = example_stage_times(self.placed(plan))[0].rows_s if hides_rows else (0.0, 0.0)
+        return float(times.forward_s[0]) - hidden_s[0], float(times.backward_s[0]) - hidden_s[1]
 
     def program(self, plan: Plan) -> Program:
         """Return the Program of a plan; plans that differ only in what a Program doesn't show share one."""
@@ -112,6 +117,7 @@ class PlanCosts:
             plan.tp,
             strategy.sp,
             tuple(bool(plan.offloaded_layers(stage, num_layers)) for stage in range(plan.num_stages)),
+            pairs_passes(plan, self.request.model),
         )
         if plan.pinned_schedule is not None:
             pinned_key = (key, plan.pinned_schedule)

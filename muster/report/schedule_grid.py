@@ -10,6 +10,7 @@ from rich.text import Text
 from muster.report.palette import PALE_TEXT, paint_of
 from muster.report.timeline_rows import evenly_spaced
 from muster.schedule.action import Action, Kind, unit_label
+from muster.schedule.program import PAIRED
 from muster.schedule.schedule import Schedule
 from muster.schedule.timing import Timing
 from muster.spec.formatting import format_fraction
@@ -88,7 +89,7 @@ def grid_text(schedule: Schedule, timing: Timing, width: int = 80) -> Text:
     """Return the grid, at most `width` columns wide.
 
     A box has its kind and micro-batch (`F0`, `B0==`), or a letter alone where that doesn't fit. Lower case marks the
-    second, fourth … stage of a rank, dots are idle time.
+    second, fourth … stage of a rank, dots are idle time, and `&` ends the box of a forward that is half of a pair.
     """
     ranks = evenly_spaced(len(schedule.ranks), MAX_RANKS)
     indent = len(str(ranks[-1])) + 1
@@ -113,7 +114,7 @@ def grid_text(schedule: Schedule, timing: Timing, width: int = 80) -> Text:
 def _scale_of(schedule: Schedule, timing: Timing, columns: int, max_pages: int) -> _Scale:
     """Return a scale that gives the shortest pass room for its name, unless that takes too many pages."""
     last = Action(Kind.F, 0, schedule.num_micro_batches - 1, schedule.num_slices - 1)
-    name = len(f"F{unit_label(last, schedule.num_slices > 1)}")
+    name = len(f"F{unit_label(last, schedule.num_slices > 1)}") + bool(schedule.pairs)
     durations_s = (
         end_s - begin_s
         for begins, ends in zip(timing.begin_s, timing.end_s, strict=True)
@@ -150,7 +151,10 @@ def _row(schedule: Schedule, timing: Timing, rank: int, columns: Sequence[int], 
             name = (
                 f"{letters}{unit_label(action, schedule.num_slices > 1)}" if scale.in_full else letters * (end - column)
             )
-            text.append_text(_box(action.kind, name, held.index(action.stage) % 2 == 1, end - column))
+            box = _box(action.kind, name, held.index(action.stage) % 2 == 1, end - column)
+            if action in schedule.pairs and len(name) < len(box):
+                box.plain = box.plain[:-1] + PAIRED
+            text.append_text(box)
         column = end
     return text
 
@@ -178,6 +182,8 @@ def _legend(schedule: Schedule) -> Text:
             paint = paint_of(kind)
             text.append("  " if text else "").append(f" {_letters(kind)} ", f"{paint.light_text} on {paint.light}")
             text.append(f" {name}")
+    if schedule.pairs:
+        text.append(f"\n{PAIRED}: a forward that runs as one with the backward after it", "dim")
     if schedule.chunks > 1:
         text.append("\nlower case, pale: a rank's second stage" + (", fourth …" if schedule.chunks > 2 else ""), "dim")
     return text

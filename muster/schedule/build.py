@@ -23,6 +23,7 @@ from muster.spec.errors import InfeasibleError, MusterError
 from muster.spec.layer_strategy import Tier
 from muster.spec.mesh import Mesh
 from muster.spec.model import ModelSpec, layer_parameter_shapes, parameter_shapes
+from muster.spec.pass_pairs import pairs_passes
 from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 
@@ -37,8 +38,9 @@ def _vocab_times(plan: Plan, model: ModelSpec) -> VocabTimes:
     return VocabTimes(logits=2 * part / layers, backward=part / layers)
 
 
-def schedule_for_plan(plan: Plan, num_micro_batches: int) -> Schedule:
-    """Return the plan's schedule: made by its name, or the pinned one of a searched schedule.
+def schedule_for_plan(plan: Plan, num_micro_batches: int, pairs: bool = False) -> Schedule:
+    """Return the plan's schedule: made by its name, or the pinned one of a searched schedule. With `pairs` it has the
+    pairs that its kind has.
 
     Raises InfeasibleError if it doesn't support the plan, MusterError if it is still to be searched (`resolve`),
     ProgramError if the pinned schedule is none.
@@ -55,6 +57,7 @@ def schedule_for_plan(plan: Plan, num_micro_batches: int) -> Schedule:
             plan.vpp,
             replicas=plan.pipeline_replicas,
             num_slices=plan.sequence_slices,
+            pair_share=1.0 if pairs else None,
         ),
     )
 
@@ -81,7 +84,7 @@ def build_program(
     Raises InfeasibleError if the batch or the schedule doesn't fit the plan, and as `schedule_for_plan`.
     """
     num_micro_batches = plan.num_micro_batches(workload, data_rank)
-    schedule = schedule_for_plan(plan, num_micro_batches)
+    schedule = schedule_for_plan(plan, num_micro_batches, pairs_passes(plan, model))
     has_backward = train and not is_zeroth_order(optim)
     if not has_backward:
         schedule = forward_only(schedule.placement[: schedule.depth], num_micro_batches, schedule.num_slices)
@@ -102,6 +105,7 @@ def program_key(plan: Plan, model: ModelSpec, workload: Workload) -> Hashable:
     options = _lowering_options(plan, model, True, True, NO_EXCHANGE, False, False)
     several = tuple(options.is_sharded(stage) for stage in range(plan.num_stages))
     order = plan.schedule, plan.pinned_schedule, plan.pp, plan.vpp, plan.pipeline_replicas, plan.sequence_slices
+    order = *order, pairs_passes(plan, model)
     return order, plan.num_micro_batches(workload), several, replace(options, data_ranks=1)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from muster.schedule.action import (
     BACKWARDS,
@@ -19,8 +20,8 @@ from muster.schedule.buffer_liveness import PASSES, BufferLiveness
 from muster.schedule.dry_run import dry_run
 from muster.schedule.gc_pause import gc_paused
 from muster.schedule.peer_check import check_collectives, check_outer_steps, check_transfers
-from muster.schedule.program import Program, ProgramError, stages_of_action
-from muster.schedule.timing import WHY_AFTER
+from muster.schedule.program import Program, ProgramError, Wait, stages_of_action
+from muster.schedule.timing import WHY_AFTER, wrong_pair
 from muster.spec.units import pluralize
 
 __all__ = ["ProgramError", "CheckReport", "check"]
@@ -48,6 +49,7 @@ def check(program: Program, max_activations: int | None = None) -> CheckReport:
         _check_shape(program)
         _check_passes(program)
         _check_slices(program)
+        _check_pairs(program)
         _check_vocab_passes(program)
         for rank in range(program.num_ranks):
             _check_waits(program, rank)
@@ -162,6 +164,33 @@ def _check_slices(program: Program) -> None:
                 if not done.intersection(needed):
                     raise ProgramError(f"{action} on rank {rank} comes before {needed[0]}{WHY_AFTER[is_backward]}")
             done.add(action)
+
+
+def _check_pairs(program: Program) -> None:
+    """Check that each pair is a forward and a backward of another stage, and that both begin and end together."""
+    if not program.pairs:
+        return
+    orders = [[item.action for item in lanes.get("compute", ())] for lanes in program.ranks]
+    if (fault := wrong_pair(orders, program.pairs)) is not None:
+        raise ProgramError(fault)
+    for rank, lanes in enumerate(program.ranks):
+        for index, (forward, backward) in enumerate(pairwise(lanes.get("compute", ()))):
+            if forward.action not in program.pairs:
+                continue
+            if backward.waits:
+                lane, place = backward.waits[0]
+                raise ProgramError(
+                    f"{backward.action} on rank {rank} waits for {lane}:{place}, but runs as one with"
+                    f" {forward.action}: expected the wait there"
+                )
+            early = [
+                other.action for items in lanes.values() for other in items if Wait("compute", index) in other.waits
+            ]
+            if early:
+                raise ProgramError(
+                    f"{early[0]} on rank {rank} waits for {forward.action}, which is over with {backward.action}:"
+                    f" expected a wait for compute:{index + 1}"
+                )
 
 
 def _check_vocab_passes(program: Program) -> None:

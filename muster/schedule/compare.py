@@ -27,6 +27,7 @@ class CompareRequest:
     replicas: int | None
     fill: bool
     num_slices: int = 1
+    pair_share: float | None = None
 
     def spec(self, entry: ScheduleEntry) -> ScheduleSpec:
         """Return the spec for one schedule. Raises InfeasibleError for impossible numbers."""
@@ -40,6 +41,7 @@ class CompareRequest:
             replicas=self.replicas or entry.default_replicas,
             fill=self.fill,
             num_slices=self.num_slices,
+            pair_share=self.pair_share,
         )
 
 

@@ -118,7 +118,7 @@ class ProgramDraft:
         ranks: tuple[dict[Lane, tuple[Instruction, ...]], ...] = tuple(
             {lane: tuple(items) for lane, items in lanes.items() if items} for lanes in self.ranks
         )
-        sizes = schedule.num_micro_batches, ranks, schedule.replicas, schedule.num_slices
+        sizes = schedule.num_micro_batches, ranks, schedule.replicas, schedule.num_slices, schedule.pairs
         transfers = None if self.vocab_schedule else self.transfers
         return Program(schedule.name, schedule.placement, *sizes, transfers=transfers)
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 _Derived = TypeVar("_Derived")
 
+PAIRED = "&"
+"""Sign behind a forward that runs as one with the backward after it: `0F5& 3B2`."""
+
 VERSION = 2
 """Version of the text of programs: 2 since instructions have the names of torch.distributed.pipelining."""
 
@@ -66,6 +69,9 @@ class Program:
     """Copies of the model; stages are numbered copy by copy, see `Schedule`."""
     num_slices: int = 1
     """Slices of each sequence, of which each pass and each transfer takes one."""
+    pairs: frozenset[Action] = frozenset()
+    """Forwards that run as one with the backward after them (`Schedule.pairs`). The waits of both stand at the forward,
+    and what needs its result waits for the backward."""
     transfers: "Transfers | None" = field(default=None, compare=False, repr=False)
     """Transfers of the schedule that was lowered, by columns; None where other passes than its own are among them."""
     _derived: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -152,10 +158,12 @@ def format_program(program: Program) -> str:
         + (f" replicas={program.replicas}" if program.replicas > 1 else "")
         + (f" slices={program.num_slices}" if program.num_slices > 1 else "")
     ]
+    pairs = program.pairs
     for rank, lanes in enumerate(program.ranks):
         for lane in LANES:
             if lanes.get(lane):
-                lines.append(f"rank {rank} {lane}: " + " ".join(map(str, lanes[lane])))
+                words = (str(item) + PAIRED * (item.action in pairs) for item in lanes[lane])
+                lines.append(f"rank {rank} {lane}: " + " ".join(words))
     return "\n".join(lines) + "\n"
 
 
@@ -182,17 +190,21 @@ def parse_program(text: str) -> Program:
         raise ValueError(f"the program has version {version}, of a newer Muster; this one reads up to {VERSION}")
     is_former = int(version) == 1
     ranks: tuple[dict[Lane, tuple[Instruction, ...]], ...] = tuple({} for _ in range(int(num_ranks)))
+    pairs: set[Action] = set()
     for line in lines[1:]:
         match = _LINE.fullmatch(line)
         lane = parse_lane(match[2], is_former) if match else None
         if match is None or lane is None or int(match[1]) >= len(ranks):
             raise ValueError(f"{line[:60]!r} is not 'rank R LANE: instructions' with R < {len(ranks)}")
-        ranks[int(match[1])][lane] = tuple(_parse_instruction(word, is_former) for word in match[3].split())
+        words = match[3].split()
+        ranks[int(match[1])][lane] = tuple(_parse_instruction(word.removesuffix(PAIRED), is_former) for word in words)
+        parsed = zip(words, ranks[int(match[1])][lane], strict=True)
+        pairs.update(item.action for word, item in parsed if word.endswith(PAIRED))
     placement = tuple(int(rank) for rank in places.split(","))
     replicas = int(copies or 1)
     if not replicas or len(placement) % replicas:
         raise ValueError(f"{len(placement)} stages don't spread over {replicas} replicas")
-    return Program(name, placement, int(num_micro_batches), ranks, replicas, int(slices or 1))
+    return Program(name, placement, int(num_micro_batches), ranks, replicas, int(slices or 1), frozenset(pairs))
 
 
 def parse_lane(text: str, is_former: bool = False) -> Lane | None:

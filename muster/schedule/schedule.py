@@ -21,6 +21,9 @@ class Schedule:
     replicas: int = 1
     num_slices: int = 1
     """Slices of each sequence, of which each pass takes one; see `muster.schedule.slices`."""
+    pairs: frozenset[Action] = frozenset()
+    """Forwards that run as one with the backward after them on their rank, of another stage: both begin once both have
+    their inputs, take turns, and end together."""
 
     @property
     def num_units(self) -> int:

@@ -37,6 +37,9 @@ class ScheduleSpec:
     """True (2BP only): weight backwards fill idle slots. False: they come last."""
     num_slices: int = 1
     """Slices of each sequence, of equal work: each takes 1 / num_slices of its micro-batch's times and activations."""
+    pair_share: float | None = None
+    """Time of a forward and a backward of two micro-batches that run as one, as a share of both one after another,
+    where a schedule has such pairs; None: passes run one after another."""
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "num_micro_batches", "chunks", "replicas", "num_slices"):
@@ -56,6 +59,8 @@ class ScheduleSpec:
             object.__setattr__(self, name, times)
         if self.p2p_s < 0:
             raise InfeasibleError(f"p2p_s is {self.p2p_s:g}, expected 0 or more")
+        if self.pair_share is not None and self.pair_share < 0:
+            raise InfeasibleError(f"pair_share is {self.pair_share:g}, expected 0 or more")
         if self.memory_limit <= 0:
             raise InfeasibleError(f"memory_limit is {self.memory_limit:g}, expected more than 0")
 
@@ -75,10 +80,10 @@ class ScheduleSpec:
         num_micro_batches: int,
         times_s: Sequence[float] = (1.0, 1.0, 1.0),
         chunks: int = 1,
-        **more: float | int | bool,
+        **more: float | int | bool | None,
     ) -> "ScheduleSpec":
         """Return a spec in which each rank's whole share takes `times_s` (forward, input backward, weight backward)."""
-        replicas = int(more.get("replicas", 1))
+        replicas = int(more.get("replicas") or 1)
         depth = num_ranks * chunks // replicas
         part = replicas / chunks
         forward_s, input_s, weight_s = ((time_s * part,) * depth for time_s in times_s)

@@ -1,10 +1,12 @@
 """Schedules as plain data: the output of `muster schedule --json`, and its reader."""
 
+from itertools import chain
 from math import log10
 from typing import Any
 
 from muster.schedule.action import parse_action
 from muster.schedule.makespan_bound import OptimalityGap
+from muster.schedule.program import PAIRED
 from muster.schedule.schedule import Schedule
 from muster.schedule.timing import Timing
 
@@ -13,9 +15,10 @@ def schedule_to_json(schedule: Schedule, timing: Timing, gap: OptimalityGap | No
     """Return a schedule with its timing as plain data.
 
     `stages[i].index` is the number in an action, `depth` the stage's place in its copy of the model; `ranks` holds each
-    rank's passes in order. Times are in the unit of the spec, to 12 significant digits of the makespan;
-    `peak_activation` counts one micro-batch's activations of one rank's share of a copy of the model as 1. With a
-    `gap`: `proven` (no schedule takes less), the `bound`, and the `gap` to it as a fraction.
+    rank's passes in order, with `&` behind a forward that runs as one with the backward after it. Times are in the unit
+    of the spec, to 12 significant digits of the makespan; `peak_activation` counts one micro-batch's activations of one
+    rank's share of a copy of the model as 1. With a `gap`: `proven` (no schedule takes less), the `bound`, and the
+    `gap` to it as a fraction.
     """
     digits = 12 - round(log10(timing.makespan_s)) if timing.makespan_s else 12
     return {
@@ -27,7 +30,7 @@ def schedule_to_json(schedule: Schedule, timing: Timing, gap: OptimalityGap | No
             {"index": index, "depth": index % schedule.depth, "rank": rank, "replica": index // schedule.depth}
             for index, rank in enumerate(schedule.placement)
         ],
-        "ranks": [[str(action) for action in order] for order in schedule.ranks],
+        "ranks": [[str(one) + PAIRED * (one in schedule.pairs) for one in order] for order in schedule.ranks],
         "makespan": round(timing.makespan_s, digits),
         "bubble": round(timing.bubble_s, digits),
         "span_bubble": [round(bubble_s, digits) for bubble_s in timing.span_bubble_s],
@@ -45,7 +48,9 @@ def schedule_from_json(data: Any) -> Schedule:
         places = [(stage["index"], stage["replica"], stage["depth"]) for stage in stages]
         replicas = 1 + max((replica for _, replica, _ in places), default=0)
         depth = len(places) // replicas
-        ranks = tuple(tuple(parse_action(text) for text in order) for order in data["ranks"])
+        ranks = tuple(tuple(parse_action(text.removesuffix(PAIRED)) for text in order) for order in data["ranks"])
+        words = zip(chain.from_iterable(data["ranks"]), chain.from_iterable(ranks), strict=True)
+        pairs = frozenset(action for text, action in words if text.endswith(PAIRED))
         placement = tuple(int(stage["rank"]) for stage in stages)
         name, count, slices = str(data["name"]), int(data["n_microbatches"]), int(data.get("n_slices", 1))
     except KeyError as error:
@@ -54,4 +59,4 @@ def schedule_from_json(data: Any) -> Schedule:
         raise ValueError("expected one object as 'muster schedule NAME --json' prints it") from None
     if places != [(index, *divmod(index, depth)) for index in range(replicas * depth)]:
         raise ValueError("stages are numbered replica by replica, in each by depth: index = replica × depths + depth")
-    return Schedule(name, placement, count, ranks, replicas, slices)
+    return Schedule(name, placement, count, ranks, replicas, slices, pairs)

@@ -1,6 +1,6 @@
 """Timing of a Schedule: a walk of every rank through its passes, without lowering."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -52,6 +52,8 @@ class PassTimes:
     weight_backward_s: Sequence[float]
     p2p_s: float = 0.0
     stage_activation: float = 1.0
+    pair_share: float = 1.0
+    """Time of a forward and a backward that run as one, as a share of that of both one after another."""
 
 
 WHY_AFTER = (
@@ -72,7 +74,8 @@ def time_schedule(schedule: Schedule, spec: ScheduleSpec) -> Timing:
     share = 1 / spec.num_slices
     times_s = (spec.forward_s, spec.input_backward_s, spec.weight_backward_s)
     forward_s, input_s, weight_s = (tuple(time_s * share for time_s in times) for times in times_s)
-    own = PassTimes(forward_s, input_s, weight_s, spec.p2p_s * share, spec.stage_activation * share)
+    pair_share = 1.0 if spec.pair_share is None else spec.pair_share
+    own = PassTimes(forward_s, input_s, weight_s, spec.p2p_s * share, spec.stage_activation * share, pair_share)
     return time_passes(schedule, own)
 
 
@@ -80,9 +83,10 @@ def time_passes(schedule: Schedule, times: PassTimes) -> Timing:
     """Return when each pass begins and ends.
 
     A pass begins when the one before it on its rank is over and its input is there: at once from a stage on the same
-    rank, `p2p_s` after the end of the pass that makes it on another rank. `B` takes the time of I and W. An activation
-    is saved from F until B or W. Raises ProgramError naming the action that is missing, duplicated, on the wrong rank
-    or in an order that no rank could follow.
+    rank, `p2p_s` after the end of the pass that makes it on another rank. `B` takes the time of I and W. A forward and
+    a backward that are a pair begin together, and their results are there when both are over; each is given its share
+    of their time. An activation is saved from F until B or W. Raises ProgramError naming the action that is missing,
+    duplicated, on the wrong rank or in an order that no rank could follow.
     """
     _check_shape(schedule)
     walk = _TimingWalk(schedule, times)
@@ -110,6 +114,8 @@ def _check_shape(schedule: Schedule) -> None:
         good = good and min(slices) >= 0 and max(slices) < schedule.num_slices
         if not good or len(set(order)) < len(order):
             raise ProgramError(_wrong_shape(schedule, rank))
+    if schedule.pairs and (fault := wrong_pair(schedule.ranks, schedule.pairs)) is not None:
+        raise ProgramError(fault)
 
 
 def _wrong_shape(schedule: Schedule, rank: int) -> str:
@@ -134,6 +140,27 @@ def _wrong_shape(schedule: Schedule, rank: int) -> str:
             return f"{action} is on rank {rank} twice"
         seen.add(action)
     raise AssertionError("there is something wrong with the order")
+
+
+def wrong_pair(ranks: Sequence[Sequence[Action]], pairs: Collection[Action]) -> str | None:
+    """Return what is wrong with the pairs in the orders of passes of all ranks, in one sentence; None if nothing is."""
+    found = 0
+    for rank, order in enumerate(ranks):
+        for index, action in enumerate(order):
+            if action not in pairs:
+                continue
+            found += 1
+            after = order[index + 1] if index + 1 < len(order) else None
+            if action.kind != Kind.F or after is None or after.kind != Kind.B or after.stage == action.stage:
+                what = "nothing" if after is None else str(after)
+                return (
+                    f"{action} on rank {rank} runs as one with the pass after it, which is {what}: expected a forward"
+                    " and, after it, a backward B of another stage"
+                )
+    if found < len(pairs):
+        missing = min(set(pairs) - {action for order in ranks for action in order})
+        return f"{missing} runs as one with a backward, but is on no rank"
+    return None
 
 
 class _TimingWalk:
@@ -179,7 +206,10 @@ class _TimingWalk:
         alive = peak = 0
         split: set[int] = set()
         """Stage × unit pairs whose I is over and whose W is not."""
-        for kind, stage, micro_batch, part, _ in self.schedule.ranks[rank]:
+        pairs, held = self.schedule.pairs, -1
+        """`held`: the forward of the pair that the rank is in."""
+        order = self.schedule.ranks[rank]
+        for index, (kind, stage, micro_batch, part, _) in enumerate(order):
             level = stage % depth
             place = stage * count + micro_batch * slices + part
             source = -1
@@ -219,17 +249,37 @@ class _TimingWalk:
                 while over_s[source] < 0:
                     yield source
                 time_s = max(time_s, over_s[source] + transfer_s)
+            paired = bool(pairs) and order[index] in pairs
+            if paired:
+                source, transfer_s = self._source_of_backward(order[index + 1])
+                if source >= 0:
+                    while over_s[source] < 0:
+                        yield source
+                    time_s = max(time_s, over_s[source] + transfer_s)
+            if paired or held >= 0:
+                duration_s *= times.pair_share
             begin(time_s)
             time_s += duration_s
             work_s += duration_s
             end(time_s)
-            if kind != Kind.W:
-                over_s[place] = time_s
-                if place in waiting:
-                    self.ready.append(waiting.pop(place))
+            made = () if kind == Kind.W or paired else (place,) if held < 0 else (held, place)
+            for one in made:
+                over_s[one] = time_s
+                if one in waiting:
+                    self.ready.append(waiting.pop(one))
+            held = place if paired else -1
         if split:
             raise ProgramError(f"{self._action(Kind.W, min(split))} is missing on rank {rank}")
         self.work_s[rank], self.peak_activation[rank] = work_s, peak * times.stage_activation
+
+    def _source_of_backward(self, action: Action) -> tuple[int, float]:
+        """Return the index into `finished_s` of the backward that a backward waits for, −1 for none, and the p2p
+        seconds from there."""
+        _, stage, micro_batch, part, _ = action
+        if stage % self.schedule.depth == self.schedule.depth - 1:
+            return -1, 0.0
+        place = (stage + 1) * self.schedule.num_units + micro_batch * self.schedule.num_slices + part
+        return place + self.backwards, self.p2p_s[stage]
 
     def _action(self, kind: Kind, place: int) -> Action:
         """Return the pass at a stage × unit pair."""

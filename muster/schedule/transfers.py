@@ -1,6 +1,6 @@
 """Sends and receives between ranks, for all passes at once: by columns, since a large schedule has a million."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 
@@ -34,10 +34,22 @@ def lanes_with_transfers(
     longest = max(map(len, schedule.ranks))
     after_compute = _waits("compute", longest)
     after_p2p = _waits("p2p", 4 * longest)
-    return [
+    lanes = [
         _lanes(order, rank, transfers, schedule.num_slices, after_compute, after_p2p)
         for rank, order in enumerate(schedule.ranks)
     ]
+    for compute, _ in lanes if schedule.pairs else ():
+        _join_waits_of_pairs(compute, schedule.pairs)
+    return lanes
+
+
+def _join_waits_of_pairs(compute: list[Instruction], pairs: Collection[Action]) -> None:
+    """Let the forward of each pair wait for the inputs of both passes."""
+    for index, item in enumerate(compute):
+        if item.action in pairs:
+            backward = compute[index + 1]
+            compute[index] = item._replace(waits=item.waits + backward.waits)
+            compute[index + 1] = backward._replace(waits=())
 
 
 def _waits(lane: Lane, count: int) -> list[tuple[Wait, ...]]:
@@ -60,10 +72,14 @@ class Transfers:
     producer: Column
     """Index, in the source's order, of the pass that makes the message; `consumer`: in the target's, of its reader."""
     consumer: Column
+    made_by: Column
+    """Pass after which the source has the message: the producer, or the backward of the producer's pair."""
+    posted_after: Column
+    """Pass after which the target may post the receive: `PREFETCH` passes ahead of the consumer or of its pair."""
 
     def waits(self, mine: Column, is_sent: NDArray[np.bool_]) -> Column:
         """Return the pass that each transfer of one rank waits for, or -1; `mine`: indices of these transfers."""
-        begins = np.where(is_sent, self.producer[mine], self.consumer[mine] - 1 - PREFETCH)
+        begins = np.where(is_sent, self.made_by[mine], self.posted_after[mine])
         earliest = np.minimum.accumulate(begins[::-1])[::-1]
         return np.where(is_sent, begins, np.maximum(earliest, -1))
 
@@ -86,6 +102,10 @@ def schedule_transfers(schedule: Schedule, ends_s: Sequence[Sequence[float]] | N
     rank = np.repeat(np.arange(len(schedule.ranks)), [len(order) for order in schedule.ranks])
     position = np.concatenate([np.arange(len(order)) for order in schedule.ranks])
     kinds, stages, micro_batches, slices, _ = zip(*chain.from_iterable(schedule.ranks), strict=True)
+    is_paired = np.zeros(len(rank), np.int64)
+    """1 for the forward of a pair."""
+    if schedule.pairs:
+        is_paired[[index for index, one in enumerate(chain.from_iterable(schedule.ranks)) if one in schedule.pairs]] = 1
     kind, stage, unit = (np.array(column) for column in ([_PASSES[k] for k in kinds], stages, micro_batches))
     if schedule.num_slices > 1:
         unit = unit * schedule.num_slices + np.array(slices)
@@ -99,9 +119,18 @@ def schedule_transfers(schedule: Schedule, ends_s: Sequence[Sequence[float]] | N
     place[backward[chains], stage[chains], unit[chains]] = position[chains]
     moved = np.flatnonzero(passes_on & (target != rank))
     ready_s = np.fromiter(chain.from_iterable(ends_s), np.float64)
+    ready_s = np.where(is_paired, np.append(ready_s[1:], 0.0), ready_s)
     moved = moved[np.lexsort((unit[moved], stage[moved], kind[moved], ready_s[moved]))]
     back, to, sent = backward[moved], reader_stage[moved], unit[moved]
-    return Transfers(back, stage[moved], to, sent, rank[moved], target[moved], position[moved], place[back, to, sent])
+    ends = position[moved], place[back, to, sent]
+    first = np.zeros_like(place)
+    first[backward[chains], stage[chains], unit[chains]] = (position - np.append(0, is_paired[:-1]))[chains]
+    posted = first[back, to, sent] - 1 - PREFETCH
+    if schedule.pairs:  # not within a pair
+        offset = np.cumsum([0, *map(len, schedule.ranks)])[target[moved]]
+        posted -= is_paired[offset + np.maximum(posted, 0)] * (posted >= 0)
+    pairs = (position + is_paired)[moved], posted
+    return Transfers(back, stage[moved], to, sent, rank[moved], target[moved], *ends, *pairs)
 
 
 def _lanes(

@@ -25,6 +25,7 @@ from muster.schedule.build import build_program
 from muster.schedule.program import Program
 from muster.schedule.resolve import resolve_schedule
 from muster.simulate.expert_moves import PredictedMoves, predict_moves
+from muster.simulate.pairs import pairs_of_rank
 from muster.simulate.simulator import SimulatedStep, simulate_step
 from muster.simulate.spans import BUBBLE, P2P
 from muster.simulate.timeline import Timeline
@@ -469,8 +470,12 @@ def _exposed_in_passes(program: Program, times: OpTimes) -> dict[tuple[str, str]
     total_s: defaultdict[tuple[str, str], float] = defaultdict(float)
     if not times.exposed_s and not times.slices:
         return total_s
-    for lanes in program.ranks:
+    for rank, lanes in enumerate(program.ranks):
         for timed, count in Counter(program.timed_as(lanes.get("compute", ()))).items():
             for axis, time_s in times.exposed_in(Action(*timed)).items():
                 total_s[timed[0], axis] += count * time_s / program.num_ranks
+        for _, forward, backward in pairs_of_rank(program, rank):
+            hidden = 1 - times.pair_share(forward, backward)
+            for action in (forward, backward):  # what a pair hides are exchanges of experts
+                total_s[action.kind, "ep"] -= hidden * times.duration_s(action) / program.num_ranks
     return total_s

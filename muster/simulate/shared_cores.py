@@ -17,6 +17,7 @@ from math import inf
 from muster.cost.time.op_times import OpTimes
 from muster.schedule.action import LANES, RECEIVES, SENDS, Action, Kind, Lane, matching_transfer
 from muster.schedule.program import Instruction, Program, ProgramError, participants
+from muster.simulate.pairs import paired_durations_s
 from muster.simulate.timeline import Event, Timeline
 
 InstructionIndex = tuple[int, Lane, int]
@@ -65,6 +66,8 @@ class _SharedCoreSimulation:
         self.lanes: list[dict[Lane, tuple[Instruction, ...]]] = [
             {lane: ranks.get(lane, ()) for lane in LANES} for ranks in program.ranks
         ]
+        self.paired_s = [paired_durations_s(program, times, rank) for rank in range(program.num_ranks)]
+        """Per rank, place → seconds of the passes of pairs."""
         self.cursor: list[dict[Lane, int]] = [dict.fromkeys(LANES, 0) for _ in program.ranks]
         self.begin_s: dict[InstructionIndex, float] = {}
         self.end_s: dict[InstructionIndex, float] = {}
@@ -155,7 +158,9 @@ class _SharedCoreSimulation:
         places = self._collective_members(place) if lane == "collective" else [place]
         if not places:
             return
-        duration_s = max(self.times.duration_s(self._action(one)) for one in places)
+        duration_s = self.paired_s[rank].get(index) if lane == "compute" else None
+        if duration_s is None:
+            duration_s = max(self.times.duration_s(self._action(one)) for one in places)
         if (
             lane == "disk"
             or (lane in ("host_copy", "host") and self.times.cores is None)

@@ -13,6 +13,7 @@ from muster.schedule.action import LANES, Action, Lane
 from muster.schedule.gc_pause import gc_paused
 from muster.schedule.program import Instruction, Program, ProgramError, participants
 from muster.simulate.breakdown import spans_of
+from muster.simulate.pairs import paired_durations_s
 from muster.simulate.shared_cores import simulate_on_shared_cores
 from muster.simulate.spans import P2P, Column, RankSpans, time_by_part
 from muster.simulate.timeline import Event, Timeline
@@ -22,7 +23,8 @@ from muster.simulate.transfers import NO_TRANSFER, SEVERAL_WAITS, Transfers
 def simulate(program: Program, times: OpTimes) -> Timeline:
     """Return the predicted Timeline of one step of a Program that `check` has passed.
 
-    * A compute instruction begins when the previous one and its waits have ended.
+    * A compute instruction begins when the previous one and its waits have ended. Passes that run as one take their
+      joint time, each its share (`muster.simulate.pairs`).
     * A send begins when its waits have ended, the previous entry of its lane has begun and the rank's outgoing link is
       free (`P2PTime.send_busy_s`). The receiver has the data `P2PTime.total_s` later; the events of the send and of the
       receive both show that transfer.
@@ -172,6 +174,9 @@ class _Simulation:
             compute_s: defaultdict[str, float] = defaultdict(float)
             for action, count in Counter(self.program.timed_as(compute)).items():
                 compute_s[action[0]] += count * self.times.duration_s(Action(*action))
+            for index, time_s in paired_durations_s(self.program, self.times, rank).items():
+                action = compute[index].action
+                compute_s[action.kind] += time_s - self.times.duration_s(action)
             together = zip(lanes.get("collective", ()), self.collective_spans_s[rank], strict=True)
             waits: list[tuple[str, Column, Column]] = [
                 (item.action.kind, np.array([begin]), np.array([end])) for item, (begin, end) in together
@@ -220,7 +225,7 @@ class _Simulation:
             next_send += 1
         copy_end_s = self.end_s[rank]["host_copy"]
         for number, (transfer, duration_s) in enumerate(
-            zip(self.awaited_transfers[rank], self._durations_s(compute), strict=True)
+            zip(self.awaited_transfers[rank], self._pass_durations_s(rank), strict=True)
         ):
             if transfer >= 0:
                 while sent_s[transfer] < 0:
@@ -288,6 +293,12 @@ class _Simulation:
             time_s = last_arrival_s + max(rank_s for _, rank_s in present)
             self.collective_spans_s[rank].append((last_arrival_s, time_s))
             end_s["collective"].append(time_s)
+
+    def _pass_durations_s(self, rank: int) -> list[float]:
+        durations_s = self._durations_s(self.program.ranks[rank].get("compute", ()))
+        for index, time_s in paired_durations_s(self.program, self.times, rank).items():
+            durations_s[index] = time_s
+        return durations_s
 
     def _durations_s(self, instructions: tuple[Instruction, ...]) -> list[float]:
         kinds = self.program.timed_as(instructions)

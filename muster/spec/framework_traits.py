@@ -70,9 +70,8 @@ class FrameworkTraits(Frozen):
     """Under elementwise recompute: matmul inputs are saved in fp8, and up-projections of latent attention are
     recomputed, too (arXiv:2412.19437 §3.2.3, §3.3.3; `muster.cost.memory.fp8_activations`)."""
     recasts_fp8: bool = False
-    """Each pass casts what its fp8 matmuls read anew: passes for the largest value, for the scale and for the cast, and
-    one for another memory layout. Otherwise an operand is cast once, for both matmuls that read it, and weights once a
-    step, as Transformer Engine does (`muster.cost.time.scaled_casts`)."""
+    """Each pass casts what its fp8 matmuls read anew, of each tensor as a whole: passes for the largest value, for the
+    scale and for the cast, and one for another memory layout. Otherwise one pass casts what no pass before has."""
     all_reduce_grads: bool = False
     """Under z1 each rank's complete gradients are cast to float32, all-reduced and copied back, as if every rank
     updated all parameters (Aleph Alpha's scaling: allreduce.py, optimizer.py); otherwise they are reduce-scattered in
@@ -100,6 +99,9 @@ class FrameworkTraits(Frozen):
     """Each rank broadcasts its updated parameters, one rank after another, instead of one all-gather."""
     overlap_expert_comm: bool = False
     """The experts' all-to-alls overlap the passes of another micro-batch (DualPipe)."""
+    overlap_pairs: bool = False
+    """A forward and a backward that a schedule lets run as one take turns: each computes while the other's rows travel
+    to experts or back (`muster.spec.pass_pairs`)."""
     dispatch_once_per_node: bool = False
     """A token crosses the network once per node that holds experts of it; otherwise once per expert."""
     dispatch_once_per_rank: bool = False

@@ -74,6 +74,8 @@ class ScheduleEntry:
     """True if backwards are split into I (for inputs) and a later W (for weights)."""
     has_slices: bool = False
     """True if it also has an order for slices of sequences."""
+    has_pairs: bool = False
+    """True if it has forwards that may run as one with the backward after them (`muster.spec.pass_pairs`)."""
     usual_free_chunks: int = 2
     """Default for stages per rank, if the schedule leaves them free."""
     compared_chunks: tuple[int, ...] = ()
@@ -239,6 +241,7 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         2,
         replicas=2,
         split_backward=True,
+        has_pairs=True,
         planner=LATE,
     ),
     "dualpipe-v": ScheduleEntry(
@@ -247,6 +250,7 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         2,
         v_shaped=True,
         split_backward=True,
+        has_pairs=True,
         planner=LATE,
     ),
     "zeropp": ScheduleEntry(

@@ -262,6 +262,7 @@ class Trainer:
             vocab=next((stage.vocab for stage in self.stages.values() if stage.vocab), None),
             heartbeat=world.heartbeat if has_heartbeat else None,
             copies=self.copies | dict(copies or {}),
+            turns=world.turns,
         )
 
     # ------------------------------------------------------------------------------------------------------------------

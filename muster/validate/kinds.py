@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from muster.spec.plan import SCALED_PRECISIONS
 from muster.validate.comparison import RowResult
 from muster.validate.row_interval import Interval, row_intervals
 from muster.validate.score import ErrorScores, score_errors
@@ -13,7 +12,7 @@ LONG_CONTEXT = 32_768
 
 
 def _is_fp8(result: RowResult) -> bool:
-    return result.case.plan.precision in SCALED_PRECISIONS
+    return result.case.plan.precision == "fp8"
 
 
 def _has_experts(result: RowResult) -> bool:

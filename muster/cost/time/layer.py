@@ -63,6 +63,7 @@ def layer_passes(at: LayerContext, layer: int) -> LayerPasses:
         attention.input_grads + mlp.input_grads,
         attention.weight_grads + mlp.weight_grads,
         _recompute_cost(at, attention, mlp),
+        mlp.rows,
     )
 
 

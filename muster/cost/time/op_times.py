@@ -39,6 +39,9 @@ class OpTimes:
     exposed_s: Mapping[tuple[str, int], Mapping[str, float]] = field(default_factory=dict)
     """(kind, stage) → axis → the part of `seconds` in which the rank waits for communication on that axis within the
     instruction; the axes are tp, cp, ep and dp."""
+    pairs_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    """(stage of a forward, stage of a backward) → s of both as one (`Program.pairs`); else as long as one after the
+    other."""
     data_s: float = 0.0
     """Seconds until a step's data has arrived, before its first instruction."""
     slices: tuple["OpTimes", ...] = ()
@@ -52,6 +55,12 @@ class OpTimes:
             action = action._replace(kind=Kind.UPDATE)
         found = self.seconds.get((action.kind, action.stage))
         return self.seconds.get((action.kind, -1), 0.0) if found is None else found
+
+    def pair_share(self, forward: Action, backward: Action) -> float:
+        """Return the time of a forward and a backward that run as one, as a share of both one after the other."""
+        alone_s = self.duration_s(forward) + self.duration_s(backward)
+        together_s = self.pairs_s.get((forward.stage, backward.stage), alone_s)
+        return together_s / alone_s if alone_s else 1.0
 
     def exposed_in(self, action: Action) -> Mapping[str, float]:
         """Return axis → seconds of exposed communication within one action."""

@@ -21,6 +21,7 @@ from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.mesh import Mesh
 from muster.spec.mesh_axes import EXPERT_RANK_AXES
 from muster.spec.model import ModelSpec
+from muster.spec.pass_pairs import pairs_passes
 from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 
@@ -149,6 +150,11 @@ class PlacedPlan:
     def stages_per_replica(self) -> int:
         """Number of stages of one pipeline replica."""
         return self.plan.stages_per_replica
+
+    @cached_property
+    def overlaps_pairs(self) -> bool:
+        """True if exchanges of experts hide in pairs of passes."""
+        return self.framework.overlap_pairs and pairs_passes(self.plan, self.model)
 
     @cached_property
     def placement(self) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from muster.cost.time.cost_cache import LayerKind
 from muster.cost.time.layer import embedding_passes, further_token_passes, head_passes, layer_passes
 from muster.cost.time.param_communication import ParamCommunication
 from muster.cost.time.pass_cost import PassCost
+from muster.cost.time.pass_pairs import Turns, pair_s, turns_of_pass
 from muster.cost.time.rank_placement import PlacedPlan
 from muster.cost.time.sublayer import LayerContext, LayerPasses
 from muster.cost.time.trained_parts import trained_parts
@@ -129,9 +130,53 @@ class StageTimes:
         found = self.param_communication
         return *self._key, found.data, found.replicas, found.backwards_per_replica_reduction
 
-    def _make_passes(self) -> tuple[dict[str, float], dict[str, dict[str, float]], bool]:
+    @property
+    def _slowdown(self) -> float:
+        """Factor by which passes take longer where many ranks wait for the slowest of them."""
         share = STRAGGLER_SHARE if self.zero == "z1" else STRAGGLER_SHARE_PER_LAYER_SYNC
-        slowdown = 1 + share * log2(self.placed.num_nodes)
+        return 1 + share * log2(self.placed.num_nodes)
+
+    @cached_property
+    def _pass_layers(self) -> list[LayerPasses]:
+        """Costs of its layers in order."""
+        layers = [self._layer_passes(self.placed.layer_kind(layer)) for layer in self._all_layers if self._layer_counts]
+        if self.trained is None:
+            return layers
+        extra = self.trained.layers[-1:] * (len(layers) - len(self.layers))
+        shares = zip(layers, (*self.trained.layers, *extra), strict=True)
+        return [layer.scaled(has_backward, share * has_backward) for layer, (has_backward, share) in shares]
+
+    @cached_property
+    def turns(self) -> tuple[Turns, Turns]:
+        """Turns of a forward and a full backward that run as one with a pass of another stage."""
+        slower, layers = self._slowdown, self._pass_layers
+        forward, backward = (
+            turns_of_pass(
+                self.passes_s[kind],
+                (
+                    (one.compute_s[number], one.rows[number].scaled(slower))
+                    for one in (reversed(layers) if number else layers)
+                ),
+                is_backward=bool(number),
+            )
+            for number, kind in enumerate(("F", "B"))
+        )
+        return forward, backward
+
+    @property
+    def rows_s(self) -> tuple[float, float]:
+        """Seconds of exchanges with experts in a forward and in a backward, of which a pair hides no more."""
+        forward, backward = self.turns
+        return sum(forward.exchanged_s), sum(backward.exchanged_s)
+
+    @cached_property
+    def host_s(self) -> tuple[float, float]:
+        """Seconds of the host for a forward and for a full backward, which nothing shortens."""
+        costs = dict(self._pass_costs())
+        return self._slowdown * costs["F"].host_s, self._slowdown * costs["B"].host_s
+
+    def _make_passes(self) -> tuple[dict[str, float], dict[str, dict[str, float]], bool]:
+        slowdown = self._slowdown
         costs = dict(self._pass_costs())
         seconds = {
             kind: slowdown * cost.total_s(self.launch_s, self.placed.framework.blocking_launches)
@@ -261,7 +306,7 @@ class StageTimes:
         known = self.placed.cache.layer_passes
         own = plan.precision, plan.local_micro_batch_size(self.stage), self.mesh.etp, self._is_data_parallel
         own = *own, plan.context_ranks(self.mesh), plan.sequence_tiles, plan.expert_dispatch(self.mesh)
-        own = *own, plan.sequence_slices > 1, self._expert_load, plan.fp8_recipe
+        own = *own, plan.sequence_slices > 1, self._expert_load
         key = kind, *own, self.groups.layer_key
         if key not in known:
             known[key] = layer_passes(replace(self.layer_context, strategy=kind.strategy), self._example_layers[kind])
@@ -298,6 +343,11 @@ class StageTimes:
         if split > 1 and not self.strategy.sp:
             total.add_exposed("tp", all_gather_s(tp, size))
         return total
+
+
+def pair_of_stages_s(forward: StageTimes, backward: StageTimes) -> float:
+    """Return the seconds of a forward of one stage and a backward of another on the same ranks that run as one."""
+    return max(pair_s(forward.turns[0], backward.turns[1]), forward.host_s[0] + backward.host_s[1])
 
 
 def stage_times(placed: PlacedPlan) -> list[StageTimes]:

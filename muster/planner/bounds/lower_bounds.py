@@ -18,7 +18,7 @@ from muster.cost.time.island_round import IslandRound, least_round
 from muster.cost.time.stage_times import StageTimes, example_stage_times
 from muster.planner.balance import min_busiest_rank_s, rank_loads
 from muster.planner.bounds.latency_bound import latency_bound_s
-from muster.planner.bounds.pass_times import PassTimes
+from muster.planner.bounds.pass_times import LayerTimes, PassTimes
 from muster.planner.bounds.step_bound import choice_bound_s, step_bound_s
 from muster.planner.memory.budget import MemoryBudget
 from muster.planner.plan_costs import PlanCosts
@@ -34,7 +34,7 @@ from muster.planner.space import (
 )
 from muster.planner.uneven_batch import BatchSplitter
 from muster.spec.plan import Plan, StageSpec, split_evenly
-from muster.spec.schedules import DEFAULT_SCHEDULE
+from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
 
 
 class LowerBounds:
@@ -68,7 +68,7 @@ class LowerBounds:
             return self._value(self.batch_splitter.shape_bound_s(choice.shape))
         if not self._has_uniform_ranks:
             return self._value(count * self._min_busiest_rank_s(choice.shape))
-        times = self.costs.layer_times(choice.shape)
+        times = self._layer_times(choice)
         mean_s = count * (times.whole_forward_s + times.whole_backward_s) / choice.shape.pp
         if self._fixed_stages:
             return self._value(mean_s * max(1.0, self._processes_per_core))
@@ -88,9 +88,14 @@ class LowerBounds:
         if not self._has_uniform_ranks:
             return 0.0
         transfer_s = min(float(np.min(self.costs.pass_times(plan).forward_transfer_s[1:])) for plan in plans)
-        times = self.costs.layer_times(choice.shape)
+        times = self._layer_times(choice)
         count = self._micro_batches(choice.shape)
         return self._value(choice_bound_s(times, choice, self._num_uniform_layers, count, transfer_s))
+
+    def _layer_times(self, choice: ScheduleChoice) -> LayerTimes:
+        """Return the times of a layer in any plan of a choice: without what pairs of passes may hide."""
+        has_pairs = SCHEDULES[choice.schedule].has_pairs and self.request.framework.overlap_pairs
+        return self.costs.layer_times(choice.shape, hides_rows=has_pairs and self.request.model.moe is not None)
 
     def communication(self, shape: MeshShape, sharding: DataSharding) -> float:
         """Return a bound of all plans of a shape with one data sharding, from gathers and reductions alone.

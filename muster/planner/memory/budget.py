@@ -52,6 +52,7 @@ from muster.spec.compilation import compiles
 from muster.spec.errors import InfeasibleError
 from muster.spec.frameworks import MUSTER, treats_layers_alike
 from muster.spec.layer_strategy import Offload
+from muster.spec.pass_pairs import pairs_passes
 from muster.spec.plan import Plan
 from muster.spec.plugin_model import plugin_model
 from muster.spec.schedules import SCHEDULES
@@ -579,12 +580,13 @@ class MemoryBudget:
 
     def _schedule_key(self, plan: Plan) -> tuple:
         count = plan.num_micro_batches(self.request.workload)
-        return plan.schedule, plan.pinned_schedule, plan.pp, plan.vpp, plan.sequence_slices, count
+        pairs = pairs_passes(plan, self.request.model)
+        return plan.schedule, plan.pinned_schedule, plan.pp, plan.vpp, plan.sequence_slices, pairs, count
 
     def _schedule(self, plan: Plan) -> Schedule:
         key = self._schedule_key(plan)
         if key not in self._schedules:
-            self._schedules[key] = schedule_for_plan(plan, key[-1])
+            self._schedules[key] = schedule_for_plan(plan, key[-1], key[-2])
         return self._schedules[key]
 
     def _overlapped_passes_of(self, plan: Plan) -> tuple[CopyOverlaps, ...]:

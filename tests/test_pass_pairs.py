@@ -1,0 +1,293 @@
+"""Forwards and backwards that run as one: the published bubbles, their turns, and parity on real ranks."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from muster.config.cluster_files import load_cluster
+from muster.config.named_model import load_model
+from muster.cost.time.op_times import OpTimes
+from muster.cost.time.pass_cost import OVERLAP_SLOWDOWN
+from muster.cost.time.pass_pairs import RowExchange, Turns, order_of_turns, pair_s, turns_of_pass
+from muster.cost.time.plan_times import place_plan
+from muster.cost.time.stage_times import stage_times
+from muster.parallel import turns as parallel_turns
+from muster.parallel.device_clock import join_turns
+from muster.planner.bounds.pass_times import pass_times_of_placed
+from muster.planner.bounds.step_bound import step_bound_s
+from muster.schedule.action import parse_action
+from muster.schedule.check import check
+from muster.schedule.lower import LoweringOptions, lower
+from muster.schedule.program import ProgramError, format_program, parse_program
+from muster.schedule.registry import make_schedule
+from muster.schedule.schedule_spec import ScheduleSpec
+from muster.schedule.serialization import schedule_from_json, schedule_to_json
+from muster.schedule.timing import time_schedule
+from muster.simulate.predict import predict
+from muster.simulate.shared_cores import simulate_on_shared_cores
+from muster.simulate.simulator import simulate
+from muster.simulate.timeline import Event
+from muster.spec.pass_pairs import pairs_passes
+from muster.spec.plan import Plan
+from muster.spec.plan_name import parse_plan_name
+from muster.spec.workload import Workload
+from tests.parity import config_of
+from tests.ranks import run_ranks
+from tests.test_schedules import setting_of
+
+NAMES = ("dualpipe", "dualpipe-v")
+
+
+def setting(name: str, ranks: int, micro_batches: int, pair: float, p2p_s: float = 0.0) -> ScheduleSpec:
+    """Passes of 1 each; a forward and a backward take `pair` together."""
+    replicas = 2 if name == "dualpipe" else 1
+    return ScheduleSpec.uniform(ranks, micro_batches, chunks=2, replicas=replicas, p2p_s=p2p_s, pair_share=pair / 3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("ranks", [4, 8, 16])
+def test_the_idlest_rank_has_the_published_bubble(name: str, ranks: int) -> None:
+    """(p/2 − 1)(tFB + tB − 3 tW), and (p − 1)/2 of it for the V, in units of a rank's share (README of
+    github.com/deepseek-ai/DualPipe; its chunks are half of a rank's share for the V)."""
+    factor = ranks / 2 - 1 if name == "dualpipe" else (ranks - 1) / 2
+    for micro_batches in (2 * ranks, 4 * ranks):
+        for pair in (3.0, 2.5, 2.0):
+            spec = setting(name, ranks, micro_batches, pair)
+            timing = time_schedule(make_schedule(name, spec), spec)
+            assert timing.makespan_s - min(timing.work_s) == pytest.approx(factor * (pair + 2 - 3))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("micro_batches", [2, 3, 8, 19])
+@pytest.mark.parametrize("p2p_s", [0.0, 0.3])
+def test_a_program_with_pairs_takes_what_its_schedule_takes(name: str, micro_batches: int, p2p_s: float) -> None:
+    spec = setting(name, 4, micro_batches, 2.4, p2p_s)
+    schedule = make_schedule(name, spec)
+    timing = time_schedule(schedule, spec)
+    program = lower(schedule, LoweringOptions(train=False))
+    check(program)
+    assert parse_program(format_program(program)) == program
+    assert schedule_from_json(schedule_to_json(schedule, timing)) == schedule
+    stages = range(schedule.num_stages)
+    share = spec.stage_activation
+    seconds = {(kind, -1): time_s * share for kind, time_s in (("F", 1.0), ("B", 2.0), ("I", 1.0), ("W", 1.0))}
+    times = OpTimes(seconds, p2p_s, pairs_s={(one, other): 2.4 * share for one in stages for other in stages})
+    for timeline in (simulate(program, times), simulate_on_shared_cores(program, times)):
+        for rank, order in enumerate(schedule.ranks):
+            rows = zip(order, timing.begin_s[rank], timing.end_s[rank], strict=True)
+            events = [event for event in timeline.events if event.rank == rank and event.lane == "compute"]
+            assert [one for row in rows for one in row[1:]] == pytest.approx([t for one in events for t in one[3:]])
+            assert list(order) == [event.action for event in events]
+
+
+def test_without_a_time_for_pairs_passes_run_one_after_another() -> None:
+    assert not make_schedule("dualpipe-v", setting_of("dualpipe-v", 4, 8)).pairs
+
+
+WRONG = {
+    "0F1 on rank 0 runs as one with the pass after it, which is 0B0: expected a forward and, after it, a backward B of"
+    " another stage": "0F0 0F1& 0B0 0B1",
+    "0B0 on rank 0 runs as one with the pass after it, which is 0F1: expected a forward and, after it, a backward B of"
+    " another stage": "0F0 0B0& 0F1 0B1",
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG)
+def test_a_wrong_pair_is_refused_by_the_name_of_its_action(sentence: str) -> None:
+    text = f"program 2 schedule=own ranks=1 micro_batches=2 placement=0\nrank 0 compute: {WRONG[sentence]}\n"
+    with pytest.raises(ProgramError) as caught:
+        check(parse_program(text))
+    assert str(caught.value) == sentence
+
+
+def test_the_parts_of_a_pair_wait_together_and_are_over_together() -> None:
+    program = lower(make_schedule("dualpipe-v", setting("dualpipe-v", 2, 4, 2.0)), LoweringOptions(train=False))
+    text = format_program(program)
+    late = text.replace("0F3&@p2p:", "0F3&@p2p:9,p2p:", 1) if "0F3&@p2p:" in text else text
+    assert "0F3& 3B1@" not in late  # the wait stands at the forward
+    word = next(word for word in text.splitlines()[1].split() if word.endswith("&"))
+    place = text.splitlines()[1].split().index(word) - 3
+    early = text.replace(f"@compute:{place + 1}", f"@compute:{place}", 1)
+    with pytest.raises(ProgramError, match="which is over with"):
+        check(parse_program(early))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Turns
+
+
+def test_turns_alternate_and_the_rest_of_the_longer_pass_follows() -> None:
+    log: list[str] = []
+    turns = parallel_turns.Turns(torch.device("cpu"))
+
+    def work(name: str, count: int) -> str:
+        for index in range(count):
+            log.append(f"{name}{index}")
+            if index < count - 1:
+                turns.hand_over()
+        return name
+
+    for counts in ((2, 3), (3, 1), (1, 2), (1, 1)):
+        log.clear()
+        assert turns.run(partial(work, "F", counts[0]), partial(work, "B", counts[1])) == ("F", "B")
+        assert log == [f"{'FB'[own]}{turn}" for own, turn in order_of_turns(*counts)]
+    turns.hand_over()  # outside of a pair it returns at once
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_error_of_a_pass_is_raised_once_the_other_is_over(failing: int) -> None:
+    turns = parallel_turns.Turns(torch.device("cpu"))
+    ended: list[int] = []
+
+    def work(own: int) -> None:
+        turns.hand_over()
+        if own == failing:
+            raise ValueError("a lost peer")
+        turns.hand_over()
+        ended.append(own)
+
+    with pytest.raises(ValueError, match="a lost peer"):
+        turns.run(lambda: work(0), lambda: work(1))
+    assert ended == [1 - failing]
+    assert turns.run(lambda: 1, lambda: 2) == (1, 2)
+
+
+def test_a_pair_takes_the_longer_of_what_overlaps() -> None:
+    one, other = Turns((1.0, 1.0), (2.0,)), Turns((2.0, 2.0), (2.0,))
+    assert pair_s(one, other) == pytest.approx(7 + OVERLAP_SLOWDOWN * 3)
+    assert pair_s(Turns((3.0,)), Turns((2.0,))) == 5.0  # nothing to hide
+    rows = RowExchange((0.5, 0.5), experts_s=1.0)
+    assert turns_of_pass(7.0, [(2.0, RowExchange()), (3.0, rows)], is_backward=False) == Turns(
+        (4.8, 1.2, 0.0), (0.5, 0.5)
+    )
+    assert turns_of_pass(7.0, [(3.0, rows), (2.0, RowExchange())], is_backward=True) == Turns(
+        (0.0, 1.2, 4.8), (0.5, 0.5)
+    )
+
+
+def test_the_turns_of_a_pass_are_one_event() -> None:
+    forward, backward, before = (parse_action(text) for text in ("0F1", "1B0", "0F0"))
+    rows = [(before, 0, 1), (forward, 1, 2), (backward, 2, 4), (forward, 4, 5), (backward, 5, 7), (before, 7, 8)]
+    joined = join_turns([Event(0, "compute", action, float(begin), float(end)) for action, begin, end in rows])
+    assert [event[2:] for event in joined] == [(before, 0, 1), (forward, 1, 3), (backward, 3, 7), (before, 7, 8)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# On real ranks
+
+CASES: list[dict[str, Any]] = [
+    {"plan": "dp2-pp2v2-ep2-sdualpipe-z1", "family": "experts", "profile": True},
+    {"plan": "dp2-pp2v2-ep2-sdualpipev-relem", "family": "grouped"},
+    {"plan": "dp2-pp2v2-ep2-sdualpipev-z2", "family": "experts", "fault": "waits at once"},
+    {"plan": "dp2-pp2v2-ep2-sdualpipev-z2", "family": "experts", "fault": "forwards alone hand over"},
+]
+MORE: list[dict[str, Any]] = [
+    {"plan": "tp2-sp-pp2v2-ep2-sdualpipev", "family": "experts"},
+    {"plan": "tp2-pp2v2-ep2-sdualpipe", "family": "balanced"},
+    {"plan": "cp2-pp2v2-ep2-sdualpipev", "family": "gpt_oss"},
+    {"plan": "dp2-pp2v2-ep2-sdualpipe-z3", "family": "capacity"},
+    {"plan": "dp2-pp2v2-ep2-epfp8-sdualpipev", "family": "experts", "inexact": True},
+    {"plan": "tp2-pp2v2-etp2-sdualpipev", "family": "experts", "pairs": False},
+    {"plan": "dp2-pp2v2-ep2-sdualpipev-rfull", "family": "experts", "pairs": False},
+    {"plan": "dp2-pp2v2-ep2-epover2-sdualpipe", "family": "grouped", "pairs": False},
+    {"plan": "dp2-pp2v2-sdualpipev", "family": "llama", "pairs": False},
+]
+MORE_ON_8: list[dict[str, Any]] = [
+    {"plan": "dp2-tp2-pp2v2-ep4h-sdualpipev", "family": "experts"},
+    {"plan": "tp2-sp-pp4v2-ep2-sdualpipe", "family": "grouped", "layers": 8},
+    {"plan": "dp2-cp2-pp2v2-ep4-sdualpipe", "family": "experts"},
+]
+
+
+def test_pairs_train_as_one_process_does_and_exchange_beside_each_other(tmp_path: Path) -> None:
+    check_cases(4, CASES, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("ranks", "cases"), [(4, MORE), (8, MORE_ON_8)])
+def test_more_plans_train_in_pairs(ranks: int, cases: list[dict[str, Any]], tmp_path: Path) -> None:
+    check_cases(ranks, cases, tmp_path)
+
+
+def check_cases(ranks: int, cases: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Losses and gradients are those of one process, to 1e-10 in float64; each exchange in a pair is under way while
+    the other pass has its turn; turns come as predicted, and sown bugs are found."""
+    own = ("pairs", "inexact")
+    given = [{key: value for key, value in case.items() if key not in own} for case in cases]
+    payload = {"cases": [one | {"precision": "fp64", "steps": 1} for one in given], "cache": str(tmp_path)}
+    results = run_ranks(ranks, "tests.pair_ranks:run_pairs", payload)
+    for case, found in zip(cases, zip(*results, strict=True), strict=True):
+        if not case.get("inexact"):
+            assert max(max(one["loss_error"], one["gradient_error"]) for one in found) < 1e-10, case
+        assert not any(one["untimed"] for one in found), case
+        pairs = [pair for one in found for pair in one["pairs"]]
+        assert bool(pairs) == case.get("pairs", True), case
+        assert all(is_beside(log) for _, _, log in pairs) != ("fault" in case), case
+        as_predicted = all(order_in(log) == predicted_order(case, *ends) for *ends, log in pairs)
+        assert as_predicted != (case.get("fault") == "forwards alone hand over"), case
+
+
+def is_beside(log: list[tuple[str, int]]) -> bool:
+    """True if between the start of each exchange and the wait for it the other pass has had a turn, unless it is
+    over."""
+    for place, (event, own) in enumerate(log):
+        if event == "start":
+            wait = next(at for at in range(place, len(log)) if log[at] == ["wait", own])
+            beside, after = (["turn", 1 - own] in part for part in (log[place:wait], log[wait:]))
+            if after and not beside:
+                return False
+    return True
+
+
+def order_in(log: list[tuple[str, int]]) -> list[int]:
+    """Passes in the order of their turns; those of a pass whose partner is over are one."""
+    return [own for event, own in log if event == "turn"]
+
+
+def predicted_order(case: dict[str, Any], forward: str, backward: str) -> list[int]:
+    model = config_of(**case).model
+    plan = parse_plan_name(case["plan"], Plan(micro_batch_size=1))
+    workload = config_of(**case).workload
+    stages = stage_times(place_plan(model, plan, workload, load_cluster(f"{plan.world_size}xh100")))
+    counts = [
+        len(stages[parse_action(text).stage].turns[own].computed_s) for own, text in enumerate((forward, backward))
+    ]
+    return [own for own, _ in groupby(own for own, _ in order_of_turns(*counts))]
+
+
+def test_what_stands_against_pairs_is_told_by_plan_and_model() -> None:
+    experts, dense = (config_of(family=family).model for family in ("experts", "llama"))
+    assert pairs_passes(parse_plan_name("dp2-pp2v2-ep2-sdualpipe"), experts)
+    for plan, model in (
+        ("dp2-pp2v2-ep2-sdualpipe", dense),
+        ("dp2-pp2v2-sdualpipe", experts),
+        ("dp2-pp2v2-ep2-szbv", experts),
+        ("dp2-pp2v2-ep2-epover2-sdualpipe", experts),
+        ("dp2-pp2v2-ep2g-sdualpipe", experts),
+        ("dp2-pp2v2-ep2-rfull-sdualpipe", experts),
+    ):
+        assert not pairs_passes(parse_plan_name(plan), model), plan
+
+
+ACROSS_NODES = ("dp16-pp4v2-ep16-mb1-z1-sdualpipe", "dp16-pp4v2-ep16-mb1-z1-sdualpipev")
+
+
+@pytest.mark.parametrize("name", ACROSS_NODES)
+def test_bounds_of_the_planner_hold_for_what_pairs_hide(name: str) -> None:
+    """Experts on two nodes: without pairs' turns the same passes take a fifth longer."""
+    model, plan, cluster = load_model("qwen3-30b-a3b"), parse_plan_name(name), load_cluster("64xh100")
+    workload = Workload(seq_len=4096, global_batch_size=256)
+    found = predict(model, plan, workload, cluster)
+    apart = predict(model, plan, workload, cluster, times=replace(found.times, pairs_s={}))
+    assert found.step_time_s < 0.9 * apart.step_time_s
+    assert found.parts.communication_s["ep"] < 0.7 * apart.parts.communication_s["ep"]
+    assert found.parts.compute_s == pytest.approx(apart.parts.compute_s)
+    times = pass_times_of_placed(place_plan(model, plan, workload, cluster))
+    count = plan.num_micro_batches(workload)
+    counts = [count // plan.pipeline_replicas] * plan.pipeline_replicas
+    assert step_bound_s(plan, times, counts) <= found.step_time_s
