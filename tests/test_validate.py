@@ -547,7 +547,7 @@ def test_irrelevant_columns_are_not_open():
         ({"gpu": "H1000"}, "there is no device 'H1000'"),
         ({"gpu": "Quantum 9"}, "there is no device 'Quantum 9'"),
         ({"global_batch": "62"}, "global_batch_size 62 is not a multiple of 4"),
-        ({"precision": "NVFP4"}, "precision 'NVFP4' is not predicted"),
+        ({"precision": "MXFP4"}, "precision 'MXFP4' is not predicted"),
         ({"recompute": "some"}, "recompute 'some' is not known: expected none, selective"),
         ({"sp": "maybe"}, "sp 'maybe' is neither yes nor no"),
         ({"sp": "maybe", "tp": "1", "dp": "8"}, "sp 'maybe' is neither yes nor no"),
@@ -812,7 +812,7 @@ def test_wrong_cells_are_corrected_and_regressions_left_out():
         tell,
     )
     assert wrong.row.precision == "FP8"
-    assert "NVFP4" in wrong.reason
+    assert wrong.case.plan.precision == "nvfp4"
     assert "cudnn-frontend issue 256" in regressed.reason
     assert right.row.micro_batch == 2
     assert (right.case.plan.micro_batch_size, right.case.plan.vpp) == (1, 12)
@@ -924,8 +924,6 @@ def test_every_shipped_row_can_be_read_or_says_why():
     assert reasons == {
         "global_batch is empty: expected the sequences of a step",  # memory of one step alone
         "tp is empty: expected a degree, 1 for none",
-        "precision 'NVFP4' is not predicted: expected fp8, bf16, fp16 or fp32",
-        "precision 'FP4+FP8 (config file)' is not predicted: expected fp8, bf16, fp16 or fp32",
         "schedule says 128 micro-batches, but global_batch 1024 makes 256",
         "schedule says 128 micro-batches, but global_batch 1024 makes 512",
         "no plan has the vocabulary as 'interlaced' says: there are baseline, redis, vocab-1, vocab-2",

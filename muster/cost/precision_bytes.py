@@ -2,13 +2,15 @@
 
 from muster.spec.plan import Precision
 
-_COMPUTE_BYTES: dict[Precision, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+_COMPUTE_BYTES: dict[Precision, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "nvfp4": 2, "tf32": 4}
+NVFP4_BYTES = 0.5 + 1 / 16
+"""Bytes of an element of 4 bits with its share of the scale of 16, of 8 bits (arXiv:2509.25149)."""
 _MASTER_BYTES: dict[Precision, int] = {precision: max(4, size) for precision, size in _COMPUTE_BYTES.items()}
 
 
 def compute_bytes(precision: Precision) -> int:
-    """Return the bytes of an element in forward and backward; under fp8 2, since only matmuls run in fp8, the rest in
-    bf16."""
+    """Return the bytes of an element in forward and backward; under fp8 and nvfp4 2, since only matmuls run in
+    these, the rest in bf16."""
     return _COMPUTE_BYTES[precision]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from muster.spec.cluster import ClusterSpec
 from muster.spec.device import DeviceSpec
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Plan
+from muster.spec.plan import SCALED_PRECISIONS, Plan
 from muster.spec.units import pluralize
 
 COVERAGE = 0.9
@@ -83,7 +83,7 @@ def _device_interval(device: DeviceSpec, model: ModelSpec, plan: Plan, left_out:
     if device.kind == "cpu":
         return None
     classes, kind = _classes(device, model, plan, left_out), "mixture-of-experts" if model.moe else "dense"
-    precision = "fp8" if plan.precision == "fp8" else "16-bit"
+    precision = "fp8" if plan.precision in SCALED_PRECISIONS else "16-bit"
     said = (
         f"{precision} {kind} configurations of {device.name}",
         f"{precision} {kind} configurations of all devices",
@@ -112,7 +112,7 @@ def _profiled_interval(own: Sequence[float]) -> ErrorInterval:
 
 def _classes(device: DeviceSpec, model: ModelSpec, plan: Plan, left_out: str) -> Iterable[list[MeasuredErrors]]:
     """Yield the measured errors of ever wider classes of configurations."""
-    fp8, experts = plan.precision == "fp8", model.moe is not None
+    fp8, experts = plan.precision in SCALED_PRECISIONS, model.moe is not None
     belongs: tuple[Callable[[MeasuredErrors], bool], ...] = (
         lambda row: (row.device, row.fp8, row.experts) == (device.name, fp8, experts),
         lambda row: (row.fp8, row.experts) == (fp8, experts),

@@ -98,10 +98,12 @@ class DeviceSpec(Frozen):
 
 
 _FALLBACK: dict[Precision, tuple[Precision, ...]] = {
+    "nvfp4": ("fp8", "bf16", "fp16", "fp32"),
     "fp8": ("bf16", "fp16", "fp32"),
     "bf16": ("fp16", "fp32"),
     "fp16": ("bf16", "fp32"),
     "fp64": ("fp32",),
+    "tf32": ("fp32",),
 }
 
 

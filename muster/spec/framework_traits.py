@@ -70,8 +70,9 @@ class FrameworkTraits(Frozen):
     """Under elementwise recompute: matmul inputs are saved in fp8, and up-projections of latent attention are
     recomputed, too (arXiv:2412.19437 §3.2.3, §3.3.3; `muster.cost.memory.fp8_activations`)."""
     recasts_fp8: bool = False
-    """Each pass casts what its fp8 matmuls read anew, of each tensor as a whole: passes for the largest value, for the
-    scale and for the cast, and one for another memory layout. Otherwise one pass casts what no pass before has."""
+    """Each pass casts what its fp8 matmuls read anew: passes for the largest value, for the scale and for the cast, and
+    one for another memory layout. Otherwise an operand is cast once, for both matmuls that read it, and weights once a
+    step, as Transformer Engine does (`muster.cost.time.scaled_casts`)."""
     all_reduce_grads: bool = False
     """Under z1 each rank's complete gradients are cast to float32, all-reduced and copied back, as if every rank
     updated all parameters (Aleph Alpha's scaling: allreduce.py, optimizer.py); otherwise they are reduce-scattered in

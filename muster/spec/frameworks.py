@@ -64,9 +64,10 @@ MEGATRON = FrameworkTraits(
 )
 
 # torchtitan: fully_shard (distributed/fsdp), scaled_dot_product_attention; torch.compile of blocks and of the loss is
-# an option (compile.enable, compile.components), operators are eager without it; DTensor's tensor parallelism sums an
-# input's gradient after both matmuls of a linear layer's backward, since they are one autograd node; its asynchronous
-# tensor parallelism is torch.compile's, which puts the operators of symmetric memory into the graph.
+# an option (compile.enable, compile.components), operators are eager without it; torchao's float8 keeps inputs and
+# weights as they are and casts them anew in the backward (float8/float8_linear.py); DTensor's tensor parallelism sums
+# an input's gradient after both matmuls of a linear layer's backward, since they are one autograd node; its
+# asynchronous tensor parallelism is torch.compile's, which puts the operators of symmetric memory into the graph.
 TORCHTITAN = FrameworkTraits(
     name="torchtitan",
     attention="flash2",
@@ -76,6 +77,7 @@ TORCHTITAN = FrameworkTraits(
     fused_loss=None,
     fused_grad_accumulation=False,
     overlap_tp_grad_reduce=False,
+    recasts_fp8=True,
     symmetric_memory=True,
 )
 

@@ -29,9 +29,13 @@ from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES, ScheduleEntry, st
 from muster.spec.suggest import did_you_mean
 from muster.spec.workload import Workload
 
-Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
-Float8Recipe = Literal["tensorwise", "rowwise", "mxfp8"]
+Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8", "nvfp4", "tf32"]
+Float8Recipe = Literal["tensorwise", "rowwise", "mxfp8", "delayed", "blockwise"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+PREDICTED_PRECISIONS: frozenset[Precision] = frozenset(("nvfp4", "tf32"))
+"""Precisions that published runs of other programs have, and the runtime doesn't."""
+SCALED_PRECISIONS: frozenset[Precision] = frozenset(("fp8", "nvfp4"))
+"""Precisions of the operands of matmuls in blocks alone, which have scales; everything else is in bf16."""
 
 
 class StageSpec(Frozen):
@@ -167,7 +171,8 @@ class Plan(Frozen):
     """Compute dtype; parameters are stored in fp32 (fp64 for fp64), and gradients accumulated in it."""
     fp8_recipe: Float8Recipe = "tensorwise"
     """Scales of what fp8 matmuls read: one for a tensor, one for each row of an operand along the sum, or one for each
-    block of 32 along it (Blackwell)."""
+    block of 32 along it (Blackwell). Predicted alone: a tensor's scale from earlier steps (delayed), and one for each
+    block of 128 (blockwise)."""
     compile: bool | None = None
     """torch.compile of each decoder block; left out: on GPUs where the runtime can compile the plan, never on CPUs."""
     cuda_graphs: bool = False

@@ -13,7 +13,7 @@ from muster.spec.mesh import Mesh
 from muster.spec.mesh_axes import MESH_AXIS_TABLE, SUPPORTED_AXES, MeshAxis
 from muster.spec.model import ModelSpec
 from muster.spec.param_offload_rules import PARAM_OFFLOAD_RULES, param_offload_rules_of
-from muster.spec.plan import Plan
+from muster.spec.plan import PREDICTED_PRECISIONS, Plan
 from muster.spec.rules import Rule, as_by_default, broken_rules, in_every_layer, setting
 
 __all__ = [
@@ -151,6 +151,16 @@ RUNTIME_RULES: tuple[Rule, ...] = (
     Rule(
         lambda plan: plan.fp8_recipe != "tensorwise" and plan.precision != "fp8",
         lambda plan: f"fp8_recipe {plan.fp8_recipe} in {plan.precision} (it is for precision fp8)",
+        setting(fp8_recipe="tensorwise"),
+    ),
+    Rule(
+        lambda plan: plan.precision in PREDICTED_PRECISIONS,
+        lambda plan: f"{plan.precision} (it is predicted for other programs alone)",
+        setting(precision="bf16"),
+    ),
+    Rule(
+        lambda plan: plan.fp8_recipe in ("delayed", "blockwise"),
+        lambda plan: f"fp8_recipe {plan.fp8_recipe} (it is predicted for other programs alone)",
         setting(fp8_recipe="tensorwise"),
     ),
     _fp8_rule(lambda plan: plan.uses_axis("tp"), "tensor parallelism (its matmuls of sharded weights are in bf16)"),

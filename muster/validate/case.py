@@ -32,6 +32,7 @@ from muster.validate.term_parsing import (
     ScheduleTerms,
     Sharding,
     parse_attention_kernel,
+    parse_fp8_recipe,
     parse_precision,
     parse_recompute,
     parse_schedule,
@@ -252,12 +253,20 @@ def _case(
         schedule=named or ("interleaved" if vpp > 1 else "1f1b"),
         micro_batch_size=chosen["micro_batch"],
         default_strategy=strategy,
-        precision=parse_precision(row.precision) or "bf16",
+        **_precision(row, source),
         compile=bool(parse_yes_no(row.compile, "compile")),
         **_vocabulary(row, source, pipeline, model, at.pp * vpp),
     )
     said = tuple((column, str(value)) for column, value in chosen.items())
     return RowCase(model, plan, software, said)
+
+
+def _precision(row: MeasurementRow, source: MeasurementSource) -> dict[str, object]:
+    """Return the plan fields for the precision of matmuls, with the recipe in fp8: the row's, or else its source's."""
+    found = parse_precision(row.precision) or "bf16"
+    if found != "fp8":
+        return {"precision": found}
+    return {"precision": found, "fp8_recipe": parse_fp8_recipe(row.precision) or source.fp8_recipe}
 
 
 def _plan(**fields: object) -> Plan:

@@ -9,6 +9,7 @@ from statistics import mean
 from typing import Any
 
 from muster.spec.errors import MusterError
+from muster.spec.plan import SCALED_PRECISIONS
 from muster.validate.comparison import RowResult
 from muster.validate.score import configuration_of
 from muster.validate.summary import Summary
@@ -34,7 +35,7 @@ def _by_class(results: Iterable[RowResult]) -> dict[tuple[Hashable, ...], list[R
         if result.is_predicted and result.inputs is not None:
             plan, device = result.case.plan, result.inputs.cluster.device
             experts = result.inputs.model.moe is not None
-            found[result.row.source, device.name, plan.precision == "fp8", experts].append(result)
+            found[result.row.source, device.name, plan.precision in SCALED_PRECISIONS, experts].append(result)
     return found
 
 

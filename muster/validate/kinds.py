@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from muster.spec.plan import SCALED_PRECISIONS
 from muster.validate.comparison import RowResult
 from muster.validate.row_interval import Interval, row_intervals
 from muster.validate.score import ErrorScores, score_errors
@@ -12,7 +13,7 @@ LONG_CONTEXT = 32_768
 
 
 def _is_fp8(result: RowResult) -> bool:
-    return result.case.plan.precision == "fp8"
+    return result.case.plan.precision in SCALED_PRECISIONS
 
 
 def _has_experts(result: RowResult) -> bool:

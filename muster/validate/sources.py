@@ -10,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from muster.spec.base import Frozen
+from muster.spec.plan import Float8Recipe
 from muster.validate.table import MeasurementRow
 
 NUMBER_COLUMNS = ("tp", "pp", "vpp", "ep", "dp", "micro_batch", "gpus_per_node")
@@ -57,6 +58,8 @@ class MeasurementSource(Frozen):
     formula: str | None = None
     device: dict[str, str] = {}
     """Catalogue device for values of `gpu` that name no memory or form factor."""
+    fp8_recipe: Float8Recipe = "tensorwise"
+    """Scales of fp8 in rows that name none."""
     tied: bool | None = None
     """True where embedding and head share one weight, False where not; None: as usual for the model's family."""
     stages: dict[str, dict[int, tuple[int, ...]]] = {}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from muster.spec.device import AttentionKernel
 from muster.spec.layer_strategy import Recompute, ZeroLevel
-from muster.spec.plan import Precision
+from muster.spec.plan import Float8Recipe, Precision
 from muster.spec.schedules import SCHEDULES
 from muster.spec.suggest import did_you_mean
 from muster.validate.errors import UnpredictableRowError
@@ -42,12 +42,25 @@ _RECOMPUTED_MODULES: dict[str, Recompute] = {
 _MOST_RECOMPUTED_FIRST: tuple[Recompute, ...] = ("full", "elementwise", "core_attention")
 
 _PRECISION: tuple[tuple[str, Precision], ...] = (
-    (r"fp8|float8", "fp8"),
+    (r"(?<!mx)fp4|e2m1", "nvfp4"),
+    (r"fp8|float8|e4m3|e5m2", "fp8"),
     (r"bf16|bfloat16", "bf16"),
     (r"fp16|float16|half", "fp16"),
-    (r"tf32|fp32|float32", "fp32"),
+    (r"tf32|tensor.?float", "tf32"),
+    (r"fp32|float32|single", "fp32"),
 )
 """Patterns of precisions, searched in this order."""
+_PREDICTED = "nvfp4, fp8, bf16, fp16, tf32 or fp32"
+
+_FP8_RECIPES: tuple[tuple[str, Float8Recipe], ...] = (
+    (r"mx|micro.?scaling|32.?x.?1|1.?x.?32\b", "mxfp8"),
+    (r"block|128|sub.?channel|[-_ ]sc\b|deepseek|fine", "blockwise"),
+    (r"delayed|hybrid|[-_ ]ds\b", "delayed"),
+    (r"row.?wise|per.?row|per.?channel", "rowwise"),
+    (r"tensor.?wise|per.?tensor|current|[-_ ]cs\b|dynamic", "tensorwise"),
+)
+"""Patterns of recipes for the scales of fp8, in the words of Transformer Engine, Megatron-Core and torchtitan, searched
+in this order."""
 
 _KERNEL: tuple[tuple[str, AttentionKernel], ...] = (
     (r"flash.?attention.?v?3|flash.?3|fa3|cudnn", "flash3"),
@@ -96,13 +109,18 @@ def parse_precision(text: str) -> Precision | None:
     """Parse the precision of matmuls; None for an empty cell. Raises UnpredictableRowError for another word."""
     if not text:
         return None
-    if re.search(r"fp4|int8|int4", text, re.IGNORECASE):
-        raise UnpredictableRowError(f"precision '{text}' is not predicted: expected fp8, bf16, fp16 or fp32")
+    if re.search(r"mxfp4|int8|int4", text, re.IGNORECASE):
+        raise UnpredictableRowError(f"precision '{text}' is not predicted: expected {_PREDICTED}")
     for pattern, found in _PRECISION:
         if re.search(pattern, text, re.IGNORECASE):
             return found
-    hint = did_you_mean(text.lower(), ("fp8", "bf16", "fp16", "fp32"))
-    raise UnpredictableRowError(f"precision '{text}' is not known{hint}: expected fp8, bf16, fp16 or fp32")
+    hint = did_you_mean(text.lower(), ("nvfp4", "fp8", "bf16", "fp16", "tf32", "fp32"))
+    raise UnpredictableRowError(f"precision '{text}' is not known{hint}: expected {_PREDICTED}")
+
+
+def parse_fp8_recipe(text: str) -> Float8Recipe | None:
+    """Parse the recipe of a precision in fp8, such as `FP8-CS` or `fp8 (delayed scaling)`; None where none is named."""
+    return next((recipe for pattern, recipe in _FP8_RECIPES if re.search(pattern, text, re.IGNORECASE)), None)
 
 
 def parse_attention_kernel(text: str) -> AttentionKernel | None:

@@ -20,12 +20,12 @@ from muster.cost.memory.fp8_activations import fp8_layer_activation_bytes
 from muster.cost.memory.param_shards import stage_param_shards
 from muster.cost.memory.stage_memory import PeakCandidate, StageMemory
 from muster.cost.memory.terms import MemoryTerms
-from muster.cost.precision_bytes import compute_bytes
+from muster.cost.precision_bytes import NVFP4_BYTES, compute_bytes
 from muster.schedule.action import Kind
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.layer_strategy import Recompute
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Plan
+from muster.spec.plan import SCALED_PRECISIONS, Plan
 from muster.spec.workload import Workload
 
 _FP32_BYTES = 4
@@ -113,26 +113,26 @@ class _MegatronStage:
                 total += self._saved_score_bytes()
         if recompute == "elementwise":
             total -= 2 * self.spec.has_pre_norms * sizes.hidden_bytes + mlp_inner_bytes(sizes, layer)
-        return total - (self._fp8_saving(layer, recompute) if self.plan.precision == "fp8" else 0)
+        return total - (self._cast_saving(layer, recompute) if self.plan.precision in SCALED_PRECISIONS else 0)
 
-    def _fp8_saving(self, layer: int, recompute: Recompute) -> int:
-        """Return the bytes that a layer saves less because its linear layers save their inputs in fp8.
+    def _cast_saving(self, layer: int, recompute: Recompute) -> int:
+        """Return the bytes that a layer saves less because its linear layers save their inputs in fp8 or nvfp4.
 
-        Half of the inputs of the projections of queries, keys and values, of a dense MLP and of its last matmul, and of
-        both of an expert (Transformer Engine, pytorch/module/linear.py, grouped_linear.py). Attention keeps its output
-        for its own backward, so that the output projection's input comes on top; so is that of latent attention, of
-        which only this is counted. What is recomputed isn't saved in either form.
+        In fp8 half of the inputs of the projections of queries, keys and values, of a dense MLP and of its last matmul,
+        and of both of an expert (Transformer Engine, pytorch/module/linear.py, grouped_linear.py). Attention keeps its
+        output for its own backward, so that the output projection's input comes on top; so is that of latent attention,
+        of which only this is counted. What is recomputed isn't saved in either form.
         """
         sizes, own = self.sizes, self.sizes.local_model
         heads = own.num_heads * (own.head_dim if own.mla is None else own.mla.v_head_dim)
-        saving = -sizes.tokens * heads
+        kept = NVFP4_BYTES if self.plan.precision == "nvfp4" else 1
+        attended, saving = sizes.tokens * heads, 0
         normed = sizes.hidden_tokens * own.hidden_size if recompute != "elementwise" and self.spec.has_pre_norms else 0
         if own.mla is None:
             saving += normed
         inner = 0 if recompute == "elementwise" else mlp_inner_bytes(sizes, layer) // self.size
-        if not own.has_experts(layer):
-            return saving + normed + inner
-        return saving + sizes.expert_tokens * own.hidden_size + inner
+        saving += inner + (sizes.expert_tokens * own.hidden_size if own.has_experts(layer) else normed)
+        return int(saving * (self.size - kept) - attended * kept)
 
     def _attention_bytes(self, layer: int) -> int:
         """Return the bytes that attention saves, without its norm. Values of latent attention aren't padded."""

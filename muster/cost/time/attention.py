@@ -54,7 +54,9 @@ def add_self_attention(at: LayerContext, part: SublayerCost, window: int | None)
         model.num_kv_heads * model.head_dim / min(tp, model.num_kv_heads),
     )
     add_tp_entry(at, part)
-    part.add_linear(at, tokens, q_width + 2 * kv_width, model.hidden_size, num_linears=3)
+    part.add_linear(
+        at, tokens, q_width + 2 * kv_width, model.hidden_size, num_linears=3, follows_norm=model.has_pre_norms
+    )
     rotated = tokens * (q_width + kv_width)
     if model.position == "rope":
         forward, backward = (

@@ -5,7 +5,7 @@ from math import ceil, sqrt
 
 from muster.spec.device import AttentionKernel, AttentionRate, DeviceSpec
 from muster.spec.errors import ConfigError
-from muster.spec.plan import Precision
+from muster.spec.plan import SCALED_PRECISIONS, Precision
 
 HALF_RATE_INNER_DIM = 128
 """Inner dimension at which a matmul's main loop reaches half of its rate, since its first loads and last stores aren't
@@ -27,6 +27,11 @@ benchmark/attention_training/results/gpt_oss)."""
 FP8_ATTENTION_RATE = 1.2
 """Rate of attention in fp8 relative to bf16 (cuDNN with heads of 128 and 4k to 8k positions: 1.1 to 1.3 on GB200 and
 GB300, github:NVIDIA/cudnn-frontend benchmark/sdpa_benchmark_training; heads of 64 gain nothing)."""
+
+NVFP4_RATE = 1.85
+"""Rate of large matmuls in nvfp4 relative to fp8 where a device doesn't state it: 1.81 and 1.90 of those with one scale
+and with blocks of 32 on B300 (github:NVIDIA/TransformerEngine docs/examples/gemm_profiling, operands cast before), and
+at most 2.3 (NVIDIA on cuBLAS 12.9)."""
 
 
 def matmul_s(
@@ -140,7 +145,8 @@ def flash_attention_s(
     elif in_fp8:
         share *= FP8_ATTENTION_RATE
     share *= WINDOWED_RATE if windowed else 1.0
-    peak = device.flops_per_s("bf16" if precision == "fp8" else precision) or _raise_unknown_peak(device, precision)
+    own = "bf16" if precision in SCALED_PRECISIONS else precision
+    peak = device.flops_per_s(own) or _raise_unknown_peak(device, precision)
     saturated = keys_per_query / (keys_per_query + HALF_RATE_SEQ_LEN / 2)
     return device.kernel_s * (2 if backward else 1) + flops / (peak * share * saturated)
 
@@ -148,15 +154,17 @@ def flash_attention_s(
 def sustained_flops_per_s(device: DeviceSpec, precision: Precision) -> float:
     """Return the rate of large matmuls, in FLOP/s."""
     peak = device.flops_per_s(precision) or _raise_unknown_peak(device, precision)
-    share = device.matmul_efficiency.get(precision)
-    if share is None:
-        share = min(device.matmul_efficiency.values(), default=0.7)
+    if device.peak_precision(precision) == "nvfp4" and "nvfp4" not in device.matmul_efficiency:
+        return min(peak, NVFP4_RATE * sustained_flops_per_s(device, "fp8"))
+    known = (precision, device.peak_precision(precision), "bf16" if precision == "tf32" else None)
+    shares = (device.matmul_efficiency[name] for name in known if name in device.matmul_efficiency)
+    share = next(shares, min(device.matmul_efficiency.values(), default=0.7))
     return peak * share
 
 
-def operand_bytes(precision: Precision) -> int:
+def operand_bytes(precision: Precision) -> float:
     """Return the bytes of an element as matmuls read it."""
-    return {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}[precision]
+    return {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "nvfp4": 0.5, "tf32": 4}[precision]
 
 
 def _raise_unknown_peak(device: DeviceSpec, precision: Precision) -> float:

@@ -27,8 +27,9 @@ def add_mlp_matmuls(at: LayerContext, part: SublayerCost, tokens: float, inner: 
     """Add the up (and gate) projection, the activation and the down projection."""
     gated = at.model.gated
     is_fused = experts > 1 and at.framework.fused_expert_epilogues
-    outer = "output" if is_fused else ""
-    part.add_linear(at, tokens, (1 + gated) * inner, at.model.hidden_size, experts, 1 + gated, cast_by_others=outer)
+    outer, width = "output" if is_fused else "", (1 + gated) * inner
+    normed = experts == 1 and at.model.has_pre_norms
+    part.add_linear(at, tokens, width, at.model.hidden_size, experts, 1 + gated, outer, follows_norm=normed)
     numbers = tokens * inner * at.element_bytes
     forward, backward = (3, 5) if gated else (2, 3)
     extra, kernels = (1.0, 1) if at.framework.fused_elementwise else (5 / 3, 2)

@@ -49,8 +49,13 @@ class ParamCommunication:
         if key not in known.param_numels:
             ends = stage_parameter_shapes(self.model, range(0), first, last)
             known.param_numels[key] = sum(self._local_numel(name, shape) for name, shape in ends)
-        layers = self.layers[:1] if known.layers_are_alike else self.layers
-        return known.param_numels[key] + sum(map(self._layer_numel, layers)) * len(self.layers) / max(1, len(layers))
+        return known.param_numels[key] + self.layers_numel
+
+    @property
+    def layers_numel(self) -> float:
+        """Elements of its layers' parameters on one rank, before sharding."""
+        layers = self.layers[:1] if self.cache.layers_are_alike else self.layers
+        return sum(map(self._layer_numel, layers)) * len(self.layers) / max(1, len(layers))
 
     def _layer_numel(self, layer: int) -> float:
         model, known, mesh = self.model, self.cache.param_numels, self.mesh

@@ -23,6 +23,7 @@ from muster.cost.time.kernels import matmul_s, stream_s
 from muster.cost.time.op_times import OpTimes, P2PTime
 from muster.cost.time.profiled_times import profiled_times, streamed_s
 from muster.cost.time.rank_placement import PlacedPlan
+from muster.cost.time.scaled_casts import operand_cast_bytes
 from muster.cost.time.stage_times import StageTimes, example_stage_times, pair_of_stages_s
 from muster.layout.stage_resharding import stage_transfers
 from muster.schedule.action import Kind, Lane
@@ -37,7 +38,7 @@ from muster.spec.frameworks import MUSTER
 from muster.spec.layer_strategy import Tier
 from muster.spec.mesh import Mesh
 from muster.spec.model import ModelSpec, parameter_shapes
-from muster.spec.plan import Plan
+from muster.spec.plan import SCALED_PRECISIONS, Plan
 from muster.spec.workload import Workload
 
 ADAMW_UPDATE_BYTES = 30
@@ -245,7 +246,22 @@ def per_step_s(setting: PlacedPlan, examples: Sequence[StageTimes]) -> tuple[flo
         hosted, away = _gradients_off_device(setting)
         norm_s += max(stream_s(device, GRAD_NORM_BYTES * max(0.0, count - min(away))) for device, count in all_held)
         norm_s += _host_stream_s(setting, GRAD_NORM_BYTES, hosted)
-    return norm_s, STEP_HOST_S + max(stream_s(device, update_bytes * count) for device, count in most)
+    update_s = max(stream_s(device, update_bytes * count) for device, count in most)
+    return norm_s, STEP_HOST_S + update_s + _weight_casts_s(setting, examples)
+
+
+def _weight_casts_s(setting: PlacedPlan, examples: Sequence[StageTimes]) -> float:
+    """Return the seconds in which the fullest rank casts its layers' weights to fp8 or nvfp4, along rows and columns.
+
+    Transformer Engine does so once a step and keeps both for all micro-batches (`is_first_microbatch` of its modules);
+    programs that cast anew count it in each pass.
+    """
+    plan, device = setting.plan, examples[0].device
+    if plan.precision not in SCALED_PRECISIONS or setting.framework.recasts_fp8:
+        return 0.0
+    numel = np.array([at.param_communication.layers_numel for at in examples])[setting.stage_kinds.kind_by_stage]
+    most = float(np.max(np.bincount(setting.placement, numel, plan.pp)))
+    return stream_s(device, operand_cast_bytes(plan.precision, plan.fp8_recipe, device) * most)
 
 
 def clip_s(setting: PlacedPlan) -> float:

@@ -306,7 +306,7 @@ class StageTimes:
         known = self.placed.cache.layer_passes
         own = plan.precision, plan.local_micro_batch_size(self.stage), self.mesh.etp, self._is_data_parallel
         own = *own, plan.context_ranks(self.mesh), plan.sequence_tiles, plan.expert_dispatch(self.mesh)
-        own = *own, plan.sequence_slices > 1, self._expert_load
+        own = *own, plan.sequence_slices > 1, self._expert_load, plan.fp8_recipe
         key = kind, *own, self.groups.layer_key
         if key not in known:
             known[key] = layer_passes(replace(self.layer_context, strategy=kind.strategy), self._example_layers[kind])

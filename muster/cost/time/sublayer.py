@@ -10,13 +10,14 @@ from muster.cost.time.collectives import CommGroup, all_gather_s, all_reduce_s, 
 from muster.cost.time.kernels import batched_matmul_s, grouped_matmul_s, matmul_s, stream_s
 from muster.cost.time.pass_cost import PassCost
 from muster.cost.time.pass_pairs import RowExchange
+from muster.cost.time.scaled_casts import matmul_rate, operand_cast_bytes
 from muster.spec.context_kinds import ContextRanks
 from muster.spec.device import DeviceSpec
 from muster.spec.expert_kinds import DISPATCHERS, ExpertDispatch
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Float8Recipe, Precision
+from muster.spec.plan import SCALED_PRECISIONS, Float8Recipe, Precision
 from muster.spec.routing_load import LoadOfRanks
 
 CAST_NORM_BYTES = (20, 32)
@@ -113,15 +114,25 @@ class LayerContext:
     @cached_property
     def matmul_precision(self) -> Precision:
         """Precision of the layers' matmuls; Muster's are in bf16 on devices without fp8, or without the recipe's
-        scales."""
+        scales, and no others' are in a precision that its device lacks."""
         lacks_scales = self.fp8_recipe == "mxfp8" and not self.device.block_scaled_fp8
         lacks_fp8 = self.framework.recasts_fp8 and (self.device.peak_precision("fp8") != "fp8" or lacks_scales)
+        if self.precision == "nvfp4" and self.device.peak_precision("nvfp4") != "nvfp4":
+            return "fp8" if self.device.peak_precision("fp8") == "fp8" else "bf16"
         return "bf16" if self.precision == "fp8" and lacks_fp8 else self.precision
 
     @cached_property
+    def matmul_device(self) -> DeviceSpec:
+        """The device, with the rate of matmuls in fp8 by the recipe."""
+        rate, shares = matmul_rate(self.fp8_recipe, self.device), self.device.matmul_efficiency
+        if rate == 1.0 or self.matmul_precision != "fp8" or "fp8" not in shares:
+            return self.device
+        return self.device.model_copy(update={"matmul_efficiency": {**shares, "fp8": rate * shares["fp8"]}})
+
+    @cached_property
     def high_precision(self) -> Precision:
-        """Precision of attention, head and everything else that fp8 leaves in bf16."""
-        return "bf16" if self.precision == "fp8" else self.precision
+        """Precision of attention, head and everything else that fp8 and nvfp4 leave in bf16."""
+        return "bf16" if self.precision in SCALED_PRECISIONS else self.precision
 
     @property
     def tile(self) -> "LayerContext":
@@ -212,13 +223,15 @@ class SublayerCost:
         num_experts: float = 1,
         num_linears: int = 1,
         cast_by_others: Literal["", "input", "output"] = "",
+        follows_norm: bool = False,
     ) -> None:
         """Add a linear layer, or `num_linears` that share their input: one matmul forward, two backward.
 
-        `tokens` rows are shared by `num_experts` weights. fp8 casts the operands, and their transposes for the weights'
-        gradients; where matmuls before or after it cast its input or its output's gradient, those are spared.
+        `tokens` rows are shared by `num_experts` weights. fp8 and nvfp4 cast the operands, and their transposes for the
+        weights' gradients; where matmuls before or after it cast its input or its output's gradient, those are spared.
+        `follows_norm`: a norm makes its input, and nothing lies between.
         """
-        device, precision, groups = at.device, at.matmul_precision, max(1.0, num_experts)
+        device, precision, groups = at.matmul_device, at.matmul_precision, max(1.0, num_experts)
         streams = at.framework.grouped_streams
         forward_s = grouped_matmul_s(device, tokens, out_features, in_features, precision, groups, streams=streams)
         self.forward.add(forward_s)
@@ -241,10 +254,12 @@ class SublayerCost:
             self._add_fp8_casts(
                 at, tokens * in_features, tokens * out_features, out_features * in_features, num_linears
             )
-        elif precision == "fp8":
-            self.forward.add(stream_s(device, 4 * tokens * in_features * (cast_by_others != "input")))
-            self.input_grads.add(stream_s(device, 4 * tokens * out_features * (cast_by_others != "output")))
-            self.weight_grads.add(stream_s(device, 4 * out_features * in_features * groups))
+        elif precision in SCALED_PRECISIONS:
+            kind = precision, at.fp8_recipe, device
+            inputs = tokens * in_features * (cast_by_others != "input")
+            outputs = tokens * out_features * (cast_by_others != "output")
+            self.forward.add(stream_s(device, operand_cast_bytes(*kind, follows_norm) * inputs))
+            self.input_grads.add(stream_s(device, operand_cast_bytes(*kind) * outputs))
 
     def _add_fp8_casts(self, at: LayerContext, inputs: float, outputs: float, weights: float, num_linears: int) -> None:
         """Add the casts of linear layers' inputs, output gradients and weights, of so many elements, in every pass that
