@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from muster.cost import comm_volume
+from muster.cost.shard_traffic import SHARD_LEVELS
 from muster.parallel.world import World, open_world
 from muster.schedule.action import Kind
 from muster.schedule.offload import LAYER_COPIES
@@ -42,6 +43,9 @@ class Count(TorchDispatchMode):
         self.axes = {group.group_name: axis for axis, group in world.groups.by_axis.items()}
         if world.groups.state_shards is not None:
             self.axes[world.groups.state_shards.group_name] = "dp_shard"
+        if (levels := world.groups.shard_levels) is not None:
+            groups = {level: getattr(levels, level) for level in SHARD_LEVELS}
+            self.axes |= {group.group_name: level for level, group in groups.items() if group is not None}
         for group in (world.groups.ulysses, world.groups.second_ring):
             if group is not None:
                 self.axes[group.group_name] = "cp"

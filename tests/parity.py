@@ -52,6 +52,7 @@ from muster.parallel.layer_activations import HostActivations, SavedLayer
 from muster.parallel.offload import ActivationOffload
 from muster.parallel.p2p import PendingReceive
 from muster.parallel.param_offload import OffloadedGroup, ParamOffload
+from muster.parallel.shard_levels import LeveledAllGather, LeveledReduceScatter
 from muster.parallel.stage import DecoderStage
 from muster.parallel.vocab_loss import CombinedLoss, hidden_gradient
 from muster.parallel.weight_grad_store import WeightGradStore
@@ -1193,7 +1194,29 @@ def routed_padding_counts() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def lost_sums() -> Iterator[None]:
+    """Only the last micro-batch's gradients are reduced from neighbours to all ranks."""
+    reduce = LeveledReduceScatter.__call__
+
+    def faulty(self: LeveledReduceScatter, *arguments: Any, **keywords: Any) -> None:
+        self.sums = None
+        reduce(self, *arguments, **keywords)
+
+    with patch.object(LeveledReduceScatter, "__call__", faulty):
+        yield
+
+
+@contextmanager
+def stale_copies() -> Iterator[None]:
+    """Passes gather neighbours' copies of the first step's parameters."""
+    with patch.object(LeveledAllGather, "drop", lambda self: None):
+        yield
+
+
 FAULTS = {
+    "lost sums": lost_sums,
+    "stale copies": stale_copies,
     "symmetric memory": symmetric_memory,
     "gradients out of order": gradients_out_of_order,
     "recorded graphs": recorded_graphs,

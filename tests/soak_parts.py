@@ -24,7 +24,14 @@ PARTS: dict[str, tuple[str, ...]] = {
         "test_sequence_slices.py",
     ),
     "experts": ("test_experts.py", "test_expert_moves.py", "test_multi_token_prediction.py"),
-    "parity": ("test_parity.py", "test_dropout.py", "test_verify.py", "test_post_validation.py", "test_extend.py"),
+    "parity": (
+        "test_parity.py",
+        "test_shard_levels.py",
+        "test_dropout.py",
+        "test_verify.py",
+        "test_post_validation.py",
+        "test_extend.py",
+    ),
     "adapters": ("test_adapters.py", "test_four_bit.py", "test_hd_pissa.py", "test_small_states.py", "test_mezo.py"),
     "gpu": (
         "test_fake_gpu.py",

@@ -78,6 +78,7 @@ def assert_ranks_are_forecast(spec: ModelSpec, plan: Plan, workload: Workload, o
         ("dp2-z2-oopt", 256, 2),  # no state in the device's memory
         ("pp2-oopt-oparam", 512, 2),  # nor parameters
         ("dp2-pp2-szbh1", 256, 2),  # z3 drops embedding and head after I
+        ("dp8-zp2g4", 256, 3),  # copies of parameters, and sums of gradients, of neighbours
         ("cp4a-rfull", 4096, 2),
         ("cp2-pp2", 2048, 2),
         ("cp2u-tp2-sp-relem", 2048, 2),
@@ -173,6 +174,9 @@ def test_live_micro_batches_are_those_of_the_checker(schedule):
         ("dp2-pp2-z3-oactd-rfull", 2048, 8),
         ("tp2-sp-oactd-relem-fp32", 512, 3),
         ("dp8-pp2-z1-rfull-oopt", 2048, 8),
+        ("dp16-zp8g8-rfull", 512, 4),
+        ("dp16-zp2g8-rfull", 512, 1),
+        ("dp8-pp2-zp8g2", 1024, 8),
     ],
 )
 def test_forecast_of_llama_is_what_pytorch_counts(name, seq_len, micro_batches):

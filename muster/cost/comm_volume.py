@@ -5,7 +5,7 @@ same bytes at the calls.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from muster.config.freezing import is_frozen
 from muster.config.optim_config import OptimConfig
@@ -16,34 +16,37 @@ from muster.cost.expert_traffic import ExpertCall, RoutedShape, copy_calls, disp
 from muster.cost.perturbation import POINTS, as_one_forward
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.cost.sequence_slices import offloaded_bytes_of_slices
+from muster.cost.shard_traffic import (
+    SHARD_LEVELS,
+    forward_gather_bytes,
+    replicate_axis_bytes,
+    shard_axis_bytes,
+    shard_level_bytes,
+)
 from muster.layout.host_updates import layer_of
 from muster.layout.matrix_owners import OwnedMatrix, assign_owners, peer_ranks, sent_numel
 from muster.layout.mesh import MeshCoordinates, coordinates_of, dp_index_of, rank_at, ranks_of_pp_rank
 from muster.layout.stage_resharding import BoxTransfer, stage_transfers, tied_grad_transfers
 from muster.layout.tensor_layout import (
-    VOCAB_PARAMETERS,
     computed_layers,
     has_vocab_shard,
-    is_expert,
     rank_layouts,
     stage_layouts,
-    stage_shards,
     stages_on,
-    state_shard_numel,
     tp_partial_grad_copies,
 )
 from muster.schedule.action import ACTIVATION_COPIES, COPY_LANES, Kind
 from muster.schedule.build import build_program
 from muster.schedule.program import Instruction
 from muster.spec.adapters import is_adapter
-from muster.spec.four_bit import part_bytes
 from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 
-STEP_REPORT_BYTES = 9 * 8
+STEP_REPORT_BYTES = 10 * 8
 """Bytes that GRAD_NORM all-reduces in float64: the squares of the gradients, the loss, the z-loss, the two losses of
-routers, that of multi-token prediction, the request to stop, and two flags: a save is in progress, a save failed."""
+routers, that of multi-token prediction, the requests to stop and to let lost ranks join, and two flags: a save is in
+progress, a save failed."""
 
 
 def step_report_bytes(spec: ModelSpec) -> int:
@@ -60,7 +63,8 @@ def step_comm_bytes(
     Axes: those of the mesh, where dp_shard stands for all ranks that share a stage's state (dp_shard and cp), cp for
     attention, and edp for the ranks that have the same experts, where expert parallelism leaves each some of them;
     `world` for the all-reduce over all ranks; `optimizer` for what the optimizer step sends; `host` for copies to and
-    from host memory and disk. Kinds: names of collectives; on `pp` the instructions that send (SEND_F, SEND_B,
+    from host memory and disk; those of `SHARD_LEVELS` for parameters and gradients that are sharded over fewer ranks
+    than optimizer state. Kinds: names of collectives; on `pp` the instructions that send (SEND_F, SEND_B,
     ALL_REDUCE_TIED, ALL_REDUCE_REPLICAS) and those of the vocabulary-parallel layers (EMB_REDUCE, HIDDEN_BCAST,
     LOGIT_STATS, EMB_GRAD_BCAST). The optimizer is AdamW if `optim` is None.
     """
@@ -68,7 +72,7 @@ def step_comm_bytes(
         return _bytes_at_points(spec, plan, workload, rank, optim)
     at = coordinates_of(plan, rank)
     sent: dict[str, Counter[str]] = {
-        axis: Counter() for axis in ("tp", "cp", "ep", "edp", "dp_shard", "dp_replicate", "pp", "world")
+        axis: Counter() for axis in ("tp", "cp", "ep", "edp", "dp_shard", *SHARD_LEVELS, "dp_replicate", "pp", "world")
     }
     for stage in stages_on(plan, at.pp):
         sent["tp"] += tensor_axis_bytes(spec, plan, workload, stage, at, optim)
@@ -76,6 +80,8 @@ def step_comm_bytes(
         sent["ep"] += expert_axis_bytes(spec, plan, workload, stage, at)
         sent["edp"] += shard_axis_bytes(spec, plan, workload, stage, at, optim, experts=True)
         sent["dp_shard"] += shard_axis_bytes(spec, plan, workload, stage, at, optim)
+        for level, kinds in shard_level_bytes(spec, plan, workload, stage, at, optim).items():
+            sent[level] += kinds
         sent["dp_replicate"] += replicate_axis_bytes(spec, plan, workload, stage, at, optim)
         sent["pp"] += pipeline_bytes(spec, plan, workload, stage, at, optim)
     if any(strategy.offload != "none" or strategy.offload_optimizer != "none" for strategy in plan.strategies):
@@ -97,7 +103,7 @@ def _bytes_at_points(
     for stage in stages_on(plan, at.pp):
         sent["tp"] += _forward_tensor_bytes(spec, plan, workload, stage, at, optim)
         sent["cp"] += context_axis_bytes(spec, *doubled, stage, at, has_backward=False)
-        sent["dp_shard"] += _forward_gather_bytes(spec, plan, workload, stage, at)
+        sent["dp_shard"] += forward_gather_bytes(spec, plan, workload, stage, at)
         if not plan.is_last(stage):
             sent["pp"][Kind.SEND_F] += pipeline_bytes(spec, *doubled, stage, at)[Kind.SEND_F]
     if plan.offloads_params:
@@ -136,22 +142,6 @@ def _forward_tensor_bytes(
     if plan.is_last(stage):
         sent["all_reduce"] += count * rows * 3 * positions * wide
     return sent
-
-
-def _forward_gather_bytes(
-    spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates
-) -> Counter[str]:
-    """Return the bytes of the parameters that one stage gathers for a step's forwards: under z3 those of layers once
-    for each, all others once a step."""
-    if plan.mesh(stage).state_shards == 1:
-        return Counter()
-    passes = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
-
-    def gathers(name: str) -> int:
-        return passes if _zero(spec, plan, stage) == "z3" and name.startswith("layers.") else 1
-
-    size = compute_bytes(plan.precision)
-    return Counter(all_gather=_padded_numel(spec, plan, stage, at, gathers, False, size))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -354,110 +344,6 @@ def expert_axis_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: in
 def expert_axis_messages(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates) -> int:
     """Return the messages that one stage's layers with experts send in them: one to each other rank of a group."""
     return sum(times * call.messages for times, call in expert_axis_calls(spec, plan, workload, stage, at))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Sharded data parallelism
-
-
-def shard_axis_bytes(
-    spec: ModelSpec,
-    plan: Plan,
-    workload: Workload,
-    stage: int,
-    at: MeshCoordinates,
-    optim: OptimConfig | None = None,
-    experts: bool = False,
-) -> Counter[str]:
-    """Return the bytes that one stage passes to collectives of the ranks that share its state (arXiv:1910.02054 §5, §7;
-    arXiv:2304.11277 §3.2).
-
-    All-gathers: its padded parameter shards in the compute dtype, once per step under z1 and z2; under z3 once per
-    pass, except that parameters outside layers stay gathered from a forward to the next backward. Reduce-scatters: its
-    unsharded gradients, padded to equal shards, in the master dtype, once per step under z1, else in each backward.
-
-    With `experts`, those of the ranks that have the same experts, where these are fewer than share all else.
-    """
-    mesh = plan.mesh(stage)
-    ranks = mesh.expert_state_shards if experts else mesh.state_shards
-    if ranks == 1 or (experts and mesh.ep == 1):
-        return Counter()
-    passes = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at)) * plan.sequence_slices
-
-    def gathers(name: str) -> int:
-        in_layer = name.startswith(("layers.", "mtp."))
-        return passes * (1 + in_layer) if _zero(spec, plan, stage) == "z3" else 1
-
-    reduced = _reduced_numel(spec, plan, workload, stage, at, optim, experts=experts)
-    return Counter(
-        all_gather=_padded_numel(spec, plan, stage, at, gathers, experts, compute_bytes(plan.precision)),
-        reduce_scatter=reduced * ranks * master_bytes(plan.precision),
-    )
-
-
-def replicate_axis_bytes(
-    spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates, optim: OptimConfig | None = None
-) -> Counter[str]:
-    """Return the bytes that one stage all-reduces over dp_replicate: its padded gradient shards, once a step, or at
-    every reduction where the plan needs it (`Plan.reduces_replicas_once`)."""
-    if plan.mesh(stage).dp_replicate == 1:
-        return Counter()
-    numel = _reduced_numel(spec, plan, workload, stage, at, optim, once=plan.reduces_replicas_once, experts=None)
-    return Counter(all_reduce=numel * master_bytes(plan.precision))
-
-
-def _reduced_numel(
-    spec: ModelSpec,
-    plan: Plan,
-    workload: Workload,
-    stage: int,
-    at: MeshCoordinates,
-    optim: OptimConfig | None,
-    once: bool = False,
-    experts: bool | None = False,
-) -> int:
-    """Return the elements of the gradients that a rank reduces in a step; frozen parameters have none. `experts` as in
-    `_padded_numel`."""
-    is_once = once or _zero(spec, plan, stage) == "z1"
-    passes = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at)) * plan.sequence_slices
-    times = 1 if is_once else passes
-    twice = not is_once and plan.vocab_parallel and spec.tied_embeddings  # after T, and after EW
-
-    def reductions(name: str) -> int:
-        if is_frozen(optim, name):
-            return 0
-        return 2 * times if twice and name in VOCAB_PARAMETERS else times
-
-    return _padded_numel(spec, plan, stage, at, reductions, experts)
-
-
-def _zero(spec: ModelSpec, plan: Plan, stage: int) -> str:
-    return plan.strategy(plan.layers(stage, spec.num_layers).start).zero
-
-
-def _padded_numel(
-    spec: ModelSpec,
-    plan: Plan,
-    stage: int,
-    at: MeshCoordinates,
-    times: Callable[[str], int],
-    experts: bool | None = None,
-    size: int | None = None,
-) -> int:
-    """Return the elements in a rank's shards of a stage's parameters, each counted `times(name)` times; with `size`,
-    the bytes of one, their bytes.
-
-    `experts`: of those alone that expert parallelism leaves to the rank, or of all others; None: of both.
-
-    `fully_shard` pads every shard of a parameter to the size of the largest.
-    """
-    total = 0
-    mesh = plan.mesh(stage)
-    for name, _, part, *_ in stage_shards(spec, plan, stage, at):
-        if experts is None or experts == (mesh.ep > 1 and is_expert(name)):
-            each = 1 if size is None else part_bytes(name) or size
-            total += times(name) * state_shard_numel(mesh, name, part.size) * each
-    return total
 
 
 # ----------------------------------------------------------------------------------------------------------------------

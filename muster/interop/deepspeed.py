@@ -24,7 +24,7 @@ _REASONS = {
     "activation_checkpointing.": "the plan sets recompute by layer: parallel.default_strategy.recompute",
     "zero_optimization.": _ITSELF,
     "zero_optimization.offload": "a plan offloads activations: parallel.default_strategy.offload",
-    "zero_optimization.zero_": "ZeRO++ has no equivalent; dp_replicate with dp_shard shards within groups",
+    "zero_optimization.zero_quantized": "the plan gathers parameters and reduces gradients unquantized",
     "fp16.": "the loss scale adjusts itself",
     "communication_data_type": "gradients are reduced in fp32",
     "prescale_gradients": _ITSELF,
@@ -84,6 +84,10 @@ def _plan(found: ConfigConversion, nproc: int | None) -> None:
         raise ConfigError(f"zero_optimization.stage {stage}: expected 0, 1, 2 or 3")
     found.put("parallel.dp_shard" if stage else "parallel.dp_replicate", ranks, _BATCH, _MICRO, _ROUNDS)
     found.put("parallel.default_strategy.zero", f"z{stage or 1}", "zero_optimization.stage")
+    near = found.number("zero_optimization.zero_hpz_partition_size", 1) or 1
+    if stage == 3 and 1 < near < ranks:  # DeepSpeed reduces gradients over all ranks
+        found.put("parallel.param_shard_size", near, "zero_optimization.zero_hpz_partition_size")
+        found.put("parallel.grad_shard_size", ranks, "zero_optimization.zero_hpz_partition_size")
     enabled = [kind for kind in ("bf16", "fp16") if found.take(f"{kind}.enabled", False)]
     found.put("parallel.precision", enabled[0] if enabled else "fp32", *(f"{kind}.enabled" for kind in enabled))
     if batch and micro:

@@ -1,7 +1,8 @@
 """Sharded data parallelism of a stage: PyTorch's fully_shard, whose communication the Program's instructions trigger.
 
 z1 and z2 keep a stage's parameters gathered from UNSHARD until the optimizer step; z1 reduces its gradients once per
-step, z2 within every backward. z3 gathers each block within each pass and reduces within every backward.
+step, z2 within every backward. z3 gathers each block within each pass and reduces within every backward, both over
+fewer ranks where the plan has `shard_levels`.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -18,6 +19,7 @@ from muster.model.decoder import Decoder
 from muster.model.dtypes import DTYPES
 from muster.model.experts import Experts
 from muster.parallel.master_weights import MasterWeights, master_weights
+from muster.parallel.shard_levels import LeveledCollectives, leveled_collectives
 from muster.parallel.world import World
 from muster.spec.layer_strategy import ZeroLevel
 from muster.spec.mesh import Mesh
@@ -69,6 +71,10 @@ def apply_fsdp(module: Decoder, world: World, zero: ZeroLevel, plan: Plan) -> bo
             part.set_reshard_after_backward(False, recurse=False)
         # A GPU overlaps the all-gather on its own stream; a CPU only if the call doesn't wait.
         part._set_unshard_async_op(world.device.type == "cpu")
+    if (levels := world.groups.shard_levels) is not None:
+        module.leveled_collectives = LeveledCollectives(levels)  # type: ignore[assignment]
+        for part in fsdp_modules(module):
+            module.leveled_collectives.attach(part)
     if zero == "z3":
         _set_prefetch([bucket[0] for bucket in buckets], plan.prefetch_buckets)
     if zero == "z1":
@@ -137,7 +143,10 @@ def attach_local_gradients(module: nn.Module, local: dict[str, Tensor]) -> None:
 
 
 def unshard(module: nn.Module) -> None:
-    """All-gather the stage's parameters from its data-parallel ranks."""
+    """All-gather the stage's parameters from its data-parallel ranks, or neighbours' copies of them."""
+    if (leveled := leveled_collectives(module)) is not None and leveled.keeps_copies:
+        leveled.make_copies()
+        return
     if (masters := master_weights(module)) is not None:
         masters.refresh()
     handles = [part.unshard(async_op=True) for part in fsdp_modules(module)]
@@ -150,6 +159,8 @@ def reshard(module: nn.Module) -> None:
     """Drop the gathered parameters, since the optimizer changes the sharded ones."""
     if (masters := master_weights(module)) is not None:
         masters.free()
+    if (leveled := leveled_collectives(module)) is not None:
+        leveled.drop_copies()
     for part in fsdp_modules(module):
         part.reshard()
 
@@ -177,15 +188,19 @@ def no_gradient_sync(module: nn.Module, zero: ZeroLevel) -> Iterator[None]:
         module.set_requires_gradient_sync(True)
 
 
-def set_replica_reduction(module: nn.Module, is_due: bool) -> None:
-    """Let the next backward under z2 or z3 all-reduce over the replicas what it and those before it have reduced to
-    shards; if it isn't due, the shards are added up."""
+def set_last_reduction(module: nn.Module, is_due: bool) -> None:
+    """Let the next backward under z2 or z3 all-reduce over the replicas, or reduce to all ranks' shards, what it and
+    those before it have reduced to shards; if it isn't due, the shards are added up."""
     if isinstance(module, FSDPModule):
         module.set_requires_all_reduce(is_due)
+    if (leveled := leveled_collectives(module)) is not None:
+        leveled.set_due(is_due)
 
 
 def drop_partial_reductions(module: nn.Module) -> None:
-    """Drop the sums of shards that wait for an all-reduce over the replicas."""
+    """Drop the sums of shards that wait for their last reduction."""
+    if (leveled := leveled_collectives(module)) is not None:
+        leveled.drop_sums()
     if isinstance(module, FSDPModule):
         for group in _all_groups(module):
             group._partial_reduce_output = None
@@ -239,9 +254,12 @@ def gradient_bytes(module: nn.Module) -> int:
     if not isinstance(module, FSDPModule):
         return sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
     partial = [group._partial_reduce_output for group in _all_groups(module)]
-    return sum(
-        _parameter_gradient_bytes(parameter) for group in _all_groups(module) for parameter in group.fsdp_params
-    ) + sum(output.nbytes for output in partial if output is not None)
+    leveled = leveled_collectives(module)
+    return (
+        (0 if leveled is None else leveled.sum_bytes)
+        + sum(_parameter_gradient_bytes(parameter) for group in _all_groups(module) for parameter in group.fsdp_params)
+        + sum(output.nbytes for output in partial if output is not None)
+    )
 
 
 def fsdp_groups(module: nn.Module) -> list[Any]:

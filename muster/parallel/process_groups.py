@@ -21,6 +21,7 @@ from muster.layout.mesh import (
     ranks_of_pp_rank,
 )
 from muster.parallel.axis import ExpertAxis, IslandAxis, PipelineAxis
+from muster.parallel.shard_levels import ShardLevels
 from muster.spec.mesh_axes import STAGE_AXES, STATE_SHARD_AXES
 from muster.spec.plan import Plan
 
@@ -45,6 +46,8 @@ class ProcessGroups:
         Attention has a group of its own, whose collectives don't wait for those of parameters."""
         if any(axis in self.by_axis for axis in STATE_SHARD_AXES if axis != _SHARD):
             self.state_shards = _new_group(sorted(ranks_along(plan, at, STATE_SHARD_AXES)))
+        self.shard_levels = self._shard_levels() if plan.has_shard_levels else None
+        """Neighbours among `state_shards` that share parameters and gradients, where these aren't all of them."""
         self.ulysses = self._ulysses_group()
         """Part of the context-parallel ranks with which this one exchanges positions for heads; None without groups."""
         context = plan.context_ranks(mesh)
@@ -125,6 +128,18 @@ class ProcessGroups:
             if all(getattr(own, axis) == index for axis, index in fixed.items())
         ]
         return [rank for _, rank in sorted(found)]
+
+    def _shard_levels(self) -> ShardLevels:
+        mesh = self._plan.mesh(self._at.pp)
+        ranks = sorted(ranks_along(self._plan, self._at, STATE_SHARD_AXES))
+        here = ranks.index(rank_at(self._plan, self._at))
+
+        def neighbours(size: int) -> dist.ProcessGroup | None:
+            return None if size == len(ranks) else _new_group(ranks[here // size * size :][:size])
+
+        grads = self._plan.reduce_ranks(mesh)
+        params, near = neighbours(self._plan.gather_ranks(mesh)), neighbours(grads)
+        return ShardLevels(params, near, None if near is None else _new_group(ranks[here % grads :: grads]))
 
     def _shard_mesh(self, group: dist.ProcessGroup) -> DeviceMesh:
         return DeviceMesh.from_group(group, self._device.type, mesh_dim_names=(_SHARD,))

@@ -57,7 +57,7 @@ from muster.parallel.fsdp import (
     no_gradient_sync,
     reduce_gradients,
     reshard,
-    set_replica_reduction,
+    set_last_reduction,
     unshard,
 )
 from muster.parallel.master_weights import master_weights
@@ -170,10 +170,11 @@ class DecoderStage:
         self.inputs: StageInputs | None = None
         self._losses = torch.zeros(NUM_LOSSES, dtype=torch.float64, device=world.device)
         self.backwards_per_step: int | None = None
-        """With replicas, the step's last backward all-reduces, under z2 and z3, the gradients of all."""
+        """With replicas, or `grad_shard_size`, the step's last backward completes, under z2 and z3, the reduction of
+        all gradients."""
         self._num_backwards = 0
         has_replicas = strategy.zero != "z1" and plan.mesh(index).dp_replicate > 1
-        self._sums_over_replicas_once = has_replicas and plan.reduces_replicas_once
+        self._reduces_once = (has_replicas or plan.grad_shard_size is not None) and plan.reduces_replicas_once
         self.vocab: VocabShard | None = None
         if has_vocab_shard(plan, index):
             ends = plan.pp_rank(0), plan.pp_rank(plan.stages_per_replica - 1)
@@ -455,11 +456,11 @@ class DecoderStage:
         finish_backward(self.module)
 
     def _count_backward(self) -> None:
-        """Let the step's last backward all-reduce over the replicas; each does where their number isn't known."""
+        """Let the step's last backward complete the reduction; each does where their number isn't known."""
         self._num_backwards += 1
-        if self._sums_over_replicas_once:
+        if self._reduces_once:
             total = self.backwards_per_step
-            set_replica_reduction(self.module, total is None or self._num_backwards % total == 0)
+            set_last_reduction(self.module, total is None or self._num_backwards % total == 0)
 
     def offload(self, micro_batch: int) -> Callable[[], None]:
         return self._offload.offload(micro_batch)

@@ -8,12 +8,14 @@ from typing import Any
 from muster.planner.dispatch_choice import copy_counts, dispatch_fields, expert_slices
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
-from muster.planner.space import is_admitted
+from muster.planner.space import domain_devices, is_admitted
 from muster.spec.errors import InfeasibleError
 from muster.spec.layer_strategy import LayerOverride
 from muster.spec.legality import plan_violations
 from muster.spec.plan import Plan
 from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
+
+_ALL_RANKS = {"param_shard_size": None, "grad_shard_size": None}
 
 COMPENSATING_AXES = ("dp_shard", "dp_replicate", "pp", "tp", "cp")
 """Axes that compensate for a changed degree, so that all devices stay in use: the first that gives a legal plan."""
@@ -59,7 +61,14 @@ def _all_changes(plan: Plan, request: PlanRequest) -> Iterator[Change]:
             yield Change(f"micro-batches of {int(size)}", plan.model_copy(update={"micro_batch_size": int(size)}))
     for level in ("z1", "z2", "z3"):
         if plan.dp_shard > 1 and level != plan.default_strategy.zero:
-            yield Change(f"sharding level {level}", _with_strategy(plan, zero=level))
+            yield Change(f"sharding level {level}", _with_strategy(plan.model_copy(update=_ALL_RANKS), zero=level))
+    if plan.has_shard_levels:
+        yield Change("parameters and gradients over all ranks", plan.model_copy(update=_ALL_RANKS))
+    for params, grads in shard_groups(plan, request):
+        sizes = {"param_shard_size": params, "grad_shard_size": grads}
+        changed = {"dp_shard": plan.dp_replicate * plan.dp_shard, "dp_replicate": 1, **sizes}
+        words = f"parameters over {params} ranks, gradients over {grads}"
+        yield Change(words, _with_strategy(plan.model_copy(update=changed), zero="z3"))
     for mode in ("none", "full"):
         if plan.overrides or mode != plan.default_strategy.recompute:
             yield Change(f"recompute {mode}", with_all_layers(plan, recompute=mode), may_refit=False)
@@ -87,6 +96,18 @@ def _all_changes(plan: Plan, request: PlanRequest) -> Iterator[Change]:
                     }
                 ),
             )
+
+
+def shard_groups(plan: Plan, request: PlanRequest) -> list[tuple[int, int]]:
+    """Return the numbers of ranks over which parameters and gradients may be sharded so that passes communicate within
+    nodes: all ranks of a node for both, or pairs for parameters. Empty where the ranks that share a plan's state lie on
+    one node, gradients are reduced once a step (z1), or it isn't Muster's runtime that the request is about."""
+    ranks = plan.dp_replicate * plan.dp_shard * plan.cp
+    near, rest = divmod(domain_devices(request), plan.tp)
+    sharded = plan.default_strategy.zero != "z1" and request.framework.storage == "muster"
+    if not sharded or rest or near < 2 or near >= ranks or ranks % near or plan.ep > 1:
+        return []
+    return [(near, near), *([(2, near)] if near > 2 and near % 2 == 0 else [])]
 
 
 def _degree_change(plan: Plan, request: PlanRequest, axis: str, grows: bool) -> Iterator[Change]:

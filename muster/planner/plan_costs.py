@@ -113,6 +113,7 @@ class PlanCosts:
             plan.num_micro_batches(self.request.workload),
             plan.sequence_slices,
             strategy.zero,
+            plan.copies_params(plan.mesh(0)),
             plan.mesh(0).dp_size > 1,
             plan.tp,
             strategy.sp,

@@ -16,7 +16,7 @@ from muster.planner.alternatives import (
     find_alternatives,
 )
 from muster.planner.evaluated_plan import EvaluatedPlan, FoundPlan
-from muster.planner.neighbours import with_all_layers
+from muster.planner.neighbours import shard_groups, with_all_layers
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest, require_more
 from muster.planner.search_budget import SearchBudget, simulation_work
@@ -96,6 +96,9 @@ def _other_parts(plan: Plan, request: PlanRequest) -> Iterator[tuple[str, str]]:
         data = f"dp{plan.dp_replicate}x{plan.dp_shard}" if plan.dp_replicate > 1 else f"dp{plan.dp_shard}"
         levels = (level for level in ("z1", "z2", "z3") if level != plan.default_strategy.zero)
         yield from ((f"sharding level {level} ({data}-{level})", f"{data}-{level}") for level in levels)
+        for _, group in shard_groups(plan, request)[:1]:
+            whole = f"dp{plan.dp_replicate * plan.dp_shard}-z3-zp{group}g{group}"
+            yield f"parameters and gradients within nodes ({whole})", whole
     if "recompute" not in fixed and (plan.overrides or plan.default_strategy.recompute != "full"):
         yield "recompute of all layers", "rfull"
     if "schedule" not in fixed and plan.pp > 1:

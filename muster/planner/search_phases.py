@@ -97,7 +97,7 @@ def likely_plans(frontier: Frontier) -> Iterator[tuple[float, Plan]]:
 
 
 def _is_seed_sharding(evaluator: PlanEvaluator, choice: ScheduleChoice, sharding: DataSharding) -> bool:
-    dp_replicate, _, zero = sharding
+    dp_replicate, _, zero, *_ = sharding
     return dp_replicate == 1 and zero == "z1" and evaluator.memory_budget.may_fit(choice.shape, sharding, choice)
 
 

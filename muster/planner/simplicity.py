@@ -43,6 +43,7 @@ def mechanisms(plan: Plan) -> list[str]:
     used = {
         **{words: getattr(plan, axis) > 1 for axis, words in _AXES.items()},
         "replicas of sharded groups": plan.dp_replicate > 1 and plan.dp_shard > 1,
+        "groups of ranks for parameters and gradients": plan.has_shard_levels,
         "another order of axes": plan.axis_order != MESH_AXES,
         "unequal stages": bool(plan.stages),
         "stages with degrees of their own": not plan.is_uniform,

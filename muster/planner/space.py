@@ -45,8 +45,9 @@ MODEL_AXES = ("tp", "pp", "cp", "ep")
 """Axes that cut the model or a sequence; all other devices are data-parallel."""
 
 
-DataSharding = tuple[int, int, ZeroLevel]
-"""dp_replicate, dp_shard and ZeRO level."""
+DataSharding = tuple[int, int, ZeroLevel] | tuple[int, int, ZeroLevel, int, int]
+"""dp_replicate, dp_shard and ZeRO level, and where parameters and gradients are sharded over fewer ranks than optimizer
+state, the numbers of these."""
 
 
 def used_axes(plan: "Plan | MeshShape") -> frozenset[str]:
@@ -266,12 +267,15 @@ def make_plan(
     fields: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Return a plan of a shape, with more `fields`."""
-    dp_replicate, dp_shard, zero = sharding
+    dp_replicate, dp_shard, zero, *levels = sharding
+    param_shard_size, grad_shard_size = levels or (None, None)
     can_cut_positions = shape.tp > 1 and request.workload.seq_len % (shape.tp * shape.cp) == 0
     return request.base.model_copy(
         update={
             "dp_replicate": dp_replicate,
             "dp_shard": dp_shard,
+            "param_shard_size": param_shard_size,
+            "grad_shard_size": grad_shard_size,
             "tp": shape.tp,
             "pp": shape.pp,
             "cp": shape.cp,
@@ -360,7 +364,8 @@ def data_shardings(request: PlanRequest, shape: MeshShape) -> list[DataSharding]
     """Return the ways to replicate and shard: all ranks replicate, all shard, or those of one or eight nodes shard.
 
     Where nodes or links differ, any number of nodes that divides theirs may shard, since a block of nodes with fast
-    links may be of any size. Required degrees are added.
+    links may be of any size. Required degrees are added, and required groups for parameters and gradients: that these
+    are of fewer ranks than optimizer state is tried from the best plan on (`reasons.py`, `neighbours.py`).
     """
     data = shape.data
     if data == 1:
@@ -380,14 +385,21 @@ def data_shardings(request: PlanRequest, shape: MeshShape) -> list[DataSharding]
     if replicate * shard == data and (replicate, shard) not in [sharding[:2] for sharding in found]:
         required: list[DataSharding] = [(replicate, shard, "z1"), (replicate, shard, "z2"), (replicate, shard, "z3")]
         found += required
+    params, grads = map(request.fixed.get, SHARD_SIZES)
+    if params and grads:
+        found.append((1, data, "z3", params, grads))
     # The experts of a layer lie on the ranks of one replica.
     expert_ranks = {sharding: sharding[1] * shape.cp * shape.tp for sharding in found}
     cut = shape.ep * expert_slices(request, shape.tp, shape.ep)
     return [one for one in found if expert_ranks[one] % cut == 0 and _admits_sharding(request, one)]
 
 
+SHARD_SIZES = ("param_shard_size", "grad_shard_size")
+
+
 def _admits_sharding(request: PlanRequest, sharding: DataSharding) -> bool:
-    return all(map(request.admits, ("dp_replicate", "dp_shard", "zero"), sharding))
+    fields = ("dp_replicate", "dp_shard", "zero", *SHARD_SIZES)
+    return all(map(request.admits, fields, (*sharding, None, None)))
 
 
 def axis_orders(request: PlanRequest, shape: MeshShape) -> list[tuple[str, ...]]:

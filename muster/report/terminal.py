@@ -119,7 +119,11 @@ def _stage(plan: Plan, stage: int, model: ModelSpec) -> str:
 def _storage(plan: Plan, num_layers: int) -> str:
     """Return storage and recompute of the layers, in the terms of plan names."""
     ways = sorted({_strategy(plan.strategy(layer)) for layer in range(num_layers)})
-    return f"{plan.precision} compute; " + " or, by layer, ".join(ways)
+    levels = ""
+    if plan.has_shard_levels:
+        ranks = plan.gather_ranks(plan.mesh(0)), plan.reduce_ranks(plan.mesh(0))
+        levels = ", parameters over {} and gradients over {} neighbouring ranks".format(*ranks)
+    return f"{plan.precision} compute; " + " or, by layer, ".join(ways) + levels
 
 
 def _strategy(strategy: LayerStrategy) -> str:

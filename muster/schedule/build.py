@@ -148,6 +148,7 @@ def _lowering_options(
         moves_experts=moves_experts,
         train=train,
         has_backward=has_backward,
+        copies_params=any(map(plan.copies_params, plan.distinct_meshes)),
     )
 
 

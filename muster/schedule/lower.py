@@ -51,6 +51,8 @@ class LoweringOptions:
     """False for evaluation: no optimizer steps."""
     has_backward: bool = True
     """False where passes are forwards alone: no gradients are reduced."""
+    copies_params: bool = False
+    """True if under z3 a step begins with copies of the parameters, from which passes gather them."""
 
     def stages_with_params(self, *tiers: Tier) -> frozenset[int]:
         """Return the stages with parameters in one of some tiers."""
@@ -228,9 +230,9 @@ def add_vocab_collectives(draft: ProgramDraft, vocab_schedule: VocabSchedule) ->
 def add_unshards(draft: ProgramDraft, options: LoweringOptions) -> None:
     """Add UNSHARD for z1 and z2: parameters are gathered before a stage's first pass and kept until the step.
 
-    z3 gathers inside the passes.
+    z3 gathers inside the passes, from neighbours' copies where the plan has `param_shard_size`, which UNSHARD makes.
     """
-    if options.zero == "z3":
+    if options.zero == "z3" and not options.copies_params:
         return
     for rank, lanes in enumerate(draft.ranks):
         compute = lanes["compute"]

@@ -3,6 +3,8 @@
 from muster.spec.legality import plan_violations
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
+from muster.spec.rules import repaired
+from muster.spec.shard_level_rules import SHARD_LEVEL_LEGAL_RULES
 from muster.spec.workload import Workload
 
 
@@ -17,7 +19,7 @@ def plans_with_fewer_ranks(plan: Plan, model: ModelSpec, workload: Workload) -> 
     axis = "dp_replicate" if plan.dp_replicate > 1 else "dp_shard"
     found: dict[int, Plan] = {}
     for degree in range(1, getattr(plan, axis)):
-        other = plan.model_copy(update={axis: degree})
+        other = repaired(SHARD_LEVEL_LEGAL_RULES, plan.model_copy(update={axis: degree}))
         if not plan_violations(other, model, workload, other.world_size):
             found[other.world_size] = other
     return found

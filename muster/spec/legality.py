@@ -13,6 +13,7 @@ from muster.spec.plan import Plan
 from muster.spec.plugin_model import plugin_model
 from muster.spec.rules import Rule, broken_rules, in_every_layer, setting
 from muster.spec.schedules import SCHEDULES
+from muster.spec.shard_level_rules import SHARD_LEVEL_LEGAL_RULES
 from muster.spec.units import pluralize
 from muster.spec.workload import MAX_PROGRAM_MICRO_BATCHES, Workload
 
@@ -360,6 +361,7 @@ LEGAL_RULES: tuple[Rule, ...] = (
         with_placed_experts,
     ),
     *DISPATCHER_RULES,
+    *SHARD_LEVEL_LEGAL_RULES,
 )
 """Combinations within a plan that no runtime could give a meaning; checks against model and batch are functions."""
 

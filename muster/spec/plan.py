@@ -182,6 +182,14 @@ class Plan(Frozen):
     """Layers whose parameters are gathered, and whose gradients are reduced, in one collective of the sharded ranks."""
     prefetch_buckets: PositiveInt = 1
     """Buckets gathered ahead of the one in use, under z3."""
+    param_shard_size: PositiveInt | None = None
+    """Neighbours, of the ranks that share a stage's state, over which passes gather its parameters under z3: they keep
+    copies of these in the compute dtype, made once a step from all ranks' shards; None: all ranks (the first of three
+    levels of Frontier's low-bandwidth partitioning, arXiv:2501.04266; ZeRO++'s secondary partition,
+    arXiv:2306.10209)."""
+    grad_shard_size: PositiveInt | None = None
+    """Neighbours of the same ranks over which each backward reduces gradients under z3: their sums are reduced to all
+    ranks' shards once a step; None: all ranks (the second of the three levels)."""
     vocab_parallel: bool = False
     """Vocabulary parallelism: embedding and head are sharded evenly over all pipeline ranks, instead of being on the
     first and the last stage (arXiv:2411.05288)."""
@@ -199,6 +207,12 @@ class Plan(Frozen):
             return data
         default = data.get("default_strategy")
         return data | {"overrides": [complete_override(run, default) for run in data["overrides"]]}
+
+    @model_validator(mode="after")
+    def _check_shard_sizes(self) -> "Plan":
+        if (self.param_shard_size is None) != (self.grad_shard_size is None):
+            raise ValueError("param_shard_size and grad_shard_size are given together, as in zp2g8, got one of them")
+        return self
 
     @field_validator("axis_order")
     @classmethod
@@ -463,9 +477,33 @@ class Plan(Frozen):
         return range(start, start + count_here)
 
     @property
+    def has_shard_levels(self) -> bool:
+        """True if parameters or gradients are sharded over fewer ranks than the optimizer's state."""
+        return self.param_shard_size is not None or self.grad_shard_size is not None
+
+    def gather_ranks(self, mesh: Mesh) -> int:
+        """Return the ranks over which a pass gathers parameters under z3."""
+        return self.param_shard_size or mesh.state_shards
+
+    def reduce_ranks(self, mesh: Mesh) -> int:
+        """Return the ranks over which a backward reduces gradients under z2 and z3."""
+        return self.grad_shard_size or mesh.state_shards
+
+    def copies_params(self, mesh: Mesh) -> bool:
+        """Return True if a step begins with copies of a stage's parameters on groups of neighbours, from which passes
+        gather them."""
+        return self.gather_ranks(mesh) < mesh.state_shards
+
+    def gathers_before_passes(self, mesh: Mesh) -> bool:
+        """Return True if a step begins by gathering a stage's parameters from all ranks: under z1 and z2 for its
+        passes, under z3 for `copies_params`."""
+        return self.default_strategy.zero != "z3" or self.copies_params(mesh)
+
+    @property
     def reduces_replicas_once(self) -> bool:
-        """True if gradients are all-reduced over replicas once a step; under z2 and z3 split backwards and the
-        vocabulary's own passes reduce a part of a layer's gradients at a time, each to the end."""
+        """True if gradients are reduced beyond a replica, or beyond `grad_shard_size` ranks, once a step; under z2 and
+        z3 split backwards and the vocabulary's own passes reduce a part of a layer's gradients at a time, each to the
+        end."""
         may_split = self.schedule_entry.split_backward or self.schedule_entry.searched
         return not may_split and not self.vocab_parallel
 
@@ -497,6 +535,7 @@ _ADDED_LATER = (
     *("cp_comm_type", "cp_ulysses_degree", "cp_window_size", "dynamic_context_parallel", "sequence_tiles"),
     *("ep_dispatcher", "ep_inner_size", "ep_chunks", "sequence_slices", "cuda_graphs", "fp8_recipe"),
     *("expert_placement", "ep_redundant_experts", "ep_dispatch_dtype", "ep_lsh_rate", "islands"),
+    *("param_shard_size", "grad_shard_size"),
 )
 """Fields of a plan that are younger than the hashes in files."""
 

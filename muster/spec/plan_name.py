@@ -168,6 +168,11 @@ _NAME_PARTS = (
         lambda text: {"uneven_micro_batches": tuple(map(int, text.split(".")))},
     ),
     _NamePart("z1, z2, z3", "(z[123])", lambda zero: {"zero": zero}),
+    _NamePart(
+        "zpNgM",
+        r"zp(\d{1,9})g(\d{1,9})",
+        lambda params, grads: {"param_shard_size": int(params), "grad_shard_size": int(grads)},
+    ),
     _SCHEDULE_PART,
     _NamePart(
         "inflightN", r"inflight(\d{1,9}(?:\.\d{1,3})?)", lambda text: {"max_in_flight_micro_batches": float(text)}
@@ -275,6 +280,7 @@ def _format_parts(plan: Plan) -> list[str]:
         f"slice{plan.sequence_slices}": plan.sequence_slices > 1,
         "uneven" + ".".join(map(str, plan.uneven_micro_batches)): bool(plan.uneven_micro_batches),
         strategy.zero: strategy.zero != "z3",
+        f"zp{plan.param_shard_size}g{plan.grad_shard_size}": plan.has_shard_levels,
         "s" + plan.schedule.replace("-", ""): plan.schedule != DEFAULT_SCHEDULE,
         f"inflight{plan.max_in_flight_micro_batches or 0:g}": plan.max_in_flight_micro_batches is not None,
         "pv": plan.post_validation,

@@ -15,6 +15,7 @@ from muster.spec.model import ModelSpec
 from muster.spec.param_offload_rules import PARAM_OFFLOAD_RULES, param_offload_rules_of
 from muster.spec.plan import PREDICTED_PRECISIONS, Plan
 from muster.spec.rules import Rule, as_by_default, broken_rules, in_every_layer, setting
+from muster.spec.shard_level_rules import SHARD_LEVEL_RUNTIME_RULES
 
 __all__ = [
     "EXPERT_RULES",
@@ -84,6 +85,7 @@ RUNTIME_RULES: tuple[Rule, ...] = (
         lambda plan: plan.pipeline_replicas > 1, "two replicas in one pipeline (it has no parity test yet)"
     ),
     *PARAM_OFFLOAD_RULES,
+    *SHARD_LEVEL_RUNTIME_RULES,
     Rule(
         lambda plan: any(s.recompute not in SUPPORTED_RECOMPUTE for s in plan.strategies),
         "recompute of attention alone or of every second matmul (the runtime knows none, elementwise and full)",

@@ -124,7 +124,8 @@ class AllocationOrder:
         each backward if `reshards`, else none."""
         key = stage, reshards
         if key not in self._gathers:
-            used = self.positions(stage, _NEEDS_PARAMS)
+            # Where passes gather, UNSHARD makes copies from which they do.
+            used = self.positions(stage, _NEEDS_PARAMS - {Kind.UNSHARD} if reshards else _NEEDS_PARAMS)
             if reshards:
                 # An instruction gathers if the one before it that used the parameters resharded them.
                 resharded = self.positions(stage, _RESHARDS)

@@ -481,6 +481,9 @@ class BackwardPeaks:
             held.unsharded_numel * self.master_size,
             held.shard_numel * self.master_size * (1 + (is_single and not self.stage.is_alone)),
         )
+        # Over fewer ranks than share optimizer state: in the order of these, and the sums that they share.
+        reduced = int(held.shard_numel * self.stage.reduced_share) * self.master_size
+        source, result = source * (1 + (reduced > 0)), result + reduced
         source += source * (self.kernel_workspace.stages_collectives and not self.stage.is_single_rank)
         dropped = gradients if is_single else gradients - held.last_param_numel * size
         return source + max(0, result - dropped), gradients
@@ -554,10 +557,7 @@ class BackwardPeaks:
         made = sum(held.unsharded_numel for held in layers) * self.compute_size
         # In a step's first W the gradients that I made are pending, later on they are part of accumulated gradients.
         first, pending = self.pending_gradients, MemoryTerms(workspace=self.pending_gradients)
-        if self.stage.reduces_in_passes:
-            first = 0
-        else:
-            pending = MemoryTerms()
+        first, pending = (0, pending) if self.stage.reduces_in_passes else (first, MemoryTerms())
         moments = [
             PeakCandidate("head", MemoryTerms(workspace=head) + pending, first),
             PeakCandidate("weights", deferred + MemoryTerms(workspace=made + head) + pending, first),

@@ -62,7 +62,12 @@ def native_stage_memory(
 
 
 def _resident(own: NativeStorage) -> MemoryTerms:
-    return MemoryTerms(parameters=own.parameters, optimizer=own.optimizer, workspace=own.rotary_bytes)
+    return MemoryTerms(
+        parameters=own.parameters,
+        gathered_parameters=own.copied_parameters,
+        optimizer=own.optimizer,
+        workspace=own.rotary_bytes,
+    )
 
 
 def _pass_memory(
@@ -276,7 +281,10 @@ class _StagePeaks(BackwardPeaks):
 
     def unshard(self) -> PeakCandidate:
         """Return the moment when all groups' gathers are under way, and the first one is copied out."""
-        buffers = self._largest_unit_numel() * self.compute_size * (1 + self.kernel_workspace.stages_collectives)
+        # Of copies of neighbours one group after another is gathered, and freed.
+        copied_out = self.stage.zero == "z3"
+        buffers = self._largest_unit_numel() * self.compute_size
+        buffers *= 1 + copied_out + self.kernel_workspace.stages_collectives
         return PeakCandidate("gathering", MemoryTerms(gathered_parameters=buffers))
 
 

@@ -22,7 +22,13 @@ from muster.cost.activations import (
 )
 from muster.cost.host_updates import host_updated_numels
 from muster.cost.memory.linear_attention import deferred_width
-from muster.cost.memory.param_shards import ParamShard, StageParamShards, layer_type, stage_param_shards
+from muster.cost.memory.param_shards import (
+    ParamShard,
+    StageParamShards,
+    layer_type,
+    stage_param_shards,
+    summed_gradient_share,
+)
 from muster.cost.memory.terms import MemoryTerms
 from muster.cost.param_offload import offloaded_params, on_device
 from muster.cost.precision_bytes import compute_bytes, master_bytes
@@ -86,6 +92,16 @@ class NativeStorage:
         """True if nothing is sharded: gradients are accumulated where they are computed."""
         self.has_master_copies = self.is_single_rank and not self.is_unsharded
         """True if passes compute with copies in the compute dtype, whose gradients are added to sums one by one."""
+        self.copied_share = 0.0
+        """Elements, as a multiple of the rank's shards, of its part of neighbours' copies of the parameters."""
+        if plan.copies_params(mesh):
+            self.copied_share = mesh.state_shards / plan.gather_ranks(mesh)
+        self.reduced_share = 0.0
+        """Elements, as the same multiple, that a backward reduces gradients to where the step's last completes this."""
+        if (ranks := plan.reduce_ranks(mesh)) < mesh.state_shards:
+            self.reduced_share = mesh.state_shards / ranks
+        self.summed_share = summed_gradient_share(plan, workload, stage)
+        """Elements, as the same multiple, of gradients that wait for their reduction to all ranks' shards."""
         self.zero = "z2" if self.is_single_rank else plan.strategy(self.layers[0] if self.layers else 0).zero
         self.has_embedding = plan.is_first(stage) and not plan.vocab_parallel
         """True if the stage has the whole embedding."""
@@ -106,6 +122,11 @@ class NativeStorage:
     def parameters(self) -> int:
         """Bytes of the rank's shards of the parameters."""
         return self.held_shards.total.shard_numel * self.master_size
+
+    @property
+    def copied_parameters(self) -> int:
+        """Bytes of its part of neighbours' copies of the parameters, from which passes gather."""
+        return int(self.param_shards.total.shard_numel * self.copied_share * self.compute_size)
 
     def dense_bytes(self, at_once: int) -> tuple[int, int]:
         """Return the bytes of the largest matrix that a pass makes of codes of 4 bits, and of the temporary tensors for
@@ -197,12 +218,20 @@ class NativeStorage:
         """Bytes of gradients, from a step's first backward on."""
         return self.gradients_of(self.held_shards.total)
 
+    @property
+    def waiting_gradients(self) -> int:
+        """Part of `gradients` that waits for its reduction to all ranks' shards, which a step's only backward completes
+        at once; without that of parameters outside layers."""
+        held = self.held_shards.total.trained.shard_numel - self.held_shards.root.trained.shard_numel
+        return int(held * self.summed_share) * self.master_size
+
     def gradients_of(self, held: ParamShard) -> int:
         """Return the bytes of accumulated gradients of some parameters: whole under z1, else sharded."""
         if not self.has_backward:
             return 0
         unsharded = held.unsharded_numel - held.frozen_unsharded_numel
-        return (unsharded if self.zero == "z1" else held.shard_numel - held.frozen_shard_numel) * self.master_size
+        shards = int((held.shard_numel - held.frozen_shard_numel) * (1 + self.summed_share))
+        return (unsharded if self.zero == "z1" else shards) * self.master_size
 
     def state_bytes(self, held: ParamShard) -> int:
         """Return the bytes held for some parameters during a backward.
@@ -213,7 +242,8 @@ class NativeStorage:
         state = (held.shard_numel - held.frozen_shard_numel) * (not self.host_updated) * self.state_per_param
         sharded = (held.shard_numel + state) * self.master_size
         gathered = 0 if self.is_unsharded or self.zero == "z3" else held.unsharded_numel * self.compute_size
-        return int(sharded) + self.gradients_of(held) + gathered
+        copied = held.shard_numel * self.copied_share * self.compute_size
+        return int(sharded + copied) + self.gradients_of(held) + gathered
 
     # ------------------------------------------------------------------------------------------------------------------
     # Saved per micro-batch
@@ -372,8 +402,8 @@ def memory_lower_bound(
     one_of_each = dict(zip(own.param_shards.layers, own.layers, strict=True))
     return MemoryLowerBound(
         state=state,
-        single_micro_batch_state=state - own.gradients_of(own.held_shards.root),
-        resident=own.parameters + own.optimizer,
+        single_micro_batch_state=state - own.gradients_of(own.held_shards.root) - own.waiting_gradients,
+        resident=own.parameters + own.copied_parameters + own.optimizer,
         layer_activations=own.layer_activation_bytes(0),
         min_layer_state=min(map(own.state_bytes, own.held_shards.layers)),
         min_layer_deferred=0 if freezes else min(map(own.deferred_layer_bytes, one_of_each.values())),

@@ -26,6 +26,7 @@ from muster.spec.four_bit import four_bit_parts, has_four_bits, part_bytes
 from muster.spec.mesh import Mesh
 from muster.spec.model import ModelSpec, layer_parameter_shapes, stage_parameter_shapes
 from muster.spec.plan import Plan, Precision
+from muster.spec.workload import Workload
 
 _COLUMN_PARALLEL = {"q", "k", "v", "gate", "up", "head", "embed", "q_up", "kv_up", "b", "a", "conv"}
 """Modules whose weights tensor parallelism cuts along their output."""
@@ -159,6 +160,15 @@ def stage_param_shards(spec: ModelSpec, plan: Plan, stage: int, optim: OptimConf
     if spec.adapter is not None and spec.adapter.load_in_4bit:
         held = tuple(one + _four_bit_shard(spec, mesh, plan.precision) for one in held)
     return StageParamShards(held, part, ends, final, apart)
+
+
+def summed_gradient_share(plan: Plan, workload: Workload, stage: int) -> float:
+    """Return the elements of gradients that wait between backwards for their reduction to all ranks' shards, as a
+    multiple of these; 0 where every backward completes it."""
+    mesh = plan.mesh(stage)
+    backwards = plan.num_stage_micro_batches(stage, workload) * plan.sequence_slices
+    waits = plan.reduce_ranks(mesh) < mesh.state_shards and plan.reduces_replicas_once and backwards > 1
+    return mesh.state_shards / plan.reduce_ranks(mesh) if waits else 0.0
 
 
 def _layer_experts(spec: ModelSpec, mesh: Mesh, layer: int, optim: OptimConfig | None) -> ParamShard:

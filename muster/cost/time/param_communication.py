@@ -31,11 +31,16 @@ class ParamCommunication:
         )
         self.stage, self.mesh, self.groups = stage, setting.mesh(stage), setting.stage_groups(stage)
         self.data, self.replicas = self.groups.data_parallel, self.groups.replicas
+        levels = self.groups.shard_levels
+        self.gathering, self.reducing = (self.data, self.data) if levels is None else levels[:2]
+        self.between_reducing = None if levels is None or self.reducing.size == self.data.size else levels[2]
         self.layers = setting.layers[stage % setting.stages_per_replica]
         self.zero = self.plan.strategy(self.layers.start).zero
         once = self.framework.replica_reduce_once and self.plan.reduces_replicas_once
         self.backwards_per_replica_reduction = (
-            self.plan.num_stage_micro_batches(stage, setting.workload) if once and self.replicas.size > 1 else 1
+            self.plan.num_stage_micro_batches(stage, setting.workload)
+            if once and (self.replicas.size > 1 or self.between_reducing is not None)
+            else 1
         )
         self.element_bytes = compute_bytes(self.plan.precision)
         """Bytes of an element in the dtype of the passes."""
@@ -91,7 +96,8 @@ class ParamCommunication:
         """Return the seconds (gather, reduce) of the parameters of some layers in each micro-batch.
 
         z3 gathers parameters, in the dtype of the compute; z2 and z3 reduce gradients, and all-reduce them over
-        replicas. Where that is done once a step, each micro-batch counts its share.
+        replicas, or reduce them further where they are sharded over fewer ranks than optimizer state. Where that is
+        done once a step, each micro-batch counts its share.
         """
         gather_s = reduce_s = 0.0
         if self.zero == "z1":
@@ -100,11 +106,25 @@ class ParamCommunication:
         for kind, count in Counter(self.cache.layer_types[layers.start : layers.stop]).items():
             numel = self._layer_numel(kind)
             if self.zero == "z3":
-                gather_s += count * (all_gather_s(self.data, self._layer_bytes(kind)) + self._per_tensor_s())
+                gather_s += count * (all_gather_s(self.gathering, self._layer_bytes(kind)) + self._per_tensor_s())
             size = numel * self.framework.grad_bytes
-            replicas_s = all_reduce_s(self.replicas, size / self.data.size) / self.backwards_per_replica_reduction
-            reduce_s += count * (reduce_scatter_s(self.data, size) + replicas_s + self._per_tensor_s())
+            further_s = self._further_reduction_s(size) / self.backwards_per_replica_reduction
+            reduce_s += count * (self._first_reduction_s(size) + further_s + self._per_tensor_s())
         return gather_s, reduce_s
+
+    def _first_reduction_s(self, size: float) -> float:
+        """Return the seconds to reduce so many bytes of gradients; over fewer ranks than share optimizer state they
+        are copied before, in the order of these ranks, and added to their sums behind."""
+        copies = 0.0
+        if self.between_reducing is not None:
+            copies = stream_s(self.groups.device, 2 * size + 3 * size / self.reducing.size)
+        return reduce_scatter_s(self.reducing, size) + copies
+
+    def _further_reduction_s(self, size: float) -> float:
+        """Return the seconds to complete the reduction of so many bytes of gradients."""
+        if self.between_reducing is not None:
+            return reduce_scatter_s(self.between_reducing, size / self.reducing.size)
+        return all_reduce_s(self.replicas, size / self.data.size)
 
     def _per_tensor_s(self) -> float:
         """Return the seconds per layer of frameworks that communicate each parameter by itself: the host's time for

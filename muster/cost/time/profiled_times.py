@@ -175,7 +175,8 @@ class _StagePasses:
         yield Kind.B, cost.input_grad_s + cost.weight_grad_s + backward_s, dict(cost.backward_exposed_s)
         yield Kind.I, cost.input_grad_s + backward_s / 2, dict(cost.backward_exposed_s)
         yield Kind.W, cost.weight_grad_s + backward_s / 2, {}
-        yield Kind.UNSHARD, sum(map(self._gather, self._buckets())) + self._overhead(Kind.UNSHARD), {}
+        gathered_s = sum(map(self._gather, self._buckets()))
+        yield Kind.UNSHARD, gathered_s + self._overhead(Kind.UNSHARD), {}
         yield Kind.REDUCE_GRAD, self._reduce_all() + self._overhead(Kind.REDUCE_GRAD), {}
         moved = offloaded_activation_bytes(self.model, self.plan, self.workload, self.stage)
         copy_s = self.rates.kernel("copy", moved // master_bytes(self.plan.precision))
@@ -455,22 +456,35 @@ class _StagePasses:
         rest = sum(map(prod, self.param_shapes.get("", {}).values()))
         return buckets + [(rest, shards)] if rest else buckets
 
-    def _gather(self, bucket: tuple[int, int]) -> float:
-        """Return the seconds to all-gather one bucket, and to copy it out of the common buffer."""
+    def _gather(self, bucket: tuple[int, int], in_pass: bool = False) -> float:
+        """Return the seconds to all-gather one bucket, within a pass from the ranks that share a copy, and to copy it
+        out of the common buffer."""
         numbers, ranks = bucket
+        if in_pass and self.plan.has_shard_levels:
+            ranks = self.plan.gather_ranks(self.mesh)
         own = chunk_bounds(numbers, ranks, 0)[1]
         copies_s = (
-            self.rates.kernel("copy", numbers) if ranks > 1 or self.size < master_bytes(self.plan.precision) else 0
+            self.rates.kernel("copy", numbers) if bucket[1] > 1 or self.size < master_bytes(self.plan.precision) else 0
         )
         return self.rates.collective("all_gather", ranks, own * self.size) + copies_s
 
     def _reduce(self, bucket: tuple[int, int]) -> float:
-        """Return the seconds to copy one bucket's gradients, reduce-scatter them, and all-reduce over replicas."""
+        """Return the seconds to copy one bucket's gradients, reduce-scatter them, and all-reduce over replicas, or
+        reduce them further where they are sharded over fewer ranks than optimizer state."""
         wide, (numbers, ranks) = master_bytes(self.plan.precision), bucket
+        others = 1
+        if self.plan.has_shard_levels:
+            ranks = self.plan.reduce_ranks(self.mesh)
+            others = self.mesh.state_shards // ranks
         if self.mesh.grad_sum_size == 1 and not self.plan.offloads_params:
             return 0.0
         own = chunk_bounds(numbers, ranks, 0)[1]
         time_s = self.rates.collective("reduce_scatter", ranks, numbers * wide) + self.rates.kernel("copy", numbers)
+        if others > 1:
+            once = self.plan.reduces_replicas_once
+            count = self.plan.num_stage_micro_batches(self.stage, self.workload) if once else 1
+            further_s = self.rates.collective("reduce_scatter", others, own * wide) / count
+            return time_s + further_s + self.rates.kernel("copy", numbers)
         return time_s + self.rates.collective("all_reduce", self.mesh.dp_replicate, own * wide)
 
     def _reduce_all(self) -> float:
@@ -483,10 +497,9 @@ class _StagePasses:
             return
         buckets, zero = self._buckets(), self.plan.default_strategy.zero
         if zero == "z3":
-            cost.forward_exposed_s["dp"] += sum(map(self._gather, buckets))
-            cost.backward_exposed_s["dp"] += sum(
-                map(self._gather, buckets[: len(buckets) - bool(self.param_shapes.get(""))])
-            )
+            layers = buckets[: len(buckets) - bool(self.param_shapes.get(""))]
+            cost.forward_exposed_s["dp"] += sum(self._gather(bucket, in_pass=True) for bucket in buckets)
+            cost.backward_exposed_s["dp"] += sum(self._gather(bucket, in_pass=True) for bucket in layers)
         if zero != "z1":
             cost.backward_exposed_s["dp"] += self._reduce_all()
 

@@ -253,6 +253,7 @@ class PlacedPlan:
                 tp=self.axis_group(stage, "tp"),
                 cp=self.axis_group(stage, "cp"),
                 ep=self.expert_group(stage),
+                shard_levels=self._shard_levels(stage),
                 ep_levels=self.expert_levels(stage),
             )
         return self._stage_groups[location]
@@ -354,8 +355,13 @@ class PlacedPlan:
         if inner == 1:
             return None
         sizes, strides = self._axis_sizes_and_strides[self.placement[stage]]
+        return self._near_and_far(stage, _expert_steps(sizes, strides, self.mesh(stage)), inner)
+
+    def _near_and_far(self, stage: int, steps: Sequence[tuple[int, int]], inner: int) -> tuple[CommGroup, CommGroup]:
+        """Return the groups of `inner` neighbours and of the ranks of the same place in these, of the ranks that lie
+        (stride, size) apart, innermost first."""
         near, far = [], []
-        for stride, size in _expert_steps(sizes, strides, self.mesh(stage)):
+        for stride, size in steps:
             taken = gcd(inner, size)
             inner //= taken
             near.append((stride, taken))
@@ -364,6 +370,15 @@ class PlacedPlan:
         levels = (tuple(step for step in steps if step[1] > 1) for steps in (near, far))
         inside, between = (self.group(first, steps) for steps in levels)
         return inside, between
+
+    def _shard_levels(self, stage: int) -> tuple[CommGroup, CommGroup, CommGroup] | None:
+        if not self.plan.has_shard_levels:
+            return None
+        sizes, strides = self._axis_sizes_and_strides[self.placement[stage]]
+        steps = sorted((strides[axis], sizes[axis]) for axis in ("cp", "dp_shard"))
+        mesh = self.mesh(stage)
+        params, _ = self._near_and_far(stage, steps, self.plan.gather_ranks(mesh))
+        return params, *self._near_and_far(stage, steps, self.plan.reduce_ranks(mesh))
 
 
 def _expert_steps(sizes: dict[str, int], strides: dict[str, int], mesh: Mesh) -> tuple[tuple[int, int], ...]:
@@ -393,6 +408,9 @@ class StageGroups(NamedTuple):
     ep: CommGroup
     ep_levels: tuple[CommGroup, CommGroup] | None = None
     """Neighbours, and ranks of different groups of neighbours, in a hierarchical exchange."""
+    shard_levels: tuple[CommGroup, CommGroup, CommGroup] | None = None
+    """Neighbours that share a copy of the parameters, neighbours that share gradients, and data-parallel ranks of
+    different groups of the latter; None where all share both."""
 
     @property
     def layer_key(self) -> tuple[Hashable, ...]:

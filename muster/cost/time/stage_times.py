@@ -128,7 +128,8 @@ class StageTimes:
     @property
     def _data_parallel_key(self) -> tuple:
         found = self.param_communication
-        return *self._key, found.data, found.replicas, found.backwards_per_replica_reduction
+        levels = found.gathering, found.reducing, found.between_reducing
+        return *self._key, found.data, found.replicas, *levels, found.backwards_per_replica_reduction
 
     @property
     def _slowdown(self) -> float:

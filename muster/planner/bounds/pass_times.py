@@ -83,7 +83,10 @@ def pass_times_of_placed(placed: PlacedPlan) -> PassTimes:
         columns[2] if plan.split_backward else np.zeros(len(kind_of)),
         forward_transfer_s,
         backward_transfer_s,
-        [at.seconds[Kind.UNSHARD] if at and zero != "z3" else 0.0 for at in shared],
+        [
+            at.seconds[Kind.UNSHARD] if at and plan.gathers_before_passes(plan.mesh(first)) else 0.0
+            for first, at in zip(firsts, shared, strict=True)
+        ],
         [at.seconds[Kind.REDUCE_GRAD] if at and zero == "z1" else 0.0 for at in shared],
         step_s + (0.0 if plan.post_validation else norm_s),
         crowd,
@@ -123,7 +126,9 @@ def pass_times_of_op_times(plan: Plan, op_times: OpTimes) -> PassTimes:
         np.array([pair[0] for pair in hops]),
         np.array([pair[1] for pair in hops]),
         [
-            op_times.duration_s(Action(Kind.UNSHARD, first)) if is_sharded and zero != "z3" else 0.0
+            op_times.duration_s(Action(Kind.UNSHARD, first))
+            if is_sharded and plan.gathers_before_passes(plan.mesh(first))
+            else 0.0
             for first, is_sharded in ends
         ],
         [

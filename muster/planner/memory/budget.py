@@ -561,7 +561,7 @@ class MemoryBudget:
         key = self._schedule_key(plan)
         zero = plan.default_strategy.zero
         is_reduced = plan.mesh(0).grad_sum_size > 1
-        ends = is_reduced and zero != "z3", is_reduced and zero == "z1"
+        ends = is_reduced and plan.gathers_before_passes(plan.mesh(0)), is_reduced and zero == "z1"
         if (*key, *ends, offloads) not in self._orders:
             schedule = self._schedule(plan)
             orders: list[AllocationOrder] = []
