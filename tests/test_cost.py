@@ -1,12 +1,15 @@
 """Cost formulas against what PyTorch really does."""
 
+import re
 from itertools import pairwise
+from math import prod
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from muster.config.freezing import frozen_prefix, matches_pattern
 from muster.config.named_model import load_model
 from muster.cost.flops import forward_flops_per_token, train_flops_per_token
 from muster.cost.memory.kernel_workspace import DEFAULT_KERNEL_WORKSPACE
@@ -19,8 +22,9 @@ from muster.model.init import init_stage
 from muster.model.loss import cross_entropy_sum
 from muster.model.recompute import apply_recompute
 from muster.model.saved_tensors import count_saved_bytes
+from muster.spec.adapters import ADAPTER_FREEZE, AdapterSpec
 from muster.spec.layer_strategy import LayerOverride, LayerStrategy
-from muster.spec.model import ModelSpec
+from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Plan, StageSpec
 from muster.spec.workload import Workload
 
@@ -219,6 +223,34 @@ def test_flops_are_those_of_the_matrix_products(spec):
     assert forward_flops_per_token(spec, seq) * tokens.numel() == forward.get_total_flops()
     assert train_flops_per_token(spec, seq) == 3 * forward_flops_per_token(spec, seq)
     assert logits.shape == (2, seq, spec.vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("freeze", "adapter"),
+    [
+        (("layers.[02].mlp.*", "norm.weight"), None),  # all layers have a backward
+        (("embed.*", "layers.0.*", "layers.2.attn.*"), None),
+        (("*", "!head.weight"), None),
+        (ADAPTER_FREEZE, AdapterSpec(r=4, target_modules=("q", "k", "v"))),
+    ],
+)
+def test_flops_of_frozen_parameters_are_those_of_the_products_that_autograd_makes(freeze, adapter):
+    """But that the lowest layer with a backward counts whole: what reads its input needs no gradient of
+    that where its first norm is frozen."""
+    spec, seq = SMALL.model_copy(update={"num_layers": 3, "adapter": adapter}), 24
+    module = Decoder(spec, range(spec.num_layers), first=True, last=True)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(not matches_pattern(freeze, name))
+    tokens = torch.randint(spec.vocab_size, (2, seq))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
+        module(tokens).sum().backward()
+    first = frozen_prefix(freeze, spec)
+    reads_input = re.compile(rf"layers\.{first}\.attn\.[qkv]\.(weight|lora_A)")
+    needs_none = matches_pattern(freeze, f"layers.{first}.attn_norm.weight")
+    whole = sum(needs_none * prod(shape) for name, shape in parameter_shapes(spec) if reads_input.match(name))
+    expected = train_flops_per_token(spec, seq, freeze=freeze) - 2 * whole
+    assert expected * tokens.numel() == counted.get_total_flops()
+    assert expected < 3 * forward_flops_per_token(spec, seq)
 
 
 def test_flops_count_the_experts_that_a_token_goes_to():

@@ -219,9 +219,12 @@ class Prediction:
     @property
     def tflops_per_device(self) -> float:
         """Model TFLOP/s per device, without recomputation (see `train_flops_per_token`)."""
-        has_backward = not is_zeroth_order(self.optim)
-        flops = train_flops_per_token(self.model, self.workload.seq_len, has_backward=has_backward)
-        return self.tokens_per_s_per_device * flops / 1e12
+        return self.tokens_per_s_per_device * self._flops_per_token() / 1e12
+
+    def _flops_per_token(self, causal: bool = False) -> int:
+        """Return the model FLOPs of a token, without those for gradients of frozen parameters."""
+        has_backward, freeze = not is_zeroth_order(self.optim), () if self.optim is None else self.optim.freeze
+        return train_flops_per_token(self.model, self.workload.seq_len, causal, has_backward, freeze)
 
     @property
     def mfu(self) -> float | None:
@@ -238,8 +241,7 @@ class Prediction:
         """MFU where only the attention scores count that the causal mask leaves; None for a plugin's layers."""
         if self.mfu is None or self.model.architecture is not None:
             return None
-        full, causal = (train_flops_per_token(self.model, self.workload.seq_len, mask) for mask in (False, True))
-        return self.mfu * causal / full
+        return self.mfu * self._flops_per_token(causal=True) / self._flops_per_token()
 
     @property
     def usd_per_step(self) -> float | None:

@@ -89,7 +89,7 @@ class TrainingLoop:
         self.trainer = Trainer(config, plan, world, dataset, self._hooks())
         stages = self.trainer.stages.values()
         use_measured_kernels((stage.module for stage in stages), run_dir, world.device.type)
-        own = config.model, plan, config.train.seq_len, world, not self.trainer.updater.is_zeroth_order
+        own = config.model, plan, config.train.seq_len, world, config.optim
         self.device_metrics = DeviceMetrics(*own, memory_limit.meter)
         self.post_validation: PostValidation | None = None
         self.metrics = MetricsLog(run_dir / "metrics.jsonl")
