@@ -12,7 +12,7 @@ from itertools import product
 from pydantic import ValidationError
 
 from muster.spec.cluster import ClusterSpec
-from muster.spec.device import AttentionKernel
+from muster.spec.device import AttentionKernel, DeviceSpec
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import framework_named
@@ -82,6 +82,7 @@ def row_inputs(row: MeasurementRow) -> RowInputs:
     if source.tied is not None:
         models = [model.model_copy(update={"tied_embeddings": source.tied}) for model in models]
     cluster = cluster_from_row(row, source.device.get(row.gpu))
+    _require_precision(row, cluster.device)
     if row.global_batch is None or row.seq_len is None:
         raise UnpredictableRowError("global_batch is empty: expected the sequences of a step")
     workload = Workload(seq_len=row.seq_len, global_batch_size=row.global_batch)
@@ -267,6 +268,17 @@ def _precision(row: MeasurementRow, source: MeasurementSource) -> dict[str, obje
     if found != "fp8":
         return {"precision": found}
     return {"precision": found, "fp8_recipe": parse_fp8_recipe(row.precision) or source.fp8_recipe}
+
+
+def _require_precision(row: MeasurementRow, device: DeviceSpec) -> None:
+    """Raise UnpredictableRowError for matmuls that the device doesn't have, with scales of small blocks."""
+    found = parse_precision(row.precision)
+    in_blocks = found == "fp8" and parse_fp8_recipe(row.precision) == "mxfp8"
+    if (in_blocks and not device.block_scaled_fp8) or (found == "nvfp4" and device.peak_precision(found) != found):
+        raise UnpredictableRowError(
+            f"precision '{row.precision}' needs matmuls with a scale for each block, which {device.name} doesn't have:"
+            " expected Blackwell, or another precision"
+        )
 
 
 def _plan(**fields: object) -> Plan:

@@ -1,8 +1,9 @@
-"""Numbers of a table's cells, as people write them: with thousands separators or decimal commas, remarks in
-parentheses, and a width for dense layers beside one for experts."""
+"""Numbers of a table's cells, as people write them: with thousands separators, decimal commas or units, about so many,
+remarks in parentheses, and a width for dense layers beside one for experts."""
 
 import math
 import re
+from functools import lru_cache
 
 MAX_VALUE = 10**9
 """Largest degree, width or batch in a table."""
@@ -10,23 +11,68 @@ MAX_LAYERS = 10_000
 """Largest number of layers in a table."""
 
 _REMARK = re.compile(r"\s*\(.*\)$", re.DOTALL)
-_SEPARATED = re.compile(r"\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?")
+_INVISIBLE = re.compile("[\\x00\u200b-\u200f\u2060\ufeff]")
+_SPACES = re.compile("[\u00a0\u2000-\u200a\u202f\u205f\u3000]")
+_TAGS = re.compile(r"<[^<>]{1,40}>")
+_EMPHASIS = re.compile(r"^(\*{1,3}|_{2}|`+|~~|\$)(.+)\1$", re.DOTALL)
+_FOOTNOTE = re.compile(r"(?<=[\w)%])\s*(?:[*†‡§¶]+|\[\^?\d{1,2}\]|\^\{?[a-z*]\}?|[¹²³⁴⁵⁶⁷⁸⁹⁰]+)+$")
+_SEPARATED = re.compile(r"\d{1,3}(?:[, '’]\d{3})+(?:\.\d+)?")
+_ABOUT = re.compile(r"^(?:~|≈|≃|∼|\\sim|approx\.?|about|ca\.?|circa)\s*(?=\d)", re.IGNORECASE)
+_RANGE = re.compile(r"([\d.,]+)\s*(?:-|–|—|to)\s*([\d.,]+)")
+_SCALED = re.compile(r"([\d.,]+)\s*([kKMG])")
+_DECIMAL = {"k": 1e3, "m": 1e6, "g": 1e9}
+_NAMED = re.compile(r"^[a-z]{2,4}\s*[=:]\s*(?=\d)", re.IGNORECASE)
+_COUNTED = re.compile(
+    r"(?<=[\dkKmM])\s*(?:tokens?|toks?|seqs?|sequences?|samples?|layers?|gpus?|devices?|heads?|experts?)\.?$",
+    re.IGNORECASE,
+)
+"""Units behind a whole number."""
+_POWER = re.compile(r"2\s*(?:\^|\*\*)\s*\{?(\d{1,2})\}?")
+_UNIT = re.compile(r"^([\d.,' ]+\d\s*[kKMG]?|\d\s*[kKMG]?)\s*([a-zA-Z][a-zA-Z .·]*(?:/\s*[a-zA-Z ]+)*)$")
+"""A number with a unit behind it, such as `9,500 tok/s`."""
 _DECIMAL_COMMA = re.compile(r"\d{1,3}(?:[. ]\d{3})+,\d+|\d+,(?:\d{1,2}|\d{4,})")
 _SPREAD = re.compile(r"\s*(?:±|\+/-)\s*[\d.]+\s*%?$")
-_TIMED = re.compile(r"([\d.,]+)\s*(ms|s|sec|secs|seconds?|min|minutes?)\.?", re.IGNORECASE)
+_TIMED = re.compile(r"([\d., ]+)\s*(ms|s|sec|secs|seconds?|min|minutes?)\.?", re.IGNORECASE)
 _UNITS = {"ms": 1e-3, "min": 60.0, "minute": 60.0, "minutes": 60.0} | dict.fromkeys(
     ("s", "sec", "secs", "second", "seconds"), 1.0
 )
 _NOTHING = re.compile(r"n/?a|[-–—]|none|null", re.IGNORECASE)
 """Words of a cell that states nothing."""
-_POWERS = {"k": 2**10, "m": 2**20}
+_POWERS = {"k": 2**10, "m": 2**20, "g": 2**30}
 _DENSE = re.compile(r"(\d+)\s*(?:\(?dense\)?|for dense)", re.IGNORECASE)
 _EXPERT = re.compile(r"(\d+)\s*(?:\(?(?:per|each|a|an|for|in)?\s*(?:routed\s*)?experts?\)?|\(?moe\)?)", re.IGNORECASE)
 
 
+@lru_cache(maxsize=1 << 14)
+def clean_cell(text: str) -> str:
+    """Return a cell without what is for the eye alone: emphasis, tags, marks of footnotes, odd and invisible spaces."""
+    plain = _SPACES.sub(" ", _INVISIBLE.sub("", _TAGS.sub(" ", text))).strip()
+    while (found := _EMPHASIS.match(plain)) is not None:
+        plain = found[2].strip()
+    return _FOOTNOTE.sub("", plain)
+
+
+def is_nothing(text: str) -> bool:
+    """Return True for words of a cell that states nothing, such as `-` or `n/a`."""
+    return bool(_NOTHING.fullmatch(text))
+
+
+def split_unit(text: str) -> tuple[str, str]:
+    """Return a number and the unit behind it, such as `9.5k` and `tok/s`; an empty unit where there is none."""
+    found = _UNIT.match(_REMARK.sub("", text))
+    return (found[1].strip(), found[2].strip()) if found else (text, "")
+
+
 def parse_real(text: str) -> float | None:
-    """Parse a number above 0; None for an empty cell. Raises ValueError with what was found and expected."""
-    plain = _SPREAD.sub("", _REMARK.sub("", text))
+    """Parse a number above 0, also `~9500`, or the mean of `9400-9600`; None for an empty cell.
+
+    Raises ValueError with what was found and expected.
+    """
+    plain = _ABOUT.sub("", _SPREAD.sub("", _REMARK.sub("", text)))
+    if ends := _RANGE.fullmatch(plain):
+        low, high = parse_real(ends[1]), parse_real(ends[2])
+        if low and high and low <= high < 2 * low:
+            return (low + high) / 2
     if _NOTHING.fullmatch(plain):
         return None
     if not plain:
@@ -34,7 +80,7 @@ def parse_real(text: str) -> float | None:
             raise ValueError(f"found '{text}', expected a number above 0 without a unit")
         return None
     if _SEPARATED.fullmatch(plain):
-        plain = re.sub("[, ]", "", plain)
+        plain = re.sub("[, '’]", "", plain)
     elif _DECIMAL_COMMA.fullmatch(plain):
         plain = re.sub("[. ]", "", plain).replace(",", ".")
     try:
@@ -56,7 +102,7 @@ def parse_measure(text: str) -> float | None:
 
 def parse_whole(text: str, most: int = MAX_VALUE) -> int | None:
     """Parse a whole number; None for an empty cell. Raises ValueError with what was found and expected."""
-    value = parse_real(text)
+    value = parse_real(_COUNTED.sub("", _NAMED.sub("", text)))
     if value is None:
         return None
     if value != int(value) or not 1 <= value <= most:
@@ -65,12 +111,15 @@ def parse_whole(text: str, most: int = MAX_VALUE) -> int | None:
 
 
 def parse_length(text: str) -> int | None:
-    """Parse tokens of a sequence, as `8192` or in powers of two as `128k`; None for an empty cell.
+    """Parse tokens of a sequence or a batch, as `8192` or in powers of two as `128k` or `2^17`; None for an empty cell.
 
     Raises ValueError with what was found and expected.
     """
-    found = re.fullmatch(r"(\d+)\s*([kKmM])", _REMARK.sub("", text))
-    return parse_whole(text) if found is None else parse_whole(str(int(found[1]) * _POWERS[found[2].lower()]))
+    plain = _COUNTED.sub("", _NAMED.sub("", _REMARK.sub("", text)))
+    if power := _POWER.fullmatch(plain):
+        return parse_whole(str(2 ** int(power[1])))
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmM])", plain)
+    return parse_whole(text) if found is None else parse_whole(f"{float(found[1]) * _POWERS[found[2].lower()]:.10g}")
 
 
 def parse_inner_widths(text: str) -> tuple[int | None, int | None]:
@@ -96,11 +145,15 @@ def parse_most_chunks(text: str, layers: int | None, pp: int | None) -> int | No
 
 
 def parse_value(text: str, metric: str) -> float | None:
-    """Parse a measured value in the unit of its metric; a share of the peak may be a fraction or say `%`. Raises
-    ValueError with what was found and expected."""
+    """Parse a measured value in the unit of its metric, thousands and millions as `9.5k`; a share of the peak may be a
+    fraction or say `%`. Raises ValueError with what was found and expected."""
     is_share = metric == "MFU_pct"
-    if metric in ("iteration_time_s", "iteration_time_ms") and (timed := _TIMED.fullmatch(_REMARK.sub("", text))):
-        value = parse_real(timed[1])
+    plain = _ABOUT.sub("", _REMARK.sub("", text))
+    if scaled := _SCALED.fullmatch(plain):
+        value = parse_real(scaled[1])
+        return None if value is None else value * _DECIMAL[scaled[2].lower()]
+    if metric in ("iteration_time_s", "iteration_time_ms") and (timed := _TIMED.fullmatch(plain)):
+        value = parse_real(timed[1].strip())
         own = _UNITS[timed[2].lower()] / (1 if metric == "iteration_time_s" else 1e-3)
         return None if value is None else value * own
     value = parse_real(text.rstrip("% ") if is_share else text)

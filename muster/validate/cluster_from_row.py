@@ -7,14 +7,9 @@ from muster.spec.cluster import ClusterSpec, NodeGroup
 from muster.spec.device import DeviceSpec, LinkSpec, Nics
 from muster.spec.errors import ConfigError
 from muster.spec.suggest import did_you_mean
+from muster.validate.combined_cells import DEVICE_FAMILY
 from muster.validate.errors import UnpredictableRowError
 from muster.validate.table import MeasurementRow
-
-_FAMILY = re.compile(
-    r"(gb300|gb200|gh200|b300|b200|h200|h100|h800|h20|a100|a800|a6000|v100|mi\d{3}x?|l40s|l4"
-    r"|rtx[ -]?[345]090|[345]090|gaudi[ -]?3|trainium[ -]?2|tpu[ -]?v\d\w?)(?!\d)"
-)
-"""Device families in the free text of a `gpu` cell."""
 
 _CLOUD_MACHINES = {
     r"p3\.": "v100-16-sxm",
@@ -113,14 +108,17 @@ def _names(text: str) -> list[str]:
     for pattern, device in _CLOUD_MACHINES.items():
         if re.match(pattern, lower) or re.search(rf"[\s_]({pattern})", lower):
             return [device]
-    family = _FAMILY.search(lower)
+    family = DEVICE_FAMILY.search(lower)
     if not family:
         return []
     name = re.sub(r"^(?=[345]090)", "rtx", family[1].replace(" ", ""))
     memory = re.search(r"(\d+)\s*g[ib]b?\b", lower)
     size = memory[1] if memory else ""
-    form = "pcie" if "pcie" in lower else "sxm"
+    said = re.search(r"pcie|nvl(?!\d)", lower)
+    form = said[0] if said else "sxm"
     whole = [f"{name}-{size}-{form}", f"{name}-{size}-hbm2e", f"{name}-{size}"] if size else []
+    if said and size:
+        whole.insert(1, f"{name}-{form}")
     return [*whole, f"{name}-{form}", *([f"{name}-80-{form}"] if name == "a100" and not size else []), name]
 
 

@@ -1,7 +1,9 @@
 """Columns and metrics of a table of measurements, and the other names that people give them."""
 
 import re
+from functools import cache
 
+from muster.validate.cells import split_unit
 from muster.validate.combined_cells import combined_column
 
 REQUIRED_COLUMNS = ("model_name", "gpu", "n_gpus", "metric", "value")
@@ -18,7 +20,7 @@ COLUMNS = (
 _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "model_name": ("model", "name", "model_type"),
     "params_b": ("params", "parameters_b", "model_size_b"),
-    "layers": ("num_layers", "n_layers"),
+    "layers": ("num_layers", "n_layers", "number_of_layers"),
     "hidden": ("hidden_size", "d_model", "hidden_dim"),
     "ffn_hidden": ("ffn_hidden_size", "intermediate_size", "ffn", "d_ff"),
     "heads": ("num_heads", "n_heads", "num_attention_heads"),
@@ -46,6 +48,9 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
         "ngpu",
         "ngpus",
         "chips",
+        "n_accelerators",
+        "number_of_accelerators",
+        "number_of_devices",
     ),
     "tp": ("tp_size", "tp_degree", "tensor_parallel", "tensor_parallel_size", "tensor_parallel_degree")
     + ("tensor_model_parallel_size",),
@@ -155,15 +160,52 @@ _METRICS: dict[str, tuple[str, ...]] = {
 
 ITERATION_MS, ITERATIONS_PER_S = "iteration_time_ms", "iterations_per_s"
 """Metrics that are read as `iteration_time_s`."""
+THROUGHPUT = "throughput"
+"""Column whose cells say in which unit they are."""
 LAST_METRICS = ("peak_memory_gb", "outcome")
 """Metrics that count where a row has no other."""
 
 
+@cache
 def canonical_column(name: str) -> str:
-    """Return a column's name for what a header calls it; the lower-case name itself where none is known."""
+    """Return a column's name for what a header calls it, with or without what stands in parentheses behind; the
+    lower-case name itself where none is known."""
     plain = _plain(name)
-    found = next((own for own, others in _OTHER_NAMES.items() if plain in others), plain)
-    return combined_column(found) or found
+    short = _plain(re.sub(r"(?<=\S)\s*[(\[].*[)\]]\s*$", "", name))
+    for one in (plain, short):
+        found = one if one in COLUMNS else next((own for own, others in _OTHER_NAMES.items() if one in others), None)
+        if found := found or combined_column(one):
+            return found
+        if canonical_metric(plain) in _METRICS:
+            break
+    return THROUGHPUT if short == THROUGHPUT and canonical_metric(plain) not in _METRICS else plain
+
+
+_QUANTITIES = ("iteration_time", "tokens", "samples", "TFLOPs", "model_TFLOPs", "MFU", "peak_memory")
+"""First words of metrics that measure the same, in one unit or another."""
+
+
+def metric_with_unit(metric: str, text: str) -> tuple[str, str]:
+    """Return the metric of a value and the value without its unit, such as `9,500 tok/s`.
+
+    A unit says what a column `throughput` is; under any other metric one of the same quantity is left out, and of
+    another one kept, so that the value can't be read.
+    """
+    number, unit = split_unit(text)
+    plain = _plain(unit)
+    found = canonical_metric(re.sub("^p(?=flop)", "t", plain))
+    if found not in _METRICS:
+        return metric, text
+    if plain.startswith("pflop"):
+        number += "k"
+    if metric == THROUGHPUT:
+        return found, number
+    same = _quantity(metric) == _quantity(found)
+    return metric, number if same else text
+
+
+def _quantity(metric: str) -> str:
+    return next((one for one in _QUANTITIES if metric.startswith(one)), metric).removeprefix("model_")
 
 
 def metric_of_column(name: str) -> str | None:
@@ -175,10 +217,14 @@ def metric_of_column(name: str) -> str | None:
 def canonical_metric(name: str) -> str:
     """Return a metric's name for what a cell calls it, such as `tokens/s/GPU`; the text itself where none is known."""
     plain = _plain(name)
-    return next((own for own, others in _METRICS.items() if plain in (*others, own.lower())), name)
+    for one in (plain, plain.removeprefix("throughput_")):
+        if found := next((own for own, others in _METRICS.items() if one in (*others, own.lower())), None):
+            return found
+    return name
 
 
 def _plain(name: str) -> str:
     """Return a name in lower case, with its words joined by underscores: `Tokens/s/GPU` is `tokens_per_s_per_gpu`."""
-    words = name.strip().lower().replace("%", " pct ").replace("/", " per ")
+    words = re.sub(r"<[^<>]*>", " ", name).strip().lower().replace("%", " pct ").replace("/", " per ")
+    words = re.sub(r"^(#|no\.|nr\.)\s*(of\s+)?-?\s*(?=[a-z])", "n_", words)
     return re.sub(r"[^a-z0-9]+", "_", words).strip("_")

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from muster.validate.cells import parse_length, parse_whole
 
 _DEGREES = {"tp": "tp", "pp": "pp", "dp": "dp", "cp": "cp", "ep": "ep", "etp": "etp", "vpp": "vpp", "vp": "vpp"}
+_DATA_PARALLEL_ALONE = re.compile(r"d?dp|ddp|zero[- ]?(?:stage[- ]?)?[0-3]", re.IGNORECASE)
+"""A layout of data-parallel ranks alone, in one word."""
 _BATCHES = {"mbs": "micro_batch", "gbs": "global_batch"}
 _LAYOUT_COLUMNS = (
     *("parallelism", "parallelization", "strategy", "configuration", "config", "layout", "mesh", "mesh_shape"),
@@ -18,8 +20,20 @@ _LAYOUT_WORD = re.compile(
     r"|(?<![a-z0-9])(fsdp2?|hsdp)(\s*[-=: ]\s*\d+)?",
     re.IGNORECASE,
 )
-_COUNT_OF_DEVICES = re.compile(r"(\d{1,3}(?:,\d{3})+|\d+)\s*[x×]\s*(?=[a-z])", re.IGNORECASE)
-"""Number before a device's name: `256 x TPU v5p`."""
+DEVICE_FAMILY = re.compile(
+    r"(gb300|gb200|gh200|b300|b200|h200|h100|h800|h20|a100|a800|a6000|v100|mi\d{3}x?|l40s|l4"
+    r"|rtx[ -]?[345]090|[345]090|gaudi[ -]?3|trainium[ -]?2|tpu[ -]?v\d\w?)(?!\d)"
+)
+"""Device families in lower-case free text, such as a `gpu` cell."""
+_DEVICE_DETAILS = re.compile(r"[ -]?(sxm\d?|pcie|nvl(?!\d))?[ -]?(\d+ ?g[ib]?b?)?", re.IGNORECASE)
+"""Form and memory behind the family in a device's name."""
+_COUNT_OF_DEVICES = re.compile(
+    rf"(\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\s*[x×*]\s*(?=[a-z])|\s+(?=(?:nvidia |amd |tpu)?{DEVICE_FAMILY.pattern}))",
+    re.IGNORECASE,
+)
+"""Number before a device's name: `256 x TPU v5p`, `8 H100s`."""
+_NODES_OF_DEVICES = re.compile(r"(\d+)\s*nodes?\s*(?:[x×*]|of)\s*(\d+)\s*[x×*]?\s*(?=[a-z])", re.IGNORECASE)
+_COUNT_BEHIND = re.compile(r"\s*[x×*]\s*(\d+)$")
 _TPU_SLICE = re.compile(r"v(4|5p|5e|5litepod|6e)-(\d+)$", re.IGNORECASE)
 """Name of a part of a pod of TPUs, with its number of chips; of v4 and v5p that of their cores, two a chip."""
 OTHER_COLUMNS: dict[str, tuple[str, ...]] = {
@@ -57,7 +71,27 @@ def counts_devices(header: Sequence[str], rows: Iterable[Sequence[str] | None]) 
         return bool({"nodes", "slice"} & set(header))
     at = header.index("gpu")
     named = [cells[at].strip() for cells in rows if cells and len(cells) > at]
-    return any(_COUNT_OF_DEVICES.match(name) or _TPU_SLICE.search(name) for name in named)
+    return any(any(_devices_in(name)) or _TPU_SLICE.search(name) for name in named)
+
+
+def device_in_words(text: str) -> str:
+    """Return the device that a text names, such as a table's title; an empty text where it names none."""
+    found = DEVICE_FAMILY.search(text.lower())
+    if found is None or (found.start() and text[found.start() - 1].isalnum()):
+        return ""
+    details = _DEVICE_DETAILS.match(text, found.end())
+    return text[found.start() : details.end() if details else found.end()].strip(" -")
+
+
+def _devices_in(text: str) -> tuple[str, str]:
+    """Return the number of devices and the device of a cell that says both; both empty where it doesn't."""
+    if found := _NODES_OF_DEVICES.match(text):
+        return str(int(found[1]) * int(found[2])), text[found.end() :]
+    if found := _COUNT_OF_DEVICES.match(text):
+        return found[1], text[found.end() :]
+    if found := _COUNT_BEHIND.search(text):
+        return found[1], text[: found.start()]
+    return "", ""
 
 
 def fill_from_combined(cells: dict[str, str]) -> dict[str, str]:
@@ -79,6 +113,10 @@ def fill_from_combined(cells: dict[str, str]) -> dict[str, str]:
     _fill_devices(filled, fill_one=fill)
     fill("zero", _sharding(filled.get("fsdp", "")))
     says_all = any(name in _LAYOUT_COLUMNS and _LAYOUT_WORD.search(text) for name, text in cells.items())
+    words = " ".join(text for name, text in cells.items() if name in _LAYOUT_COLUMNS)
+    if not says_all and (plain := _DATA_PARALLEL_ALONE.fullmatch(words.strip())):
+        fill("zero", "none" if plain[0].lower() in ("ddp", "dp") else plain[0])
+        says_all = True
     says_all |= bool(re.search(r"fsdp|hsdp|zero.?3|full.?shard", filled.get("zero", ""), re.IGNORECASE))
     says_all |= not {"tp", "pp"} & cells.keys() and bool(filled.get("zero"))
     for axis, other in (("tp", "pp"), ("pp", "tp")):
@@ -114,9 +152,10 @@ def _sharding(text: str) -> str | None:
 
 def _fill_devices(cells: dict[str, str], fill_one: Callable[[str, str], None]) -> None:
     """Take the number of devices from before their name, or from the nodes."""
-    if found := _COUNT_OF_DEVICES.match(cells.get("gpu", "")):
-        fill_one("n_gpus", found[1])
-        cells["gpu"] = cells["gpu"][found.end() :]
+    count, device = _devices_in(cells.get("gpu", ""))
+    if count:
+        fill_one("n_gpus", count)
+        cells["gpu"] = device
     if found := _TPU_SLICE.search(cells.get("slice") or cells.get("gpu", "")):
         fill_one("n_gpus", str(int(found[2]) // (2 if found[1].lower() in ("4", "5p") else 1)))
     nodes, each = _number(cells.get("nodes", "")), _number(cells.get("gpus_per_node", ""))

@@ -22,6 +22,7 @@ from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 from muster.validate.case import RowCase, RowInputs, row_inputs
+from muster.validate.columns import THROUGHPUT
 from muster.validate.errors import UnpredictableRowError
 from muster.validate.formulas import (
     FLOP_METRICS,
@@ -262,6 +263,8 @@ def _result(
             raise UnpredictableRowError(why)
         if row.metric in OTHER_METRICS:
             raise UnpredictableRowError(f"{row.metric} is of a part of a step: not scored")
+        if row.metric == THROUGHPUT:
+            raise UnpredictableRowError("throughput has no unit: expected one in the header or cell, such as tok/s/GPU")
         if row.metric not in (*TIME_METRICS, *FLOP_METRICS, *UNTIMED_METRICS):
             raise UnpredictableRowError(
                 f"metric '{row.metric}' is none of {', '.join((*TIME_METRICS, *FLOP_METRICS, 'outcome'))}"

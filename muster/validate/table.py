@@ -1,8 +1,6 @@
 """Tables of measurements: a row is one published result with its configuration."""
 
 import codecs
-import csv
-import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +11,8 @@ from muster.spec.errors import ConfigError
 from muster.spec.suggest import did_you_mean
 from muster.validate.cells import (
     MAX_LAYERS,
+    clean_cell,
+    is_nothing,
     parse_inner_widths,
     parse_length,
     parse_measure,
@@ -26,15 +26,17 @@ from muster.validate.columns import (
     ITERATIONS_PER_S,
     LAST_METRICS,
     REQUIRED_COLUMNS,
-    canonical_column,
+    THROUGHPUT,
     canonical_metric,
     metric_of_column,
+    metric_with_unit,
 )
-from muster.validate.combined_cells import combined_column, counts_devices, fill_from_combined
+from muster.validate.combined_cells import combined_column, counts_devices, device_in_words, fill_from_combined
+from muster.validate.table_layout import TableText, read_layout
 
 _INTEGERS = (
     *("hidden", "heads", "kv_heads", "vocab", "n_experts", "top_k", "n_gpus", "gpus_per_node"),
-    *("tp", "pp", "dp", "cp", "ep", "micro_batch", "global_batch"),
+    *("tp", "pp", "dp", "cp", "ep", "micro_batch"),
 )
 """Columns of whole numbers."""
 _FLOATS = ("params_b", "peak_mem_gb")
@@ -46,8 +48,9 @@ _WORDS = (
 """Columns of free text."""
 
 _OUT_OF_MEMORY = re.compile(
-    r"(?<![a-z])(oom(s|ed)?|outofmemory(error)?|out[\s_-]of[\s_-](\w+ )?memory|(not enough|insufficient) (\w+ )?memory"
-    r"|exceed\w* (\w+ )?memory|memory (error|exceeded|exhausted))(?![a-z])|^memory$",
+    r"(?<![a-z])(oom(s|ed)?|o\.o\.m\.?|out[\s_-]?of[\s_-]?mem(ory(error)?)?|out[\s_-]of[\s_-](\w+ )?memory"
+    r"|(not enough|insufficient) (\w+ )?memory|exceed\w* (\w+ )?memory|memory (error|exceeded|exhausted))(?![a-z])"
+    r"|^memory$",
     re.IGNORECASE,
 )
 _NOT_OUT_OF_MEMORY = re.compile(r"\b(no|not|non|without|never)[\s-]+(an?\s+)?(oom|out)", re.IGNORECASE)
@@ -168,22 +171,38 @@ _LOOKED_AT = 512
 def parse_table(text: str, file: str) -> list[MeasurementRow]:
     """Parse the rows of a table; `file` is its name in messages.
 
-    Cells are separated by commas, or by semicolons, tabs or bars if the header is. What can't be read marks its row
-    alone. Raises ConfigError for a wrong header.
+    Cells are separated by commas, semicolons, tabs, bars, `&` or several spaces, as the header's are; a title may stand
+    above it, and its names may take two rows. What can't be read marks its row alone. Raises ConfigError for a wrong
+    header.
     """
-    header, lines = _header_and_lines(text)
+    found = read_layout(text)
+    header, lines = _with_devices(found), found.lines
     metrics = _metric_columns(header)
     said = ["n_gpus"] if counts_devices(header, (cells for _, cells in lines)) else []
-    _check_header([*header, *said, *(("metric", "value") if metrics else ())], file)
-    rows = list(_rows(lines, header, file, metrics))
+    device = "" if "gpu" in header else device_in_words(found.title)
+    said += ["gpu"] if device else []
+    at = found.header_line
+    _check_header([*header, *said, *(("metric", "value") if metrics else ())], file, at)
+    rows = list(_rows(found, header, file, metrics, device))
     if not rows:
-        raise ConfigError(f"{file}:1: the table has a header but no rows")
+        raise ConfigError(f"{file}:{at}: the table has a header but no rows")
     return rows
+
+
+def _with_devices(found: TableText) -> list[str]:
+    """Return the header, in which a column of numbers of devices whose cells name devices is one of devices."""
+    header = list(found.header)
+    if "gpu" not in header and "n_gpus" in header:
+        at = header.index("n_gpus")
+        named = [cells[at] for _, cells in found.lines if cells and len(cells) > at and cells[at].strip()]
+        if named and sum(bool(device_in_words(cell)) for cell in named) * 2 > len(named):
+            header[at] = "gpu"
+    return header
 
 
 def unread_columns(text: str) -> list[str]:
     """Return the columns of a table that say nothing to a prediction, each with the one that it may mean."""
-    header, _ = _header_and_lines(text)
+    header = _with_devices(read_layout(text))
     absent = [name for name in COLUMNS if name not in header]
     known = {*COLUMNS, *_metric_columns(header), *filter(combined_column, header), ""}
     hints = {name: did_you_mean(name, absent) if len(name) > _MIN_HINTED else "" for name in header}
@@ -194,95 +213,86 @@ _MIN_HINTED = 4
 """Longest name of a column that says too little for a hint: `fsdp` isn't `sp`."""
 
 
-_IGNORED_LINE = re.compile(r"\s*#|sep=.\s*$|[\s|:-]*--[\s|:-]*$", re.IGNORECASE)
-"""Comments, the rule of a Markdown table, and what spreadsheets write of separators."""
-
-
-def _is_ignored(line: str) -> bool:
-    """Return True for comments and rules, but not for a header whose first column is called `#` or `#GPUs`."""
-    names = {cell.strip().lower() for cell in re.split(r"[,;\t|]", line)}
-    return bool(_IGNORED_LINE.match(line)) and not names >= set(REQUIRED_COLUMNS[:2])
-
-
-def _header_and_lines(text: str) -> tuple[list[str], list[tuple[int, Sequence[str] | None]]]:
-    """Return the names of a table's columns, and the numbered lines below without empty and ignored ones."""
-    plain = text.replace("\r\n", "\n").replace("\r", "\n")
-    plain = "\n".join("" if _is_ignored(line) else line for line in plain.split("\n"))
-    first = next((line for line in plain.split("\n") if line.strip()), "")
-    delimiter = next((mark for mark in ",;\t|" if mark in first), ",")
-    lines = [(at, cells) for at, cells in _split_lines(plain, delimiter) if cells is None or any(map(str.strip, cells))]
-    names = [] if not lines or lines[0][1] is None else lines[0][1]
-    return [canonical_column(name) for name in names], lines[1:]
-
-
 def _metric_columns(header: Sequence[str]) -> list[str]:
     """Return the columns that are called after a metric, where none is called `metric`."""
-    found = [] if "metric" in header else [name for name in header if name not in COLUMNS and metric_of_column(name)]
+    if "metric" in header:
+        return []
+    found = [name for name in header if name not in COLUMNS and metric_of_column(name)]
+    if not found and "value" not in header:
+        found = [name for name in header if name in ("peak_mem_gb", THROUGHPUT)]
     return sorted(found, key=lambda name: metric_of_column(name) in LAST_METRICS)
 
 
-def _split_lines(text: str, delimiter: str) -> Iterator[tuple[int, Sequence[str] | None]]:
-    """Yield the number and the cells of each line, and for a line that isn't CSV no cells.
-
-    A quoted cell may span lines. Where quotes don't pair, or pair over lines that have other numbers of cells then,
-    nothing says which do, so that lines are taken one by one.
-    """
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)
-    found: list[tuple[int, Sequence[str] | None]] = []
-    line = 1
-    try:
-        for cells in reader:
-            if reader.line_num > line and len(cells) != len(found[0][1] or () if found else cells):
-                raise csv.Error
-            found.append((line, cells))
-            line = reader.line_num + 1
-    except csv.Error:
-        found = [(number, _cells_of(one, delimiter)) for number, one in enumerate(text.split("\n"), 1)]
-    yield from found
-
-
-def _cells_of(line: str, delimiter: str) -> Sequence[str] | None:
-    """Return the cells of one line; None where it isn't CSV."""
-    try:
-        return next(csv.reader([line], strict=True, delimiter=delimiter), [])
-    except csv.Error:
-        return None
-
-
-def _check_header(header: list[str], file: str) -> None:
+def _check_header(header: list[str], file: str, line: int) -> None:
     """Raise ConfigError for missing or misspelled columns."""
     if not header:
-        raise ConfigError(f"{file}:1: the table is empty, expected a header: {', '.join(COLUMNS)}")
+        raise ConfigError(f"{file}:{line}: the table is empty, expected a header: {', '.join(COLUMNS)}")
     absent = [name for name in COLUMNS if name not in header]
     spare = [name for name in header if name not in COLUMNS]
     missing = [name for name in REQUIRED_COLUMNS if name in absent]
     if missing:
         hint = did_you_mean(missing[0], spare).replace("did you mean", "is it")
-        raise ConfigError(f"{file}:1: the header lacks {_listed(missing)}{hint}")
+        raise ConfigError(f"{file}:{line}: the header lacks {_listed(missing)}{hint}")
+
+
+_MERGED = ("model_name", "params_b", "gpu", "n_gpus", "nodes", "gpus_per_node", "seq_len", "global_batch")
+"""Columns whose cells often span rows."""
 
 
 def _rows(
-    lines: Sequence[tuple[int, Sequence[str] | None]], header: list[str], file: str, metrics: Sequence[str]
+    found: TableText, header: list[str], file: str, metrics: Sequence[str], device: str
 ) -> Iterator[MeasurementRow]:
-    """Yield the rows below the header. Of the columns `metrics` the first with a value is the row's."""
-    for number, (line, found) in enumerate(lines, 1):
-        cells = [cell.strip() for cell in found or ()]
+    """Yield the rows below the header. Of the columns `metrics` the first with a value is the row's; `device` is what
+    the title says where no column does."""
+    above: dict[str, str] = {}
+    for number, (line, read) in enumerate(found.lines, 1):
+        cells = [clean_cell(cell) for cell in read or ()]
         while len(cells) > len(header) and not cells[-1]:
             cells.pop()
         named, twice = _by_column(header, cells, number)
+        if device:
+            named |= {"gpu": device}
+        if len(cells) == len(header):
+            named = _unmerged(named, above)
+            above = named
         named = fill_from_combined(named)
         if metrics:
-            metric = next((name for name in metrics if named.get(name)), metrics[0])
+            filled = (name for name in metrics if named.get(name) and not is_nothing(named[name]))
+            metric = next(filled, metrics[0])
             named |= {"metric": metric, "value": named.get(metric, "")}
+            if metric == "peak_mem_gb":
+                named["peak_mem_gb"] = ""
+        if device:
+            named["assumed"] = "; ".join(filter(None, (named.get("assumed"), f"gpu {device}, from above the table")))
         row = _row(named, file, line, number)
-        if found is None:
+        if read is None:
             row = replace(row, problem=f"row {number}: not valid CSV, expected quotes in pairs around whole cells")
         elif twice:
             row = replace(row, problem=twice)
         elif len(cells) != len(header):
             problem = f"row {number}: found {len(cells)} cells, expected {len(header)}, as many as the header has"
             row = replace(row, problem=problem)
+        elif sum(map(bool, cells)) == 1 < len(cells) - 1:
+            alone = next(filter(None, cells))
+            row = replace(row, problem=f"row {number}: '{alone}' stands alone, expected a cell for each column")
         yield row
+
+
+def _unmerged(named: dict[str, str], above: dict[str, str]) -> dict[str, str]:
+    """Return a row's cells with those of the row above where a cell spans both: a row without a model or a device, of
+    which more than a title is left, goes on with what stands above."""
+    spans = [name for name in ("model_name", "gpu") if name in named and not named[name] and above.get(name)]
+    if not spans or sum(bool(text) for text in named.values()) < _FEWEST_CELLS:
+        return named
+    taken = [name for name in _MERGED if name in named and not named[name] and above.get(name)]
+    if "model_name" not in spans:
+        taken = [name for name in taken if name in ("gpu", "n_gpus", "nodes", "gpus_per_node")]
+    said = f"{', '.join(taken)} as in the row above"
+    return named | {name: above[name] for name in taken} | {"assumed": said}
+
+
+_FEWEST_CELLS = 2
+"""Fewest cells of a row that goes on with cells above it; a row with one is a title."""
 
 
 def _by_column(header: Sequence[str], cells: Sequence[str], number: int) -> tuple[dict[str, str], str]:
@@ -319,15 +329,16 @@ def _row(cells: dict[str, str], file: str, line: int, number: int) -> Measuremen
     assert pp is None or isinstance(pp, int)
     fields |= {"layers": layers, "vpp": parsed("vpp", lambda text: parse_most_chunks(text, layers, pp), None)}
     fields["seq_len"] = parsed("seq_len", parse_length, None)
+    fields["global_batch"] = parsed("global_batch", parse_length, None)
     fields["ffn_hidden"], fields["expert_hidden"] = parsed("ffn_hidden", parse_inner_widths, (None, None))
     fields |= {"source": cells["source"] or file, "assumed": cells.get("assumed", "")}
-    metric, said = canonical_metric(cells["metric"]), cells["value"]
+    metric, said = metric_with_unit(canonical_metric(cells["metric"]), cells["value"])
     if metric == "outcome" or is_out_of_memory(said):
         fields |= {"metric": "outcome", "value": None, "outcome": said}
         if not (is_out_of_memory(said) or SUCCESS.fullmatch(said)):
             problems.append(f"row {number}, value: found '{said}', expected OOM, or ok for a run that worked")
     else:
-        value = parsed("value", lambda text: parse_value(text, metric), None)
+        value = parsed("value", lambda _: parse_value(said, metric), None)
         if metric in (ITERATION_MS, ITERATIONS_PER_S):
             time_s = None if value is None else value / 1e3 if metric == ITERATION_MS else 1 / value
             metric, value = "iteration_time_s", time_s

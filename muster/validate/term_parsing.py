@@ -8,21 +8,28 @@ from muster.spec.layer_strategy import Recompute, ZeroLevel
 from muster.spec.plan import Float8Recipe, Precision
 from muster.spec.schedules import SCHEDULES
 from muster.spec.suggest import did_you_mean
+from muster.validate.cells import is_nothing
 from muster.validate.errors import UnpredictableRowError
 
-_YES, _NO = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
+_YES = ("true", "yes", "y", "t", "1", "on", "enabled", "✓", "✔", "✔️", "✅", "☑")
+_NO = ("false", "no", "n", "f", "0", "off", "disabled", "✗", "✘", "✖", "❌", "×")
 
 _REMARK = re.compile(r"\s*(?:\(.*|[,;:].*)$", re.DOTALL)
 """Remark behind the word that counts: `True (REDUCE_SCATTER mode)`."""
 
+_RECOMPUTE_WORDS = re.compile(
+    r"\b(ac|(activation |gradient )?(re)?(checkpointing|computation|compute)|recompute)\b", re.IGNORECASE
+)
+"""Words around a recompute mode that say nothing of it."""
 _RECOMPUTE: tuple[tuple[str, Recompute], ...] = (
-    (r"none|off|no|false|0|everything.saveable", "none"),
-    (r"selective[ _]\(?(per op sac|sac|repo default|op)\)?|every.second.matmul", "every_second_matmul"),
+    (r"none|off|no|false|0|disabled|✗|❌|everything.saveable", "none"),
+    (r"selective[ _]\(?(per op sac|sac|repo default|op)\)?|sac|every.second.matmul", "every_second_matmul"),
     (r"selective( \(attention core\))?|attention|core.?attn|core.attention", "core_attention"),
     (r"elementwise|(checkpoint.)?dots(.saveable)?|(checkpoint_)?dots_with_no_batch_dims(_saveable)?", "elementwise"),
     (r"minimal(_flash|_with_\w+)?", "elementwise"),
     (r"save_dot_except_mlp(wi)?", "every_second_matmul"),
-    (r"full\b.*|uniform|block|true|yes|1|nothing.saveable|save_(qkv|out)_proj", "full"),
+    (r"full\b.*|uniform|block|(every|each|all) layers?|layer.?wise|nothing.saveable|save_(qkv|out)_proj", "full"),
+    (r"true|yes|on|enabled|✓|✔|✅|1", "full"),
 )
 """Patterns of the whole text. Plain `selective` is Megatron-LM's (attention core) unless it names torchtitan's SAC. The
 policies with `saveable` are JAX' (jax.checkpoint_policies), those with `save_` and `minimal` MaxText's (remat_policy in
@@ -44,7 +51,7 @@ _MOST_RECOMPUTED_FIRST: tuple[Recompute, ...] = ("full", "elementwise", "core_at
 _PRECISION: tuple[tuple[str, Precision], ...] = (
     (r"(?<!mx)fp4|e2m1", "nvfp4"),
     (r"fp8|float8|e4m3|e5m2", "fp8"),
-    (r"bf16|bfloat16", "bf16"),
+    (r"bf16|bfloat16|^(mixed|amp|16.?bit)", "bf16"),
     (r"fp16|float16|half", "fp16"),
     (r"tf32|tensor.?float", "tf32"),
     (r"fp32|float32|single", "fp32"),
@@ -78,9 +85,9 @@ _KERNEL_CHOICES = ("flash1", "flash2", "flash3", "cudnn", "fused", "torch")
 
 def parse_yes_no(text: str, column: str) -> bool | None:
     """Parse yes or no; None for an empty cell. Raises UnpredictableRowError for another word."""
-    if not text:
-        return None
     word = _REMARK.sub("", text).lower()
+    if not word or is_nothing(word):
+        return None
     if word in _YES:
         return True
     if word in _NO:
@@ -90,7 +97,8 @@ def parse_yes_no(text: str, column: str) -> bool | None:
 
 def parse_recompute(text: str) -> Recompute | None:
     """Parse a recompute mode; None for an empty cell. Raises UnpredictableRowError for another word."""
-    if not text:
+    text = _RECOMPUTE_WORDS.sub("", text).strip() or text
+    if not text or re.fullmatch("[-–—]|n/?a", text):
         return None
     for pattern, found in _RECOMPUTE:
         if re.fullmatch(pattern, text, re.IGNORECASE):
@@ -107,7 +115,7 @@ def parse_recompute(text: str) -> Recompute | None:
 
 def parse_precision(text: str) -> Precision | None:
     """Parse the precision of matmuls; None for an empty cell. Raises UnpredictableRowError for another word."""
-    if not text:
+    if not text or is_nothing(text):
         return None
     if re.search(r"mxfp4|int8|int4", text, re.IGNORECASE):
         raise UnpredictableRowError(f"precision '{text}' is not predicted: expected {_PREDICTED}")
@@ -149,7 +157,7 @@ class Sharding:
 
 def parse_sharding(text: str) -> Sharding | None:
     """Parse the `zero` cell; None where it is empty. Raises UnpredictableRowError for another word."""
-    if not text:
+    if not text or is_nothing(text) and text.lower() != "none":
         return None
     lower = text.lower()
     group = re.search(r"(?:within(?: groups of)?|fsdp\s*=)\s*(\d+)", lower)
