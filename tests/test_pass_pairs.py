@@ -20,6 +20,8 @@ from muster.parallel import turns as parallel_turns
 from muster.parallel.device_clock import join_turns
 from muster.planner.bounds.pass_times import pass_times_of_placed
 from muster.planner.bounds.step_bound import step_bound_s
+from muster.planner.dispatch_choice import dispatch_fields
+from muster.planner.request import PlanRequest
 from muster.schedule.action import parse_action
 from muster.schedule.check import check
 from muster.schedule.lower import LoweringOptions, lower
@@ -291,3 +293,13 @@ def test_bounds_of_the_planner_hold_for_what_pairs_hide(name: str) -> None:
     count = plan.num_micro_batches(workload)
     counts = [count // plan.pipeline_replicas] * plan.pipeline_replicas
     assert step_bound_s(plan, times, counts) <= found.step_time_s
+
+
+def test_the_planner_sends_rows_whole_where_pairs_hide_them() -> None:
+    """An all-gather, which alone is faster than an exchange of rows, can't hide as they do."""
+    model, cluster = load_model("qwen3-30b-a3b"), load_cluster("64xh100")
+    request = PlanRequest(model, cluster, Workload(seq_len=4096, global_batch_size=256))
+    assert dispatch_fields(request, 1, 1, 16, False)["ep_dispatcher"] == "all_gather"
+    for schedule in NAMES:
+        fields = dispatch_fields(request, 1, 1, 16, False, schedule=schedule)
+        assert (fields["ep_dispatcher"], fields["ep_chunks"]) == ("all_to_all", 1)

@@ -12,12 +12,14 @@ from math import lcm
 from typing import Any
 
 from muster.cost.time.plan_times import place_plan
-from muster.cost.time.stage_times import StageTimes
+from muster.cost.time.stage_times import StageTimes, pair_of_stages_s
 from muster.planner.request import PlanRequest
 from muster.schedule.action import Kind
 from muster.spec.expert_kinds import DISPATCHERS
 from muster.spec.frameworks import MUSTER
+from muster.spec.pass_pairs import pairs_passes
 from muster.spec.plan import Plan
+from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from muster.spec.supported import unsupported_features
 
 LEAST_GAIN = 0.005
@@ -65,9 +67,11 @@ def expert_slices(request: PlanRequest, tp: int, ep: int) -> int:
     return tp
 
 
-def dispatch_fields(request: PlanRequest, tp: int, cp: int, ep: int, sp: bool, copies: int = 0) -> dict[str, Any]:
+def dispatch_fields(
+    request: PlanRequest, tp: int, cp: int, ep: int, sp: bool, copies: int = 0, schedule: str = DEFAULT_SCHEDULE
+) -> dict[str, Any]:
     """Return the fields of a plan that say how tokens get to experts: the required ones, or the fastest with so many
-    copies of experts.
+    copies of experts. Under a schedule with pairs of passes what these hide counts (`muster.spec.pass_pairs`).
 
     Programs other than Muster send rows by the plain all-to-all.
     """
@@ -78,23 +82,27 @@ def dispatch_fields(request: PlanRequest, tp: int, cp: int, ep: int, sp: bool, c
         request.model, request.workload, request.cluster, request.framework
     ).dispatch_fields
     allowed = request.allowed_dispatch_dtypes, request.allowed_lsh_rate
-    key = tp, cp, ep, expert_slices(request, tp, ep), sp, request.precision, copies, allowed
+    has_pairs = SCHEDULES[schedule].has_pairs and request.framework.overlap_pairs
+    key = tp, cp, ep, expert_slices(request, tp, ep), sp, request.precision, copies, allowed, has_pairs
     if key not in known:
-        known[key] = _fastest(request, tp, cp, ep, sp, copies)
+        known[key] = _fastest(request, tp, cp, ep, sp, copies, schedule if has_pairs else None)
     return known[key]
 
 
-def _fastest(request: PlanRequest, tp: int, cp: int, ep: int, sp: bool, copies: int) -> dict[str, Any]:
+def _fastest(
+    request: PlanRequest, tp: int, cp: int, ep: int, sp: bool, copies: int, paired: str | None
+) -> dict[str, Any]:
+    """Return the fields of the fastest way; `paired`: schedule whose forwards and backwards may run as one."""
     plain = _plain_plan(request, tp, cp, ep, sp, copies)
     plans = [plain]
     if plain.world_size <= request.cluster.num_devices:
         plans += [plan for plan in _others(request, plain) if not unsupported_features(plan, request.model)]
-    seconds = [_passes_s(request, plan) for plan in plans] if len(plans) > 1 else [0.0]
+    seconds = [_passes_s(request, plan, paired) for plan in plans] if len(plans) > 1 else [0.0]
     best = min(range(len(plans)), key=seconds.__getitem__)
     best = best if seconds[best] < (1 - LEAST_GAIN) * seconds[0] else 0
     chosen = plans[best]
     if len(plans) > 1 and (lossy := list(_lossy(request, plans))):
-        lossy_s = [_passes_s(request, plan) for plan in lossy]
+        lossy_s = [_passes_s(request, plan, paired) for plan in lossy]
         if min(lossy_s) < (1 - LEAST_LOSSY_GAIN) * seconds[best]:
             chosen = lossy[lossy_s.index(min(lossy_s))]
     return {name: getattr(chosen, name) for name in DISPATCH_FIELDS}
@@ -139,9 +147,13 @@ def _others(request: PlanRequest, plain: Plan) -> Iterator[Plan]:
         yield plain.model_copy(update={"ep_chunks": count})
 
 
-def _passes_s(request: PlanRequest, plan: Plan) -> float:
-    """Return the seconds of one micro-batch's forward and backward through all layers."""
+def _passes_s(request: PlanRequest, plan: Plan, paired: str | None) -> float:
+    """Return the seconds of one micro-batch's forward and backward through all layers, as one where they are under the
+    schedule `paired`."""
     one_sequence = request.workload.model_copy(update={"global_batch_size": plan.islands * plan.mesh(0).dp_size})
     placed = place_plan(request.model, plan, one_sequence, request.cluster, request.framework, cache=request.cost_cache)
-    passes_s = StageTimes(placed, 0).passes_s
+    stage = StageTimes(placed, 0)
+    if paired is not None and pairs_passes(plan.model_copy(update={"schedule": paired}), request.model):
+        return pair_of_stages_s(stage, stage)
+    passes_s = stage.passes_s
     return passes_s[Kind.F] + passes_s[Kind.B]

@@ -54,7 +54,7 @@ def _all_changes(plan: Plan, request: PlanRequest) -> Iterator[Change]:
         if moe is not None and degree and moe.num_experts % degree == 0 and plan.ep % min(degree, plan.ep) == 0:
             yield Change(f"ep {degree}", _with_fastest_dispatcher(plan.model_copy(update={"ep": degree}), request))
     for copies in copy_counts(request, plan.ep) if request.model.moe is not None else ():
-        own = plan.tp, plan.cp, plan.ep, plan.default_strategy.sp, copies
+        own = plan.tp, plan.cp, plan.ep, plan.default_strategy.sp, copies, plan.schedule
         yield Change(f"{copies or 'no'} copies of experts", plan.model_copy(update=dispatch_fields(request, *own)))
     for size in (plan.micro_batch_size * 2, plan.micro_batch_size / 2):
         if size >= 1 and size == int(size):
@@ -149,7 +149,8 @@ def _with_fastest_dispatcher(plan: Plan, request: PlanRequest) -> Plan:
     if request.model.moe is None:
         return plan
     counts, copies = copy_counts(request, plan.ep), plan.ep_redundant_experts
-    own = plan.tp, plan.cp, plan.ep, plan.default_strategy.sp, copies if copies in counts else counts[0]
+    copies = copies if copies in counts else counts[0]
+    own = plan.tp, plan.cp, plan.ep, plan.default_strategy.sp, copies, plan.schedule
     update = {"etp": expert_slices(request, plan.tp, plan.ep), **dispatch_fields(request, *own)}
     return plan.model_copy(update=update)
 

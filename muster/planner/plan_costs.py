@@ -9,7 +9,7 @@ from muster.cost.time.plan_times import place_plan, plan_times
 from muster.cost.time.rank_placement import PlacedPlan
 from muster.cost.time.stage_times import example_stage_times
 from muster.planner.bounds.pass_times import LayerTimes, PassTimes, pass_times_of_op_times, pass_times_of_placed
-from muster.planner.dispatch_choice import expert_slices
+from muster.planner.dispatch_choice import dispatch_fields, expert_slices
 from muster.planner.request import PlanRequest
 from muster.planner.space import MeshShape, make_plan, recompute_modes
 from muster.schedule.build import build_program
@@ -81,6 +81,9 @@ class PlanCosts:
             data = lcm(shape.ep * etp, shape.tp * shape.cp) // (shape.tp * shape.cp)
             single_stage = replace(shape, data=data, pp=1)
             plan = make_plan(request, single_stage, (1, data, "z1"), recompute=recompute_modes(request)[0])
+            if hides_rows:  # the dispatcher of plans whose schedule has pairs
+                own = shape.tp, shape.cp, shape.ep, plan.default_strategy.sp, shape.copies
+                plan = plan.model_copy(update=dispatch_fields(request, *own, schedule="dualpipe"))
             forward_s, backward_s = self._first_stage_s(plan, hides_rows)
             fewer = self._one_layer_fewer if request.model.num_layers > 1 else None
             shorter_s = (0.0, 0.0) if fewer is None else fewer._first_stage_s(plan, hides_rows)

@@ -283,7 +283,13 @@ def make_plan(
             "ep": shape.ep,
             "etp": expert_slices(request, shape.tp, shape.ep),
             **dispatch_fields(
-                request, shape.tp, shape.cp, shape.ep, request.fixed.get("sp", can_cut_positions), shape.copies
+                request,
+                shape.tp,
+                shape.cp,
+                shape.ep,
+                request.fixed.get("sp", can_cut_positions),
+                shape.copies,
+                (fields or {}).get("schedule", DEFAULT_SCHEDULE),
             ),
             "micro_batch_size": shape.micro_batch_size,
             "sequence_tiles": request.fixed.get("sequence_tiles", request.base.sequence_tiles),
