@@ -23,7 +23,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         ),
         "test_sequence_slices.py",
     ),
-    "experts": ("test_experts.py", "test_expert_moves.py", "test_multi_token_prediction.py"),
+    "experts": ("test_experts.py", "test_expert_moves.py", "test_multi_token_prediction.py", "test_pass_pairs.py"),
     "parity": (
         "test_parity.py",
         "test_shard_levels.py",
