@@ -27,6 +27,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "parity": (
         "test_parity.py",
         "test_shard_levels.py",
+        "test_grad_reduce.py",
         "test_dropout.py",
         "test_verify.py",
         "test_post_validation.py",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from muster.config.freezing import is_frozen
 from muster.config.optim_config import OptimConfig
-from muster.cost.precision_bytes import compute_bytes, master_bytes
+from muster.cost.precision_bytes import compute_bytes, grad_reduce_bytes, master_bytes
 from muster.layout.mesh import MeshCoordinates, dp_index_of
 from muster.layout.tensor_layout import VOCAB_PARAMETERS, is_expert, stage_shards, state_shard_numel
 from muster.spec.four_bit import part_bytes
@@ -33,7 +33,8 @@ def shard_axis_bytes(
 
     All-gathers: its padded parameter shards in the compute dtype, once per step under z1 and z2; under z3 once per
     pass, except that parameters outside layers stay gathered from a forward to the next backward. Reduce-scatters: its
-    unsharded gradients, padded to equal shards, in the master dtype, once per step under z1, else in each backward.
+    unsharded gradients, padded to equal shards, in the master dtype, once per step under z1, else in each backward;
+    all-to-alls in their place with `grad_reduce_dtype: bf16`.
 
     With `experts`, those of the ranks that have the same experts, where these are fewer than share all else. Without
     what goes to groups of `SHARD_LEVELS`.
@@ -48,10 +49,9 @@ def shard_axis_bytes(
     reduced = 0
     if plan.reduce_ranks(mesh) == mesh.state_shards:
         reduced = _reduced_numel(spec, plan, workload, stage, at, optim, experts=experts)
-    return Counter(
-        all_gather=_padded_numel(spec, plan, stage, at, gathers, experts, compute_bytes(plan.precision)),
-        reduce_scatter=reduced * ranks * master_bytes(plan.precision),
-    )
+    gathered = _padded_numel(spec, plan, stage, at, gathers, experts, compute_bytes(plan.precision))
+    kind = "all_to_all" if plan.grad_reduce_dtype == "bf16" else "reduce_scatter"
+    return Counter({"all_gather": gathered, kind: reduced * ranks * grad_reduce_bytes(plan)})
 
 
 def shard_level_bytes(

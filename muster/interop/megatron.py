@@ -25,6 +25,7 @@ _REASONS = {
     "no-": _KERNELS,
     "overlap-grad-reduce": _ALWAYS,
     "overlap-param-gather": _ALWAYS,
+    "grad-reduce-in-bf16": "parallel.grad_reduce_dtype: bf16 does so, with sums in fp32",
     "tp-comm-overlap": "parallel.default_strategy.tp_overlap: async_tp does so; measure it first",
     "make-vocab-size-divisible-by": "any vocabulary size can be sharded: none is padded",
     "load": "initial weights are train.init_from, once converted: muster checkpoint --help",

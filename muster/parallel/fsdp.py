@@ -18,6 +18,7 @@ from muster.layout.tensor_layout import is_expert, state_shard_dim
 from muster.model.decoder import Decoder
 from muster.model.dtypes import DTYPES
 from muster.model.experts import Experts
+from muster.parallel.grad_reduce import AllToAllReduceScatter
 from muster.parallel.master_weights import MasterWeights, master_weights
 from muster.parallel.shard_levels import LeveledCollectives, leveled_collectives
 from muster.parallel.world import World
@@ -67,6 +68,8 @@ def apply_fsdp(module: Decoder, world: World, zero: ZeroLevel, plan: Plan) -> bo
         if mesh.size() > 1:  # alone, a division by 1 would take a copy
             part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
+        if plan.grad_reduce_dtype == "bf16":
+            part.set_custom_reduce_scatter(AllToAllReduceScatter())  # type: ignore[arg-type]
         if zero != "z3":
             part.set_reshard_after_backward(False, recurse=False)
         # A GPU overlaps the all-gather on its own stream; a CPU only if the call doesn't wait.

@@ -341,6 +341,16 @@ LEGAL_RULES: tuple[Rule, ...] = (
         "sp shards sequences over the tp ranks, but tp is 1",
         in_every_layer(lambda strategy: strategy.model_copy(update={"sp": False, "tp_overlap": "none"})),
     ),
+    Rule(
+        lambda plan: plan.grad_reduce_dtype != "fp32" and all(mesh.state_shards == 1 for mesh in plan.distinct_meshes),
+        "grad_reduce_dtype bf16 is of gradients between ranks that share state, but dp_shard and cp are 1",
+        setting(grad_reduce_dtype="fp32"),
+    ),
+    Rule(
+        lambda plan: plan.grad_reduce_dtype != "fp32" and plan.precision == "fp64",
+        "grad_reduce_dtype bf16 rounds gradients, which precision fp64 is to keep: leave it at fp32",
+        setting(grad_reduce_dtype="fp32"),
+    ),
     *CONTEXT_RULES,
     Rule(
         lambda plan: plan.sequence_slices > 1 and plan.pp == 1,

@@ -173,6 +173,10 @@ class Plan(Frozen):
     """Scales of what fp8 matmuls read: one for a tensor, one for each row of an operand along the sum, or one for each
     block of 32 along it (Blackwell). Predicted alone: a tensor's scale from earlier steps (delayed), and one for each
     block of 128 (blockwise)."""
+    grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype in which gradients travel between the ranks that share state. fp32: a reduce-scatter in the master weights'
+    dtype. bf16: each rank rounds its gradients once and sends every other its part in an all-to-all, and sums what it
+    gets in fp32 (MegaScale-MoE, arXiv:2505.11432). Sums over dp_replicate stay in fp32."""
     compile: bool | None = None
     """torch.compile of each decoder block; left out: on GPUs where the runtime can compile the plan, never on CPUs."""
     cuda_graphs: bool = False
@@ -535,7 +539,7 @@ _ADDED_LATER = (
     *("cp_comm_type", "cp_ulysses_degree", "cp_window_size", "dynamic_context_parallel", "sequence_tiles"),
     *("ep_dispatcher", "ep_inner_size", "ep_chunks", "sequence_slices", "cuda_graphs", "fp8_recipe"),
     *("expert_placement", "ep_redundant_experts", "ep_dispatch_dtype", "ep_lsh_rate", "islands"),
-    *("param_shard_size", "grad_shard_size"),
+    *("param_shard_size", "grad_shard_size", "grad_reduce_dtype"),
 )
 """Fields of a plan that are younger than the hashes in files."""
 

@@ -173,6 +173,7 @@ _NAME_PARTS = (
         r"zp(\d{1,9})g(\d{1,9})",
         lambda params, grads: {"param_shard_size": int(params), "grad_shard_size": int(grads)},
     ),
+    _NamePart("gbf16", "g(bf16)", lambda dtype: {"grad_reduce_dtype": dtype}),
     _SCHEDULE_PART,
     _NamePart(
         "inflightN", r"inflight(\d{1,9}(?:\.\d{1,3})?)", lambda text: {"max_in_flight_micro_batches": float(text)}
@@ -281,6 +282,7 @@ def _format_parts(plan: Plan) -> list[str]:
         "uneven" + ".".join(map(str, plan.uneven_micro_batches)): bool(plan.uneven_micro_batches),
         strategy.zero: strategy.zero != "z3",
         f"zp{plan.param_shard_size}g{plan.grad_shard_size}": plan.has_shard_levels,
+        f"g{plan.grad_reduce_dtype}": plan.grad_reduce_dtype != "fp32",
         "s" + plan.schedule.replace("-", ""): plan.schedule != DEFAULT_SCHEDULE,
         f"inflight{plan.max_in_flight_micro_batches or 0:g}": plan.max_in_flight_micro_batches is not None,
         "pv": plan.post_validation,

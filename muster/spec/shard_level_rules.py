@@ -63,6 +63,10 @@ SHARD_LEVEL_RUNTIME_RULES: tuple[Rule, ...] = (
     ),
     _rule(lambda plan: plan.offloads_params, "oparam (whose passes gather from host memory or disk)"),
     _rule(lambda plan: plan.dynamic_context_parallel, "cpdyn (it has no parity test yet)"),
+    _rule(
+        lambda plan: plan.grad_reduce_dtype != "fp32",
+        "gbf16 (gradients that are reduced in two steps travel in fp32)",
+    ),
     _rule(lambda plan: plan.islands > 1, "islands (it has no parity test yet)"),
     _rule(lambda plan: not plan.is_uniform, "stages of unequal meshes (it has no parity test yet)"),
 )

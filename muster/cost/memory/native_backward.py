@@ -484,7 +484,7 @@ class BackwardPeaks:
         # Over fewer ranks than share optimizer state: in the order of these, and the sums that they share.
         reduced = int(held.shard_numel * self.stage.reduced_share) * self.master_size
         source, result = source * (1 + (reduced > 0)), result + reduced
-        source += source * (self.kernel_workspace.stages_collectives and not self.stage.is_single_rank)
+        source += source * self.stage.copies_reduced(is_single, self.kernel_workspace)
         dropped = gradients if is_single else gradients - held.last_param_numel * size
         return source + max(0, result - dropped), gradients
 
@@ -588,7 +588,7 @@ class BackwardPeaks:
         is_single = self.stage.is_single_shard
         largest, change = 0, 0
         for held in (*reversed(self.trained.buckets(self.plan.bucket_layers)), self.trained.root):
-            source = held.unsharded_numel * (1 + self.kernel_workspace.stages_collectives)
+            source = held.unsharded_numel * (1 + self.stage.copies_reduced(is_single, self.kernel_workspace))
             dropped = held.unsharded_numel if is_single else held.unsharded_numel - held.last_param_numel
             result = max(0, held.shard_numel * (1 + (is_single and not self.stage.is_alone)) - dropped)
             largest = max(largest, change + source + result)

@@ -21,6 +21,7 @@ from muster.cost.activations import (
     pass_sizes,
 )
 from muster.cost.host_updates import host_updated_numels
+from muster.cost.memory.kernel_workspace import KernelWorkspace
 from muster.cost.memory.linear_attention import deferred_width
 from muster.cost.memory.param_shards import (
     ParamShard,
@@ -107,6 +108,13 @@ class NativeStorage:
         """True if the stage has the whole embedding."""
         self.has_head = plan.is_last(stage) and not plan.vocab_parallel
         """True if the stage has the whole head."""
+
+    def copies_reduced(self, is_single: bool, kernels: KernelWorkspace) -> bool:
+        """Return True if gradients on their way take as much as their buffer once more: a copy that the transport makes
+        of them, or what is sent and received in bf16. `is_single`: a single rank holds these parameters."""
+        if self.plan.grad_reduce_dtype == "bf16":
+            return not is_single
+        return kernels.stages_collectives and not self.is_single_rank
 
     @property
     def gathers_in_passes(self) -> bool:

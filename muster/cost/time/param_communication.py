@@ -6,8 +6,14 @@ from functools import cached_property
 from math import prod
 from operator import mul
 
-from muster.cost.precision_bytes import compute_bytes
-from muster.cost.time.collectives import all_gather_s, all_reduce_s, reduce_scatter_s, sequential_broadcasts_s
+from muster.cost.precision_bytes import compute_bytes, grad_reduce_bytes
+from muster.cost.time.collectives import (
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    reduce_scatter_s,
+    sequential_broadcasts_s,
+)
 from muster.cost.time.kernels import stream_s
 from muster.cost.time.pass_cost import OVERLAP_SLOWDOWN
 from muster.cost.time.rank_placement import PlacedPlan
@@ -17,6 +23,9 @@ from muster.spec.model import layer_parameter_shapes, stage_parameter_shapes
 
 _FP32_BYTES = 4
 """Bytes of a float32 element."""
+ROUNDED_SUM_BYTES = _FP32_BYTES + 2 + 2
+"""Bytes that moves per element which rounds gradients to bf16 and sums those of all ranks: it is read in float32, and
+written and read in bf16."""
 
 
 class ParamCommunication:
@@ -114,11 +123,16 @@ class ParamCommunication:
 
     def _first_reduction_s(self, size: float) -> float:
         """Return the seconds to reduce so many bytes of gradients; over fewer ranks than share optimizer state they
-        are copied before, in the order of these ranks, and added to their sums behind."""
+        are copied before, in the order of these ranks, and added to their sums behind. Where they travel in bf16, by an
+        all-to-all, they are rounded before and summed behind."""
         copies = 0.0
         if self.between_reducing is not None:
             copies = stream_s(self.groups.device, 2 * size + 3 * size / self.reducing.size)
-        return reduce_scatter_s(self.reducing, size) + copies
+        if self.plan.grad_reduce_dtype == "fp32" or self.reducing.size == 1:
+            return reduce_scatter_s(self.reducing, size) + copies
+        numel = size / self.framework.grad_bytes
+        passes_s = stream_s(self.groups.device, numel * ROUNDED_SUM_BYTES, kernels=2)
+        return all_to_all_s(self.reducing, numel * grad_reduce_bytes(self.plan)) + passes_s
 
     def _further_reduction_s(self, size: float) -> float:
         """Return the seconds to complete the reduction of so many bytes of gradients."""
@@ -141,7 +155,7 @@ class ParamCommunication:
         """
         software = self.framework
         gradients = self.numel * gradient_share * software.grad_bytes
-        reduce_s = reduce_scatter_s(self.data, gradients) + all_reduce_s(self.replicas, gradients / self.data.size)
+        reduce_s = self._first_reduction_s(gradients) + all_reduce_s(self.replicas, gradients / self.data.size)
         if software.all_reduce_grads:
             reduce_s = self._unsharded_reduce_s() * gradient_share
         gather = sequential_broadcasts_s if software.broadcast_updates else all_gather_s

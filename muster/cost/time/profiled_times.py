@@ -17,7 +17,7 @@ from muster.cost.comm_volume import step_report_bytes
 from muster.cost.context_traffic import AttentionShape, attention_transfers, state_transfers
 from muster.cost.host_updates import DISK_BYTES_PER_S, host_part_copies, host_updated_numels
 from muster.cost.param_offload import offloaded_params
-from muster.cost.precision_bytes import compute_bytes, master_bytes
+from muster.cost.precision_bytes import compute_bytes, grad_reduce_bytes, master_bytes
 from muster.cost.time.attention import SOFT_CAP_BYTES
 from muster.cost.time.op_times import OpTimes, P2PTime
 from muster.cost.time.profiled_cost import ProfiledCost
@@ -470,7 +470,8 @@ class _StagePasses:
 
     def _reduce(self, bucket: tuple[int, int]) -> float:
         """Return the seconds to copy one bucket's gradients, reduce-scatter them, and all-reduce over replicas, or
-        reduce them further where they are sharded over fewer ranks than optimizer state."""
+        reduce them further where they are sharded over fewer ranks than optimizer state. An all-to-all in bf16 takes as
+        long as a reduce-scatter of as many bytes; before it they are rounded, and summed after it."""
         wide, (numbers, ranks) = master_bytes(self.plan.precision), bucket
         others = 1
         if self.plan.has_shard_levels:
@@ -479,12 +480,15 @@ class _StagePasses:
         if self.mesh.grad_sum_size == 1 and not self.plan.offloads_params:
             return 0.0
         own = chunk_bounds(numbers, ranks, 0)[1]
-        time_s = self.rates.collective("reduce_scatter", ranks, numbers * wide) + self.rates.kernel("copy", numbers)
+        sent = numbers * grad_reduce_bytes(self.plan)
+        time_s = self.rates.collective("reduce_scatter", ranks, sent) + self.rates.kernel("copy", numbers)
         if others > 1:
             once = self.plan.reduces_replicas_once
             count = self.plan.num_stage_micro_batches(self.stage, self.workload) if once else 1
             further_s = self.rates.collective("reduce_scatter", others, own * wide) / count
             return time_s + further_s + self.rates.kernel("copy", numbers)
+        if self.plan.grad_reduce_dtype == "bf16" and ranks > 1:
+            time_s += self.rates.kernel("copy", numbers) + self.rates.kernel("add", numbers)
         return time_s + self.rates.collective("all_reduce", self.mesh.dp_replicate, own * wide)
 
     def _reduce_all(self) -> float:
