@@ -83,7 +83,8 @@ def test_a_name_says_that_gradients_travel_in_bf16() -> None:
 )
 def test_gradients_that_can_not_travel_in_bf16(name: str, sentence: str) -> None:
     with pytest.raises(InfeasibleError, match=sentence):
-        require_runnable(parse_plan_name(name), load_model("tiny"), Workload(seq_len=64, global_batch_size=8), 2)
+        plan, workload = parse_plan_name(name), Workload(seq_len=64, global_batch_size=8)
+        require_runnable(plan, load_model("tiny"), workload, plan.world_size)
 
 
 def test_the_planner_plans_for_gradients_in_bf16() -> None:
