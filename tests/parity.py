@@ -599,13 +599,14 @@ def run_case(
     changes: dict[str, Any] | None = None,
     micro_batch_size: int = 1,
     delay_after: int | None = None,
+    overlaps: bool = False,
     **kind: Any,
 ) -> dict[str, Any]:
     """Errors relative to the reference: of the losses, and of this rank's part of the first gradients and their norm.
 
-    `changes` are fields of the plan that no name says. With `profile`, also what the
-    rank held, beside the formulas. From `delay_after` steps on updates are delayed, by the program where the plan has a
-    tier for them, else by `LateUpdater`.
+    With `overlaps` z1 gathers and reduces beside passes, as on GPUs. `changes` are fields of the plan that no name
+    says. With `profile`, also what the rank held, beside the formulas. From `delay_after` steps on updates are delayed,
+    by the program where the plan has a tier for them, else by `LateUpdater`.
     """
     config, (losses, gradients) = config_of(**kind), expected
     base = Plan(precision=precision, micro_batch_size=micro_batch_size)  # type: ignore[arg-type]
@@ -614,7 +615,8 @@ def run_case(
     require_runnable(full_plan, config.model, config.workload, world_size)
     norm = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
     noise = patch("muster.model.init.initial_value", start_value)
-    with open_world(store, rank, world_size, full_plan, generation) as world, FAULTS[fault](), noise:
+    beside = patch.object(DecoderStage, "overlapping_devices", frozenset({"cpu"} if overlaps else ()))
+    with open_world(store, rank, world_size, full_plan, generation) as world, FAULTS[fault](), noise, beside:
         delays = delay_after is not None and full_plan.default_strategy.offload_optimizer != "none"
         if delays:
             late = {"delayed_update": True, "delayed_update_warmup_steps": delay_after}

@@ -112,6 +112,7 @@ def variable_lengths(
 def fake_factories(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tensors of the device be made fake wherever they are made."""
     monkeypatch.setattr(adamw, "FUSED_DEVICES", (DEVICE.type,))
+    monkeypatch.setattr(FakeStage, "overlapping_devices", frozenset({DEVICE.type}))
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     monkeypatch.setattr(Documents, "from_positions", staticmethod(two_documents))
     monkeypatch.setattr(varlen_attention, "gpu_kernel", lambda: variable_lengths)

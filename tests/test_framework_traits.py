@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from muster.cost.time.attention import SINK_PASSES
 from muster.cost.time.layer import LOGIT_BYTES
@@ -200,8 +201,42 @@ def overlap_grad_reduce(patch: pytest.MonkeyPatch) -> bool:
 
 
 def overlap_param_gather(patch: pytest.MonkeyPatch) -> bool:
+    """All gathers begin before the first pass, which waits for each where it needs it."""
     log = step("dp2-z1")
-    return log.where(GATHER)[-1] > log.where("mm")[0]
+    assert log.where(GATHER)[-1] < log.where("mm")[0]
+    return waits_within_passes(patch, "dp2-z1")
+
+
+def waits_within_passes(patch: pytest.MonkeyPatch, plan: str) -> bool:
+    """Whether a bucket of parameters is waited for after the first layer of a step, the first."""
+    order, wait, attend = list[str](), FSDPParamGroup.wait_for_unshard, F.scaled_dot_product_attention
+
+    def waiting(group: FSDPParamGroup) -> None:
+        order.extend(["wait"] * (group._all_gather_result is not None))
+        wait(group)
+
+    def attending(*args: Any, **options: Any) -> Any:
+        order.append("attention")
+        return attend(*args, **options)
+
+    with patch.context() as patched:
+        patched.setattr(FSDPParamGroup, "wait_for_unshard", waiting)
+        patched.setattr(F, "scaled_dot_product_attention", attending)
+        step.__wrapped__(plan)
+    assert order.count("wait") >= 2 * LAYERS
+    return order[order.index("attention") + 1] == "wait"
+
+
+def overlaps_whole_passes_only(patch: pytest.MonkeyPatch) -> bool:
+    split = "dp2-pp2-szbh1-z1"
+    return not waits_within_passes(patch, split) and not any(before_last_matmul(step(split), SCATTER))
+
+
+def joint_ends(patch: pytest.MonkeyPatch) -> bool:
+    """One bucket for each layer, and one for all else, which is gathered first and reduced last."""
+    log = step("dp2-z1")
+    assert not before_last_matmul(log, SCATTER)[-1]
+    return len(log.where(GATHER)) == len(log.where(SCATTER)) == LAYERS + 1
 
 
 def per_parameter_collectives(patch: pytest.MonkeyPatch) -> bool:
@@ -323,7 +358,8 @@ CHECKS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
         attention, fused_soft_cap, fused_swiglu_clamp, compiles_by_default, fused_elementwise, fused_norms, norm_casts,
         fused_loss, loss_keeps_gradient, early_stop_recompute, gathered_logits, dropout, fused_grad_accumulation,
         grad_bytes, all_reduce_grads, replica_reduce_once,
-        overlap_grad_reduce, overlap_param_gather, per_parameter_collectives, broadcast_updates, overlap_p2p,
+        overlap_grad_reduce, overlap_param_gather, overlaps_whole_passes_only, joint_ends,
+        per_parameter_collectives, broadcast_updates, overlap_p2p,
         scatter_gather_p2p, joint_input_grad_reduce, overlap_tp_grad_reduce, symmetric_memory, blocking_launches,
         recasts_fp8,
     )

@@ -596,7 +596,7 @@ def test_no_path_of_calls_from_plan_to_the_answer_enters_a_module_more_than_thre
 def test_the_table_fits_80_columns(capsys) -> None:
     assert main([*TINY, "--tokens", "300M"]) == 0
     shown = capsys.readouterr().out
-    table = shown.split("Why the first")[0]
+    table = shown.split("The step of the first")[0]
     assert max(map(len, table.splitlines())) <= 80
     assert "…" not in table
     assert "no other plan can be better" in shown

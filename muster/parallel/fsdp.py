@@ -1,8 +1,8 @@
 """Sharded data parallelism of a stage: PyTorch's fully_shard, whose communication the Program's instructions trigger.
 
 z1 and z2 keep a stage's parameters gathered from UNSHARD until the optimizer step; z1 reduces its gradients once per
-step, z2 within every backward. z3 gathers each block within each pass and reduces within every backward, both over
-fewer ranks where the plan has `shard_levels`.
+step, on GPUs beside its last backward, z2 within every backward. z3 gathers each block within each pass and reduces
+within every backward, both over fewer ranks where the plan has `shard_levels`.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -145,15 +145,16 @@ def attach_local_gradients(module: nn.Module, local: dict[str, Tensor]) -> None:
         local[name].grad = None if parameter.grad is None else _local(parameter.grad)
 
 
-def unshard(module: nn.Module) -> None:
-    """All-gather the stage's parameters from its data-parallel ranks, or neighbours' copies of them."""
+def unshard(module: nn.Module, waits: bool = True) -> None:
+    """All-gather the stage's parameters from its data-parallel ranks, or neighbours' copies of them; where it doesn't
+    wait for them, the first pass does, group by group."""
     if (leveled := leveled_collectives(module)) is not None and leveled.keeps_copies:
         leveled.make_copies()
         return
     if (masters := master_weights(module)) is not None:
         masters.refresh()
     handles = [part.unshard(async_op=True) for part in fsdp_modules(module)]
-    for handle in handles:
+    for handle in handles if waits else ():
         if handle is not None:
             handle.wait()
 
@@ -168,11 +169,19 @@ def reshard(module: nn.Module) -> None:
         part.reshard()
 
 
-def reduce_gradients(module: nn.Module) -> None:
-    """Reduce-scatter the gradients that each rank has accumulated over its micro-batches (z1)."""
+def reduce_in_next_backward(module: nn.Module) -> None:
+    """Let the next backward reduce-scatter the gradients that each rank has accumulated, each group once it is complete
+    (z1)."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(True)
         module.set_is_last_backward(True)
+
+
+def reduce_gradients(module: nn.Module) -> None:
+    """Reduce-scatter the gradients that each rank has accumulated over its micro-batches, but for those that its last
+    backward has reduced (z1)."""
+    if isinstance(module, FSDPModule):
+        reduce_in_next_backward(module)
         finish_backward(module)
         module.set_requires_gradient_sync(False)
         module.set_is_last_backward(False)
@@ -191,13 +200,35 @@ def no_gradient_sync(module: nn.Module, zero: ZeroLevel) -> Iterator[None]:
         module.set_requires_gradient_sync(True)
 
 
-def set_last_reduction(module: nn.Module, is_due: bool) -> None:
-    """Let the next backward under z2 or z3 all-reduce over the replicas, or reduce to all ranks' shards, what it and
-    those before it have reduced to shards; if it isn't due, the shards are added up."""
-    if isinstance(module, FSDPModule):
-        module.set_requires_all_reduce(is_due)
-    if (leveled := leveled_collectives(module)) is not None:
-        leveled.set_due(is_due)
+class LastBackward:
+    """Reductions of a stage that only a step's last backward makes.
+
+    With `completes` it all-reduces over the replicas, or reduces to all ranks' shards, under z2 and z3, what it and
+    those before it have reduced to shards and added up. With `reduces_beside` it reduce-scatters, under z1, each group
+    of gradients once it is complete.
+    """
+
+    def __init__(self, module: nn.Module, completes: bool, reduces_beside: bool) -> None:
+        self._module, self._completes, self._reduces_beside = module, completes, reduces_beside
+        self.backwards_per_step: int | None = None
+        """None: not known, as while single passes are timed; then each completes, and none reduces under z1."""
+        self._count = 0
+
+    def begin_step(self) -> None:
+        """Count from the step's first backward on."""
+        self._count = 0
+
+    def count(self) -> None:
+        """Count a backward, which is about to begin."""
+        self._count += 1
+        total = self.backwards_per_step
+        is_last = total is not None and self._count % total == 0
+        if self._completes and isinstance(self._module, FSDPModule):
+            self._module.set_requires_all_reduce(total is None or is_last)
+        if self._completes and (leveled := leveled_collectives(self._module)) is not None:
+            leveled.set_due(total is None or is_last)
+        if self._reduces_beside and is_last:
+            reduce_in_next_backward(self._module)
 
 
 def drop_partial_reductions(module: nn.Module) -> None:

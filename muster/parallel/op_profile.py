@@ -15,7 +15,7 @@ from muster.model.dropout import sample_keys
 from muster.model.further_tokens import shift_further
 from muster.model.saved_tensors import count_saved_bytes_of_each
 from muster.parallel.device_clock import synchronize
-from muster.parallel.fsdp import gradient_bytes
+from muster.parallel.fsdp import gradient_bytes, reduce_in_next_backward
 from muster.parallel.p2p import P2PRoute
 from muster.parallel.stage import DecoderStage
 from muster.parallel.stage_inputs import StageInputs
@@ -76,14 +76,23 @@ def profile_stages(
     backwards = [kind for kind in (Kind.I, Kind.B) if kind in kinds]
     host_copies = [item.action for item in program.ranks[world.at.pp].get("host_copy", ())]
     offloads = any(action.kind == Kind.OFFLOAD for action in host_copies)
+    beside = {
+        index
+        for index, stage in stages.items()
+        if stage.overlaps_data_parallel
+        and Action(Kind.REDUCE_GRAD, index) in actions
+        and len(stage.default_slices) == 1
+    }
+    """Stages whose gathers and reductions are timed with the passes that they run beside."""
     saved: dict[int, tuple[int, ...]] = {}
     offloaded: dict[int, tuple[int, ...]] = {}
     vocab_bytes = 0
     for repeat in range(REPEATS):
         for index, stage in sorted(stages.items()):
-            clock.time_together(
-                (Kind.UNSHARD, index), stage.unshard if Action(Kind.UNSHARD, index) in actions else None
-            )
+            gather = partial(_gather_beside_forward, stage) if repeat and index in beside else stage.unshard
+            clock.time_together((Kind.UNSHARD, index), gather if Action(Kind.UNSHARD, index) in actions else None)
+            if repeat and index in beside:
+                stage.backward(0, _output_gradient(stage, 0))
         for index, stage in sorted(stages.items()):
             if repeat == 0:
                 saved[index], offloaded[index] = _profile_stage(stage, clock, backwards)
@@ -97,12 +106,7 @@ def profile_stages(
             if stage.vocab is not None:
                 vocab_bytes = _time_vocab_passes(stage, stage.vocab, clock)
         gradients = sum(gradient_bytes(stage.module) for stage in stages.values())
-        for index, stage in sorted(stages.items()):
-            for kind, do in (
-                (Kind.REDUCE_GRAD, stage.reduce_gradients),
-                (Kind.ALL_REDUCE_TP, stage.all_reduce_replicated_grads),
-            ):
-                clock.time_together((kind, index), do if Action(kind, index) in actions else None)
+        _time_reductions(stages, clock, actions, beside)
         for ends in _gradient_exchanges(world.plan):
             local = next((action for action in ends if action in actions), None)
             run = None if local is None else partial(handlers[local.kind], local)
@@ -119,12 +123,54 @@ def profile_stages(
         for stage in stages.values():
             stage.param_offload.forget_updates()
     processes = tuple(world.plan.mesh(pp_rank).num_ranks for pp_rank in range(world.plan.pp))
-    merged, p2p_s = _mean_over_ranks(world.all_gather_object((clock.seconds(), _measure_p2p(stages, world, routes))))
+    times_s = _without_passes(clock.seconds(), beside)
+    merged, p2p_s = _mean_over_ranks(world.all_gather_object((times_s, _measure_p2p(stages, world, routes))))
     pairs_s = {key[1:]: merged.pop(key) for key in list(merged) if key[0] == PAIR}
     whole = {key[:2]: time_s for key, time_s in merged.items() if not any(key[2:])}
     slices = _times_of_slices(merged, p2p_s, next(iter(stages.values())))
     times = OpTimes(whole, p2p_s, cores, processes, slices=slices, pairs_s=pairs_s)
     return StageProfile(times, gradients, saved, offloaded, vocab_bytes)
+
+
+def _time_reductions(
+    stages: Mapping[int, DecoderStage], clock: "_InstructionTimer", actions: Collection[Action], beside: Collection[int]
+) -> None:
+    """Time the reductions of gradients that a micro-batch has left, those of the stages `beside` with its backward."""
+    for index, stage in sorted(stages.items()):
+        reduce = stage.reduce_gradients
+        if index in beside:
+            stage.forward(0, _input(stage, 0))
+            reduce = partial(_reduce_beside_backward, stage)
+        for kind, do in ((Kind.REDUCE_GRAD, reduce), (Kind.ALL_REDUCE_TP, stage.all_reduce_replicated_grads)):
+            clock.time_together((kind, index), do if Action(kind, index) in actions else None)
+
+
+def _without_passes(times_s: dict[TimedKey, float], beside: Collection[int]) -> dict[TimedKey, float]:
+    """Return the times, of what was timed with a pass that it runs beside only what the pass took longer."""
+    pairs = (Kind.UNSHARD, Kind.F), (Kind.REDUCE_GRAD, Kind.B)
+    less = {(kind, index): times_s[run, index] for index in beside for kind, run in pairs}
+    return {key: max(0.0, time_s - less.get(key, 0.0)) for key, time_s in times_s.items()}
+
+
+def _gather_beside_forward(stage: DecoderStage) -> None:
+    stage.unshard()
+    stage.forward(0, _input(stage, 0))
+
+
+def _reduce_beside_backward(stage: DecoderStage) -> None:
+    reduce_in_next_backward(stage.module)
+    stage.backward(0, _output_gradient(stage, 0))
+    stage.reduce_gradients()
+
+
+def _input(stage: DecoderStage, part: int) -> torch.Tensor | None:
+    """Return random hidden states for a forward; None for one that reads tokens."""
+    return None if stage.reads_tokens else stage.receive_buffer(part).normal_()
+
+
+def _output_gradient(stage: DecoderStage, part: int) -> torch.Tensor | None:
+    """Return a random gradient for a backward; None for one that begins with the loss."""
+    return None if stage.computes_loss else stage.receive_buffer(part).normal_()
 
 
 def _time_host_updates(
@@ -233,7 +279,7 @@ def _key(kind: Kind, stage: DecoderStage, part: int) -> TimedKey:
 
 
 def _time_forward(stage: DecoderStage, clock: _InstructionTimer, part: int) -> None:
-    x = None if stage.reads_tokens else stage.receive_buffer(part).normal_()
+    x = _input(stage, part)
     _time_loads(stage, clock, part, Kind.LOAD_F, Kind.READ_F)
     clock.time(_key(Kind.F, stage, part), lambda: stage.forward(part, x))
 
@@ -248,7 +294,7 @@ def _time_loads(stage: DecoderStage, clock: _InstructionTimer, part: int, load: 
 
 def _time_backwards(stage: DecoderStage, clock: _InstructionTimer, backward: str) -> None:
     for part in reversed(range(len(stage.default_slices))):
-        gradient = None if stage.computes_loss else stage.receive_buffer(part).normal_()
+        gradient = _output_gradient(stage, part)
         if backward == Kind.I:
             inputs = partial(stage.backward_input, part, gradient)
             clock.time(_key(Kind.I, stage, part), inputs)

@@ -47,6 +47,7 @@ from muster.parallel.disk_activations import LAYER_TYPES, activations_by_lane
 from muster.parallel.expert_parallel import apply_expert_parallel
 from muster.parallel.file_store import FileStore
 from muster.parallel.fsdp import (
+    LastBackward,
     apply_fsdp,
     attach_local_gradients,
     drop_partial_reductions,
@@ -57,7 +58,6 @@ from muster.parallel.fsdp import (
     no_gradient_sync,
     reduce_gradients,
     reshard,
-    set_last_reduction,
     unshard,
 )
 from muster.parallel.master_weights import master_weights
@@ -100,6 +100,8 @@ class DecoderStage:
     offload_type = ActivationOffload
     layer_types = LAYER_TYPES
     param_offload_type = ParamOffload
+    overlapping_devices = frozenset({"cuda"})
+    """Types of devices whose collectives run beside passes."""
     pass_graphs: "PassGraphs | None" = None
     """Graphs that passes are replayed from once they are captured."""
 
@@ -169,12 +171,9 @@ class DecoderStage:
         self.activation_dtype = DTYPES[plan.precision]
         self.inputs: StageInputs | None = None
         self._losses = torch.zeros(NUM_LOSSES, dtype=torch.float64, device=world.device)
-        self.backwards_per_step: int | None = None
-        """With replicas, or `grad_shard_size`, the step's last backward completes, under z2 and z3, the reduction of
-        all gradients."""
-        self._num_backwards = 0
         has_replicas = strategy.zero != "z1" and plan.mesh(index).dp_replicate > 1
-        self._reduces_once = (has_replicas or plan.grad_shard_size is not None) and plan.reduces_replicas_once
+        completes = (has_replicas or plan.grad_shard_size is not None) and plan.reduces_replicas_once
+        self.last_backward = LastBackward(self.module, completes, self._zero == "z1" and self.overlaps_data_parallel)
         self.vocab: VocabShard | None = None
         if has_vocab_shard(plan, index):
             ends = plan.pp_rank(0), plan.pp_rank(plan.stages_per_replica - 1)
@@ -216,6 +215,11 @@ class DecoderStage:
 
     def _materialize(self) -> None:
         materialize(self.module, self.world.device, [one.group for one in self.param_offload.groups])
+
+    @property
+    def overlaps_data_parallel(self) -> bool:
+        """True if z1's gather and reduction run beside the first forward and the last backward of a step."""
+        return self.world.device.type in self.overlapping_devices and self.world.plan.overlaps_data_parallel
 
     def reset_parameters(self, seed: int) -> None:
         """Set every parameter to its initial value."""
@@ -414,7 +418,7 @@ class DecoderStage:
 
     def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
         """Add to the parameters' gradients and return that of the input (B, S, D); None on the first stage."""
-        self._count_backward()
+        self.last_backward.count()
         if self._replays:
             return self.pass_graphs.backward(micro_batch, gradient)  # type: ignore[union-attr]
         return self.run_backward(micro_batch, gradient)
@@ -447,20 +451,13 @@ class DecoderStage:
 
     def backward_weight(self, micro_batch: int) -> None:
         """Add the gradients that `backward_input` deferred."""
-        self._count_backward()
+        self.last_backward.count()
         masters = master_weights(self.module)
         if masters is None:
             self._weight_grads.flush(micro_batch)
         else:
             self._weight_grads.flush(micro_batch, masters.take_gradient)
         finish_backward(self.module)
-
-    def _count_backward(self) -> None:
-        """Let the step's last backward complete the reduction; each does where their number isn't known."""
-        self._num_backwards += 1
-        if self._reduces_once:
-            total = self.backwards_per_step
-            set_last_reduction(self.module, total is None or self._num_backwards % total == 0)
 
     def offload(self, micro_batch: int) -> Callable[[], None]:
         return self._offload.offload(micro_batch)
@@ -536,7 +533,7 @@ class DecoderStage:
         return self.micro_batch_shape[1]
 
     def unshard(self) -> None:
-        unshard(self.module)
+        unshard(self.module, waits=not self.overlaps_data_parallel)
 
     def reshard(self) -> None:
         reshard(self.module)
@@ -561,7 +558,7 @@ class DecoderStage:
 
     def zero_grad(self) -> None:
         """Drop the step's gradients; where graphs add to them, set them to zero."""
-        self._num_backwards = 0
+        self.last_backward.begin_step()
         drop_partial_reductions(self.module)
         self.param_offload.drop_gradients()
         if self.pass_graphs is not None and self.pass_graphs.keeps_gradients:

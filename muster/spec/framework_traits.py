@@ -84,6 +84,12 @@ class FrameworkTraits(Frozen):
     """Gradient reduction overlaps the last micro-batch's backward."""
     overlap_param_gather: bool = True
     """The all-gather of updated parameters overlaps the first forward."""
+    overlaps_whole_passes_only: bool = False
+    """Neither overlaps passes that are split, replayed from graphs, or leave out the vocabulary's layers
+    (`Plan.overlaps_data_parallel`)."""
+    joint_ends: bool = False
+    """Under z1 embedding and head are gathered and reduced as one bucket, before the first layer and after all others:
+    no pass hides it."""
     overlap_fsdp: bool = True
     """Under z2 and z3 the all-gathers and reduce-scatters of all layers but one overlap with the passes."""
     per_parameter_collectives: bool = False

@@ -9,8 +9,9 @@ from muster.spec.errors import ConfigError
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.suggest import did_you_mean
 
-# parallel/: z1 gathers before a stage's first pass and reduces after its last (fsdp.py, schedule/lower.py); gradients
-# of micro-batches are added by fully_shard, in float32; tensor-parallel sums of input gradients run beside the
+# parallel/: on GPUs z1's gather is waited for bucket by bucket in a stage's first pass, and each bucket of gradients is
+# reduced in its last backward once it is complete (fsdp.py, stage.py); gradients of micro-batches are added by
+# fully_shard, in float32; tensor-parallel sums of input gradients run beside the
 # weights' (tensor_parallel.py); chunks of async_tp are copied out of symmetric memory where GPUs of a node reach each
 # other's (symmetric_memory.py). model/: torch's fused RMSNorm and scaled_dot_product_attention, whose kernel for bf16
 # is FlashAttention-2, for documents and windows by its variable-length interface (varlen_attention.py), with values
@@ -33,8 +34,8 @@ MUSTER = FrameworkTraits(
     loss_keeps_gradient=True,
     replica_reduce_once=True,
     fused_grad_accumulation=False,
-    overlap_grad_reduce=False,
-    overlap_param_gather=False,
+    overlaps_whole_passes_only=True,
+    joint_ends=True,
     fused_cp_merge=False,
     cp_grad_bytes=4,
     recasts_fp8=True,

@@ -255,6 +255,14 @@ class Plan(Frozen):
         return self.schedule_entry.split_backward or self.schedule_entry.searched
 
     @property
+    def overlaps_data_parallel(self) -> bool:
+        """True if z1's gather and reduction can run beside the first forward and the last backward: where these are
+        whole, run operator by operator, and contain the vocabulary's layers, parameters stay on the device, and all
+        ranks shard them."""
+        apart = self.cuda_graphs or self.split_backward or self.vocab_parallel
+        return not (apart or self.offloads_params or self.has_shard_levels)
+
+    @property
     def pipeline_replicas(self) -> int:
         """Copies of the model that the schedule runs through the pipeline (two with bidirectional schedules)."""
         return self.schedule_entry.default_replicas

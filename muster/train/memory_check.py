@@ -238,6 +238,7 @@ class _FakeUpdater(ParameterUpdater):
 class FakeStage(DecoderStage):
     """Stage with fake memory, whose values therefore don't matter."""
 
+    overlapping_devices = frozenset({"cpu"})  # as on a GPU
     offload_type = _FakeOffload
     layer_types: ClassVar = {"host_copy": _FakeHostActivations, "disk": _FakeDisk}
     param_offload_type = _FakeParamOffload

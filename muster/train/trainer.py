@@ -405,7 +405,7 @@ class Trainer:
         dp_index = dp_index_of(self.plan, self.world.at)
         for stage in self.stages.values():
             count = self.plan.num_stage_micro_batches(stage.index, self.config.workload, dp_index)
-            stage.backwards_per_step = count * self.plan.sequence_slices if known else None
+            stage.last_backward.backwards_per_step = count * self.plan.sequence_slices if known else None
 
     # ------------------------------------------------------------------------------------------------------------------
     # Instructions that are no stage's own

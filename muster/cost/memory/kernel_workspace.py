@@ -19,6 +19,8 @@ class KernelWorkspace:
     """Elements of a weight in 4 bits that plain PyTorch makes at once (`muster.model.four_bit`)."""
     fused_bands: bool = True
     """True if a fused kernel takes blocks of attention with a window (`muster.model.block_kernels`)."""
+    overlaps_data_parallel: bool = True
+    """True if z1's gathers and reductions run beside passes (`Plan.overlaps_data_parallel`)."""
     stages_collectives: bool = False
     """True if collectives copy their data to one more buffer, as gloo does."""
 
@@ -33,6 +35,7 @@ KERNEL_WORKSPACES = {
         dropout_chunk_numbers=1 << 15,
         dequantized_numbers=1 << 18,
         fused_bands=False,
+        overlaps_data_parallel=False,
         stages_collectives=True,
     )
 }

@@ -91,6 +91,12 @@ class AllocationOrder:
                 found[stage] = int(positions[0])
         return found
 
+    @cached_property
+    def last_backwards(self) -> dict[int, int]:
+        """Stage → position of its last backward for weights, where it isn't the first."""
+        found = {stage: int(self.positions(stage, _WEIGHT_BACKWARDS)[-1]) for stage in self.first_backwards}
+        return {stage: place for stage, place in found.items() if place != self.first_backwards[stage]}
+
     def first_position(self, kind: Kind) -> int:
         """Return the position of the rank's first instruction of a kind, or the number of instructions."""
         wanted = np.array([own == kind for own, *_ in self.keys], bool)
@@ -277,6 +283,8 @@ class InstructionMemory:
     """Largest temporary bytes among the candidates."""
     first_backward_peak: int
     """Same in the stage's first backward of a step, less the gradients that remain after it; 0 for other kinds."""
+    last_backward_peak: int
+    """Same in the stage's last backward of a step."""
     gather_peak: int
     """Largest temporary bytes if it gathers parameters."""
     pending_peak: int
@@ -318,12 +326,14 @@ def _make_instruction_memory(kind: Kind, memory: StageMemory) -> InstructionMemo
         Kind.T: -logits,
         Kind.REDUCE_GRAD: -memory.freed_by_reduction,
     }
+    peak = max((candidate.extra.total for candidate in candidates), default=0)
     return InstructionMemory(
         before=before.get(kind, 0),
         after=after.get(kind, 0),
         peak_candidates=candidates,
-        peak=max((candidate.extra.total for candidate in candidates), default=0),
+        peak=peak,
         first_backward_peak=first,
+        last_backward_peak=max((one.extra.total for one in _last_candidates(kind, memory)), default=peak),
         gather_peak=max((candidate.extra.total for candidate in _gather_candidates(kind, memory)), default=0),
         pending_peak=max((one.extra.total for one in memory.peak_candidates.get("pending", ())), default=0),
     )
@@ -331,6 +341,10 @@ def _make_instruction_memory(kind: Kind, memory: StageMemory) -> InstructionMemo
 
 def _gather_candidates(kind: Kind, memory: StageMemory) -> tuple[PeakCandidate, ...]:
     return memory.peak_candidates.get("gather F" if kind == Kind.F else "gather B", ())
+
+
+def _last_candidates(kind: Kind, memory: StageMemory) -> tuple[PeakCandidate, ...]:
+    return memory.peak_candidates.get("last B", ()) if kind == Kind.B else ()
 
 
 def _first_head_candidates(memory: StageMemory) -> tuple[PeakCandidate, ...]:
@@ -359,6 +373,8 @@ def find_peak(
     for stage, position in order.first_backwards.items():
         peak[position] = by_key[order.codes[position]].first_backward_peak
         before[position] += _memory_of_stage(stages, stage).gradients
+    for position in order.last_backwards.values():
+        peak[position] = max(peak[position], by_key[order.codes[position]].last_backward_peak)
     gather_peak = np.array([memory.gather_peak for memory in by_key], np.int64)
     pending_peak = np.array([memory.pending_peak for memory in by_key], np.int64)
     for stage, memory in stages.items():
@@ -409,6 +425,8 @@ def _terms_at(
     own = _memory_of_stage(stages, stage).of_slice(part)
     is_first = order.first_backwards.get(stage) == position
     candidates = list(_instruction_memory(kind, own, cache).peak_candidates)
+    if order.last_backwards.get(stage) == position:
+        candidates += _last_candidates(kind, own)
     if own.gathered_params and stage in stages:
         gathered, _ = order.gather_positions(stage, not own.keeps_gathered)
         if position in gathered:

@@ -109,6 +109,7 @@ def _pass_memory(
         peak_candidates={
             Kind.F: _beside_fp8(moments.forward(), own),
             Kind.B: _beside_fp8(moments.backward(), own),
+            "last B": tuple(moments.last_backward()),
             **moments.split_backward(),
             **moments.vocab_parallel_peaks(),
             "gather F": (moments.gather_before_forward(),),
@@ -211,6 +212,33 @@ class _StagePeaks(BackwardPeaks):
             tile = self._of_tile(made + 2 * sizes.full_hidden_bytes + moved)
             return max(tile + sizes.hidden_bytes - self.stage.last_norm_bytes, attention)
         return max(made + sizes.full_hidden_bytes + moved, attention)
+
+    def last_backward(self) -> list[PeakCandidate]:
+        """Return the further moments of a step's last B where it reduces under z1: a bucket's gradients are copied to a
+        buffer, after which they are freed, beside the activations of the layers before.
+
+        While the layer before runs, the buffer lives in place of the gradients, so that only the reduced shard comes
+        on top of what `backward` says, which is left out. A step's only B needs no more than `backward` and `reduce`
+        say.
+        """
+        overlaps = self.kernel_workspace.overlaps_data_parallel and self.plan.overlaps_data_parallel
+        if not overlaps or self.stage.zero != "z1" or self.stage.is_single_rank:
+            return []
+        buckets, size, change = self.trained.buckets(self.plan.bucket_layers), self.plan.bucket_layers, 0
+        moments = []
+        for index, held in reversed([*enumerate(buckets)]):
+            done = sum(map(self.stage.layer_activation_bytes, self.layers[index * size :]))
+            result = max(0, held.shard_numel - held.unsharded_numel + held.last_param_numel)
+            made = change + held.unsharded_numel * (1 + self.kernel_workspace.stages_collectives) + result
+            extra = MemoryTerms(
+                activations=-done,
+                logits=-self.saved.logits,
+                communication=made * self.master_size,
+                workspace=self.sizes.hidden_bytes,
+            )
+            moments.append(PeakCandidate("reducing a layer", extra + self._left(index * size)))
+            change -= held.unsharded_numel - held.shard_numel
+        return moments
 
     def split_backward(self) -> dict[str, tuple[PeakCandidate, ...]]:
         """Return the moments of I and W; none where backwards are whole."""

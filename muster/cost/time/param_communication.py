@@ -57,13 +57,18 @@ class ParamCommunication:
     @cached_property
     def numel(self) -> float:
         """Elements of the stage's parameters on one rank, before sharding over data-parallel ranks."""
-        plan, known, mesh = self.plan, self.cache, self.mesh
+        return self._ends_numel + self.layers_numel
+
+    @property
+    def _ends_numel(self) -> float:
+        """Elements of embedding, last norm and head, as far as the stage has them."""
+        plan, known, mesh = self.plan, self.cache.param_numels, self.mesh
         first, last = plan.is_first(self.stage), plan.is_last(self.stage)
         key = "ends", first, last, mesh.tp, mesh.ep, mesh.etp, plan.vocab_parallel and plan.pp
-        if key not in known.param_numels:
+        if key not in known:
             ends = stage_parameter_shapes(self.model, range(0), first, last)
-            known.param_numels[key] = sum(self._local_numel(name, shape) for name, shape in ends)
-        return known.param_numels[key] + self.layers_numel
+            known[key] = sum(self._local_numel(name, shape) for name, shape in ends)
+        return known[key]
 
     @property
     def layers_numel(self) -> float:
@@ -163,10 +168,16 @@ class ParamCommunication:
         held = sum(self._layer_bytes(layer) - self._layer_numel(layer) * self.element_bytes for layer in layers)
         smaller = held * len(self.layers) / max(1, len(layers))
         gather_s = gather(self.data, self.numel * self.element_bytes + smaller)
-        buckets = max(1, len(self.layers))
-        beside_s = passes_s[Kind.B] if software.overlap_grad_reduce else 0.0
-        yield Kind.REDUCE_GRAD, _exposed_s(reduce_s, beside_s, buckets)
-        yield Kind.UNSHARD, _exposed_s(gather_s, passes_s[Kind.F] if software.overlap_param_gather else 0.0, buckets)
+        first = 1 / max(1, len(self.layers))
+        if software.joint_ends:
+            first = min(1.0, self._ends_numel / self.numel + (1 - self._ends_numel / self.numel) * first)
+        # Ranks on a CPU share its cores, and gloo's reductions return when they are over.
+        overlaps = self.groups.device.kind != "cpu"
+        overlaps &= not software.overlaps_whole_passes_only or self.plan.overlaps_data_parallel
+        forward_s = passes_s[Kind.F] if overlaps and software.overlap_param_gather else 0.0
+        backward_s = passes_s[Kind.B] if overlaps and software.overlap_grad_reduce else 0.0
+        yield Kind.REDUCE_GRAD, _exposed_s(reduce_s, backward_s, first)
+        yield Kind.UNSHARD, _exposed_s(gather_s, forward_s, first)
         norms = 2 * self.model.hidden_size * (len(self.layers) + 1)
         yield Kind.ALL_REDUCE_TP, all_reduce_s(self.groups.tp, norms * software.grad_bytes)
 
@@ -182,13 +193,13 @@ class ParamCommunication:
         )
 
 
-def _exposed_s(travels_s: float, beside_s: float, buckets: int) -> float:
+def _exposed_s(travels_s: float, beside_s: float, waited_for: float) -> float:
     """Return the exposed seconds of communication in buckets that overlaps with a pass.
 
-    They are the last bucket, the part that is longer than the pass, and the slowdown of the pass.
+    They are the bucket before or after the pass, a part `waited_for` of all, the part that is longer than the pass, and
+    the slowdown of the pass.
     """
     if beside_s <= 0:
         return travels_s
-    last_s = travels_s / buckets
-    hidden_s = min(travels_s - last_s, beside_s)
+    hidden_s = min(travels_s * (1 - waited_for), beside_s)
     return travels_s - hidden_s + OVERLAP_SLOWDOWN * hidden_s
