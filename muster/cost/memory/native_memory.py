@@ -224,12 +224,13 @@ class _StagePeaks(BackwardPeaks):
         overlaps = self.kernel_workspace.overlaps_data_parallel and self.plan.overlaps_data_parallel
         if not overlaps or self.stage.zero != "z1" or self.stage.is_single_rank:
             return []
+        copies = 1 + self.stage.copies_reduced(self.stage.is_single_shard, self.kernel_workspace)
         buckets, size, change = self.trained.buckets(self.plan.bucket_layers), self.plan.bucket_layers, 0
         moments = []
         for index, held in reversed([*enumerate(buckets)]):
             done = sum(map(self.stage.layer_activation_bytes, self.layers[index * size :]))
             result = max(0, held.shard_numel - held.unsharded_numel + held.last_param_numel)
-            made = change + held.unsharded_numel * (1 + self.kernel_workspace.stages_collectives) + result
+            made = change + held.unsharded_numel * copies + result
             extra = MemoryTerms(
                 activations=-done,
                 logits=-self.saved.logits,
