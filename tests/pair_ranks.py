@@ -1,16 +1,29 @@
 """Work of each rank in the tests of passes that run as one: parity cases, with the order of exchanges and turns."""
 
+import json
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.cost.time.op_times import OpTimes
+from muster.cost.time.pass_pairs import Turns as PassTurns
+from muster.cost.time.pass_pairs import pair_s
 from muster.parallel.axis import ExpertAxis, PendingTensor
+from muster.parallel.device_clock import HostClock
 from muster.parallel.executor import Executor
+from muster.parallel.p2p import direct_routes
 from muster.parallel.turns import Turns
-from muster.schedule.program import Instruction
+from muster.schedule.lower import LoweringOptions, lower
+from muster.schedule.program import Instruction, Program
+from muster.schedule.serialization import schedule_from_json
+from muster.simulate.simulator import simulate
+from muster.simulate.timeline import Event
+from tests.logical_clock import P2P_S, Clock, LogicalExecutor, LogicalStage, seconds
 from tests.parity import run_cases
 
 
@@ -113,3 +126,79 @@ class PairLog:
     def _note(self, event: str, index: int | None) -> None:
         if self._events is not None and index is not None:
             self._events.append((event, index))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# By a logical clock
+
+EXCHANGE_S = 0.75
+"""Seconds of each of the two exchanges of a pass."""
+PARTS = {"F": (0.25, 0.5, 0.25), "B": (0.5, 0.25, 0.25), "I": (0.5, 0.25, 0.25), "W": (1.0,)}
+"""Shares of a pass's computation before, between and behind its exchanges."""
+
+
+class ExchangingStage(LogicalStage):
+    """A stage whose forwards and backwards exchange twice, over links that the rank's stages share."""
+
+    turns: Turns
+    links: Clock
+
+    def _take(self, kind: str, activations: int) -> Tensor:
+        turns = turns_of(kind, self.index)
+        for compute_s, exchange_s in zip_longest(turns.computed_s, turns.exchanged_s):
+            self.clock.now_s += compute_s
+            if exchange_s is not None:
+                self.links.now_s = arrival_s = max(self.links.now_s, self.clock.now_s) + exchange_s
+                self.turns.hand_over()
+                self.clock.now_s = max(self.clock.now_s, arrival_s)
+        self.live.append(self.live[-1] + activations)
+        return torch.tensor([self.clock.now_s], dtype=torch.float64)
+
+
+def turns_of(kind: str, stage: int) -> PassTurns:
+    shares = PARTS[kind]
+    return PassTurns(tuple(share * seconds(kind, stage) for share in shares), (EXCHANGE_S,) * (len(shares) - 1))
+
+
+def run_by_clock(rank: int, world_size: int, store: dist.Store, payload: list[str]) -> list[dict[str, Any]]:
+    """For each schedule with pairs, as JSON: its passes as executed and as simulated, [actions, begin, end], those of a
+    pair as one."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    found = []
+    for text in payload:
+        program = lower(schedule_from_json(json.loads(text)), LoweringOptions(train=False))
+        clock, links, turns = Clock(), Clock(), Turns(torch.device("cpu"))
+        stages: dict[int, Any] = {
+            stage: ExchangingStage(stage, clock, [0]) for stage, at in enumerate(program.placement) if at == rank
+        }
+        for stage in stages.values():
+            stage.turns, stage.links = turns, links
+        routes = direct_routes(program.placement)
+        executor = LogicalExecutor(program, rank, rank, stages, routes, {}, HostClock(clock), turns=turns)
+        executor.clock = clock
+        numbers = range(program.num_stages)
+        known = {(kind, stage): turns_of(kind, stage).alone_s for kind in PARTS for stage in numbers}
+        with patch("muster.cost.time.pass_pairs.OVERLAP_SLOWDOWN", 0.0):
+            pairs_s = {(f, b): pair_s(turns_of("F", f), turns_of("B", b)) for f in numbers for b in numbers}
+        predicted = simulate(program, OpTimes(known, P2P_S, pairs_s=pairs_s)).events
+        found.append(
+            {
+                "executed": passes_of(program, executor.run().events()),
+                "simulated": passes_of(program, [event for event in predicted if event.rank == rank]),
+            }
+        )
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def passes_of(program: Program, events: Sequence[Event]) -> list[tuple[str, float, float]]:
+    passes = [event for event in events if event.lane == "compute"]
+    found: list[tuple[str, float, float]] = []
+    for before, event in zip([None, *passes], passes, strict=False):
+        if before is not None and before.action in program.pairs:
+            name, begin_s, _ = found.pop()
+            found.append((f"{name} {event.action}", begin_s, event.end_s))
+        else:
+            found.append((str(event.action), event.start_s, event.end_s))
+    return found

@@ -1,5 +1,6 @@
 """Forwards and backwards that run as one: the published bubbles, their turns, and parity on real ranks."""
 
+import json
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -260,6 +261,19 @@ def predicted_order(case: dict[str, Any], forward: str, backward: str) -> list[i
         len(stages[parse_action(text).stage].turns[own].computed_s) for own, text in enumerate((forward, backward))
     ]
     return [own for own, _ in groupby(own for own, _ in order_of_turns(*counts))]
+
+
+def test_executed_pairs_take_what_is_predicted() -> None:
+    """By a logical clock, over real messages: the turns of every pair, and all that waits for it."""
+    texts = []
+    for name in NAMES:
+        spec = setting(name, 4, 8, 2.0)
+        schedule = make_schedule(name, spec)
+        texts.append(json.dumps(schedule_to_json(schedule, time_schedule(schedule, spec))))
+    for found in run_ranks(4, "tests.pair_ranks:run_by_clock", texts):
+        for case in found:
+            assert any(" " in actions for actions, _, _ in case["executed"])
+            assert case["executed"] == case["simulated"]
 
 
 def test_what_stands_against_pairs_is_told_by_plan_and_model() -> None:
