@@ -36,13 +36,16 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 WALK = ROOT / "docs/planning.md"
 """Page whose searches take minutes: a soak test runs it."""
+LONG = ("offload-optimizer", "offload-parameters", "linear-attention", "sequence-slices", "zeroth-order", "models")
+"""Pages whose commands train for long, and which only the soak tests run."""
 
 
 def each_page(paths: list[Path]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("page", paths, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
-pages, quick_pages = each_page(PAGES), each_page([page for page in PAGES if page != WALK])
+pages, pages_but_the_walk = each_page(PAGES), each_page([page for page in PAGES if page != WALK])
+quick_pages = each_page([page for page in PAGES if page != WALK and page.stem not in LONG])
 
 SHELL_TOOLS = ("cat", "ls", "sed")
 """Commands that are run beside muster."""
@@ -210,7 +213,7 @@ def test_the_commands_of_a_page_print_what_it_shows(page: Path, tmp_path: Path) 
 
 
 @pytest.mark.soak
-@quick_pages
+@pages_but_the_walk
 def test_the_commands_of_a_page_print_what_it_shows_as_a_person_runs_them(page: Path, tmp_path: Path) -> None:
     check_page(page.read_text(), tmp_path, interpreter_words())
 

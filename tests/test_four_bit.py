@@ -25,6 +25,7 @@ from muster.spec.workload import Workload
 from muster.train.memory_check import FAKE_KERNELS, measure_fake_rank
 from tests.fine_tuning import write_base_model, write_dialogues
 from tests.nf4 import codebook, dynamic_book, rounded
+from tests.sampling import quick_sample
 from tests.test_adapters import check_found, logits
 from tests.test_parity import GRADIENT_TOLERANCE, run
 from tests.train_runs import QUICK, train
@@ -127,8 +128,10 @@ def test_plans_train_as_a_plain_model_with_these_numbers(cache: Path) -> None:
     assert max(rank["gradient_error"] for rank in bad) > 1e4 * GRADIENT_TOLERANCE
 
 
-@pytest.mark.parametrize("targets", ["q,v", "all-linear"])
-@pytest.mark.parametrize("name", ["dp1-mb4", "dp1-mb4-fp32", "dp1-mb1-rfull", "dp2-z1-mb1", "dp2-z3-mb2", "pp2-mb1"])
+@pytest.mark.parametrize("targets", quick_sample(["q,v", "all-linear"], 0))
+@pytest.mark.parametrize(
+    "name", quick_sample(["dp1-mb4", "dp1-mb4-fp32", "dp1-mb1-rfull", "dp2-z1-mb1", "dp2-z3-mb2", "pp2-mb1"], 0, 4)
+)
 def test_memory_is_forecast_within_5_percent(name: str, targets: str) -> None:
     """And takes at most 0.6 of what the same adapters take beside whole weights."""
     optim, sizes = OptimConfig(lr=1e-3, freeze=ADAPTER_FREEZE), {"hidden_size": 1024, "intermediate_size": 3072}

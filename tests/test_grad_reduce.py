@@ -82,8 +82,8 @@ def test_a_name_says_that_gradients_travel_in_bf16() -> None:
     ],
 )
 def test_gradients_that_can_not_travel_in_bf16(name: str, sentence: str) -> None:
+    plan, workload = parse_plan_name(name), Workload(seq_len=64, global_batch_size=8)
     with pytest.raises(InfeasibleError, match=sentence):
-        plan, workload = parse_plan_name(name), Workload(seq_len=64, global_batch_size=8)
         require_runnable(plan, load_model("tiny"), workload, plan.world_size)
 
 

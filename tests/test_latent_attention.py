@@ -19,6 +19,7 @@ from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
 from tests.parity import FAMILIES
+from tests.sampling import quick_sample
 from tests.test_context_parallel import in_float64
 from tests.test_memory_forecast import assert_forecast_is_accounting
 from tests.test_parity import CHUNKED, GRADIENT_TOLERANCE, cache, check_parity, run  # noqa: F401
@@ -125,18 +126,21 @@ def wide_model(**latent: Any) -> ModelSpec:
 
 @pytest.mark.parametrize(
     ("latent", "name", "seq_len"),
-    [
-        ({}, "dp1-fp32", 4096),
-        ({}, "tp2-sp-relem", 8192),
-        ({"q_lora_rank": None}, "tp4-sp-rfull", 4096),
-        ({"v_head_dim": 192}, "cp2u", 4096),
-    ],
+    quick_sample(
+        [
+            ({}, "dp1-fp32", 4096),
+            ({}, "tp2-sp-relem", 8192),
+            ({"q_lora_rank": None}, "tp4-sp-rfull", 4096),
+            ({"v_head_dim": 192}, "cp2u", 4096),
+        ],
+        2,
+    ),
 )
 def test_forecast_is_what_pytorch_counts(latent: dict[str, Any], name: str, seq_len: int) -> None:
     assert_forecast_is_accounting(wide_model(**latent), name, seq_len, 2, only_ends=True)
 
 
-@pytest.mark.parametrize("name", ["dp2-ep2", "tp2-sp-etp2"])
+@pytest.mark.parametrize("name", quick_sample(["dp2-ep2", "tp2-sp-etp2"], 0))
 def test_forecast_of_experts_behind_latent_attention_is_what_pytorch_counts(name: str) -> None:
     moe = MoeSpec(num_experts=16, top_k=4, expert_size=1024, shared_size=1024, dense_layers=1, router="sigmoid")
     assert_forecast_is_accounting(wide_model().model_copy(update={"moe": moe}), name, 4096, 2, only_ends=True)

@@ -28,6 +28,7 @@ from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.supported import require_supported_model
 from muster.spec.workload import Workload
+from tests.sampling import quick_sample
 from tests.test_context_parallel import in_float64
 from tests.test_memory_forecast import assert_forecast_is_accounting
 from tests.test_parity import GRADIENT_TOLERANCE, cache, check_parity, run  # noqa: F401
@@ -279,12 +280,15 @@ def test_models_that_cannot_be_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "name", "seq_len"),
-    [
-        ("gla", "dp1-fp32", 4096),
-        ("simple_gla", "tp2-sp-relem", 4096),
-        ("gla", "cp4l", 16384),
-        ("gla", "cp4z", 8192),
-    ],
+    quick_sample(
+        [
+            ("gla", "dp1-fp32", 4096),
+            ("simple_gla", "tp2-sp-relem", 4096),
+            ("gla", "cp4l", 16384),
+            ("gla", "cp4z", 8192),
+        ],
+        1,
+    ),
 )
 def test_forecast_is_what_pytorch_counts(kind: str, name: str, seq_len: int) -> None:
     spec = linear_model(kind, hidden_size=4096, vocab_size=32000, num_heads=32, intermediate_size=14336)

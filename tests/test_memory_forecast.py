@@ -73,8 +73,11 @@ def assert_ranks_are_forecast(spec: ModelSpec, plan: Plan, workload: Workload, o
         ("pp2v2-szbv", 256, 2),
         ("pp2-oactd", 1024, 3),
         ("dp2-oact", 8192, 2),
-        ("cp4u-tile4-rfull-oact", 1 << 17, 1),  # nothing but two layers' inputs
-        ("tp4-sp-tile32-rfull-oact", 1 << 17, 1),  # attention's gathered input, beside sum and term of its gradient
+        # Nothing but two layers' inputs.
+        pytest.param("cp4u-tile4-rfull-oact", 1 << 17, 1, marks=pytest.mark.soak),
+        pytest.param(
+            "tp4-sp-tile32-rfull-oact", 1 << 17, 1, marks=pytest.mark.soak
+        ),  # attention's gathered input, beside sum and term of its gradient
         ("dp2-z2-oopt", 256, 2),  # no state in the device's memory
         ("pp2-oopt-oparam", 512, 2),  # nor parameters
         ("dp2-pp2-szbh1", 256, 2),  # z3 drops embedding and head after I

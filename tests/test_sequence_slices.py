@@ -27,6 +27,7 @@ from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.spec.workload import Workload
 from tests.ranks import run_ranks
+from tests.sampling import quick_sample
 from tests.test_comm_volume import assert_bytes_equal
 from tests.test_context_parallel import in_float64
 from tests.test_parity import cache, check_parity, run  # noqa: F401
@@ -163,7 +164,15 @@ def test_other_schedules_say_that_they_have_no_order() -> None:
 
 @pytest.mark.parametrize(
     ("name", "seq_len"),
-    [("pp2-slice4", 4096), ("pp2-slice4-rfull", 4096), ("pp2-slice8-oact", 4096), ("tp2-sp-pp2-slice8-relem", 4096)],
+    quick_sample(
+        [
+            ("pp2-slice4", 4096),
+            ("pp2-slice4-rfull", 4096),
+            ("pp2-slice8-oact", 4096),
+            ("tp2-sp-pp2-slice8-relem", 4096),
+        ],
+        1,
+    ),
 )
 def test_forecast_is_what_pytorch_counts(name: str, seq_len: int) -> None:
     model = ModelSpec(

@@ -44,15 +44,15 @@ SOUND = [
     {"plan": "dp2-z3-mb2", "precision": "bf16"},
     {"plan": "tp2-sp-rfull", "tied": True},
     {"plan": "pp2-vocab", "tied": True, "precision": "fp64"},
-    {"plan": "dp2x1-sgpipe", "optim": "muon", "z_loss": 1e-2},
-    {"plan": "tp2-sp", "family": "gpt2", "tied": True},
-    {"plan": "pp2-szbh1", "family": "gpt2", "precision": "bf16"},
     {"plan": "dp2-z1", "frozen": True},
     {"plan": "cp2a", "family": "qwen3"},
     {"plan": "dp2-z3-mb2-rfull", "precision": "fp8", "fp8_recipe": "rowwise"},
     {"plan": "pp2-szbh1", "freeze": ("embed.*", "layers.[01].*", "*norm.*"), "tied": True},
 ]
 MORE_SOUND = [
+    {"plan": "dp2x1-sgpipe", "optim": "muon", "z_loss": 1e-2},
+    {"plan": "pp2-szbh1", "family": "gpt2", "precision": "bf16"},
+    {"plan": "tp2-sp", "family": "gpt2", "tied": True},
     {"plan": "pp2-vocab-relem", "precision": "fp8", "tied": True},
     {"plan": "dp2-z1", "precision": "fp8", "family": "gpt2"},
     {"plan": "pp2-mb2", "precision": "fp8", "fp8_recipe": "mxfp8"},
