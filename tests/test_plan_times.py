@@ -17,7 +17,7 @@ from muster.spec.device import Nics
 from muster.spec.errors import InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import MEGATRON, MUSTER
-from muster.spec.layer_strategy import LayerStrategy
+from muster.spec.layer_strategy import LayerStrategy, Recompute
 from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.model import ModelSpec
 from muster.spec.model_components import LinearAttentionSpec, MlaSpec, MoeSpec
@@ -136,13 +136,14 @@ def test_a_row_for_each_rank_is_sent_fewer_times_than_one_for_each_expert():
 QWEN = load_model("qwen3-30b-a3b")
 
 
-def passes_of_experts(sequences: int = 1, **software: object) -> tuple[float, float]:
+def passes_of_experts(sequences: int = 1, recompute: Recompute = "none", **software: object) -> tuple[float, float]:
     """Return forward and backward of a layer of Qwen3 on a B200, without embedding and head, whose device is alone."""
     found = []
     for layers in (16, 17):
         spec = QWEN.model_copy(update={"num_layers": layers})
         workload = Workload(seq_len=4096, global_batch_size=8 * sequences)
-        plan = Plan(dp_shard=8, ep=8, micro_batch_size=sequences)
+        strategy = LayerStrategy(recompute=recompute)
+        plan = Plan(dp_shard=8, ep=8, micro_batch_size=sequences, default_strategy=strategy)
         times = plan_times(spec, plan, workload, load_cluster("8xb200"), FrameworkTraits.model_validate(software))
         found.append((times.seconds["F", 0], times.seconds["B", 0]))
     return found[1][0] - found[0][0], found[1][1] - found[0][1]
@@ -157,6 +158,12 @@ def test_the_host_limits_short_micro_batches_of_experts_unless_graphs_replay_the
     assert sum(alone) < 0.5 * (forward + backward)
     assert passes_of_experts(**host, cuda_graphs=True) == pytest.approx(alone)
     assert sum(passes_of_experts(**host, graphed=["attention", "router"])) < 0.7 * (forward + backward)
+    repeated = passes_of_experts(recompute="elementwise", **host)
+    assert repeated[0] == forward
+    assert (repeated[1] - backward) / 115e-6 == pytest.approx(round((repeated[1] - backward) / 115e-6), abs=0.1)
+    assert 5 <= (repeated[1] - backward) / 115e-6 <= 20, "norms, rotary positions, activations: an operator each"
+    graphed = passes_of_experts(recompute="elementwise", graphed=["attention"], **host)[1]
+    assert graphed - passes_of_experts(graphed=["attention"], **host)[1] < repeated[1] - backward
     long = sum(passes_of_experts(16, **host)), sum(passes_of_experts(16))
     assert long[0] == pytest.approx(long[1], rel=0.02)  # the device is the slower one
 

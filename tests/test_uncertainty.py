@@ -49,6 +49,15 @@ def test_a_device_measured_too_little_is_as_sure_as_others_without_calibration(m
     assert "all devices, precisions and models" in experts.source
 
 
+def test_a_precision_that_nobody_measured_is_as_sure_as_all_others_and_says_so(monkeypatch):
+    replace_errors(monkeypatch, measured("h100-sxm", [0.0] * 40, uncalibrated=[0.1] * 40))
+    for precision in ("fp32", "tf32"):
+        found = step_time_interval(DENSE, parse_plan_name(f"dp8-{precision}"), load_cluster("8xh100"))
+        assert found is not None
+        assert found.low == pytest.approx(1 / 1.1)
+        assert f"of all devices and precisions without their calibration (none in {precision})" in found.source
+
+
 def test_more_devices_than_were_measured_widen_the_interval(monkeypatch):
     replace_errors(monkeypatch, measured("h100-sxm", [0.0] * 20, most_devices=16))
     found = step_time_interval(DENSE, parse_plan_name("dp64"), load_cluster("64xh100"))

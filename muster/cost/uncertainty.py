@@ -27,6 +27,11 @@ PROFILED_ERRORS = (0.11, 0.08, -0.07, -0.1, 0.06, 0.22, 0.14, 0.13, 0.13, -0.05,
 """Errors on a machine that `muster profile` measured: benchmarks/predict_here.py and plan_here.py, in
 docs/performance.md."""
 
+_MEASURED = SCALED_PRECISIONS | {"bf16", "fp16"}
+"""Precisions of the measured configurations, which are fp8's or those of 16 bits."""
+_FIRST_OF_ANY_PRECISION = 2
+"""Number of the first class that has configurations of any precision."""
+
 
 @dataclass(frozen=True, slots=True)
 class MeasuredErrors:
@@ -92,9 +97,13 @@ def _device_interval(device: DeviceSpec, model: ModelSpec, plan: Plan, left_out:
     )
     alike = 0
     for number, (rows, words) in enumerate(zip(classes, said, strict=True)):
+        if plan.precision not in _MEASURED and number < _FIRST_OF_ANY_PRECISION:
+            continue
         count = sum(len(row.errors) for row in rows)
         if count >= MIN_CONFIGURATIONS:
             few = f" without their calibration ({alike or 'none'} of {said[0]})" if number else ""
+            if plan.precision not in _MEASURED:
+                few = f" without their calibration (none in {plan.precision})"
             return _interval_of(rows, number > 0, words + few, plan.world_size)
         alike = count if number == 0 else alike
     return None

@@ -1,6 +1,7 @@
 """Time of the host for a layer whose operators are Python modules: it begins kernels one after another, and where they
 are short, the device waits for it."""
 
+from muster.cost.time.pass_cost import PassCost
 from muster.cost.time.sublayer import LayerContext, SublayerCost
 
 BACKWARD_SHARE = 1.75
@@ -37,6 +38,15 @@ def add_host_time(at: LayerContext, attention: SublayerCost, mlp: SublayerCost, 
             mlp.forward.add_exposed("ep", EXCHANGE_WAITS * framework.operator_host_s)
         _add_experts(at, mlp)
     _add(mlp, framework.operator_host_s * operators)
+
+
+def with_host_time(at: LayerContext, again: PassCost, part: str = "") -> PassCost:
+    """Return the cost of operators that a backward repeats with the host's time for them; `part`: the part of a layer
+    that may be replayed from a graph."""
+    framework = at.framework
+    if not framework.operator_host_s or framework.cuda_graphs or part in framework.graphed:
+        return again
+    return again + PassCost(host_s=framework.operator_host_s * again.kernels)
 
 
 def _add(part: SublayerCost, forward_s: float) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from muster.cost.time.attention import add_latent_attention, add_linear_attention, add_self_attention
 from muster.cost.time.collectives import all_gather_s, all_reduce_s
 from muster.cost.time.expert_parallel import add_expert_exchange, add_experts
-from muster.cost.time.host_time import add_host_time
+from muster.cost.time.host_time import add_host_time, with_host_time
 from muster.cost.time.kernels import matmul_s, stream_s
 from muster.cost.time.mlp import add_mlp
 from muster.cost.time.pass_cost import PassCost
@@ -82,12 +82,14 @@ def _recompute_cost(at: LayerContext, attention: SublayerCost, mlp: SublayerCost
             stops_early = at.framework.early_stop_recompute and not at.model.has_post_norms
             return whole + mlp.last_matmul * -1 if stops_early else whole
         case "core_attention":
-            return attention.attention_core
+            return with_host_time(at, attention.attention_core, "attention")
         case "elementwise":
             latent = attention.latent_up_projections if at.framework.fp8_activations else PassCost()
-            return attention.elementwise + mlp.elementwise + latent
+            again = with_host_time(at, attention.elementwise + latent, "attention")
+            return again + with_host_time(at, mlp.elementwise)
         case "every_second_matmul":
-            return attention.elementwise + mlp.elementwise + (attention.matmuls + mlp.matmuls) * 0.5
+            again = with_host_time(at, attention.elementwise + attention.matmuls * 0.5, "attention")
+            return again + with_host_time(at, mlp.elementwise + mlp.matmuls * 0.5)
         case _:
             return PassCost()
 
