@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from muster.cli.main import main
 from muster.launch.peers.channel import Channel, RefusedError, accept, connect, create_secret, load_secret
 from muster.launch.peers.client import PeerClient, Stopped
 from muster.launch.peers.coordinator import Coordinator
@@ -261,6 +262,15 @@ def test_a_member_that_sends_garbage_is_dropped(group: Group) -> None:
     channel.send_message({"name": "x", "phase": 3})
     assert wait_for(lambda: any("it sends what no peer sends" in line for line in group.log)), group.log
     channel.close()
+
+
+@pytest.mark.parametrize("place", ["nonsense", "192.0.2.1:29600", "127.0.0.1:99999"])
+def test_a_coordinator_says_where_it_can_listen(place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["coordinator", "--listen", place, "--secret-file", str(tmp_path / "secret")]) == 2
+    told = capsys.readouterr().err
+    assert place in told
+    assert told.endswith("0.0.0.0:29600\n")
+    assert told.count("\n") == 1
 
 
 def test_a_peer_of_another_run_is_refused(group: Group) -> None:

@@ -92,7 +92,10 @@ def _listen(text: str) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise ConfigError(f"--listen {text}: that can't be listened at ({error.strerror}): give another") from None
+        raise ConfigError(
+            f"could not listen at {text} ({error.strerror}): expected an address of this machine and a free port, as"
+            f" 0.0.0.0:{PORT}"
+        ) from None
     listener.listen()
     return listener
 
