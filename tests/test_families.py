@@ -235,6 +235,8 @@ def test_a_model_of_no_family_names_the_nearest():
     spec = spec_from_hf_config(CONFIGS["qwen3"]).model_copy(update={"gated": False, "name": "odd"})
     with pytest.raises(InfeasibleError, match="model odd fits no Hugging Face family .*nearest is qwen3.* gated"):
         hf_config_from_spec(spec)
+    with pytest.raises(InfeasibleError, match="nearest is mixtral, which can't express its .*moe.dense_layers"):
+        hf_config_from_spec(load_model("tiny-moe"))
 
 
 def test_a_run_file_takes_a_directory(tmp_path):

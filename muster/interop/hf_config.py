@@ -100,7 +100,7 @@ def hf_config_from_spec(spec: ModelSpec, preferred: str | None = None) -> dict[s
 
     Raises InfeasibleError where none has.
     """
-    nearest: tuple[int, str, list[str]] | None = None
+    nearest: tuple[tuple[bool, int], str, list[str]] | None = None
     for kind, family in sorted(FAMILIES.items(), key=lambda pair: pair[0] != preferred):
         if family.write is None:
             continue
@@ -112,8 +112,9 @@ def hf_config_from_spec(spec: ModelSpec, preferred: str | None = None) -> dict[s
             continue
         if not lost:
             return config
-        if nearest is None or len(lost) < nearest[0]:
-            nearest = len(lost), kind, lost
+        distance = "moe" in lost, len(lost)  # a family without experts, or with them, is the farthest from the other
+        if nearest is None or distance < nearest[0]:
+            nearest = distance, kind, lost
     assert nearest is not None
     _, kind, lost = nearest
     raise InfeasibleError(
@@ -123,9 +124,16 @@ def hf_config_from_spec(spec: ModelSpec, preferred: str | None = None) -> dict[s
 
 
 def _differences(spec: ModelSpec, other: ModelSpec) -> list[str]:
-    fields = set(ModelSpec.model_fields) - _ONLY_IN_SPEC
+    """Return the fields in which two models differ; of experts that both have, the fields of these."""
     spec, other = (_without_training(one) for one in (spec, other))
-    return sorted(field for field in fields if getattr(spec, field) != getattr(other, field))
+    fields = set(ModelSpec.model_fields) - _ONLY_IN_SPEC
+    differing = [field for field in fields if getattr(spec, field) != getattr(other, field)]
+    ours, theirs = spec.moe, other.moe
+    if ours is not None and theirs is not None and "moe" in differing:
+        differing.remove("moe")
+        names = type(ours).model_fields
+        differing += [f"moe.{name}" for name in names if getattr(ours, name) != getattr(theirs, name)]
+    return sorted(differing)
 
 
 def _without_training(spec: ModelSpec) -> ModelSpec:
