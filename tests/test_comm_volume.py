@@ -84,6 +84,8 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
         ("dp2-cp2-zp2g1", False),
         ("dp4-zp2g2", False, {"family": "gpt2"}),
         ("dp2-tp2-zp1g1", False),
+        ("dp4-zp2g2-qwint8-qgint4", False),
+        ("dp4-bf16-zp1g2-qwint8-qgint8", True, {"bucket_layers": 3}),
         ("dp2-cp2a-z1", False, {"optim": "muon"}),
         ("dp2x1-cp2u-z2", True),
         ("pp2-cp2a-z2-vocab", True),

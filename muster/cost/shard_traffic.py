@@ -7,6 +7,7 @@ from collections.abc import Callable
 from muster.config.freezing import is_frozen
 from muster.config.optim_config import OptimConfig
 from muster.cost.precision_bytes import compute_bytes, grad_reduce_bytes, master_bytes
+from muster.layout.island_bytes import Compression, encoded_bytes, island_chunk
 from muster.layout.mesh import MeshCoordinates, dp_index_of
 from muster.layout.tensor_layout import VOCAB_PARAMETERS, is_expert, stage_shards, state_shard_numel
 from muster.spec.four_bit import part_bytes
@@ -50,6 +51,8 @@ def shard_axis_bytes(
     if plan.reduce_ranks(mesh) == mesh.state_shards:
         reduced = _reduced_numel(spec, plan, workload, stage, at, optim, experts=experts)
     gathered = _padded_numel(spec, plan, stage, at, gathers, experts, compute_bytes(plan.precision))
+    if plan.quantized_weights != "none":
+        gathered = _encoded_bytes(spec, plan, stage, at, plan.quantized_weights)
     kind = "all_to_all" if plan.grad_reduce_dtype == "bf16" else "reduce_scatter"
     return Counter({"all_gather": gathered, kind: reduced * ranks * grad_reduce_bytes(plan)})
 
@@ -74,7 +77,33 @@ def shard_level_bytes(
         last = _reduced_numel(spec, plan, workload, stage, at, optim, once=plan.reduces_replicas_once)
         sent["grads"] = Counter(reduce_scatter=reduced * ranks * master_bytes(plan.precision))
         sent["between_grads"] = Counter(reduce_scatter=last * ranks // grads * master_bytes(plan.precision))
+        if (compression := plan.quantized_gradients) != "none":
+            passes = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at)) * plan.sequence_slices
+            times = 1 if plan.reduces_replicas_once else passes
+            each = _encoded_bytes(spec, plan, stage, at, compression, optim)
+            sent["between_grads"] = Counter(all_to_all=times * each * ranks // grads)
     return sent
+
+
+def _encoded_bytes(
+    spec: ModelSpec,
+    plan: Plan,
+    stage: int,
+    at: MeshCoordinates,
+    compression: Compression,
+    optim: OptimConfig | None = None,
+) -> int:
+    """Return the bytes of a rank's shards of a stage's parameters in integers, whole blocks of these for each group
+    that `fully_shard` gathers; without those that are frozen."""
+    layers: dict[str, int] = {}
+    groups: Counter[int] = Counter()
+    for name, _, part, *_ in stage_shards(spec, plan, stage, at):
+        head, _, rest = name.partition(".")
+        group = -1
+        if head in ("layers", "mtp"):
+            group = layers.setdefault(f"{head}.{rest.partition('.')[0]}", len(layers)) // plan.bucket_layers
+        groups[group] += 0 if is_frozen(optim, name) else state_shard_numel(plan.mesh(stage), name, part.size)
+    return sum(encoded_bytes(island_chunk(numel, 1, compression), compression) for numel in groups.values())
 
 
 def _once(name: str) -> int:

@@ -24,7 +24,7 @@ _REASONS = {
     "activation_checkpointing.": "the plan sets recompute by layer: parallel.default_strategy.recompute",
     "zero_optimization.": _ITSELF,
     "zero_optimization.offload": "a plan offloads activations: parallel.default_strategy.offload",
-    "zero_optimization.zero_quantized": "the plan gathers parameters and reduces gradients unquantized",
+    "zero_optimization.zero_quantized": "parallel.quantized_weights and quantized_gradients are of plans with zpNgM",
     "fp16.": "the loss scale adjusts itself",
     "communication_data_type": "gradients are reduced in fp32",
     "prescale_gradients": _ITSELF,

@@ -19,6 +19,20 @@ def island_chunk(numel: int, islands: int, compression: Compression) -> int:
     return -(-chunk // block) * block
 
 
+def encoded_bytes(numel: int, compression: Compression, element_bytes: int = 4) -> int:
+    """Return the bytes in which so many elements of `element_bytes` travel, whole blocks of them under integers."""
+    if compression not in BLOCKS:
+        return numel * (2 if compression == "bf16" else element_bytes)
+    return (numel if compression == "int8" else numel // 2) + 4 * (numel // BLOCKS[compression])
+
+
+def encoded_element_bytes(compression: Compression) -> float | None:
+    """Return the bytes of an element in integers, with its share of a scale; None for numbers as they are."""
+    if compression not in BLOCKS:
+        return None
+    return encoded_bytes(BLOCKS[compression], compression) / BLOCKS[compression]
+
+
 def island_reduce_bytes(numel: int, islands: int, compression: Compression, element_bytes: int = 4) -> int:
     """Return the bytes that a rank sends to all-reduce `numel` elements of `element_bytes` between islands.
 
@@ -27,11 +41,7 @@ def island_reduce_bytes(numel: int, islands: int, compression: Compression, elem
     R. Thakur et al. 2005, §4.5, with compressed elements).
     """
     chunk = island_chunk(numel, islands, compression)
-    if compression in BLOCKS:
-        part = (chunk if compression == "int8" else chunk // 2) + 4 * (chunk // BLOCKS[compression])
-    else:
-        part = chunk * (2 if compression == "bf16" else element_bytes)
-    return 2 * (islands - 1) * part
+    return 2 * (islands - 1) * encoded_bytes(chunk, compression, element_bytes)
 
 
 def travels_in_factors(shape: tuple[int, ...], rank: int | None) -> bool:

@@ -75,8 +75,8 @@ def apply_fsdp(module: Decoder, world: World, zero: ZeroLevel, plan: Plan) -> bo
         # A GPU overlaps the all-gather on its own stream; a CPU only if the call doesn't wait.
         part._set_unshard_async_op(world.device.type == "cpu")
     if (levels := world.groups.shard_levels) is not None:
-        module.leveled_collectives = LeveledCollectives(levels)  # type: ignore[assignment]
-        for part in fsdp_modules(module):
+        module.leveled_collectives = LeveledCollectives(levels, plan)  # type: ignore[assignment]
+        for part in {id(_state(part)): part for part in fsdp_modules(module)}.values():  # one of each bucket
             module.leveled_collectives.attach(part)
     if zero == "z3":
         _set_prefetch([bucket[0] for bucket in buckets], plan.prefetch_buckets)

@@ -17,8 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.functional import pad
 
+from muster.layout.island_bytes import BLOCKS, Compression
 from muster.parallel.axis import all_gather_into_tensor, reduce_scatter_tensor
+from muster.parallel.island_exchange import decode, encode
+from muster.spec.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,9 @@ class ShardLevels:
 class LeveledAllGather:
     """The all-gather of one group of parameters: from all ranks until `keep`, then from the copies of neighbours."""
 
-    def __init__(self, levels: ShardLevels) -> None:
+    def __init__(self, levels: ShardLevels, compression: Compression) -> None:
         self._levels = levels
+        self._compression: Compression = compression
         self._keeps = False
         self._copy: Tensor | None = None
         """This rank's part of the neighbours' copy of the parameters, [N c / P], in the dtype of the passes."""
@@ -54,10 +59,22 @@ class LeveledAllGather:
         if not self._keeps:
             return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
         assert self._levels.params is not None
-        all_gather_into_tensor(output_tensor, input_tensor, group=group)
+        if self._compression == "none":
+            all_gather_into_tensor(output_tensor, input_tensor, group=group)
+        else:
+            self._gather_rounded(output_tensor, input_tensor, group)
         parts = output_tensor.view(self._levels.params.size(), -1)
         self._copy = parts[self._levels.params.rank()].clone()
         return None
+
+    def _gather_rounded(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> None:
+        """Gather in few bits: every rank, the owner too, gets the same rounded parameters."""
+        own = encode(_in_blocks(input_tensor, self._compression), self._compression)
+        gathered = own.new_empty(group.size() * own.numel())
+        all_gather_into_tensor(gathered, own, group=group)
+        whole, count = output_tensor.view(group.size(), -1), input_tensor.numel()
+        for chunk, encoded in zip(whole, gathered.view(group.size(), -1), strict=True):
+            chunk.copy_(decode(encoded, self._compression, output_tensor.dtype)[:count])
 
     def keep(self) -> None:
         """Let the next gather keep this rank's part for those that follow."""
@@ -71,8 +88,9 @@ class LeveledAllGather:
 class LeveledReduceScatter:
     """The reduce-scatter of one group's gradients: over neighbours, and, where it `is_due`, on to all ranks."""
 
-    def __init__(self, levels: ShardLevels) -> None:
+    def __init__(self, levels: ShardLevels, compression: Compression) -> None:
         self._levels = levels
+        self._compression: Compression = compression
         self.is_due = True
         self.sums: Tensor | None = None
         """Gradients that wait for the reduction to all ranks, [N c / G]: of the chunks of the ranks of this one's
@@ -101,28 +119,45 @@ class LeveledReduceScatter:
         if self.sums is not None:
             reduced += self.sums
         self.sums = None if self.is_due else reduced
-        if self.is_due:
+        if not self.is_due:
+            output_tensor.zero_()
+        elif self._compression == "none":
             reduce_scatter_tensor(output_tensor, reduced, op=op, group=far)
         else:
-            output_tensor.zero_()
+            self._reduce_rounded(output_tensor, reduced, far)
+
+    def _reduce_rounded(self, output_tensor: Tensor, reduced: Tensor, far: dist.ProcessGroup) -> None:
+        """Send each rank its chunk in few bits, rounded once, and add up what arrives in full precision."""
+        chunks = reduced.view(far.size(), -1)
+        sent = torch.stack([encode(_in_blocks(chunk, self._compression), self._compression) for chunk in chunks])
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=far)
+        output_tensor.zero_()
+        for encoded in received:
+            output_tensor += decode(encoded, self._compression, output_tensor.dtype)[: output_tensor.numel()]
+
+
+def _in_blocks(values: Tensor, compression: Compression) -> Tensor:
+    """Return values with zeros behind them that fill the last block with a scale."""
+    return pad(values, (0, -values.numel() % BLOCKS[compression]))
 
 
 class LeveledCollectives:
     """The collectives of all groups of a stage's parameters."""
 
-    def __init__(self, levels: ShardLevels) -> None:
-        self._levels = levels
+    def __init__(self, levels: ShardLevels, plan: Plan) -> None:
+        self._levels, self._plan = levels, plan
         self._gathers: list[tuple[FSDPModule, LeveledAllGather]] = []
         self._reductions: list[LeveledReduceScatter] = []
 
     def attach(self, part: FSDPModule) -> None:
         """Replace the collectives of a module's own parameters."""
         if self._levels.params is not None:
-            gather = LeveledAllGather(self._levels)
+            gather = LeveledAllGather(self._levels, self._plan.quantized_weights)
             self._gathers.append((part, gather))
             part.set_custom_all_gather(gather)  # type: ignore[arg-type] -- has the methods of torch's base class
         if self._levels.grads is not None:
-            reduction = LeveledReduceScatter(self._levels)
+            reduction = LeveledReduceScatter(self._levels, self._plan.quantized_gradients)
             self._reductions.append(reduction)
             part.set_custom_reduce_scatter(reduction)  # type: ignore[arg-type]
 

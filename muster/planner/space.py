@@ -274,6 +274,7 @@ def make_plan(
         update={
             "dp_replicate": dp_replicate,
             "dp_shard": dp_shard,
+            **{name: request.fixed[name] for name in QUANTIZED if name in request.fixed},
             "param_shard_size": param_shard_size,
             "grad_shard_size": grad_shard_size,
             "tp": shape.tp,
@@ -401,6 +402,7 @@ def data_shardings(request: PlanRequest, shape: MeshShape) -> list[DataSharding]
 
 
 SHARD_SIZES = ("param_shard_size", "grad_shard_size")
+QUANTIZED = ("quantized_weights", "quantized_gradients")
 
 
 def _admits_sharding(request: PlanRequest, sharding: DataSharding) -> bool:

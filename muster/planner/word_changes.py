@@ -13,7 +13,7 @@ from muster.planner.neighbours import COMPENSATING_AXES, with_all_layers, with_d
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
 from muster.planner.search_budget import PLAN_WORK, SearchBudget, fit_work, simulation_work
-from muster.planner.space import SHARD_SIZES, is_admitted, micro_batch_sizes, schedule_options
+from muster.planner.space import QUANTIZED, SHARD_SIZES, is_admitted, micro_batch_sizes, schedule_options
 from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.legality import plan_violations
 from muster.spec.plan import Plan
@@ -73,7 +73,7 @@ def _with_required_degrees(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
     """Yield the plan with the required degrees: others give way so that all devices stay in use."""
     now = {axis: getattr(plan, axis) for axis in _DEGREES}
     wanted = {axis: request.fixed.get(axis, degree) for axis, degree in now.items()}
-    names = ("ep", "micro_batch_size", *SHARD_SIZES)
+    names = ("ep", "micro_batch_size", *SHARD_SIZES, *QUANTIZED)
     others = {name: request.fixed[name] for name in names if name in request.fixed}
     strategy = {name: value for name, value in request.fixed.items() if name in LayerStrategy.model_fields}
     for degrees in _filling(wanted, request):

@@ -204,6 +204,13 @@ class Plan(Frozen):
     axis_order: tuple[str, ...] = MESH_AXES
     """Mesh axes, outermost first."""
 
+    quantized_weights: Literal["none", "int8"] = "none"
+    """Numbers in which parameters travel to the copies of `param_shard_size` neighbours: as in passes, or as 8-bit
+    integers with a scale for each 1,024, which rounds what passes compute with (ZeRO++'s qwZ, arXiv:2306.10209)."""
+    quantized_gradients: Literal["none", "int8", "int4"] = "none"
+    """Numbers in which sums of gradients travel between groups of `grad_shard_size` neighbours: as they are, or as
+    integers with a scale for each 1,024 (int8) or 64 (int4), rounded once, by an all-to-all (ZeRO++'s qgZ)."""
+
     @model_validator(mode="before")
     @classmethod
     def _complete_overrides(cls, data: object) -> object:
@@ -547,7 +554,7 @@ _ADDED_LATER = (
     *("cp_comm_type", "cp_ulysses_degree", "cp_window_size", "dynamic_context_parallel", "sequence_tiles"),
     *("ep_dispatcher", "ep_inner_size", "ep_chunks", "sequence_slices", "cuda_graphs", "fp8_recipe"),
     *("expert_placement", "ep_redundant_experts", "ep_dispatch_dtype", "ep_lsh_rate", "islands"),
-    *("param_shard_size", "grad_shard_size", "grad_reduce_dtype"),
+    *("param_shard_size", "grad_shard_size", "quantized_weights", "quantized_gradients", "grad_reduce_dtype"),
 )
 """Fields of a plan that are younger than the hashes in files."""
 

@@ -174,6 +174,8 @@ _NAME_PARTS = (
         lambda params, grads: {"param_shard_size": int(params), "grad_shard_size": int(grads)},
     ),
     _NamePart("gbf16", "g(bf16)", lambda dtype: {"grad_reduce_dtype": dtype}),
+    _NamePart("qwint8", "qw(int8)", lambda dtype: {"quantized_weights": dtype}),
+    _NamePart("qgint8, qgint4", "qg(int8|int4)", lambda dtype: {"quantized_gradients": dtype}),
     _SCHEDULE_PART,
     _NamePart(
         "inflightN", r"inflight(\d{1,9}(?:\.\d{1,3})?)", lambda text: {"max_in_flight_micro_batches": float(text)}
@@ -283,6 +285,8 @@ def _format_parts(plan: Plan) -> list[str]:
         strategy.zero: strategy.zero != "z3",
         f"zp{plan.param_shard_size}g{plan.grad_shard_size}": plan.has_shard_levels,
         f"g{plan.grad_reduce_dtype}": plan.grad_reduce_dtype != "fp32",
+        f"qw{plan.quantized_weights}": plan.quantized_weights != "none",
+        f"qg{plan.quantized_gradients}": plan.quantized_gradients != "none",
         "s" + plan.schedule.replace("-", ""): plan.schedule != DEFAULT_SCHEDULE,
         f"inflight{plan.max_in_flight_micro_batches or 0:g}": plan.max_in_flight_micro_batches is not None,
         "pv": plan.post_validation,

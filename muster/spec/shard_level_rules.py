@@ -26,7 +26,7 @@ def _is_plain(plan: Plan) -> bool:
     return all(plan.gather_ranks(mesh) == plan.reduce_ranks(mesh) == mesh.state_shards for mesh in plan.distinct_meshes)
 
 
-_ONE_LEVEL = setting(param_shard_size=None, grad_shard_size=None)
+_ONE_LEVEL = setting(param_shard_size=None, grad_shard_size=None, quantized_weights="none", quantized_gradients="none")
 
 SHARD_LEVEL_LEGAL_RULES: tuple[Rule, ...] = (
     Rule(
@@ -47,6 +47,19 @@ SHARD_LEVEL_LEGAL_RULES: tuple[Rule, ...] = (
         "param_shard_size and grad_shard_size (zpNgM) are all ranks that share a stage's state: that is z3, so leave"
         " them out",
         _ONE_LEVEL,
+    ),
+    Rule(
+        lambda plan: plan.quantized_weights != "none" and not all(map(plan.copies_params, plan.distinct_meshes)),
+        "quantized_weights (qwint8) round parameters on their way to copies, which zpNgM makes with N below all ranks",
+        setting(quantized_weights="none"),
+    ),
+    Rule(
+        lambda plan: (
+            plan.quantized_gradients != "none"
+            and any(plan.reduce_ranks(mesh) == mesh.state_shards for mesh in plan.distinct_meshes)
+        ),
+        "quantized_gradients (qgint8, qgint4) round sums between groups of ranks: zpNgM has any with M below all ranks",
+        setting(quantized_gradients="none"),
     ),
 )
 """Combinations that have no meaning."""

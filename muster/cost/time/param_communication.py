@@ -17,6 +17,7 @@ from muster.cost.time.collectives import (
 from muster.cost.time.kernels import stream_s
 from muster.cost.time.pass_cost import OVERLAP_SLOWDOWN
 from muster.cost.time.rank_placement import PlacedPlan
+from muster.layout.island_bytes import encoded_element_bytes
 from muster.schedule.action import Kind
 from muster.spec.four_bit import stored_element_bytes
 from muster.spec.model import layer_parameter_shapes, stage_parameter_shapes
@@ -142,7 +143,11 @@ class ParamCommunication:
     def _further_reduction_s(self, size: float) -> float:
         """Return the seconds to complete the reduction of so many bytes of gradients."""
         if self.between_reducing is not None:
-            return reduce_scatter_s(self.between_reducing, size / self.reducing.size)
+            each, share = size / self.reducing.size, encoded_element_bytes(self.plan.quantized_gradients)
+            if share is None:
+                return reduce_scatter_s(self.between_reducing, each)
+            size = each * share / self.framework.grad_bytes
+            return all_to_all_s(self.between_reducing, size) + stream_s(self.groups.device, 2 * (each + size))
         return all_reduce_s(self.replicas, size / self.data.size)
 
     def _per_tensor_s(self) -> float:
@@ -167,7 +172,11 @@ class ParamCommunication:
         layers = self.layers[:1] if self.cache.layers_are_alike else self.layers
         held = sum(self._layer_bytes(layer) - self._layer_numel(layer) * self.element_bytes for layer in layers)
         smaller = held * len(self.layers) / max(1, len(layers))
-        gather_s = gather(self.data, self.numel * self.element_bytes + smaller)
+        gathered = self.numel * self.element_bytes + smaller
+        gather_s = gather(self.data, gathered)
+        if (share := encoded_element_bytes(self.plan.quantized_weights)) is not None:
+            gather_s = gather(self.data, self.numel * share)
+            gather_s += stream_s(self.groups.device, self.numel * share + gathered)
         first = 1 / max(1, len(self.layers))
         if software.joint_ends:
             first = min(1.0, self._ends_numel / self.numel + (1 - self._ends_numel / self.numel) * first)

@@ -24,6 +24,7 @@ from muster.cost.time.profiled_cost import ProfiledCost
 from muster.cost.time.profiled_experts import add_experts
 from muster.cost.time.rate_interpolation import RateInterpolator
 from muster.cost.time.trained_parts import trained_parts
+from muster.layout.island_bytes import encoded_element_bytes
 from muster.layout.tensor_layout import chunk_bounds, is_expert, stage_shards, stages_on, state_shard_ranks
 from muster.schedule.action import Kind
 from muster.schedule.offload import LAYER_COPIES
@@ -466,6 +467,9 @@ class _StagePasses:
         copies_s = (
             self.rates.kernel("copy", numbers) if bucket[1] > 1 or self.size < master_bytes(self.plan.precision) else 0
         )
+        share = None if in_pass else encoded_element_bytes(self.plan.quantized_weights)
+        if share is not None:  # integers, made of the parameters and made parameters of again
+            return self.rates.collective("all_gather", ranks, round(own * share)) + 2 * copies_s
         return self.rates.collective("all_gather", ranks, own * self.size) + copies_s
 
     def _reduce(self, bucket: tuple[int, int]) -> float:
@@ -485,7 +489,9 @@ class _StagePasses:
         if others > 1:
             once = self.plan.reduces_replicas_once
             count = self.plan.num_stage_micro_batches(self.stage, self.workload) if once else 1
-            further_s = self.rates.collective("reduce_scatter", others, own * wide) / count
+            share = encoded_element_bytes(self.plan.quantized_gradients)
+            further_s = self.rates.collective("reduce_scatter", others, round(own * (share or wide)))
+            further_s = (further_s + (share is not None) * self.rates.kernel("copy", 2 * own)) / count
             return time_s + further_s + self.rates.kernel("copy", numbers)
         if self.plan.grad_reduce_dtype == "bf16" and ranks > 1:
             time_s += self.rates.kernel("copy", numbers) + self.rates.kernel("add", numbers)
