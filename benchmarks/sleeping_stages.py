@@ -1,17 +1,21 @@
 """Does the executor keep to the schedule? Runs schedules whose passes sleep; compares makespans.
 
-    python -m benchmarks.sleeping_stages [SCHEDULE …] [--ranks 4] [--micro-batches 8] [--rounds 3] [--no-wait]
+    python -m benchmarks.sleeping_stages [SCHEDULE …] [--ranks 4] [--micro-batches 8] [--rounds 3] [--no-wait | --pairs]
 
 Sleeping passes need no core, so the bubbles of 4 ranks show on 2 cores too. How long a pass really sleeps and a p2p
 transfer takes is measured in the same run, one at a time. Prints, per schedule, simulated and measured makespan
 (median and spread over rounds) and their ratio. With --no-wait instead: six steps of each schedule with
-a norm of all ranks before each, and with that norm all-reduced during the next step (post-validation), in turn.
+a norm of all ranks before each, and with that norm all-reduced during the next step (post-validation), in turn. With
+--pairs: DualPipe and DualPipe-V with two exchanges in each forward and backward, which take time on links alone, run
+one after another and as pairs; the overlap efficiency η of a pair is the time that it saves over the most that it
+could, the smaller of what it computes and what it exchanges.
 """
 
 import argparse
 import multiprocessing
 import time
 from collections.abc import Callable
+from itertools import pairwise, zip_longest
 from statistics import median
 
 import torch
@@ -19,8 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muster.cost.time.op_times import OpTimes
+from muster.cost.time.pass_cost import OVERLAP_SLOWDOWN
+from muster.cost.time.pass_pairs import Turns as PassTurns
+from muster.cost.time.pass_pairs import pair_s
 from muster.parallel.executor import Executor
 from muster.parallel.p2p import direct_routes
+from muster.parallel.turns import Turns
 from muster.schedule.action import Action
 from muster.schedule.lower import LoweringOptions, lower
 from muster.schedule.registry import make_schedule
@@ -32,6 +40,8 @@ from muster.spec.schedules import SCHEDULES
 
 SLEEP_S = {"F": 0.05, "I": 0.06, "W": 0.05, "B": 0.11}
 """Duration of each stage's passes."""
+EXCHANGE_S = 0.02
+"""With --pairs, of each of the two exchanges of a forward or a backward."""
 STEPS = 6
 """With --no-wait, in a row."""
 
@@ -128,7 +138,7 @@ def executor_of(schedule: Schedule, rank: int, handlers: dict[str, Callable[[Act
 def span_s(executor: Executor, steps: int) -> float:
     """Seconds from the first begin to the last end on any rank."""
     dist.barrier()
-    events = [event for _ in range(steps) for event in executor.run()]
+    events = [event for _ in range(steps) for event in executor.run().events()]
     ends = torch.tensor([-min(e.start_s for e in events), max(e.end_s for e in events)], dtype=torch.float64)
     dist.all_reduce(ends, dist.ReduceOp.MAX)
     return ends.sum().item()
@@ -180,6 +190,67 @@ def compare_waiting(rank: int, args: argparse.Namespace) -> None:
             print(f"{schedule.name:14} {waiting_s:8.3f} s {ahead_s:8.3f} s {ahead_s / waiting_s:7.3f}", flush=True)
 
 
+class ExchangingStage(SleepingStage):
+    """A stage whose forwards and backwards exchange twice."""
+
+    def __init__(self, turns: Turns) -> None:
+        self.turns = turns
+        self.links_free_s = 0.0
+
+    def _sleep(self, kind: str) -> Tensor:
+        turns = turns_of(kind)
+        for computed_s, exchanged_s in zip_longest(turns.computed_s, turns.exchanged_s, fillvalue=0.0):
+            time.sleep(computed_s)
+            if exchanged_s:
+                self.links_free_s = arrival_s = max(time.perf_counter(), self.links_free_s) + exchanged_s
+                self.turns.hand_over()
+                time.sleep(max(0.0, arrival_s - time.perf_counter()))
+        return self.result
+
+
+def turns_of(kind: str) -> PassTurns:
+    if kind == "W":
+        return PassTurns((SLEEP_S[kind],))
+    return PassTurns(tuple(part * SLEEP_S[kind] for part in (0.25, 0.5, 0.25)), (EXCHANGE_S, EXCHANGE_S))
+
+
+def compare_pairs(rank: int, args: argparse.Namespace, p2p_s: float) -> None:
+    handlers: dict[str, Callable[[Action], None]] = {"GRAD_NORM": lambda _: dist.barrier()}
+    handlers |= dict.fromkeys(("ALL_REDUCE_REPLICAS", "STEP"), lambda _: None)
+    one, other = turns_of("F"), turns_of("B")
+    alone_s, most_s = one.alone_s + other.alone_s, min(sum(one.computed_s + other.computed_s), 4 * EXCHANGE_S)
+    # Sleeping passes aren't slower beside an exchange.
+    together_s = (pair_s(one, other) - OVERLAP_SLOWDOWN * alone_s) / (1 - OVERLAP_SLOWDOWN)
+    if rank == 0:
+        print(f"{'schedule':12} {'apart':>9} {'pairs':>9} {'simulated':>10} {'η of pairs':>11} {'predicted':>10}")
+    for name in args.schedules or ["dualpipe", "dualpipe-v"]:
+        entry, spans, efficiency = SCHEDULES[name], list[float](), 0.0
+        for share in (None, 1.0):
+            spec = ScheduleSpec(args.ranks, args.micro_batches, 2, replicas=entry.default_replicas, pair_share=share)
+            program = lower(make_schedule(name, spec), LoweringOptions())
+            turns = Turns(torch.device("cpu"))
+            stages = {index: ExchangingStage(turns) for index, place in enumerate(program.placement) if place == rank}
+            routes = direct_routes(program.placement)
+            executor = Executor(program, rank, rank, stages, routes, handlers, turns=turns)
+            spans.append(median(span_s(executor, 1) for _ in range(args.rounds)))
+            passes = [event for event in executor.run().events() if event.lane == "compute"]
+            took_s = [after.end_s - event.start_s for event, after in pairwise(passes) if event.action in program.pairs]
+            if took_s:
+                means = torch.tensor([sum(took_s), len(took_s)], dtype=torch.float64)
+                dist.all_reduce(means)
+                efficiency = (alone_s - means[0].item() / means[1].item()) / most_s
+        numbers = range(len(program.placement))
+        known = {(kind, -1): turns_of(kind).alone_s for kind in SLEEP_S}
+        times = OpTimes(known, p2p_s, pairs_s={(f, b): together_s for f in numbers for b in numbers})
+        simulated_s = simulate(program, times).makespan_s
+        if rank == 0:
+            print(
+                f"{name:12} {spans[0]:7.3f} s {spans[1]:7.3f} s {simulated_s:8.3f} s {efficiency:11.2f}"
+                f" {(alone_s - together_s) / most_s:10.2f}",
+                flush=True,
+            )
+
+
 def run_rank(rank: int, port: int, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -188,7 +259,9 @@ def run_rank(rank: int, port: int, args: argparse.Namespace) -> None:
     if rank == 0:
         shown = ", ".join(f"{kind} {seconds * 1e3:.1f} ms" for kind, seconds in passes.items())
         print(f"{args.ranks} ranks, {args.micro_batches} micro-batches, {shown}, p2p {p2p_s * 1e3:.2f} ms", flush=True)
-    if args.no_wait:
+    if args.pairs:
+        compare_pairs(rank, args, p2p_s)
+    elif args.no_wait:
         compare_waiting(rank, args)
     else:
         compare_simulated(rank, args, passes, p2p_s)
@@ -203,6 +276,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-wait", action="store_true")
+    parser.add_argument("--pairs", action="store_true")
     args = parser.parse_args()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     spawn = multiprocessing.get_context("spawn")
