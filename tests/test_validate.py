@@ -868,6 +868,7 @@ def test_sweeps():
     [sweep] = score_sweeps(scored(*rows, failed, answer=answer))
     assert (sweep.layouts, sweep.failed) == (6, 1)
     assert sweep.rank_correlation == pytest.approx(spearman([12.1, 12.2, 11.1, 11.2, 13.1, 13.2], range(6)))
+    assert (sweep.misordered, sweep.pairs) == (4, 15)  # (10, 12), (10, 13), (11, 12) and (11, 13), 9 to 30 % apart
     assert sweep.first_reaches == pytest.approx(10 / 12)
     assert sweep.best_in_first_three
     assert sweep.three_reach == 1.0

@@ -173,6 +173,7 @@ def sweep_rows(summary: Summary) -> list[Cells]:
         "layouts",
         "OOM",
         "rank corr.",
+        "misordered",
         "first reaches",
         "of those that ran",
         "first three reach",
@@ -183,6 +184,7 @@ def sweep_rows(summary: Summary) -> list[Cells]:
         *(
             (
                 *(sweep.name, str(sweep.layouts), str(sweep.failed), f"{sweep.rank_correlation:.2f}"),
+                f"{sweep.misordered} of {sweep.pairs}",
                 *(format_percent(100 * sweep.first_reaches), format_percent(100 * sweep.first_timed_reaches)),
                 format_percent(100 * sweep.three_reach),
                 "yes" if sweep.best_in_first_three else "no",

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from math import inf
 from statistics import mean
 
@@ -11,6 +12,9 @@ from muster.validate.comparison import RowResult
 
 MIN_LAYOUTS = 6
 """Minimum of timed layouts in a sweep."""
+REPEATABILITY = 0.06
+"""Relative difference of times up to which their order says little: repeated measurements of one configuration differ
+by 1.4 to 6 %, as medians of the shipped sources, and up to 11 %."""
 MIN_SMALL_LAYOUTS = 2
 """Minimum of a small sweep, which is reported apart: two layouts show if the better one is recognized."""
 
@@ -38,6 +42,13 @@ class Sweep:
     """Same, among the layouts that ran."""
     three_reach: float
     """Throughput of the best of the first three, as a fraction of the best measured."""
+    misordered: int
+    """Pairs of layouts in the wrong order whose measured times differ by more than repeated measurements do."""
+
+    @property
+    def pairs(self) -> int:
+        """Number of pairs of timed layouts."""
+        return self.layouts * (self.layouts - 1) // 2
 
     @property
     def best_in_first_three(self) -> bool:
@@ -77,7 +88,15 @@ def _sweep(key: tuple[object, ...], group: Sequence[RowResult], least: int, most
     )
     correlation = spearman([result.predicted_s for result in timed], measured)
     ran = next(speed for speed in speeds if speed)
-    return Sweep(name, len(timed), len(failed), correlation, speeds[0], ran, max(speeds[:3]))
+    counts = len(timed), len(failed)
+    return Sweep(name, *counts, correlation, speeds[0], ran, max(speeds[:3]), _count_misordered(timed))
+
+
+def _count_misordered(timed: Sequence[RowResult]) -> int:
+    """Return the number of pairs in the wrong order whose measured times differ by more than `REPEATABILITY`."""
+    pairs = [sorted(pair, key=_measured_s) for pair in combinations(timed, 2)]
+    apart = [pair for pair in pairs if _measured_s(pair[1]) > (1 + REPEATABILITY) * _measured_s(pair[0])]
+    return sum(fast.predicted_s > slow.predicted_s for fast, slow in apart)
 
 
 def _rank(result: RowResult) -> tuple[bool, bool, float]:
