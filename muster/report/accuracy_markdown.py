@@ -64,8 +64,8 @@ Layouts of one model on the same devices with the same batch and attention kerne
 ranks layouts that leave 12 % of the memory free first, then others that fit, each by predicted time. *misordered*:
 pairs in the wrong order whose measured times differ by more than 6 %, as much as repeated measurements do. *first
 reaches* is the measured throughput of the layout ranked first as a fraction of the best measured one, 0 if it ran out
-of memory; *of those that ran* ignores layouts that ran out of memory; *first three reach* is the best of the first three,
-and *best in 3* tells if that is the best of all.
+of memory; *of those that ran* ignores layouts that ran out of memory; *first three reach* is the best of the first
+three, and *best in 3* tells if that is the best of all.
 """,
     AXIS_BIAS: """\
 Pairs of layouts of one sweep, small ones included, that differ in one axis alone (and in the remaining data-parallel
