@@ -31,7 +31,8 @@ def keep_grouped_rates(model: ModelSpec, run_dir: Path, resumes: bool) -> None:
         return
     if device.rates is None:
         return
-    found = {precision: kernels.grouped_matmuls for precision, kernels in device.rates.kernels.items()}
+    kernels = device.rates.kernels.items()
+    found: dict[Precision, GroupedMatmuls] = {precision: one.grouped_matmuls for precision, one in kernels}
     kind = "cpu" if device.shared_cores else "cuda"
     write_atomically(run_dir / FILE_NAME, _FORMAT.dump_json({kind: found}).decode())
 

@@ -94,7 +94,7 @@ class GroupedMatmulRates:
     """Rates of a machine's grouped matmuls, from which predictions and the runtime take the same kernel."""
 
     def __init__(self, measured: GroupedMatmuls) -> None:
-        self._grids = {
+        self._grids: dict[MatmulPass, dict[GroupedKernel, _RateGrid]] = {
             kind: {kernel: _RateGrid(passes[kind]) for kernel, passes in measured.items() if kind in passes}
             for kind in get_args(MatmulPass)
         }
@@ -108,7 +108,7 @@ class GroupedMatmulRates:
     ) -> tuple[GroupedKernel, float]:
         """Return the fastest kernel for experts with `rows` rows on average and `most_rows` at most, to which one of
         them pads, and the seconds that it takes for each expert."""
-        times_s = {
+        times_s: dict[GroupedKernel, float] = {
             kernel: grid.interpolate([most_rows if kernel == "padded" else rows, inner, outer])
             for kernel, grid in self._grids[kind].items()
         }
