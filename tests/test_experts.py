@@ -24,6 +24,7 @@ from muster.cost.memory.forecast import forecast_memory
 from muster.cost.time.expert_parallel import chunked_s
 from muster.layout.tensor_layout import is_expert, rank_layouts
 from muster.model.decoder import recomputable
+from muster.model.expert_rows import _Combine
 from muster.model.experts import MoeMlp
 from muster.model.routing import RouterState, update_expert_bias
 from muster.planner.dispatch_choice import dispatch_fields
@@ -721,3 +722,12 @@ def test_a_run_of_experts_resumes_under_any_other_plan(preset: str, tmp_path: Pa
     assert all(len(one) == 4 for one in losses.values())
     for name, one in losses.items():
         assert one == pytest.approx(losses["dp1"], rel=1e-5), name
+
+
+def test_a_chunk_without_tokens_has_no_rows_to_combine() -> None:
+    """As where a rank has fewer tokens than chunks in flight."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    y_RD, weight_Nk = torch.zeros(0, 6, requires_grad=True), torch.zeros(0, 2, requires_grad=True)
+    combined = _Combine.apply(y_RD, weight_Nk, nothing, nothing, torch.Size((1, 0, 6)))
+    combined.sum().backward()
+    assert (combined.shape, y_RD.grad.shape, weight_Nk.grad.shape) == ((1, 0, 6), (0, 6), (0, 2))

@@ -1069,3 +1069,24 @@ def test_a_source_left_out_of_calibration_is_predicted_with_other_constants():
     assert group.uncalibrated is not None
     assert group.uncalibrated.rows == group.every.rows == 9
     assert summarize(stated).overall.uncalibrated is None
+
+
+def test_commands_of_latex_are_not_part_of_cells():
+    text = r"""\begin{tabular}{@{}lrrrrrrr@{}}
+\textbf{Model} & GPU & n_gpus & seq_len & global_batch & tp & pp & \textbf{tokens/s/GPU} \\
+\multirow{2}{*}{Llama-2 7B} & A100-80GB & 8 & 4096 & 64 & 1 & 1 & 3{,}450 \\
+\rowcolor{gray} \textbf{Llama-2 13B} & A100-80GB & 8 & 4096 & 64 & 2 & 1 & \textbf{1,800} \\
+ & A100-80GB & 16 & 4096 & 64 & 2 & 1 & $1{,}750$ \\
+\end{tabular}
+"""
+    rows = parse_table(text, "t.csv")
+    assert [(row.model_name, row.value) for row in rows] == [
+        ("Llama-2 7B", 3450.0),
+        ("Llama-2 13B", 1800.0),
+        ("Llama-2 13B", 1750.0),
+    ]
+
+
+def test_more_than_the_peak_of_its_precision_is_refused():
+    (found,) = scored({"precision": "bf16", "metric": "MFU_pct", "value": "145"})
+    assert "% of the devices' peak" in found.reason

@@ -42,4 +42,10 @@ def read_grouped_rates(run_dir: Path, device_type: str) -> dict[Precision, Group
     path = run_dir / FILE_NAME
     if not path.exists():
         return {}
-    return _FORMAT.validate_json(path.read_text(encoding="utf-8")).get(device_type, {})
+    try:
+        return _FORMAT.validate_json(path.read_text(encoding="utf-8")).get(device_type, {})
+    except (ValueError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it isn't what a run has written"
+        raise ConfigError(
+            f"could not read {path} ({reason}): remove it, and the run takes the kernels of an unmeasured machine"
+        ) from error

@@ -37,7 +37,7 @@ class _Combine(torch.autograd.Function):
         rows_NkD = y_RD.index_select(0, place_R).unflatten(0, weight_Nk.shape)
         ctx.save_for_backward(rows_NkD, weight_Nk, order_R)
         y_BSD = y_RD.new_empty(shape)  # no view, since the residual is added to it in place
-        torch.bmm(weight_Nk.to(y_RD.dtype).unsqueeze(1), rows_NkD, out=y_BSD.view(len(weight_Nk), 1, -1))
+        torch.bmm(weight_Nk.to(y_RD.dtype).unsqueeze(1), rows_NkD, out=y_BSD.view(len(weight_Nk), 1, shape[-1]))
         return y_BSD
 
     @staticmethod

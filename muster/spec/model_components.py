@@ -1,9 +1,9 @@
 """Components that some decoders have: scaled rotary positions, experts, latent and linear attention."""
 
 from math import ceil, log
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import AllowInfNan, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from muster.spec.base import Frozen
 
@@ -107,7 +107,7 @@ class MoeSpec(Frozen):
     router_bias_update_rate: NonNegativeFloat = 0.001
     """Distance by which the bias of a sigmoid router moves in a step, up for experts with less than the mean load, down
     for others (arXiv:2408.15664 §3.1)."""
-    capacity_factor: PositiveFloat | None = None
+    capacity_factor: Annotated[PositiveFloat, AllowInfNan(False)] | None = None
     """Capacity of an expert in each sequence, relative to its even share of the positions times top_k: pairs of later
     positions are dropped (arXiv:2006.16668 §2.2). None: every expert takes all (dropless), or its even share
     (expert_choice)."""

@@ -43,13 +43,32 @@ _DENSE = re.compile(r"(\d+)\s*(?:\(?dense\)?|for dense)", re.IGNORECASE)
 _EXPERT = re.compile(r"(\d+)\s*(?:\(?(?:per|each|a|an|for|in)?\s*(?:routed\s*)?experts?\)?|\(?moe\)?)", re.IGNORECASE)
 
 
+_LATEX_COLOUR = re.compile(r"\\(?:row|cell|column)?color(?:\[\w*\])?\{[^{}]*\}")
+_LATEX_SET = re.compile(
+    r"\\(?:multirow|multicolumn)\{[^{}]*\}\{[^{}]*\}\{([^{}]*)\}"
+    r"|\\(?:text(?:bf|it|tt|rm|sc|sf)?|math(?:bf|rm|it)|emph|underline|makecell)\{([^{}]*)\}"
+)
+"""Commands of LaTeX around what a cell says."""
+
+
 @lru_cache(maxsize=1 << 14)
 def clean_cell(text: str) -> str:
     """Return a cell without what is for the eye alone: emphasis, tags, marks of footnotes, odd and invisible spaces."""
     plain = _SPACES.sub(" ", _INVISIBLE.sub("", _TAGS.sub(" ", text))).strip()
+    if "\\" in plain or "{,}" in plain:
+        plain = _without_latex(plain)
     while (found := _EMPHASIS.match(plain)) is not None:
         plain = found[2].strip()
     return _FOOTNOTE.sub("", plain)
+
+
+def _without_latex(text: str) -> str:
+    """Return a cell without commands of LaTeX: colours go, what others make bold, or set over several rows, stays."""
+    plain = _LATEX_COLOUR.sub("", text.replace("{,}", ",").replace("\\%", "%").replace("\\,", " "))
+    before = ""
+    while before != plain:
+        before, plain = plain, _LATEX_SET.sub(lambda found: found[1] or found[2] or "", plain)
+    return plain.strip().removeprefix("$").removesuffix("$").strip()
 
 
 def is_nothing(text: str) -> bool:

@@ -34,6 +34,7 @@ from muster.validate.formulas import (
 )
 from muster.validate.sources import MeasurementSource, source_of_row, unusable, with_facts
 from muster.validate.table import MeasurementRow, is_out_of_memory
+from muster.validate.term_parsing import parse_precision
 
 NEAR_CAPACITY = 0.05
 """Relative distance from the memory capacity within which the outcome is open: details beyond the plan decide."""
@@ -390,7 +391,8 @@ def _measured_s(row: MeasurementRow, inputs: RowInputs) -> float:
     found_s = step_time_s(with_facts(row), inputs.model, inputs.workload, source_of_row(row).formula, mfu_peak)
     if not peaks:
         return found_s
-    mfu = causal_flops(inputs.model, inputs.workload) / (found_s * max(peaks.values()) * inputs.cluster.num_devices)
+    peak = device.flops_per_s(parse_precision(row.precision) or "bf16") or max(peaks.values())
+    mfu = causal_flops(inputs.model, inputs.workload) / (found_s * peak * inputs.cluster.num_devices)
     if not MIN_MFU <= mfu <= MAX_MFU:
         raise UnpredictableRowError(
             f"{row.metric} {row.value:g} would be {100 * mfu:.3g} % of the devices' peak: expected seconds, tokens or"

@@ -32,7 +32,7 @@ _TITLE_LINES = 30
 _NAMES_OF_HEADER = 3
 """Fewest names of columns by which a line is known as a header that isn't the first."""
 _IGNORED_LINE = re.compile(
-    r"\s*#|sep=.\s*$|[\s|:+=-]*(--|==)[\s|:+=-]*$|\s*\\[a-z]+(\{.*\})*\s*$|\s*```", re.IGNORECASE
+    r"\s*#|sep=.\s*$|[\s|:+=-]*(--|==)[\s|:+=-]*$|\s*\\[a-z]+(\{(?:[^{}&]|\{[^{}&]*\})*\})*\s*$|\s*```", re.IGNORECASE
 )
 """Comments, rules of Markdown, text and LaTeX tables, and what spreadsheets write of separators."""
 _BOX_BORDER = re.compile(r"[\s─━═┄┅┈┉╌╍┌-╬╭-╰▏]+$")
