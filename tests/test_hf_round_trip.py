@@ -12,7 +12,7 @@ from muster.checkpoint.formats.huggingface import byte_characters
 from muster.checkpoint.model_directory import open_directory
 from muster.cli.main import main
 from muster.data.tokenizer import ByteTokenizer
-from muster.interop.hf_config import spec_from_hf_config
+from muster.interop.hf_config import load_hf_model, spec_from_hf_config
 from muster.layout.tensor_layout import Box
 from muster.model.decoder import Decoder
 from muster.spec.model import ModelSpec
@@ -155,3 +155,16 @@ def test_published_experts_in_mxfp4_are_read(tmp_path: Path) -> None:
     source = open_directory(tmp_path / "packed").stored
     part = source.read(f"{name}", Box((1, 33, 5), (2, 20, 9)))
     assert torch.equal(part, whole[1:3, 33:53, 5:14])
+
+
+@pytest.mark.parametrize("max_shard_size", ["20KB", "1GB"])
+def test_layers_for_further_tokens_that_were_not_saved_are_left_out(max_shard_size: str, tmp_path: Path) -> None:
+    """transformers writes how many of them DeepSeek-V3 has, and never their weights."""
+    theirs = random_model("deepseek_v3")
+    theirs.config.num_nextn_predict_layers = 1
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size=max_shard_size)
+    assert json.loads((tmp_path / "theirs/config.json").read_text())["num_nextn_predict_layers"] == 1
+    spec = open_directory(convert(tmp_path / "theirs", tmp_path / "ours", "muster")).model
+    assert spec is not None
+    assert spec.mtp_layers == 0
+    assert load_hf_model(tmp_path / "theirs") == spec

@@ -24,7 +24,9 @@ _ONLY_IN_SPEC = {"name", "scaled_residual"}
 
 
 def load_hf_model(folder: Path) -> ModelSpec:
-    """Load the model that the config.json in a directory describes. Raises ConfigError where that can't be read."""
+    """Load the model that the config.json in a directory describes, without layers for multi-token prediction whose
+    weights the directory doesn't hold: transformers writes their number, but never saves them. Raises ConfigError where
+    the configuration can't be read."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
@@ -37,9 +39,26 @@ def load_hf_model(folder: Path) -> ModelSpec:
     if not isinstance(config, dict):
         raise ConfigError(f"can't read {path}: expected a JSON object, got {type(config).__name__}")
     try:
-        return spec_from_hf_config(config, folder.resolve().name)
+        spec = spec_from_hf_config(config, folder.resolve().name)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+    if spec.mtp_layers and not _may_hold_layer(folder, spec.num_layers):
+        return spec.model_copy(update={"mtp_layers": 0})
+    return spec
+
+
+def _may_hold_layer(folder: Path, number: int) -> bool:
+    """Return False where the directory's weights are known to have no tensor of this layer."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    try:
+        if index.exists():
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        else:
+            with single.open("rb") as file:  # the length of a header in JSON, whose keys are the tensors' names
+                names = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    except (OSError, ValueError, KeyError, MemoryError):  # whoever reads the weights says so
+        return True
+    return any(f".layers.{number}." in name for name in names)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
