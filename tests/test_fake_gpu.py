@@ -199,6 +199,7 @@ EXAMPLES = [
     {"plan": "pp2-vocab", "z_loss": 0.1, **SMALL},
     {"plan": "pp2-sgpipe-oact", **SMALL},
     {"plan": "dp2-rfull-oact", "layers": 4, "batch": 4},
+    {"plan": "dp2-z1", "layers": 3, "batch": 4},
 ]
 SAMPLE = list(islice(random_cases(seed=0), 3))
 
@@ -208,7 +209,7 @@ def name_of(case: dict[str, Any]) -> str:
     return "-".join(str(value) for key, value in case.items() if key not in ("layers", "batch", "changes"))
 
 
-@pytest.mark.parametrize("case", quick_sample(EXAMPLES + SAMPLE, 1, 2, 4, 6), ids=name_of)
+@pytest.mark.parametrize("case", quick_sample(EXAMPLES + SAMPLE, 1, 2, 4, 6, 7), ids=name_of)
 def test_a_step_waits_once_its_streams_wait_for_each_other_and_all_ranks_meet(case: dict[str, Any]) -> None:
     check(case)
 
@@ -295,14 +296,21 @@ def test_swapped_collectives_are_found() -> None:
             ("tp2-sp", 0, PendingTensor, "wait", lambda self: self.result()),
             ("pp2", 1, p2p.PendingReceive, "wait", lambda self: None),
             ("dp2-z3", 0, Stream, "wait_event", lambda self, event: None),
+            ("dp2-z1", 0, Stream, "wait_event", lambda self, event: None),
             ("pp2-sgpipe-oact", 0, Stream, "wait_stream", lambda self, other: None),
             ("pp2-sgpipe-oact", 0, Stream, "wait_event", lambda self, event: None),
             ("dp1-oact", 0, Stream, "wait_stream", lambda self, other: None),
             ("dp1-oact", 0, Stream, "wait_event", lambda self, event: None),
         ],
-        *(0, 1, 2, 4),
+        *(0, 1, 2, 3, 5),
     ),
-    ids=["collective", "transfer", "gather of parameters", *("begin of offload", "end of offload") * 2],
+    ids=[
+        "collective",
+        "transfer",
+        "gather of parameters",
+        "gather under z1",
+        *("begin of offload", "end of offload") * 2,
+    ],
 )
 def test_a_missing_wait_is_found(
     monkeypatch: pytest.MonkeyPatch, plan: str, rank: int, owner: type, name: str, without: Any

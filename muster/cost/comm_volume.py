@@ -12,7 +12,7 @@ from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import is_zeroth_order, whole_matrix_precision, whole_matrix_shapes
 from muster.cost.activations import expert_parameter_bytes, pass_sizes
 from muster.cost.context_traffic import attention_transfers, state_transfers
-from muster.cost.expert_traffic import ExpertCall, RoutedShape, copy_calls, dispatch_calls, load_of_ranks
+from muster.cost.expert_traffic import ExpertCall, copy_calls, dispatch_calls, load_of_ranks, routed_shape
 from muster.cost.perturbation import POINTS, as_one_forward
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.cost.sequence_slices import offloaded_bytes_of_slices
@@ -307,17 +307,7 @@ def expert_axis_calls(
     again, further_again = (
         sum(plan.strategy(layer).recompute == "full" for layer in some) for some in (layers[:own], layers[own:])
     )
-    sequences = plan.local_micro_batch_size(stage)
-    shape = RoutedShape(
-        sizes.routed_tokens,
-        sequences * moe.pairs_per_sequence(sizes.routed_tokens // sequences),
-        spec.hidden_size * compute_bytes(plan.precision),
-        master_bytes(plan.precision),
-        moe.num_experts,
-        moe.needs_whole_sequences,
-        moe.shared_size > 0 or spec.has_post_norms,
-        spec.hidden_size,
-    )
+    shape = routed_shape(spec, plan, stage, sizes.routed_tokens)
     dispatch = plan.expert_dispatch(sizes.mesh)
     load, sizes_of_one = (
         load_of_ranks(workload, plan, sizes.mesh),

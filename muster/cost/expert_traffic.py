@@ -8,8 +8,10 @@ or are passed on, depend on the routing; counted as many as were sent, which is 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.spec.expert_kinds import ROW_SCALE_BYTES, ExpertDispatch
 from muster.spec.mesh import Mesh
+from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.routing_load import LoadOfRanks
 from muster.spec.workload import Workload
@@ -61,6 +63,22 @@ class RoutedShape(NamedTuple):
     """Full recompute goes on behind the experts' results: to shared experts, or to a norm of the output."""
     row_elements: int = 0
     """Elements of a hidden state."""
+
+
+def routed_shape(spec: ModelSpec, plan: Plan, stage: int, routed_tokens: int) -> RoutedShape:
+    """Return the tokens of a micro-batch that a rank of a stage routes, in Muster's own passes."""
+    moe, sequences = spec.moe, plan.local_micro_batch_size(stage)
+    assert moe is not None
+    return RoutedShape(
+        routed_tokens,
+        sequences * moe.pairs_per_sequence(routed_tokens // sequences),
+        spec.hidden_size * compute_bytes(plan.precision),
+        master_bytes(plan.precision),
+        moe.num_experts,
+        moe.needs_whole_sequences,
+        moe.shared_size > 0 or spec.has_post_norms,
+        spec.hidden_size,
+    )
 
 
 def load_of_ranks(workload: Workload, plan: Plan, mesh: Mesh) -> LoadOfRanks:

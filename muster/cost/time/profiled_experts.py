@@ -7,8 +7,8 @@ the kernel that the runtime chooses from the same rates (`GroupedMatmulRates.fas
 from math import log, sqrt
 
 from muster.cost.activations import expert_parameter_bytes, pass_sizes
-from muster.cost.expert_traffic import ExpertCall, RoutedShape, copy_calls, dispatch_calls, load_of_ranks
-from muster.cost.precision_bytes import compute_bytes, master_bytes
+from muster.cost.expert_traffic import ExpertCall, copy_calls, dispatch_calls, load_of_ranks, routed_shape
+from muster.cost.precision_bytes import compute_bytes
 from muster.cost.time.profiled_cost import ProfiledCost
 from muster.cost.time.rate_interpolation import RateInterpolator
 from muster.spec.machine_rates import MatmulPass
@@ -37,21 +37,10 @@ def add_experts(
     moe, sizes, mesh = model.moe, pass_sizes(model, plan, workload, stage), plan.mesh(stage)
     assert moe is not None
     dispatch, load = plan.expert_dispatch(mesh), load_of_ranks(workload, plan, mesh)
-    sequences = plan.local_micro_batch_size(stage)
-    pairs = sequences * moe.pairs_per_sequence(sizes.routed_tokens // sequences)
-    cost.forward_s += rates.kernel("routing forward", pairs * model.hidden_size)
-    cost.input_grad_s += rates.kernel("routing backward", pairs * model.hidden_size)
+    shape = routed_shape(model, plan, stage, sizes.routed_tokens)
+    cost.forward_s += rates.kernel("routing forward", shape.pairs * model.hidden_size)
+    cost.input_grad_s += rates.kernel("routing backward", shape.pairs * model.hidden_size)
     activation_s = _add_matmuls(cost, rates, model, parts, sizes.expert_tokens, dispatch.chunks)
-    shape = RoutedShape(
-        sizes.routed_tokens,
-        pairs,
-        model.hidden_size * compute_bytes(plan.precision),
-        master_bytes(plan.precision),
-        moe.num_experts,
-        moe.needs_whole_sequences,
-        moe.shared_size > 0 or model.has_post_norms,
-        model.hidden_size,
-    )
     calls = dispatch_calls(dispatch, shape)
     bytes_of_one = expert_parameter_bytes(model, mesh.etp, compute_bytes(plan.precision))
     copied = copy_calls(dispatch, moe.num_experts, bytes_of_one, load.most_copies)
