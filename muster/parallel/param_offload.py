@@ -320,6 +320,15 @@ class OffloadedGroup:
         return finish
 
     @host_memory()
+    def read_sums(self) -> dict[str, Tensor]:
+        """Return the sums of gradients on disk by name, in new memory."""
+        sums = {name: as_host_memory(torch.empty_like(self.values[name])) for name in self.gradient_norms}
+        if sums:
+            assert self._gradient_slot is not None
+            self._owner.files.submit(partial(self._gradient_slot.read, list(sums.values())))()
+        return sums
+
+    @host_memory()
     def _bring_gradients(self, factor: float) -> _Wait:
         """Start to read the sums of gradients on disk; the returned function waits for the end, multiplies them by a
         factor and attaches them to the master weights."""
@@ -505,6 +514,10 @@ class ParamOffload:
         for group in self.groups:
             group.gradients.clear()
             group.gradient_norms = {}
+
+    def read_sums(self) -> dict[str, Tensor]:
+        """Return the sums on disk by name, in new memory."""
+        return {name: total for group in self.groups for name, total in group.read_sums().items()}
 
     def gradient_norms(self) -> dict[str, Tensor]:
         """Return the norms of the sums on disk by name."""

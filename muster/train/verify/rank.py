@@ -116,13 +116,15 @@ class TracingTrainer(Trainer):
                         self.sketches.add(part, parts, sample, position=run.start + begin - start, column=column)
                     start += len(run)
 
-    def _update_parameters(self, action: Action) -> None:
-        if self.first_gradients is None:
+    def _reduce_norm(self, action: Action) -> None:
+        super()._reduce_norm(action)
+        if self.first_gradients is None:  # now, since updates by the host clip before STEP
+            on_disk = {name: sum_ for s in self.stages.values() for name, sum_ in s.param_offload.read_sums().items()}
             self.first_gradients = {
                 name: torch.zeros_like(local) if local.grad is None else local.grad.clone()
                 for name, local in self.updater.parameters.items()
-            }
-        super()._update_parameters(action)
+                if name not in on_disk
+            } | on_disk
 
     def save_tensors(self, folder: Path, tensors: dict[str, Tensor] | None) -> None:
         """Write this rank's part of each parameter or gradient.
