@@ -21,6 +21,8 @@ from muster.parallel.axis import IslandAxis
 from muster.parallel.change_exchange import right_start
 from muster.parallel.island_exchange import decode, encode, mean_over_islands
 from muster.parallel.world import open_world
+from muster.schedule.outer_steps import OuterEvents
+from muster.schedule.outer_steps import outer_events as real_events
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 from muster.train import outer_updater
@@ -59,10 +61,29 @@ class SerialIslands:
             for island, trainer in enumerate(self.trainers):
                 trainer.samples_consumed = (step - 1) * self.batch + island * self.share
             self.losses.append([trainer.step().loss for trainer in self.trainers])
-            if self.outer.method in ("dilocox", "co2"):
-                self._end_round(step, steps)
+            after = step - self.outer.warmup_steps
+            if after <= 0:
+                self._average()
+            elif self.outer.method in ("dilocox", "co2"):
+                self._end_round(after, steps - self.outer.warmup_steps)
             else:
-                self._meet(step, steps)
+                self._meet(after, steps - self.outer.warmup_steps)
+
+    def _average(self) -> None:
+        """Local SGD with an average after every step."""
+        with torch.no_grad():
+            for name, x in self.global_.items():
+                x.sub_(_mean([x - trainer.updater.parameters[name] for trainer in self.trainers]))
+        self._take_global()
+
+    def _take_global(self) -> None:
+        with torch.no_grad():
+            for trainer in self.trainers:
+                for name, x in self.global_.items():
+                    trainer.updater.parameters[name].copy_(x)
+                trainer.updater.sync_tied_copies()
+                for stage in trainer.stages.values():
+                    stage.reshard()
 
     def _end_round(self, step: int, last: int) -> None:
         """DiLoCoX and CO2 as their papers have them: what the islands send after a round, which for CO2 is parameters,
@@ -97,12 +118,7 @@ class SerialIslands:
                 if outer.momentum_clip:
                     m.clamp_(-outer.momentum_clip, outer.momentum_clip)
                 x.sub_(outer.learning_rate * m)
-                for trainer in self.trainers:
-                    trainer.updater.parameters[name].copy_(x)
-            for trainer in self.trainers:
-                trainer.updater.sync_tied_copies()
-                for stage in trainer.stages.values():
-                    stage.reshard()
+        self._take_global()
 
     def _meet(self, step: int, last: int) -> None:
         """Streaming DiLoCo's algorithm as its paper has it; with one fragment and no delay that of DiLoCo."""
@@ -214,6 +230,13 @@ def _bug(kind: str | None) -> Iterator[None]:
             real_step(self, action)
 
         with patch.object(outer_updater.OuterUpdater, "step", step):
+            yield
+    elif kind == "warm-up skipped":
+
+        def late(config: OuterConfig, step: int, last: int) -> OuterEvents:
+            return real_events(config, step, last) if step > config.warmup_steps else OuterEvents()
+
+        with patch.object(outer_updater, "outer_events", late):
             yield
     elif kind == "error lost":
         with patch.object(change_exchange.ChangeExchange, "_remember", lambda self, lost: None):

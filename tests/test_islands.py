@@ -53,12 +53,14 @@ def test_islands_train_as_a_serial_emulator_does_to_the_bit(tmp_path: Path) -> N
         ("isl2-pp2-z1", DILOCO, "fp32", {"tied": True}),
         ("isl2-dp2-z3", STREAMING, "fp32"),
         ("isl4", AVERAGING, "fp64"),
-        ("isl2-pp2", DILOCOX, "fp32"),
+        ("isl2-pp2", DILOCOX | {"warmup_steps": 2, "every": 2}, "fp32"),
         ("isl2", CO2, "fp64"),
         ("isl2-tp2", LOW_RANK, "fp64"),
         ("isl2", LOW_RANK, "fp64", {"bug": "error lost"}),
         ("isl2", DILOCO, "fp32", {"bug": "sum for mean"}),
         ("isl2", DILOCO, "fp32", {"bug": "momentum lost"}),
+        ("isl2", STREAMING | {"every": 2, "delay": 0, "warmup_steps": 3}, "fp32"),
+        ("isl2", DILOCO | {"warmup_steps": 2}, "fp32", {"bug": "warm-up skipped"}),
     )
     ranks = _run(4, "compare_with_emulator", cases, tmp_path)
     for index, case in enumerate(cases):
@@ -76,7 +78,8 @@ def test_islands_train_as_a_serial_emulator_does_to_the_bit(tmp_path: Path) -> N
     assert diloco["distance"] > 0
     assert diloco["sent_bytes"] == 8 * diloco["numel"]  # two islands: a half of the elements twice, in 8 bytes
     assert ranks[0][3]["meetings"] == [[2, 0], [4, 1], [6, 0], [7, 0], [7, 1]]
-    assert ranks[0][5]["meetings"] == [[6, 0], [7, 0], [7, 0]]
+    # Two rounds of two steps after the warm-up of two; the last exchange of all ends with its own round.
+    assert ranks[0][5]["meetings"] == [[1, 0], [2, 0], [6, 0], [7, 0], [7, 0]]
 
 
 @pytest.mark.soak
@@ -142,7 +145,7 @@ def test_runs_resume_within_a_round_to_the_bit_and_under_another_inner_plan(tmp_
         ("isl2-pp2", STREAMING, "fp32", {"at": 3}),  # while fragment 1 is under way
         ("isl2-dp2-z3", DILOCO, "fp64", {"at": 4, "then": "isl2-pp2"}),
         ("isl2", STREAMING, "fp64", {"at": 5, "then": "isl2-tp2"}),
-        ("isl2-pp2", DILOCOX, "fp32", {"at": 4}),
+        ("isl2-pp2", DILOCOX | {"warmup_steps": 1}, "fp32", {"at": 5}),
         ("isl2", CO2, "fp64", {"at": 4, "then": "isl2-tp2"}),
         ("isl2-dp2-z1", LOW_RANK | {"compression": "int4"}, "fp32", {"at": 3}),
     )
@@ -193,6 +196,22 @@ def test_integers_are_off_by_half_a_step_of_their_own_block_at_most() -> None:
             of_bound, relative = round_trip_errors(64 * 1024, kind, compression)
             assert of_bound <= 1.0 + 1e-5
             assert relative < most
+
+
+def test_rounds_begin_after_the_warm_up() -> None:
+    for values in (DILOCO, STREAMING, DILOCOX):
+        outer = OuterConfig.model_validate(values)
+        later = OuterConfig.model_validate(values | {"warmup_steps": 5})
+        everything = tuple(range(outer.fragments))
+        for step in range(1, 18):
+            found, under_way = outer_events(later, step, 17), pending_fragments(later, step, 17)
+            if step <= 5:
+                assert (found, under_way) == (OuterEvents(everything, everything), ())
+            else:
+                assert found == outer_events(outer, step - 5, 12)
+                assert under_way == pending_fragments(outer, step - 5, 12)
+        assert round_end_events(later) == round_end_events(outer)
+        assert outer_events(later, 4, 4) == OuterEvents(everything, everything)  # a training that ends within it
 
 
 def test_outer_steps_are_planned_and_checked() -> None:

@@ -32,6 +32,10 @@ class OuterConfig(Frozen):
     before (arXiv:2401.16265)."""
     every: PositiveInt = 100
     """Steps of a round, in which each parameter is exchanged once. The last step of the training ends a round, too."""
+    warmup_steps: NonNegativeInt = 0
+    """First steps, after each of which islands exchange all parameters and continue with their mean; rounds begin after
+    them. Islands that part early drift apart most: DiLoCo's trainings begin from models of 24,000 steps
+    (arXiv:2311.08105 §3), local SGD after a synchronous beginning is that of arXiv:1808.07217."""
     optimizer: Literal["nesterov", "sgd"] = "nesterov"
     """Outer optimizer: SGD with Nesterov momentum, or plain SGD (with heavy-ball momentum where that is given)."""
     learning_rate: Positive = 0.7
@@ -130,6 +134,8 @@ class OuterConfig(Frozen):
             raise ValueError(f"method {self.method} isn't built for peers of a coordinator: expected diloco")
         if self.low_rank is not None or self.error_feedback:
             raise ValueError("low_rank and error_feedback aren't built for peers of a coordinator: leave them out")
+        if self.warmup_steps:
+            raise ValueError("warmup_steps aren't built for peers of a coordinator: begin from train.init_from instead")
 
     @property
     def is_delayed_by_a_round(self) -> bool:

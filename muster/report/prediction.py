@@ -55,6 +55,8 @@ def headline_figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
             f" {format_seconds(whole.exposed_s)} of it waiting for other islands; a rank sends"
             f" {format_bytes(whole.sent_bytes)}",
         )
+        if whole.outer.warmup_steps:
+            yield "warm-up", f"{pluralize(whole.outer.warmup_steps, 'step')} of {format_seconds(whole.warmup_step_s)}"
     yield "range", range_text(prediction)
     yield "framework", prediction.framework.label(prediction.compiled)
     if prediction.tp_overlap is not None:

@@ -23,8 +23,13 @@ def outer_events(outer: OuterConfig, step: int, last_step: int) -> OuterEvents:
 
     Fragment n is updated at steps (n + 1) · every / fragments + k · every, so that the last one closes the round, and
     its exchange begins `delay` steps earlier (arXiv:2501.18512 §2.2). After the last step of the training all fragments
-    are exchanged without delay, and none of those that would end later begins before.
+    are exchanged without delay, and none of those that would end later begins before. So they are after each step of
+    the warm-up, with which rounds begin to count.
     """
+    if step <= outer.warmup_steps:
+        everything = tuple(range(outer.fragments))
+        return OuterEvents(everything, everything)
+    step, last_step = step - outer.warmup_steps, last_step - outer.warmup_steps
     if outer.is_delayed_by_a_round:
         return _events_of_delayed_rounds(outer, step, last_step)
     fragments = tuple(range(outer.fragments))
@@ -42,6 +47,9 @@ def fragment_of(outer: OuterConfig, layer: int | None) -> int:
 
 def pending_fragments(outer: OuterConfig, step: int, last_step: int) -> tuple[int, ...]:
     """Return the fragments whose exchange is under way after `step`."""
+    step, last_step = step - outer.warmup_steps, last_step - outer.warmup_steps
+    if step <= 0:
+        return ()
     if outer.is_delayed_by_a_round:
         return ((step // outer.every) % 2,) if outer.every <= step < last_step else ()
     later = range(step + 1, min(step + outer.delay + 1, last_step))
@@ -67,4 +75,4 @@ def _ends(outer: OuterConfig, step: int) -> tuple[int, ...]:
 
 def round_end_events(outer: OuterConfig) -> OuterEvents:
     """Return the exchanges after the last step of a round that isn't the last one."""
-    return outer_events(outer, 2 * outer.every, 4 * outer.every)
+    return outer_events(outer, outer.warmup_steps + 2 * outer.every, outer.warmup_steps + 4 * outer.every)

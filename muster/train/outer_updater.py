@@ -202,6 +202,9 @@ class OuterUpdater:
             for name, change in zip(names, exchange.change.split(sizes) if names else (), strict=True):
                 outer, local = self.parameters[name], self.updater.parameters[name]
                 self.updater.hooks.before_update()
+                if meeting.step <= self.config.warmup_steps:
+                    self.method.average(outer, local, change.view_as(outer.value))
+                    continue
                 self.method.update(outer, change.view_as(outer.value))
                 self.method.merge(local, outer.value)
             self._refresh()

@@ -43,6 +43,11 @@ class IslandRound:
         """Seconds of a round."""
         return self.outer.every * self.step_s + self.exposed_s
 
+    @property
+    def warmup_step_s(self) -> float:
+        """Seconds of a step of the warm-up, with an exchange of all fragments."""
+        return self.step_s + sum(self.transfers_s)
+
     def to_json(self) -> dict[str, Any]:
         """Return plain data with every key."""
         return {
@@ -52,6 +57,8 @@ class IslandRound:
             "exposed_s": self.exposed_s,
             "transfers_s": list(self.transfers_s),
             "sent_bytes": self.sent_bytes,
+            "warmup_steps": self.outer.warmup_steps,
+            "warmup_step_s": self.warmup_step_s if self.outer.warmup_steps else None,
         }
 
 

@@ -28,6 +28,12 @@ class OuterMethod(ABC):
     def merge(self, local: Tensor, outer: Tensor) -> None:
         """Change an island's parameter `local` after its outer copy has been updated."""
 
+    def average(self, parameter: OuterParameter, local: Tensor, change: Tensor) -> None:
+        """Continue with the islands' mean parameters, as after each step of the warm-up."""
+        with torch.no_grad():
+            parameter.value.sub_(change)
+        local.copy_(parameter.value)
+
     def update(self, parameter: OuterParameter, change: Tensor) -> None:
         """Step the outer optimizer, SGD: `change` is the islands' mean of outer − local parameters, which stands for a
         gradient (arXiv:2311.08105, algorithm 1). m = momentum · m + change; the step is lr · m, with Nesterov lr ·
