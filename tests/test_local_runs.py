@@ -1,5 +1,6 @@
 """Runs of one's own, which sharpen predictions on their machine."""
 
+import csv
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ from muster.config.named_model import load_model
 from muster.cost.uncertainty import MIN_CONFIGURATIONS, PROFILED_ERRORS, step_time_interval
 from muster.simulate.predict import predict
 from muster.spec.cluster import ClusterSpec
+from muster.spec.device import DeviceSpec
 from muster.spec.plan_name import parse_plan_name
 from muster.validate.case import row_inputs
-from muster.validate.table import read_table
+from muster.validate.errors import UnpredictableRowError
+from muster.validate.local_runs import MAX_RATIO, require_own_run
+from muster.validate.table import parse_table, read_table
 from tests.report_example import metrics, write_run
 from tests.test_profiled_times import here, machine
 
@@ -46,11 +50,7 @@ def table(capsys: pytest.CaptureFixture[str], *seconds: float) -> None:
 def test_runs_that_took_longer_than_predicted_move_the_interval(capsys: pytest.CaptureFixture[str]) -> None:
     """All of 20 runs took twice the predicted time: so does the interval say."""
     table(capsys, 1.0)
-    (row,) = read_table(Path("runs.csv"))
-    inputs = row_inputs(row)
-    cluster = with_num_ranks(profiled_machine(), 2)
-    predicted_s = predict(inputs.model, inputs.cases[0].plan, inputs.workload, cluster).step_time_s
-    table(capsys, *[2 * predicted_s] * MIN_CONFIGURATIONS)
+    table(capsys, *[2 * predicted_s()] * MIN_CONFIGURATIONS)
     assert main(["profile", "--runs", "runs.csv"]) == 0
     assert "predictions of 20 runs on this machine err by 50 % on average, 50 % too fast" in capsys.readouterr().out
     after = interval(profiled_machine())
@@ -58,16 +58,70 @@ def test_runs_that_took_longer_than_predicted_move_the_interval(capsys: pytest.C
     assert after.source == "20 runs on this machine err by 50 % on average"
 
 
+def predicted_s() -> float:
+    """Predicted seconds of a step of the runs."""
+    (row,) = read_table(Path("runs.csv"))
+    inputs = row_inputs(row)
+    own = inputs.model, inputs.cases[0].plan, inputs.workload, with_num_ranks(profiled_machine(), 2)
+    return predict(*own).step_time_s
+
+
 def test_few_runs_weigh_as_much_as_the_shipped_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    table(capsys, 1e3)
+    table(capsys, 1.0)
+    table(capsys, 0.9 * MAX_RATIO * predicted_s())
     assert main(["profile", "--runs", "runs.csv"]) == 0
     found = interval(profiled_machine())
     assert f"1 run on this machine and {len(PROFILED_ERRORS)} plans on profiled machines" in found.source
-    assert found.high > 10
+    assert found.high > 0.8 * MAX_RATIO
+
+
+@pytest.mark.parametrize(
+    ("column", "cell", "sentence"),
+    [
+        ("gpu", "H100", "gpu 'H100' isn't here, on which the machine's profile was measured"),
+        ("software", "Megatron-LM", "software 'Megatron-LM' isn't Muster, whose predictions are held to runs"),
+        ("value", "1e4", "expected a run whose time is within a factor of 10"),
+        ("value", "1e-9", "expected a run whose time is within a factor of 10"),
+    ],
+)
+def test_runs_of_other_machines_and_programs_and_impossible_times_are_left_out(
+    column: str, cell: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table(capsys, 1.0)
+    table(capsys, predicted_s())
+    with Path("runs.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    with Path("runs.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(row), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows([row, row | {column: cell}])
+    assert main(["profile", "--runs", "runs.csv"]) == 0
+    told = capsys.readouterr().out
+    assert "predictions of 1 run on this machine err by 0 % on average" in told
+    assert "left out     runs.csv:3: " in told
+    assert sentence in told
+
+
+def test_a_gpu_is_known_by_the_drivers_name_and_by_its_usual_one() -> None:
+    """The profile has the driver's name, a row that name or the one that people write."""
+    own = DeviceSpec(name="NVIDIA H100 80GB HBM3", kind="gpu")
+    lines = ["model,gpu,n_gpus,step_time_s"]
+    lines += [f"tiny,{gpu},1,1" for gpu in ("NVIDIA H100 80GB HBM3", "H100", "NVIDIA H200", "cpu")]
+    told = []
+    for row in parse_table("\n".join(lines), "runs.csv"):
+        try:
+            require_own_run(row, own)
+            told.append("")
+        except UnpredictableRowError as error:
+            told.append(str(error))
+    assert told[:2] == ["", ""]
+    assert "gpu 'NVIDIA H200' isn't NVIDIA H100 80GB HBM3" in told[2]
+    assert "gpu 'cpu' isn't" in told[3]
 
 
 def test_a_run_that_cannot_be_predicted_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    table(capsys, 1.0, 2.0)
+    table(capsys, 1.0)
+    table(capsys, predicted_s(), 2 * predicted_s())
     lines = Path("runs.csv").read_text().splitlines()
     Path("runs.csv").write_text("\n".join([*lines, lines[1].replace(PLAN, "dp7-fp32")]) + "\n")
     assert main(["profile", "--runs", "runs.csv"]) == 0

@@ -302,3 +302,34 @@ def test_times_are_made_once_for_many_predictions():
     assert predict(SMALL, plan, WORKLOAD, cluster, program, slower).parts.compute_s > 1.9 * (
         predict(SMALL, plan, WORKLOAD, cluster, program, times).parts.compute_s
     )
+
+
+@pytest.mark.parametrize(
+    ("devices", "precision", "framework", "recipe", "sentence"),
+    [
+        (
+            "8xa100",
+            "fp8",
+            "muster",
+            "tensorwise",
+            "a100-80-sxm is not known to compute in fp8: times are those of bf16",
+        ),
+        (
+            "8xh100",
+            "nvfp4",
+            "megatron",
+            "tensorwise",
+            "h100-sxm is not known to compute in nvfp4: times are those of fp8",
+        ),
+        ("8xh100", "fp8", "muster", "mxfp8", "h100-sxm is not known to compute in mxfp8: times are those of bf16"),
+        ("8xh100", "fp8", "muster", "rowwise", ""),
+        ("8xb200", "nvfp4", "megatron", "tensorwise", ""),
+    ],
+)
+def test_a_precision_that_devices_lack_is_told(devices, precision, framework, recipe, sentence):
+    plan = parse_plan_name(f"dp8-{precision}").model_copy(update={"fp8_recipe": recipe})
+    own = load_model("llama3-8b"), Workload(seq_len=4096, global_batch_size=8), load_cluster(devices)
+    one = predict(own[0], plan, *own[1:], framework=framework_named(framework))
+    told = [line for line in prediction_lines(one) if line.startswith("precision")]
+    assert told == ([f"precision {sentence}"] if sentence else [])
+    assert one.to_json()["substitutions"] == ([sentence] if sentence else [])

@@ -61,7 +61,7 @@ def run(arguments: list[str]) -> int:
         write_page(args.csv_out, row_table_csv(summary.results))
     if args.json:
         print(json.dumps(to_json(summary) | {"columns_not_read": unread}, indent=1))
-    _require_predictions(summary, args.csv)
+    _require_predictions(summary, args.csv, unread)
     if args.html is not None:
         from muster.report.accuracy_page import write_accuracy_page
 
@@ -87,7 +87,8 @@ def run(arguments: list[str]) -> int:
 
 def _check_table(table: Path, rows: Path | None) -> list[str]:
     """Return the columns that aren't read. Raises ConfigError for files that can't be read or written."""
-    from muster.validate.table import read_table_text, unread_columns
+    from muster.validate.table import read_table_text
+    from muster.validate.table_header import unread_columns
 
     unread = unread_columns(read_table_text(table))
     if rows is not None and rows.exists() and rows.samefile(table):
@@ -139,11 +140,14 @@ def _planner_choice(job: "RecipeJob") -> "Plan | None":
     return best[0].plan if best else None
 
 
-def _require_predictions(summary: "Summary", path: Path | None) -> None:
-    """Raise ConfigError where no row of a table was predicted, with the reasons of the first rows."""
+def _require_predictions(summary: "Summary", path: Path | None, unread: list[str]) -> None:
+    """Raise ConfigError where no row of a table was predicted, with the reasons of the first rows and the columns that
+    weren't read."""
     if any(result.predicted for result in summary.results):
         return
     reasons = [f"{result.row.location}: {result.reason}" for result in summary.results if result.reason]
     told = "".join(f"{': ' if not number else '; '}{reason}" for number, reason in enumerate(reasons[:TOLD_REASONS]))
     others = f" (and {len(reasons) - TOLD_REASONS} more; --csv-out FILE lists all)" if reasons[TOLD_REASONS:] else ""
-    raise ConfigError(f"{path}: none of the {pluralize(len(summary.results), 'row')} can be predicted{told}{others}")
+    columns = f"; columns not read: {', '.join(unread)}" if unread else ""
+    count = pluralize(len(summary.results), "row")
+    raise ConfigError(f"{path}: none of the {count} can be predicted{told}{others}{columns}")

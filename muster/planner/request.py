@@ -15,6 +15,7 @@ from muster.planner.simplicity import PREDICTION_ERROR, Simplicity, simplicity
 from muster.planner.training_cost import TrainingConditions, require_a_sequence
 from muster.spec.cluster import ClusterSpec
 from muster.spec.device import DiskSpec
+from muster.spec.device_precision import substitutions
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.expert_kinds import DispatchDtype
 from muster.spec.formatting import format_bytes
@@ -171,6 +172,7 @@ def build_request(
             f" it to the plan that is found (--parallel.schedule {schedule})"
         )
     kind = _resolve_precision(precision, fixed, fix, cluster)
+    template = _template(fixed, kind).model_copy(update={"compile": compile})
     return PlanRequest(
         model,
         cluster,
@@ -182,10 +184,10 @@ def build_request(
         memory_limit_bytes,
         framework=framework,
         runnable=runnable,
-        template=_template(fixed, kind).model_copy(update={"compile": compile}),
+        template=template,
         tokens=tokens,
         conditions=conditions or TrainingConditions(),
-        derived_lines=(*derived, *_substituted_peaks(cluster, kind)),
+        derived_lines=(*derived, *substitutions(cluster, kind, template.fp8_recipe, framework.recasts_fp8)),
     )
 
 
@@ -256,17 +258,6 @@ def require_memory_of_devices(cluster: ClusterSpec, limit_bytes: int | None) -> 
             f"--memory-limit {format_bytes(limit_bytes)}: {largest.name} has {format_bytes(max(known))}; give no more,"
             " or leave it out"
         )
-
-
-def _substituted_peaks(cluster: ClusterSpec, precision: Precision) -> list[str]:
-    """Return a line for each device that lacks a precision, with the precision whose peak stands for it."""
-    devices = {group.device.name: group.device for group in cluster.groups}
-    substitutes = {name: device.peak_precision(precision) for name, device in devices.items()}
-    return [
-        f"{name} is not known to compute in {precision}: times are those of {other}"
-        for name, other in substitutes.items()
-        if other not in (None, precision)
-    ]
 
 
 def fixed_fields(name_parts: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from muster.report.accuracy_rows import (
     ERRORS,
     FULLY_SPECIFIED,
     KINDS,
+    MEMORY,
     OUTCOMES,
     SWEEPS,
     WORST,
@@ -58,6 +59,10 @@ that fits the memory.
     OUTCOMES: """\
 Predicted against actual out-of-memory failures. *near*: rows predicted within 5 % of the capacity, which are not in
 the counts; *undecided*: rows whose open choices decide; *balanced*: mean of both recalls.
+""",
+    MEMORY: """\
+The peak memory of the fullest rank, where a source states it, of fully specified rows and of those with open choices.
+Sources mean different things by it, what was allocated or reserved; where they say GB, GiB is assumed.
 """,
     SWEEPS: """\
 Layouts of one model on the same devices with the same batch and attention kernel, at least six of them timed. Muster

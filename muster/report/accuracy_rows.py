@@ -33,6 +33,7 @@ def format_percent(value: float | None, sign: bool = False) -> str:
 
 KINDS = "By kind of run"
 ERRORS, DEVICES, FULLY_SPECIFIED, OUTCOMES = "All rows", "By device", "Fully specified rows", "Does it fit?"
+MEMORY = "Peak memory"
 SWEEPS, AXIS_BIAS, WORST, UNPREDICTED = "Sweeps", "Bias by axis", "The worst rows", "Not predicted"
 
 
@@ -53,12 +54,16 @@ def sections(summary: Summary) -> list[Section]:
         Section(DEVICES, device_rows(summary)),
         Section(FULLY_SPECIFIED, specified_rows(summary)),
         Section(OUTCOMES, outcome_rows(summary), _near_capacity_sentence(summary)),
+        Section(MEMORY, memory_rows(summary)),
         Section(SWEEPS, sweep_rows(summary), sweeps_sentence(summary)),
         Section(AXIS_BIAS, axis_bias_rows(summary)),
         Section(WORST, worst_rows(summary)),
         Section(UNPREDICTED, unpredicted_rows(summary), _not_scored_sentence(summary)),
     ]
-    return [section for section in found if len(section.rows) > 1 or section.title == ERRORS]
+    shown = [section for section in found if len(section.rows) > 1]
+    of_times = (ERRORS, FULLY_SPECIFIED)
+    others = [section for section in shown if section.title not in of_times]
+    return others if others and not every.rows else shown
 
 
 def _near_capacity_sentence(summary: Summary) -> str:
@@ -73,7 +78,7 @@ def _not_scored_sentence(summary: Summary) -> str:
     if not summary.not_scored:
         return ""
     words = ", ".join(f"{count} of {metric}" for metric, count in sorted(summary.not_scored.items()))
-    return f"Rows without step time, throughput or outcome aren't scored: {words}."
+    return f"Rows without step time, throughput, outcome or peak memory aren't scored: {words}."
 
 
 def error_rows(summary: Summary) -> list[Cells]:
@@ -164,6 +169,18 @@ def outcome_rows(summary: Summary) -> list[Cells]:
             share = format_percent(found.balanced_accuracy)
             rows.append((name, *map(str, counts), share, str(len(found.near)), str(found.undecided)))
     return [head, *rows] if rows else [head]
+
+
+def memory_rows(summary: Summary) -> list[Cells]:
+    """Return a header and a row for each source that states the peak memory of its runs."""
+    rows: list[Cells] = [("source", "stated", "error", "bias", "open", "error", "bias")]
+    for name, group in (*summary.by_source.items(), ("all", summary.overall)):
+        found = group.memory
+        if found.any_rows:
+            stated = (str(found.rows), format_percent(found.mape), format_percent(found.bias, sign=True))
+            of_open = format_percent(found.open_mape), format_percent(found.open_bias, sign=True)
+            rows.append((short_source_name(name), *stated, str(found.open_rows), *of_open))
+    return rows
 
 
 def sweep_rows(summary: Summary) -> list[Cells]:

@@ -72,6 +72,8 @@ def headline_figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
         yield "moves", _moves_text(moves)
     if prediction.not_yet:
         yield "not yet", "; ".join(prediction.not_yet)
+    if prediction.substitutions:
+        yield "precision", "; ".join(prediction.substitutions)
     yield "tokens/s", f"{format_count(prediction.tokens_per_s)}, {per_device}"
     yield "TFLOP/s", f"{prediction.tflops_per_device:.1f} per device, MFU {_mfu_text(prediction)}"
     if prediction.model.architecture is not None:

@@ -31,6 +31,7 @@ from muster.simulate.spans import BUBBLE, P2P
 from muster.simulate.timeline import Timeline
 from muster.spec.cluster import ClusterSpec
 from muster.spec.compilation import compiles
+from muster.spec.device_precision import substitutions
 from muster.spec.errors import InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import MUSTER
@@ -202,6 +203,12 @@ class Prediction:
         another framework."""
         return not_run_yet(self.model, self.plan) if self.framework.name == MUSTER.name else []
 
+    @cached_property
+    def substitutions(self) -> list[str]:
+        """Sentences about devices that aren't known to compute in the plan's precision, each with the one whose times
+        stand for it."""
+        return substitutions(self.cluster, self.plan.precision, self.plan.fp8_recipe, self.framework.recasts_fp8)
+
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second of all devices; with islands over a whole round."""
@@ -297,6 +304,7 @@ class Prediction:
             "tp_overlap": self.tp_overlap,
             "devices": self.plan.world_size,
             "not_yet": self.not_yet,
+            "substitutions": self.substitutions,
             "seq_len": self.workload.seq_len,
             "global_batch_size": self.workload.global_batch_size,
             "step_time_s": self.step_time_s,

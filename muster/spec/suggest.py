@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 
-def closest_match(word: str, known: Iterable[str]) -> str | None:
-    """Return the one of `known` that `word` was most likely meant to be; None where none is close."""
-    return next(iter(get_close_matches(word, list(known), n=1)), None)
+def closest_match(word: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
+    """Return the one of `known` that `word` was most likely meant to be; None where none is so alike (1: equal)."""
+    return next(iter(get_close_matches(word, list(known), n=1, cutoff=likeness)), None)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -6,13 +6,14 @@ represents the row (`muster.validate.comparison`): a run recomputes only as much
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from pydantic import ValidationError
 
 from muster.spec.cluster import ClusterSpec
 from muster.spec.device import AttentionKernel, DeviceSpec
+from muster.spec.device_precision import has_precision
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import framework_named
@@ -20,10 +21,11 @@ from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.legality import plan_violations
 from muster.spec.mesh_cuts import divisors
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Plan, StageSpec
+from muster.spec.plan import SCALED_PRECISIONS, Plan, StageSpec
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
 from muster.validate.cluster_from_row import cluster_from_row
+from muster.validate.degrees import Degrees, degrees_of_row
 from muster.validate.errors import UnpredictableRowError
 from muster.validate.model_from_row import models_from_row
 from muster.validate.sources import MeasurementSource, software_of_row, source_of_row, with_facts
@@ -44,6 +46,8 @@ _MIN_FLASH_ONLY_SEQ_LEN = 16_384
 """Sequence length from which attention that writes its scores is no choice: they alone would fill a device."""
 _MOST_PASSES = 10**6
 """Most passes (stages × micro-batches, forward and backward) of a simulated case; more would take minutes."""
+_USUAL_SHARDING = "ZeRO-1"
+"""Sharding where nothing says it: that of Megatron-LM's distributed optimizer."""
 _VOCAB_PARALLEL = ("vocab-1", "vocab-2")
 """Vocabulary-parallel methods (arXiv:2411.05288)."""
 _SCORE_WRITING_KERNELS: tuple[AttentionKernel, ...] = ("fused", "unfused")
@@ -73,6 +77,8 @@ class RowInputs:
     """Cases from the default choice on, with recompute rising from none to full."""
     unstated: tuple[str, ...]
     """Columns that the row leaves open."""
+    assumed: tuple[tuple[str, str], ...] = ()
+    """Columns that the row leaves out without a choice, and what they are taken to be."""
 
 
 def row_inputs(row: MeasurementRow) -> RowInputs:
@@ -83,68 +89,58 @@ def row_inputs(row: MeasurementRow) -> RowInputs:
         models = [model.model_copy(update={"tied_embeddings": source.tied}) for model in models]
     cluster = cluster_from_row(row, source.device.get(row.gpu))
     _require_precision(row, cluster.device)
+    layouts = [] if row.plan else degrees_of_row(row, models[0], cluster.device)
+    enough = _batch_of_memory(row, layouts)
+    row = replace(row, global_batch=row.global_batch or enough)
     if row.global_batch is None or row.seq_len is None:
         raise UnpredictableRowError("global_batch is empty: expected the sequences of a step")
     workload = Workload(seq_len=row.seq_len, global_batch_size=row.global_batch)
     if row.plan:
         case = _named_case(row, models[0], workload)
         return RowInputs(models[0], cluster, workload, (case,), ())
-    degrees = _degrees(row)
-    open_columns = dict(_open_choices(row, source, models[0], degrees))
-    if len(models) > 1:
-        open_columns["vocab"] = [model.vocab_size for model in models]
-    cases = []
+    cases: list[RowCase] = []
+    unstated: dict[str, None] = {}
     refused = ""
-    for values in product(*open_columns.values()):
-        chosen = dict(zip(open_columns, values, strict=True))
-        model = next((model for model in models if model.vocab_size == chosen.get("vocab")), models[0])
-        case = _case(row, source, model, degrees, chosen)
-        wrong = _mismatch(case.plan, model, workload, row)
-        refused = refused or wrong
-        if not wrong:
-            cases.append(case)
+    for degrees in layouts:
+        open_columns = dict(_open_choices(row, source, models[0], degrees))
+        if len(models) > 1:
+            open_columns["vocab"] = [model.vocab_size for model in models]
+        if cases:  # a layout beside the likeliest one: with the default choice of everything else
+            open_columns = {column: choices[:1] for column, choices in open_columns.items()}
+        if len(layouts) > 1:
+            open_columns |= {"tp": (degrees.tp,), "pp": (degrees.pp,)}
+        for values in product(*open_columns.values()):
+            chosen = dict(zip(open_columns, values, strict=True))
+            model = next((model for model in models if model.vocab_size == chosen.get("vocab")), models[0])
+            case = _case(row, source, model, degrees, chosen)
+            wrong = _mismatch(case.plan, model, workload, row)
+            refused = refused or wrong
+            if not wrong:
+                cases.append(case)
+        unstated |= {column: None for column, choices in open_columns.items() if len(choices) > 1}
     if not cases:
         raise UnpredictableRowError(refused)
-    unstated = tuple(column for column, choices in open_columns.items() if len(choices) > 1)
-    return RowInputs(models[0], cluster, workload, tuple(cases), unstated)
+    if len(layouts) > 1:
+        unstated |= {"tp": None, "pp": None}
+    assumed = _assumed(row, source, cases[0].plan) | ({"global_batch": str(enough)} if enough else {})
+    return RowInputs(models[0], cluster, workload, tuple(cases), tuple(unstated), tuple(assumed.items()))
 
 
-@dataclass(frozen=True)
-class _Degrees:
-    """Parallel degrees of a row."""
-
-    tp: int
-    pp: int
-    cp: int
-    ep: int
-    etp: int
-    dp: int
+def _batch_of_memory(row: MeasurementRow, layouts: Sequence[Degrees]) -> int | None:
+    """Return the sequences of a step that fills the memory of a row which states that alone: as many micro-batches as
+    it says or else as there are stages, more of which no rank holds at once; None for other rows."""
+    if row.global_batch is not None or row.metric != "peak_memory_gb" or not layouts:
+        return None
+    count = parse_schedule(row.schedule).micro_batches or layouts[0].pp
+    return count * layouts[0].dp * (row.micro_batch or 1)
 
 
-def _degrees(row: MeasurementRow) -> _Degrees:
-    """Return the degrees: an empty cp or ep is 1, an empty dp follows from the others, and an empty tp or pp is 1 where
-    the others fill the devices. Their product must be n_gpus."""
-    if row.n_gpus is None:
-        raise UnpredictableRowError("n_gpus is empty: expected the number of devices")
-    cp = row.cp or 1
-    ep = row.ep or 1
-    tp, pp = row.tp or 1, row.pp or 1
-    if (row.tp is None or row.pp is None) and tp * pp * cp * (row.dp or 1) != row.n_gpus:
-        raise UnpredictableRowError(f"{'tp' if row.tp is None else 'pp'} is empty: expected a degree, 1 for none")
-    dp = row.dp or row.n_gpus // (tp * pp * cp)
-    if tp * pp * cp * dp != row.n_gpus:
-        given = f"tp {tp} × pp {pp} × cp {cp} × dp {dp}"
-        raise UnpredictableRowError(f"{given} is {tp * pp * cp * dp}, but n_gpus is {row.n_gpus}")
-    return _Degrees(tp, pp, cp, ep, _expert_tensor_parallel(row.etp, tp), dp)
-
-
-def _expert_tensor_parallel(text: str, tp: int) -> int:
-    """Return the tensor-parallel ranks of each expert, 1 where the cell is empty. Raises UnpredictableRowError."""
-    if text.lower() == "tp":
-        return tp
-    if text and not (text.isdecimal() and int(text)):
-        raise UnpredictableRowError(f"etp '{text}' is neither a number above 0 nor 'tp'")
-    return int(text or 1)
+def _assumed(row: MeasurementRow, source: MeasurementSource, plan: Plan) -> dict[str, str]:
+    """Return what the row leaves out and nearly all runs have alike, so that it counts as no choice."""
+    found = {"precision": plan.precision} if parse_precision(row.precision) is None else {}
+    if plan.dp_replicate * plan.dp_shard > 1 and parse_sharding(row.zero) is None:
+        found["zero"] = source.usual.get("zero", _USUAL_SHARDING)
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -152,7 +148,7 @@ def _expert_tensor_parallel(text: str, tp: int) -> int:
 
 
 def _open_choices(
-    row: MeasurementRow, source: MeasurementSource, model: ModelSpec, at: _Degrees
+    row: MeasurementRow, source: MeasurementSource, model: ModelSpec, at: Degrees
 ) -> Iterator[tuple[str, Sequence[object]]]:
     """Yield for each column that a plan needs its choices, the default first; a single one where the row states it."""
     assert row.global_batch is not None
@@ -187,7 +183,7 @@ def _kernels(row: MeasurementRow) -> tuple[AttentionKernel | None, ...]:
     return (None,) if row.seq_len >= _MIN_FLASH_ONLY_SEQ_LEN else (None, "fused")
 
 
-def _chunks(row: MeasurementRow, pipeline: ScheduleTerms, model: ModelSpec, at: _Degrees) -> Sequence[int]:
+def _chunks(row: MeasurementRow, pipeline: ScheduleTerms, model: ModelSpec, at: Degrees) -> Sequence[int]:
     """Return the stated chunks per rank, or else 1 and the maximum; for interleaved schedules the minimum above 1
     and the maximum."""
     if at.pp == 1:
@@ -221,12 +217,13 @@ def _named_case(row: MeasurementRow, model: ModelSpec, workload: Workload) -> Ro
 
 
 def _case(
-    row: MeasurementRow, source: MeasurementSource, model: ModelSpec, at: _Degrees, chosen: dict[str, object]
+    row: MeasurementRow, source: MeasurementSource, model: ModelSpec, at: Degrees, chosen: dict[str, object]
 ) -> RowCase:
     """Return the case for one choice of each open column."""
     pipeline = parse_schedule(row.schedule)
     software = _framework(row, source, chosen["attn_kernel"])
-    sharding = parse_sharding(row.zero) or parse_sharding(source.usual.get("zero", "ZeRO-1")) or Sharding("z1", None)
+    usual = source.usual.get("zero", _USUAL_SHARDING)
+    sharding = parse_sharding(row.zero) or parse_sharding(usual) or Sharding("z1", None)
     group = min(sharding.group or at.dp, at.dp)
     if at.dp % group:
         raise UnpredictableRowError(f"zero '{row.zero}': groups of {group} don't divide dp {at.dp}")
@@ -271,14 +268,13 @@ def _precision(row: MeasurementRow, source: MeasurementSource) -> dict[str, obje
 
 
 def _require_precision(row: MeasurementRow, device: DeviceSpec) -> None:
-    """Raise UnpredictableRowError for matmuls that the device doesn't have, with scales of small blocks."""
+    """Raise UnpredictableRowError for matmuls in fp8 or nvfp4 that the device isn't known to have."""
     found = parse_precision(row.precision)
-    in_blocks = found == "fp8" and parse_fp8_recipe(row.precision) == "mxfp8"
-    if (in_blocks and not device.block_scaled_fp8) or (found == "nvfp4" and device.peak_precision(found) != found):
-        raise UnpredictableRowError(
-            f"precision '{row.precision}' needs matmuls with a scale for each block, which {device.name} doesn't have:"
-            " expected Blackwell, or another precision"
-        )
+    if found not in SCALED_PRECISIONS or has_precision(device, found, parse_fp8_recipe(row.precision) or "tensorwise"):
+        return
+    raise UnpredictableRowError(
+        f"precision '{row.precision}' needs matmuls that {device.name} isn't known to have: expected another precision"
+    )
 
 
 def _plan(**fields: object) -> Plan:

@@ -3,6 +3,7 @@ remarks in parentheses, and a width for dense layers beside one for experts."""
 
 import math
 import re
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 MAX_VALUE = 10**9
@@ -17,6 +18,11 @@ _TAGS = re.compile(r"<[^<>]{1,40}>")
 _EMPHASIS = re.compile(r"^(\*{1,3}|_{2}|`+|~~|\$)(.+)\1$", re.DOTALL)
 _FOOTNOTE = re.compile(r"(?<=[\w)%])\s*(?:[*†‡§¶]+|\[\^?\d{1,2}\]|\^\{?[a-z*]\}?|[¹²³⁴⁵⁶⁷⁸⁹⁰]+)+$")
 _SEPARATED = re.compile(r"\d{1,3}(?:[, '’]\d{3})+(?:\.\d+)?")
+_SURE_COMMA = re.compile(r"[~≈]?(?:\d+,(?:\d{1,2}|\d{4,})|\d{1,3}(?:\.\d{3})+,\d+|\d{1,3}(?:\.\d{3}){2,})(?![\d.,])")
+_SURE_POINT = re.compile(r"[~≈]?(?:\d+\.(?:\d{1,2}|\d{4,})|\d{1,3}(?:,\d{3})+\.\d+|\d{1,3}(?:,\d{3}){2,})(?![\d.,])")
+"""Numbers that are written with a decimal comma, or with a point, whatever their size."""
+_COMMA_NUMBER = re.compile(r"(?<![\d.,])(\d{1,3}(?:\.\d{3})+|\d+)(?:,(\d+))?(?![\d.,])")
+_DOTTED = re.compile(r"\d{1,3}(?:\.\d{3})+")
 _ABOUT = re.compile(r"^(?:~|≈|≃|∼|\\sim|approx\.?|about|ca\.?|circa)\s*(?=\d)", re.IGNORECASE)
 _RANGE = re.compile(r"([\d.,]+)\s*(?:-|–|—|to)\s*([\d.,]+)")
 _SCALED = re.compile(r"([\d.,]+)\s*([kKMG])")
@@ -111,17 +117,57 @@ def parse_real(text: str) -> float | None:
     return value
 
 
-def parse_measure(text: str) -> float | None:
-    """Parse a number above 0 that may say its usual unit, `B` of parameters or `GB` of memory; None for an empty cell.
+def has_decimal_commas(cells: Iterable[str]) -> bool:
+    """Return True if the numbers of a table, as in German ones, have decimal commas, and dots between thousands: where
+    some cell can mean nothing else, and none has a decimal point."""
+    found = [(bool(_SURE_COMMA.match(cell)), bool(_SURE_POINT.match(cell))) for cell in cells]
+    return any(comma for comma, _ in found) and not any(point for _, point in found)
 
-    Raises ValueError with what was found and expected.
+
+def is_dotted(text: str) -> bool:
+    """Return True for a number with dots between its thousands, such as `4.096`."""
+    return bool(_DOTTED.fullmatch(text))
+
+
+def with_decimal_point(text: str) -> str:
+    """Return a cell of a table of decimal commas with a point in its number, and nothing between thousands."""
+    return _COMMA_NUMBER.sub(lambda found: found[1].replace(".", "") + (f".{found[2]}" if found[2] else ""), text)
+
+
+def parse_parameters(text: str) -> float | None:
+    """Parse 10⁹ parameters, also as `70B` or `125M`; None for an empty cell. Raises ValueError."""
+    return _parse_measure(text, {"b": 1.0, "m": 1e-3, "t": 1e3})
+
+
+def parse_memory(text: str) -> float | None:
+    """Parse GiB of memory, also as `55.3 GiB` or `62000 MB`; None for an empty cell. Raises ValueError.
+
+    GB and MB are read as GiB and MiB: most programs print these and call them so.
     """
-    return parse_real(re.sub(r"(?<=\d)\s*(b|gb|gib)$", "", text, flags=re.IGNORECASE))
+    sizes = {"m": 2.0**-10, "g": 1.0, "t": 2.0**10}
+    return _parse_measure(text, {f"{prefix}{byte}": size for prefix, size in sizes.items() for byte in ("", "b", "ib")})
+
+
+def in_megabytes(text: str) -> str:
+    """Return the text of a cell of MB or MiB, with the unit where it states none."""
+    return f"{text} MB" if text[-1:].isdigit() else text
+
+
+def _parse_measure(text: str, units: Mapping[str, float]) -> float | None:
+    """Parse a number above 0 with or without one of the units. Raises ValueError with what was found and expected."""
+    plain = _ABOUT.sub("", _REMARK.sub("", text))
+    found = re.fullmatch(r"(.*\d)\s*([a-z]{1,3})", plain, re.IGNORECASE)
+    if found is None or found[2].lower() not in units:
+        return parse_real(text)
+    value = parse_real(found[1])
+    return None if value is None else value * units[found[2].lower()]
 
 
 def parse_whole(text: str, most: int = MAX_VALUE) -> int | None:
-    """Parse a whole number; None for an empty cell. Raises ValueError with what was found and expected."""
-    value = parse_real(_COUNTED.sub("", _NAMED.sub("", text)))
+    """Parse a whole number, with dots between thousands, too; None for an empty cell. Raises ValueError with what was
+    found and expected."""
+    plain = _COUNTED.sub("", _NAMED.sub("", text))
+    value = parse_real(plain.replace(".", "") if is_dotted(plain) else plain)
     if value is None:
         return None
     if value != int(value) or not 1 <= value <= most:
@@ -132,13 +178,23 @@ def parse_whole(text: str, most: int = MAX_VALUE) -> int | None:
 def parse_length(text: str) -> int | None:
     """Parse tokens of a sequence or a batch, as `8192` or in powers of two as `128k` or `2^17`; None for an empty cell.
 
-    Raises ValueError with what was found and expected.
+    `8.2k` and `131k` are powers of two that were rounded or cut to decimals, `3.7M` is a multiple of 1,024 that ranks
+    can divide. Raises ValueError with what was found and expected.
     """
     plain = _COUNTED.sub("", _NAMED.sub("", _REMARK.sub("", text)))
     if power := _POWER.fullmatch(plain):
         return parse_whole(str(2 ** int(power[1])))
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmM])", plain)
-    return parse_whole(text) if found is None else parse_whole(f"{float(found[1]) * _POWERS[found[2].lower()]:.10g}")
+    found = re.fullmatch(r"(\d+(?:[.,]\d+)?)\s*([kKmM])", plain)
+    if found is None:
+        return parse_whole(text)
+    number, unit = found[1].replace(",", "."), found[2].lower()
+    said, last = float(number) * _DECIMAL[unit], _DECIMAL[unit] * 10.0 ** -len(number.partition(".")[2])
+    power, exact, block = 2.0 ** round(math.log2(said or 1)), float(number) * _POWERS[unit], 1024.0 * round(said / 1024)
+    if said and -last / 2 <= power - said < last:
+        return int(power)
+    if not exact.is_integer():
+        exact = block if 0 < abs(block - said) <= last / 2 else round(said)
+    return parse_whole(f"{exact:.10g}")
 
 
 def parse_inner_widths(text: str) -> tuple[int | None, int | None]:
@@ -166,6 +222,8 @@ def parse_most_chunks(text: str, layers: int | None, pp: int | None) -> int | No
 def parse_value(text: str, metric: str) -> float | None:
     """Parse a measured value in the unit of its metric, thousands and millions as `9.5k`; a share of the peak may be a
     fraction or say `%`. Raises ValueError with what was found and expected."""
+    if metric == "peak_memory_gb":
+        return parse_memory(text)
     is_share = metric == "MFU_pct"
     plain = _ABOUT.sub("", _REMARK.sub("", text))
     if scaled := _SCALED.fullmatch(plain):

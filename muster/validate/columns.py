@@ -1,10 +1,12 @@
 """Columns and metrics of a table of measurements, and the other names that people give them."""
 
 import re
+from collections.abc import Iterable
 from functools import cache
 
+from muster.spec.suggest import closest_match
 from muster.validate.cells import split_unit
-from muster.validate.combined_cells import combined_column
+from muster.validate.combined_cells import OTHER_COLUMNS, combined_column
 
 REQUIRED_COLUMNS = ("model_name", "gpu", "n_gpus", "metric", "value")
 """Columns that a table must have. A missing optional column counts as empty in every row."""
@@ -154,15 +156,19 @@ _METRICS: dict[str, tuple[str, ...]] = {
     + ("model_tflops_per_sec_per_gpu", "model_tflops_per_s_per_gpu"),
     "MFU_pct": ("mfu", "mfu_percent", "mfu_pct", "bf16_mfu"),
     "peak_memory_gb": ("peak_mem_gb", "max_memory_gb", "memory_gb"),
+    "peak_memory_mb": ("peak_mem_mb", "peak_mem_mib", "peak_memory_mib", "max_memory_mb", "max_memory_mib")
+    + ("max_mem_mb", "max_mem_mib", "memory_mb", "memory_mib"),
     "outcome": ("result", "status"),
 }
 """Metrics with their other names, as `_plain` writes them."""
 
 ITERATION_MS, ITERATIONS_PER_S = "iteration_time_ms", "iterations_per_s"
 """Metrics that are read as `iteration_time_s`."""
+MEMORY_MB = "peak_memory_mb"
+"""Metric that is read as `peak_memory_gb`."""
 THROUGHPUT = "throughput"
 """Column whose cells say in which unit they are."""
-LAST_METRICS = ("peak_memory_gb", "outcome")
+LAST_METRICS = ("peak_memory_gb", MEMORY_MB, "outcome")
 """Metrics that count where a row has no other."""
 
 
@@ -179,6 +185,20 @@ def canonical_column(name: str) -> str:
         if canonical_metric(plain) in _METRICS:
             break
     return THROUGHPUT if short == THROUGHPUT and canonical_metric(plain) not in _METRICS else plain
+
+
+def closest_name(name: str, columns: Iterable[str]) -> str | None:
+    """Return the name of one of the columns, or another name of it, that a misspelt one most likely means; None where
+    none is close. `value` has the names of all metrics."""
+    wanted = tuple(columns)
+    others = [other for column in wanted for other in (*_OTHER_NAMES.get(column, ()), *OTHER_COLUMNS.get(column, ()))]
+    if "value" in wanted:
+        others += [other for names in _METRICS.values() for other in names]
+    return closest_match(name, wanted, _SURE) or closest_match(name, others, _SURE) or closest_match(name, wanted)
+
+
+_SURE = 0.85
+"""Likeness from which a name among all other names of columns counts."""
 
 
 _QUANTITIES = ("iteration_time", "tokens", "samples", "TFLOPs", "model_TFLOPs", "MFU", "peak_memory")

@@ -122,6 +122,9 @@ def fill_from_combined(cells: dict[str, str]) -> dict[str, str]:
     for axis, other in (("tp", "pp"), ("pp", "tp")):
         if says_all or (axis not in cells and filled.get(other)):
             fill(axis, "1")
+    says_none = not any(name in ("tp", "pp", *_LAYOUT_COLUMNS) or _degrees_of_header(name) for name in cells)
+    if says_none and not filled.get("tp") and not filled.get("pp"):
+        filled["open_degrees"] = "yes"
     if filled.get("recompute_modules") and filled.get("recompute", "").lower() in ("", "selective"):
         filled["recompute"] = filled["recompute_modules"].strip("[]")
     if filled.get("dispatcher"):

@@ -144,6 +144,11 @@ class RowResult:
         return self.predicted_s / self.measured_s - 1
 
     @property
+    def measured_memory_gib(self) -> float | None:
+        """Measured peak memory in GiB; None where the row doesn't state it."""
+        return self.row.peak_mem_gb or (self.row.value if self.row.metric == "peak_memory_gb" else None)
+
+    @property
     def interval_s(self) -> tuple[float, float]:
         """Shortest and longest predicted step time over the choices that the row leaves open."""
         assert self.predicted is not None

@@ -35,7 +35,7 @@ def _holds_measured(result: RowResult, interval: Interval | None) -> bool:
     assert interval is not None
     assert result.measured_s is not None
     low_s, high_s, _ = interval
-    return low_s <= result.measured_s <= high_s
+    return low_s is not None and high_s is not None and low_s <= result.measured_s <= high_s
 
 
 KINDS: dict[str, Callable[[RowResult], bool]] = {

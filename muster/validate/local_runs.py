@@ -1,20 +1,28 @@
 """Errors of predictions of one's own runs on a profiled machine, kept in its file for later predictions."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from muster.config.local_machine import cluster_text, with_num_ranks
+from muster.config.local_machine import catalog_device_name, cluster_text, with_num_ranks
 from muster.config.yaml_writer import write_atomically
 from muster.simulate.predict import predict
 from muster.spec.cluster import ClusterSpec
+from muster.spec.device import DeviceSpec
 from muster.spec.errors import ConfigError, MusterError
+from muster.spec.formatting import format_seconds
 from muster.spec.units import pluralize
 from muster.validate.case import row_inputs
+from muster.validate.cluster_from_row import parse_device
 from muster.validate.errors import UnpredictableRowError
 from muster.validate.formulas import TIME_METRICS, step_time_s
 from muster.validate.table import MeasurementRow, read_table
+
+MAX_RATIO = 10
+"""Largest ratio of predicted and measured times that counts as an error: beyond it a row has another unit, or is of
+another job."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +64,33 @@ def _local_run(row: MeasurementRow, machine: ClusterSpec) -> LocalRun:
             raise UnpredictableRowError(row.problem)
         if row.metric not in TIME_METRICS:
             raise UnpredictableRowError(f"{row.metric} is no step time and no throughput")
+        require_own_run(row, machine.groups[0].device)
         inputs = row_inputs(row)
         case = inputs.cases[0]
         measured_s = step_time_s(row, case.model, inputs.workload, None, 0.0)
         cluster = with_num_ranks(machine, case.plan.world_size)
-        found = predict(case.model, case.plan, inputs.workload, cluster)
+        ratio = predict(case.model, case.plan, inputs.workload, cluster).step_time_s / measured_s
+        if not 1 / MAX_RATIO <= ratio <= MAX_RATIO:
+            raise UnpredictableRowError(
+                f"a step of {format_seconds(measured_s)} is predicted to take {format_seconds(ratio * measured_s)}:"
+                f" expected a run whose time is within a factor of {MAX_RATIO}"
+            )
     except (UnpredictableRowError, MusterError) as error:
         return LocalRun(row, why=f"{row.location}: {error}")
-    return LocalRun(row, found.step_time_s / measured_s - 1)
+    return LocalRun(row, ratio - 1)
+
+
+def require_own_run(row: MeasurementRow, device: DeviceSpec) -> None:
+    """Raise UnpredictableRowError for a run of another program than Muster, or on another device than this one."""
+    if row.software and not re.match(r"muster\b", row.software, re.IGNORECASE):
+        raise UnpredictableRowError(f"software '{row.software}' isn't Muster, whose predictions are held to runs")
+    if device.kind == "cpu":
+        is_here = "cpu" in row.gpu.lower()
+    else:
+        known = catalog_device_name(device.name)
+        is_here = row.gpu.lower() == device.name.lower() or (known is not None and parse_device(row.gpu).name == known)
+    if not is_here:
+        raise UnpredictableRowError(f"gpu '{row.gpu}' isn't {device.name}, on which the machine's profile was measured")
 
 
 def runs_summary(runs: Sequence[LocalRun]) -> str:

@@ -8,15 +8,15 @@ from muster.validate.comparison import RowResult
 NEVER_MEASURED = "nothing like it was ever measured"
 """Words for a prediction without an interval."""
 
-Interval = tuple[float, float, str]
-"""Shortest and longest step time in seconds, and the measurements that say so."""
+Interval = tuple[float | None, float | None, str]
+"""Shortest and longest step time in seconds, and the measurements that say so; None where there are none."""
 
 
 def row_intervals(results: Sequence[RowResult]) -> list[Interval | None]:
     """Return for each predicted row the shortest and the longest step time that 9 of 10 rows like it take: the interval
     over the row's open choices, widened by the errors on like rows of other sources; None where it isn't predicted.
 
-    Where nothing like it was ever measured, the interval is that of the open choices alone, and the words say so.
+    Where nothing like it was ever measured there are no ends, and the words say so.
     """
     known: dict[tuple[int, str], Interval] = {}  # equal rows share their prediction
     found = []
@@ -34,5 +34,5 @@ def _row_interval(result: RowResult) -> Interval:
     case = result.case
     found = step_time_interval(case.model, case.plan, result.inputs.cluster, left_out=result.row.source)
     if found is None:
-        return low_s, high_s, NEVER_MEASURED
+        return None, None, NEVER_MEASURED
     return low_s * found.low, high_s * found.high, found.source

@@ -17,8 +17,8 @@ COLUMNS = (
     *("measured_memory_gib", "fits", "assumed", "why"),
 )
 """Keys of a row, in order. `low_s` and `high_s` hold 9 of 10 measured times: `choices_low_s` and `choices_high_s` over
-what the row leaves open, widened by the errors that `interval_from` names. `error` is in per cent of the measured time,
-`why` says why a row isn't predicted."""
+what the row leaves open, widened by the errors that `interval_from` names; they are empty where nothing was measured.
+`error` is in per cent of the measured time, `why` says why a row isn't predicted."""
 
 
 def row_table(results: Sequence[RowResult]) -> list[dict[str, Any]]:
@@ -35,16 +35,16 @@ def _row(result: RowResult, interval: Interval | None, names: dict[int, str]) ->
     found |= {"row": row.location, "source": row.source, "model": row.model_name, "gpu": row.gpu}
     found |= {"n_gpus": row.n_gpus, "metric": row.metric, "value": row.outcome or row.value}
     found |= {"why": result.reason or None, "assumed": {}, "measured_s": result.measured_s}
-    found["measured_memory_gib"] = row.peak_mem_gb or (row.value if row.metric == "peak_memory_gb" else None)
+    found["measured_memory_gib"] = result.measured_memory_gib
     if answer is None or inputs is None or interval is None:
         return found
+    found["low_s"], found["high_s"], found["interval_from"] = interval
     case = result.case
     if id(case.plan) not in names:
         names[id(case.plan)] = format_plan_name(case.plan)
     found["plan"] = names[id(case.plan)]
     found["predicted_s"] = answer.step_time_s
     found["choices_low_s"], found["choices_high_s"] = result.interval_s
-    found["low_s"], found["high_s"], found["interval_from"] = interval
     found["error"] = 100 * result.error if result.is_predicted else None
     if not offloads_activations(row):
         found |= {"predicted_memory_gib": answer.peak_bytes / 2**30, "fits": answer.fits}
@@ -53,6 +53,7 @@ def _row(result: RowResult, interval: Interval | None, names: dict[int, str]) ->
         for column, value in case.chosen
         if column in inputs.unstated
     }
+    found["assumed"] |= dict(inputs.assumed)
     if row.assumed:
         column, _, words = row.assumed.partition(" ")
         found["assumed"][column] = words

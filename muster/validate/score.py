@@ -161,7 +161,7 @@ def score_fits(results: Iterable[RowResult]) -> FitScores:
 
 @dataclass(frozen=True)
 class MemoryScores:
-    """Relative errors of the peak memory in per cent.
+    """Relative errors of the peak memory in per cent: of fully specified rows, and of those with open choices.
 
     Sources mean different things by peak: allocated or reserved, in 10⁹ bytes or GiB; GiB is assumed.
     """
@@ -169,14 +169,30 @@ class MemoryScores:
     rows: int
     mape: float | None
     bias: float | None
+    open_rows: int
+    open_mape: float | None
+    open_bias: float | None
+
+    @property
+    def any_rows(self) -> bool:
+        """True where any row states its peak memory and is predicted."""
+        return self.rows + self.open_rows > 0
 
 
 def score_memory(results: Sequence[RowResult]) -> MemoryScores:
-    """Score the fully specified rows that state their peak memory."""
-    errors = []
-    for result in results:
-        said = result.row.peak_mem_gb or (result.row.value if result.row.metric == "peak_memory_gb" else None)
-        is_known = result.is_fully_specified and not offloads_activations(result.row)
-        if said and result.prediction is not None and is_known:
-            errors.append(100 * (result.prediction.peak_bytes / (said * 2**30) - 1))
-    return MemoryScores(len(errors), mean(map(abs, errors)) if errors else None, mean(errors) if errors else None)
+    """Score the rows that state their peak memory."""
+    scores: list[float | None] = []
+    for specified in (True, False):
+        rows = (result for result in results if result.is_fully_specified is specified)
+        errors = [100 * error for error in map(memory_error, rows) if error is not None]
+        scores += [len(errors), mean(map(abs, errors)) if errors else None, mean(errors) if errors else None]
+    return MemoryScores(*scores)  # type: ignore[arg-type]
+
+
+def memory_error(result: RowResult) -> float | None:
+    """Return (predicted − measured) / measured peak memory; None where the row doesn't state it, isn't predicted, or
+    kept activations elsewhere."""
+    said = result.measured_memory_gib
+    if not said or result.prediction is None or offloads_activations(result.row):
+        return None
+    return result.prediction.peak_bytes / (said * 2**30) - 1

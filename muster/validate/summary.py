@@ -14,6 +14,7 @@ from typing import Any
 from muster.spec.device import DeviceSpec
 from muster.validate.axis_bias import AxisBias, axis_biases
 from muster.validate.comparison import Predictor, RowResult, predict_rows_both_ways
+from muster.validate.formulas import UNTIMED_METRICS
 from muster.validate.kinds import KindScores, score_kinds
 from muster.validate.row_table import row_table
 from muster.validate.score import (
@@ -83,14 +84,17 @@ class Summary:
     @property
     def unpredicted(self) -> list[RowResult]:
         """Rows that count but couldn't be predicted, and outcomes that couldn't be read."""
-        scored = (result for result in self.results if result.is_timed or result.row.metric == "outcome")
-        return [result for result in scored if result.reason]
+        return [result for result in self.results if _is_scored(result) and result.reason]
 
     @property
     def not_scored(self) -> dict[str, int]:
-        """Number of rows by metric that is no step time, throughput or outcome, or whose FLOPs have no known
-        formula."""
-        return dict(Counter(r.row.metric for r in self.results if not r.is_timed and r.row.metric != "outcome"))
+        """Number of rows by metric that is no step time, throughput, outcome or peak memory, or whose FLOPs have no
+        known formula."""
+        return dict(Counter(result.row.metric for result in self.results if not _is_scored(result)))
+
+
+def _is_scored(result: RowResult) -> bool:
+    return result.is_timed or result.row.metric in UNTIMED_METRICS
 
 
 def shipped_rows() -> list[MeasurementRow]:

@@ -8,30 +8,37 @@ from pathlib import Path
 from typing import TypeVar
 
 from muster.spec.errors import ConfigError
-from muster.spec.suggest import did_you_mean
 from muster.validate.cells import (
     MAX_LAYERS,
     clean_cell,
+    has_decimal_commas,
+    in_megabytes,
+    is_dotted,
     is_nothing,
     parse_inner_widths,
     parse_length,
-    parse_measure,
+    parse_memory,
     parse_most_chunks,
+    parse_parameters,
     parse_value,
     parse_whole,
+    with_decimal_point,
 )
 from muster.validate.columns import (
     COLUMNS,
     ITERATION_MS,
     ITERATIONS_PER_S,
-    LAST_METRICS,
-    REQUIRED_COLUMNS,
-    THROUGHPUT,
+    MEMORY_MB,
     canonical_metric,
     metric_of_column,
     metric_with_unit,
 )
-from muster.validate.combined_cells import combined_column, counts_devices, device_in_words, fill_from_combined
+from muster.validate.combined_cells import (
+    counts_devices,
+    device_in_words,
+    fill_from_combined,
+)
+from muster.validate.table_header import check_header, memory_columns, metric_columns, with_devices
 from muster.validate.table_layout import TableText, read_layout
 
 _INTEGERS = (
@@ -39,8 +46,8 @@ _INTEGERS = (
     *("tp", "pp", "dp", "cp", "ep", "micro_batch"),
 )
 """Columns of whole numbers."""
-_FLOATS = ("params_b", "peak_mem_gb")
-"""Columns of other numbers."""
+_WHOLE = (*_INTEGERS, "layers", "ffn_hidden", "seq_len", "global_batch")
+"""Columns whose numbers are whole, whatever else their cells may say."""
 _WORDS = (
     *("source", "url_or_repo", "model_name", "gpu", "intra_link", "inter_link", "zero", "etp", "sp"),
     *("recompute", "precision", "schedule", "attn_kernel", "compile", "async_tp", "software", "plan", "notes"),
@@ -123,6 +130,8 @@ class MeasurementRow:
     plan: str
     """Short name of a plan, which says what the columns of degrees and settings would."""
     notes: str
+    open_degrees: bool = False
+    """True where the table has no columns for tp and pp."""
     assumed: str = ""
     """Column that the row leaves out, and what it is taken to be."""
     problem: str = ""
@@ -176,63 +185,17 @@ def parse_table(text: str, file: str) -> list[MeasurementRow]:
     header.
     """
     found = read_layout(text)
-    header, lines = _with_devices(found), found.lines
-    metrics = _metric_columns(header)
+    header, lines = with_devices(found), found.lines
+    metrics = metric_columns(header)
     said = ["n_gpus"] if counts_devices(header, (cells for _, cells in lines)) else []
     device = "" if "gpu" in header else device_in_words(found.title)
     said += ["gpu"] if device else []
     at = found.header_line
-    _check_header([*header, *said, *(("metric", "value") if metrics else ())], file, at)
+    check_header([*header, *said, *(("metric", "value") if metrics else ())], file, at)
     rows = list(_rows(found, header, file, metrics, device))
     if not rows:
         raise ConfigError(f"{file}:{at}: the table has a header but no rows")
     return rows
-
-
-def _with_devices(found: TableText) -> list[str]:
-    """Return the header, in which a column of numbers of devices whose cells name devices is one of devices."""
-    header = list(found.header)
-    if "gpu" not in header and "n_gpus" in header:
-        at = header.index("n_gpus")
-        named = [cells[at] for _, cells in found.lines if cells and len(cells) > at and cells[at].strip()]
-        if named and sum(bool(device_in_words(cell)) for cell in named) * 2 > len(named):
-            header[at] = "gpu"
-    return header
-
-
-def unread_columns(text: str) -> list[str]:
-    """Return the columns of a table that say nothing to a prediction, each with the one that it may mean."""
-    header = _with_devices(read_layout(text))
-    absent = [name for name in COLUMNS if name not in header]
-    known = {*COLUMNS, *_metric_columns(header), *filter(combined_column, header), ""}
-    hints = {name: did_you_mean(name, absent) if len(name) > _MIN_HINTED else "" for name in header}
-    return [name + hints[name].replace(";", ",").rstrip("?") for name in header if name not in known]
-
-
-_MIN_HINTED = 4
-"""Longest name of a column that says too little for a hint: `fsdp` isn't `sp`."""
-
-
-def _metric_columns(header: Sequence[str]) -> list[str]:
-    """Return the columns that are called after a metric, where none is called `metric`."""
-    if "metric" in header:
-        return []
-    found = [name for name in header if name not in COLUMNS and metric_of_column(name)]
-    if not found and "value" not in header:
-        found = [name for name in header if name in ("peak_mem_gb", THROUGHPUT)]
-    return sorted(found, key=lambda name: metric_of_column(name) in LAST_METRICS)
-
-
-def _check_header(header: list[str], file: str, line: int) -> None:
-    """Raise ConfigError for missing or misspelled columns."""
-    if not header:
-        raise ConfigError(f"{file}:{line}: the table is empty, expected a header: {', '.join(COLUMNS)}")
-    absent = [name for name in COLUMNS if name not in header]
-    spare = [name for name in header if name not in COLUMNS]
-    missing = [name for name in REQUIRED_COLUMNS if name in absent]
-    if missing:
-        hint = did_you_mean(missing[0], spare).replace("did you mean", "is it")
-        raise ConfigError(f"{file}:{line}: the header lacks {_listed(missing)}{hint}")
 
 
 _MERGED = ("model_name", "params_b", "gpu", "n_gpus", "nodes", "gpus_per_node", "seq_len", "global_batch")
@@ -245,22 +208,30 @@ def _rows(
     """Yield the rows below the header. Of the columns `metrics` the first with a value is the row's; `device` is what
     the title says where no column does."""
     above: dict[str, str] = {}
+    in_commas = found.delimiter == ";" and has_decimal_commas(_numbers(found, header))
+    of_memory = memory_columns(header)
     for number, (line, read) in enumerate(found.lines, 1):
         cells = [clean_cell(cell) for cell in read or ()]
         while len(cells) > len(header) and not cells[-1]:
             cells.pop()
         named, twice = _by_column(header, cells, number)
+        if in_commas:
+            named = {name: text if name in _WORDS else with_decimal_point(text) for name, text in named.items()}
         if device:
             named |= {"gpu": device}
         if len(cells) == len(header):
             named = _unmerged(named, above)
             above = named
         named = fill_from_combined(named)
+        for name in of_memory:
+            if named.get(name) and not named.get("peak_mem_gb"):
+                in_mb = metric_of_column(name) == MEMORY_MB
+                named["peak_mem_gb"] = in_megabytes(named[name]) if in_mb else named[name]
         if metrics:
             filled = (name for name in metrics if named.get(name) and not is_nothing(named[name]))
             metric = next(filled, metrics[0])
             named |= {"metric": metric, "value": named.get(metric, "")}
-            if metric == "peak_mem_gb":
+            if metric == "peak_mem_gb" or metric in of_memory:
                 named["peak_mem_gb"] = ""
         if device:
             named["assumed"] = "; ".join(filter(None, (named.get("assumed"), f"gpu {device}, from above the table")))
@@ -276,6 +247,15 @@ def _rows(
             alone = next(filter(None, cells))
             row = replace(row, problem=f"row {number}: '{alone}' stands alone, expected a cell for each column")
         yield row
+
+
+def _numbers(found: TableText, header: Sequence[str]) -> Iterator[str]:
+    """Yield the cells of columns that aren't free text; dots between thousands of whole numbers count as commas do."""
+    for _, cells in found.lines:
+        for name, cell in zip(header, cells or (), strict=False):
+            if name not in _WORDS:
+                plain = clean_cell(cell)
+                yield plain.replace(".", "") + ",0" if name in _WHOLE and is_dotted(plain) else plain
 
 
 def _unmerged(named: dict[str, str], above: dict[str, str]) -> dict[str, str]:
@@ -323,7 +303,9 @@ def _row(cells: dict[str, str], file: str, line: int, number: int) -> Measuremen
 
     fields: dict[str, object] = {name: cells[name] for name in _WORDS}
     fields |= {name: parsed(name, parse_whole, None) for name in _INTEGERS}
-    fields |= {name: parsed(name, parse_measure, None) for name in _FLOATS}
+    fields["params_b"] = parsed("params_b", parse_parameters, None)
+    ran_out = is_out_of_memory(cells["peak_mem_gb"])
+    fields["peak_mem_gb"] = None if ran_out else parsed("peak_mem_gb", parse_memory, None)
     layers = parsed("layers", lambda text: parse_whole(text, MAX_LAYERS), None)
     pp = fields["pp"]
     assert pp is None or isinstance(pp, int)
@@ -332,7 +314,14 @@ def _row(cells: dict[str, str], file: str, line: int, number: int) -> Measuremen
     fields["global_batch"] = parsed("global_batch", parse_length, None)
     fields["ffn_hidden"], fields["expert_hidden"] = parsed("ffn_hidden", parse_inner_widths, (None, None))
     fields |= {"source": cells["source"] or file, "assumed": cells.get("assumed", "")}
+    fields["open_degrees"] = bool(cells.get("open_degrees"))
     metric, said = metric_with_unit(canonical_metric(cells["metric"]), cells["value"])
+    if metric == MEMORY_MB:
+        metric, said = "peak_memory_gb", in_megabytes(said)
+    if ran_out and (not said or is_nothing(said)):
+        said = cells["peak_mem_gb"]
+    elif ran_out and not is_out_of_memory(said):
+        problems.append(f"row {number}, peak_mem_gb: found '{cells['peak_mem_gb']}' beside '{said}', expected one")
     if metric == "outcome" or is_out_of_memory(said):
         fields |= {"metric": "outcome", "value": None, "outcome": said}
         if not (is_out_of_memory(said) or SUCCESS.fullmatch(said)):
@@ -344,7 +333,3 @@ def _row(cells: dict[str, str], file: str, line: int, number: int) -> Measuremen
             metric, value = "iteration_time_s", time_s
         fields |= {"metric": metric, "value": value, "outcome": ""}
     return MeasurementRow(file=file, line=line, number=number, problem="; ".join(problems), **fields)  # type: ignore[arg-type]
-
-
-def _listed(names: list[str]) -> str:
-    return f"the column{'s' if len(names) > 1 else ''} {', '.join(names)}"

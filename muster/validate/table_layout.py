@@ -25,6 +25,8 @@ class TableText:
     header_line: int
     lines: list[Line]
     """Lines below the header without empty and ignored ones."""
+    delimiter: str = ","
+    """Mark between cells."""
 
 
 _TITLE_LINES = 30
@@ -61,7 +63,7 @@ def read_layout(text: str) -> TableText:
     names = [clean_cell(name) for name in names]
     if rest and (joined := _joined_names(names, rest[0][1])):
         names, rest = joined, rest[1:]
-    return TableText(title, [canonical_column(name) for name in names], header_line, rest)
+    return TableText(title, [canonical_column(name) for name in names], header_line, rest, delimiter)
 
 
 def _is_ignored(line: str) -> bool:

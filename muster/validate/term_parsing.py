@@ -69,6 +69,12 @@ _FP8_RECIPES: tuple[tuple[str, Float8Recipe], ...] = (
 """Patterns of recipes for the scales of fp8, in the words of Transformer Engine, Megatron-Core and torchtitan, searched
 in this order."""
 
+_RECIPE_ALONE = (
+    r"((tensor|row|block|channel|sub.?channel).?wise|per.?(tensor|row|block|channel)|mx|micro|delayed|current|hybrid)"
+    r"([-_ ]?scal(ing|ed|es?))?"
+)
+"""Recipes that stand where a precision would."""
+
 _KERNEL: tuple[tuple[str, AttentionKernel], ...] = (
     (r"flash.?attention.?v?3|flash.?3|fa3|cudnn", "flash3"),
     (r"flash.?attention.?v?2|flash.?2|fa2", "flash2"),
@@ -122,6 +128,8 @@ def parse_precision(text: str) -> Precision | None:
     for pattern, found in _PRECISION:
         if re.search(pattern, text, re.IGNORECASE):
             return found
+    if re.fullmatch(_RECIPE_ALONE, text.strip(), re.IGNORECASE):
+        return "fp8"
     hint = did_you_mean(text.lower(), ("nvfp4", "fp8", "bf16", "fp16", "tf32", "fp32"))
     raise UnpredictableRowError(f"precision '{text}' is not known{hint}: expected {_PREDICTED}")
 

@@ -13,6 +13,7 @@ from muster.cost.time.pass_pairs import RowExchange
 from muster.cost.time.scaled_casts import matmul_rate, operand_cast_bytes
 from muster.spec.context_kinds import ContextRanks
 from muster.spec.device import DeviceSpec
+from muster.spec.device_precision import matmul_precision
 from muster.spec.expert_kinds import DISPATCHERS, ExpertDispatch
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.layer_strategy import LayerStrategy
@@ -113,13 +114,8 @@ class LayerContext:
 
     @cached_property
     def matmul_precision(self) -> Precision:
-        """Precision of the layers' matmuls; Muster's are in bf16 on devices without fp8, or without the recipe's
-        scales, and no others' are in a precision that its device lacks."""
-        lacks_scales = self.fp8_recipe == "mxfp8" and not self.device.block_scaled_fp8
-        lacks_fp8 = self.framework.recasts_fp8 and (self.device.peak_precision("fp8") != "fp8" or lacks_scales)
-        if self.precision == "nvfp4" and self.device.peak_precision("nvfp4") != "nvfp4":
-            return "fp8" if self.device.peak_precision("fp8") == "fp8" else "bf16"
-        return "bf16" if self.precision == "fp8" and lacks_fp8 else self.precision
+        """Precision of the layers' matmuls."""
+        return matmul_precision(self.device, self.precision, self.fp8_recipe, self.framework.recasts_fp8)
 
     @cached_property
     def matmul_device(self) -> DeviceSpec:
