@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muster.checkpoint.adapters import PissaTensors
-from muster.checkpoint.tensors import TensorMeta
+from muster.checkpoint.adapters import pissa_weights
+from muster.checkpoint.tensors import TensorMeta, TensorSource
 from muster.config.run_config import RunConfig
 from muster.cost.comm_volume import adapter_step_bytes
 from muster.layout.tensor_layout import Box
@@ -49,13 +49,13 @@ class Tensors:
         return self._tensors[name][box.slices].clone()
 
 
-def start(config: RunConfig) -> PissaTensors:
+def start(config: RunConfig) -> TensorSource:
     """The base model, whose singular vectors are far apart, and the adapters that it begins with."""
     base = config.model.model_copy(update={"adapter": None})
     values = {
         name: initial_value(base, name, shape, config.seed).double() * 3 for name, shape in parameter_shapes(base)
     }
-    return PissaTensors(Tensors(values), config.model)
+    return pissa_weights(Tensors(values), config.model)
 
 
 @lru_cache

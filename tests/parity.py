@@ -60,6 +60,7 @@ from muster.parallel.world import World, open_world
 from muster.schedule.resolve import resolve_schedule
 from muster.spec.adapters import AdapterSpec
 from muster.spec.four_bit import has_four_bits, is_four_bit_part, with_whole_weights
+from muster.spec.low_rank import LowRankSpec
 from muster.spec.model import ModelSpec
 from muster.spec.model_components import LinearAttentionSpec, MlaSpec, MoeSpec, RopeScaling
 from muster.spec.nearest_plans import require_runnable
@@ -278,6 +279,10 @@ FAMILIES |= {
         "qkv_bias": True,
     }
     for kind, targets in (("lora", ("q", "k", "o", "up", "down")), ("dora", ("q", "v", "gate")))
+}
+FAMILIES |= {
+    "low rank": {"low_rank": LowRankSpec(rank=5), "qkv_bias": True, "out_bias": True},
+    "low rank of some": {"low_rank": LowRankSpec(ratio=0.4, target_modules=("q", "k", "down")), "gated": False},
 }
 LORA_DROPOUT = AdapterSpec(r=3, lora_alpha=6, target_modules=("all-linear",), lora_dropout=0.2)
 FAMILIES["lora dropout"] = {"adapter": LORA_DROPOUT, "out_bias": True}

@@ -17,11 +17,10 @@ from muster.model.norms import RmsNorm
 from muster.parallel import compile as compiling
 from muster.parallel.axis import TensorAxis
 from muster.parallel.compile import compile_blocks, eager_note
+from muster.parallel.projection_norms import apply_projection_norms, normalize_sharded_projections
 from muster.parallel.tensor_parallel import (
     apply_parallel_linears,
-    apply_projection_norms,
     column_parallel_linear,
-    normalize_sharded_projections,
     row_parallel_linear,
 )
 from muster.parallel.tensor_parallel_ops import traceable_seam

@@ -53,6 +53,7 @@ SOUND = [
 MORE_SOUND = [
     {"plan": "dp2-oopt", "freeze": ("embed.*", "layers.[01].*", "*norm.*")},
     {"plan": "pp2-oopt0.5", "tied": True},
+    {"plan": "dp2-z3-oopt-oparam", "family": "low rank"},
     {"plan": "dp2x1-sgpipe", "optim": "muon", "z_loss": 1e-2},
     {"plan": "pp2-szbh1", "family": "gpt2", "precision": "bf16"},
     {"plan": "tp2-sp", "family": "gpt2", "tied": True},

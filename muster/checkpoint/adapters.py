@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from muster.checkpoint.four_bit import DequantizedTensors, FourBitTensors
+from muster.checkpoint.low_rank import DecomposedTensors, ProductTensors, factorized
 from muster.checkpoint.model_directory import ModelDirectory, held_weights, model_weights
 from muster.checkpoint.remapped import JoinedTensors
 from muster.checkpoint.tensors import TensorMeta, TensorSource
@@ -14,38 +15,45 @@ from muster.spec.adapters import MAGNITUDE, AdapterSpec, adapted_module, is_adap
 from muster.spec.model import ModelSpec, parameter_shapes
 
 
-def without_adapter(spec: ModelSpec) -> ModelSpec:
-    """Return the model that adapters were added to."""
-    return spec.model_copy(update={"adapter": None})
+def merged_model(spec: ModelSpec) -> ModelSpec:
+    """Return the model without adapters and low-rank layers."""
+    return spec.model_copy(update={"adapter": None, "low_rank": None})
 
 
 def merged_weights(directory: ModelDirectory) -> TensorSource:
-    """Return the parameters of a model that does without adapters what this one does with them.
+    """Return the parameters of a model that does without adapters and low-rank layers what this one does with them.
 
     Raises as `model_weights` does.
     """
-    weights = model_weights(directory)
-    assert directory.model is not None
-    return weights if directory.model.adapter is None else MergedTensors(weights, directory.model.adapter)
+    weights, model = model_weights(directory), directory.model
+    assert model is not None
+    if model.low_rank is not None:
+        return ProductTensors(weights)
+    return weights if model.adapter is None else MergedTensors(weights, model.adapter)
 
 
 def weights_for(directory: ModelDirectory, spec: ModelSpec) -> TensorSource:
     """Return the parameters of a directory as a run with the model `spec` begins with them: with the directory's
     adapters where they are the run's, else merged; new adapters aren't among them. Weights that the run holds in 4 bits
-    come by their parts, unchanged where the directory has them.
+    come by their parts, unchanged where the directory has them. The factors of low-rank layers are the directory's
+    where their ranks are the run's, else made of whole weights.
 
     Raises as `model_weights` does.
     """
-    adapter, stored = spec.adapter, directory.model.adapter if directory.model is not None else None
-    found = replace(directory, model=spec.model_copy(update={"adapter": stored}))
-    if adapter is None:
+    model = merged_model(spec) if directory.model is None else directory.model
+    adapter, stored = spec.adapter, model.adapter
+    found = replace(directory, model=spec.model_copy(update={"adapter": stored, "low_rank": model.low_rank}))
+    if spec.low_rank is not None:
+        goes_on = model.low_rank_ranks == spec.low_rank_ranks
+        return model_weights(found) if goes_on and stored is None else factorized(merged_weights(found), spec)
+    if adapter is None or model.low_rank is not None:
         return merged_weights(found)
     goes_on = stored is not None and stored.is_continued_by(adapter)
     if goes_on and stored is not None and stored.load_in_4bit and adapter.load_in_4bit:
         return held_weights(found)
     weights = model_weights(found) if goes_on else merged_weights(found)
     if not goes_on and adapter.kind in ("pissa", "hd_pissa"):
-        weights = PissaTensors(weights, spec)
+        weights = pissa_weights(weights, spec)
     held = FourBitTensors(weights, spec) if adapter.load_in_4bit else weights
     if not goes_on and adapter.kind == "dora":
         return JoinedTensors((held, RowLengths(DequantizedTensors(held, spec), spec)))
@@ -77,45 +85,31 @@ def _row_lengths(rows: Tensor) -> Tensor:
     return rows.to(torch.promote_types(rows.dtype, torch.float32)).norm(dim=1).to(rows.dtype)
 
 
-class PissaTensors:
-    """Weights of which adapters take over the largest singular values (a `TensorSource`): with U S Vᵀ these of W,
-    scaling · B A begins as U S Vᵀ, evenly divided between B = U √(S / scaling) and A = √(S / scaling) Vᵀ, and what is
-    left is frozen (F. Meng et al., PiSSA, arXiv:2404.02948 §3). HD-PiSSA leaves W whole.
+def pissa_weights(weights: TensorSource, spec: ModelSpec) -> TensorSource:
+    """Return weights of which adapters take over the largest singular values: with U S Vᵀ these of W, scaling · B A
+    begins as U S Vᵀ, evenly divided between B = U √(S / scaling) and A = √(S / scaling) Vᵀ, and what is left is frozen
+    (F. Meng et al., PiSSA, arXiv:2404.02948 §3). HD-PiSSA leaves W whole."""
+    adapter = spec.adapter
+    assert adapter is not None
+    adapters = {name: shape for name, shape in parameter_shapes(spec) if is_adapter(name)}
+    modules = {adapted_module(name)[0] for name in adapters}
+    wide = {name: weights.metas[f"{adapted_module(name)[0]}.weight"].dtype for name in adapters}
+    metas = {**weights.metas, **{name: TensorMeta(shape, wide[name]) for name, shape in adapters.items()}}
 
-    A matrix is read and decomposed whole, in float32 at least; all ranks find the same.
-    """
+    def module_of(name: str) -> tuple[str, str] | None:
+        found = adapted_module(name) if is_adapter(name) else (name.removesuffix(".weight"), "weight")
+        return found if found[0] in modules else None
 
-    def __init__(self, weights: TensorSource, spec: ModelSpec) -> None:
-        assert spec.adapter is not None
-        self._weights, self._adapter = weights, spec.adapter
-        adapters = {name: shape for name, shape in parameter_shapes(spec) if is_adapter(name)}
-        self._modules = {adapted_module(name)[0] for name in adapters}
-        wide = {name: weights.metas[f"{adapted_module(name)[0]}.weight"].dtype for name in adapters}
-        self.metas: dict[str, TensorMeta] = {
-            **weights.metas,
-            **{name: TensorMeta(shape, wide[name]) for name, shape in adapters.items()},
-        }
-        self._last: tuple[str, dict[str, Tensor]] = ("", {})
-
-    def read(self, name: str, box: Box) -> Tensor:
-        module, place = adapted_module(name) if is_adapter(name) else (name.removesuffix(".weight"), "weight")
-        if module not in self._modules or name.endswith(".bias"):
-            return self._weights.read(name, box)
-        if self._last[0] != module:
-            self._last = module, self._decomposed(module)
-        return self._last[1][place][box.slices].to(self.metas[name].dtype).clone()
-
-    def _decomposed(self, module: str) -> dict[str, Tensor]:
-        """Return A, B and what is left of a layer's weight."""
-        meta = self._weights.metas[f"{module}.weight"]
-        weight = self._weights.read(f"{module}.weight", meta.whole).to(torch.promote_types(meta.dtype, torch.float32))
+    def decompose(_: str, weight: Tensor) -> dict[str, Tensor]:
         left, values, right = torch.linalg.svd(weight, full_matrices=False)
-        r = self._adapter.width
-        root = (values[:r] / self._adapter.scaling).sqrt()
+        r = adapter.width
+        root = (values[:r] / adapter.scaling).sqrt()
         a, b = root.unsqueeze(1) * right[:r], left[:, :r] * root
-        if not self._adapter.changes_weights:
-            weight = torch.addmm(weight, b, a, alpha=-self._adapter.scaling)
+        if not adapter.changes_weights:
+            weight = torch.addmm(weight, b, a, alpha=-adapter.scaling)
         return {"lora_A": a, "lora_B": b, "weight": weight}
+
+    return DecomposedTensors(weights, metas, module_of, decompose)
 
 
 class MergedTensors:

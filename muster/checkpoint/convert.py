@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from muster.checkpoint.adapters import merged_weights, without_adapter
+from muster.checkpoint.adapters import merged_model, merged_weights
 from muster.checkpoint.formats.huggingface import (
     AUXILIARY_FILES,
     CONFIG_FILE,
@@ -143,7 +143,7 @@ def _tensors_to_write(directory: ModelDirectory, options: ConversionOptions) -> 
         weights = CastTensors(weights, dtype) if dtype else weights
         if is_adapter:
             return RenamedTensors(weights, {theirs: own for own, theirs in _names_in_peft(directory, kind).items()})
-        return to_hf(weights, without_adapter(directory.model), kind)
+        return to_hf(weights, merged_model(directory.model), kind)
     state = state_tensors(directory)
     if dtype is not None:
         state = CastTensors(state, dtype, prefix="model/")
@@ -229,7 +229,7 @@ def _write_hf(
     assert source.model is not None
     run = _run_config_of(source)
     context = source.model.max_positions or run.get("train", {}).get("seq_len")
-    spec = without_adapter(source.model).model_copy(update={"max_positions": context})
+    spec = merged_model(source.model).model_copy(update={"max_positions": context})
     auxiliary = _auxiliary_folder(source, options)
     config = hf_config_from_spec(spec, _model_type(auxiliary))
     tokenizer = None
@@ -297,7 +297,7 @@ def _write_peft(
     is_changed = source.base is None and _changes_base(source)
     if base is None or is_changed or not (Path(base) / CONFIG_FILE).exists():
         base = str(target.resolve() / "base")
-        plain = without_adapter(source.model)
+        plain = merged_model(source.model)
         weights = to_hf(RenamedTensors(model_weights(source), {n: n for n, _ in parameter_shapes(plain)}), plain, kind)
         (folder / "base").mkdir()
         tokenizer = _write_hf(folder / "base", replace(source, model=plain), weights, options, lambda _: None)

@@ -14,6 +14,7 @@ from muster.checkpoint.tensors import TensorMeta, TensorSource, split_into_boxes
 from muster.layout.tensor_layout import Box, slices_within
 from muster.spec.adapters import is_adapter
 from muster.spec.errors import ConfigError
+from muster.spec.low_rank import is_low_rank
 from muster.spec.model import DROPOUT_RATES, ModelSpec
 
 IRRELEVANT_FIELDS = {
@@ -40,7 +41,7 @@ def check_initial_weights(path: Path, spec: ModelSpec) -> ModelDirectory:
         theirs, ours = _by_path(found.model_dump(mode="json")), _by_path(spec.model_dump(mode="json"))
         free = IRRELEVANT_FIELDS - ({"max_positions"} if spec.position == "learned" else set())
         changed = [key for key in theirs | ours if theirs.get(key) != ours.get(key) and key not in free]
-        if changed := [key for key in changed if key.partition(".")[0] != "adapter"]:
+        if changed := [key for key in changed if key.partition(".")[0] not in ("adapter", "low_rank")]:
             differences = "; ".join(f"{key} is {theirs.get(key)} there, {ours.get(key)} in the run" for key in changed)
             hint = f"give --model hf:{path}" if directory.format == "hf" else "give the model of that directory"
             raise ConfigError(f"train.init_from: {path} holds another model ({differences}): {hint}")
@@ -58,14 +59,16 @@ def _by_path(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def load_initial_weights(path: Path, spec: ModelSpec, shards: Iterable[LocalShard]) -> None:
     """Fill the parameters among `shards` with the weights at `path`, converted to their dtypes. Adapters that weren't
-    there keep their values; the run's weights are merged with those that it doesn't have.
+    there, and factors of low-rank layers by a random solver, keep their values; the run's weights are merged with those
+    that it doesn't have.
 
     Raises as `open_directory` and `model_weights` do.
     """
     weights = weights_for(_unless_other(open_directory(path), spec), spec)
     for shard in shards:
         group, _, name = shard.name.partition("/")
-        if group == "model" and (name in weights.metas or not is_adapter(name)):
+        is_new = name not in weights.metas and (is_adapter(name) or is_low_rank(name))
+        if group == "model" and not is_new:
             for box, into in shard.box_views():
                 _fill_box(weights, name, box, into)
 

@@ -173,6 +173,7 @@ def layer_activation_bytes(sizes: PassSizes, layer: int, recompute: Recompute, a
     total = layer_norm_saved_bytes(sizes) + attention_activation_bytes(sizes, layer) + saved_mlp_bytes(sizes, layer)
     shortcut = own.has_shortcut(layer) * (norm_saved_bytes(own, sizes.hidden_tokens, precision) - sizes.hidden_bytes)
     total += shortcut + adapter_saved_bytes(sizes) - _unread_input_bytes(sizes, layer, recompute)
+    total += low_rank_saved_bytes(sizes)
     if recompute == "core_attention":
         return total - tokens * own.num_heads * master_bytes(precision)
     if recompute == "elementwise":
@@ -196,6 +197,22 @@ def adapter_saved_bytes(sizes: PassSizes) -> int:
         widths = {"q": q, "k": kv, "v": kv, "gate": own.intermediate_size, "up": own.intermediate_size}
         rows = sum(widths.get(name, hidden) for name in targets)
     return ((numbers + rows) * sizes.tokens + 2 * rows) * compute_bytes(sizes.precision)
+
+
+def low_rank_saved_bytes(sizes: PassSizes) -> int:
+    """Return the bytes that a layer's low-rank linear layers save beside their inputs: A x of each, which the gradient
+    of B reads; those of an MLP in tiles save nothing."""
+    ranks = sizes.model.low_rank_ranks
+    saved = sum(rank for name, rank in ranks.items() if sizes.sequence_tiles == 1 or name in ("q", "k", "v", "o"))
+    return saved * sizes.tokens * compute_bytes(sizes.precision)
+
+
+def mlp_matrix_numels(sizes: PassSizes) -> dict[str, int]:
+    """Return the elements of the matrices of each linear layer of an MLP, by its name, on a tensor-parallel rank."""
+    own, ranks = sizes.local_model, sizes.model.low_rank_ranks
+    inner, hidden = own.intermediate_size, own.hidden_size
+    names = ("gate", "up", "down") if own.gated else ("up", "down")
+    return {name: ranks[name] * (inner + hidden) if name in ranks else inner * hidden for name in names}
 
 
 def _unread_input_bytes(sizes: PassSizes, layer: int, recompute: Recompute) -> int:

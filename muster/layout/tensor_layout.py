@@ -16,6 +16,7 @@ from muster.layout.mesh import (
 )
 from muster.spec.adapters import MAGNITUDE, ROW_PARALLEL, adapted_module, is_adapter
 from muster.spec.four_bit import NESTED, elements_per_entry, stored_parameters
+from muster.spec.low_rank import is_low_rank, low_rank_module
 from muster.spec.mesh import Mesh
 from muster.spec.model import ModelSpec, parameter_shapes, stage_parameter_shapes
 from muster.spec.plan import Plan
@@ -87,9 +88,9 @@ def tp_shard(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, index:
     experts too; norms, routers, matrices that make latent vectors, the first of two matrices for decays, the biases of
     o and down and learned positions are replicated. Query and key/value heads stay whole; with more ranks than
     key/value heads, neighbours hold the same one. Vocabulary entries and inner widths that `tp` doesn't divide give the
-    last ranks fewer. Norms over all heads together are sharded as the rows of q and k. Of an adapter, the matrix at the
-    cut side is sharded as its weight: B of q, columns of A of o; the other is replicated. Of a weight in 4 bits codes
-    and absolute maxima are cut where its elements are, and the scales of these replicated.
+    last ranks fewer. Norms over all heads together are sharded as the rows of q and k. Of an adapter or a low-rank
+    layer, the matrix at the cut side is sharded as a weight: B of q, columns of A of o; the other is replicated. Of a
+    weight in 4 bits codes and absolute maxima are cut where its elements are, and the scales of these replicated.
     """
     kind, leaf = _kind_and_leaf(spec, name)
     whole = Box((0,) * len(shape), shape)
@@ -123,22 +124,28 @@ def _tensor_dim(name: str, shape: tuple[int, ...]) -> int:
     kind, leaf = name.split(".")[-2:]
     if is_expert(name) and leaf == "bias":
         return 1
-    if is_adapter(name):
-        kind = adapted_module(name)[0].rpartition(".")[2]
+    if is_adapter(name) or is_low_rank(name):
+        kind = _kind_of_factor(name)[0]
     return max(0, len(shape) - (1 if kind in ROW_PARALLEL else 2))
 
 
 def _kind_and_leaf(spec: ModelSpec, name: str) -> tuple[str, str]:
-    """Return the last two parts of a parameter's name; a norm over all heads of q or k is of the kind of these, and an
-    adapter's matrix is called lora_A or lora_B, in the layer that it adapts."""
-    if is_adapter(name):
-        module, leaf = adapted_module(name)
-        return module.rpartition(".")[2], leaf
+    """Return the last two parts of a parameter's name; a norm over all heads of q or k is of the kind of these, and
+    matrices of an adapter and a low-rank layer are called lora_A, low_rank_B and the like, in their linear layer."""
+    if is_adapter(name) or is_low_rank(name):
+        return _kind_of_factor(name)
     module, _, leaf = name.rpartition(".")
     kind = module.rpartition(".")[2]
     if kind in ("q_norm", "k_norm") and spec.qk_norm_width == "projection":
         kind = kind[0]
     return kind, leaf
+
+
+def _kind_of_factor(name: str) -> tuple[str, str]:
+    """Return the linear layer, by its last name, that a matrix of an adapter or of a low-rank layer belongs to, and its
+    place there."""
+    module, leaf = adapted_module(name) if is_adapter(name) else low_rank_module(name)
+    return module.rpartition(".")[2], leaf
 
 
 def _is_whole(kind: str, leaf: str) -> bool:
@@ -149,8 +156,8 @@ def _is_whole(kind: str, leaf: str) -> bool:
     is_row_parallel = kind in ROW_PARALLEL
     return (
         whole
-        or (leaf in ("bias", "lora_B", MAGNITUDE) and is_row_parallel)
-        or (leaf == "lora_A" and not is_row_parallel)
+        or (leaf in ("bias", "lora_B", "low_rank_B", MAGNITUDE) and is_row_parallel)
+        or (leaf in ("lora_A", "low_rank_A") and not is_row_parallel)
     )
 
 
@@ -245,8 +252,8 @@ def tp_partial_grad_copies(spec: ModelSpec, names: Iterable[str], mesh: Mesh, sp
 
     Under sequence parallelism these are all replicated parameters; norms of queries and keys, and what makes outputs
     and decays of linear attention, always, as each rank has other heads; routers always; key and value heads where
-    several ranks hold the same one; the last biases of sliced experts, which one rank adds; an adapter's matrix at the
-    side that isn't cut, always, as each rank has a part of the other.
+    several ranks hold the same one; the last biases of sliced experts, which one rank adds; the matrix of an adapter or
+    a low-rank layer at the side that isn't cut, always, as each rank has a part of the other.
     """
     tp = mesh.tp
     if tp == 1:
@@ -258,7 +265,7 @@ def tp_partial_grad_copies(spec: ModelSpec, names: Iterable[str], mesh: Mesh, sp
         if is_expert(name):
             if mesh.etp > 1 and _is_whole(kind, leaf):
                 found[name] = mesh.etp
-        elif is_adapter(name) and _is_whole(kind, leaf) or kind in _PARTIAL:
+        elif (is_adapter(name) or is_low_rank(name)) and _is_whole(kind, leaf) or kind in _PARTIAL:
             found[name] = tp
         elif kind in ("k", "v") and kv_copies > 1 and not spec.has_linear_attention_parameter(name):
             found[name] = kv_copies

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from muster.model.documents import Documents, per_document_attention
 from muster.model.dropout import LayerDropout, ScoreDropout
 from muster.model.kernels import apply_rotary
+from muster.model.low_rank import last_matrix
 from muster.model.norms import RmsNorm
 from muster.model.piecewise_attention import ScoreRules, piecewise_attention
 from muster.model.projections import project_in, project_normed, project_out, recomputable
@@ -182,4 +183,4 @@ class Attention(nn.Module):
     @property
     def num_local_heads(self) -> int:
         """Query heads on this rank."""
-        return len(self.q.weight) // self.head_dim
+        return len(last_matrix(self.q)) // self.head_dim

@@ -22,6 +22,7 @@ from muster.model.further_tokens import FurtherTokens
 from muster.model.kernels import mlp_activation, soft_cap
 from muster.model.latent_attention import LatentAttention
 from muster.model.linear_attention import LinearAttention
+from muster.model.low_rank import make_low_rank
 from muster.model.norms import make_norm, make_norms
 from muster.model.plugin_layer import make_plugin_layer
 from muster.model.positions import PositionState
@@ -87,6 +88,8 @@ class Layer(nn.Module):
         self.mlp = MoeMlp(spec, router_state or RouterState(), recomputable) if has_experts else Mlp(spec)
         self.mlp_post_norm = post_norm
         self.parallel_residual = spec.parallel_residual
+        if spec.low_rank is not None:
+            make_low_rank(self, spec.low_rank)
         if spec.adapter is not None:
             add_adapters(self, spec.adapter)
         self.adapters = [part for part in self.modules() if isinstance(part, LoraLinear) and part.dropout_rate]

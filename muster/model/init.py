@@ -16,6 +16,7 @@ from muster.model.four_bit import dequantize, quantize
 from muster.model.mersenne_twister import generators_at
 from muster.spec.adapters import MAGNITUDE, adapted_module, is_adapter
 from muster.spec.four_bit import four_bit_parts, has_four_bits, is_four_bit_part, weight_of_part
+from muster.spec.low_rank import is_low_rank, low_rank_module
 from muster.spec.model import ModelSpec, parameter_shapes
 
 BLOCK = 16
@@ -51,7 +52,8 @@ def initial_value(
     layer's rows for its magnitudes, else normal.
 
     With `scaled_residual`, weights that write to the residual stream are scaled by 1 / sqrt(2 · layers), since that
-    many terms add up there (GPT-2, section 2.3).
+    many terms add up there (GPT-2, section 2.3). Both factors of a low-rank layer have the standard deviation that
+    gives the elements of their product that of a whole weight.
     """
     if is_four_bit_part(name):
         return _initial_parts(spec, weight_of_part(name), seed)[name]
@@ -68,7 +70,7 @@ def initial_value(
         return value.norm(dim=1).to(dtype)
     if is_adapter(name) or name.endswith((".bias", ".expert_bias")):
         return torch.zeros(shape, dtype=dtype, device="cpu")
-    return draw(name, shape, seed, _std(spec, name), dtype)
+    return draw(name, shape, seed, _std(spec, name, shape), dtype)
 
 
 @lru_cache(maxsize=1)
@@ -79,7 +81,9 @@ def _initial_parts(spec: ModelSpec, weight: str, seed: int) -> dict[str, Tensor]
     return dict(zip(names, quantize(initial_value(spec, weight, shape, seed)), strict=True))
 
 
-def _std(spec: ModelSpec, name: str) -> float:
+def _std(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> float:
+    if is_low_rank(name):  # each of r terms has the product of two variances
+        return (_std(spec, f"{low_rank_module(name)[0]}.weight", shape) ** 2 / min(shape)) ** 0.25
     residual = spec.scaled_residual and name.endswith(_INTO_RESIDUAL)
     return spec.init_std / (2 * spec.num_layers) ** 0.5 if residual else spec.init_std
 
@@ -138,7 +142,7 @@ def fill_initial_parts(
                 by_word[rows.first_word].append((name, rows, box, part))
 
     def fill(name: str, rows: _Rows, box: Box, part: Tensor, generator: torch.Generator) -> None:
-        values = _draw_rows(name, rows, seed, _std(spec, name), generator)
+        values = _draw_rows(name, rows, seed, _std(spec, name, layouts[name].shape), generator)
         whole_rows = values.view(box.size[0], *layouts[name].shape[1:])
         part.copy_(whole_rows[:, *box.slices[1:]])
 

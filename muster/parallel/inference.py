@@ -9,9 +9,9 @@ from muster.model.decoder import Decoder
 from muster.model.dtypes import DTYPES
 from muster.parallel.axis import ExpertAxis, TensorAxis
 from muster.parallel.expert_parallel import apply_expert_parallel
+from muster.parallel.projection_norms import apply_projection_norms
 from muster.parallel.tensor_parallel import (
     apply_parallel_linears,
-    apply_projection_norms,
     apply_vocab_parallel_embedding,
 )
 from muster.parallel.weight_grad_store import WeightGradStore

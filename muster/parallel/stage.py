@@ -64,11 +64,11 @@ from muster.parallel.master_weights import master_weights
 from muster.parallel.offload import ActivationOffload
 from muster.parallel.param_offload import ParamOffload
 from muster.parallel.perturbed_passes import PerturbedPasses
+from muster.parallel.projection_norms import apply_projection_norms
 from muster.parallel.stage_inputs import StageInputs
 from muster.parallel.tensor_parallel import (
     all_reduce_replicated_grads,
     apply_parallel_linears,
-    apply_projection_norms,
     apply_vocab_parallel_embedding,
 )
 from muster.parallel.vocab_parallel import VocabShard, add_vocab_shard

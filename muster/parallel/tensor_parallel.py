@@ -28,13 +28,12 @@ from muster.model.kernels import accumulation_dtype, soft_cap_, soft_cap_slope_
 from muster.model.latent_attention import LatentAttention
 from muster.model.linear_attention import LinearAttention
 from muster.model.loss import LossSums, softmax_gradient_
-from muster.model.norms import RmsNorm
+from muster.model.low_rank import LowRankLinear, first_matrix
 from muster.model.plugin_layer import PROJECT_IN, PROJECT_OUT
 from muster.parallel.axis import PendingTensor, TensorAxis
 from muster.parallel.symmetric_memory import all_gather_linears, row_backward, row_forward
 from muster.parallel.vocab_loss import exp_and_sums, local_rows, whole_vocab_loss
 from muster.parallel.weight_grad_store import WeightGradStore
-from muster.spec.model import ModelSpec
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Entry and exit of the hidden state
@@ -298,11 +297,11 @@ def column_parallel_linear(
     """Apply column-parallel linear layers to one hidden state: each rank gets the outputs of its weights' rows.
 
     A of an adapter is one more matrix of that hidden state, which every rank has whole, so that it needs no
-    communication of its own; B has rows like the weight's.
+    communication of its own; B has rows like the weight's. So have the factors of a low-rank layer.
     """
     adapted = [(index, linear) for index, linear in enumerate(linears) if isinstance(linear, LoraLinear)]
-    weights = (*(linear.weight for linear in linears), *(linear.lora_A.weight for _, linear in adapted))
-    biases = (*(getattr(linear, "inner_bias", linear.bias) for linear in linears), *(None for _ in adapted))
+    weights = (*map(first_matrix, linears), *(linear.lora_A.weight for _, linear in adapted))
+    biases = (*map(_first_bias, linears), *(None for _ in adapted))
     made: tuple[Tensor, ...]
     if drops := [linear.dropout for _, linear in adapted if linear.dropout is not None]:
         made = _AdaptedLinears.apply(axis, weight_grads, drops, 0, x, len(weights), *weights, *biases)  # type: ignore[assignment]
@@ -311,7 +310,22 @@ def column_parallel_linear(
     outputs = list(made[: len(linears)])
     for (index, linear), inner in zip(adapted, made[len(linears) :], strict=True):
         outputs[index] = _add_adapter(weight_grads, outputs[index], inner, linear)
+    for index, linear in enumerate(linears):
+        if isinstance(linear, LowRankLinear):
+            outputs[index] = _multiply_by_b(weight_grads, outputs[index], linear, linear.bias)
     return tuple(outputs)
+
+
+def _first_bias(linear: nn.Linear) -> Tensor | None:
+    """Return the bias that belongs to the matrix which a linear layer multiplies its input by."""
+    return None if isinstance(linear, LowRankLinear) else getattr(linear, "inner_bias", linear.bias)
+
+
+def _multiply_by_b(
+    weight_grads: WeightGradStore, inner_BSr: Tensor, linear: LowRankLinear, bias: Tensor | None
+) -> Tensor:
+    """Return a low-rank layer's output, of A x."""
+    return _ParallelLinears.apply(None, weight_grads, inner_BSr, 1, linear.low_rank_B.weight, bias)[0]  # type: ignore[index]
 
 
 def _add_adapter(weight_grads: WeightGradStore, y: Tensor, inner_BSr: Tensor, linear: LoraLinear) -> Tensor:
@@ -322,7 +336,7 @@ def _add_adapter(weight_grads: WeightGradStore, y: Tensor, inner_BSr: Tensor, li
 
 def row_parallel_linear(axis: TensorAxis | None, weight_grads: WeightGradStore, x: Tensor, linear: nn.Linear) -> Tensor:
     """Apply a row-parallel linear layer and sum over the ranks; the bias, whole on every rank, is added once, to the
-    sum. An adapter's partial results, of columns of A, are added before."""
+    sum. Partial results of columns of A, of an adapter or a low-rank layer, are multiplied by B before."""
     if isinstance(linear, LoraLinear):
         bias = linear.inner_bias if axis is None else None
         weights = linear.weight, linear.lora_A.weight
@@ -333,6 +347,13 @@ def row_parallel_linear(axis: TensorAxis | None, weight_grads: WeightGradStore, 
             drops = [linear.dropout]
             y, inner = _AdaptedLinears.apply(None, weight_grads, drops, first, x, 2, *weights, bias, None)  # type: ignore[misc]
         y = _add_adapter(weight_grads, y, inner, linear)
+        if axis is None:
+            return y
+        y = _ReduceFromTensorParallelRegion.apply(axis, y)  # type: ignore[assignment]
+        return y if linear.bias is None else y.add_(linear.bias)
+    if isinstance(linear, LowRankLinear):
+        (inner,) = _ParallelLinears.apply(None, weight_grads, x, 1, linear.low_rank_A.weight, None)  # type: ignore[misc]
+        y = _multiply_by_b(weight_grads, inner, linear, linear.bias if axis is None else None)
         if axis is None:
             return y
         y = _ReduceFromTensorParallelRegion.apply(axis, y)  # type: ignore[assignment]
@@ -370,85 +391,6 @@ def enter_latents_parallel(axis: TensorAxis, *latents_BSL: Tensor) -> tuple[Tens
     """
     joined: Tensor = _EnterTensorParallelRegion.apply(axis, torch.cat(latents_BSL, -1))  # type: ignore[assignment]
     return joined.split([x.shape[-1] for x in latents_BSL], -1)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Norms over all heads, of which each rank has some
-
-
-class _ProjectionNorms(torch.autograd.Function):
-    """RMSNorms of queries and keys over the heads of all ranks; saves both, the weights, and a statistic per position.
-
-    `kv_copies` ranks hold the same key heads: each adds its share to their mean square, and has its share of their
-    gradient, the sum over the copies being the whole.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        axis: TensorAxis,
-        widths: tuple[int, int],
-        kv_copies: int,
-        eps: float,
-        q: Tensor,
-        k: Tensor,
-        q_weight: Tensor,
-        k_weight: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.axis, ctx.widths, ctx.kv_copies = axis, widths, kv_copies
-        *normed, q_scale, k_scale = projection_norms_forward(axis, widths, kv_copies, eps, q, k, q_weight, k_weight)
-        ctx.save_for_backward(q, k, q_weight, k_weight, q_scale, k_scale)
-        return normed[0], normed[1]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        made = projection_norms_backward(ctx.axis, ctx.widths, ctx.kv_copies, grads, ctx.saved_tensors)
-        return None, None, None, None, *made
-
-
-def projection_norms_forward(
-    axis: TensorAxis,
-    widths: Sequence[int],
-    kv_copies: int,
-    eps: float,
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return both normed, and the factor of each position of either."""
-    wide = [x.to(accumulation_dtype(x.dtype)) for x in (q, k)]
-    sums_2BS = torch.stack([torch.linalg.vector_norm(x, dim=-1).square_() for x in wide])
-    sums_2BS[1] /= kv_copies
-    sums_2BS = axis.all_reduce(sums_2BS).wait()
-    scales = [(total / width).add_(eps).rsqrt_().unsqueeze(-1) for total, width in zip(sums_2BS, widths, strict=True)]
-    normed = [(x * r).mul_(weight).to(q.dtype) for x, r, weight in zip(wide, scales, (q_weight, k_weight), strict=True)]
-    return normed[0], normed[1], scales[0], scales[1]
-
-
-def projection_norms_backward(
-    axis: TensorAxis, widths: Sequence[int], kv_copies: int, grads: Sequence[Tensor], saved: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    """Return the gradients of queries, keys and both weights; `saved`: these four, and the factors of either."""
-    q, k, q_weight, k_weight, *scales = saved
-    parts = list(zip(grads, (q, k), (q_weight, k_weight), scales, strict=True))
-    # As in `muster.model.kernels`: dL/dx = r·g·w − x·r³·mean(g·w·x), where the mean is over all ranks' elements.
-    products_2BS = torch.stack([((g.to(r.dtype) * x.to(r.dtype)) @ w.to(r.dtype)) for g, x, w, r in parts])
-    products_2BS = axis.all_reduce(products_2BS).wait()
-    grad_inputs, grad_weights = [], []
-    for (g, x, w, r), product_BS, width, share in zip(parts, products_2BS, widths, (1, kv_copies), strict=True):
-        g_wide, x_wide = g.to(r.dtype), x.to(r.dtype)
-        grad_weights.append((g_wide * x_wide).mul_(r).flatten(0, -2).sum(0).to(w.dtype))
-        norm_term = product_BS.unsqueeze(-1) * r.pow(3).div_(-width * share)
-        grad_inputs.append((g_wide * w).mul_(r).addcmul_(x_wide, norm_term).to(x.dtype))
-    return *grad_inputs, *grad_weights
-
-
-def normalize_sharded_projections(
-    axis: TensorAxis, widths: tuple[int, int], kv_copies: int, q: Tensor, k: Tensor, q_norm: RmsNorm, k_norm: RmsNorm
-) -> tuple[Tensor, Tensor]:
-    """Apply norms over all heads to a rank's queries and keys; `widths` are those of all heads together."""
-    return _ProjectionNorms.apply(axis, widths, kv_copies, q_norm.eps, q, k, q_norm.weight, k_norm.weight)  # type: ignore[return-value]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -551,15 +493,6 @@ def _set_ends_of_experts(part: MoeMlp, axis: TensorAxis, routes_own_tokens: bool
     if not axis.sequence_parallel:
         part.enter = partial(_SplitPositions.apply, axis)  # type: ignore[method-assign]
         part.leave = partial(_GatherPositions.apply, axis)  # type: ignore[method-assign]
-
-
-def apply_projection_norms(module: Decoder, spec: ModelSpec, axis: TensorAxis) -> None:
-    """Let a decoder's norms over all heads sum over the ranks of an axis, each of which has some of the heads."""
-    widths = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    normalize = partial(normalize_sharded_projections, axis, widths, max(1, axis.size // spec.num_kv_heads))
-    for part in module.modules():
-        if isinstance(part, Attention):
-            part.normalize_projections = normalize  # type: ignore[method-assign]
 
 
 def apply_vocab_parallel_embedding(module: Decoder, axis: TensorAxis, vocab_start: int, seq_len: int) -> None:

@@ -17,15 +17,17 @@ from torch.library import Library, infer_schema, register_autograd, register_fak
 
 from muster.model.norms import RmsNorm
 from muster.parallel.axis import TensorAxis
+from muster.parallel.projection_norms import (
+    normalize_sharded_projections,
+    projection_norms_backward,
+    projection_norms_forward,
+)
 from muster.parallel.tensor_parallel import (
     column_parallel_linear,
     linears_backward,
     linears_forward,
-    normalize_sharded_projections,
     overlapped_row_backward,
     overlapped_row_forward,
-    projection_norms_backward,
-    projection_norms_forward,
     row_parallel_linear,
 )
 

@@ -6,9 +6,9 @@ LoRA (E. Hu et al., arXiv:2106.09685 §4.1) adds scaling · B A x to a frozen W 
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import PositiveInt, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, PositiveInt, field_validator, model_validator
 
 from muster.spec.base import Fraction, Frozen, Positive
 from muster.spec.suggest import did_you_mean
@@ -22,6 +22,34 @@ ADAPTER_FREEZE = ("*", "!*.lora_*")
 """Patterns of `optim.freeze` that leave adapters alone trained."""
 MAGNITUDE = "lora_magnitude_vector"
 """Module of the lengths of rows, in DoRA."""
+
+
+def _read_targets(names: object) -> object:
+    """Return names of linear layers in Muster's words and order, of a list or one text; others come last."""
+    if isinstance(names, str):
+        names = [name.strip() for name in names.split(",") if name.strip()]
+    if not isinstance(names, list | tuple | set) or not all(isinstance(name, str) for name in names):
+        return names
+    found = {_PEFT_NAMES.get(name, name) for name in names}
+    return tuple(name for name in TARGETS if name in found or "all-linear" in found) + tuple(
+        sorted(found - {*TARGETS, "all-linear"})
+    )
+
+
+def _check_targets(names: tuple[str, ...]) -> tuple[str, ...]:
+    if not names:
+        raise ValueError(f"no linear layer is named, expected some of {', '.join(TARGETS)}")
+    for name in names:
+        if name not in TARGETS:
+            hint = did_you_mean(name, (*TARGETS, *_PEFT_NAMES, "all-linear"))
+            raise ValueError(
+                f"no linear layer is called {name!r}, expected some of {', '.join(TARGETS)} or all-linear{hint}"
+            )
+    return names
+
+
+Targets = Annotated[tuple[str, ...], BeforeValidator(_read_targets), AfterValidator(_check_targets)]
+"""Names of linear layers of a decoder layer."""
 
 
 class AdapterSpec(Frozen):
@@ -46,7 +74,7 @@ class AdapterSpec(Frozen):
     load_in_4bit: bool = False
     """lora, pissa, dora: hold the frozen weights of all linear layers of the decoder layers in 4 bits, NF4 with double
     quantization (QLoRA, arXiv:2305.14314 §3; bitsandbytes' name)."""
-    target_modules: tuple[str, ...] = ("q", "v")
+    target_modules: Targets = ("q", "v")
     """Linear layers with an adapter, in every decoder layer: q, k, v, o, gate, up, down, or PEFT's names (q_proj), or
     all-linear for all of these. One text holds several, with commas between them."""
 
@@ -56,31 +84,6 @@ class AdapterSpec(Frozen):
         if kind == "qlora":
             raise ValueError("qlora is kind lora with load_in_4bit true: give these")
         return kind
-
-    @field_validator("target_modules", mode="before")
-    @classmethod
-    def _read_names(cls, names: object) -> object:
-        if isinstance(names, str):
-            names = [name.strip() for name in names.split(",") if name.strip()]
-        if not isinstance(names, list | tuple | set) or not all(isinstance(name, str) for name in names):
-            return names
-        found = {_PEFT_NAMES.get(name, name) for name in names}
-        return tuple(name for name in TARGETS if name in found or "all-linear" in found) + tuple(
-            sorted(found - {*TARGETS, "all-linear"})
-        )
-
-    @field_validator("target_modules")
-    @classmethod
-    def _check_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if not names:
-            raise ValueError(f"no linear layer is named, expected some of {', '.join(TARGETS)}")
-        for name in names:
-            if name not in TARGETS:
-                hint = did_you_mean(name, (*TARGETS, *_PEFT_NAMES, "all-linear"))
-                raise ValueError(
-                    f"no linear layer is called {name!r}, expected some of {', '.join(TARGETS)} or all-linear{hint}"
-                )
-        return names
 
     @model_validator(mode="after")
     def _check_parts(self) -> "AdapterSpec":

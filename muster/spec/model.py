@@ -1,6 +1,6 @@
 """The model: the shape of a decoder, and the names and shapes of its parameters."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from math import prod
 from typing import TYPE_CHECKING, Literal
@@ -10,6 +10,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from muster.spec.adapters import AdapterSpec, with_adapters
 from muster.spec.base import Fraction, Frozen
 from muster.spec.four_bit import check_four_bits
+from muster.spec.low_rank import LowRankSpec, with_low_rank
 from muster.spec.model_components import (
     DECAY_RANK,
     Activation,
@@ -140,6 +141,8 @@ class ModelSpec(Frozen):
     """Dropout rate, in training, of the embeddings, with learned positions added."""
     adapter: AdapterSpec | None = None
     """Adapters beside linear layers; a run file gives them as its section `adapter`."""
+    low_rank: LowRankSpec | None = None
+    """Linear layers that are products of two narrow ones (Greenformers, arXiv:2109.06762)."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights (GPT-2, and most decoders since)."""
     scaled_residual: bool = True
@@ -204,6 +207,8 @@ class ModelSpec(Frozen):
             raise ValueError(f"qk_norm_width is {self.qk_norm_width}, but the model has no qk_norm")
         if self.adapter is not None:
             _check_adapter(self, self.adapter)
+        if self.low_rank is not None:
+            _check_low_rank(self, self.low_rank)
         if self.linear_attention is not None and max(self.linear_attention.layers, default=0) >= self.num_layers:
             raise ValueError(
                 f"linear_attention.layers names layer {max(self.linear_attention.layers)}, but the last of num_layers"
@@ -231,6 +236,20 @@ class ModelSpec(Frozen):
     def rotary_width(self) -> int:
         """Elements of each head that rotary positions turn."""
         return self.rotary_dim or (self.head_dim if self.mla is None else self.mla.rope_head_dim)
+
+    @property
+    def low_rank_ranks(self) -> dict[str, int]:
+        """Ranks of a decoder layer's linear layers that are products, by name (q, …, down)."""
+        if self.low_rank is None:
+            return {}
+        q, kv, hidden = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.hidden_size
+        shapes = {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q)}
+        shapes |= {name: (self.intermediate_size, hidden) for name in ("gate", "up", "down") if self._has_mlp(name)}
+        ranks = {name: self.low_rank.rank_of(name, shape) for name, shape in shapes.items()}
+        return {name: rank for name, rank in ranks.items() if rank is not None}
+
+    def _has_mlp(self, name: str) -> bool:
+        return self.moe is None and (name != "gate" or self.gated)
 
     def attention_window(self, layer: int) -> int | None:
         """Return the positions that each position of this layer attends to; None: all before it."""
@@ -302,22 +321,33 @@ def _check_latent_attention(spec: ModelSpec, mla: MlaSpec) -> None:
         raise ValueError(f"latent attention (mla) is without {wrong[0]}: leave it out")
 
 
-def _check_adapter(spec: ModelSpec, adapter: AdapterSpec) -> None:
-    attention, mlp = [name for name in adapter.target_modules if name in "qkvo"], ("gate", "up", "down")
-    others = [name for name in adapter.target_modules if name in mlp]
+def _check_targets(spec: ModelSpec, section: str, what: str, targets: Sequence[str]) -> None:
+    """Raise ValueError where a section of the model names linear layers for which `what` isn't known."""
+    attention, mlp = [name for name in targets if name in "qkvo"], ("gate", "up", "down")
+    others = [name for name in targets if name in mlp]
     if spec.architecture is not None:
-        raise ValueError(f"adapter is for the layers that Muster knows, but architecture is {spec.architecture}")
+        raise ValueError(f"{section} is for the layers that Muster knows, but architecture is {spec.architecture}")
     if attention and (spec.mla is not None or spec.linear_attention is not None):
         kind = "latent (mla)" if spec.mla is not None else "linear (linear_attention)"
-        raise ValueError(f"adapter.target_modules names {attention[0]}, but adapters of {kind} attention aren't known")
+        raise ValueError(f"{section}.target_modules names {attention[0]}, but {what} of {kind} attention aren't known")
     if others and spec.moe is not None:
         raise ValueError(
-            f"adapter.target_modules names {others[0]}, but adapters of experts (moe) aren't known:"
+            f"{section}.target_modules names {others[0]}, but {what} of experts (moe) aren't known:"
             " leave gate, up and down out"
         )
     if spec.mtp_layers:
-        raise ValueError("adapters of a model with mtp_layers aren't known: leave mtp_layers out")
-    if "gate" in others and not spec.gated:
+        raise ValueError(f"{what} of a model with mtp_layers aren't known: leave mtp_layers out")
+
+
+def _check_low_rank(spec: ModelSpec, low_rank: LowRankSpec) -> None:
+    _check_targets(spec, "low_rank", "low-rank layers", low_rank.target_modules)
+    if spec.adapter is not None:
+        raise ValueError("adapters of a model with low_rank aren't known: leave low_rank out, or the adapter")
+
+
+def _check_adapter(spec: ModelSpec, adapter: AdapterSpec) -> None:
+    _check_targets(spec, "adapter", "adapters", adapter.target_modules)
+    if "gate" in adapter.target_modules and not spec.gated:
         raise ValueError("adapter.target_modules names gate, but the MLP of this model has none (gated false)")
     layer = list(_layer(spec, 0, "")) if spec.num_layers else []
     if adapter.load_in_4bit:
@@ -352,6 +382,7 @@ def layer_parameter_shapes(spec: ModelSpec, layer: int) -> NamedShapes:
     """
     if layer < spec.num_layers:
         shapes = _layer(spec, layer, layer_prefix(spec, layer))
+        shapes = shapes if spec.low_rank is None else with_low_rank(spec.low_rank, shapes)
         yield from shapes if spec.adapter is None else with_adapters(spec.adapter, shapes)
     else:
         yield from _mtp(spec, layer)

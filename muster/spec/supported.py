@@ -399,17 +399,22 @@ GROUP_DROPOUT_RULES: tuple[Rule, ...] = (
 )
 """Things that the runtime can't do for a model with dropout."""
 
-ADAPTER_RULES: tuple[Rule, ...] = (
-    _fp8_rule(lambda plan: True, "adapters (whose matrices are too narrow to gain from it)"),
-    _compile_rule(lambda plan: True, "compile with adapters (it has no parity test yet)"),
-    _graphs_rule(lambda plan: True, "cuda_graphs with adapters (it has no parity test yet)"),
-    Rule(
-        lambda plan: any(strategy.tp_overlap != "none" for strategy in plan.strategies),
-        "tp_overlap async_tp with adapters (whose partial results are added before the sum over the ranks)",
-        in_every_layer(lambda strategy: strategy.model_copy(update={"tp_overlap": "none"})),
-    ),
-)
-"""Things that the runtime can't do for a model with adapters."""
+
+def _narrow_rules(what: str) -> tuple[Rule, ...]:
+    return (
+        _fp8_rule(lambda plan: True, f"{what} (whose matrices are too narrow to gain from it)"),
+        _compile_rule(lambda plan: True, f"compile with {what} (it has no parity test yet)"),
+        _graphs_rule(lambda plan: True, f"cuda_graphs with {what} (it has no parity test yet)"),
+        Rule(
+            lambda plan: any(strategy.tp_overlap != "none" for strategy in plan.strategies),
+            f"tp_overlap async_tp with {what} (whose partial results are multiplied before the sum over the ranks)",
+            in_every_layer(lambda strategy: strategy.model_copy(update={"tp_overlap": "none"})),
+        ),
+    )
+
+
+ADAPTER_RULES, LOW_RANK_RULES = _narrow_rules("adapters"), _narrow_rules("low-rank layers")
+"""Things that the runtime can't do for a model with adapters, and for one with low-rank layers."""
 
 ADAPTER_DROPOUT_RULES: tuple[Rule, ...] = (
     Rule(
@@ -547,6 +552,7 @@ def runtime_rules(model: ModelSpec | None) -> tuple[Rule, ...]:
         *(_graphs_rule(lambda plan: True, sentence) for sentence in against_cuda_graphs(model)),
         *param_offload_rules_of(model),
         *four_bit_rules_of(model),
+        *(LOW_RANK_RULES if model.low_rank is not None else ()),
         *(ADAPTER_RULES if model.adapter is not None else ()),
         *(ADAPTER_DROPOUT_RULES if model.adapter is not None and model.adapter.lora_dropout else ()),
         *(DORA_RULES if model.adapter is not None and model.adapter.needs_whole_rows else ()),

@@ -14,6 +14,7 @@ from muster.cost.activations import (
     dispatched_bytes,
     further_activation_bytes,
     mlp_inner_bytes,
+    mlp_matrix_numels,
     saved_mlp_bytes,
 )
 from muster.cost.context_traffic import attention_workspace
@@ -311,8 +312,8 @@ class BackwardPeaks:
         if again < 0:
             again = self.stage.layer_activation_bytes(layer, "none") - self.stage.layer_activation_bytes(layer)
         inner = 3 * product if sizes.local_model.gated else 2 * product
-        matrix = sizes.local_model.intermediate_size * sizes.local_model.hidden_size * self.compute_size
-        matrix *= weights and (not self._adds_in_place or self.stage.has_master_copies)
+        matrix = (numels := mlp_matrix_numels(sizes))["down"] * self.compute_size * weights
+        matrix *= not self._adds_in_place or self.stage.has_master_copies
         # Of frozen ones a rank that gathers was counted to hold more than its shards, by about as much.
         frozen = self.stage.freezes(f"{layer_prefix(self.stage.spec, layer)}mlp.down.weight")
         matrix *= not frozen or (self.stage.gathers_in_passes and not any(self._dense_bytes))
@@ -329,11 +330,10 @@ class BackwardPeaks:
         if self._is_tiled:
             mlp = again + self._tiled_mlp_workspace(product, inner, matrix)
         attention = self._attention_workspace(layer, backward=True)
-        if attention and how == "full":
-            attention += again
+        attention += again * (attention > 0 and how == "full")
         if attention and not sizes.local_model.has_linear_attention(layer):
             # Gradients of the MLP's matrices, which come before; linear attention's workspace was measured with them.
-            attention += (2 + sizes.local_model.gated) * matrix
+            attention += sum(numels.values()) * matrix // numels["down"]
         norm_is_tiled = self._is_tiled and not sizes.local_model.has_post_norms
         before = max(0 if norm_is_tiled else self._norm_workspace, attention)
         before = max(before, self._attention_linears_workspace(layer))

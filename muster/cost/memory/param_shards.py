@@ -23,6 +23,7 @@ from muster.layout.tensor_layout import (
 )
 from muster.spec.adapters import is_adapter
 from muster.spec.four_bit import four_bit_parts, has_four_bits, part_bytes
+from muster.spec.low_rank import is_low_rank
 from muster.spec.mesh import Mesh
 from muster.spec.model import ModelSpec, layer_parameter_shapes, stage_parameter_shapes
 from muster.spec.plan import Plan, Precision
@@ -264,7 +265,7 @@ def _param_numels(spec: ModelSpec, mesh: Mesh, name: str, shape: tuple[int, ...]
 
 def _shard_by_tp(spec: ModelSpec, name: str, size: list[int], tp: int) -> None:
     """Change `size` to that on the first of `tp` ranks, as `muster.layout.tensor_layout.tp_shard` does."""
-    if is_adapter(name):
+    if is_adapter(name) or is_low_rank(name):
         size[:] = tp_shard(spec, name, tuple(size), tp, 0)[0].size
         return
     kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]

@@ -54,9 +54,9 @@ def add_self_attention(at: LayerContext, part: SublayerCost, window: int | None)
         model.num_kv_heads * model.head_dim / min(tp, model.num_kv_heads),
     )
     add_tp_entry(at, part)
-    part.add_linear(
-        at, tokens, q_width + 2 * kv_width, model.hidden_size, num_linears=3, follows_norm=model.has_pre_norms
-    )
+    hidden = model.hidden_size
+    widths = {"q": (q_width, hidden), "k": (kv_width, hidden), "v": (kv_width, hidden), "o": (hidden, q_width)}
+    part.add_linears(at, tokens, {name: widths[name] for name in ("q", "k", "v")}, follows_norm=model.has_pre_norms)
     rotated = tokens * (q_width + kv_width)
     if model.position == "rope":
         forward, backward = (
@@ -77,9 +77,7 @@ def add_self_attention(at: LayerContext, part: SublayerCost, window: int | None)
     if model.attention_sinks and not at.framework.fused_swiglu_clamp:
         forward, backward = (passes * tokens * q_width * at.element_bytes for passes in SINK_PASSES)
         part.add_elementwise(at, forward, backward, SINK_KERNELS)
-    part.add_linear(at, tokens, model.hidden_size, q_width)
-    hidden = model.hidden_size
-    widths = {"q": (q_width, hidden), "k": (kv_width, hidden), "v": (kv_width, hidden), "o": (hidden, q_width)}
+    part.add_linears(at, tokens, {"o": widths["o"]})
     add_adapters(at, part, widths)
     add_tp_exit(at, part)
 

@@ -28,8 +28,13 @@ def add_mlp_matmuls(at: LayerContext, part: SublayerCost, tokens: float, inner: 
     gated = at.model.gated
     is_fused = experts > 1 and at.framework.fused_expert_epilogues
     outer, width = "output" if is_fused else "", (1 + gated) * inner
-    normed = experts == 1 and at.model.has_pre_norms
-    part.add_linear(at, tokens, width, at.model.hidden_size, experts, 1 + gated, outer, follows_norm=normed)
+    hidden = at.model.hidden_size
+    if experts == 1:
+        into: dict[str, tuple[float, float]] = {"gate": (inner, hidden)} if gated else {}
+        into["up"] = inner, hidden
+        part.add_linears(at, tokens, into, follows_norm=at.model.has_pre_norms)
+    else:
+        part.add_linear(at, tokens, width, hidden, experts, 1 + gated, outer)
     numbers = tokens * inner * at.element_bytes
     forward, backward = (3, 5) if gated else (2, 3)
     extra, kernels = (1.0, 1) if at.framework.fused_elementwise else (5 / 3, 2)
@@ -40,4 +45,7 @@ def add_mlp_matmuls(at: LayerContext, part: SublayerCost, tokens: float, inner: 
     elif at.model.swiglu_limit is not None and at.framework.expert_bias_apart:
         part.add_elementwise(at, CLAMP_PASSES[0] * numbers, CLAMP_PASSES[1] * numbers, 3)
     part.add_elementwise(at, forward * extra * numbers, backward * extra * numbers, kernels)
-    part.add_linear(at, tokens, at.model.hidden_size, inner, experts, cast_by_others="input" if is_fused else "")
+    if experts == 1:
+        part.add_linears(at, tokens, {"down": (hidden, inner)})
+    else:
+        part.add_linear(at, tokens, hidden, inner, experts, cast_by_others="input" if is_fused else "")

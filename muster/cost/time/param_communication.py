@@ -187,8 +187,9 @@ class ParamCommunication:
         backward_s = passes_s[Kind.B] if overlaps and software.overlap_grad_reduce else 0.0
         yield Kind.REDUCE_GRAD, _exposed_s(reduce_s, backward_s, first)
         yield Kind.UNSHARD, _exposed_s(gather_s, forward_s, first)
-        norms = 2 * self.model.hidden_size * (len(self.layers) + 1)
-        yield Kind.ALL_REDUCE_TP, all_reduce_s(self.groups.tp, norms * software.grad_bytes)
+        whole = 2 * self.model.hidden_size * (len(self.layers) + 1)  # norms, and one factor of each low-rank layer
+        whole += sum(self.model.low_rank_ranks.values()) * self.model.hidden_size * len(self.layers)
+        yield Kind.ALL_REDUCE_TP, all_reduce_s(self.groups.tp, whole * software.grad_bytes)
 
     def _unsharded_reduce_s(self) -> float:
         """Return the seconds of an unsharded reduction of gradients: concatenate, divide, cast to float32, all-reduce,

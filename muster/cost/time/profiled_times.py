@@ -46,7 +46,7 @@ DROPOUT_SUMS = 20
 """Sums of an element in the time of which a CPU core drops or keeps one: multiplications of 64 bits have no vector form
 there (`muster.model.dropout`, 3.7 ns beside 0.17 ns)."""
 
-_UP_PROJECTIONS = ("mlp.up.weight", "mlp.shared.up.weight")
+_UP_PROJECTIONS = ("mlp.up", "mlp.shared.up")
 """Up projections of an MLP that all tokens pass."""
 
 
@@ -190,6 +190,7 @@ class _StagePasses:
         yield from self._host_updates()
         yield from self._param_loads()
         copied = sum(prod(shape) for parts in self.param_shapes.values() for shape in parts.values() if len(shape) == 1)
+        copied += sum(self.model.low_rank_ranks.values()) * self.model.hidden_size * len(self.layers)
         yield (
             Kind.ALL_REDUCE_TP,
             self.rates.collective("all_reduce", self.mesh.tp, copied * master_bytes(self.plan.precision)),
@@ -245,8 +246,8 @@ class _StagePasses:
                 self._add_linear(cost, shape)
         self._add_dequantization(cost, parts)
         norms = sum(name.endswith("norm.weight") for name in parts)
-        heads, kv_heads = (parts[f"attn.{one}.weight"][0] // d for one in ("q", "k"))
-        inner = next((parts[name][0] for name in _UP_PROJECTIONS if name in parts), 0)
+        heads, kv_heads = (_outputs(parts, f"attn.{one}") // d for one in ("q", "k"))
+        inner = next((found for name in _UP_PROJECTIONS if (found := _outputs(parts, name))), 0)
         turned = (heads, kv_heads) if self.model.position == "rope" and not is_linear else ()
         for direction in ("forward", "backward"):
             cheap_s = norms * rates.kernel(f"norm {direction}", self.hidden_elements)
@@ -333,7 +334,7 @@ class _StagePasses:
         repeated_s = sum(self.rates.matmul("forward", self.tokens, inner, outer) for outer, inner in matrices)
         if recompute == "elementwise":
             return repeated_s
-        cheap_s = self.rates.kernel("gated forward", self.tokens * parts["mlp.up.weight"][0])
+        cheap_s = self.rates.kernel("gated forward", self.tokens * _outputs(parts, "mlp.up"))
         norm_s = self.rates.kernel("norm forward", self.hidden_elements) * self.model.has_pre_norms
         return repeated_s + cheap_s / (1 if self.model.gated else 2) + norm_s
 
@@ -516,6 +517,12 @@ class _StagePasses:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Between passes
+
+
+def _outputs(parts: dict[str, tuple[int, ...]], module: str) -> int:
+    """Return the outputs of a linear layer on the rank; 0 where the layer has none of this name."""
+    shape = parts.get(f"{module}.weight") or parts.get(f"{module}.low_rank_B.weight")
+    return shape[0] if shape else 0
 
 
 def _p2p_times(

@@ -257,6 +257,21 @@ class SublayerCost:
             self.forward.add(stream_s(device, operand_cast_bytes(*kind, follows_norm) * inputs))
             self.input_grads.add(stream_s(device, operand_cast_bytes(*kind) * outputs))
 
+    def add_linears(
+        self, at: LayerContext, tokens: float, widths: dict[str, tuple[float, float]], follows_norm: bool = False
+    ) -> None:
+        """Add linear layers of a decoder layer that share their input of `tokens` rows, by name with their output and
+        input widths on the rank; those of low rank as two narrow ones each."""
+        ranks = at.model.low_rank_ranks
+        whole = [width for name, width in widths.items() if name not in ranks]
+        if whole:
+            outputs, inputs = sum(width for width, _ in whole), whole[0][1]
+            self.add_linear(at, tokens, outputs, inputs, num_linears=len(whole), follows_norm=follows_norm)
+        for name in (name for name in widths if name in ranks):
+            outputs, inputs = widths[name]
+            self.add_linear(at, tokens, ranks[name], inputs)
+            self.add_linear(at, tokens, outputs, ranks[name])
+
     def _add_fp8_casts(self, at: LayerContext, inputs: float, outputs: float, weights: float, num_linears: int) -> None:
         """Add the casts of linear layers' inputs, output gradients and weights, of so many elements, in every pass that
         reads them (`muster.model.float8`). A compiler casts an input that several layers share once.
