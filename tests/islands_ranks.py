@@ -1,11 +1,13 @@
 """Ranks of the tests of islands: a run beside an emulator that trains the islands one after another."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,7 +17,11 @@ from muster.checkpoint.load import load
 from muster.checkpoint.save import save
 from muster.config.outer_config import OuterConfig
 from muster.config.run_config import RunConfig
+from muster.data.dataset import Batch, Dataset
+from muster.data.path_stream import PathStream, route_samples
+from muster.data.sample_order import positions_at
 from muster.layout.island_bytes import BLOCKS, Compression, island_exchange_bytes, island_reduce_bytes
+from muster.layout.module_paths import ModulePaths
 from muster.parallel import change_exchange, island_exchange
 from muster.parallel.axis import IslandAxis
 from muster.parallel.change_exchange import right_start
@@ -189,6 +195,89 @@ class SerialIslands:
                     stage.reshard()
 
 
+class SerialPaths(SerialIslands):
+    """DiPaCo as its paper has it: each island trains a path, and has outer copies of its own of that path's modules."""
+
+    def __init__(self, config: RunConfig, inner: Plan, islands: int, world: Any, cache: str) -> None:
+        super().__init__(config, inner, islands, world, cache)
+        modules, count = self.outer.modules, self.trainers[0].dataset.num_train_samples
+        self.chosen = list(itertools.product(*(range(n) for n in reversed(modules))))
+        self.chosen = [path[::-1] for path in self.chosen]
+        """Module of each level on each path; the first level changes fastest."""
+        data = open_data(config, cache)
+        routed = route_samples(
+            data, len(self.chosen), config.model.vocab_size, config.seed, self.outer.route_tokens, 16
+        ).paths_N
+        self.shards = [
+            np.flatnonzero(routed[positions_at(np.arange(count), count, config.seed)] == n)
+            for n in range(len(self.chosen))
+        ]
+        self.copies = [{name: x.clone() for name, x in self.global_.items()} for _ in range(islands)]
+        self.optimizers = [
+            torch.optim.SGD(
+                own.values(), lr=self.outer.learning_rate, momentum=self.outer.momentum, nesterov=True, foreach=False
+            )
+            for own in self.copies
+        ]
+        self.global_, self.optimizer = self.copies[0], self.optimizers[0]
+        for island, trainer in enumerate(self.trainers):
+            trainer.batch_loader.dataset = _Listed(data, self.shards[island % len(self.chosen)])
+
+    def run(self, steps: int) -> None:
+        paths = len(self.chosen)
+        replicas = len(self.trainers) // paths
+        for step in range(1, steps + 1):
+            for island, trainer in enumerate(self.trainers):
+                trainer.samples_consumed = ((step - 1) * replicas + island // paths) * self.share
+            self.losses.append([trainer.step().loss for trainer in self.trainers])
+            if step % self.outer.every == 0 or step == steps:
+                self._meet_by_module()
+
+    def _meet_by_module(self) -> None:
+        num_layers, paths = self.trainers[0].config.model.num_layers, self.chosen
+        locals_ = [trainer.updater.parameters for trainer in self.trainers]
+        with torch.no_grad():
+            for island, own in enumerate(self.copies):
+                for name, x in own.items():
+                    parts = name.split(".")
+                    level = int(parts[1]) * len(self.outer.modules) // num_layers if parts[0] == "layers" else None
+
+                    def module(n: int, at: int | None = level) -> int:
+                        return 0 if at is None else paths[n % len(paths)][at]
+
+                    members = [n for n in range(len(self.copies)) if module(n) == module(island)]
+                    sizes = [len(self.shards[n % len(paths)]) for n in members]
+                    changes = [self.copies[n][name] - locals_[n][name] for n in members]
+                    if len(set(sizes)) == 1:
+                        mean = _mean(changes)
+                    else:
+                        total = changes[0] * sizes[0]
+                        for change, size in zip(changes[1:], sizes[1:], strict=True):
+                            total = total + change * size
+                        mean = total / sum(sizes)
+                    x.grad = mean * len({n % len(paths) for n in members}) ** 0.5
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            for trainer, own in zip(self.trainers, self.copies, strict=True):
+                for name, x in own.items():
+                    trainer.updater.parameters[name].copy_(x)
+                trainer.updater.sync_tied_copies()
+                for stage in trainer.stages.values():
+                    stage.reshard()
+
+
+class _Listed(Dataset):
+    """Some samples of a dataset, in an order."""
+
+    def __init__(self, dataset: Dataset, samples: np.ndarray) -> None:
+        self.__dict__ |= dataset.__dict__
+        self.samples = samples
+
+    def rows(self, index: np.ndarray, validation: bool = False) -> Batch:
+        return super().rows(self.samples[index], validation)
+
+
 def _mean(values: list[Tensor]) -> Tensor:
     total = values[0].clone()
     for one in values[1:]:
@@ -238,6 +327,12 @@ def _bug(kind: str | None) -> Iterator[None]:
 
         with patch.object(outer_updater, "outer_events", late):
             yield
+    elif kind == "modules mixed":
+        with patch.object(ModulePaths, "members", lambda self, island, name: tuple(range(self.islands))):
+            yield
+    elif kind == "paths share data":
+        with patch.object(PathStream, "global_samples", lambda self, index: index):
+            yield
     elif kind == "error lost":
         with patch.object(change_exchange.ChangeExchange, "_remember", lambda self, lost: None):
             yield
@@ -271,7 +366,8 @@ def compare_with_emulator(rank: int, world_size: int, store: dist.Store, payload
                 }
         if rank < inner.world_size:
             with open_world(store, rank, inner.world_size, inner, 2 * generation + 1) as world:
-                serial = SerialIslands(config, inner, plan.islands, world, cache)
+                emulator = SerialPaths if config.outer and config.outer.method == "dipaco" else SerialIslands
+                serial = emulator(config, inner, plan.islands, world, cache)
                 serial.run(config.train.num_steps)
                 found["loss"] = max(abs(a - b[0]) for a, b in zip(losses, serial.losses, strict=True))
                 found["outer"] = _largest_difference(state, serial.global_)
@@ -448,3 +544,17 @@ def round_trip_errors(numel: int, kind: str, compression: Compression) -> tuple[
     levels = 127 if compression == "int8" else 7
     bound = (values.view(-1, block).abs().amax(1) / levels / 2).repeat_interleave(block)
     return ((again - values).abs() / bound).max().item(), ((again - values).norm() / values.norm()).item()
+
+
+def train_both(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]) -> float:
+    """Return the largest difference between the parameters of runs with each of two cases."""
+    found = []
+    for generation, case in enumerate(payload["cases"]):
+        plan, config = _plan(case, case["plan"]), _config(case)
+        with open_world(store, rank, world_size, plan, generation) as world:
+            trainer = Trainer(config, plan, world, open_data(config, payload["cache"]))
+            losses = [trainer.step().loss for _ in range(config.train.num_steps)]
+            losses.append(trainer.evaluator.mean_loss(2) or 0.0)
+            values = {name: x.detach().clone() for name, x in trainer.updater.parameters.items()}
+            found.append(values | {"losses": torch.tensor(losses, dtype=torch.float64)})
+    return _largest_difference(*found)

@@ -30,6 +30,7 @@ AVERAGING = {"every": 1, "optimizer": "sgd", "learning_rate": 1.0}
 STREAMING = {"method": "streaming", "every": 4, "fragments": 2, "delay": 1, "mixing": 0.5}
 DILOCOX = {"method": "dilocox", "every": 3}
 CO2 = {"method": "co2", "every": 2, "momentum_clip": 0.004}
+DIPACO = {"method": "dipaco", "every": 3, "route_tokens": 4, "reroute_every": 8}
 LOW_RANK = {"method": "dilocox", "every": 2, "low_rank": 3}
 EXACT = {"loss": 0.0, "outer": 0.0, "momentum": 0.0, "islands": 0.0}
 
@@ -80,6 +81,30 @@ def test_islands_train_as_a_serial_emulator_does_to_the_bit(tmp_path: Path) -> N
     assert ranks[0][3]["meetings"] == [[2, 0], [4, 1], [6, 0], [7, 0], [7, 1]]
     # Two rounds of two steps after the warm-up of two; the last exchange of all ends with its own round.
     assert ranks[0][5]["meetings"] == [[1, 0], [2, 0], [6, 0], [7, 0], [7, 0]]
+
+
+def test_paths_through_modules_train_as_a_serial_emulator_does_to_the_bit(tmp_path: Path) -> None:
+    cases = _cases(
+        ("isl2", DIPACO, "fp64"),
+        ("isl4", DIPACO | {"modules": (2, 2)}, "fp64"),
+        ("isl4", DIPACO | {"modules": (2, 1)}, "fp32"),
+        ("isl2-pp2", DIPACO, "fp32", {"tied": True}),
+        ("isl2", DIPACO, "fp32", {"bug": "modules mixed"}),
+        ("isl2", DIPACO, "fp32", {"bug": "paths share data"}),
+    )
+    ranks = _run(4, "compare_with_emulator", cases, tmp_path)
+    for index, case in enumerate(cases):
+        for rank in ranks:
+            found = rank[index]
+            if "loss" in found:
+                assert ("bug" in case) == ({key: found[key] for key in EXACT} != EXACT), (case, found)
+    # Two islands exchange what both have: of four layers the first two, and the parameters outside layers.
+    assert ranks[0][0]["sent_bytes"] < 0.7 * 8 * ranks[0][0]["numel"]
+
+
+def test_paths_through_one_module_a_level_are_diloco_to_the_bit(tmp_path: Path) -> None:
+    cases = _cases(("isl2", DILOCO, "fp32"), ("isl2", DIPACO | {"modules": (1, 1)}, "fp32"))
+    assert _run(2, "train_both", cases, tmp_path) == [0.0, 0.0]
 
 
 @pytest.mark.soak
@@ -148,6 +173,8 @@ def test_runs_resume_within_a_round_to_the_bit_and_under_another_inner_plan(tmp_
         ("isl2-pp2", DILOCOX | {"warmup_steps": 1}, "fp32", {"at": 5}),
         ("isl2", CO2, "fp64", {"at": 4, "then": "isl2-tp2"}),
         ("isl2-dp2-z1", LOW_RANK | {"compression": "int4"}, "fp32", {"at": 3}),
+        ("isl4", DIPACO | {"modules": (2, 2)}, "fp32", {"at": 4}),
+        ("isl2-dp2-z3", DIPACO, "fp64", {"at": 4, "then": "isl2-pp2"}),
     )
     ranks = _run(4, "resume", cases, tmp_path)
     for index, case in enumerate(cases):
@@ -294,6 +321,9 @@ def test_a_round_waits_for_what_its_delay_does_not_hide() -> None:
         ({"method": "dilocox", "delay": 3}, "delay 3 is neither a round nor nothing: expected 100"),
         ({"method": "co2", "optimizer": "nesterov"}, "optimizer nesterov is not CO2's"),
         ({"delay": 1}, "delay 1 is for methods streaming, dilocox and co2"),
+        ({"modules": [1, 2]}, "is for method dipaco, not for diloco"),
+        ({"method": "dipaco", "low_rank": 4}, "low_rank and error_feedback aren't built for dipaco"),
+        ({"method": "dipaco", "reroute_every": 8}, "reroute_every 8 is shorter than the route_tokens 32"),
     ],
 )
 def test_keys_that_do_not_fit_are_refused(values: dict[str, Any], reason: str) -> None:

@@ -1,20 +1,21 @@
 """The section `outer` of a run file: how and how often the islands of a plan meet."""
 
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from muster.layout.island_bytes import Compression
 from muster.spec.base import Fraction, Frozen, Positive
 from muster.spec.endpoint import parse_endpoint
 from muster.spec.units import pluralize
 
-OuterMethodName = Literal["diloco", "streaming", "dilocox", "co2"]
+OuterMethodName = Literal["diloco", "streaming", "dilocox", "co2", "dipaco"]
 OUTER_METHODS: tuple[OuterMethodName, ...] = get_args(OuterMethodName)
 
 _ONLY: dict[OuterMethodName, dict[str, Any]] = {
     "streaming": {"fragments": 1, "mixing": 0.0},
     "co2": {"staleness_penalty": 1.0, "momentum_clip": None},
+    "dipaco": {"modules": (1,), "route_tokens": 32, "reroute_every": 128},
 }
 """Keys that only one method reads, with the values that stand for DiLoCo."""
 DELAYED: tuple[OuterMethodName, ...] = ("dilocox", "co2")
@@ -29,7 +30,8 @@ class OuterConfig(Frozen):
     (arXiv:2311.08105). streaming: fragments of the layers are exchanged one after another, beside later steps
     (arXiv:2501.18512). dilocox: all parameters, beside the whole next round, after which the outer optimizer uses the
     result (arXiv:2506.21263). co2: as dilocox, with plain momentum towards the islands' mean parameters of the round
-    before (arXiv:2401.16265)."""
+    before (arXiv:2401.16265). dipaco: as diloco, but islands train paths through shared modules, each on the part of
+    the data that a router sends there (arXiv:2403.10616)."""
     every: PositiveInt = 100
     """Steps of a round, in which each parameter is exchanged once. The last step of the training ends a round, too."""
     warmup_steps: NonNegativeInt = 0
@@ -64,6 +66,13 @@ class OuterConfig(Frozen):
     """co2: divisor of the distance to the mean parameters of the round before (its program's `co2_gap_penalty`)."""
     momentum_clip: Positive | None = None
     """co2: largest magnitude of an element of the momentum; not given: not clipped."""
+    modules: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (1,)
+    """dipaco, [1, 2] if not given: modules of each level, of which a level is a group of consecutive layers; a path has
+    one of each, so that there are as many paths as their product. Islands are as many, or a multiple."""
+    route_tokens: PositiveInt = 32
+    """dipaco: first tokens of a sample by which it is sent to a path."""
+    reroute_every: PositiveInt = 128
+    """dipaco: positions of a validation sample after which its path is chosen anew, by the last `route_tokens`."""
     coordinator: str | None = None
     """Address HOST:PORT of `muster coordinator`, through which runs that come and go are each other's islands; not
     given: islands are those of the plan."""
@@ -88,6 +97,8 @@ class OuterConfig(Frozen):
             own |= {"error_feedback": True}
         if data.get("method") == "co2":
             own |= {"optimizer": "sgd", "learning_rate": 1.0, "momentum": 0.5}
+        if data.get("method") == "dipaco":
+            own |= {"modules": (1, 2)}
         return {**own, **data}
 
     @model_validator(mode="after")
@@ -96,8 +107,8 @@ class OuterConfig(Frozen):
             for key, none in keys.items():
                 if self.method != method and getattr(self, key) != none:
                     raise ValueError(f"{key} {getattr(self, key)} is for method {method}, not for {self.method}")
-        if self.method == "diloco" and self.delay:
-            raise ValueError(f"delay {self.delay} is for methods streaming, dilocox and co2, not for diloco")
+        if self.method in ("diloco", "dipaco") and self.delay:
+            raise ValueError(f"delay {self.delay} is for methods streaming, dilocox and co2, not for {self.method}")
         if self.method in DELAYED and self.delay not in (0, self.every):
             raise ValueError(
                 f"delay {self.delay} is neither a round nor nothing: expected {self.every} (every) or 0 for"
@@ -106,6 +117,7 @@ class OuterConfig(Frozen):
         if self.error_feedback and self.compression == "none" and self.low_rank is None:
             raise ValueError("error_feedback has nothing to add: expected a compression or a low_rank beside it")
         self._check_peers()
+        self._check_modules()
         if self.method == "co2" and self.optimizer != "sgd":
             raise ValueError(f"optimizer {self.optimizer} is not CO2's: expected sgd, with or without momentum")
         if self.every % self.fragments:
@@ -118,6 +130,15 @@ class OuterConfig(Frozen):
                 f" to the next (every {self.every} / fragments {self.fragments})"
             )
         return self
+
+    def _check_modules(self) -> None:
+        if self.method == "dipaco" and (self.low_rank is not None or self.error_feedback):
+            raise ValueError("low_rank and error_feedback aren't built for dipaco: leave them out")
+        if self.reroute_every < self.route_tokens:
+            raise ValueError(
+                f"reroute_every {self.reroute_every} is shorter than the route_tokens {self.route_tokens} that a new"
+                " path is chosen by"
+            )
 
     def _check_peers(self) -> None:
         if self.coordinator is None:

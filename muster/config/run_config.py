@@ -308,6 +308,8 @@ class RunConfig(Frozen):
                 f"outer.fragments {self.outer.fragments} are more than the model's {self.model.num_layers} layers, of"
                 " which each has some"
             )
+        if self.outer is not None and self.outer.method == "dipaco":
+            self._check_paths(self.outer)
         if self.optim.freeze:
             check_patterns(self.optim, self.model)
         if self.data.packing == "none" and self.train.tokens is not None:
@@ -322,6 +324,21 @@ class RunConfig(Frozen):
                 f"data.weight_schedule: entries must begin one after the other, but they begin at samples {firsts}"
             )
         return self
+
+    def _check_paths(self, outer: OuterConfig) -> None:
+        """Raise ValueError where samples can't be sent to paths through modules of this model."""
+        if len(outer.modules) > self.model.num_layers:
+            raise ValueError(
+                f"outer.modules has {len(outer.modules)} levels, more than the model's {self.model.num_layers} layers"
+            )
+        if self.train.seq_len <= outer.route_tokens:
+            raise ValueError(
+                f"outer.route_tokens {outer.route_tokens} leave nothing of samples of train.seq_len"
+                f" {self.train.seq_len}: give fewer"
+            )
+        if self.data.source is None or self.data.packing == "none":
+            found = "data.blend" if self.data.source is None else "data.packing none"
+            raise ValueError(f"the router of outer.method dipaco isn't built for {found}: give one source, packed")
 
     def _check_validation(self) -> None:
         """Raise ValueError where validation losses decide something, and there are none."""

@@ -25,6 +25,7 @@ from muster.parallel.world import World
 from muster.plugins.registry import get_component
 from muster.spec.plan import Plan
 from muster.train.grouped_batches import GroupedStep, GroupReader
+from muster.train.path_routing import module_paths
 from muster.train.prefetch import LocalBatch, Prefetcher
 
 
@@ -39,6 +40,8 @@ class BatchLoader:
         self.world = world
         self.dataset = dataset
         self.stages = stages
+        self.paths = module_paths(config, plan)
+        """Paths that islands train; one where they have the same samples in turns."""
         self._batch_size = config.train.global_batch_size // plan.islands
         """Samples of a step that this rank's island works on."""
         self.num_micro_batches = plan.num_micro_batches(config.workload, dp_index_of(plan, world.at))
@@ -67,6 +70,7 @@ class BatchLoader:
 
     def read_batch(self, dataset: SampleStream, first: int, count: int, validation: bool = False) -> LocalBatch:
         """Read this rank's part of the global samples first … first + count: of its island's, which are consecutive.
+        With several paths each has consecutive samples of its own stream, of which others have as many.
 
         Valid labels are counted in the island's samples, by whose number its loss is divided, tokens in all of them.
         """
@@ -74,7 +78,7 @@ class BatchLoader:
         arrangement = None
         num_tokens = self._count_tokens(dataset, first, count, validation)
         count //= self.plan.islands
-        first += self.world.at.island * count
+        first = first // self.paths.num_paths + self.paths.place_of(self.world.at.island) * count
         index = np.arange(first, first + count)
         # A batch of ignored labels alone has a loss of 0, not 0 / 0.
         num_valid = 1 if validation else max(1, dataset.num_valid_tokens(first, count))

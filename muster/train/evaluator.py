@@ -44,7 +44,8 @@ class Evaluator:
         if not self._has_run:
             world.heartbeat.update("validate")
         with torch.no_grad():
-            for index in range(num_batches):
+            # Each path reads all samples, for the labels that are its own.
+            for index in range(num_batches * loader.paths.num_paths):
                 batch = loader.read_batch(dataset, index * batch_size, batch_size, validation=True)
                 loader.feed_stages(batch)
                 self._executor().run()

@@ -407,7 +407,7 @@ class TrainingLoop:
                 if self.config.train.keep_best and self.validation.best_loss is not None:
                     self.checkpoint_manager.keep_best(self.validation.best_step)
         elif (place := self.config.train.init_from) is not None:
-            load_initial_weights(Path(place), self.config.model, self.trainer.shards_to_load(0))
+            load_initial_weights(Path(place), self.config.model, self.trainer.weights_to_load())
             self.trainer.restore(0, {"samples_consumed": 0})
         if self.in_memory_checkpoint is not None and self.config.train.elastic:
             self.in_memory_checkpoint.begin_after(self.trainer.step_count, self.world.all_gather_object)

@@ -1,7 +1,7 @@
 """Outer steps of one rank: parameters that all islands share, and exchanges that run beside the passes."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,11 +22,13 @@ from muster.optim.outer.base import OuterParameter
 from muster.optim.outer.build import build_outer_method
 from muster.parallel.axis import IslandAxis
 from muster.parallel.change_exchange import ChangeExchange, start_matrices
+from muster.parallel.module_exchange import ModuleExchange
 from muster.parallel.world import World
-from muster.schedule.action import Action
+from muster.schedule.action import Action, Kind
 from muster.schedule.outer_steps import OuterEvents, fragment_of, outer_events, pending_fragments
 from muster.spec.errors import MusterError
 from muster.train.parameter_updater import ParameterUpdater
+from muster.train.path_routing import module_paths
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Meeting:
     """Seconds of it in which this rank waited."""
     peers: int
     """Islands whose changes were averaged."""
+    path_samples: tuple[int, ...] = ()
+    """Training samples of each path (dipaco)."""
 
 
 @dataclass
@@ -67,13 +71,19 @@ class OuterExchange:
 
 
 class OuterUpdater:
-    """Outer copies of this rank's parameters with their momentum; between meetings they don't change.
+    """Outer copies of this rank's parameters with their momentum; between meetings they don't change. With modules
+    (dipaco) they are those of this island's path.
 
     Exchanges run in a thread of their own, one after another in the same order on all ranks, over groups that nothing
     else uses.
     """
 
-    def __init__(self, config: RunConfig, world: World, updater: ParameterUpdater) -> None:
+    def __init__(
+        self, config: RunConfig, world: World, updater: ParameterUpdater, shard_sizes: Sequence[int] = (1,)
+    ) -> None:
+        """`shard_sizes`: training samples of each path (dipaco)."""
+        self.paths = module_paths(config, world.plan)
+        self.shard_sizes = shard_sizes
         self.config: OuterConfig = config.outer or OuterConfig()
         self.last_step = config.train.num_steps
         self.world = world
@@ -107,15 +117,18 @@ class OuterUpdater:
     def reset(self) -> None:
         """Begin anew from the islands' present parameters, which are equal."""
         self.parameters = {
-            name: OuterParameter(self.updater.parameters[name].detach().clone(), self._zeros_like(name))
+            name: OuterParameter(
+                self.updater.parameters[name].detach().clone(),
+                torch.zeros_like(self.updater.parameters[name]),
+                self.paths.paths_through(name),
+            )
             for names in self.names
             for name in names
         }
-        self.exchange = ChangeExchange(self.config, self.axis, {n: one.value for n, one in self.parameters.items()})
+        own = self.config, self.axis, {n: one.value for n, one in self.parameters.items()}
+        has_paths = self.config.method == "dipaco"
+        self.exchange = ModuleExchange(*own, self.paths, self.shard_sizes) if has_paths else ChangeExchange(*own)
         self._pending, self._arrived, self._meetings = {}, {}, []
-
-    def _zeros_like(self, name: str) -> Tensor:
-        return torch.zeros_like(self.updater.parameters[name])
 
     def events_after(self, step: int) -> OuterEvents:
         """Return the exchanges after a step."""
@@ -134,6 +147,11 @@ class OuterUpdater:
 
     # ------------------------------------------------------------------------------------------------------------------
     # Instructions
+
+    @property
+    def handlers(self) -> dict[Kind, Callable[[Action], None]]:
+        """Instructions between islands."""
+        return {Kind.OUTER_REDUCE: self.start, Kind.OUTER_WAIT: self.wait, Kind.OUTER_STEP: self.step}
 
     def start(self, action: Action) -> None:
         """Start to exchange the changes of a fragment."""
@@ -220,8 +238,8 @@ class OuterUpdater:
     def _meeting(self, fragment: int, exchange: OuterExchange, wait_s: float) -> Meeting:
         distances, change, norm, _, *losses = exchange.sums
         names = self.names[fragment]
-        shapes = [exchanged_shape(self.updater.layouts[name]) for name in names]
         element = self.parameters[names[0]].value.element_size() if names else 0
+        sizes = self.axis.size, self.config.compression, self.config.low_rank, element
         return Meeting(
             step=self.updater.state.step,
             fragment=fragment % self.config.fragments,
@@ -229,12 +247,14 @@ class OuterUpdater:
             change=math.sqrt(change) if change >= 0 else math.nan,
             norm=math.sqrt(norm),
             losses=tuple(losses),
-            sent_bytes=island_exchange_bytes(
-                shapes, self.axis.size, self.config.compression, self.config.low_rank, element
+            sent_bytes=sum(
+                island_exchange_bytes([exchanged_shape(self.updater.layouts[name]) for name in part], *sizes)
+                for part in self.paths.exchanged(names)
             ),
             transfer_s=exchange.transfer_s,
             wait_s=wait_s,
             peers=self.axis.size,
+            path_samples=tuple(self.shard_sizes) if self.paths.num_paths > 1 else (),
         )
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -260,10 +280,19 @@ class OuterUpdater:
     # Checkpoints
 
     def shards_to_save(self) -> list[LocalShard]:
-        """Everything on this rank that a checkpoint holds: state of its island, and on the first island what all
-        share. Exchanges under way are waited for; their results are saved, not yet used."""
+        """Everything on this rank that a checkpoint holds: state of its island, and what several share on the first of
+        these. Exchanges under way are waited for; their results are saved, not yet used."""
         self._settle()
-        return [*self._island_shards(), *(self._shared_shards(self._pending_changes()) if not self.axis.index else ())]
+        index = self.axis.index
+        names = [name for name in self.updater.parameters if self.paths.members(index, name)[0] == index]
+        return [*self._island_shards(), *self._shared_shards(names, self._pending_changes())]
+
+    def weights_to_load(self) -> list[LocalShard]:
+        """Outer parameters on this rank, which initial weights fill: those of all modules alike."""
+        layouts = self.updater.layouts
+        return [
+            LocalShard(f"model/{name}", layouts[name], self._shared_value(name)) for name in self.updater.parameters
+        ]
 
     def shards_to_load(self, step: int) -> list[LocalShard]:
         """Everything on this rank that the checkpoint of a step has to hold."""
@@ -273,7 +302,7 @@ class OuterUpdater:
             sizes = [self.updater.parameters[name] for name in names]
             change = torch.cat([one.new_zeros(one.numel()) for one in sizes]) if names else torch.empty(0)
             self._pending[fragment] = _completed(OuterExchange(change, []))
-        return [*self._island_shards(), *self._shared_shards(self._pending_changes())]
+        return [*self._island_shards(), *self._shared_shards(self.updater.parameters, self._pending_changes())]
 
     def _island_shards(self) -> list[LocalShard]:
         prefix = f"islands/{self.axis.index}"
@@ -281,15 +310,21 @@ class OuterUpdater:
         layouts, errors = self.updater.layouts, self.exchange.errors
         return found + [LocalShard(f"{prefix}/outer/{name}.error", layouts[name], errors[name]) for name in errors]
 
-    def _shared_shards(self, pending: Mapping[str, Tensor]) -> Iterator[LocalShard]:
-        layouts = self.updater.layouts
-        for name, local in self.updater.parameters.items():
-            outer = self.parameters.get(name)
-            yield LocalShard(f"model/{name}", layouts[name], local if outer is None else outer.value)
-            if outer is not None:
-                yield LocalShard(f"outer/{name}.momentum", layouts[name], outer.momentum)
-        for name, change in pending.items():
-            yield LocalShard(f"outer/{name}.change", layouts[name], change)
+    def _shared_shards(self, names: Iterable[str], pending: Mapping[str, Tensor]) -> Iterator[LocalShard]:
+        """Yield what several islands share of some parameters; that of modules other than the first of their level,
+        which make up the checkpoint's model, is beside it (`modules/N/model/…`)."""
+        for name in names:
+            layout, module = self.updater.layouts[name], self.paths.module_of(self.axis.index, name)
+            prefix = f"modules/{module}/" if module else ""
+            yield LocalShard(f"{prefix}model/{name}", layout, self._shared_value(name))
+            if (outer := self.parameters.get(name)) is not None:
+                yield LocalShard(f"{prefix}outer/{name}.momentum", layout, outer.momentum)
+            if (change := pending.get(name)) is not None:
+                yield LocalShard(f"{prefix}outer/{name}.change", layout, change)
+
+    def _shared_value(self, name: str) -> Tensor:
+        """Return the outer copy of a parameter; of a frozen one itself."""
+        return self.parameters[name].value if name in self.parameters else self.updater.parameters[name]
 
     def _settle(self) -> None:
         for future in self._pending.values():

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,6 +14,7 @@ from muster.config.attempt_files import TOKENIZER_FOLDER
 from muster.config.freezing import frozen_numel
 from muster.config.load_config import ResolvedConfig, derived_value_lines, with_steps_from_epochs
 from muster.config.optimizer_state import is_zeroth_order
+from muster.config.outer_config import OuterConfig
 from muster.config.run_config import RunConfig
 from muster.config.yaml_writer import write_atomically, yaml_text
 from muster.data.dataset import SampleStream
@@ -24,6 +26,7 @@ from muster.planner.auto import ChosenPlan, choose_plan
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
+from muster.spec.units import pluralize
 from muster.train.best_checkpoint import stops_early
 from muster.train.config_consistency import ranks_per_node
 from muster.train.data import (
@@ -295,6 +298,12 @@ def require_settings_of_islands(config: RunConfig, plan: Plan) -> None:
                 f" isl2-{format_plan_name(plan)}, an outer.coordinator, or no section outer"
             )
         return
+    paths = prod((config.outer or OuterConfig()).modules)
+    if plan.islands % paths:
+        raise ConfigError(
+            f"outer.modules {list((config.outer or OuterConfig()).modules)} make {pluralize(paths, 'path')}, but"
+            f" {format_plan_name(plan)} has {plan.islands} islands: expected a multiple"
+        )
     for key, value in (
         ("train.training_step", config.train.training_step),
         ("train.in_memory_checkpoint_every", config.train.in_memory_checkpoint_every),

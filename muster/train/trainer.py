@@ -39,6 +39,7 @@ from muster.train.expert_mover import ExpertMover
 from muster.train.gradients import add_replica_gradients
 from muster.train.outer_updater import OuterUpdater
 from muster.train.parameter_updater import ParameterUpdater
+from muster.train.path_routing import path_stream
 from muster.train.peer_updater import PeerUpdater
 from muster.train.step_result import ExpertLoad, ExpertMoves, StepResult, expert_load
 from muster.train.step_state import StepHooks, StepState, no_step
@@ -83,13 +84,14 @@ class Trainer:
         }
         self._open_activation_store(hooks)
         self.updater = self.updater_type(config, plan, world, self.stages, hooks)
+        stream, shard_sizes = path_stream(config, plan, world, dataset)
         self.peers: PeerUpdater | None = None
         """Outer steps with the peers of a coordinator, where the run is one."""
         self.outer: OuterUpdater | None = None
         if config.outer is not None and config.outer.coordinator is not None:
             self.outer = self.peers = PeerUpdater(config, world, self.updater, dataset)
         elif plan.islands > 1:
-            self.outer = OuterUpdater(config, world, self.updater)
+            self.outer = OuterUpdater(config, world, self.updater, shard_sizes)
         moves_experts = config.train.rebalance_experts_every and config.model.moe is not None
         self.expert_mover = ExpertMover(config, world, self.updater) if moves_experts else None
         self._expert_moves: ExpertMoves | None = None
@@ -110,8 +112,7 @@ class Trainer:
             Kind.ALL_REDUCE_REPLICAS: self._reduce_replica_gradients,
         }
         if self.outer is not None:
-            own = {Kind.OUTER_REDUCE: self.outer.start, Kind.OUTER_WAIT: self.outer.wait}
-            self.handlers |= own | {Kind.OUTER_STEP: self.outer.step}
+            self.handlers |= self.outer.handlers
         self.copies: dict[Kind, Copy] = {
             Kind.OFFLOAD_GRAD: lambda action: self.updater.fetch_part(action.stage, action.slice),
             Kind.RELOAD_PARAM: lambda action: self.updater.return_part(action.stage, action.slice),
@@ -131,7 +132,7 @@ class Trainer:
         self._delayed_executor: Executor | None = None
         """Executor of steps in which the host updates parameters with the gradients of the step before."""
         self._set_backwards_per_step()
-        self.batch_loader = BatchLoader(config, plan, world, dataset, self.stages)
+        self.batch_loader = BatchLoader(config, plan, world, stream, self.stages)
         self.evaluator = Evaluator(
             self.batch_loader,
             lambda has_heartbeat, count: self.make_executor(
@@ -459,6 +460,10 @@ class Trainer:
     def shards_to_load(self, step: int) -> list[LocalShard]:
         """Everything on this rank that the checkpoint of a step has to hold."""
         return self.updater.local_shards() if self.outer is None else self.outer.shards_to_load(step)
+
+    def weights_to_load(self) -> list[LocalShard]:
+        """Parameters on this rank that initial weights fill: with modules, all of them are filled alike."""
+        return self.shards_to_load(0) if self.outer is None else self.outer.weights_to_load()
 
     def counters(self) -> dict[str, Any]:
         """Position of the training beside the step, for a checkpoint's manifest; with islands, all ranks call it."""

@@ -13,6 +13,7 @@ from muster.cost.time.plan_times import place_plan
 from muster.layout.host_updates import layer_of
 from muster.layout.island_bytes import exchanged_numels, exchanged_shape, island_reduce_bytes
 from muster.layout.mesh import ranks_of_pp_rank
+from muster.layout.module_paths import ModulePaths
 from muster.layout.tensor_layout import rank_layouts
 from muster.schedule.outer_steps import fragment_of
 from muster.spec.cluster import ClusterSpec
@@ -77,22 +78,22 @@ def island_round(
     all-reduce of compressed elements takes them; all ranks of an island do at once.
     """
     placed = place_plan(model, plan, workload, cluster, optim=optim)
+    paths = ModulePaths(outer.modules, plan.islands, model.num_layers)
     element = master_bytes(plan.precision)
     transfers_s = [0.0] * outer.fragments
     most_bytes = 0
     for pp_rank in range(plan.pp):
         rank = min(rank for rank, _ in ranks_of_pp_rank(plan, pp_rank))
         group = placed.group(rank, ((plan.island_size, plan.islands),))
-        shapes: list[list[tuple[int, ...]]] = [[] for _ in range(outer.fragments)]
-        names: set[str] = set()
+        shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(outer.fragments)]
         for layout in rank_layouts(model, plan, rank):
-            if not is_frozen(optim, layout.name) and layout.name not in names:  # a tied weight is exchanged once
-                shapes[fragment_of(outer, layer_of(layout.name))].append(exchanged_shape(layout))
-                names.add(layout.name)
+            if not is_frozen(optim, layout.name):  # a tied weight is exchanged once
+                shapes[fragment_of(outer, layer_of(layout.name))].setdefault(layout.name, exchanged_shape(layout))
         sent = [
             [
                 island_reduce_bytes(numel, plan.islands, outer.compression, element)
-                for numel in exchanged_numels(part, outer.low_rank)
+                for names in paths.exchanged(list(part))
+                for numel in exchanged_numels([part[name] for name in names], outer.low_rank)
             ]
             for part in shapes
         ]
@@ -116,8 +117,9 @@ def least_round(
     """Return a round of no steps whose exchanges take no longer than those of any plan with as many islands of so many
     devices: each device exchanges an equal part of the parameters, over the fastest of the links between islands."""
     numel = [0] * outer.fragments
+    paths = ModulePaths(outer.modules, plan.islands, model.num_layers)
     for name, shape in parameter_shapes(model) if outer.low_rank is None else ():
-        if not is_frozen(optim, name):
+        if not is_frozen(optim, name) and len(paths.members(0, name)) > 1:
             numel[fragment_of(outer, layer_of(name))] += prod(shape)
     element = master_bytes(plan.precision)
     sent = [island_reduce_bytes(part // island_devices, plan.islands, outer.compression, element) for part in numel]

@@ -11,10 +11,12 @@ from muster.config.outer_config import OuterConfig
 
 @dataclass(frozen=True)
 class OuterParameter:
-    """Outer copy of a rank's part of one parameter: the same on all islands."""
+    """Outer copy of a rank's part of one parameter: the same on all islands that share it."""
 
     value: Tensor
     momentum: Tensor
+    paths: int = 1
+    """Paths through the module of the parameter (dipaco)."""
 
 
 class OuterMethod(ABC):

@@ -4,6 +4,7 @@ from muster.config.outer_config import OuterConfig, OuterMethodName
 from muster.optim.outer.base import OuterMethod
 from muster.optim.outer.co2 import CO2
 from muster.optim.outer.diloco import DiLoCo
+from muster.optim.outer.dipaco import DiPaCo
 from muster.optim.outer.streaming import StreamingDiLoCo
 
 _METHODS: dict[OuterMethodName, type[OuterMethod]] = {
@@ -11,6 +12,7 @@ _METHODS: dict[OuterMethodName, type[OuterMethod]] = {
     "streaming": StreamingDiLoCo,
     "dilocox": DiLoCo,
     "co2": CO2,
+    "dipaco": DiPaCo,
 }
 
 

@@ -1,0 +1,130 @@
+"""Samples of one path: the part of the stream that a router sends there, and validation samples by their parts."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from muster.data.dataset import IGNORE_INDEX, Batch, Dataset, SampleStream
+from muster.data.prefix_router import PrefixRouter, fit_router
+from muster.data.sample_order import positions_at
+from muster.spec.errors import ConfigError
+
+FITTED_SAMPLES = 20_000
+"""Most training samples that a router is fitted to."""
+_ROWS = 4096
+"""Samples that are routed at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Path of each training sample, and the router of others."""
+
+    router: PrefixRouter
+    paths_N: np.ndarray
+    """Path of the training samples in the order of the store: int16 [N]."""
+    prefix: int
+    """First tokens of a sample by which it is routed."""
+    reroute_every: int
+    """Positions of a validation sample after which its path is chosen anew, by the `prefix` tokens before."""
+
+    @property
+    def num_paths(self) -> int:
+        """Number of paths."""
+        return len(self.router.centroids_KD)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Training samples of each path."""
+        return tuple(np.bincount(self.paths_N, minlength=self.num_paths).tolist())
+
+
+def route_samples(dataset: Dataset, paths: int, vocab_size: int, seed: int, prefix: int, reroute_every: int) -> Routing:
+    """Fit a router to the dataset, and route all of its training samples by their first tokens.
+
+    Raises ConfigError where a path gets no samples.
+    """
+    count = dataset.num_train_samples
+    fitted = np.unique(np.linspace(0, count - 1, min(count, FITTED_SAMPLES)).astype(np.int64))
+    router = fit_router(_prefixes(dataset, fitted, prefix), paths, vocab_size, seed)
+    parts = (np.arange(first, min(first + _ROWS, count)) for first in range(0, count, _ROWS))
+    paths_N = np.concatenate([router.route(_prefixes(dataset, part, prefix)) for part in parts]).astype(np.int16)
+    routing = Routing(router, paths_N, prefix, reroute_every)
+    if min(routing.sizes) == 0:
+        raise ConfigError(
+            f"outer.modules make {paths} paths, but the router gives samples to {np.count_nonzero(routing.sizes)} of"
+            f" them alone, among {count}: give fewer modules or more text"
+        )
+    return routing
+
+
+def _prefixes(dataset: Dataset, positions: np.ndarray, prefix: int) -> np.ndarray:
+    """Return the first tokens of training samples, by their positions in the store; short ones are repeated."""
+    windows = dataset.windows.train_windows(positions)
+    starts, lengths = dataset.windows.starts(windows), np.minimum(dataset.windows.lengths(windows), prefix)
+    rows = zip(starts.tolist(), lengths.tolist(), strict=True)
+    return np.stack([np.resize(dataset.store.read(start, start + length), prefix) for start, length in rows])
+
+
+class PathStream(SampleStream):
+    """The samples of one path, in the order of the whole stream. Validation samples are the same on all paths, with the
+    labels of those parts alone for which a path is chosen."""
+
+    def __init__(self, dataset: Dataset, routing: Routing, path: int) -> None:
+        self.dataset, self.routing, self.path = dataset, routing, path
+        self._epochs: dict[int, np.ndarray] = {}
+        """Samples of this path within the last epochs that were read."""
+
+    @property
+    def fingerprint(self) -> str:
+        return self.dataset.fingerprint
+
+    @property
+    def num_train_samples(self) -> int:
+        return self.dataset.num_train_samples
+
+    @property
+    def num_validation_samples(self) -> int:
+        return self.dataset.num_validation_samples
+
+    @property
+    def seq_len(self) -> int:
+        return self.dataset.seq_len
+
+    def num_valid_tokens(self, first: int, count: int) -> int:
+        return self.dataset.num_valid_tokens_at(self.global_samples(np.arange(first, first + count)))
+
+    def rows(self, index: np.ndarray, validation: bool = False) -> Batch:
+        if not validation:
+            return self.dataset.rows(self.global_samples(index))
+        batch = self.dataset.rows(index, validation=True)
+        labels_BS = np.where(self._routes(batch.tokens_BS) == self.path, batch.labels_BS, IGNORE_INDEX)
+        return Batch(batch.tokens_BS, labels_BS, int((labels_BS != IGNORE_INDEX).sum()), batch.positions_BS)
+
+    def global_samples(self, index: np.ndarray) -> np.ndarray:
+        """Return the indices in the whole stream of this path's samples, counted from 0."""
+        size, count = self.routing.sizes[self.path], self.num_train_samples
+        epochs, places = np.divmod(index, size)
+        found = np.empty_like(index)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            found[here] = epoch * count + self._of_epoch(epoch)[places[here]]
+        return found
+
+    def _of_epoch(self, epoch: int) -> np.ndarray:
+        if epoch not in self._epochs:
+            count = self.num_train_samples
+            order = positions_at(np.arange(epoch * count, (epoch + 1) * count), count, self.dataset.seed)
+            kept = {old: samples for old, samples in self._epochs.items() if old == epoch - 1}
+            self._epochs = kept | {epoch: np.flatnonzero(self.routing.paths_N[order] == self.path)}
+        return self._epochs[epoch]
+
+    def _routes(self, tokens_BS: np.ndarray) -> np.ndarray:
+        """Return the path of each position: none, −1, for the first tokens, by which the first part is routed, and for
+        each later part that of the tokens before it (arXiv:2403.10616 §2.4.3)."""
+        prefix, every = self.routing.prefix, self.routing.reroute_every
+        routes_BS = np.full(tokens_BS.shape, -1)
+        for first in range(0, tokens_BS.shape[1], every):
+            seen = slice(0, prefix) if first == 0 else slice(first - prefix, first)
+            chosen_B = self.routing.router.route(tokens_BS[:, seen])
+            routes_BS[:, max(first, prefix) : first + every] = chosen_B[:, None]
+        return routes_BS

@@ -1,0 +1,89 @@
+"""Samples of paths: which of the stream each path trains on, and which labels of a validation sample it predicts."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from muster.data.dataset import IGNORE_INDEX
+from muster.data.path_stream import PathStream, route_samples
+from muster.data.prefix_router import PrefixRouter, fit_router
+from muster.layout.module_paths import ModulePaths
+from muster.spec.errors import ConfigError
+from tests.parity import open_data, small_run
+
+
+def test_routers_find_kinds_of_text_that_share_no_tokens() -> None:
+    draws = np.random.default_rng(1)
+    kinds_N = np.arange(300) % 3
+    tokens_NP = 40 * kinds_N[:, None] + draws.integers(0, 40, (300, 32))
+    router = fit_router(tokens_NP, 3, 120, seed=7)
+    paths_N = router.route(tokens_NP)
+    assert [len(set(paths_N[kinds_N == kind].tolist())) for kind in range(3)] == [1, 1, 1]
+    assert len(set(paths_N.tolist())) == 3
+    again = fit_router(tokens_NP, 3, 120, seed=7)
+    assert np.array_equal(again.route(tokens_NP), paths_N)
+
+
+def test_paths_share_out_the_samples_of_each_epoch(tmp_path: Path) -> None:
+    data = open_data(small_run(), str(tmp_path))
+    routing = route_samples(data, 3, 257, 0, 4, 8)
+    streams = [PathStream(data, routing, path) for path in range(3)]
+    count = data.num_train_samples
+    assert sum(routing.sizes) == count
+    for epoch in (0, 1):
+        seen = [
+            stream.global_samples(np.arange(epoch * size, (epoch + 1) * size))
+            for stream, size in zip(streams, routing.sizes, strict=True)
+        ]
+        assert all((np.diff(samples) > 0).all() for samples in seen)  # in the order of the whole stream
+        assert np.array_equal(np.sort(np.concatenate(seen)), np.arange(epoch * count, (epoch + 1) * count))
+    own = streams[1].rows(np.arange(5))
+    assert routing.router.route(own.tokens_BS[:, :4]).tolist() == [1] * 5
+    assert streams[1].num_valid_tokens(0, 5) == own.num_valid_tokens
+
+
+def test_each_label_of_a_validation_sample_is_predicted_on_one_path(tmp_path: Path) -> None:
+    data = open_data(small_run(), str(tmp_path))
+    routing = route_samples(data, 2, 257, 0, 4, 8)
+    index = np.arange(6)
+    whole = data.rows(index, validation=True)
+    parts = [PathStream(data, routing, path).rows(index, validation=True) for path in range(2)]
+    kept = np.stack([part.labels_BS != IGNORE_INDEX for part in parts])
+    assert (kept.sum(0)[:, 4:] == 1).all()
+    assert not kept[:, :, :4].any()  # these tokens choose the path
+    assert [part.num_valid_tokens for part in parts] == kept.sum((1, 2)).tolist()
+    for row in range(6):
+        first, second = (int(routing.router.route(whole.tokens_BS[row : row + 1, at : at + 4])[0]) for at in (0, 4))
+        assert kept[first, row, 4:8].all()
+        assert kept[second, row, 8:16].all()
+
+
+def test_paths_without_samples_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fit(*args: Any) -> PrefixRouter:
+        router = fit_router(*args)
+        return replace(router, centroids_KD=router.centroids_KD * np.array([[1.0], [1e3]]))
+
+    monkeypatch.setattr("muster.data.path_stream.fit_router", fit)
+    with pytest.raises(ConfigError, match="make 2 paths, but the router gives samples to 1 of them alone"):
+        route_samples(open_data(small_run(), str(tmp_path)), 2, 257, 0, 4, 8)
+
+
+def test_modules_make_paths() -> None:
+    paths = ModulePaths((1, 2, 2), 8, 6)
+    assert paths.num_paths == 4
+    names = [f"layers.{layer}.attn.q.weight" for layer in range(6)]
+    assert [[paths.module_of(island, name) for name in names] for island in (0, 1, 2, 7)] == [
+        [0, 0, 0, 0, 0, 0],
+        [0, 0, 1, 1, 0, 0],
+        [0, 0, 0, 0, 1, 1],
+        [0, 0, 1, 1, 1, 1],
+    ]
+    assert paths.members(1, names[2]) == (1, 3, 5, 7)
+    assert [paths.paths_through(name) for name in (names[0], names[2], names[5], "head.weight")] == [4, 2, 2, 4]
+    assert paths.place_of(5) == 1
+    private = ModulePaths((1, 2), 2, 2)
+    assert private.exchanged(["embed.weight", "layers.0.x", "layers.1.x"]) == [["embed.weight"], ["layers.0.x"]]
+    assert ModulePaths((1,), 2, 2).exchanged(names) == [names]
