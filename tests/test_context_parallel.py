@@ -94,10 +94,10 @@ CASES: dict[int, list[dict[str, Any]]] = {
 
 
 def sample_of(num_ranks: int) -> list[dict[str, Any]]:
-    """Return a case of each kind and two others, drawn for the number of ranks."""
+    """Return a case of each kind (of half of them on four ranks) and two others, drawn for the number of ranks."""
     draw, cases = random.Random(num_ranks), CASES[num_ranks]
-    of_kinds = [draw.choice(cases_of_kind(num_ranks, kind)) for kind in KINDS[num_ranks]]
-    return [*of_kinds, *draw.sample(cases, 2)]
+    kinds = KINDS[num_ranks] if num_ranks == 2 else draw.sample(KINDS[num_ranks], len(KINDS[num_ranks]) // 2)
+    return [*(draw.choice(cases_of_kind(num_ranks, kind)) for kind in kinds), *draw.sample(cases, 2)]
 
 
 def in_float64(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -36,7 +36,16 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 WALK = ROOT / "docs/planning.md"
 """Page whose searches take minutes: a soak test runs it."""
-LONG = ("offload-optimizer", "offload-parameters", "linear-attention", "sequence-slices", "zeroth-order", "models")
+LONG = (
+    "memory",
+    "experts",
+    "offload-optimizer",
+    "offload-parameters",
+    "linear-attention",
+    "sequence-slices",
+    "zeroth-order",
+    "models",
+)
 """Pages whose commands train for long, and which only the soak tests run."""
 
 

@@ -34,19 +34,17 @@ from tests.ranks import run_ranks
 CASES: dict[int, list[dict[str, Any]]] = {
     2: [
         {"plan": "dp2-ep2-z1", "later": "dp2-z3", "ema": True},
-        {"plan": "tp2-ep2-sp", "family": "gpt_oss"},
-        {"plan": "dp2-ep2-z2-oopth", "family": "grouped"},
         {"plan": "dp2-ep2", "fault": True},
         {"plan": "dp2-ep2", "is_free": False},
     ],
     4: [
-        {"plan": "dp4-ep2-z3-rfull", "later": "dp4-ep4"},
-        {"plan": "dp2-tp2-ep2-etp2-z2", "family": "gpt_oss"},
         {"plan": "dp2-pp2-ep2", "family": "deepseek mtp", "later": "dp2-tp2-ep4"},
     ],
 }
 SOAK: dict[int, list[dict[str, Any]]] = {
     2: [
+        {"plan": "dp2-ep2-z2-oopth", "family": "grouped"},
+        {"plan": "tp2-ep2-sp", "family": "gpt_oss"},
         {"plan": "cp2-ep2"},
         {"plan": "tp2-ep2s", "family": "grouped"},
         {"plan": "dp2-ep2x1", "family": "grouped"},
@@ -56,6 +54,8 @@ SOAK: dict[int, list[dict[str, Any]]] = {
         {"plan": "dp2-ep2-ooptd", "later": "tp2-etp2"},
     ],
     4: [
+        {"plan": "dp2-tp2-ep2-etp2-z2", "family": "gpt_oss"},
+        {"plan": "dp4-ep2-z3-rfull", "later": "dp4-ep4"},
         {"plan": "dp4-ep4h", "later": "dp2-pp2-ep2"},
         {"plan": "dp2x2-ep2-z2"},
         {"plan": "dp4-ep2g-z1", "family": "capacity"},

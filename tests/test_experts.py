@@ -39,7 +39,7 @@ from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.spec.workload import Workload
 from muster.train.memory_check import FAKE_KERNELS, measure_fake_rank
 from tests.ranks import run_ranks
-from tests.sampling import quick_sample
+from tests.sampling import quick_sample, seeded_sample
 from tests.test_memory_forecast import FAKE_CPU
 from tests.train_runs import AT_ONCE, QUICK, rows_of, train
 
@@ -216,6 +216,15 @@ SOAK: dict[int, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("ranks", CASES)
+def test_a_sample_of_plans_trains_the_same_experts(ranks: int, tmp_path: Path) -> None:
+    cases = CASES[ranks]
+    sound, faulty = ([case for case in cases if ("fault" in case) == is_faulty] for is_faulty in (False, True))
+    sample = seeded_sample(sound, {1: 4, 2: 12, 4: 5}[ranks]) + seeded_sample(faulty, min(len(faulty), 4))
+    assert_parity(ranks, sample, tmp_path, steps=1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", CASES)
 def test_every_plan_trains_the_same_experts(ranks: int, tmp_path: Path) -> None:
     """How tokens travel, and where experts lie, changes no loss."""
     losses = assert_parity(ranks, CASES[ranks], tmp_path, steps=1)
@@ -280,17 +289,27 @@ BYTES: dict[int, list[tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("ranks", BYTES)
+def test_bytes_of_a_sample_equal_the_formula(ranks: int, tmp_path: Path) -> None:
+    check_bytes(ranks, seeded_sample(BYTES[ranks], {2: 9, 4: 3}[ranks]), tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", BYTES)
 def test_bytes_equal_the_formula(ranks: int, tmp_path: Path) -> None:
+    check_bytes(ranks, BYTES[ranks], tmp_path)
+
+
+def check_bytes(ranks: int, cases: list[tuple[Any, ...]], tmp_path: Path) -> None:
     """The rows that come back depend on the routing, but over all ranks they are as many as were sent."""
-    payload = {"cases": BYTES[ranks], "cache": str(tmp_path)}
+    payload = {"cases": cases, "cache": str(tmp_path)}
     found = run_ranks(ranks, "tests.comm_volume_ranks:count", payload)
-    for cases in zip(*found, strict=True):
+    for ours in zip(*found, strict=True):
         exchanged = {
-            key: sum(case[key].get("ep", {}).pop("all_to_all", 0) for case in cases) for key in ("counted", "predicted")
+            key: sum(case[key].get("ep", {}).pop("all_to_all", 0) for case in ours) for key in ("counted", "predicted")
         }
-        assert exchanged["counted"] == exchanged["predicted"], cases[0]["plan"]
-        assert (exchanged["counted"] > 0) == bool(re.search("-ep[0-9]+(h|x|-|$)", cases[0]["plan"])), cases[0]["plan"]
-        for case in cases:
+        assert exchanged["counted"] == exchanged["predicted"], ours[0]["plan"]
+        assert (exchanged["counted"] > 0) == bool(re.search("-ep[0-9]+(h|x|-|$)", ours[0]["plan"])), ours[0]["plan"]
+        for case in ours:
             for key in ("counted", "predicted"):
                 case[key] = {axis: +Counter(kinds) for axis, kinds in case[key].items() if +Counter(kinds)}
             assert case["messages"] == case["predicted messages"], case["plan"]

@@ -255,7 +255,7 @@ def check_parity(num_ranks: int, cases: list[dict[str, Any]], cache: Path) -> li
     return by_case
 
 
-GRADIENT_SAMPLE_SIZE = {1: 2, 2: 16, 4: 16, 8: 2}
+GRADIENT_SAMPLE_SIZE = {1: 2, 2: 12, 4: 9, 8: 1}
 
 
 @pytest.mark.parametrize("num_ranks", CASES)
@@ -274,7 +274,7 @@ def test_gradients_of_every_plan_equal_one_process(num_ranks: int, cache: Path) 
     check_parity(num_ranks, [case | {"precision": "fp64", "steps": 1} for case in SOAK_CASES[num_ranks]], cache)
 
 
-SAMPLE_SIZE = {1: 2, 2: 3, 4: 2, 8: 1}
+SAMPLE_SIZE = {1: 1, 2: 2, 4: 1, 8: 1}
 
 
 @pytest.mark.parametrize("num_ranks", CASES)
@@ -323,7 +323,6 @@ def test_twice_the_same_bits(cache: Path) -> None:
 HOST_UPDATES = [
     ("dp2-z3", "oopt", {"optim": "adamw"}),
     ("pp2-relem", "oopt", {"tied": True, "precision": "fp64"}),
-    ("tp2-sp", "ooptd", {}),
     ("dp2-rfull", "ooptd-oparamd", {"precision": "bf16"}),
     ("pp2", "oopt-oparam", {"tied": True, "precision": "fp64"}),
     ("dp2-rfull-tile2", "oopt-oparam-oact", {"precision": "bf16"}),
@@ -331,6 +330,7 @@ HOST_UPDATES = [
     ("pp2-relem", "oactd", {"precision": "fp64"}),
 ]
 MORE_HOST_UPDATES = [
+    ("tp2-sp", "ooptd", {}),
     *(
         (plan, word, {"precision": name})
         for plan in ("dp2-z1", "dp2-z2-rfull", "dp2-z3", "tp2-sp")

@@ -42,10 +42,7 @@ from tests.verify_ranks import frozen_parameters
 
 SOUND = [
     {"plan": "dp2-z3-mb2", "precision": "bf16"},
-    {"plan": "tp2-sp-rfull", "tied": True},
     {"plan": "pp2-vocab", "tied": True, "precision": "fp64"},
-    {"plan": "dp2-z1", "frozen": True},
-    {"plan": "cp2a", "family": "qwen3"},
     {"plan": "dp2-z3-mb2-rfull", "precision": "fp8", "fp8_recipe": "rowwise"},
     {"plan": "dp2-z3-ooptd-oparamd"},
     {"plan": "pp2-szbh1", "freeze": ("embed.*", "layers.[01].*", "*norm.*"), "tied": True},
@@ -54,6 +51,9 @@ MORE_SOUND = [
     {"plan": "dp2-oopt", "freeze": ("embed.*", "layers.[01].*", "*norm.*")},
     {"plan": "pp2-oopt0.5", "tied": True},
     {"plan": "dp2-z3-oopt-oparam", "family": "low rank"},
+    {"plan": "cp2a", "family": "qwen3"},
+    {"plan": "dp2-z1", "frozen": True},
+    {"plan": "tp2-sp-rfull", "tied": True},
     {"plan": "dp2x1-sgpipe", "optim": "muon", "z_loss": 1e-2},
     {"plan": "pp2-szbh1", "family": "gpt2", "precision": "bf16"},
     {"plan": "tp2-sp", "family": "gpt2", "tied": True},
