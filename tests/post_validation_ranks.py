@@ -18,7 +18,7 @@ from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 from muster.train.loop import TrainingLoop
-from muster.train.memory_limit import MemoryLimit
+from muster.train.memory_limit import limit_of_run
 from muster.train.parameter_updater import ParameterUpdater
 from muster.train.post_validation import PostValidation
 from muster.train.step_state import StepState
@@ -121,7 +121,7 @@ def _run(
 ) -> dict:
     run_dir.mkdir(exist_ok=True)
     with patch("muster.train.loop.Trainer", RoughTrainer):
-        body = kind(config, plan, world, data, run_dir, MemoryLimit(config, plan, world))
+        body = kind(config, plan, world, data, run_dir, limit_of_run(config, plan, world))
         feed = body.trainer.load_batch
 
         def feed_and_ask() -> StepState:

@@ -14,7 +14,7 @@ from muster.spec.errors import MusterError
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 from muster.train.loop import TrainingLoop
-from muster.train.memory_limit import MemoryLimit
+from muster.train.memory_limit import limit_of_run
 from muster.train.trainer import Trainer
 from tests.parity import open_data, small_run
 
@@ -65,7 +65,7 @@ def _attempt(
         patch.object(PoisonedTrainer, "factors", {int(step): factor for step, factor in factors.items()}),
     ):
         body = TrainingLoop(
-            config, full_plan, world, _data(config, folder), run_dir, MemoryLimit(config, full_plan, world)
+            config, full_plan, world, _data(config, folder), run_dir, limit_of_run(config, full_plan, world)
         )
         if stop_after:
             _stop(body, stop_after)

@@ -218,13 +218,21 @@ def test_a_directory_of_another_program_is_run_as_it_is_stored(dtype: str, tmp_p
         (["WHOLE", "--prompt", "x" * 65], 2, "a prompt has 65 tokens, but the model was trained on sequences of 64"),
         (["WHOLE", "--prompt", ""], 2, "a prompt of at least one token"),
         (["WHOLE", "--plan", "tq2"], 2, "unknown part 'tq2'; did you mean 'tp2'"),
-        (["WHOLE", "--plan", "pp2-tp2"], 3, "with pp2: only tp can distribute it so far; nearest: tp2-mb1-fp32"),
+        (
+            ["WHOLE", "--plan", "pp2-tp2"],
+            3,
+            "with pp2: only tp can distribute it, and oparam keep",
+        ),
         (
             ["WHOLE", "--plan", "tp3"],
             3,
             "tp 3 doesn't divide the model's 4 heads and 2 key/value heads: legal are 1, 2, 4",
         ),
-        (["WHOLE", "--plan", "tp2-ep2s"], 3, "ep2s: only tp can distribute it so far; nearest: tp2-mb1-fp32"),
+        (
+            ["WHOLE", "--plan", "tp2-ep2s"],
+            3,
+            "in host memory; nearest: tp2-mb1-fp32",
+        ),
         (["WHOLE", "--top-p", "0"], 2, "--top-p 0.0: input should be greater than 0"),
         (["WHOLE", "--tokens", "none"], 2, "expected a whole number >= 1, got 'none'"),
     ],

@@ -87,6 +87,8 @@ def generate(
     chat: bool = False,
     system: str | None = None,
     plan: str = "dp1",
+    window: int = 2,
+    memory_limit: int | str | None = None,
 ) -> Generation:
     """Let a trained model continue prompts, or with `chat` answer them; the arguments are the flags of `muster
     generate`.
@@ -94,7 +96,8 @@ def generate(
     `run` is a run directory, a checkpoint or a converted directory. Raises ConfigError, InfeasibleError, MusterError.
     """
     texts = (prompts,) if isinstance(prompts, str) else tuple(prompts)
-    request = _generation_request(run, texts, tokens, (temperature, top_k, top_p, seed), stop, chat, system, plan)
+    drawing, memory = (temperature, top_k, top_p, seed), (window, memory_limit)
+    request = _generation_request(run, texts, tokens, drawing, stop, chat, system, plan, memory)
     found = import_torch_module("muster.train.generate").run_generation(request)
     model = request.trained_model
     return Generation(texts, tuple(found), model.checkpoint, model.step, request.plan)
@@ -112,19 +115,24 @@ def converse(
     stop: str | Sequence[str] = (),
     system: str | None = None,
     plan: str = "dp1",
+    window: int = 2,
+    memory_limit: int | str | None = None,
 ) -> Iterator[str]:
     """Yield a trained model's answer to each line, the user's next message of one dialogue; otherwise as `generate`."""
-    request = _generation_request(run, (), tokens, (temperature, top_k, top_p, seed), stop, True, system, plan)
+    drawing, memory = (temperature, top_k, top_p, seed), (window, memory_limit)
+    request = _generation_request(run, (), tokens, drawing, stop, True, system, plan, memory)
     if request.plan.world_size > 1:
         raise ConfigError(f"a dialogue runs in one process: expected a plan without tp, got {plan}")
     verb = import_torch_module("muster.train.text_generation")
-    generator = verb.TextGenerator(request, import_torch_module("muster.parallel.world").pick_device(0, 1))
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    for line in lines:
-        messages.append({"role": "user", "content": line})
-        (answer,) = generator.texts([verb.encode_dialogue(messages, generator.tokenizer)])
-        yield answer
-        messages.append({"role": "assistant", "content": answer})
+    device = import_torch_module("muster.parallel.world").pick_device(0, 1)
+    with import_torch_module("muster.train.generation_memory").limit_of_request(request, device):
+        generator = verb.TextGenerator(request, device)
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        for line in lines:
+            messages.append({"role": "user", "content": line})
+            (answer,) = generator.texts([verb.encode_dialogue(messages, generator.tokenizer)])
+            yield answer
+            messages.append({"role": "assistant", "content": answer})
 
 
 def _generation_request(
@@ -136,15 +144,18 @@ def _generation_request(
     chat: bool,
     system: str | None,
     plan: str,
+    memory: tuple[int, int | str | None],
 ) -> "GenerationRequest":
-    """Return the request for texts; `drawing` is (temperature, top_k, top_p, seed). Raises ConfigError,
-    InfeasibleError."""
+    """Return the request for texts; `drawing` is (temperature, top_k, top_p, seed), `memory` (window, limit). Raises
+    ConfigError, InfeasibleError."""
     from muster.spec.inference_plans import require_generation_supported
     from muster.spec.plan_name import parse_plan_name
     from muster.spec.text_generation import SamplingParams
 
     require_text("run", run, "a run directory, a checkpoint or a converted directory")
     require_positive_int("tokens", tokens)
+    window, limit = memory
+    require_positive_int("window", window)
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if "" in stops:
         raise ConfigError("stop: expected a text before which the new one ends, got an empty one")
@@ -169,6 +180,8 @@ def _generation_request(
         stop=stops,
         chat=chat,
         system=system,
+        window=window,
+        memory_limit_bytes=None if limit is None else parse_bytes(str(limit), "--memory-limit"),
     )
 
 

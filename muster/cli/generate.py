@@ -19,7 +19,7 @@ def run(arguments: list[str]) -> int:
     from muster.spec.plan_name import format_plan_name
 
     start_s = perf_counter()
-    names = ("tokens", "temperature", "top_k", "top_p", "seed", "stop", "system", "plan")
+    names = ("tokens", "temperature", "top_k", "top_p", "seed", "stop", "system", "plan", "window", "memory_limit")
     flags = {name: getattr(args, name) for name in names}
     try:
         if args.prompt is None:
@@ -110,8 +110,16 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--plan",
         default="dp1",
         metavar="PLAN",
-        help="plan, such as tp2 (two processes) or bf16 (precision) (default: dp1)",
+        help="plan, such as tp2 (two processes), bf16 (precision) or oparam (layers in host memory) (default: dp1)",
     )
+    parser.add_argument(
+        "--window",
+        type=positive_int,
+        default=2,
+        metavar="N",
+        help="layers on the device at once of those that oparam keeps in host memory (default: 2)",
+    )
+    parser.add_argument("--memory-limit", metavar="SIZE", help="memory that may be taken of each device, such as 20GB")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse(arguments)
     if args.prompt is None and not args.chat:

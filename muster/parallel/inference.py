@@ -1,5 +1,7 @@
 """Decoder for text generation: whole, or a tensor-parallel rank's shard of it."""
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from muster.model.decoder import Decoder
 from muster.model.dtypes import DTYPES
 from muster.parallel.axis import ExpertAxis, TensorAxis
 from muster.parallel.expert_parallel import apply_expert_parallel
+from muster.parallel.layer_window import make_memory
 from muster.parallel.projection_norms import apply_projection_norms
 from muster.parallel.tensor_parallel import (
     apply_parallel_linears,
@@ -27,10 +30,11 @@ def build_inference_decoder(
     device: torch.device,
     axis: TensorAxis | None,
     experts: ExpertAxis | None = None,
+    away: Collection[int] = (),
 ) -> tuple[Decoder, dict[str, TensorLayout]]:
     """Build a decoder with all layers in the dtype of `precision`, uninitialised, and return it with this rank's layout
     of each parameter. Ranks of `axis` have slices of every expert, or those of `experts`, the same ranks, some whole
-    experts each."""
+    experts each. Layers that are `away` lie in host memory (`LayerWindow`)."""
     with torch.device("meta"):
         module = Decoder(spec, range(spec.num_layers), first=True, last=True)
     module.to(DTYPES[precision]).requires_grad_(False)
@@ -41,7 +45,7 @@ def build_inference_decoder(
         apply_projection_norms(module, spec, axis)
         apply_parallel_linears(module, axis, WeightGradStore())
         apply_expert_parallel(module, experts, ExpertDispatch("slicing", axis.size))
-    module.to_empty(device=device)
+    make_memory(module, device, away)
     plan = Plan()
     if axis is not None:
         plan = Plan(tp=axis.size, etp=axis.size)

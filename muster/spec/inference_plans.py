@@ -10,9 +10,15 @@ from muster.spec.workload import Workload
 
 
 def require_generation_supported(plan: Plan, model: ModelSpec) -> None:
-    """Raise InfeasibleError unless the plan, which may set tp and a precision, can generate text with the model."""
+    """Raise InfeasibleError unless the plan, which may set tp, a precision, and parameters in host memory, can generate
+    text with the model."""
+    strategy = plan.default_strategy
+    away = {}
+    if strategy.offload_param == "host":
+        away = {"offload_param": "host", "offload_param_ratio": strategy.offload_param_ratio}
     can = Plan(tp=plan.tp, precision=plan.precision, micro_batch_size=plan.micro_batch_size)
-    _require(plan, can, model, "generate text", "only tp can distribute it so far")
+    can = can.model_copy(update={"default_strategy": can.default_strategy.model_copy(update=away)})
+    _require(plan, can, model, "generate text", "only tp can distribute it, and oparam keep layers in host memory")
 
 
 def require_evaluation_supported(plan: Plan, model: ModelSpec) -> None:
@@ -51,5 +57,7 @@ def _require(plan: Plan, can: Plan, model: ModelSpec, task: str, reason: str) ->
         beyond = [part for part in name.partition("+")[0].split("-") if part not in kept] + settings_beyond_name(plan)
         raise InfeasibleError(f"plan {name} can't {task} with {', '.join(beyond)}: {reason}; nearest: {nearest}")
     workload = Workload(seq_len=1, global_batch_size=plan.micro_batch_size * plan.mesh(0).dp_size)
-    if found := plan_violations(plan, model, workload, plan.world_size) or unsupported_features(plan, model):
+    trained = plan.default_strategy.model_copy(update={"offload_param": "none", "offload_param_ratio": 1.0})
+    plain = plan.model_copy(update={"default_strategy": trained})  # what training needs beside oparam isn't needed here
+    if found := plan_violations(plain, model, workload, plain.world_size) or unsupported_features(plain, model):
         raise InfeasibleError(f"plan {name} can't {task}: {'; '.join(found)}")

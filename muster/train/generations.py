@@ -31,7 +31,7 @@ from muster.spec.plan_name import format_plan_name
 from muster.train.config_consistency import require_same_config
 from muster.train.data import open_dataset
 from muster.train.loop import Carried, TrainingLoop
-from muster.train.memory_limit import MemoryLimit
+from muster.train.memory_limit import limit_of_run
 
 _FIRST_PLAN_KEY = "plan of the first generation"
 """Key in the launcher's store."""
@@ -115,7 +115,7 @@ class _Rank:
         beside = place.generation, None, self._heartbeat
         with (
             open_world(store, place.rank, place.world_size, self._plan, *beside) as world,
-            MemoryLimit(self._config, self._plan, world) as limit,
+            limit_of_run(self._config, self._plan, world) as limit,
         ):
             connections.seal()
             if self._config.train.elastic and world.device.type != "cpu":

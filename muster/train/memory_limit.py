@@ -1,8 +1,10 @@
-"""The memory limit of a run (`train.memory_limit_bytes`), kept on each rank while it trains.
+"""A limit of device memory (`train.memory_limit_bytes`, or that of a request), kept on a rank while it works.
 
 On a GPU PyTorch's allocator keeps it; a CPU rank counts what its tensors would take of a device.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,16 +17,19 @@ from muster.train.memory_preflight import excess_of_limit
 
 
 class MemoryLimit:
-    """A rank's limit from entering this context until it is lifted or left; none where the run has no limit."""
+    """A rank's limit from entering this context until it is lifted or left; None: there is none."""
 
-    def __init__(self, config: RunConfig, plan: Plan, world: World) -> None:
-        self._config, self._plan, self._device = config, plan, world.device
-        self._limit_bytes = config.train.memory_limit_bytes
+    def __init__(
+        self, limit_bytes: int | None, device: torch.device, excess: Callable[[int | None], Exception]
+    ) -> None:
+        """`excess` makes the error that is raised beyond the limit, of the bytes that are held, None where that is
+        unknown."""
+        self._limit_bytes, self._device, self._excess = limit_bytes, device, excess
         self._is_kept = False
         self.meter: AllocationMeter | None = None
         """Counts a CPU rank's tensors where there is a limit."""
-        if self._limit_bytes is not None and self._device.type == "cpu":
-            self.meter = AllocationMeter(self._limit_bytes, lambda held: excess_of_limit(config, plan, held))
+        if limit_bytes is not None and device.type == "cpu":
+            self.meter = AllocationMeter(limit_bytes, excess)
 
     def __enter__(self) -> "MemoryLimit":
         self._is_kept = self._limit_bytes is not None
@@ -36,7 +41,7 @@ class MemoryLimit:
         return self
 
     def lift(self) -> None:
-        """Let what follows the training take all memory."""
+        """Let what follows take all memory."""
         if not self._is_kept:
             return
         self._is_kept = False
@@ -50,4 +55,9 @@ class MemoryLimit:
         is_kept = self._is_kept
         self.lift()
         if is_kept and isinstance(error, torch.OutOfMemoryError):
-            raise excess_of_limit(self._config, self._plan, None) from error
+            raise self._excess(None) from error
+
+
+def limit_of_run(config: RunConfig, plan: Plan, world: World) -> MemoryLimit:
+    """Return the limit of a rank of a run."""
+    return MemoryLimit(config.train.memory_limit_bytes, world.device, partial(excess_of_limit, config, plan))

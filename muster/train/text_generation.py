@@ -17,6 +17,7 @@ from muster.checkpoint.tensors import TensorSource
 from muster.config.load_config import load_run_config, plan_from_tree
 from muster.config.migrations import migrate
 from muster.config.run_config import DataConfig
+from muster.cost.memory.generation import away_layers
 from muster.data.blended_dataset import BlendedDataset
 from muster.data.dataset import Dataset, SampleStream
 from muster.data.invalid_rows import InvalidRow
@@ -24,8 +25,10 @@ from muster.data.tokenizer import Tokenizer, bos_before
 from muster.data.tokenizer_files import stop_ids
 from muster.model.dtypes import DTYPES
 from muster.model.generation import generate
+from muster.parallel.allocation_meter import host_memory
 from muster.parallel.axis import ExpertAxis, TensorAxis
 from muster.parallel.inference import all_gather_logits, build_inference_decoder
+from muster.parallel.layer_window import LayerWindow
 from muster.plugins.loader import require_unchanged_plugins
 from muster.spec.base import Frozen
 from muster.spec.errors import ConfigError, MusterError
@@ -33,6 +36,7 @@ from muster.spec.model import ModelSpec
 from muster.spec.plan import PRECISIONS, Plan, Precision
 from muster.spec.text_generation import SamplingParams
 from muster.train.data import run_tokenizer
+from muster.train.generation_memory import limit_of_request, require_memory
 
 _PROMPT_LENGTH, _PROMPT_TOKENS = 32, 128
 """Largest number of characters of a sample's prompt, and of the tokens that it is cut from."""
@@ -74,6 +78,10 @@ class GenerationRequest(Frozen):
     """Take each prompt for a user's message, which the model answers in the form of its chat template."""
     system: str | None = None
     """System message before the user's, in a chat."""
+    window: int = 2
+    """Layers on the device at once of those that the plan keeps in host memory."""
+    memory_limit_bytes: int | None = None
+    """Most memory of each device that may be taken."""
 
 
 def find_trained_model(path: Path) -> TrainedModel:
@@ -188,12 +196,12 @@ def generate_texts(
 ) -> list[str]:
     """Return the continuation of each prompt. With an axis all of its ranks call it, and all get the same; `experts`:
     the same ranks, where each has some whole experts."""
-    generator = TextGenerator(request, device, axis, experts)
-    if not request.chat:
-        return generator.texts([encode_prompt(prompt, generator.tokenizer) for prompt in request.prompts])
-    return generator.texts(
-        [encode_dialogue(first_messages(prompt, request.system), generator.tokenizer) for prompt in request.prompts]
-    )
+    with limit_of_request(request, device):
+        generator = TextGenerator(request, device, axis, experts)
+        tokenizer, prompts = generator.tokenizer, request.prompts
+        if not request.chat:
+            return generator.texts([encode_prompt(prompt, tokenizer) for prompt in prompts])
+        return generator.texts([encode_dialogue(first_messages(one, request.system), tokenizer) for one in prompts])
 
 
 def first_messages(prompt: str, system: str | None) -> list[dict[str, str]]:
@@ -215,16 +223,21 @@ class TextGenerator:
         source = request.trained_model
         self.request = request
         self.tokenizer = run_tokenizer(source.data)
+        require_memory(request)
+        away = away_layers(source.model, request.plan)
         own = source.model, request.plan.precision, device, axis, experts
-        self.model, layouts = build_inference_decoder(*own)
+        self.model, layouts = build_inference_decoder(*own, away)
         parameters = self.model.named_parameters()
         pieces = [LocalShard(f"model/{name}", layouts[name], parameter) for name, parameter in parameters]
-        load_initial_weights(source.weights, source.model, pieces)
+        with host_memory():  # what is read before it is copied to its place
+            load_initial_weights(source.weights, source.model, pieces)
+        self.window = LayerWindow(self.model, device, away, request.window)
         self._gather = None if axis is None else partial(all_gather_logits, axis, source.model.vocab_size)
 
     def texts(self, prompts: list[list[int]]) -> list[str]:
         """Return the continuation of each prompt, given as ids."""
         stop = self.request.stop
+        require_memory(self.request, len(prompts), max(map(len, prompts)))
 
         def is_complete(ids: Sequence[int]) -> bool:
             return any(text in self.tokenizer.decode(ids) for text in stop)
