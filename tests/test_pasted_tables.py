@@ -106,6 +106,7 @@ def test_a_table_of_memory_alone_is_scored_by_memory_and_outcome():
     text = f"{WIDE}mbs,peak memory (GB)\nllama3-8b,H100,8,1,1,8192,128,1,62.1\nllama3-8b,H100,8,1,1,8192,128,8,O.O.M.\n"
     held, failed = predict_rows(parse_table(text, "t.csv"), tell)
     assert (held.row.metric, held.row.value, held.reason, held.is_timed) == ("peak_memory_gb", 62.1, "", False)
+    assert held.succeeded
     assert (failed.row.metric, failed.succeeded) == ("outcome", False)
 
 

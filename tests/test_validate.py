@@ -32,8 +32,9 @@ from muster.validate.errors import UnpredictableRowError
 from muster.validate.formulas import FORMULA_WORDS, korthikanti_flops, megatron_flops, model_flops, sc21_flops
 from muster.validate.row_table import row_table, row_table_csv
 from muster.validate.score import score_fits
+from muster.validate.sources import sequences_of_round
 from muster.validate.summary import shipped_rows, summarize, to_json, validate_table
-from muster.validate.sweeps import score_sweeps, spearman
+from muster.validate.sweeps import correlation_apart, score_sweeps, spearman
 from muster.validate.table import MeasurementRow, is_out_of_memory, parse_table, read_table
 from muster.validate.table_header import unread_columns
 from muster.validate.term_parsing import Sharding, parse_sharding
@@ -902,6 +903,73 @@ def test_stages_where_embedding_norm_and_head_are_dealt_as_layers():
 
 def case_time(case: RowCase) -> float:
     return 20.0 - case.plan.micro_batch_size
+
+
+def test_pairs_that_no_measurement_tells_apart_leave_the_rank_correlation():
+    """Ranks 1 2 3 4 are predicted as 2 1 3 4: the pair in the wrong order counts where it is more than 6 % apart."""
+    predicted_s = [11.0, 10.0, 12.0, 13.0]
+    far, near = [10.0, 11.0, 12.0, 13.0], [10.0, 10.5, 12.0, 13.0]
+    assert correlation_apart(predicted_s, far) == pytest.approx(spearman(predicted_s, far)) == pytest.approx(0.8)
+    kept = [(-1, -2), (-2, -3), (-2, -1), (-3, -2), (-1, -1)]  # differences of ranks without the pair of 1 and 2
+    above, a, b = (
+        sum(x * y for x, y in pairs) for pairs in (kept, [(x, x) for x, _ in kept], [(y, y) for _, y in kept])
+    )
+    assert correlation_apart(predicted_s, near) == pytest.approx(above / (a * b) ** 0.5)
+    assert correlation_apart(predicted_s, [10.0, 10.1, 10.2, 10.3]) == 0.0
+
+
+def _flash2_times(is_of_rounds: bool) -> list[MeasurementRow]:
+    """Timed rows of the sheet of 64 devices: those that are said to be multiples of a round's time, or the others."""
+    rows = [row for row in shipped_rows() if row.file.startswith("aleph") and row.n_gpus == 64 and row.value]
+    return [row for row in rows if (sequences_of_round(row) is not None) == is_of_rounds]
+
+
+def test_the_digits_of_a_sheet_say_that_its_values_are_multiples_of_a_part_of_a_step():
+    """Means of nine readings of a clock that counts in 2⁻²² s: multiples of 8 where 8 rounds make up the batch."""
+    counts = {way: [row.value * 9 * 2**22 for row in _flash2_times(way) if row.value] for way in (True, False)}
+    assert all(abs(count - round(count)) < 1e-3 for way in counts for count in counts[way])
+    assert [round(count) % 8 for count in counts[True]] == [0] * 28
+    assert sum(round(count) % 8 == 0 for count in counts[False]) == 4
+    assert len(counts[False]) == 46
+
+
+def test_values_that_are_multiples_of_a_part_of_a_step_are_ranked_as_such():
+    """Both sweeps are in the measured order, and no row is off by more than 10 %, where as one batch some are by 40."""
+    results = predict_rows(_flash2_times(True))
+    assert max(abs(result.error) for result in results) > 0.4
+    assert max(abs((result.rounds_s or 0.0) / (result.measured_s or 1.0) - 1) for result in results) < 0.1
+    for sweep in score_sweeps(results):
+        assert sweep.rank_correlation < 0.8
+        assert (sweep.correlation_in_rounds or 0.0) > 0.95
+
+
+def test_the_sweep_of_large_layouts_is_out_of_order_by_one_layout():
+    """With tp 8, halving micro-batches of four cost 8 to 11 % in nine pairs of ten; it is predicted to cost nothing."""
+    results = predict_rows(row for row in shipped_rows() if row.file.startswith("bigscience") and row.value)
+    times: dict[tuple[object, ...], dict[int | None, list[RowResult]]] = defaultdict(lambda: defaultdict(list))
+    for result in results:
+        row = result.row
+        if row.tp == 8:
+            times[row.software, row.model_name, row.pp, row.global_batch][row.micro_batch].append(result)
+    pairs = [sizes for sizes in times.values() if {2, 4} <= sizes.keys()]
+    grown = sorted(
+        mean(one.measured_s or 0.0 for one in sizes[2]) / mean(one.measured_s or 0.0 for one in sizes[4])
+        for sizes in pairs
+    )
+    assert len(grown) == 10
+    assert grown[0] == pytest.approx(1.025, abs=0.001)
+    assert all(1.07 < growth < 1.12 for growth in grown[1:])
+    assert all(abs(sizes[2][0].predicted_s / sizes[4][0].predicted_s - 1) < 0.02 for sizes in pairs)
+    (sweep,) = score_sweeps(results, least=8)
+    without = [
+        one
+        for one in results
+        if (one.row.tp, one.row.pp, one.row.micro_batch, one.row.global_batch) != (8, 12, 2, 2048)
+    ]
+    assert (sweep.layouts, sweep.misordered) == (11, 4)
+    (rest,) = score_sweeps(without, least=8)
+    assert (rest.layouts, rest.misordered) == (10, 1)
+    assert rest.correlation_apart == pytest.approx(0.926, abs=0.005)
 
 
 def test_spearman_shares_ranks():

@@ -66,8 +66,10 @@ Sources mean different things by it, what was allocated or reserved; where they 
 """,
     SWEEPS: """\
 Layouts of one model on the same devices with the same batch and attention kernel, at least six of them timed. Muster
-ranks layouts that leave 12 % of the memory free first, then others that fit, each by predicted time. *misordered*:
-pairs in the wrong order whose measured times differ by more than 6 %, as much as repeated measurements do. *first
+ranks layouts that leave 12 % of the memory free first, then others that fit, each by predicted time. *rank corr.* is
+Spearman's, *apart* the same over those pairs whose measured times differ by more than 6 %, as much as repeated
+measurements do, and *misordered* such pairs in the wrong order. *in rounds*: *apart* of values that are multiples of a
+part of a step, as their digits say, where they are predicted so ([source by source](#source-by-source)). *first
 reaches* is the measured throughput of the layout ranked first as a fraction of the best measured one, 0 if it ran out
 of memory; *of those that ran* ignores layouts that ran out of memory; *first three reach* is the best of the first
 three, and *best in 3* tells if that is the best of all.

@@ -43,7 +43,7 @@ def accuracy_page(summary: Summary) -> str:
         section("Errors by source, fully specified rows", html_table(_columns(specified_rows(summary), 0, 1, 2, 6, 8))),
         _section_with_rows(OUTCOMES, _columns(outcome_rows(summary), 0, 1, 2, 3, 4)),
         _section_with_rows(MEMORY, _columns(memory_rows(summary), 0, 1, 2, 4, 5)),
-        _section_with_rows(SWEEPS, _columns(sweep_rows(summary), 0, 1, 3, 4)),
+        _section_with_rows(SWEEPS, _columns(sweep_rows(summary), 0, 1, 3, 6)),
         _section_with_rows(WORST, [(_row_label(row), *row[4:7]) for row in worst_rows(summary)]),
         _section_with_rows(UNPREDICTED, reason_rows(summary)),
     ]

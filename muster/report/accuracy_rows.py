@@ -190,6 +190,8 @@ def sweep_rows(summary: Summary) -> list[Cells]:
         "layouts",
         "OOM",
         "rank corr.",
+        "apart",
+        "in rounds",
         "misordered",
         "first reaches",
         "of those that ran",
@@ -201,6 +203,8 @@ def sweep_rows(summary: Summary) -> list[Cells]:
         *(
             (
                 *(sweep.name, str(sweep.layouts), str(sweep.failed), f"{sweep.rank_correlation:.2f}"),
+                f"{sweep.correlation_apart:.2f}",
+                "" if sweep.correlation_in_rounds is None else f"{sweep.correlation_in_rounds:.2f}",
                 f"{sweep.misordered} of {sweep.pairs}",
                 *(format_percent(100 * sweep.first_reaches), format_percent(100 * sweep.first_timed_reaches)),
                 format_percent(100 * sweep.three_reach),
@@ -219,7 +223,7 @@ def _shown_sweeps(summary: Summary) -> Sequence[Sweep]:
 
 def sweeps_sentence(summary: Summary) -> str:
     """Return the scores of sweeps in a sentence, those of small sweeps in another; empty without sweeps."""
-    sentences = [_sweep_scores(summary.sweeps)] if summary.sweeps else []
+    sentences = [_sweep_scores(summary.sweeps), _low_sweeps(summary.sweeps)] if summary.sweeps else []
     if small := summary.small_sweeps:
         fewest = min(sweep.layouts for sweep in small)
         most = max(sweep.layouts for sweep in small)
@@ -229,7 +233,26 @@ def sweeps_sentence(summary: Summary) -> str:
             f" {format_percent(100 * mean(reaches))} of the best on average, at least"
             f" {format_percent(100 * min(reaches))}, and is the best in {sum(reach == 1.0 for reach in reaches)}."
         )
-    return " ".join(sentences)
+    return " ".join(filter(None, sentences))
+
+
+_HIGH_CORRELATION, _LARGE_SWEEP = 0.9, 8
+"""Rank correlation that sweeps of so many layouts should reach."""
+
+
+def _low_sweeps(sweeps: Sequence[Sweep]) -> str:
+    """Return how many large sweeps have a low rank correlation, and what explains it; empty where none has."""
+    low = [sweep for sweep in sweeps if sweep.layouts >= _LARGE_SWEEP and sweep.rank_correlation < _HIGH_CORRELATION]
+    if not low:
+        return ""
+    apart = [sweep for sweep in low if sweep.correlation_apart >= _HIGH_CORRELATION]
+    rest = [sweep for sweep in low if sweep not in apart]
+    in_rounds = [sweep for sweep in rest if (sweep.correlation_in_rounds or 0.0) >= _HIGH_CORRELATION]
+    return (
+        f"Of {_counted(low, 'sweep')} of at least {_LARGE_SWEEP} layouts below {_HIGH_CORRELATION},"
+        f" {len(apart)} reach it over pairs that repeated measurements tell apart, {len(in_rounds)} where values are"
+        f" predicted in rounds, and {len(rest) - len(in_rounds)} in neither way."
+    )
 
 
 def _counted(sweeps: Sequence[Sweep], name: str) -> str:

@@ -32,6 +32,7 @@ from muster.validate.formulas import (
     causal_flops,
     step_time_s,
 )
+from muster.validate.rounds import rounds_time_s
 from muster.validate.sources import MeasurementSource, source_of_row, unusable, with_facts
 from muster.validate.table import MeasurementRow, is_out_of_memory
 from muster.validate.term_parsing import parse_precision
@@ -105,6 +106,8 @@ class RowResult:
     measured_s: float | None = None
     """Measured step time; None for outcomes and memory."""
     predicted: RowPrediction | None = None
+    rounds_s: float | None = None
+    """Predicted value as a multiple of a part of a step, where the source seems to have measured that."""
 
     @property
     def is_timed(self) -> bool:
@@ -161,10 +164,11 @@ class RowResult:
 
     @property
     def succeeded(self) -> bool | None:
-        """True if the run worked (a row with a time did), False if it failed, None if unknown."""
+        """True if the run worked (a row with a time or a peak of memory did), False if it failed, None if unknown."""
         if self.row.metric == "outcome":
             return None if self.row.problem else not is_out_of_memory(self.row.outcome)
-        return True if self.is_timed and self.row.value is not None else None
+        is_of_run = self.is_timed or self.row.metric == "peak_memory_gb"
+        return True if is_of_run and self.row.value is not None else None
 
 
 def predict_rows(
@@ -282,7 +286,8 @@ def _result(
         found = _predict_once(inputs, predictor, cache, not left_out)
     except UnpredictableRowError as error:
         return RowResult(row, reason=str(error))
-    return RowResult(row, "", inputs, measured_s, found)
+    rounds_s = None if measured_s is None or left_out else rounds_time_s(row, inputs, inputs.cases[found.chosen])
+    return RowResult(row, "", inputs, measured_s, found, rounds_s)
 
 
 def _uncalibrated(inputs: RowInputs, source: MeasurementSource) -> RowInputs:

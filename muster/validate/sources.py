@@ -32,6 +32,9 @@ class RowFacts(Frozen):
     """Columns whose cells are wrong, and what stands there in truth."""
     unusable: str = ""
     """Reason why the source itself says not to take the row as it is; empty where it doesn't."""
+    sequences_of_round: int | None = None
+    """Sequences of the part of a step of which the values are multiples, as their digits say; the scores don't use it,
+    and the ranking of sweeps is shown with and without."""
     offloads_activations: bool = False
     """True where activations of some layers were kept in the host's memory, which no plan with pp 1 says: their memory
     and outcome aren't scored."""
@@ -125,6 +128,12 @@ def _cell(column: str, text: str) -> str | int | None:
 def unusable(row: MeasurementRow) -> str:
     """Return the reason why the source itself says not to take the row as it is, or an empty text."""
     return next((some.unusable for some in source_of_row(row).some if some.unusable and some.match(row)), "")
+
+
+def sequences_of_round(row: MeasurementRow) -> int | None:
+    """Return the sequences of the part of a step of which the row's value is a multiple; None where it's the step's."""
+    found = (some.sequences_of_round for some in source_of_row(row).some if some.match(row))
+    return next((size for size in found if size is not None), None)
 
 
 def offloads_activations(row: MeasurementRow) -> bool:

@@ -36,6 +36,11 @@ class Sweep:
     """Number of layouts that ran out of memory; ranking one first scores 0."""
     rank_correlation: float
     """Spearman's rank correlation of predicted and measured step times."""
+    correlation_apart: float
+    """The same over those pairs whose measured times differ by more than repeated measurements do."""
+    correlation_in_rounds: float | None
+    """`correlation_apart` where values are predicted as the multiples of a part of a step that their digits say they
+    are; None for a sweep without such values."""
     first_reaches: float
     """Throughput of the layout ranked first, as a fraction of the best measured; 0 where it ran out of memory."""
     first_timed_reaches: float
@@ -86,10 +91,13 @@ def _sweep(key: tuple[object, ...], group: Sequence[RowResult], least: int, most
         f"{words['model_name']}, {words['n_gpus']} × {words['gpu']}, sequences of {words['seq_len']},"
         f" {words['attn_kernel'] or 'attention not stated'}"
     )
-    correlation = spearman([result.predicted_s for result in timed], measured)
+    predicted = [result.predicted_s for result in timed]
+    correlations = spearman(predicted, measured), correlation_apart(predicted, measured), None
+    if all(result.rounds_s is not None for result in timed):
+        correlations = *correlations[:2], correlation_apart([result.rounds_s or 0.0 for result in timed], measured)
     ran = next(speed for speed in speeds if speed)
     counts = len(timed), len(failed)
-    return Sweep(name, *counts, correlation, speeds[0], ran, max(speeds[:3]), _count_misordered(timed))
+    return Sweep(name, *counts, *correlations, speeds[0], ran, max(speeds[:3]), _count_misordered(timed))
 
 
 def _count_misordered(timed: Sequence[RowResult]) -> int:
@@ -129,6 +137,24 @@ def spearman(one: Sequence[float], other: Sequence[float]) -> float:
     middle = mean(a)
     above = sum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
     below = (sum((x - middle) ** 2 for x in a) * sum((y - middle) ** 2 for y in b)) ** 0.5
+    return above / below if below else 0.0
+
+
+def correlation_apart(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """Return Spearman's rank correlation over the pairs whose measured times differ by more than `REPEATABILITY`; 0
+    where there are none.
+
+    Spearman's coefficient is Daniels' general one with the differences of ranks for each pair (M. G. Kendall, Rank
+    Correlation Methods, chapter 2), of which pairs that no measurement tells apart are left out.
+    """
+    a, b = _ranks(predicted), _ranks(measured)
+    pairs = [
+        (a[one] - a[other], b[one] - b[other])
+        for one, other in combinations(range(len(measured)), 2)
+        if max(measured[one], measured[other]) > (1 + REPEATABILITY) * min(measured[one], measured[other])
+    ]
+    above = sum(x * y for x, y in pairs)
+    below = (sum(x * x for x, _ in pairs) * sum(y * y for _, y in pairs)) ** 0.5
     return above / below if below else 0.0
 
 
