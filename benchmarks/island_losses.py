@@ -21,13 +21,15 @@ EVAL_BATCHES = 64
 METHODS: dict[str, dict[str, str]] = {
     "diloco": {"method": "diloco"},
     "average": {"method": "diloco", "optimizer": "sgd", "learning_rate": "1"},
+    "diloco 0.9 0.3": {"method": "diloco", "learning_rate": "0.9", "momentum": "0.3"},
     "streaming": {"method": "streaming"},
+    "streaming 0.9 0.3": {"method": "streaming", "learning_rate": "0.9", "momentum": "0.3"},
     "diloco int8": {"method": "diloco", "compression": "int8"},
     "diloco int4": {"method": "diloco", "compression": "int4"},
     "dilocox int8": {"method": "dilocox", "compression": "int8"},
     "co2": {"method": "co2"},
 }
-"""Keys of section `outer`, by what a row of the table is called."""
+"""Keys of section `outer`, by what a row of the table is called; numbers are outer learning rate and momentum."""
 
 
 def validation_loss(name: str, args: argparse.Namespace, seed: int) -> float:

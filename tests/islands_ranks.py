@@ -205,9 +205,9 @@ class SerialPaths(SerialIslands):
         self.chosen = [path[::-1] for path in self.chosen]
         """Module of each level on each path; the first level changes fastest."""
         data = open_data(config, cache)
-        routed = route_samples(
-            data, len(self.chosen), config.model.vocab_size, config.seed, self.outer.route_tokens, 16
-        ).paths_N
+        own = len(self.chosen), config.model.vocab_size, config.seed, self.outer.route_tokens
+        self.routing = route_samples(data, *own, self.outer.reroute_every)
+        routed = self.routing.paths_N
         self.shards = [
             np.flatnonzero(routed[positions_at(np.arange(count), count, config.seed)] == n)
             for n in range(len(self.chosen))
@@ -232,6 +232,17 @@ class SerialPaths(SerialIslands):
             self.losses.append([trainer.step().loss for trainer in self.trainers])
             if step % self.outer.every == 0 or step == steps:
                 self._meet_by_module()
+
+    def validation_loss(self, samples: int) -> float:
+        """Mean loss of the labels of some validation samples, each on the path that was chosen for it."""
+        total = count = 0.0
+        for path in range(len(self.chosen)):
+            trainer = self.trainers[path]
+            trainer.batch_loader.dataset = stream = PathStream(trainer.dataset, self.routing, path)
+            valid = stream.rows(np.arange(samples), validation=True).num_valid_tokens
+            total += valid * (trainer.evaluator.mean_loss(samples // self.share) or 0.0)
+            count += valid
+        return total / count
 
     def _meet_by_module(self) -> None:
         num_layers, paths = self.trainers[0].config.model.num_layers, self.chosen
@@ -353,6 +364,7 @@ def compare_with_emulator(rank: int, world_size: int, store: dist.Store, payload
                     trainer = Trainer(config, plan, world, open_data(config, cache))
                     losses = [trainer.step().loss for _ in range(config.train.num_steps)]
                 assert trainer.outer is not None
+                validation = trainer.evaluator.mean_loss(2) or 0.0
                 ours = {name: x.detach().clone() for name, x in trainer.updater.parameters.items()}
                 state = {name: one.value.clone() for name, one in trainer.outer.parameters.items()}
                 momentum = {name: one.momentum.clone() for name, one in trainer.outer.parameters.items()}
@@ -372,6 +384,8 @@ def compare_with_emulator(rank: int, world_size: int, store: dist.Store, payload
                 found["loss"] = max(abs(a - b[0]) for a, b in zip(losses, serial.losses, strict=True))
                 found["outer"] = _largest_difference(state, serial.global_)
                 found["momentum"] = _largest_difference(momentum, serial.momentum)
+                if isinstance(serial, SerialPaths):
+                    found["validation"] = abs(validation - serial.validation_loss(2 * config.train.global_batch_size))
                 found["islands"] = 0.0
                 for island, other in enumerate(serial.trainers):
                     theirs = everyone[island * inner.world_size + rank]
