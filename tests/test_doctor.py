@@ -48,7 +48,8 @@ def test_ranks_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "ranks")
     found = findings(DoctorRequest(tmp_path))
     assert found["ranks"].sentence.startswith("2 ranks connected and all-reduced"), found
-    assert found["bandwidth"].level == "ok"
+    assert found["bandwidth"].level == found["devices"].level == "ok"
+    assert "links" in found
 
 
 def test_without_torch_the_other_checks_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

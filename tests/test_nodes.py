@@ -763,7 +763,7 @@ def test_doctor_sees_that_nodes_are_sound(nodes: Network, tmp_path: Path) -> Non
     assert found["reach"] == "every node reaches every other through cable"
     assert found["ranks"].startswith("2 ranks on 2 nodes connected and all-reduced")
     assert "GiB/s" in found["bandwidth"]
-    shared = ("nodes", "reach", "ranks", "bandwidth")
+    shared = ("nodes", "reach", "ranks", "bandwidth", "devices", "links")
     assert [row for row in second["findings"] if row["check"] in shared] == [
         row for row in first["findings"] if row["check"] in shared
     ]

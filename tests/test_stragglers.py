@@ -1,11 +1,14 @@
 """Stragglers: what is slow is named by two checks in a row, and noise isn't."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from random import Random
 
 import pytest
+import torch
 
+from muster.parallel import rank_probes
+from muster.probe.doctor_ranks import check_rank_probes
 from muster.report.stragglers import draw_stragglers, straggler_note
 from muster.simulate.stragglers import (
     RankTimes,
@@ -131,3 +134,36 @@ def test_ranks_name_the_same_stragglers():
     assert draw_stragglers([]) is None
     assert straggler_note(told[0][:1]) is None
     json.dumps(told, allow_nan=False)
+
+
+def test_a_device_that_computes_wrongly_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = rank_probes.probe_product(torch.device("cpu"))
+    assert (sound.wrong_share, sound.seconds > 0) == (0, True)
+    multiply = torch.mm
+
+    def wrong(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        product = multiply(left, right)
+        product[3, 5] += 1
+        return product
+
+    monkeypatch.setattr(torch, "mm", wrong)
+    share = rank_probes.probe_product(torch.device("cpu")).wrong_share
+    assert share == 1 / rank_probes.PRODUCT_SIZE**2
+    detector = StragglerDetector()
+    times = [replace(QUIET, wrong_share=share if rank == 6 else 0.0) for rank in range(NUM_RANKS)]
+    new, _ = detector.update(find_stragglers(times, [0.2] * NUM_RANKS, units_of("dp8-z1")))
+    assert [(one.kind, one.ranks) for one in new] == [("result", (6,))]
+    assert str(new[0]) == "rank 6 computes 6.8e-06 of a product of matrices wrongly: take its device out of service"
+    found = list(check_rank_probes([asdict(one) for one in times], [""] * 6 + [" of node 1 on b", ""], True))
+    assert [(one.check, one.level) for one in found] == [("devices", "problem")]
+    assert found[0].sentence.endswith("out of service (rank 6 of node 1 on b)")
+
+
+def test_doctor_notes_a_slow_device_and_a_slow_link() -> None:
+    times = [asdict(one) for one in noisy_check(Random(0), {("product_s", 1): 2.0, (2, 5): 4.0})]
+    told = {one.check: one for one in check_rank_probes(times, [""] * NUM_RANKS)}
+    assert (told["devices"].level, told["links"].level) == ("note", "note")
+    assert told["devices"].sentence.startswith("rank 1 takes ")
+    assert told["links"].sentence.startswith("the link from rank 2 to rank 5 takes ")
+    sound = [asdict(one) for one in noisy_check(Random(0), {})]
+    assert [one.level for one in check_rank_probes(sound, [""] * NUM_RANKS)] == ["ok", "ok"]

@@ -1,4 +1,5 @@
-"""Ranks that only all-reduce, to check that processes can be started and reach each other, and how fast.
+"""Ranks that only all-reduce and probe their devices and links, to check that processes can be started and reach each
+other, how fast, and that all compute alike.
 
 `python -m muster.probe.all_reduce_check N` starts N of them and prints their result as one line of JSON.
 """
@@ -8,6 +9,7 @@ import os
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +23,9 @@ from muster.launch.nodes.launcher_group import LauncherGroup
 from muster.launch.rank_errors import log_path
 from muster.launch.rank_process import exit_process, rank_main
 from muster.parallel.device_clock import synchronize
+from muster.parallel.rank_probes import probe_product, time_messages
 from muster.parallel.world import World, open_world
+from muster.simulate.stragglers import RankTimes, shorter_links
 from muster.spec.errors import MusterError
 from muster.spec.plan import Plan
 
@@ -30,14 +34,26 @@ _FOUND = "found.json"
 
 
 def all_reduce_on_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> int:
-    """All-reduce with the other ranks a few times; rank 0 writes the bandwidth to a file."""
+    """All-reduce with the other ranks a few times, and probe device and links; rank 0 writes down what was found."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with open_world(store, rank, world_size, Plan(pp=world_size)) as world:
         times = time_all_reduces(world)
+        probes = world.all_gather_object(_probe(world))
         if rank == 0:
-            found = {"bytes_per_s": MESSAGE_BYTES / median(times[1:]), "device": world.device.type}
+            found = {
+                "bytes_per_s": MESSAGE_BYTES / median(times[1:]),
+                "device": world.device.type,
+                "ranks": list(map(asdict, probes)),
+            }
             (folder / _FOUND).write_text(json.dumps(found))
     return 0
+
+
+def _probe(world: World) -> RankTimes:
+    """Return the times of this rank's device and links, the shorter of two of each link."""
+    product = probe_product(world.device)
+    link_s = shorter_links(time_messages(world), time_messages(world))
+    return RankTimes(0.0, 0.0, 0.0, product.seconds, 0.0, link_s, product.wrong_share)
 
 
 def time_all_reduces(world: World) -> list[float]:
@@ -63,7 +79,7 @@ def time_all_reduces(world: World) -> list[float]:
 def check_across_nodes(team: LauncherGroup, num_ranks: int, limit_s: float) -> tuple[ExitStatus, dict[str, Any]]:
     """Run `num_ranks` ranks on each node; all launchers must call it.
 
-    Returns the outcome and, on node 0, the results: bytes_per_s, device, seconds.
+    Returns the outcome and, on node 0, the results: bytes_per_s, device, seconds, ranks (`RankTimes`).
     """
     with tempfile.TemporaryDirectory(prefix="muster-doctor-") as place:
         folder, begin = Path(place), time.perf_counter()

@@ -24,6 +24,7 @@ from muster.checkpoint.in_memory.directory import find_orphaned
 from muster.probe.check_result import CheckResult, note, ok, problem
 from muster.probe.doctor_gpus import check_gpus
 from muster.probe.doctor_plan import PlanNeed, check_plan
+from muster.probe.doctor_ranks import check_rank_probes
 
 GIB, MIB = 1 << 30, 1 << 20
 MIN_FREE_BYTES = GIB
@@ -264,6 +265,7 @@ def _ranks(request: DoctorRequest) -> Iterator[CheckResult]:
         yield note("ranks", f"{n} ranks share {cores} cores here: they will slow each other down")
     rate = found["bytes_per_s"] / GIB
     yield ok("bandwidth", f"an all-reduce of 16 MiB over {n} ranks runs at {rate:.2f} GiB/s")
+    yield from check_rank_probes(found["ranks"], [""] * n, shares_cores=n > cores and found["device"] == "cpu")
 
 
 CHECKS: dict[str, Check] = {

@@ -12,6 +12,7 @@ from muster.launch.nodes.launcher_group import JobEnded, LauncherGroup
 from muster.launch.nodes.rendezvous import rendezvous
 from muster.launch.nodes.rendezvous_config import RendezvousConfig
 from muster.probe.doctor import CHECKS, CLOCK_TOLERANCE_S, GIB, CheckResult, DoctorRequest, run_checks
+from muster.probe.doctor_ranks import check_rank_probes
 from muster.spec.errors import MusterError
 
 
@@ -98,3 +99,5 @@ def _check_ranks(team: LauncherGroup, request: DoctorRequest, able: bool) -> Ite
     rate = found["bytes_per_s"]
     sentence = f"an all-reduce of 16 MiB over {count} runs at {rate / GIB:.3f} GiB/s ({rate * 8 / 1e9:.2f} Gbit/s)"
     yield CheckResult("bandwidth", "ok", sentence)
+    places = [f" of {team.nodes[node]}" for node in sorted(team.nodes) for _ in range(request.ranks)]
+    yield from check_rank_probes(found["ranks"], places)

@@ -1,4 +1,5 @@
-"""Stragglers: ranks, links, data loaders and disks that are slower than the others, from the times of a few steps.
+"""Stragglers: ranks, links, data loaders and disks that are slower than the others, from the times of a few steps, and
+devices that compute wrongly.
 
 A rank's passes are held against the prediction for its stages, and that ratio against the other ranks': a stage with
 more layers isn't slow. A process that others interrupt now and then isn't either: of the steps of a check the shortest
@@ -14,7 +15,7 @@ from math import inf
 from statistics import median, median_low
 from typing import Literal
 
-StragglerKind = Literal["compute", "data", "disk", "link", "sender", "receiver"]
+StragglerKind = Literal["compute", "data", "disk", "link", "sender", "receiver", "result"]
 
 SLOW_COMPUTE = 1.2
 """Ratio to the other ranks from which passes, or a product of matrices, are slow."""
@@ -47,17 +48,19 @@ class RankTimes:
     """A small file, written to disk."""
     link_s: tuple[float | None, ...]
     """A message to each rank and its acknowledgement; None where there was none."""
+    wrong_share: float = 0.0
+    """Share of the elements of products of matrices that are wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """Something that is slower than its like."""
+    """Something that is slower than its like, or a rank whose results are wrong."""
 
     kind: StragglerKind
     ranks: tuple[int, ...]
     """The slow ranks, or those that wait for a slow one within their passes; of a link the sender and the receiver."""
     ratio: float
-    """Time over that of the others; of data the share of a step."""
+    """Time over that of the others; of data the share of a step, of results the share of wrong ones."""
 
     @property
     def key(self) -> tuple[StragglerKind, tuple[int, ...]]:
@@ -75,6 +78,8 @@ class Straggler:
         if self.kind == "link":
             return f"the {self.subject} takes {self.ratio:.2f} times as long as the others"
         who = _ranks_text(self.ranks)
+        if self.kind == "result":
+            return f"{who} computes {self.ratio:.2g} of a product of matrices wrongly: take its device out of service"
         takes = "takes" if len(self.ranks) == 1 else "take"
         times = f"{self.ratio:.2f} times as long as the others"
         if self.kind == "compute":
@@ -107,6 +112,7 @@ def find_stragglers(
         Straggler("disk", (rank,), ratio)
         for rank, ratio in _slower([one.disk_s for one in times], SLOW_DISK, LEAST_EXCESS_S["disk"])
     ]
+    found += [Straggler("result", (rank,), one.wrong_share) for rank, one in enumerate(times) if one.wrong_share]
     return found + _slow_links([one.link_s for one in times])
 
 
@@ -162,7 +168,7 @@ def _slower(seconds: Sequence[float], factor: float, least_excess_s: float) -> l
 
 
 class StragglerDetector:
-    """Stragglers that two checks, one after another, have found."""
+    """Stragglers that two checks, one after another, have found; a wrong result counts at once."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[StragglerKind, tuple[int, ...]], Straggler] = {}
@@ -174,7 +180,11 @@ class StragglerDetector:
         over = [one for key, one in self.confirmed.items() if key not in now and key not in self._before]
         for one in over:
             del self.confirmed[one.key]
-        new = [one for key, one in now.items() if key in self._before and key not in self.confirmed]
+        new = [
+            one
+            for key, one in now.items()
+            if (key in self._before or one.kind == "result") and key not in self.confirmed
+        ]
         self.confirmed |= {key: one for key, one in now.items() if key in self.confirmed or one in new}
         self._before = now
         return new, over

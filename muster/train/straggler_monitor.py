@@ -1,19 +1,13 @@
 """Comparison of the ranks' times every few steps, which names stragglers while a run goes on."""
 
-import os
-import tempfile
 from collections import deque
 from dataclasses import asdict
 from pathlib import Path
-from time import perf_counter
 from typing import Any, NamedTuple
-
-import torch
-import torch.distributed as dist
 
 from muster.cost.time.op_times import OpTimes
 from muster.layout.mesh import coordinates_of, dp_index_of
-from muster.parallel.device_clock import synchronize
+from muster.parallel.rank_probes import probe_product, time_file, time_messages
 from muster.parallel.world import World
 from muster.schedule.action import Kind
 from muster.simulate.stragglers import (
@@ -28,14 +22,6 @@ from muster.train.step_result import StepResult
 from muster.train.trainer import Trainer
 
 PASSES = frozenset((Kind.F, Kind.B, Kind.I, Kind.W, Kind.S, Kind.T))
-PRODUCT_SIZE = 384
-"""Rows and columns of the matrices of the product that all ranks time: about a millisecond on a core of a CPU."""
-MESSAGE_BYTES = 1 << 20
-FILE_BYTES = 1 << 18
-PROBES = 8
-"""Repetitions of a product or message, of which the shortest counts."""
-MOST_RANKS_IN_PAIRS = 16
-"""Most ranks of which each sends to every other; of more, to those whose number differs in one binary digit."""
 
 
 class StragglerCheck(NamedTuple):
@@ -85,14 +71,16 @@ class StragglerMonitor:
             if one.step in steps
         ]
         messages = time_messages(self.world)
+        product = probe_product(self.world.device)
         link_s, self._messages = shorter_links(messages, self._messages or messages), messages
         return RankTimes(
             min(sums_s, default=0.0),
             min(one.time_s for one in self._results),
             min(one.data_s for one in self._results),
-            time_product(self.world.device),
+            product.seconds,
             time_file(self.folder),
             link_s,
+            product.wrong_share,
         )
 
     def _row(self, step: int, times: list[RankTimes]) -> dict[str, Any]:
@@ -114,59 +102,3 @@ def comparable_units(plan: Plan, expected_s: list[float], shares_cores: bool) ->
         if all(expected_s[rank] for rank in ranks):
             groups.setdefault(pp_rank if shares_cores else 0, []).append(tuple(ranks))
     return list(groups.values())
-
-
-def time_product(device: torch.device) -> float:
-    """Return the seconds of a product of matrices of one size on this rank's device, the shortest of a few."""
-    matrix = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, device=device)
-    found = []
-    for _ in range(PROBES):
-        synchronize(device)
-        begin_s = perf_counter()
-        torch.mm(matrix, matrix)
-        synchronize(device)
-        found.append(perf_counter() - begin_s)
-    return min(found)
-
-
-def time_file(folder: Path) -> float:
-    """Return the seconds of writing a small file to disk; 0 where that can't be done."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            begin_s = perf_counter()
-            file.write(bytes(FILE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-            return perf_counter() - begin_s
-    except OSError:
-        return 0.0
-
-
-def time_messages(world: World) -> tuple[float | None, ...]:
-    """Return the seconds of a message to each other rank and of its acknowledgement, the shortest of a few; pairs of
-    ranks do it at the same time, round by round."""
-    found: list[float | None] = [None] * world.size
-    message = torch.empty(MESSAGE_BYTES, dtype=torch.uint8, device=world.device)
-    word = torch.empty(1, dtype=torch.uint8, device=world.device)
-    rounds = range(1, 1 << (world.size - 1).bit_length())
-    for number in rounds if world.size <= MOST_RANKS_IN_PAIRS else (one for one in rounds if one.bit_count() == 1):
-        other = world.rank ^ number
-        if other >= world.size:
-            continue
-        for sender in sorted((world.rank, other)):
-            if sender == world.rank:
-                found[other] = min(_time_message(message, word, other, world.device) for _ in range(PROBES))
-                continue
-            for _ in range(PROBES):
-                dist.recv(message, other)
-                dist.send(word, other)
-    return tuple(found)
-
-
-def _time_message(message: torch.Tensor, word: torch.Tensor, other: int, device: torch.device) -> float:
-    synchronize(device)
-    begin_s = perf_counter()
-    dist.send(message, other)
-    dist.recv(word, other)
-    synchronize(device)
-    return perf_counter() - begin_s

@@ -1,0 +1,105 @@
+"""Probes that a rank makes of its device, its links and its disk: a product of matrices, messages, a small file.
+
+The matrices hold small integers, whose product float32 and TF32 hold exactly whatever the order of additions. So any
+device of any make must give the same bits, and wrong ones show that it is broken (MegaScale, arXiv:2402.15627, checks
+devices before and during training).
+"""
+
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from muster.parallel.device_clock import synchronize
+from muster.parallel.world import World
+
+PRODUCT_SIZE = 384
+"""Rows and columns of the matrices of the product that all ranks time: about a millisecond on a core of a CPU."""
+LARGEST_FACTOR = 15
+"""Largest number in these matrices: sums of their products are below 2^24."""
+MESSAGE_BYTES = 1 << 20
+FILE_BYTES = 1 << 18
+PROBES = 8
+"""Repetitions of a product or message, of which the shortest counts."""
+MOST_RANKS_IN_PAIRS = 16
+"""Most ranks of which each sends to every other; of more, to those whose number differs in one binary digit."""
+
+
+class ProductProbe(NamedTuple):
+    """Products of matrices of one size on a rank's device."""
+
+    seconds: float
+    """Shortest of a few."""
+    wrong_share: float
+    """Share of the elements of all of them that are wrong."""
+
+
+def probe_product(device: torch.device) -> ProductProbe:
+    """Multiply two matrices a few times, time that, and compare with the true product."""
+    left, right, expected = (one.to(device) for one in _matrices())
+    times_s, wrong = [], 0
+    for _ in range(PROBES):
+        synchronize(device)
+        begin_s = perf_counter()
+        product = torch.mm(left, right)
+        synchronize(device)
+        times_s.append(perf_counter() - begin_s)
+        wrong += int((product != expected).sum())
+    return ProductProbe(min(times_s), wrong / (PROBES * expected.numel()))
+
+
+@cache
+def _matrices() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return two matrices and their product, each float32 [PRODUCT_SIZE, PRODUCT_SIZE]."""
+    count = PRODUCT_SIZE * PRODUCT_SIZE
+    left = (torch.arange(count) * 7919 % 4099 % (LARGEST_FACTOR + 1)).view(PRODUCT_SIZE, -1)
+    right = (torch.arange(count) * 104729 % 8191 % (LARGEST_FACTOR + 1)).view(PRODUCT_SIZE, -1)
+    return left.float(), right.float(), (left @ right).float()
+
+
+def time_file(folder: Path) -> float:
+    """Return the seconds of writing a small file to disk; 0 where that can't be done."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            begin_s = perf_counter()
+            file.write(bytes(FILE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+            return perf_counter() - begin_s
+    except OSError:
+        return 0.0
+
+
+def time_messages(world: World) -> tuple[float | None, ...]:
+    """Return the seconds of a message to each other rank and of its acknowledgement, the shortest of a few; pairs of
+    ranks do it at the same time, round by round."""
+    found: list[float | None] = [None] * world.size
+    message = torch.empty(MESSAGE_BYTES, dtype=torch.uint8, device=world.device)
+    word = torch.empty(1, dtype=torch.uint8, device=world.device)
+    rounds = range(1, 1 << (world.size - 1).bit_length())
+    for number in rounds if world.size <= MOST_RANKS_IN_PAIRS else (one for one in rounds if one.bit_count() == 1):
+        other = world.rank ^ number
+        if other >= world.size:
+            continue
+        for sender in sorted((world.rank, other)):
+            if sender == world.rank:
+                found[other] = min(_time_message(message, word, other, world.device) for _ in range(PROBES))
+                continue
+            for _ in range(PROBES):
+                dist.recv(message, other)
+                dist.send(word, other)
+    return tuple(found)
+
+
+def _time_message(message: torch.Tensor, word: torch.Tensor, other: int, device: torch.device) -> float:
+    synchronize(device)
+    begin_s = perf_counter()
+    dist.send(message, other)
+    dist.recv(word, other)
+    synchronize(device)
+    return perf_counter() - begin_s
