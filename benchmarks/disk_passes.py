@@ -5,7 +5,8 @@
 Real steps of one rank, whose model is so small that sleeps make up their time: each layer sleeps in its passes, and
 the store lets through so many bytes a second, read or written, that a step's bytes take so many times as long as its
 passes. The prediction has the parts of a step without tiers as they were measured, and the cost model's bytes. Printed
-is the step (median and spread) over the longer of what the step takes without tiers and what the bytes take.
+is the step (median and spread) over the longer of what the step takes without tiers and what the bytes take. Words with
+`:5` leave the activations of the last five layers on the device.
 """
 
 import argparse
@@ -37,6 +38,7 @@ from muster.schedule.build import build_program
 from muster.simulate.predict import predict
 from muster.simulate.simulator import simulate
 from muster.spec.device import DiskSpec
+from muster.spec.layer_strategy import LayerOverride
 from muster.spec.model import ModelSpec
 from muster.spec.plan_name import parse_plan_name
 from muster.train.trainer import Trainer
@@ -45,7 +47,7 @@ FORWARD_S = 0.05
 """Seconds that a layer sleeps in a forward; twice as many in a backward."""
 MODEL = ModelSpec(vocab_size=257, hidden_size=32, num_layers=16, num_heads=2, intermediate_size=64)
 SEQ_LEN = 32
-PLANS = ("oactd", "rfull-oactd", "ooptd-oparamd")
+PLANS = ("oactd", "oactd:5", "rfull-oactd", "rfull-oactd:6", "ooptd-oparamd")
 _generations = count()
 
 
@@ -110,9 +112,15 @@ def limited_store(limit: RateLimit) -> Iterator[None]:
 
 def config_of(words: str, micro_batches: int) -> RunConfig:
     """Return a run of one rank under `dp1-mb1-fp32` and further words."""
+    words, _, kept = words.partition(":")
+    plan = parse_plan_name("-".join(filter(None, ("dp1-mb1-fp32", words))))
+    if kept:
+        stays = plan.default_strategy.model_copy(update={"offload": "none"})
+        last = LayerOverride(start=MODEL.num_layers - int(kept), count=int(kept), strategy=stays)
+        plan = plan.model_copy(update={"overrides": (last,)})
     return RunConfig(
         model=MODEL,
-        parallel=parse_plan_name("-".join(filter(None, ("dp1-mb1-fp32", words)))),
+        parallel=plan,
         data=DataConfig(source="none"),
         train=TrainConfig(steps=1, seq_len=SEQ_LEN, global_batch_size=micro_batches),
         optim=OptimConfig(lr=1e-3),
@@ -154,7 +162,7 @@ def predict_step(config: RunConfig, parts: OpTimes, bytes_per_s: float) -> tuple
 
 def without_disk(words: str) -> str:
     """Return the words of the plan that moves the same over the link to the host, and nothing to the disk."""
-    near = words.replace("ooptd", "oopt").replace("oparamd", "oparam")
+    near = words.partition(":")[0].replace("ooptd", "oopt").replace("oparamd", "oparam")
     return "-".join(word for word in near.split("-") if word != "oactd")
 
 

@@ -329,6 +329,7 @@ HOST_UPDATES = [
     ("cp2u", "oact", {"precision": "fp64"}),
     ("pp2-relem", "oactd", {"precision": "fp64"}),
 ]
+LAST_LAYER_STAYS = {"overrides": [{"start": 3, "count": 1, "strategy": {"offload": "none"}}]}
 MORE_HOST_UPDATES = [
     ("tp2-sp", "ooptd", {}),
     *(
@@ -367,6 +368,7 @@ MORE_HOST_UPDATES = [
     ("dp2", "oopt", {"changes": by_layer("none", "none", offload="activations")}),
     ("pp2v2-szbv", "ooptd-oactd", {"tied": True}),
     ("dp2-z3", "oactd", {"precision": "bf16"}),
+    *((plan, "oactd", {"changes": LAST_LAYER_STAYS}) for plan in ("dp2-z3", "cp2-rfull")),  # the third is written late
     ("pp2-sgpipe", "oactd", {"precision": "bf16", "packing": "next_fit"}),
     ("dp2", "oopt", {"changes": by_layer("none", "none", offload="activations_on_disk")}),
     *(

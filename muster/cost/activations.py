@@ -8,6 +8,7 @@ Layers follow `muster.model` tensor by tensor. The gated delta rule and unfused 
 follow the same rule.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
@@ -247,6 +248,18 @@ def offloaded_activation_bytes(
     layers = plan.offloaded_layers(stage, spec.num_layers, tier)
     if workload.next_positions is not None:
         layers = layers[: num_offloaded_layers(len(layers), workload.seq_len, workload.next_positions)]
+    return _bytes_of_layers(spec, plan, workload, stage, layers, tp_index)
+
+
+def late_written_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, tp_index: int = 0) -> int:
+    """Return the part of those on disk that may be written while the next pass runs."""
+    layers = plan.late_written_layers(stage, spec.num_layers)
+    return _bytes_of_layers(spec, plan, workload, stage, layers, tp_index)
+
+
+def _bytes_of_layers(
+    spec: ModelSpec, plan: Plan, workload: Workload, stage: int, layers: Sequence[int], tp_index: int
+) -> int:
     if not layers:
         return 0
     sizes = pass_sizes(spec, plan, workload, stage, tp_index)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from muster.config.freezing import is_frozen
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import is_zeroth_order, whole_matrix_precision, whole_matrix_shapes
-from muster.cost.activations import expert_parameter_bytes, pass_sizes
+from muster.cost.activations import expert_parameter_bytes, late_written_bytes, pass_sizes
 from muster.cost.context_traffic import attention_transfers, state_transfers
 from muster.cost.expert_traffic import ExpertCall, copy_calls, dispatch_calls, load_of_ranks, routed_shape
 from muster.cost.perturbation import POINTS, as_one_forward
@@ -389,11 +389,14 @@ def _host_bytes(
         {stage: offloaded_bytes_of_slices(spec, plan, workload, stage, tier) for stage in stages}
         for tier in ("host", "disk")
     )
+    late = {stage: late_written_bytes(spec, plan, workload, stage) for stage in stages}
+    later = {(Kind.WRITE_ACT, stage): size for stage, size in late.items()}
+    later |= {(Kind.WRITE_ACT_LATE, stage): written[stage][0] - size for stage, size in late.items()}
     sent = Counter[str]()
     for lane, sizes in zip(COPY_LANES, (moved, written), strict=True):
         for item in lanes.get(lane, ()):
             if item.action.kind in ACTIVATION_COPIES:
-                sent[item.action.kind] += sizes[item.action.stage][item.action.slice]
+                sent[item.action.kind] += sizes[item.action.stage][item.action.slice] - later.get(item.action[:2], 0)
     sent += _param_load_bytes(spec, plan, lanes.get("compute", ()), at) if plan.offloads_params else Counter()
     for stage in stages_on(plan, at.pp):
         kept = [layout for layout in stage_layouts(spec, plan, stage, at) if not is_frozen(optim, layout.name)]

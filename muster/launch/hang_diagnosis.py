@@ -35,6 +35,7 @@ _KIND_DESCRIPTIONS = {
     Kind.OFFLOAD_ACT: "the copy of activations to host memory",
     Kind.RELOAD_ACT: "the copy of activations from host memory",
     Kind.WRITE_ACT: "the write of activations to disk",
+    Kind.WRITE_ACT_LATE: "the write of activations to disk",
     Kind.READ_ACT: "the read of activations from disk",
     Kind.LOAD_F: "the copy of parameters from host memory",
     Kind.LOAD_B: "the copy of gradients to host memory",

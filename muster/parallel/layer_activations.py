@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from muster.parallel.file_store import FileSlot
 from muster.parallel.offload import HostLink, bytes_of_storage, exclude_storages, run_and_see_storages
+from muster.schedule.action import Kind
 
 
 @dataclass(slots=True, eq=False)
@@ -57,14 +58,30 @@ class LayerActivations(ABC):
         self.left_bytes = 0
         """Bytes that have left of the last micro-batch."""
         self.has_layers = False
+        self.late_layers = 0
+        """Layers that may be written to disk once the forward is over."""
 
     def track_layer(self, layer: nn.Module) -> None:
         """Let what this layer's forwards save leave the device."""
         self.has_layers = True
         layer.forward = partial(self._forward, layer, layer.forward)  # type: ignore[method-assign]
 
+    def start_copy(self, kind: Kind, micro_batch: int) -> Callable[[], None]:
+        """Start an instruction of the lane beside a pass of a micro-batch; the returned function waits for what
+        leaves."""
+        if kind == Kind.WRITE_ACT_LATE:
+            return partial(self.finish_late_writes, micro_batch)
+        if kind in (Kind.OFFLOAD_ACT, Kind.WRITE_ACT):
+            return partial(self.end_forward, micro_batch)
+        self.begin_backward(micro_batch)
+        return lambda: None  # the backward has waited for all
+
     # ------------------------------------------------------------------------------------------------------------------
     # Where they go
+
+    @abstractmethod
+    def _make_room(self) -> None:
+        """Wait until there is memory for what another layer sends."""
 
     @abstractmethod
     def _send(self, own: SavedLayer) -> Callable[[], None]:
@@ -104,6 +121,7 @@ class LayerActivations(ABC):
             self._finish_leaving(layers[-2])
         own.sizes = [storage.nbytes() for storage in own.storages]
         self.left_bytes += sum(own.sizes)
+        self._make_room()
         self._take_buffers(own)
         own.left = self._send(own)
         y.register_hook(partial(self._before_backward, self._current, own))
@@ -123,6 +141,10 @@ class LayerActivations(ABC):
         """Wait until all that a forward has saved has left, and free its memory."""
         for own in self._saved[micro_batch]:
             self._finish_leaving(own)
+
+    def finish_late_writes(self, micro_batch: int) -> None:
+        """Wait until all that a forward has saved is where it goes."""
+        self.end_forward(micro_batch)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Backward
@@ -178,6 +200,9 @@ class LayerActivations(ABC):
 
 class HostActivations(LayerActivations):
     """The same in host memory: each layer's buffers hold its activations until they are back."""
+
+    def _make_room(self) -> None:
+        pass
 
     def _send(self, own: SavedLayer) -> Callable[[], None]:
         return self.link.copy(own.copies_to_host())

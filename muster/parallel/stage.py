@@ -76,7 +76,6 @@ from muster.parallel.weight_grad_store import WeightGradStore
 from muster.parallel.weight_shards import shard_weights
 from muster.parallel.world import World
 from muster.schedule.action import Kind, Lane
-from muster.schedule.offload import LAYER_COPIES
 from muster.spec.layer_strategy import ZeroLevel
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
@@ -204,6 +203,7 @@ class DecoderStage:
                 self._offload.track_layer(block)
             elif tier != "none":
                 self.layer_activations["host_copy" if tier == "activations" else "disk"].track_layer(block)
+        self.layer_activations["disk"].late_layers = len(plan.late_written_layers(self.index, self.spec.num_layers))
 
     def _allocate_parameters(self, plan: Plan, files: FileStore | None) -> dict[str, Tensor]:
         """Give the parameters memory, where the plan has them, and return them by name."""
@@ -470,11 +470,7 @@ class DecoderStage:
         return self._offload.available_bytes(micro_batch)
 
     def copy_layers(self, lane: Lane, kind: Kind, micro_batch: int) -> Callable[[], None]:
-        own = self.layer_activations[lane]
-        if kind == LAYER_COPIES[lane][0]:
-            return partial(own.end_forward, micro_batch)
-        own.begin_backward(micro_batch)
-        return lambda: None  # the backward has waited for all
+        return self.layer_activations[lane].start_copy(kind, micro_batch)
 
     def load_params(self, backward: bool) -> Callable[[], None]:
         """Start to load the parameters that a pass gathers first, from host memory or disk; the pass loads the others

@@ -39,7 +39,8 @@ class Stage(Protocol):
         ...
 
     def copy_layers(self, lane: Lane, kind: Kind, micro_batch: int) -> Callable[[], None]:
-        """Start to copy what layers save over a lane, beside a pass; the returned function waits for what leaves."""
+        """Start to copy what layers save over a lane, beside a pass, or note that some may leave later; the returned
+        function waits for what leaves."""
         ...
 
     def load_params(self, backward: bool) -> Callable[[], None]:

@@ -44,6 +44,7 @@ class Kind(StrEnum):
     OFFLOAD_ACT = "OFFLOAD_ACT"
     RELOAD_ACT = "RELOAD_ACT"
     WRITE_ACT = "WRITE_ACT"
+    WRITE_ACT_LATE = "WRITE_ACT_LATE"
     READ_ACT = "READ_ACT"
     LOAD_F = "LOAD_F"
     LOAD_B = "LOAD_B"
@@ -140,6 +141,7 @@ KINDS: dict[Kind, KindTraits] = {
         "host_copy", "copy saved activations back, layer by layer beside their backward", reads="j", frees="j"
     ),
     Kind.WRITE_ACT: KindTraits("disk", "write what a forward saves to disk, layer by layer beside it", makes="k"),
+    Kind.WRITE_ACT_LATE: KindTraits("disk", "write what the last of these layers save, in part beside the next pass"),
     Kind.READ_ACT: KindTraits(
         "disk", "read saved activations from disk, layer by layer beside their backward", reads="k", frees="k"
     ),
@@ -189,7 +191,7 @@ KINDS: dict[Kind, KindTraits] = {
 
 ACTIVATION_COPIES = (
     *(Kind.OFFLOAD, Kind.RELOAD),
-    *(Kind.OFFLOAD_ACT, Kind.RELOAD_ACT, Kind.WRITE_ACT, Kind.READ_ACT),
+    *(Kind.OFFLOAD_ACT, Kind.RELOAD_ACT, Kind.WRITE_ACT, Kind.WRITE_ACT_LATE, Kind.READ_ACT),
 )
 """Copies of saved activations: of whole passes, and layer by layer beside a pass."""
 

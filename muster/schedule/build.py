@@ -141,6 +141,9 @@ def _lowering_options(
         offload=frozenset() if plan.offloads_by_layer else offloaded["host"],
         host_activations=offloaded["host"] if plan.offloads_by_layer else frozenset(),
         disk_activations=offloaded["disk"],
+        late_writes=frozenset(
+            stage for stage in offloaded["disk"] if plan.late_written_layers(stage, model.num_layers)
+        ),
         host_updates=tuple(plan.host_update_tiers(stage, model.num_layers) for stage in stages) if train else (),
         delayed_update=delayed_update,
         param_tiers=plan.param_tiers(model.num_layers) if train else (),

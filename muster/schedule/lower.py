@@ -36,6 +36,8 @@ class LoweringOptions:
     """Stages whose activations go to host memory layer by layer."""
     disk_activations: frozenset[int] = frozenset()
     """Stages that keep activations on disk."""
+    late_writes: frozenset[int] = frozenset()
+    """Stages among these that may write some of the layers while the next pass runs."""
     host_updates: tuple[tuple[Tier, ...], ...] = ()
     """Places, by stage, of the optimizer's state of each part that the host updates; empty: the device updates
     all."""
@@ -100,7 +102,7 @@ class ProgramDraft:
     def wait_copies_beside(self, rank: int) -> list[Wait]:
         """Return the waits for the copies beside a rank's last backward, of activations and of gradients, or beside its
         last forward where there is no backward."""
-        beside = (Kind.LOAD_B, Kind.READ_B, Kind.RELOAD_ACT, Kind.READ_ACT)
+        beside = (Kind.LOAD_B, Kind.READ_B, Kind.RELOAD_ACT, Kind.READ_ACT, Kind.WRITE_ACT_LATE)
         if not any(item.action.kind in (Kind.B, Kind.I) for item in self.ranks[rank]["compute"]):
             beside = (Kind.LOAD_F, Kind.READ_F)
         waits: list[Wait] = []
@@ -160,8 +162,8 @@ def add_gradient_exchanges(draft: ProgramDraft, options: LoweringOptions) -> Non
 def add_copies_beside_passes(draft: ProgramDraft, options: LoweringOptions) -> None:
     """Add the copies beside passes, of parameters and of layers' activations, from and to host memory and disk."""
     beside: dict[Lane, PassCopies] = {
-        "host_copy": PassCopies(options.host_activations, options.stages_with_params("host", "disk")),
-        "disk": PassCopies(options.disk_activations, options.stages_with_params("disk")),
+        "host_copy": PassCopies(options.host_activations, params=options.stages_with_params("host", "disk")),
+        "disk": PassCopies(options.disk_activations, options.late_writes, options.stages_with_params("disk")),
     }
     for lane, copies in beside.items():
         for lanes in draft.ranks if copies.params or copies.activations else ():

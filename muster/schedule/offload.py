@@ -109,6 +109,8 @@ class PassCopies:
     activations: Collection[int] = ()
     """Stages whose layers' activations go to the tier of the lane: to disk (SSDTrain, arXiv:2408.10013), or to host
     memory where there is no pipeline (ALST, arXiv:2506.13996 §3.3)."""
+    late: Collection[int] = ()
+    """Stages of `activations` that may write some of the layers while the next pass runs."""
     params: Collection[int] = ()
     """Stages whose parameters come from host memory or disk (ZeRO-Infinity, arXiv:2104.07857)."""
 
@@ -131,7 +133,8 @@ def add_pass_copies(
     """Return a rank's compute lane with waits for the copies beside its passes, and the lane of these.
 
     Within each pass the copies go layer by layer beside the computation of other layers. So a copy begins with its
-    pass; the pass after that waits for its end.
+    pass; the pass after that waits for its end. Late writes come after the others in their lane, and it is the pass
+    after the next that waits for them.
     """
     found: list[Instruction] = []
     waiting = list(compute)
@@ -148,7 +151,14 @@ def add_pass_copies(
             elif kind == come:
                 waits.append(left[unit])
             found.append(Instruction(action._replace(kind=kind), None, tuple(waits)))
-        if own and place + 1 < len(waiting):
-            after = waiting[place + 1]
-            waiting[place + 1] = after._replace(waits=(*after.waits, *own))
+        _let_wait(waiting, place + 1, own)
+        if lane == "disk" and action.kind == Kind.F and action.stage in copies.late:
+            _let_wait(waiting, place + 2, [Wait(lane, len(found))])
+            found.append(found[-1]._replace(action=action._replace(kind=Kind.WRITE_ACT_LATE)))
     return waiting, found
+
+
+def _let_wait(compute: list[Instruction], place: int, waits: Sequence[Wait]) -> None:
+    """Let the instruction at a place, if there is one, wait for others, too."""
+    if waits and place < len(compute):
+        compute[place] = compute[place]._replace(waits=(*compute[place].waits, *waits))

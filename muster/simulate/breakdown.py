@@ -66,6 +66,7 @@ _COPY_READERS = {
     Kind.OFFLOAD_ACT: ((Kind.F,), 0),
     Kind.RELOAD_ACT: ((Kind.B, Kind.I), 0),
     Kind.WRITE_ACT: ((Kind.F,), 0),
+    Kind.WRITE_ACT_LATE: ((Kind.F,), 1),
     Kind.READ_ACT: ((Kind.B, Kind.I), 0),
     Kind.LOAD_F: ((Kind.F,), 0),
     Kind.READ_F: ((Kind.F,), 0),

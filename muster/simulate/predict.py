@@ -68,6 +68,7 @@ _AXIS_BY_KIND |= {
     Kind.OFFLOAD_GRAD: "host",
     Kind.RELOAD_PARAM: "host",
     Kind.WRITE_ACT: "disk",
+    Kind.WRITE_ACT_LATE: "disk",
     Kind.READ_ACT: "disk",
     Kind.LOAD_F: "host",
     Kind.LOAD_B: "host",

@@ -415,6 +415,16 @@ class Plan(Frozen):
         wanted = "activations" if tier == "host" else "activations_on_disk"
         return [n for n in self.layers(stage, num_layers) if self.strategy(n).offload == wanted]
 
+    def late_written_layers(self, stage: int, num_layers: int) -> list[int]:
+        """Return the layers of one stage whose activations may wait in host memory for their write to disk while the
+        next pass runs: as many as the layers behind them that aren't on disk, from which a backward begins without
+        reads, and half of those on disk at most."""
+        on_disk = self.offloaded_layers(stage, num_layers, "disk")
+        if not on_disk:
+            return []
+        behind = self.layers(stage, num_layers).stop - 1 - on_disk[-1]
+        return on_disk[len(on_disk) - min(behind, len(on_disk) // 2) :]
+
     def offloads_optimizer(self, layer: int | None) -> bool:
         """Return True if a layer's optimizer state is kept off the device; None: of parameters outside layers."""
         strategy = self.default_strategy if layer is None else self.strategy(layer)

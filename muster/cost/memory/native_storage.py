@@ -6,7 +6,6 @@ buffer by buffer; `muster memory-check` compares it with PyTorch's accounting of
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from operator import add
 
 from muster.config.freezing import is_frozen, is_frozen_up_to
 from muster.config.optim_config import OptimConfig
@@ -276,9 +275,11 @@ class NativeStorage:
 
     @property
     def activation_buffers(self) -> int:
-        """Bytes of the buffers in host memory for activations of two layers on their way to the disk, or back."""
+        """Bytes of the buffers in host memory for activations of two layers on their way to the disk, or back, and of
+        those that are written late."""
         sizes = self.leaving_bytes("disk")
-        return max(map(add, sizes, [*sizes[1:], 0]), default=0)
+        count = 2 + len(self.plan.late_written_layers(self.index, self.spec.num_layers))
+        return max((sum(sizes[first : first + count]) for first in range(len(sizes))), default=0)
 
     def layer_activation_bytes(self, layer: int, recompute: Recompute | None = None) -> int:
         """Return the bytes that a layer saves from F to B, with the plan's recompute unless another is given.

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import is_zeroth_order, mean_state_bytes, mean_update_bytes
-from muster.cost.activations import offloaded_activation_bytes
+from muster.cost.activations import late_written_bytes, offloaded_activation_bytes
 from muster.cost.comm_volume import step_report_bytes
 from muster.cost.host_updates import HOST_UPDATE_BYTES_PER_S, disk_rates, host_part_copies, host_updated_numels
 from muster.cost.param_offload import offloaded_params
@@ -363,7 +363,12 @@ def _offload_times(
             sharing = min(group.devices_per_node, setting.world_size)
             reads, writes = disk_rates(group)
             times_s = written * sharing / writes, written * sharing / reads
-            yield from _layer_copy_times(setting, stage, "disk", times_s, pass_s)
+            if late := late_written_bytes(*own, stage):  # what waits then is the disk's own lane
+                yield (Kind.WRITE_ACT, stage), times_s[0] * (1 - late / written)
+                yield (Kind.WRITE_ACT_LATE, stage), times_s[0] * late / written
+                yield (Kind.READ_ACT, stage), times_s[1]
+            else:
+                yield from _layer_copy_times(setting, stage, "disk", times_s, pass_s)
         yield from _param_load_times(setting, stage)
         moved = offloaded_activation_bytes(*own, stage)
         if not moved:

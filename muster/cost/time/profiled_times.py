@@ -12,7 +12,7 @@ from math import prod
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import is_zeroth_order, mean_state_bytes, mean_update_bytes
 from muster.config.optimizers import ADAMW_UPDATE
-from muster.cost.activations import offloaded_activation_bytes, pass_sizes
+from muster.cost.activations import late_written_bytes, offloaded_activation_bytes, pass_sizes
 from muster.cost.comm_volume import step_report_bytes
 from muster.cost.context_traffic import AttentionShape, attention_transfers, state_transfers
 from muster.cost.host_updates import DISK_BYTES_PER_S, host_part_copies, host_updated_numels
@@ -185,7 +185,9 @@ class _StagePasses:
             yield kind, copy_s, {}
         written = offloaded_activation_bytes(self.model, self.plan, self.workload, self.stage, "disk")
         read_bytes_per_s, write_bytes_per_s = self._disk_rates()
-        yield Kind.WRITE_ACT, written * self.plan.world_size / write_bytes_per_s, {}
+        late = late_written_bytes(self.model, self.plan, self.workload, self.stage)
+        yield Kind.WRITE_ACT, (written - late) * self.plan.world_size / write_bytes_per_s, {}
+        yield Kind.WRITE_ACT_LATE, late * self.plan.world_size / write_bytes_per_s, {}
         yield Kind.READ_ACT, written * self.plan.world_size / read_bytes_per_s, {}
         yield from self._host_updates()
         yield from self._param_loads()
