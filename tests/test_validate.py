@@ -808,16 +808,15 @@ def test_wrong_cells_are_corrected_and_regressions_left_out():
     """MLPerf's table says FP8 where the submission's README says NVFP4; a release of Megatron-Bridge was slower by an
     error of its own, by its page."""
     rows = {one.location: one for one in shipped_rows()}
-    wrong, regressed, right = predict_rows(
-        [rows[f"{name}.csv:{line}"] for name, line in (("mlperf_training", 18), ("nvidia_megatron_bridge", 6))]
-        + [rows["nvidia_megatron_bridge.csv:102"]],
-        tell,
-    )
+    places = ("mlperf_training.csv:18", *(f"nvidia_megatron_bridge.csv:{line}" for line in (6, 102, 51)))
+    wrong, regressed, right, staged = predict_rows([rows[place] for place in places], tell)
     assert wrong.row.precision == "FP8"
     assert wrong.case.plan.precision == "nvfp4"
     assert "cudnn-frontend issue 256" in regressed.reason
     assert right.row.micro_batch == 2
     assert (right.case.plan.micro_batch_size, right.case.plan.vpp) == (1, 12)
+    assert (staged.row.pp, staged.row.micro_batch) == (1, 2)  # whose state alone is more than a GB300 holds
+    assert (staged.case.plan.pp, staged.case.plan.vpp, staged.case.plan.micro_batch_size) == (4, 5, 1)
 
 
 @pytest.mark.parametrize(
@@ -1090,6 +1089,7 @@ def test_terminal_and_documentation_have_the_same_tables(summary):
 def test_the_shipped_page_is_what_the_command_writes():
     summary = validate_table()
     text = accuracy_markdown(summary)
+    assert summary.overall.outcome.success_predicted_oom == 0, "no run that worked is said not to fit by more than 5 %"
     assert (Path(__file__).resolve().parents[1] / "docs/accuracy.md").read_text() == text, "run it again"
     kept = {(row.source, row.device, row.fp8, row.experts): row for row in measured_errors()}
     for row in error_table(summary):
