@@ -1,5 +1,6 @@
 """Recovery without leaving the process: a lost rank is replaced, and the run is the same as if nothing had happened."""
 
+import contextlib
 import json
 import os
 import random
@@ -295,6 +296,31 @@ def test_runs_under_random_kills_have_every_loss_of_an_undisturbed_one(plan: str
     assert len(lost) == 4, ended.out
     own = [(row["step"], row["train/loss"], row["train/grad_norm"]) for row in rows_of(run)]
     assert own == [(row["step"], row["train/loss"], row["train/grad_norm"]) for row in rows_of(whole)]
+    assert sample_hash(run) == sample_hash(whole)
+
+
+@pytest.mark.soak
+def test_a_spare_takes_the_place_of_a_slow_rank(tmp_path: Path) -> None:
+    """One rank is stopped for three quarters of the time until its place is taken."""
+    common = ["--preset", "tiny", *QUICK, "--parallel", "dp3-z1-fp64", "--train.steps", "60"]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert train(*common, "--run", whole).code == 0
+    checks = ["--train.straggler_check_every", "2", "--train.straggler_action", "replace"]
+    with Command(*common, *checks, "--run", run, "--train.elastic", "true") as job:
+        job.wait_for_step(3)
+        slow = job.ranks()[1]
+        while not any(1 in row["ranks"] for row in recoveries(run)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(slow, signal.SIGSTOP)
+                time.sleep(0.03)
+                os.kill(slow, signal.SIGCONT)
+            job.be_patient("nobody took its place")
+            time.sleep(0.007)
+        ended = job.wait()
+    assert (ended.code, ended.err) == (0, ""), ended.out
+    assert "others to compute: a spare takes its place, and the other ranks go on (generation " in ended.out
+    for ours, theirs in zip(rows_of(run), rows_of(whole), strict=True):
+        assert (ours["step"], ours["train/loss"]) == (theirs["step"], theirs["train/loss"])
     assert sample_hash(run) == sample_hash(whole)
 
 

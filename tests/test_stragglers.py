@@ -7,6 +7,7 @@ from random import Random
 import pytest
 import torch
 
+from muster.launch.rank_errors import StragglerError, make_rank_error
 from muster.parallel import rank_probes
 from muster.probe.doctor_ranks import check_rank_probes
 from muster.report.stragglers import draw_stragglers, straggler_note
@@ -18,7 +19,7 @@ from muster.simulate.stragglers import (
     shorter_links,
 )
 from muster.spec.plan_name import parse_plan_name
-from muster.train.straggler_monitor import comparable_units
+from muster.train.straggler_monitor import comparable_units, end_if_replaceable
 from tests.ranks import run_ranks
 
 NUM_RANKS, EVERY = 8, 5
@@ -167,3 +168,15 @@ def test_doctor_notes_a_slow_device_and_a_slow_link() -> None:
     assert told["links"].sentence.startswith("the link from rank 2 to rank 5 takes ")
     sound = [asdict(one) for one in noisy_check(Random(0), {})]
     assert [one.level for one in check_rank_probes(sound, [""] * NUM_RANKS)] == ["ok", "ok"]
+
+
+def test_a_slow_rank_leaves_its_place_once() -> None:
+    slow = [Straggler("compute", (2,), 1.4), Straggler("sender", (3,), 2.0), Straggler("compute", (4, 5), 1.4)]
+    with pytest.raises(StragglerError, match="rank 2 takes 1.40 times as long as the others to compute") as caught:
+        end_if_replaceable(2, slow, [{"ranks": [1]}])
+    assert not make_rank_error(caught.value, 2).is_lasting, "another attempt may go on"
+    with pytest.raises(StragglerError):
+        end_if_replaceable(6, [Straggler("result", (6,), 1e-5)], [])
+    end_if_replaceable(2, slow, [{"ranks": [1, 2]}])  # a spare has had its place
+    for rank in (0, 3, 4, 5):
+        end_if_replaceable(rank, slow, [])

@@ -185,6 +185,9 @@ class TrainConfig(Frozen):
     straggler_check_every: NonNegativeInt = 0
     """Steps between comparisons of the ranks' times, which name slow ranks, links, data and disks that two of them in a
     row have found; 0: none."""
+    straggler_action: Literal["tell", "replace"] = "tell"
+    """Action for a rank that is slow to compute, or computes wrongly. tell: it is named. replace: under
+    `train.elastic` its process ends, and a spare takes its place, once for each place."""
     delayed_update: bool = False
     """Update the parameters whose optimizer state is off the device beside the passes of the next step, which are
     computed with the parameters before the update (arXiv:2101.06840 §5.2)."""

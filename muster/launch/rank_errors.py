@@ -24,6 +24,10 @@ _PEER_ERROR_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 _PEER_ERROR_TEXTS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "pair closure")
 
 
+class StragglerError(MusterError):
+    """End of a rank that is slow, or computes wrongly, so that a spare takes its place."""
+
+
 @dataclass(frozen=True)
 class RankError:
     """Reason of one rank's end."""
@@ -81,7 +85,7 @@ def make_rank_error(error: BaseException, rank: int) -> RankError:
         time=time.time(),
         primary=not says_only_that_a_rank_is_lost(error),
         exit_code=error.exit_code if isinstance(error, MusterError) else 1,
-        is_lasting=isinstance(error, MusterError),
+        is_lasting=isinstance(error, MusterError) and not isinstance(error, StragglerError),
     )
 
 

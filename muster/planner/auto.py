@@ -251,6 +251,11 @@ def _require_parts_run(config: RunConfig) -> None:
             "train.straggler_check_every compares all ranks, for which islands would wait between their outer steps:"
             " leave islN or train.straggler_check_every out"
         )
+    if train.straggler_action == "replace" and not (train.straggler_check_every and train.elastic and train.spares):
+        raise InfeasibleError(
+            "train.straggler_action replace gives the place of a slow rank to a spare: it needs"
+            " train.straggler_check_every above 0, train.elastic true and train.spares above 0"
+        )
     if train.training_step is not None and plan.post_validation:
         raise InfeasibleError(
             f"train.training_step {train.training_step} sees the gradient norm of all ranks, which post_validation"

@@ -22,7 +22,7 @@ from muster.launch.rank_errors import EXIT_STOPPED
 from muster.parallel.allocation_meter import host_memory
 from muster.parallel.op_profile import StageProfile
 from muster.parallel.world import World
-from muster.report.run_files import MEETINGS_FILE, STRAGGLERS_FILE
+from muster.report.run_files import MEETINGS_FILE, RECOVERIES_FILE, STRAGGLERS_FILE, read_metrics
 from muster.report.wall_time import append_attempt, attempt_row
 from muster.schedule.build import build_program
 from muster.simulate.simulator import simulate
@@ -45,7 +45,7 @@ from muster.train.run_directory import begin_attempt, explain_write_errors
 from muster.train.schedule_refinement import refine_schedule_from_profile
 from muster.train.step_result import StepResult
 from muster.train.step_state import StepHooks
-from muster.train.straggler_monitor import StragglerMonitor
+from muster.train.straggler_monitor import StragglerMonitor, end_if_replaceable
 from muster.train.tracking import Trackers
 from muster.train.trainer import Trainer
 from muster.train.validation_loss import ALL_DATA, validation_losses, validation_metrics, validation_text
@@ -318,12 +318,14 @@ class TrainingLoop:
     def _compare_ranks(self, stragglers: StragglerMonitor, result: StepResult, display: TrainingDisplay) -> None:
         """Take the step's times; where a comparison of all ranks' is due, log it and say what is slow."""
         check = stragglers.after_step(result)
-        if check is None or not self.is_main:
+        if check is None:
             return
-        for sentence in check.sentences:
+        for sentence in check.sentences if self.is_main else ():
             display.print_line(sentence)
-        if problem := self.straggler_log.append(check.row):
+        if self.is_main and (problem := self.straggler_log.append(check.row)):
             display.print_line(problem)
+        if self.config.train.straggler_action == "replace":
+            end_if_replaceable(self.world.rank, check.new, read_metrics(self.run_dir / RECOVERIES_FILE))
 
     def _report_saves(self) -> None:
         """Tell callbacks of the checkpoints that are complete by now."""

@@ -49,6 +49,7 @@ CHANGEABLE_KEYS = (
     "train.spares",
     "train.rebalance_experts_every",
     "train.straggler_check_every",
+    "train.straggler_action",
     "data.cache",
     "outer.coordinator",
     "outer.secret_file",

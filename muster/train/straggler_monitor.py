@@ -1,17 +1,20 @@
 """Comparison of the ranks' times every few steps, which names stragglers while a run goes on."""
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from muster.cost.time.op_times import OpTimes
+from muster.launch.rank_errors import StragglerError
 from muster.layout.mesh import coordinates_of, dp_index_of
 from muster.parallel.rank_probes import probe_product, time_file, time_messages
 from muster.parallel.world import World
 from muster.schedule.action import Kind
 from muster.simulate.stragglers import (
     RankTimes,
+    Straggler,
     StragglerDetector,
     Unit,
     find_stragglers,
@@ -31,6 +34,7 @@ class StragglerCheck(NamedTuple):
     """Row of stragglers.jsonl."""
     sentences: list[str]
     """New stragglers and former ones, for people."""
+    new: list[Straggler]
 
 
 class StragglerMonitor:
@@ -61,7 +65,7 @@ class StragglerMonitor:
         new, over = self.detector.update(find_stragglers(times, self._expected_s, self._comparable))
         told = [f"step {result.step}: straggler: {one}" for one in new]
         told += [f"step {result.step}: no straggler any more: {one.subject}" for one in over]
-        return StragglerCheck(self._row(result.step, times), told)
+        return StragglerCheck(self._row(result.step, times), told, new)
 
     def _own_times(self) -> RankTimes:
         steps = self.trainer.step_events()
@@ -86,6 +90,18 @@ class StragglerMonitor:
     def _row(self, step: int, times: list[RankTimes]) -> dict[str, Any]:
         found = [asdict(one) | {"text": str(one)} for one in self.detector.confirmed.values()]
         return {"step": step, "expected_s": self._expected_s, "ranks": list(map(asdict, times)), "stragglers": found}
+
+
+def end_if_replaceable(rank: int, new: Sequence[Straggler], recoveries: Sequence[Mapping[str, Any]]) -> None:
+    """Raise StragglerError where this rank alone is slow to compute, or computes wrongly, and its place hasn't been
+    given to another process before: a new one is no faster where the place itself is slow.
+
+    `recoveries`: rows of recoveries.jsonl.
+    """
+    for one in new:
+        is_own = one.kind in ("compute", "result") and one.ranks == (rank,)
+        if is_own and not any(rank in row["ranks"] for row in recoveries):
+            raise StragglerError(str(one))
 
 
 def comparable_units(plan: Plan, expected_s: list[float], shares_cores: bool) -> list[list[Unit]]:
