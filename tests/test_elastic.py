@@ -131,6 +131,7 @@ def test_fewer_ranks_go_on_where_there_is_no_spare(tmp_path: Path, capfd: pytest
     assert ": 2 ranks go on (generation 1)" in out
     assert "1 lost rank came back: 3 ranks go on after this step (generation 2)" in out
     assert "when rank 1 on " in (told := recoveries_note(tmp_path) or "")
+    assert told.startswith("2 recoveries and 2 returns of lost ranks without a restart: after step ")
     assert "when 1 lost rank came back (next step finished after " in told
 
 

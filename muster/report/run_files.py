@@ -91,14 +91,17 @@ def restarts_note(run_dir: Path) -> str | None:
 
 
 def recoveries_note(run_dir: Path) -> str | None:
-    """Return a sentence about the losses from which a run recovered without a restart; None where there were none."""
+    """Return a sentence about the losses and returns of ranks that took no restart; None where there were none."""
     rows = read_metrics(run_dir / RECOVERIES_FILE)
     if not rows:
         return None
     told = "; ".join(_describe_recovery(row) for row in rows[-_MOST_TOLD:])
-    count = "1 recovery" if len(rows) == 1 else f"{len(rows)} recoveries"
+    losses = sum(bool(row["ranks"]) for row in rows)
+    returns = len(rows) - losses
+    counts = [f"{losses} {'recovery' if losses == 1 else 'recoveries'}"] * bool(losses)
+    counts += [f"{pluralize(returns, 'return')} of lost ranks"] * bool(returns)
     last = f", the last {_MOST_TOLD}" if len(rows) > _MOST_TOLD else ""
-    return f"{count} without a restart{last}: {told}"
+    return f"{' and '.join(counts)} without a restart{last}: {told}"
 
 
 def _describe_recovery(row: Mapping[str, Any]) -> str:
