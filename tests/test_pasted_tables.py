@@ -224,6 +224,12 @@ def test_a_table_without_columns_for_degrees_is_predicted_over_layouts():
         row_inputs(parse_table(text.format("tp,pp,", ",,"), "t.csv")[0])
 
 
+def test_a_layout_of_more_ranks_than_devices_is_refused_with_both_numbers():
+    text = "model,gpu,n_gpus,tp,pp,seq,gbs,tok/s/gpu\nllama3-8b,H100,8,8,2,8192,128,9500\n"
+    [result] = predict_rows(parse_table(text, "t.csv"), tell)
+    assert result.reason == "tp 8 × pp 2 × cp 1 × dp 1 is 16, but n_gpus is 8"
+
+
 def test_a_row_says_which_precision_and_sharding_were_assumed():
     text = f"{WIDE}{{}}tok/s/gpu\nllama3-8b,H100,8,1,1,8192,128,{{}}9500\n"
     [bare] = row_table(predict_rows(parse_table(text.format("", ""), "t.csv"), tell))

@@ -44,7 +44,7 @@ def degrees_of_row(row: MeasurementRow, model: ModelSpec, device: DeviceSpec) ->
     tp, pp = row.tp or 1, row.pp or 1
     if (row.tp is None or row.pp is None) and tp * pp * cp * (row.dp or 1) != row.n_gpus:
         raise UnpredictableRowError(f"{'tp' if row.tp is None else 'pp'} is empty: expected a degree, 1 for none")
-    dp = row.dp or row.n_gpus // (tp * pp * cp)
+    dp = row.dp or max(1, row.n_gpus // (tp * pp * cp))
     if tp * pp * cp * dp != row.n_gpus:
         given = f"tp {tp} × pp {pp} × cp {cp} × dp {dp}"
         raise UnpredictableRowError(f"{given} is {tp * pp * cp * dp}, but n_gpus is {row.n_gpus}")
