@@ -3,9 +3,12 @@
 import json
 from dataclasses import replace
 from itertools import chain, combinations_with_replacement, product
+from math import ceil
+from typing import Any
 
 import pytest
 
+from muster.api import verbs
 from muster.cli.main import main
 from muster.config.cluster_files import load_cluster
 from muster.cost.activations import offloaded_activation_bytes
@@ -29,7 +32,7 @@ from muster.spec.cluster import ClusterSpec
 from muster.spec.layer_strategy import LayerOverride, LayerStrategy
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
-from muster.spec.plan_name import parse_plan_name
+from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.spec.workload import Workload
 
 MODEL = ModelSpec(vocab_size=4096, hidden_size=1024, num_layers=4, num_heads=8, intermediate_size=2816, name="small")
@@ -367,3 +370,22 @@ def test_a_plan_is_made_to_fit_wherever_recomputing_all_does(name: str, host_byt
     found, _ = room.fit(plan)
     assert found
     assert all(map(room.fits, found))
+
+
+def test_the_share_of_optimizer_state_in_host_memory_is_the_least_that_fits() -> None:
+    """Its time is that of the plan by itself, with as many updates as it has; one layer less doesn't fit."""
+    asked: dict[str, Any] = {"seq_len": 1024, "global_batch": 4}
+    found = verbs.plan("llama3.2-3b", "1xl40s", host_memory="256G", **asked)
+    best, layers = found.predictions[0], 28
+    strategy = best.plan.default_strategy
+    away = sum(best.plan.offloads_optimizer(layer) for layer in range(layers))
+    assert strategy.offload_optimizer == "host"
+    assert away not in (layers // 4, layers // 2, 3 * layers // 4, layers)
+    alone = verbs.predict("llama3.2-3b", "1xl40s", format_plan_name(best.plan), **asked)
+    assert alone.step_time_s == best.step_time_s
+    limit = found.answer.search.evaluator.memory_budget
+    for count, fits in ((away, True), (away - 1, False)):
+        share = ceil(count / layers * 1e6) / 1e6
+        own = best.plan.default_strategy.model_copy(update={"offload_optimizer_ratio": share})
+        excess = limit.excess_bytes(best.plan.model_copy(update={"default_strategy": own}))
+        assert (max(excess) <= 0) == fits

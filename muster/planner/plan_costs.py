@@ -121,6 +121,8 @@ class PlanCosts:
             plan.tp,
             strategy.sp,
             tuple(bool(plan.offloaded_layers(stage, num_layers)) for stage in range(plan.num_stages)),
+            tuple(plan.host_update_tiers(stage, num_layers) for stage in range(plan.num_stages)),
+            plan.param_tiers(num_layers),
             pairs_passes(plan, self.request.model),
         )
         if plan.pinned_schedule is not None:

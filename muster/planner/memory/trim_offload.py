@@ -6,24 +6,82 @@ long, people want the one that copies least.
 """
 
 from dataclasses import replace
+from math import ceil
 from operator import attrgetter
 
+from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.memory.fitter import ROUNDING_TOLERANCE
 from muster.planner.search_budget import SearchBudget, simulation_work
 from muster.planner.search_result import SearchResult
+from muster.spec.plan import Plan
+from muster.spec.rules import in_every_layer
 
 
 def trim_offload(result: SearchResult, budget: SearchBudget) -> SearchResult:
-    """Return the result with as little offload in its first plan as makes it no slower, where there is time for it."""
+    """Return the result with as little offload in its first plan as makes it no slower, where there is time for it: of
+    activations, then of optimizer state."""
+    return _trim_optimizer_state(_trim_activations(result, budget), budget)
+
+
+def _trim_activations(result: SearchResult, budget: SearchBudget) -> SearchResult:
     if not result.best or all(strategy.offload == "none" for strategy in result.best[0].plan.strategies):
         return result
     evaluator = result.evaluator
-    first, *others = result.best
+    first = result.best[0]
     if not budget.has_time_for(simulation_work(first.plan, evaluator.request.workload)):
         return result
     plan = evaluator.memory_budget.with_less_offload(first.plan)
     trimmed = next((one for one in result.best if one.plan == plan), None) or evaluator.evaluate(plan)
-    if trimmed.value > first.value * (1 + ROUNDING_TOLERANCE):
+    return result if trimmed.value > first.value * (1 + ROUNDING_TOLERANCE) else _with_first(result, trimmed)
+
+
+def _trim_optimizer_state(result: SearchResult, budget: SearchBudget) -> SearchResult:
+    """Return the result with the smallest share of layers in its first plan whose optimizer state leaves the device.
+
+    With a share f of Ψ parameters on the host, updates take f Ψ · max(b / U, c / B) + (1 − f) Ψ · b / M for b bytes of
+    an update and c of a parameter's copies, at the rates U of the host's cores, B of its link and M of the device's
+    memory: less, the smaller f is, as long as M is the fastest of these. So the device's memory decides (the balance
+    of Deep Optimizer States, arXiv:2410.21316, where the state that is updated on the device stays there).
+
+    A plan whose name has no fraction keeps its simpler name unless a fraction is faster by more than the request's
+    tolerance.
+    """
+    if not result.best:
         return result
-    kept = [one for one in others if one.plan != plan]
-    return replace(result, best=sorted([trimmed, *kept], key=attrgetter("sort_key")))
+    evaluator, first = result.evaluator, result.best[0]
+    strategy, layers = first.plan.default_strategy, evaluator.request.model.num_layers
+    is_away = strategy.offload_optimizer != "none" and strategy.offload_param == "none"
+    is_asked = evaluator.request.objective == "memory" or bool(evaluator.request.fixed.get("offload_optimizer"))
+    if not is_away or is_asked:
+        return result
+    fitting = _smallest_fitting(result, first.plan, layers)
+    work = simulation_work(first.plan, evaluator.request.workload)
+    if fitting is None or not budget.has_time_for(work):
+        return result
+    trimmed = evaluator.evaluate(fitting)
+    gain = evaluator.request.tolerance if strategy.offload_optimizer_ratio == 1 else 0.0
+    return _with_first(result, trimmed) if trimmed.value * (1 + gain) < first.value else result
+
+
+def _smallest_fitting(result: SearchResult, plan: Plan, layers: int) -> Plan | None:
+    """Return the plan with the fewest layers off the device that fits; None where that is the plan itself."""
+    memory = result.evaluator.memory_budget
+    fewest, enough = 0, ceil(plan.default_strategy.offload_optimizer_ratio * layers - 1e-6)
+    found = None
+    while enough - fewest > 1:
+        count = (fewest + enough) // 2
+        share = ceil(count / layers * 1e6) / 1e6  # as a plan's name has it, and enough for so many layers
+        smaller = in_every_layer(lambda own, share=share: own.model_copy(update={"offload_optimizer_ratio": share}))(
+            plan
+        )
+        if max(memory.excess_bytes(smaller)) <= 0:
+            found, enough = smaller, count
+        else:
+            fewest = count
+    return found
+
+
+def _with_first(result: SearchResult, first: EvaluatedPlan) -> SearchResult:
+    """Return the result with another plan in the place of the first."""
+    kept = [one for one in result.best[1:] if one.plan != first.plan]
+    return replace(result, best=sorted([first, *kept], key=attrgetter("sort_key")))
