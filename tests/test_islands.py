@@ -16,6 +16,7 @@ from muster.layout.host_updates import layer_of
 from muster.layout.island_bytes import Compression
 from muster.optim.outer.build import build_outer_method
 from muster.optim.outer.diloco import DiLoCo
+from muster.planner.islands import outer_flags
 from muster.schedule.build import build_program
 from muster.schedule.check import ProgramError, check
 from muster.schedule.outer_steps import OuterEvents, outer_events, pending_fragments, round_end_events
@@ -336,6 +337,11 @@ def test_a_round_waits_for_what_its_delay_does_not_hide() -> None:
 def test_keys_that_do_not_fit_are_refused(values: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         OuterConfig.model_validate(values)
+
+
+def test_flags_of_outer_steps_write_lists_without_spaces() -> None:
+    outer = OuterConfig.model_validate({"method": "dipaco", "every": 5, "modules": [2, 2]})
+    assert outer_flags(outer) == "--outer.method dipaco --outer.every 5 --outer.modules [2,2]"
 
 
 def test_more_fragments_than_layers_are_refused() -> None:

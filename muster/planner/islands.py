@@ -261,4 +261,9 @@ def outer_flags(outer: OuterConfig) -> str:
     usual = OuterConfig(method=outer.method, every=outer.every).model_dump()
     given = {"method": outer.method, "every": outer.every}
     given |= {key: value for key, value in outer.model_dump().items() if value != usual[key]}
-    return " ".join(f"--outer.{key} {str(value).lower()}" for key, value in given.items())
+    return " ".join(f"--outer.{key} {_flag_value(value)}" for key, value in given.items())
+
+
+def _flag_value(value: object) -> str:
+    """Return a value as a command line has it: a list without spaces."""
+    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value).lower()
