@@ -6,9 +6,11 @@ from hypothesis import strategies as st
 
 from muster.report.accuracy_rows import sections
 from muster.spec.errors import ConfigError
+from muster.validate.case import row_inputs
 from muster.validate.cells import parse_length, parse_memory
 from muster.validate.columns import canonical_column
 from muster.validate.comparison import CasePrediction, predict_rows
+from muster.validate.errors import UnpredictableRowError
 from muster.validate.row_table import row_table
 from muster.validate.summary import summarize
 from muster.validate.table import parse_table
@@ -103,3 +105,54 @@ def test_german_numbers_are_read_back(times_s: list[float]):
     rows = parse_table("model;gpu;n_gpus;tp;pp;seq;gbs;hidden;step time (s)\n" + "\n".join(lines), "t.csv")
     assert [(row.seq_len, row.hidden) for row in rows] == [(8192, 4096)] * len(rows)
     assert [row.value for row in rows] == pytest.approx([round(value, 2) for value in times_s])
+
+
+LAYOUTS = {
+    "TP2PP2CP2": {"tp": 2, "pp": 2, "cp": 2},
+    "TP8,PP2,recompute=full": {"tp": 8, "pp": 2, "recompute": "full"},
+    "dp16-mb1-z3": {"dp": 16, "zero": "ZeRO-3"},
+    "FSDP hybrid shard": {"zero": "hsdp"},
+}
+
+
+@pytest.mark.parametrize("cell", LAYOUTS)
+def test_a_layout_in_one_cell_is_read(cell: str) -> None:
+    (row,) = parse_table(f'{LAYOUT_HEAD}\nllama3-8b,H100,16,"{cell}",1,64,4096,2\n', "table")
+    assert {name: getattr(row, name) for name in LAYOUTS[cell]} == LAYOUTS[cell]
+
+
+LAYOUT_HEAD = "model,gpu,gpus,parallelism,mbs,gbs,seq,step time (s)"
+
+
+def test_what_a_layout_cell_says_twice_or_beside_all_columns_is_told() -> None:
+    (row,) = parse_table(f'{LAYOUT_HEAD}\nllama3-8b,H100,16,"TP=2, TP=4",1,64,4096,2\n', "table")
+    assert "tp: found '2 and 4'" in row.problem
+    (row,) = parse_table(f"{LAYOUT_HEAD}\nllama3-8b,H100,16,TP=2 XP=3,1,64,4096,2\n", "table")
+    assert (row.tp, row.assumed) == (2, "layout without XP=3, which nothing was taken from")
+
+
+@pytest.mark.parametrize(("cell", "sequences"), [("524288 tokens", 64), ("4M", 512), ("3.7M tok", 452), ("64", 64)])
+def test_a_global_batch_of_tokens_is_one_of_sequences(cell: str, sequences: int) -> None:
+    text = f"model,gpu,gpus,tp,pp,mbs,seq,gbs,tokens/s/gpu\nllama3-8b,H100,8,1,1,1,8192,{cell},9500\n"
+    (row,) = parse_table(text, "table")
+    assert row.global_batch == sequences
+    assert bool(row.assumed) == (cell != "64")
+
+
+def test_comments_of_latex_are_no_rows() -> None:
+    lines = [
+        r"Model & Device & GPUs & Seq & TP & PP & MBS & GBS & Iter. time [s] \\",
+        r"LLaMA-2 13B & A100 & 64 & 4096 & 2 & 2 & 1 & 512 & 13.2 \\ % LLaMA & foo",
+        r"% LLaMA-2 7B & A100 & 64 & 4096 & 2 & 2 & 1 & 512 & 7.2 \\",
+        r" & A100 & 64 & 4096 & 4 & 2 & 1 & 512 & 14.2 \\",
+    ]
+    rows = parse_table("\n".join(lines), "table")
+    assert [(row.model_name, row.tp) for row in rows] == [("LLaMA-2 13B", 2), ("LLaMA-2 13B", 4)]
+
+
+@pytest.mark.parametrize("model", ["Llama-3.1 405B", "DeepSeek-V3", "Mixtral-8x7B"])
+def test_no_degrees_are_guessed_that_memory_or_experts_rule_out(model: str) -> None:
+    text = f"model,gpu,gpus,seq,gbs,tokens/s/gpu\n{model},H100,512,8192,512,200\n"
+    (row,) = parse_table(text, "table")
+    with pytest.raises(UnpredictableRowError, match="are unknown"):
+        row_inputs(row)

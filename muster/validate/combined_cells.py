@@ -20,6 +20,14 @@ _LAYOUT_WORD = re.compile(
     r"|(?<![a-z0-9])(fsdp2?|hsdp)(\s*[-=: ]\s*\d+)?",
     re.IGNORECASE,
 )
+_JOINED_WORDS = re.compile(rf"((?:{'|'.join((*_DEGREES, *_BATCHES))})\d+)(?=[a-z])", re.IGNORECASE)
+"""End of a degree that the next follows without a separator, as in `TP2PP2`."""
+_ZERO_STAGE = re.compile(r"(?<![a-z0-9])z(?:ero)?[- ]?([0-3])(?![\d.])", re.IGNORECASE)
+_RECOMPUTE_WORD = re.compile(
+    r"(?<![a-z0-9])(?:recompute|ac|activation checkpointing)\s*[=:]\s*(full|selective|none|no)\b", re.IGNORECASE
+)
+_SETTING = re.compile(r"[a-z][a-z_]*\s*[=:]\s*[^,;\s]+", re.IGNORECASE)
+"""Setting in a layout cell that no column stands for."""
 DEVICE_FAMILY = re.compile(
     r"(gb300|gb200|gh200|b300|b200|h200|h100|h800|h20|a100|a800|a6000|v100|mi\d{3}x?|l40s|l4"
     r"|rtx[ -]?[345]090|[345]090|gaudi[ -]?3|trainium[ -]?2|tpu[ -]?v\d\w?)(?!\d)"
@@ -40,7 +48,15 @@ OTHER_COLUMNS: dict[str, tuple[str, ...]] = {
     "nodes": ("num_nodes", "n_nodes", "number_of_nodes", "node_count"),
     "slice": ("tpu_slice", "topology"),
     "fsdp": ("fsdp_size", "fsdp_degree", "fully_sharded"),
-    "accumulation": ("ga", "grad_accum", "grad_acc", "gradient_accumulation", "gradient_accumulation_steps")
+    "accumulation": (
+        "ga",
+        "gas",
+        "grad_accum",
+        "grad_accum_steps",
+        "grad_acc",
+        "gradient_accumulation",
+        "gradient_accumulation_steps",
+    )
     + ("grad_accumulation_steps", "num_microbatches", "num_micro_batches", "n_micro_batches"),
     "batch_per_device": (
         "per_device_batch_size",
@@ -108,8 +124,8 @@ def fill_from_combined(cells: dict[str, str]) -> dict[str, str]:
             for column, part in zip(degrees, parts, strict=False) if len(parts) == len(degrees) else ():
                 fill(column, part)
         elif name in _LAYOUT_COLUMNS:
-            for word, number, sharded, group in _LAYOUT_WORD.findall(text):
-                fill((_DEGREES | _BATCHES).get(word.lower(), "zero"), number or f"{sharded}{_group(group)}")
+            _fill_layout(filled, text, fill)
+    _fill_tokens(filled)
     _fill_devices(filled, fill_one=fill)
     fill("zero", _sharding(filled.get("fsdp", "")))
     says_all = any(name in _LAYOUT_COLUMNS and _LAYOUT_WORD.search(text) for name, text in cells.items())
@@ -131,6 +147,44 @@ def fill_from_combined(cells: dict[str, str]) -> dict[str, str]:
         filled["schedule"] = "; ".join(filter(None, (filled.get("schedule"), f"{filled['dispatcher']} dispatcher")))
     _fill_batch(filled)
     return filled
+
+
+def _fill_layout(filled: dict[str, str], text: str, fill: Callable[[str, str | None], None]) -> None:
+    """Take degrees, batches, sharding and recompute from a layout cell. A degree that it gives twice can't be read, and
+    `assumed` says which settings nothing was taken from."""
+    plain = _JOINED_WORDS.sub(r"\1 ", text)
+    said: dict[str, list[str]] = {}
+    for word, number, sharded, group in _LAYOUT_WORD.findall(plain):
+        column = (_DEGREES | _BATCHES).get(word.lower(), "zero")
+        said.setdefault(column, []).append(number or f"{sharded}{_group(group)}")
+    if "zero" in said and re.search(r"hybrid", plain, re.IGNORECASE):
+        said["zero"] = [value.lower().replace("fsdp", "hsdp") for value in said["zero"]]
+    for column, values in said.items():
+        fill(column, values[0] if column == "zero" else " and ".join(dict.fromkeys(values)))
+    rest = _LAYOUT_WORD.sub(" ", plain)
+    if stage := _ZERO_STAGE.search(rest):
+        fill("zero", f"ZeRO-{stage[1]}")
+    if recompute := _RECOMPUTE_WORD.search(rest):
+        fill("recompute", recompute[1].lower().replace("none", "no").replace("no", "none"))
+    if unread := _SETTING.findall(_RECOMPUTE_WORD.sub(" ", rest)):
+        _assume(filled, f"layout without {', '.join(unread)}, which nothing was taken from")
+
+
+def _assume(cells: dict[str, str], words: str) -> None:
+    """Add to what is assumed of a row, a column's name and words."""
+    cells["assumed"] = "; ".join(filter(None, (cells.get("assumed"), words)))
+
+
+def _fill_tokens(cells: dict[str, str]) -> None:
+    """Take a global batch that is given in tokens, as `524288 tokens` or `4M`, as sequences."""
+    batch = cells.get("global_batch", "")
+    if not (re.search(r"tok", batch, re.IGNORECASE) or re.fullmatch(r"~?\s*\d+(?:[.,]\d+)?\s*[mM]", batch.strip())):
+        return
+    tokens, length = _number(re.sub(r"(?i)\s*tok\w*", "", batch)), _number(cells.get("seq_len", ""))
+    if tokens and length and tokens >= length:
+        cells["global_batch"] = str(round(tokens / length))
+        said = re.sub(r"(?i)\s*tok\w*", "", batch).strip()
+        _assume(cells, f"global_batch {cells['global_batch']} for {said} tokens")
 
 
 def _degrees_of_header(name: str) -> list[str]:
@@ -195,7 +249,7 @@ def _fill_batch(cells: dict[str, str]) -> None:
         cells["global_batch"] = str(micro * ranks * (steps or 1))
         cells["micro_batch"] = cells.get("micro_batch") or str(micro)
         if not steps:
-            cells["assumed"] = "global_batch one micro-batch for each data-parallel rank"
+            _assume(cells, "global_batch one micro-batch for each data-parallel rank")
 
 
 def _number(text: str) -> int | None:

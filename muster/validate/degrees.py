@@ -40,6 +40,8 @@ def degrees_of_row(row: MeasurementRow, model: ModelSpec, device: DeviceSpec) ->
         raise UnpredictableRowError("n_gpus is empty: expected the number of devices")
     cp = row.cp or 1
     if row.open_degrees and cp * (row.dp or 1) != row.n_gpus:
+        if model.moe is not None and not row.ep:
+            raise UnpredictableRowError("tp, pp and ep are unknown: expected the degrees of a model with experts")
         return _choices(row, model, device)
     tp, pp = row.tp or 1, row.pp or 1
     if (row.tp is None or row.pp is None) and tp * pp * cp * (row.dp or 1) != row.n_gpus:
@@ -78,7 +80,12 @@ def _choices(row: MeasurementRow, model: ModelSpec, device: DeviceSpec) -> list[
         per_parameter = _REPLICATED_BYTES + _SHARDED_BYTES / one.dp
         return per_parameter * model.num_parameters / (one.tp * one.pp)
 
-    likeliest = next((one for one in layouts if state_bytes(one) <= most), layouts[-1])
+    likeliest = next((one for one in layouts if state_bytes(one) <= most), None)
+    if likeliest is None:
+        raise UnpredictableRowError(
+            "tp and pp are unknown, and no layout with layers evenly on stages holds parameters, gradients and"
+            " optimizer state: expected degrees"
+        )
     if row.dp:
         return [likeliest, *(one for one in layouts if one != likeliest)]
     twice = ((2 * likeliest.tp, likeliest.pp), (likeliest.tp, 2 * likeliest.pp))

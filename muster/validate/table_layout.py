@@ -46,6 +46,8 @@ _UNITS = frozenset(("", "tokens", "sequences", "samples", "s", "ms", "sec", "gb"
 def read_layout(text: str) -> TableText:
     """Return the header and the lines of a table's text."""
     plain = text.replace("\r\n", "\n").replace("\r", "\n").translate(_BOX_BARS)
+    if "\\\\" in plain and "&" in plain:
+        plain = re.sub(r"(?m)^[ \t]*%.*$|(?<=\\\\)[ \t]*%.*$", "", plain)  # comments of LaTeX
     plain = re.sub(r"[ \t]*\\\\[ \t]*(?=\n|$)", "", plain)  # ends of LaTeX' rows
     raw = ["" if _is_ignored(line) else line for line in plain.split("\n")]
     at, delimiter = _find_header(raw)
