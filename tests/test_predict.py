@@ -333,3 +333,6 @@ def test_a_precision_that_devices_lack_is_told(devices, precision, framework, re
     told = [line for line in prediction_lines(one) if line.startswith("precision")]
     assert told == ([f"precision {sentence}"] if sentence else [])
     assert one.to_json()["substitutions"] == ([sentence] if sentence else [])
+    if sentence.endswith("of bf16"):  # and so is the interval
+        plain = predict(own[0], parse_plan_name("dp8-bf16"), *own[1:], framework=framework_named(framework))
+        assert one.interval == plain.interval

@@ -31,7 +31,7 @@ from muster.simulate.spans import BUBBLE, P2P
 from muster.simulate.timeline import Timeline
 from muster.spec.cluster import ClusterSpec
 from muster.spec.compilation import compiles
-from muster.spec.device_precision import substitutions
+from muster.spec.device_precision import matmul_precision, substitutions
 from muster.spec.errors import InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import MUSTER
@@ -195,8 +195,13 @@ class Prediction:
 
     @cached_property
     def interval(self) -> ErrorInterval | None:
-        """Interval of the true step time, as factors of `step_time_s`; None where nothing like it was measured."""
-        return step_time_interval(self.model, self.plan, self.cluster)
+        """Interval of the true step time, as factors of `step_time_s`, of the precision whose times stand for one that
+        the devices lack; None where nothing like it was measured."""
+        precision, recipe, recasts = self.plan.precision, self.plan.fp8_recipe, self.framework.recasts_fp8
+        devices = [group.device for group in self.cluster.groups]
+        used = {one.peak_precision(matmul_precision(one, precision, recipe, recasts)) for one in devices}
+        plan = self.plan if len(used) > 1 else self.plan.model_copy(update={"precision": used.pop() or precision})
+        return step_time_interval(self.model, plan, self.cluster)
 
     @cached_property
     def not_yet(self) -> list[str]:
