@@ -319,7 +319,7 @@ def test_a_spare_takes_the_place_of_a_slow_rank(tmp_path: Path) -> None:
             time.sleep(0.007)
         ended = job.wait()
     assert (ended.code, ended.err) == (0, ""), ended.out
-    assert "others to compute: a spare takes its place, and the other ranks go on (generation " in ended.out
+    assert "the others to compute: a spare takes its place, and the other ranks go on (generation " in ended.out
     for ours, theirs in zip(rows_of(run), rows_of(whole), strict=True):
         assert (ours["step"], ours["train/loss"]) == (theirs["step"], theirs["train/loss"])
     assert sample_hash(run) == sample_hash(whole)

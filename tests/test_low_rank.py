@@ -160,6 +160,8 @@ def test_what_cant_be_low_rank_is_said(capsys: pytest.CaptureFixture) -> None:
             LowRankSpec.model_validate(values)
     with pytest.raises(ValueError, match="adapters of a model with low_rank aren't known"):
         ModelSpec.model_validate({**known, "low_rank": {"rank": 4}, "adapter": {}})
+    with pytest.raises(ValueError, match="rank 16 of low_rank makes none of q, k"):
+        ModelSpec.model_validate({**known, "low_rank": {"rank": 16}})
     wide = ModelSpec.model_validate({**known, "low_rank": {"rank": 8}})
     assert wide.low_rank_ranks == {"gate": 8, "up": 8, "down": 8}  # 8 of 16 x 16 would be no smaller
     tiny = ["train", "--preset", "tiny", "--dry-run", "--model.low_rank.rank", "4"]

@@ -343,6 +343,9 @@ def _check_low_rank(spec: ModelSpec, low_rank: LowRankSpec) -> None:
     _check_targets(spec, "low_rank", "low-rank layers", low_rank.target_modules)
     if spec.adapter is not None:
         raise ValueError("adapters of a model with low_rank aren't known: leave low_rank out, or the adapter")
+    if not spec.low_rank_ranks:
+        names = ", ".join(low_rank.target_modules)
+        raise ValueError(f"rank {low_rank.rank} of low_rank makes none of {names} smaller: expected a lower one")
 
 
 def _check_adapter(spec: ModelSpec, adapter: AdapterSpec) -> None:

@@ -45,7 +45,7 @@ from muster.train.run_directory import begin_attempt, explain_write_errors
 from muster.train.schedule_refinement import refine_schedule_from_profile
 from muster.train.step_result import StepResult
 from muster.train.step_state import StepHooks
-from muster.train.straggler_monitor import StragglerMonitor, end_if_replaceable
+from muster.train.straggler_monitor import StragglerMonitor, end_if_replaceable, is_replaceable
 from muster.train.tracking import Trackers
 from muster.train.trainer import Trainer
 from muster.train.validation_loss import ALL_DATA, validation_losses, validation_metrics, validation_text
@@ -324,8 +324,12 @@ class TrainingLoop:
             display.print_line(sentence)
         if self.is_main and (problem := self.straggler_log.append(check.row)):
             display.print_line(problem)
-        if self.config.train.straggler_action == "replace":
-            end_if_replaceable(self.world.rank, check.new, read_metrics(self.run_dir / RECOVERIES_FILE))
+        if self.config.train.straggler_action == "replace" and check.new:
+            recoveries = read_metrics(self.run_dir / RECOVERIES_FILE)
+            for one in check.new if self.is_main else ():
+                if not is_replaceable(one, recoveries):
+                    display.print_line(f"step {result.step}: nothing is done about the {one.subject}")
+            end_if_replaceable(self.world.rank, check.new, recoveries)
 
     def _report_saves(self) -> None:
         """Tell callbacks of the checkpoints that are complete by now."""

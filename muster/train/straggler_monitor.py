@@ -27,6 +27,10 @@ from muster.train.trainer import Trainer
 PASSES = frozenset((Kind.F, Kind.B, Kind.I, Kind.W, Kind.S, Kind.T))
 
 
+_END_OF_SENTENCE = ("the others to compute", "take its device out of service")
+"""Ends of the sentences about ranks that give up their places."""
+
+
 class StragglerCheck(NamedTuple):
     """Comparison of all ranks' times."""
 
@@ -94,14 +98,21 @@ class StragglerMonitor:
 
 def end_if_replaceable(rank: int, new: Sequence[Straggler], recoveries: Sequence[Mapping[str, Any]]) -> None:
     """Raise StragglerError where this rank alone is slow to compute, or computes wrongly, and its place hasn't been
-    given to another process before: a new one is no faster where the place itself is slow.
+    given to another process for that before: a new one is no faster where the place itself is slow.
 
     `recoveries`: rows of recoveries.jsonl.
     """
     for one in new:
-        is_own = one.kind in ("compute", "result") and one.ranks == (rank,)
-        if is_own and not any(rank in row["ranks"] for row in recoveries):
-            raise StragglerError(str(one))
+        if is_replaceable(one, recoveries) and one.ranks == (rank,):
+            raise StragglerError(str(one).removeprefix(f"rank {rank} "))
+
+
+def is_replaceable(one: Straggler, recoveries: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True for a single slow or wrong rank whose place hasn't been given to another process for that before."""
+    if one.kind not in ("compute", "result") or len(one.ranks) > 1:
+        return False
+    (rank,) = one.ranks
+    return not any(rank in row["ranks"] and row["reason"].endswith(_END_OF_SENTENCE) for row in recoveries)
 
 
 def comparable_units(plan: Plan, expected_s: list[float], shares_cores: bool) -> list[list[Unit]]:
