@@ -111,8 +111,7 @@ def is_replaceable(one: Straggler, recoveries: Sequence[Mapping[str, Any]]) -> b
     """Return True for a single slow or wrong rank whose place hasn't been given to another process for that before."""
     if one.kind not in ("compute", "result") or len(one.ranks) > 1:
         return False
-    (rank,) = one.ranks
-    return not any(rank in row["ranks"] and row["reason"].endswith(_END_OF_SENTENCE) for row in recoveries)
+    return not any(one.ranks[0] in row["ranks"] and row["reason"].endswith(_END_OF_SENTENCE) for row in recoveries)
 
 
 def comparable_units(plan: Plan, expected_s: list[float], shares_cores: bool) -> list[list[Unit]]:
