@@ -238,10 +238,11 @@ def _notes(config: RunConfig) -> Iterator[str]:
             f"delayed update: none of the {train.num_steps} steps is delayed, since the first"
             f" {train.delayed_update_warmup_steps} (train.delayed_update_warmup_steps) update at once"
         )
-    if config.parallel.islands > 1 and config.outer.warmup_steps >= train.num_steps:
+    outer = config.outer if config.parallel.islands > 1 else None
+    if outer is not None and outer.warmup_steps >= train.num_steps:
         yield (
             f"islands: none of the {train.num_steps} steps is in a round, since parameters are averaged after each of"
-            f" the first {config.outer.warmup_steps} (outer.warmup_steps)"
+            f" the first {outer.warmup_steps} (outer.warmup_steps)"
         )
     if config.optim.freeze:
         count = frozen_numel(config.optim, config.model)

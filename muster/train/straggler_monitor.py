@@ -109,9 +109,11 @@ def end_if_replaceable(rank: int, new: Sequence[Straggler], recoveries: Sequence
 
 def is_replaceable(one: Straggler, recoveries: Sequence[Mapping[str, Any]]) -> bool:
     """Return True for a single slow or wrong rank whose place hasn't been given to another process for that before."""
-    if one.kind not in ("compute", "result") or len(one.ranks) > 1:
+    if one.kind not in ("compute", "result") or len(one.ranks) != 1:
         return False
-    return not any(one.ranks[0] in row["ranks"] and row["reason"].endswith(_END_OF_SENTENCE) for row in recoveries)
+    return not any(
+        set(one.ranks) <= set(row["ranks"]) and row["reason"].endswith(_END_OF_SENTENCE) for row in recoveries
+    )
 
 
 def comparable_units(plan: Plan, expected_s: list[float], shares_cores: bool) -> list[list[Unit]]:
