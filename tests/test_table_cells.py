@@ -110,6 +110,7 @@ def test_german_numbers_are_read_back(times_s: list[float]):
 LAYOUTS = {
     "TP2PP2CP2": {"tp": 2, "pp": 2, "cp": 2},
     "TP8,PP2,recompute=full": {"tp": 8, "pp": 2, "recompute": "full"},
+    "FSDP 16, AC=no": {"zero": "FSDP within 16", "recompute": "none"},
     "dp16-mb1-z3": {"dp": 16, "zero": "ZeRO-3"},
     "FSDP hybrid shard": {"zero": "hsdp"},
 }

@@ -165,7 +165,8 @@ def _fill_layout(filled: dict[str, str], text: str, fill: Callable[[str, str | N
     if stage := _ZERO_STAGE.search(rest):
         fill("zero", f"ZeRO-{stage[1]}")
     if recompute := _RECOMPUTE_WORD.search(rest):
-        fill("recompute", recompute[1].lower().replace("none", "no").replace("no", "none"))
+        word = recompute[1].lower()
+        fill("recompute", "none" if word == "no" else word)
     if unread := _SETTING.findall(_RECOMPUTE_WORD.sub(" ", rest)):
         _assume(filled, f"layout without {', '.join(unread)}, which nothing was taken from")
 
