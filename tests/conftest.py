@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from muster.parallel.cpu_matmul import use_wide_matmuls
 from tests.chromium import Browser, find_chromium
 from tests.soak_parts import find_part, part_of
 from tests.train_runs import whole_run
@@ -55,6 +56,7 @@ def _select_soak_part(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    use_wide_matmuls()  # as the ranks do, which tests compare with what they compute themselves
     settings.load_profile("drawn" if config.getoption("markexpr") == "soak" else "seeded")
     if (part := config.getoption("--soak-part")) is not None:
         try:

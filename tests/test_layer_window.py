@@ -127,4 +127,8 @@ def test_a_limit_is_kept_and_names_the_plan_that_fits(whole: Path, capsys: pytes
     assert main([*flags, "90KB", "--plan", "oparam"]) == 3
     assert "even one layer at a time doesn't fit" in capsys.readouterr().err
     assert main([*flags, "900KB", "--plan", "oparamd"]) == 3
-    assert "can't generate text with oparamd" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "can't generate text with oparamd" in error
+    assert error.rstrip().endswith("oparam-fp32")
+    assert main([*flags, "900KB", "--window", "1"]) == 2
+    assert "--window 1 is the number of layers" in capsys.readouterr().err

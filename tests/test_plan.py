@@ -511,7 +511,7 @@ def test_the_nearest_can_run_and_come_in_order(plan, world_size):
         assert candidate.default_strategy.zero == plan.default_strategy.zero
         asked = plan.default_strategy.recompute
         assert candidate.default_strategy.recompute == (asked if asked in SUPPORTED_RECOMPUTE else "elementwise")
-    assert len({candidate.hash for candidate in near}) == len(near)
+    assert len({format_plan_name(candidate) for candidate in near}) == len(near)
     assert nearest_plans(plan, MODEL, WORKLOAD, world_size) == near[:3]
 
 

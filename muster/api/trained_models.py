@@ -87,7 +87,7 @@ def generate(
     chat: bool = False,
     system: str | None = None,
     plan: str = "dp1",
-    window: int = 2,
+    window: int | None = None,
     memory_limit: int | str | None = None,
 ) -> Generation:
     """Let a trained model continue prompts, or with `chat` answer them; the arguments are the flags of `muster
@@ -115,7 +115,7 @@ def converse(
     stop: str | Sequence[str] = (),
     system: str | None = None,
     plan: str = "dp1",
-    window: int = 2,
+    window: int | None = None,
     memory_limit: int | str | None = None,
 ) -> Iterator[str]:
     """Yield a trained model's answer to each line, the user's next message of one dialogue; otherwise as `generate`."""
@@ -144,7 +144,7 @@ def _generation_request(
     chat: bool,
     system: str | None,
     plan: str,
-    memory: tuple[int, int | str | None],
+    memory: tuple[int | None, int | str | None],
 ) -> "GenerationRequest":
     """Return the request for texts; `drawing` is (temperature, top_k, top_p, seed), `memory` (window, limit). Raises
     ConfigError, InfeasibleError."""
@@ -171,6 +171,11 @@ def _generation_request(
     model = verb.find_trained_model(Path(run))
     spread = parse_plan_name(plan, Plan(precision=model.plan.precision))
     require_generation_supported(spread, model.model)
+    if window is not None and spread.default_strategy.offload_param == "none":
+        raise ConfigError(
+            f"window {window} is the number of layers on the device of those in host memory: expected a plan with"
+            f" oparam, got {plan}"
+        )
     return verb.GenerationRequest(
         trained_model=model,
         plan=spread,
@@ -180,7 +185,7 @@ def _generation_request(
         stop=stops,
         chat=chat,
         system=system,
-        window=window,
+        **({} if window is None else {"window": window}),
         memory_limit_bytes=None if limit is None else parse_bytes(str(limit), "--memory-limit"),
     )
 

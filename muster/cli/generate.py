@@ -28,7 +28,7 @@ def run(arguments: list[str]) -> int:
             return 0
         found = generate(args.run, args.prompt, chat=args.chat, **flags)
     except ConfigError as error:
-        raise ConfigError(re.sub("^(temperature|top_[kp]|seed|stop)(?=[ :])", _as_flag, str(error))) from None
+        raise ConfigError(re.sub("^(temperature|top_[kp]|seed|stop|window)(?=[ :])", _as_flag, str(error))) from None
     if args.json:
         texts = [{"prompt": prompt, "text": text} for prompt, text in zip(found.prompts, found.texts, strict=True)]
         facts = {
@@ -115,7 +115,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--window",
         type=positive_int,
-        default=2,
         metavar="N",
         help="layers on the device at once of those that oparam keeps in host memory (default: 2)",
     )

@@ -17,6 +17,7 @@ from muster.launch.heartbeat import Heartbeat, open_heartbeat
 from muster.launch.store_waits import wait_for_keys
 from muster.layout.mesh import MeshCoordinates, coordinates_of
 from muster.parallel.axis import ContextAxis, ExpertAxis, PipelineAxis, TensorAxis
+from muster.parallel.cpu_matmul import use_wide_matmuls
 from muster.parallel.flight_recorder import enable_flight_recorder
 from muster.parallel.gpu_settings import use_expandable_segments, use_full_float32
 from muster.parallel.process_groups import ProcessGroups
@@ -235,6 +236,7 @@ def pick_device(rank: int, size: int, store: dist.Store | None = None) -> torch.
             file=sys.stderr,
             flush=True,
         )
+    use_wide_matmuls()
     return torch.device("cpu")
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from muster.spec.formatting import NOT_AVAILABLE, format_seconds
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
+from muster.spec.units import pluralize
 from muster.validate.score import ErrorScores
 from muster.validate.summary import GroupScores, Summary, places_by_reason
 from muster.validate.sweeps import Sweep
@@ -49,7 +50,7 @@ def sections(summary: Summary) -> list[Section]:
     """Return all tables that have rows, in display order."""
     every = summary.overall.every
     found = [
-        Section(ERRORS, error_rows(summary), f"{every.rows} rows, of which {every.predicted} are predicted."),
+        Section(ERRORS, error_rows(summary), f"{pluralize(every.rows, 'row')}, {every.predicted:,} predicted."),
         Section(KINDS, kind_rows(summary)),
         Section(DEVICES, device_rows(summary)),
         Section(FULLY_SPECIFIED, specified_rows(summary)),

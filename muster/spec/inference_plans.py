@@ -14,7 +14,7 @@ def require_generation_supported(plan: Plan, model: ModelSpec) -> None:
     text with the model."""
     strategy = plan.default_strategy
     away = {}
-    if strategy.offload_param == "host":
+    if strategy.offload_param != "none":
         away = {"offload_param": "host", "offload_param_ratio": strategy.offload_param_ratio}
     can = Plan(tp=plan.tp, precision=plan.precision, micro_batch_size=plan.micro_batch_size)
     can = can.model_copy(update={"default_strategy": can.default_strategy.model_copy(update=away)})

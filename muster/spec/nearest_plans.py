@@ -56,7 +56,10 @@ def nearest_plans(plan: Plan, model: ModelSpec, workload: Workload, world_size: 
         for candidate in _candidates(plan, model, workload, world_size)
         if _is_runnable(candidate, model, workload, world_size)
     )
-    return [candidate for _, _, candidate in ranked[:limit]]
+    by_name: dict[str, Plan] = {}
+    for _, name, candidate in ranked:
+        by_name.setdefault(name, candidate)
+    return list(by_name.values())[:limit]
 
 
 def _is_runnable(plan: Plan, model: ModelSpec, workload: Workload, world_size: int) -> bool:
