@@ -1,5 +1,7 @@
 """Float32 matmuls by oneDNN: the products of MKL, whatever lies how in memory."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -83,6 +85,19 @@ def test_only_large_float32_matmuls_are_replaced(monkeypatch):
     ):
         left @ right
     assert not calls
+
+
+@needs_wide
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_layout_is_left_to_a_reference_kernel(layout, monkeypatch):
+    """oneDNN has one for parts of matrices, which takes 1,000 times as long."""
+    given = []
+    operator = torch.ops.mkldnn._linear_pointwise
+    kernels = SimpleNamespace(_linear_pointwise=lambda *args: (given.append(args[1]), operator(*args))[1])
+    monkeypatch.setattr(torch.ops, "mkldnn", kernels)
+    matrix(256, 128, layout) @ matrix(128, 192, layout)
+    (weight,) = given
+    assert weight.is_contiguous() or weight.t().is_contiguous()
 
 
 @needs_wide

@@ -66,6 +66,8 @@ def _is_wide(left_MK: Tensor, right_KN: Tensor, *others: Tensor) -> bool:
 
 
 def _multiply(left_MK: Tensor, right_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    if not (right_KN.is_contiguous() or right_KN.t().is_contiguous()):
+        right_KN = right_KN.contiguous()  # oneDNN has but a slow reference kernel for parts of matrices
     return torch.ops.mkldnn._linear_pointwise(left_MK, right_KN.t(), bias_N, "none", [], "")
 
 
