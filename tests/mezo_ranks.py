@@ -22,7 +22,7 @@ from muster.model.documents import Documents
 from muster.model.init import init_stage
 from muster.model.perturbation import Direction, Part, whole_numbers
 from muster.optim.lr import lr_at_step
-from muster.parallel.param_offload import OffloadedGroup
+from muster.parallel.offloaded_group import OffloadedGroup
 from muster.parallel.perturbed_passes import PerturbedPasses
 from muster.parallel.world import open_world
 from muster.spec.plan import Plan

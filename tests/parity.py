@@ -48,15 +48,18 @@ from muster.parallel import cp_ring, ep_all_to_all, expert_parallel, op_profile,
 from muster.parallel.axis import TensorAxis
 from muster.parallel.expert_copies import CopiedExperts
 from muster.parallel.file_store import FileSlot
+from muster.parallel.fsdp import LastBackward
 from muster.parallel.layer_activations import HostActivations, SavedLayer
 from muster.parallel.offload import ActivationOffload
+from muster.parallel.offloaded_group import OffloadedGroup
 from muster.parallel.p2p import PendingReceive
-from muster.parallel.param_offload import OffloadedGroup, ParamOffload
+from muster.parallel.param_offload import ParamOffload
 from muster.parallel.shard_levels import LeveledAllGather, LeveledReduceScatter
 from muster.parallel.stage import DecoderStage
 from muster.parallel.vocab_loss import CombinedLoss, hidden_gradient
 from muster.parallel.weight_grad_store import WeightGradStore
 from muster.parallel.world import World, open_world
+from muster.schedule.action import Kind
 from muster.schedule.resolve import resolve_schedule
 from muster.spec.adapters import AdapterSpec
 from muster.spec.four_bit import has_four_bits, is_four_bit_part, with_whole_weights
@@ -605,13 +608,15 @@ def run_case(
     micro_batch_size: int = 1,
     delay_after: int | None = None,
     overlaps: bool = False,
+    in_backward: bool = False,
     **kind: Any,
 ) -> dict[str, Any]:
     """Errors relative to the reference: of the losses, and of this rank's part of the first gradients and their norm.
 
     With `overlaps` z1 gathers and reduces beside passes, as on GPUs. `changes` are fields of the plan that no name
     says. With `profile`, also what the rank held, beside the formulas. From `delay_after` steps on updates are delayed,
-    by the program where the plan has a tier for them, else by `LateUpdater`.
+    by the program where the plan has a tier for them, else by `LateUpdater`. With `in_backward` each step clips by the
+    norm of the step before, which lets a plan with a tier for it update layers within the last backward.
     """
     config, (losses, gradients) = config_of(**kind), expected
     base = Plan(precision=precision, micro_batch_size=micro_batch_size)  # type: ignore[arg-type]
@@ -626,6 +631,8 @@ def run_case(
         if delays:
             late = {"delayed_update": True, "delayed_update_warmup_steps": delay_after}
             config = config.model_copy(update={"train": config.train.model_copy(update=late)})
+        if in_backward:
+            config = with_updates_in_backward(config, full_plan)
         is_late = delay_after is not None and not delays
         updater_type = type("Late", (LateUpdater,), {"first_steps": delay_after}) if is_late else ParameterUpdater
         with patch.object(WatchedTrainer, "updater_type", updater_type):
@@ -663,9 +670,23 @@ def run_case(
             "fed_right": fed == samples_of_step(trainer.dataset, steps - 1, config.train.global_batch_size),
             "parameters": digest.hexdigest(),
             "memory": memory,
+            "updates_in_backward": sum(
+                event.action.kind == Kind.BACKWARD_UPDATE
+                for events in trainer.step_events().values()
+                for event in events
+            ),
             "waiting_bytes": waiting_bytes(trainer) if delays else [],
             "untimed": [str(action) for action in actions if found and not found.times.duration_s(action)],
         }
+
+
+def with_updates_in_backward(config: RunConfig, plan: Plan) -> RunConfig:
+    """Return a run whose gradients are clipped by the norm of the step before, and whose host updates layers within the
+    last backward where the plan lets it update any."""
+    optim = config.optim.model_copy(update={"clip_norm": 0.5, "clip_by_previous_norm": True})
+    early = plan.default_strategy.offload_optimizer != "none"
+    train = config.train.model_copy(update={"update_in_backward": early})
+    return config.model_copy(update={"optim": optim, "train": train})
 
 
 def waiting_bytes(trainer: Trainer) -> list[int]:
@@ -915,6 +936,40 @@ def halved_late_gradients() -> Iterator[None]:
                     gradient.mul_(0.5)
 
     with patch.object(ParameterUpdater, "begin_delayed_step", faulty):
+        yield
+
+
+@contextmanager
+def early_gradients() -> Iterator[None]:
+    """Gradients pass for complete in the backward before the last, whose own are lost to the update."""
+    count = LastBackward.count
+
+    def faulty(self: LastBackward) -> None:
+        count(self)
+        self.is_under_way = self._count == (self.backwards_per_step or 0) - 1
+
+    with patch.object(LastBackward, "count", faulty):
+        yield
+
+
+@contextmanager
+def norm_of_an_earlier_step() -> Iterator[None]:
+    """Layers that are updated within the backward are clipped by the norm of the step before the last one."""
+    begin = ParameterUpdater.begin_backward_updates
+
+    def faulty(self: ParameterUpdater) -> None:
+        begin(self)
+        norms = self.__dict__.setdefault("norms", [])
+        norms.append(self.previous_norm)
+        update = type(self).update_part_in_backward
+
+        def late(stage: int, part: int) -> None:
+            with patch.object(self, "previous_norm", norms[max(0, len(norms) - 2)]):
+                update(self, stage, part)
+
+        self.update_part_in_backward = late  # type: ignore[method-assign]
+
+    with patch.object(ParameterUpdater, "begin_backward_updates", faulty):
         yield
 
 
@@ -1235,6 +1290,8 @@ FAULTS = {
     "columns from the first": columns_from_the_first,
     "scales from the first": scales_from_the_first,
     "halved late gradients": halved_late_gradients,
+    "early gradients": early_gradients,
+    "norm of an earlier step": norm_of_an_earlier_step,
     "stale parameters": stale_params,
     "stale shard": stale_shard,
     "same further token": same_further_token,

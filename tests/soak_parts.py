@@ -46,7 +46,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "test_fake_gpu.py::test_steps_of_every_schedule_with_each_kind_of_plan_wait_once_and_all_ranks_meet",
     ),
     "data": ("test_packing.py", "test_eval.py", "test_tracking.py", "test_fine_tuning.py"),
-    "resume": ("test_resume.py", "test_changed_resume.py", "test_delayed_update.py"),
+    "resume": ("test_resume.py", "test_changed_resume.py", "test_delayed_update.py", "test_backward_updates.py"),
     "kills": ("test_async_saver.py", "test_train.py", "test_remote_checkpoints.py", "test_in_memory_checkpoints.py"),
     "tiers": ("test_tier_faults.py", "test_train_faults.py"),
     "peers": ("test_peers.py", "test_peer_runs.py"),

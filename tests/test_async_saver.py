@@ -16,7 +16,7 @@ from muster.checkpoint.async_saver import AsyncSaver, SaveRequest
 from muster.checkpoint.checkpoint_dir import RetentionPolicy, find_damage, find_latest, list_checkpoints
 from muster.checkpoint.load import read_full
 from muster.checkpoint.staging import StagingBuffer
-from muster.parallel.param_offload import OffloadedGroup
+from muster.parallel.offloaded_group import OffloadedGroup
 from muster.plugins.registry import PluginComponent
 from muster.train import custom_step
 from muster.train.custom_step import CustomStep

@@ -39,7 +39,7 @@ TINY = ("--preset", "tiny", *QUICK, *AT_ONCE, *LATE, "--train.save_every", "1", 
 
 
 def program_of(name: str, delayed: bool = True) -> Program:
-    return build_program(parse_plan_name(name), MODEL, WORK, delayed_update=delayed)
+    return build_program(parse_plan_name(name), MODEL, WORK, update_time="delayed" if delayed else "after_passes")
 
 
 def changed(program: Program, kind: Kind, **fields) -> Program:

@@ -2,6 +2,7 @@
 
 import functools
 import random
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -422,6 +423,74 @@ def test_delayed_updates_have_the_bits_of_the_serial_form(cache: Path) -> None:
 @pytest.mark.soak
 def test_delayed_updates_of_more_plans_have_the_bits_of_the_serial_form(cache: Path) -> None:
     check_delayed_updates(MORE_DELAYED_UPDATES, cache)
+
+
+UPDATES_IN_BACKWARD = [("dp2-z3", "ooptd-oparamd", {"precision": "fp64"})]
+MORE_UPDATES_IN_BACKWARD = [
+    ("dp2-z3", "oopt", {}),
+    ("dp2-z3", "ooptd", {"precision": "bf16"}),
+    ("dp2-z3", "oopt-oparam", {}),
+    ("dp2-z3-rfull", "ooptd-oparamd", {"optim": "lion"}),
+    *((f"dp2-{zero}", "ooptd", {"precision": "fp64"}) for zero in ("z1", "z2")),
+    *((f"dp2-{zero}", "oopt", {}) for zero in ("z1", "z2")),
+    ("dp2", "oopt0.5-oparam0.5", {}),
+    ("dp2", "oopt0.5d", {}),
+    ("dp2", "ooptd-oactd-oparamd", {}),
+    ("dp2", "ooptd-oactd", {"changes": {"bucket_layers": 2}}),
+    ("tp2", "ooptd-oparamd", {"tied": True}),
+    ("cp2", "ooptd", {}),
+    ("pp2", "ooptd-oparamd", {"precision": "bf16", "tied": True}),
+    ("pp2-relem", "oopt", {"precision": "bf16"}),
+    ("pp2-oact", "ooptd", {"precision": "fp64"}),
+    ("pp2v2-sinterleaved", "oopt", {"tied": True}),
+    ("pp2v2-sinterleaved", "ooptd-oparamd", {}),
+]
+
+
+def check_updates_in_backward(num_ranks: int, plans: list[tuple[str, str, dict[str, Any]]], cache: Path) -> None:
+    """Losses and parameters of updates within the backward have the bits of the same clipping without a tier."""
+    steps = {"steps": 5, "in_backward": True}
+    pairs = [({"plan": plan} | fields, {"plan": f"{plan}-{word}"} | fields) for plan, word, fields in plans]
+    faulty = {"plan": "dp2-z3-oopt"} if num_ranks == 2 else {"plan": "dp2x2-z3-oopt"}
+    faults = [faulty | {"fault": fault} for fault in ("early gradients", "norm of an earlier step")]
+    *found, early, other_norm = run(num_ranks, [case | steps for case in [*chain(*pairs), *faults]], cache)
+    for place, pair in enumerate(pairs):
+        for serial, within in zip(*found[2 * place : 2 * place + 2], strict=True):
+            assert (serial["losses"], serial["parameters"]) == (within["losses"], within["parameters"]), pair
+            assert within["updates_in_backward"] > 0, pair
+            assert serial["updates_in_backward"] == 0
+    right = found[0][0]["losses"]
+    for losses, first in ((early[0]["losses"], 2), (other_norm[0]["losses"], 3)):  # steps before a fault are right
+        assert losses[:first] == pytest.approx(right[:first], abs=1e-5)
+        assert losses[first] != pytest.approx(right[first], abs=1e-5)
+
+
+def test_updates_within_the_backward_have_the_bits_of_those_after_it(cache: Path) -> None:
+    check_updates_in_backward(2, UPDATES_IN_BACKWARD, cache)
+
+
+@pytest.mark.soak
+def test_updates_within_the_backward_of_more_plans_have_the_bits_of_those_after_it(cache: Path) -> None:
+    check_updates_in_backward(2, MORE_UPDATES_IN_BACKWARD, cache)
+
+
+@pytest.mark.soak
+def test_updates_within_the_backward_of_replicas_have_the_bits_of_those_after_it(cache: Path) -> None:
+    plans = {"dp2x2": "oopt", "dp2x2-z2": "ooptd", "dp4-zp2": "oopt", "dp2-tp2": "ooptd-oparamd"}
+    check_updates_in_backward(4, [(plan, word, {}) for plan, word in plans.items()], cache)
+
+
+def test_updates_within_the_backward_of_one_rank(cache: Path) -> None:
+    precisions = {"oopt": "fp32", "ooptd-oparamd": "bf16", "ooptd": "bf16"}
+    cases = [
+        {"plan": plan, "precision": precision}
+        for word, precision in precisions.items()
+        for plan in ("dp1", f"dp1-{word}")
+    ]
+    found = run(1, [case | {"steps": 4, "in_backward": True} for case in cases], cache)
+    for (serial,), (within,) in zip(found[::2], found[1::2], strict=True):
+        assert (serial["losses"], serial["parameters"]) == (within["losses"], within["parameters"])
+        assert within["updates_in_backward"] == 12
 
 
 OFFLOADED_PARAMS = {"ooptd-oparamd": "stale parameters", "oopt-oparam": "stale shard"}

@@ -388,6 +388,6 @@ def predict(
         framework=_resolve_framework(framework, devices),
         optim=optim,
         outer=outer or given.outer,
-        delayed_update=given.delayed_update,
+        update_time=given.update_time,
         rebalance_experts_every=given.rebalance_experts_every,
     )

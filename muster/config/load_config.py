@@ -19,7 +19,7 @@ from muster.config.config_layers import (
 from muster.config.freezing import freeze_for_adapter
 from muster.config.merge import AUTO_FIELDS, MergedConfig, coerce_value, run_schema, unique_plugins
 from muster.config.migrations import migrate
-from muster.config.optim_config import OptimConfig
+from muster.config.optim_config import OptimConfig, UpdateTime
 from muster.config.outer_config import OuterConfig
 from muster.config.run_config import RunConfig, TrainConfig
 from muster.config.run_length import steps_from_epochs, steps_from_tokens
@@ -162,8 +162,8 @@ class PlanInput:
     is_auto: bool = False
     """True where the run file leaves the plan to `auto`; `plan` has what it says beside."""
     outer: OuterConfig | None = None
-    delayed_update: bool = False
-    """True where the run file delays the host's updates."""
+    update_time: UpdateTime = "after_passes"
+    """Time at which the host updates parameters."""
     rebalance_experts_every: int = 0
     """Steps between moves of experts; 0: they stay."""
 
@@ -196,7 +196,7 @@ def load_plan_input(path: Path) -> PlanInput:
         optim,
         merged.plan_is_auto,
         _section(merged, "outer", OuterConfig, {}),
-        train is not None and train.delayed_update,
+        "after_passes" if train is None else train.update_time,
         0 if train is None else train.rebalance_experts_every,
     )
 

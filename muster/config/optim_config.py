@@ -8,6 +8,10 @@ from muster.config.optimizers import OPTIMIZERS
 from muster.plugins.registry import require_component
 from muster.spec.base import Fraction, Frozen, NonNegative, Portion, Positive
 
+UpdateTime = Literal["after_passes", "delayed", "in_backward"]
+"""Time at which the host updates parameters: after a step's passes, beside those of the next step with the gradients of
+this one, or within the step's last backward."""
+
 _SCHEDULE_KEYS = {"decay_fraction": ("wsd",), "decay_shape": ("wsd",)}
 """Keys that only some learning-rate schedules read, with these schedules."""
 
@@ -80,6 +84,9 @@ class OptimConfig(Frozen):
     clip_norm: NonNegative = 1.0
     """The gradients' global norm is cut down to this; 0: never. mezo, 0 if not given: so is the slope along the
     perturbation."""
+    clip_by_previous_norm: bool = False
+    """Clip by the gradient norm of the last step that was applied, which is known before this step's gradients are; a
+    first step by its own."""
     ema_decay: Fraction = 0.0
     """Decay of an exponential moving average of the weights, such as 0.999, which is kept beside them and used as
     `RUN@ema`; 0: none."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from muster.config.freezing import check_four_bits, check_patterns, check_weight_changes, freeze_for_adapter
-from muster.config.optim_config import OptimConfig
+from muster.config.optim_config import OptimConfig, UpdateTime
 from muster.config.optimizers import OPTIMIZERS
 from muster.config.outer_config import OuterConfig
 from muster.plugins.loader import PluginFile
@@ -193,6 +193,10 @@ class TrainConfig(Frozen):
     computed with the parameters before the update (arXiv:2101.06840 §5.2)."""
     delayed_update_warmup_steps: NonNegativeInt = 40
     """First steps, whose updates aren't delayed."""
+    update_in_backward: bool = False
+    """Update the layers whose optimizer state is off the device within a step's last backward, each as soon as its
+    gradients are complete (Fuyou, arXiv:2403.06504): gradients are clipped by the norm of the step before
+    (`optim.clip_by_previous_norm: true`), or never (`optim.clip_norm: 0`)."""
     deterministic: bool = False
     """Use only PyTorch algorithms that give the same bits every time."""
     z_loss: NonNegative = 0.0
@@ -223,9 +227,18 @@ class TrainConfig(Frozen):
             raise ValueError("steps: missing, expected a whole number >= 1; or give tokens or epochs")
         if self.elastic and self.in_memory_checkpoint_every:
             raise ValueError("elastic keeps the state of every step in memory: leave in_memory_checkpoint_every out")
+        if self.delayed_update and self.update_in_backward:
+            raise ValueError("delayed_update and update_in_backward are given, expected one of them")
         if self.loss is not None and self.z_loss:
             raise ValueError(f"z_loss is added to cross-entropy, but loss is {self.loss}: leave z_loss out")
         return self
+
+    @property
+    def update_time(self) -> UpdateTime:
+        """Time at which the host updates parameters, but for the first steps."""
+        if self.update_in_backward:
+            return "in_backward"
+        return "delayed" if self.delayed_update else "after_passes"
 
     @property
     def keeps_state_in_memory(self) -> bool:

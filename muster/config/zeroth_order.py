@@ -57,9 +57,11 @@ def require_zeroth_order_runs(config: RunConfig) -> None:
         found.append(("no gradients for hd_pissa", "take another kind of adapter"))
     found += [
         (f"no gradients for train.{key}", f"leave train.{key} out")
-        for key in ("loss", "training_step", "delayed_update")
+        for key in ("loss", "training_step", "delayed_update", "update_in_backward")
         if getattr(train, key)
     ]
+    if config.optim.clip_by_previous_norm:
+        found.append(("no gradient norm for optim.clip_by_previous_norm", "leave it out"))
     if config.optim.perturbation_parallel:
         found += _against_pairs(plan)
     if found:

@@ -3,7 +3,7 @@ Rajbhandari et al. 2021, arXiv:2104.07857)."""
 
 from dataclasses import dataclass
 
-from muster.config.optim_config import OptimConfig
+from muster.config.optim_config import OptimConfig, UpdateTime
 from muster.config.optimizer_state import is_zeroth_order
 from muster.cost.memory.param_shards import ParamShard, StageParamShards, stage_param_shards
 from muster.cost.precision_bytes import compute_bytes, master_bytes
@@ -26,6 +26,9 @@ class OffloadedParams:
     """Bytes of an element of master weights and gradients."""
     has_gradients: bool = True
     """False where a step has no backward."""
+    sums_stay: bool = False
+    """True if the sums that a step's last backward completes stay in host memory for its updates, which are beside
+    it."""
 
     @property
     def groups(self) -> tuple[tuple[Tier, ParamShard], ...]:
@@ -45,12 +48,13 @@ class OffloadedParams:
 
     def disk_bytes_of_pass(self, backward: bool, num_micro_batches: int) -> tuple[float, float]:
         """Return the bytes that a pass reads and writes on disk; of a backward the mean, since a step's first has no
-        sums of gradients to read."""
+        sums of gradients to read, and its last none to write where they stay in host memory."""
         read: float = self.numel("disk", layers_only=backward) * self.compute_size
         gradients = self._disk_gradients * self.master_size
         if not backward:
             return read, 0
-        return read + gradients * (1 - 1 / num_micro_batches), gradients
+        but_one = gradients * (1 - 1 / num_micro_batches)
+        return read + but_one, but_one if self.sums_stay else gradients
 
     @property
     def _disk_gradients(self) -> int:
@@ -67,7 +71,7 @@ class OffloadedParams:
         """Bytes that the update of all parts on disk reads and writes beside the optimizer's state."""
         masters, gradients = self.numel("disk"), self._disk_gradients
         copies = masters * self.compute_size * self.has_copies
-        return (masters + gradients) * self.master_size, masters * self.master_size + copies
+        return (masters + gradients * (not self.sums_stay)) * self.master_size, masters * self.master_size + copies
 
     @property
     def has_copies(self) -> bool:
@@ -90,22 +94,39 @@ class OffloadedParams:
 
     @property
     def host_buffers(self) -> int:
-        """Bytes of buffers in host memory for what is on its way.
+        """Bytes of buffers in host memory for what is on its way, in passes or in the updates after them."""
+        passes, update = self._buffers
+        return max(passes, update)
+
+    @property
+    def host_buffers_in_backward(self) -> int:
+        """The same where the host updates layers within the last backward: both at once."""
+        return sum(self._buffers)
+
+    @property
+    def _buffers(self) -> tuple[int, int]:
+        """Bytes of the buffers for passes and for updates.
 
         In passes: gradients of one group as they arrive and, on disk, those of another with their sums, and copies of
         two; in updates on disk: master weights and gradients of three parts.
         """
         if not self.groups:
-            return 0
+            return 0, 0
         largest = max(held.shard_numel for _, held in self.groups)
         on_disk = max((held.shard_numel for tier, held in self.groups if tier == "disk"), default=0)
         gradients = self.master_size * self.has_gradients
         passes = largest * gradients + on_disk * (2 * gradients + 2 * self.compute_size)
         update = on_disk * (3 * (self.master_size + gradients) + self.compute_size)
-        return max(passes, update)
+        return passes, update
 
 
-def offloaded_params(spec: ModelSpec, plan: Plan, stage: int, optim: OptimConfig | None = None) -> OffloadedParams:
+def offloaded_params(
+    spec: ModelSpec,
+    plan: Plan,
+    stage: int,
+    optim: OptimConfig | None = None,
+    update_time: UpdateTime = "after_passes",
+) -> OffloadedParams:
     """Return the parameters of a stage that are off the device."""
     if not plan.offloads_params:
         return OffloadedParams()
@@ -117,6 +138,7 @@ def offloaded_params(spec: ModelSpec, plan: Plan, stage: int, optim: OptimConfig
         compute_bytes(plan.precision),
         master_bytes(plan.precision),
         not is_zeroth_order(optim),
+        update_time == "in_backward",
     )
 
 

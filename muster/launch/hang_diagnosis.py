@@ -28,6 +28,7 @@ _KIND_DESCRIPTIONS = {
     Kind.UPDATE: "the optimizer step in host memory",
     Kind.DELAYED_UPDATE: "the optimizer step in host memory",
     Kind.LATE_UPDATE: "the optimizer step in host memory",
+    Kind.BACKWARD_UPDATE: "the optimizer step in host memory",
     Kind.OFFLOAD_GRAD: "the copy of gradients to host memory",
     Kind.RELOAD_PARAM: "the copy of parameters from host memory",
     Kind.READ_STATE: "the read of optimizer state from disk",

@@ -61,15 +61,22 @@ class HostPart:
         self._buffers: list[Tensor] = []
         self._free()
 
-    def fetch(self) -> Callable[[], None]:
-        """Start to copy gradients and parameters to the host; the returned function waits for the end."""
+    def fetch(self, in_backward: bool = False) -> Callable[[], None]:
+        """Start to copy gradients and parameters to the host; the returned function waits for the end. `in_backward`:
+        see `HostLink.copy`."""
         pairs = []
         for name, param in self.params.items():
             if param.grad is not None:
                 hosted = self._hosted[name]
                 hosted.data, hosted.grad = self._buffer(param), self._buffer(param)
                 pairs += [(hosted.data, param.detach()), (hosted.grad, param.grad)]
-        return self._link.copy(pairs, host_waits=True)
+        return self._link.copy(pairs, host_waits=True, after_device=not in_backward)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the gradients in host memory."""
+        found = [hosted.grad for hosted in self._hosted.values() if hosted.grad is not None]
+        if factor != 1 and found:
+            torch._foreach_mul_(found, factor)
 
     @host_memory()
     def update(self, lr: float) -> None:
@@ -94,14 +101,15 @@ class HostPart:
         pairs = [(self._hosted[name].data, self.params[name].detach()) for name in self.pending_gradients()]
         self._link.copy(pairs, host_waits=True)()
 
-    def give_back(self) -> Callable[[], None]:
-        """Start to copy the parameters back; the returned function waits for the end and frees the buffers."""
+    def give_back(self, in_backward: bool = False) -> Callable[[], None]:
+        """Start to copy the parameters back; the returned function waits for the end and frees the buffers.
+        `in_backward`: see `HostLink.copy`."""
         pairs = [
             (param.detach(), self._hosted[name].data)
             for name, param in self.params.items()
             if self._hosted[name].grad is not None
         ]
-        wait = self._link.copy(pairs)
+        wait = self._link.copy(pairs, host_waits=in_backward, after_device=not in_backward)
 
         def finish() -> None:
             wait()

@@ -42,7 +42,8 @@ class Executor:
     `copies` start the other copies; the functions that they return wait for the end.
     `routes` lead from a stage on this pipeline rank to a neighbouring stage on another one. `clock` takes
     the moments at which instructions start and end. `heartbeat` is told of each instruction as it starts. Passes that
-    run as one take `turns`.
+    run as one take `turns`. `on_failure` is told of errors in that thread, and of those of the rank's own that it is
+    to end with.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Executor:
         heartbeat: Heartbeat | None = None,
         copies: Mapping[Kind, Callable[[Action], Callable[[], None]]] | None = None,
         turns: Turns | None = None,
+        on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._tells_launcher = heartbeat is not None
         self._heartbeat = heartbeat or Heartbeat(bytearray(PAGE_BYTES))
@@ -103,13 +105,21 @@ class Executor:
 
         self._host_lane: HostLane | None = None
         if self.lanes["host"]:
-            self._host_lane = HostLane(self.lanes, handlers, copies or {})
-            self.lanes |= dict.fromkeys(self._host_lane.lanes, ())
+            self._host_lane = HostLane(self.lanes, handlers, copies or {}, on_failure)
+            self.lanes |= {lane: self.lanes[lane][:first] for lane, first in self._host_lane.first.items()}
 
     def run(self) -> StepRecord:
         """Run one step and return the record of this rank's instructions."""
-        if self._host_lane is not None:
-            self._host_lane.start()
+        if self._host_lane is None:
+            return self._run()
+        self._host_lane.start()
+        try:
+            return RecordBesideHost(self._run(), self._host_lane.finish(self.world_rank))
+        except BaseException as error:
+            self._host_lane.abandon(error)
+            raise
+
+    def _run(self) -> StepRecord:
         self._cursor: dict[Lane, int] = dict.fromkeys(LANES, 0)
         self._pending: dict[Wait, PendingReceive | PendingTensor] = {}
         """Communication that has started and overlaps with compute."""
@@ -134,10 +144,7 @@ class Executor:
         assert not self._pending_copies, "no pass waits for a copy, which the checker should have refused"
         for index in list(self._pending_sends):
             self._release_send(index)
-        record = self._clock.take_record(self.world_rank, self._timed)
-        if self._host_lane is None:
-            return record
-        return RecordBesideHost(record, self._host_lane.finish(self.world_rank))
+        return self._clock.take_record(self.world_rank, self._timed)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Order
@@ -168,15 +175,17 @@ class Executor:
             self._clock.mark_idle()
         if instruction.action.kind not in RECEIVES and not KINDS[instruction.action.kind].overlapped:
             self._timed.append((lane, instruction.action, start, self._clock.mark()))
+        if self._host_lane is not None and lane == "compute":
+            self._host_lane.note_over(Wait(lane, index))
 
     def _is_complete(self, wait: Wait) -> bool:
-        if self._host_lane is not None and wait.lane in self._host_lane.lanes:
+        if self._host_lane is not None and self._host_lane.walks(wait):
             return self._host_lane.is_over(wait)
         has_started = self._cursor[wait.lane] > wait.index
         return has_started and wait not in self._pending and wait not in self._pending_copies
 
     def _wait_for(self, wait: Wait) -> None:
-        if self._host_lane is not None and wait.lane in self._host_lane.lanes:
+        if self._host_lane is not None and self._host_lane.walks(wait):
             self._host_lane.wait(wait)
             return
         while self._cursor[wait.lane] <= wait.index:
@@ -185,6 +194,8 @@ class Executor:
             self._complete(wait)
         if wait in self._pending_copies:
             self._pending_copies.pop(wait)()
+            if self._host_lane is not None:
+                self._host_lane.note_over(wait)
 
     def _complete(self, wait: Wait) -> None:
         if wait.lane == "collective":

@@ -112,7 +112,7 @@ def materialize(module: Decoder, device: torch.device, empty_groups: Collection[
 
     def allocate(tensor: Tensor) -> Tensor:
         made = torch.empty_like(tensor, device=device)
-        if (size := padded.get(id(tensor))) is not None and (local := _local(made)).shape == size:
+        if (size := padded.get(id(tensor))) is not None and (local := local_tensor(made)).shape == size:
             local.untyped_storage().resize_(0)
         return made
 
@@ -130,11 +130,11 @@ def local_parameters(module: nn.Module) -> dict[str, Tensor]:
     memory."""
     if (masters := master_weights(module)) is not None:
         return masters.by_name
-    return {name: _local(parameter) for name, parameter in module.named_parameters()}
+    return {name: local_tensor(parameter) for name, parameter in module.named_parameters()}
 
 
 def attach_local_gradients(module: nn.Module, local: dict[str, Tensor]) -> None:
-    """Set `.grad` of each local parameter to this rank's shard of the reduced gradient.
+    """Set `.grad` of these local parameters to this rank's shard of the reduced gradient.
 
     Gathered parameters are dropped first: only sharded ones have reduced gradients.
     """
@@ -142,7 +142,9 @@ def attach_local_gradients(module: nn.Module, local: dict[str, Tensor]) -> None:
     if master_weights(module) is not None:
         return  # they are there already
     for name, parameter in module.named_parameters():
-        local[name].grad = None if parameter.grad is None else _local(parameter.grad)
+        if name not in local:
+            continue
+        local[name].grad = None if parameter.grad is None else local_tensor(parameter.grad)
 
 
 def unshard(module: nn.Module, waits: bool = True) -> None:
@@ -209,25 +211,27 @@ class LastBackward:
     """
 
     def __init__(self, module: nn.Module, completes: bool, reduces_beside: bool) -> None:
-        self._module, self._completes, self._reduces_beside = module, completes, reduces_beside
+        self._module, self._completes, self.reduces_beside = module, completes, reduces_beside
         self.backwards_per_step: int | None = None
         """None: not known, as while single passes are timed; then each completes, and none reduces under z1."""
         self._count = 0
+        self.is_under_way = False
+        """True from the begin of a step's last backward on."""
 
     def begin_step(self) -> None:
         """Count from the step's first backward on."""
-        self._count = 0
+        self._count, self.is_under_way = 0, False
 
     def count(self) -> None:
         """Count a backward, which is about to begin."""
         self._count += 1
         total = self.backwards_per_step
-        is_last = total is not None and self._count % total == 0
+        is_last = self.is_under_way = total is not None and self._count % total == 0
         if self._completes and isinstance(self._module, FSDPModule):
             self._module.set_requires_all_reduce(total is None or is_last)
         if self._completes and (leveled := leveled_collectives(self._module)) is not None:
             leveled.set_due(total is None or is_last)
-        if self._reduces_beside and is_last:
+        if self.reduces_beside and is_last:
             reduce_in_next_backward(self._module)
 
 
@@ -265,7 +269,8 @@ def fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:
     return (part for part in module.modules() if isinstance(part, FSDPModule))
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a parameter or a gradient, which shares its memory."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
@@ -312,4 +317,4 @@ def _parameter_gradient_bytes(parameter: Any) -> int:  # of a private type
         parameter.unsharded_accumulated_grad,
         None if unsharded is None else unsharded.grad,
     ]
-    return sum(_local(gradient).nbytes for gradient in held if gradient is not None)
+    return sum(local_tensor(gradient).nbytes for gradient in held if gradient is not None)

@@ -54,9 +54,12 @@ class HostLink:
         self.copied_bytes = 0
         """Bytes copied so far, in both directions."""
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], host_waits: bool = False) -> Callable[[], None]:
+    def copy(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], host_waits: bool = False, after_device: bool = True
+    ) -> Callable[[], None]:
         """Start to copy (target, source) tensors; the returned function makes the device wait for the end, or, with
-        `host_waits`, the host, which is about to read them."""
+        `host_waits`, the host, which is about to read them. `after_device`: False where the copy needn't wait for what
+        the device has been given to do so far."""
         self.copied_bytes += sum(source.nbytes for _, source in pairs)
         if self._stream is None:
             for target, source in pairs:
@@ -64,7 +67,8 @@ class HostLink:
             return lambda: None
         module = torch.get_device_module(self.device)
         compute = module.current_stream(self.device)
-        self._stream.wait_stream(compute)
+        if after_device:
+            self._stream.wait_stream(compute)
         with module.stream(self._stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)

@@ -36,6 +36,7 @@ from muster.model.recompute import apply_recompute
 from muster.model.sliced_attention import SliceState, apply_slices
 from muster.model.tiling import apply_tiles, compute_in_tiles, tile_rows
 from muster.parallel import tensor_parallel
+from muster.parallel.backward_updates import BackwardUpdates
 from muster.parallel.compile import compile_blocks, is_compiled
 from muster.parallel.context_parallel import (
     apply_context_groups,
@@ -148,7 +149,7 @@ class DecoderStage:
         self._spread_experts(world)
         self._weight_grads = WeightGradStore()
         # A rank that shares its parameters with no other reduces in its backwards: see `apply_fsdp`.
-        self._zero: ZeroLevel = strategy.zero if world.groups.data_mesh() is not None else "z2"
+        self.zero: ZeroLevel = strategy.zero if world.groups.data_mesh() is not None else "z2"
         if self.tp_axis is not None or split_backward:
             apply_parallel_linears(self.module, self.tp_axis, self._weight_grads, self._routes_own_tokens)
         self._use_float8(plan)
@@ -172,7 +173,9 @@ class DecoderStage:
         self._losses = torch.zeros(NUM_LOSSES, dtype=torch.float64, device=world.device)
         has_replicas = strategy.zero != "z1" and plan.mesh(index).dp_replicate > 1
         completes = (has_replicas or plan.grad_shard_size is not None) and plan.reduces_replicas_once
-        self.last_backward = LastBackward(self.module, completes, self._zero == "z1" and self.overlaps_data_parallel)
+        self.last_backward = LastBackward(self.module, completes, self.zero == "z1" and self.overlaps_data_parallel)
+        self.backward_updates = BackwardUpdates(())
+        """Layers that the host updates within a step's last backward, where any are."""
         self.vocab: VocabShard | None = None
         if has_vocab_shard(plan, index):
             ends = plan.pp_rank(0), plan.pp_rank(plan.stages_per_replica - 1)
@@ -421,7 +424,10 @@ class DecoderStage:
         self.last_backward.count()
         if self._replays:
             return self.pass_graphs.backward(micro_batch, gradient)  # type: ignore[union-attr]
-        return self.run_backward(micro_batch, gradient)
+        found = self.run_backward(micro_batch, gradient)
+        if self.last_backward.is_under_way and not self.param_offload.groups:
+            self.backward_updates.note_backward_over()
+        return found
 
     def run_backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
         """Run `backward` operator by operator."""
@@ -446,7 +452,7 @@ class DecoderStage:
 
     def backward_input(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
         """Run `backward` but for the gradients of matrices, which are left to `backward_weight`."""
-        with self._weight_grads.deferring(micro_batch), no_gradient_sync(self.module, self._zero):
+        with self._weight_grads.deferring(micro_batch), no_gradient_sync(self.module, self.zero):
             return self.run_backward(micro_batch, gradient)
 
     def backward_weight(self, micro_batch: int) -> None:
@@ -548,8 +554,10 @@ class DecoderStage:
             all_reduce_replicated_grads(self.tp_axis, self.parameters, self._replicated, self.world.device)
 
     def attach_local_gradients(self) -> None:
-        """Set `.grad` of each local parameter to this rank's shard of the reduced gradient."""
-        attach_local_gradients(self.module, self.parameters)
+        """Set `.grad` of each local parameter to this rank's shard of the reduced gradient, but for those that the host
+        updates within the last backward."""
+        taken = self.backward_updates.names
+        attach_local_gradients(self.module, {name: own for name, own in self.parameters.items() if name not in taken})
         self.param_offload.attach_gradients()
 
     def zero_grad(self) -> None:

@@ -21,6 +21,7 @@ from muster.config.optimizer_state import is_zeroth_order, whole_matrix_shapes
 from muster.config.optimizers import OPTIMIZERS
 from muster.config.run_config import RunConfig
 from muster.config.zeroth_order import require_zeroth_order_runs
+from muster.layout.tensor_layout import tp_partial_grad_copies
 from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.explain import explain_no_plan
 from muster.planner.memory.trim_offload import trim_offload
@@ -244,6 +245,8 @@ def _require_parts_run(config: RunConfig) -> None:
         _require_host_updates(config)
     if train.delayed_update:
         _require_delayed_updates(plan, tiers)
+    if train.update_in_backward:
+        _require_updates_in_backward(config)
     if train.rebalance_experts_every:
         _require_moving_experts(config)
     if train.straggler_check_every and plan.islands > 1:
@@ -255,6 +258,12 @@ def _require_parts_run(config: RunConfig) -> None:
         raise InfeasibleError(
             "train.straggler_action replace gives the place of a slow rank to a spare: it needs"
             " train.straggler_check_every above 0, train.elastic true and train.spares above 0"
+        )
+    if optim.clip_by_previous_norm and (train.training_step is not None or plan.post_validation):
+        raise InfeasibleError(
+            "optim.clip_by_previous_norm clips a step by a norm that is known before, where a plugin's training step"
+            " clips by its own and post_validation takes steps back that should have been clipped: leave it, or"
+            " train.training_step and pv, out"
         )
     if train.training_step is not None and plan.post_validation:
         raise InfeasibleError(
@@ -287,6 +296,52 @@ def _require_delayed_updates(plan: Plan, tiers: Collection[str]) -> None:
             "train.delayed_update reads and writes optimizer state on disk beside the passes, whose activations have"
             " the disk then: leave train.delayed_update or oactd out, or keep the state in host memory (oopth)"
         )
+
+
+def _require_updates_in_backward(config: RunConfig) -> None:
+    """Raise ConfigError for clipping by a norm that isn't known within a backward, InfeasibleError where the host can't
+    update layers within it."""
+    plan, model, train, optim, key = (
+        config.parallel,
+        config.model,
+        config.train,
+        config.optim,
+        "train.update_in_backward",
+    )
+    if optim.clip_norm and not optim.clip_by_previous_norm:
+        raise ConfigError(
+            f"{key} updates layers before the step's gradient norm is known: clip by that of the step before"
+            " (optim.clip_by_previous_norm: true), or not at all (optim.clip_norm: 0)"
+        )
+    num_layers = model.num_layers
+    if not any(plan.host_updated_layers(stage, num_layers) for stage in range(plan.num_stages)):
+        raise InfeasibleError(
+            f"{key} lets the host update layers within the last backward, but the plan has all optimizer state on the"
+            f" device: add oopth or ooptd to the plan, or leave {key} out"
+        )
+    has_copies = any(
+        tp_partial_grad_copies(model, [name for name, _ in parameter_shapes(model)], plan.mesh(stage), strategy.sp)
+        for stage in range(plan.num_stages)
+        for strategy in plan.strategies
+    )
+    beside = (
+        (
+            has_copies,
+            "weights that tensor-parallel ranks hold copies of, whose gradients are added up after the passes",
+        ),
+        (plan.precision == "fp16", "fp16, whose steps may overflow and be skipped"),
+        (bool(train.spike_sigmas), "train.spike_sigmas, which skips steps by their gradient norm"),
+        (plan.cuda_graphs, "cuda_graphs, whose passes tell of no layer"),
+        (plan.split_backward, f"schedule {plan.schedule}, which splits backwards (it has no parity test yet)"),
+        (plan.vocab_parallel, "vocab (it has no parity test yet)"),
+        (plan.dynamic_context_parallel, "cpdyn (it has no parity test yet)"),
+        (plan.islands > 1 or config.outer is not None, "islands (they have no parity test yet)"),
+        (model.moe is not None, "experts (they have no parity test yet)"),
+        (model.mtp_layers > 0, "multi-token prediction (it has no parity test yet)"),
+    )
+    for is_there, what in beside:
+        if is_there:
+            raise InfeasibleError(f"{key} can't be run with {what}: leave one of them out")
 
 
 def _require_moving_experts(config: RunConfig) -> None:

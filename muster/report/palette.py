@@ -6,7 +6,7 @@ simulated colour blindness and the contrast of the text on them.
 
 from dataclasses import dataclass
 
-from muster.schedule.action import COPIES, Kind
+from muster.schedule.action import COPIES, UPDATES_BESIDE_PASSES, Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ PAINTS = (
         "step",
         "gradient norm, optimizer step",
         (
-            *(Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.CLIP, Kind.UPDATE, Kind.DELAYED_UPDATE, Kind.LATE_UPDATE),
+            *(Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.CLIP, Kind.UPDATE, *UPDATES_BESIDE_PASSES),
             *(Kind.STEP, Kind.OUTER_STEP),
         ),
         "#2b2f36",

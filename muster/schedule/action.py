@@ -63,6 +63,7 @@ class Kind(StrEnum):
     UPDATE = "UPDATE"
     DELAYED_UPDATE = "DELAYED_UPDATE"
     LATE_UPDATE = "LATE_UPDATE"
+    BACKWARD_UPDATE = "BACKWARD_UPDATE"
     RELOAD_PARAM = "RELOAD_PARAM"
     WRITE_STATE = "WRITE_STATE"
     STEP = "STEP"
@@ -177,6 +178,13 @@ KINDS: dict[Kind, KindTraits] = {
     Kind.LATE_UPDATE: KindTraits(
         "host", "update of a part of the parameters by the host, which ends the step before, ahead of its first use"
     ),
+    Kind.BACKWARD_UPDATE: KindTraits(
+        "host",
+        "update of a layer's parameters by the host within the step's last backward, once their gradients are complete",
+        reads="m",
+        makes="n",
+        frees="m",
+    ),
     Kind.RELOAD_PARAM: KindTraits("host_copy", "copy a part's parameters back to the device", reads="n", frees="n"),
     Kind.READ_STATE: KindTraits("disk", "read a part's optimizer state from disk", makes="v"),
     Kind.WRITE_STATE: KindTraits("disk", "write a part's optimizer state to disk", reads="v", frees="v"),
@@ -209,8 +217,10 @@ BACKWARDS = (Kind.B, Kind.I)
 SENDS = (Kind.SEND_F, Kind.SEND_B)
 RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 
+UPDATES_BESIDE_PASSES = (Kind.DELAYED_UPDATE, Kind.LATE_UPDATE, Kind.BACKWARD_UPDATE)
+"""Updates of a part of a stage's parameters in the lane of the host's cores: the work of UPDATE at another time."""
 HOST_UPDATE_KINDS = (
-    *(Kind.OFFLOAD_GRAD, Kind.READ_STATE, Kind.UPDATE, Kind.DELAYED_UPDATE, Kind.LATE_UPDATE),
+    *(Kind.OFFLOAD_GRAD, Kind.READ_STATE, Kind.UPDATE, *UPDATES_BESIDE_PASSES),
     *(Kind.RELOAD_PARAM, Kind.WRITE_STATE),
 )
 """Instructions on one part of a stage's parameters, which is the slice of their action."""

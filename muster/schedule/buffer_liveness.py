@@ -56,10 +56,12 @@ _GRADIENT_ORDER = {
 _GRADIENT_ORDER |= {Kind.GRAD_NORM: 5, Kind.GRAD_NORM_ASYNC: 5, Kind.CLIP: 6, Kind.STEP: 8}
 _GRADIENT_ORDER |= dict.fromkeys((Kind.MOVE_EXPERTS, *OUTER_KINDS), 9)
 _GRADIENT_ORDER |= dict.fromkeys((Kind.OFFLOAD_GRAD, Kind.UPDATE, Kind.RELOAD_PARAM, Kind.WRITE_STATE), 7)
+_GRADIENT_ORDER[Kind.BACKWARD_UPDATE] = 7
 """Order of instructions on gradients: each kind needs all the earlier ones to be over."""
 
 
 _READ = Kind.READ_STATE
+_UPDATES = (Kind.UPDATE, Kind.DELAYED_UPDATE, Kind.BACKWARD_UPDATE)
 
 BufferKey = tuple[str, int]
 """Letter and stage of a buffer."""
@@ -92,8 +94,7 @@ class BufferLiveness:
         actions = [action for items in program.ranks[rank].values() for action, _, _ in items]
         self.unsharded_stages = {action.stage for action in actions if action.kind == Kind.UNSHARD}
         read = Counter(item.action.stage for item in program.ranks[rank].get("disk", ()) if item.action.kind == _READ)
-        is_update = (Kind.UPDATE, Kind.DELAYED_UPDATE)
-        updated = Counter(action.stage for action in actions if action.kind in is_update)
+        updated = Counter(action.stage for action in actions if action.kind in _UPDATES)
         self.read_stages = {stage for stage, count in read.items() if count == updated[stage]}
         """Stages whose optimizer state is on disk, all of it."""
         fetched = Counter(action.stage for action in actions if action.kind == Kind.OFFLOAD_GRAD)
@@ -102,6 +103,11 @@ class BufferLiveness:
         self.pending_gradients = dict.fromkeys(action for action in actions if action.kind in _GRADIENT_ORDER)
         """Instructions on gradients that are not over yet."""
         self.kinds = KINDS
+        in_backward = [action for action in actions if action.kind == Kind.BACKWARD_UPDATE]
+        self.updated_in_backward = {action[1:] for action in in_backward}
+        """Stage and part of the updates within the last backward of a stage."""
+        self.last_in_backward = {action.stage: action for action in in_backward}
+        """Stages with such updates, and the last of each."""
         self.delayed = [action for action in actions if action.kind == Kind.DELAYED_UPDATE]
         """Updates with gradients that the round before left in host memory, and this one leaves for the next."""
         for action in self.delayed:
@@ -134,7 +140,9 @@ class BufferLiveness:
                     self.logits += 1
                     self.peak_logits = max(self.peak_logits, self.logits)
             return
-        if rule.order > 0 and not (self.delayed and action.kind == Kind.WRITE_STATE):
+        if action[1:] in self.updated_in_backward:
+            self._check_last_backward(action)
+        elif rule.order > 0 and not (self.delayed and action.kind == Kind.WRITE_STATE):
             self._check_gradients(action)
         for letter, place in rule.reads:
             if not alive.get((place, unit if letter != "p" else None)):
@@ -170,10 +178,12 @@ class BufferLiveness:
 
     def _add_rule(self, kind: Kind, stage: int) -> _BufferRule:
         own = self.kinds[kind]
-        reads = own.reads + ("v" if kind in (Kind.UPDATE, Kind.DELAYED_UPDATE) and stage in self.read_stages else "")
+        reads = own.reads + ("v" if kind in _UPDATES and stage in self.read_stages else "")
         reads += "p" if kind in PASSES and stage in self.unsharded_stages else ""
         frees = own.frees
-        if kind == Kind.UPDATE and stage not in self.fetched_stages:  # some gradients have come in the passes
+        if (
+            kind in (Kind.UPDATE, Kind.BACKWARD_UPDATE) and stage not in self.fetched_stages
+        ):  # some gradients have come in the passes
             reads, frees = reads.replace("m", ""), frees.replace("m", "")
         read, made, freed = (tuple(self._buffer_keys(letters, stage)) for letters in (reads, own.makes, frees))
         rule = _BufferRule(read, made, freed, _GRADIENT_ORDER.get(kind, -1))
@@ -238,6 +248,19 @@ class BufferLiveness:
             if self.placement[other.stage] == self.rank:
                 return Action(Kind.F if letter == "x" else Kind.B, other.stage, *action[2:])
         return producer
+
+    def _check_last_backward(self, action: Action) -> None:
+        """Check that an update within a stage's last backward, or a copy of its gradients, begins with it, and the last
+        of these updates once it is over."""
+        if action.kind not in (Kind.BACKWARD_UPDATE, Kind.OFFLOAD_GRAD):
+            return  # its buffers say when it may begin
+        pending = [other for other in self.pending_gradients if other.stage == action.stage]
+        backwards = [other for other in pending if other.kind == Kind.B]
+        beside = [other for other in pending if other.kind in (Kind.LOAD_B, Kind.READ_B)]
+        if action != self.last_in_backward[action.stage]:
+            backwards, beside = backwards[1:], []
+        for other in (*backwards, *beside):
+            raise ProgramError(f"{action} on rank {self.rank} begins before {other} is known to be over")
 
     def _check_gradients(self, action: Action) -> None:
         returned = action._replace(kind=Kind.RELOAD_PARAM)

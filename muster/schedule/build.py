@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
-from muster.config.optim_config import OptimConfig
+from muster.config.optim_config import OptimConfig, UpdateTime
 from muster.config.optimizer_state import is_zeroth_order
 from muster.layout.tensor_layout import tp_partial_grad_copies
 from muster.schedule.action import Kind
@@ -69,14 +69,14 @@ def build_program(
     train: bool = True,
     data_rank: int | None = None,
     outer: OuterEvents = NO_EXCHANGE,
-    delayed_update: bool = False,
+    update_time: UpdateTime = "after_passes",
     optim: OptimConfig | None = None,
     moves_experts: bool = False,
 ) -> Program:
     """Return the Program of one step of an optimizer (None: AdamW); without `train`, that of the forwards alone over as
     many micro-batches, of which the step of a zeroth-order optimizer has no more.
-    `outer`: exchanges between islands after the step. `delayed_update`: of a step in which the host updates parameters
-    with the gradients of the step before. `moves_experts`: of a step after which experts may move to other ranks.
+    `outer`: exchanges between islands after the step. `update_time`: time at which the host updates parameters.
+    `moves_experts`: of a step after which experts may move to other ranks.
 
     Under unequal `uneven_micro_batches` each data-parallel rank has a Program of its own length: `data_rank` selects
     it, None the longest. All of them have the same collectives in the same order.
@@ -88,7 +88,7 @@ def build_program(
     has_backward = train and not is_zeroth_order(optim)
     if not has_backward:
         schedule = forward_only(schedule.placement[: schedule.depth], num_micro_batches, schedule.num_slices)
-    options = _lowering_options(plan, model, train, has_backward, outer, delayed_update, moves_experts)
+    options = _lowering_options(plan, model, train, has_backward, outer, update_time, moves_experts)
     program = lower(schedule, options)
     is_longest = num_micro_batches == plan.num_micro_batches(workload)
     copies = (item for lanes in program.ranks for item in lanes.get("host_copy", ()))
@@ -102,7 +102,7 @@ def program_key(plan: Plan, model: ModelSpec, workload: Workload) -> Hashable:
 
     Raises InfeasibleError where the batch doesn't fit the plan.
     """
-    options = _lowering_options(plan, model, True, True, NO_EXCHANGE, False, False)
+    options = _lowering_options(plan, model, True, True, NO_EXCHANGE, "after_passes", False)
     several = tuple(options.is_sharded(stage) for stage in range(plan.num_stages))
     order = plan.schedule, plan.pinned_schedule, plan.pp, plan.vpp, plan.pipeline_replicas, plan.sequence_slices
     order = *order, pairs_passes(plan, model)
@@ -115,7 +115,7 @@ def _lowering_options(
     train: bool,
     has_backward: bool,
     outer: OuterEvents,
-    delayed_update: bool,
+    update_time: UpdateTime,
     moves_experts: bool,
 ) -> LoweringOptions:
     """Return the facts of a plan that decide which instructions `build_program` adds."""
@@ -145,7 +145,12 @@ def _lowering_options(
             stage for stage in offloaded["disk"] if plan.late_written_layers(stage, model.num_layers)
         ),
         host_updates=tuple(plan.host_update_tiers(stage, model.num_layers) for stage in stages) if train else (),
-        delayed_update=delayed_update,
+        delayed_update=update_time == "delayed",
+        backward_updates=tuple(
+            sum(part is not None for part in plan.host_updated_layers(stage, model.num_layers)) for stage in stages
+        )
+        if update_time == "in_backward"
+        else (),
         param_tiers=plan.param_tiers(model.num_layers) if train else (),
         outer=outer,
         moves_experts=moves_experts,

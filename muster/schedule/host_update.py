@@ -24,6 +24,14 @@ that of its last:
 
     host       DELAYED_UPDATE.0         DELAYED_UPDATE.1         DELAYED_UPDATE.2
     disk       write.2 read.1           write.0 read.2           write.1 read.0
+
+An update within the last backward (Fuyou, Liao et al. 2024, arXiv:2403.06504) takes place beside it, layer by layer
+from the last to the first, each once its gradients are complete; what lies outside of layers is updated after the
+passes. Gradients are clipped by a norm that is known before:
+
+    compute    last pass: backward of layers 2, 1, 0               STEP's norm, CLIP   UPDATE.3   STEP
+    host                        BACKWARD_UPDATE.2   BACKWARD_UPDATE.1   BACKWARD_UPDATE.0
+    disk       read.2 read.1                        write.2 read.0      write.1 read.3 write.0 write.3
 """
 
 from collections.abc import Iterator, Sequence

@@ -43,6 +43,8 @@ class LoweringOptions:
     all."""
     delayed_update: bool = False
     """True if the host updates parameters with the gradients of the step before, beside the passes."""
+    backward_updates: tuple[int, ...] = ()
+    """Parts of each stage, from its first on, that the host updates within its last backward; empty: none."""
     param_tiers: tuple[tuple[Tier, ...], ...] = ()
     """Places, by stage, of the parameters of each of these parts; empty: all are on the device."""
     outer: OuterEvents = NO_EXCHANGE
@@ -98,6 +100,16 @@ class ProgramDraft:
         """Return the waits for the rank's collectives of these kinds."""
         lane = self.ranks[rank]["collective"]
         return [Wait("collective", index) for index, item in enumerate(lane) if item.action.kind in kinds]
+
+    def wait_copies_of(self, rank: int, *kinds: Kind) -> list[Wait]:
+        """Return the waits for the last of a rank's copies of each of these kinds."""
+        last = {
+            item.action.kind: Wait(lane, index)
+            for lane in COPY_LANES
+            for index, item in enumerate(self.ranks[rank][lane])
+            if item.action.kind in kinds
+        }
+        return list(last.values())
 
     def wait_copies_beside(self, rank: int) -> list[Wait]:
         """Return the waits for the copies beside a rank's last backward, of activations and of gradients, or beside its
@@ -324,9 +336,10 @@ def add_step(draft: ProgramDraft, options: LoweringOptions) -> None:
             rank, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP, Kind.ALL_REDUCE_REPLICAS, Kind.ALL_REDUCE_TIED
         )
         after += draft.wait_copies_beside(rank)
+        early = add_backward_updates(draft, rank, options) if any(options.backward_updates) else []
         norm = draft.add(rank, Action(kind), after)
-        updated = add_host_updates(draft, rank, options, norm) if any(options.host_updates) else ()
-        draft.add(rank, Action(Kind.STEP), updated or [norm])
+        updated = add_host_updates(draft, rank, options, norm) if any(options.host_updates) else []
+        draft.add(rank, Action(Kind.STEP), [*early, *updated] if updated else [*early, norm])
 
 
 def add_outer_steps(draft: ProgramDraft, outer: OuterEvents) -> None:
@@ -347,20 +360,14 @@ def add_host_updates(draft: ProgramDraft, rank: int, options: LoweringOptions, n
     Parameters off the device are updated in place, with gradients that left the device in the passes; what is on disk
     is read once the last of these is there.
     """
-    stages = [stage for stage, holder in enumerate(draft.schedule.placement) if holder == rank]
-    tiers: dict[tuple[int, int], Tier] = {}
-    tiers = {(stage, part): tier for stage in stages for part, tier in enumerate(options.host_updates[stage])}
-    params = {
-        (stage, part): tier
-        for stage in stages
-        for part, tier in enumerate(options.param_tiers[stage] if options.param_tiers else ())
-        if tier != "none"
-    }
+    tiers, params = _parts_of_rank(draft, rank, options)
     if not tiers:
         return []
     clipped = draft.add(rank, Action(Kind.CLIP), [norm])
     late = [place for place in tiers if not options.has_backward and params.get(place) == "host"]
-    tiers = {place: tier for place, tier in tiers.items() if place not in late}
+    early = [place for place in tiers if options.backward_updates and place[1] < options.backward_updates[place[0]]]
+    for place in (*late, *early):
+        del tiers[place]
     done = add_late_updates(draft, rank, late) if late else []
     if options.delayed_update:
         return add_delayed_updates(draft, rank, tiers, clipped)
@@ -381,6 +388,58 @@ def add_host_updates(draft: ProgramDraft, rank: int, options: LoweringOptions, n
                 done.append(draft.add(rank, action, [updates[place]]))
     for (stage, part), waits in arrived.items():
         draft.add(rank, Action(Kind.UPDATE, stage, slice=part), waits)
+    return done
+
+
+def _parts_of_rank(
+    draft: ProgramDraft, rank: int, options: LoweringOptions
+) -> tuple[dict[tuple[int, int], Tier], dict[tuple[int, int], Tier]]:
+    """Return the parts that a rank's host updates, by stage and number, with the place of their optimizer state, and
+    those whose parameters are off the device with the place of these."""
+    stages = [stage for stage, holder in enumerate(draft.schedule.placement) if holder == rank]
+    tiers: dict[tuple[int, int], Tier] = {
+        (stage, part): tier for stage in stages for part, tier in enumerate(options.host_updates[stage])
+    }
+    params: dict[tuple[int, int], Tier] = {
+        (stage, part): tier
+        for stage in stages
+        for part, tier in enumerate(options.param_tiers[stage] if options.param_tiers else ())
+        if tier != "none"
+    }
+    return tiers, params
+
+
+def add_backward_updates(draft: ProgramDraft, rank: int, options: LoweringOptions) -> list[Wait]:
+    """Add the updates by the host within the last backward of each stage, from its last layer to its first, with their
+    copies; return the waits for their results.
+
+    All of them may begin with that backward, in which each waits for its own gradients; the first layer's are complete
+    once the backward, and what is copied beside it, is over.
+    """
+    tiers, params = _parts_of_rank(draft, rank, options)
+    begin: dict[tuple[int, int], list[Wait]] = {}
+    complete: dict[tuple[int, int], list[Wait]] = {}
+    for stage, last in _last_backwards(draft.ranks[rank]["compute"]).items():
+        for part in reversed(range(options.backward_updates[stage])):
+            begin[stage, part] = [last._replace(index=last.index - 1)] if last.index else []
+            complete[stage, part] = [] if part else [last, *draft.wait_copies_of(rank, Kind.LOAD_B, Kind.READ_B)]
+    updates = {place: Wait("host", number) for number, place in enumerate(begin)}
+    arrived: dict[tuple[int, int], list[Wait]] = {place: [] for place in begin}
+    done: list[Wait] = []
+    for parts, before, after in (
+        ([place for place in begin if place not in params], Kind.OFFLOAD_GRAD, Kind.RELOAD_PARAM),
+        ([place for place in begin if tiers[place] == "disk"], Kind.READ_STATE, Kind.WRITE_STATE),
+    ):
+        for action in copy_order(parts, before, after):
+            place = action.stage, action.slice
+            if action.kind == before:
+                waits = begin[place] + (complete[place] if before == Kind.OFFLOAD_GRAD else [])
+                arrived[place].append(draft.add(rank, action, waits))
+            else:
+                done.append(draft.add(rank, action, [updates[place]]))
+    for place, waits in arrived.items():
+        own = begin[place] + complete[place] + waits
+        done.append(draft.add(rank, Action(Kind.BACKWARD_UPDATE, place[0], slice=place[1]), own))
     return done
 
 

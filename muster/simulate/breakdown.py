@@ -7,7 +7,16 @@ from itertools import pairwise
 
 import numpy as np
 
-from muster.schedule.action import COPIES, COPY_LANES, KINDS, RECEIVES, Action, Kind, matching_transfer
+from muster.schedule.action import (
+    COPIES,
+    COPY_LANES,
+    KINDS,
+    RECEIVES,
+    UPDATES_BESIDE_PASSES,
+    Action,
+    Kind,
+    matching_transfer,
+)
 from muster.schedule.offload import PASSES_FOR_COPY
 from muster.simulate.spans import BUBBLE, P2P, RankSpans, time_by_part
 from muster.simulate.timeline import Event, Timeline
@@ -54,7 +63,7 @@ _KINDS_BY_PART = {
         *(Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP, Kind.ALL_REDUCE_REPLICAS, Kind.ALL_REDUCE_TIED),
         *(Kind.OUTER_WAIT, Kind.MOVE_EXPERTS),
     ),
-    "optimizer": (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.CLIP, Kind.UPDATE, Kind.DELAYED_UPDATE, Kind.LATE_UPDATE)
+    "optimizer": (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.CLIP, Kind.UPDATE, *UPDATES_BESIDE_PASSES)
     + (Kind.STEP, Kind.OUTER_STEP),
     "bubble": (BUBBLE,),
 }
@@ -75,8 +84,7 @@ _COPY_READERS = {
     Kind.OFFLOAD_GRAD: ((Kind.UPDATE, Kind.STEP), -1),
     Kind.RELOAD_PARAM: ((Kind.STEP,), -1),
     Kind.READ_STATE: ((Kind.UPDATE, Kind.STEP), -1),
-    Kind.DELAYED_UPDATE: ((Kind.STEP,), -1),
-    Kind.LATE_UPDATE: ((Kind.STEP,), -1),
+    **dict.fromkeys(UPDATES_BESIDE_PASSES, ((Kind.STEP,), -1)),
 }
 """Kind of a host copy → kinds of an instruction of the same unit, and the place relative to it of the last one that
 needn't wait for the copy."""

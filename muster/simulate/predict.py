@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
-from muster.config.optim_config import OptimConfig
+from muster.config.optim_config import OptimConfig, UpdateTime
 from muster.config.optimizer_state import is_zeroth_order
 from muster.config.outer_config import OuterConfig
 from muster.cost.flops import train_flops_per_token
@@ -20,7 +20,7 @@ from muster.cost.time.plan_times import data_ranks_by_kind, place_plan, plan_tim
 from muster.cost.time.sublayer import copies_chunks
 from muster.cost.uncertainty import COVERAGE, ErrorInterval, step_time_interval
 from muster.layout.mesh import coordinates_of, rank_at
-from muster.schedule.action import Action, Kind
+from muster.schedule.action import UPDATES_BESIDE_PASSES, Action, Kind
 from muster.schedule.build import build_program
 from muster.schedule.program import Program
 from muster.schedule.resolve import resolve_schedule
@@ -80,7 +80,7 @@ _AXIS_BY_KIND |= {
     Kind.MOVE_EXPERTS: "ep",
 }
 """Kind of communication → axis on which it runs."""
-_STEP_KINDS = (Kind.CLIP, Kind.UPDATE, Kind.DELAYED_UPDATE, Kind.LATE_UPDATE, Kind.STEP, Kind.OUTER_STEP)
+_STEP_KINDS = (Kind.CLIP, Kind.UPDATE, *UPDATES_BESIDE_PASSES, Kind.STEP, Kind.OUTER_STEP)
 """Compute of the optimizer step."""
 
 
@@ -360,15 +360,14 @@ def predict(
     cache: CostCache | None = None,
     optim: OptimConfig | None = None,
     outer: OuterConfig | None = None,
-    delayed_update: bool = False,
+    update_time: UpdateTime = "after_passes",
     rebalance_experts_every: int = 0,
 ) -> Prediction:
     """Predict the time and memory of a plan's step: lower the plan to its Program and simulate it.
 
     `framework`: the framework that trains (default: Muster). `optim`: its optimizer (default: AdamW), `outer`:
-    the outer steps of a plan with islands (default: DiLoCo's). `delayed_update`: predict a step in which the host
-    updates parameters with the gradients of the step before. `rebalance_experts_every`: steps between moves of experts,
-    0: they stay.
+    the outer steps of a plan with islands (default: DiLoCo's). `update_time`: time at which the host updates
+    parameters. `rebalance_experts_every`: steps between moves of experts, 0: they stay.
     `program` (from `build_program`) and `times` (from
     `plan_times`) may be passed in to save their computation: plans with the same schedule, micro-batches and ZeRO level
     have the same Program. Calls that share a `cache` share the costs of equal layers and stages.
@@ -380,13 +379,15 @@ def predict(
     """
     require_legal(plan, model, workload, cluster)
     plan, framework = resolve_schedule(plan, model, workload), framework or MUSTER
-    longest = program or build_program(plan, model, workload, delayed_update=delayed_update, optim=optim)
+    longest = program or build_program(plan, model, workload, update_time=update_time, optim=optim)
     if plan.uneven_micro_batches:
-        own = model, plan, workload, cluster, framework, cache or CostCache(), optim, delayed_update
+        own = model, plan, workload, cluster, framework, cache or CostCache(), optim, update_time
         program, times = _slowest_data_rank(*own)
     else:
         program = longest
-        times = times or plan_times(model, plan, workload, cluster, framework, cache=cache, optim=optim)
+        times = times or plan_times(
+            model, plan, workload, cluster, framework, cache=cache, optim=optim, update_time=update_time
+        )
     step = simulate_step(program, times)
     forecast = partial(forecast_memory, model, plan, workload, cluster, longest, framework, optim=optim, outer=outer)
     step_time_s = step.duration_s + times.data_s
@@ -411,7 +412,7 @@ def _slowest_data_rank(
     framework: FrameworkTraits | None,
     cache: CostCache,
     optim: OptimConfig | None,
-    delayed_update: bool,
+    update_time: UpdateTime,
 ) -> tuple[Program, OpTimes]:
     """Return the Program and the times of the slowest data-parallel ranks under uneven micro-batches.
 
@@ -425,9 +426,9 @@ def _slowest_data_rank(
             key = number, plan.num_micro_batches(workload, data_rank)
             if key not in candidates:
                 program = build_program(
-                    plan, model, workload, data_rank=data_rank, delayed_update=delayed_update, optim=optim
+                    plan, model, workload, data_rank=data_rank, update_time=update_time, optim=optim
                 )
-                times = plan_times(model, plan, workload, cluster, framework, data_rank, cache, optim)
+                times = plan_times(model, plan, workload, cluster, framework, data_rank, cache, optim, update_time)
                 candidates[key] = program, times
     return max(candidates.values(), key=lambda pair: simulate_step(*pair).duration_s)
 

@@ -1,6 +1,6 @@
 """Gradients of one rank before a step: their norm, sums over replicas, tied copies."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ def sum_of_squares(stage: DecoderStage) -> Tensor:
     """
     by_copies: dict[int, list[Tensor]] = {}
     if on_disk := stage.param_offload.gradient_norms():
-        held = {name: torch.linalg.vector_norm(local.grad) for name, local in with_gradients(stage)} | on_disk
+        left = with_gradients(stage, without=on_disk)
+        held = {name: torch.linalg.vector_norm(local.grad) for name, local in left} | on_disk
         for name in stage.parameters:  # in the order of other plans, whose sums then have the same bits
             if name in held:
                 by_copies.setdefault(stage.layouts[name].num_copies, []).append(held[name])
@@ -29,10 +30,10 @@ def sum_of_squares(stage: DecoderStage) -> Tensor:
     return sum((norm * norm / copies for copies, norm in norms.items()), start=torch.zeros((), dtype=torch.float64))
 
 
-def with_gradients(stage: DecoderStage) -> Iterator[tuple[str, Any]]:
-    """Yield the parameters that have a gradient in memory, by name; their `.grad` is a tensor."""
+def with_gradients(stage: DecoderStage, without: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield the parameters that have a gradient in memory, by name, `without` some; their `.grad` is a tensor."""
     for name, local in stage.parameters.items():
-        if local.grad is not None and local.grad.numel():
+        if name not in without and local.grad is not None and local.grad.numel():
             yield name, local
 
 

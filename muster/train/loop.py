@@ -147,9 +147,8 @@ class TrainingLoop:
         if self.plan.post_validation:
             self.post_validation = PostValidation(self.trainer)
         # The program of the ranks with most micro-batches, for which the others wait.
-        delays = self.config.train.delayed_update
         own = self.plan, self.config.model, self.config.workload
-        program = build_program(*own, delayed_update=delays, optim=self.config.optim)
+        program = build_program(*own, update_time=self.config.train.update_time, optim=self.config.optim)
         predicted = simulate(program, profile.times)
         if every := self.config.train.straggler_check_every * (self.world.size > 1):
             self.stragglers = StragglerMonitor(self.trainer, profile.times, every, self.run_dir)

@@ -160,7 +160,9 @@ class _FakeLink(HostLink):
         super().__init__(device)
         self.pool = _FakeHost(pinned=False)
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], host_waits: bool = False) -> Callable[[], None]:
+    def copy(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], host_waits: bool = False, after_device: bool = True
+    ) -> Callable[[], None]:
         return lambda: None
 
 

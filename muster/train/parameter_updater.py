@@ -24,11 +24,12 @@ from muster.optim.build import build_optimizer
 from muster.optim.hd_pissa import WeightChangingOptimizer, without_decay
 from muster.optim.host_optimizer import PENDING_GRADIENT, HostOptimizer, HostPart, PendingUpdate
 from muster.optim.state_store import StateStore
+from muster.parallel.backward_updates import watch_gradients
 from muster.parallel.offload import HostLink
-from muster.parallel.param_offload import OffloadedGroup
+from muster.parallel.offloaded_group import OffloadedGroup
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World
-from muster.spec.errors import ConfigError
+from muster.spec.errors import ConfigError, MusterError
 from muster.spec.model import layer_prefix
 from muster.spec.plan import Plan
 from muster.train.gradients import find_tied_copies, sum_of_squares
@@ -93,7 +94,18 @@ class ParameterUpdater:
         self._store: StateStore | None = None
         for stage in stages.values():
             stage.param_offload.before_emptying = lambda: self.hooks.before_update()
+        if config.train.update_in_backward:
+            self._watch_gradients()
         self.reset()
+
+    def _watch_gradients(self) -> None:
+        """Let stages tell when the gradients of their layers are complete, which the host may then update."""
+        plan, num_layers = self.world.plan, self.config.model.num_layers
+        for index, stage in self.stages.items():
+            layers = (
+                part for part, layer in enumerate(plan.host_updated_layers(index, num_layers)) if layer is not None
+            )
+            watch_gradients(stage, [self._host_parts[index, part] for part in layers])
 
     def reset(self) -> None:
         """Make the optimizer, the skipped steps and the loss scale as new, for parameters that have been reset."""
@@ -103,6 +115,8 @@ class ParameterUpdater:
         trained = {name: local for name, local in self.parameters.items() if not is_frozen(optim, name)}
         self.optimizer = self._build_host_optimizer(trained) if self._host_parts else self._build_optimizer(trained)
         self.step_skipper = StepSkipper(self.config.train)
+        self.previous_norm: float | None = None
+        """Gradient norm of the last step that was applied; None before any was."""
         self.loss_scale = LossScale() if self._scales_loss else None
 
     def _build_optimizer(self, trained: Mapping[str, Tensor]) -> Optimizer:
@@ -170,6 +184,12 @@ class ParameterUpdater:
         """Complete the state of a step from the sums over all ranks, and decide whether it is skipped."""
         self._read_sums(state, sums)
         state.skip_reason = self.step_skipper.check(state.loss, state.grad_norm)
+        if state.skip_reason is not None and any(stage.backward_updates.is_active for stage in self.stages.values()):
+            raise MusterError(
+                f"step {state.step} can't be skipped: {state.skip_reason}, and the host has updated layers within its"
+                " backward (train.update_in_backward); the run goes on from its last checkpoint, and without that key"
+                " it skips such steps"
+            )
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed=not math.isfinite(state.grad_norm))
 
@@ -193,9 +213,12 @@ class ParameterUpdater:
         state.is_saving |= saving > 0
         state.save_failed |= save_failed > 0
 
-    def exceeds_clip_norm(self, state: StepState) -> bool:
-        """Return whether the gradients of a step are clipped."""
-        return 0 < self.config.optim.clip_norm < state.grad_norm
+    def clip_factor(self, state: StepState) -> float:
+        """Return the factor of a step's gradients: below 1 where they are clipped."""
+        optim, norm = self.config.optim, state.grad_norm
+        if optim.clip_by_previous_norm and self.previous_norm is not None:
+            norm = self.previous_norm
+        return optim.clip_norm / (norm + 1e-6) if 0 < optim.clip_norm < norm else 1.0
 
     # ------------------------------------------------------------------------------------------------------------------
     # Updating
@@ -207,6 +230,9 @@ class ParameterUpdater:
                 self.clip()
             self._defer_updates()
             self.optimizer_step()
+            self.previous_norm = self.state.grad_norm
+        for stage in self.stages.values():
+            stage.backward_updates.end_step()
         self.drop_gradients()
 
     def prepare_host_updates(self) -> None:
@@ -220,8 +246,10 @@ class ParameterUpdater:
 
     def fetch_part(self, stage: int, part: int) -> Callable[[], None]:
         """Start to copy gradients and parameters of a part to the host; the returned function waits for the end."""
-        own = self._host_part(stage, part)
-        return _nothing if own is None else own.fetch()
+        own, updates = self._host_part(stage, part), self.stages[stage].backward_updates
+        if updates.has(part):
+            updates.wait_complete(part)
+        return _nothing if own is None else own.fetch(updates.has(part))
 
     def update_part(self, stage: int, part: int) -> None:
         """Update a part of the parameters in host memory."""
@@ -230,6 +258,31 @@ class ParameterUpdater:
             self.optimizer.update((stage, part), self.state.learning_rate)
             if (offloaded := self._offloaded.get((stage, part))) is not None:
                 offloaded.note_update()
+
+    def begin_backward_updates(self) -> None:
+        """Prepare a step whose layers the host updates within its last backward."""
+        self.hooks.before_update()
+        for stage in self.stages.values():
+            stage.backward_updates.begin_step()
+
+    def update_part_in_backward(self, stage: int, part: int) -> None:
+        """Wait until the gradients of a part are complete, clip them by the norm of the step before, and update it."""
+        assert isinstance(self.optimizer, HostOptimizer)
+        updates, offloaded = self.stages[stage].backward_updates, self._offloaded.get((stage, part))
+        updates.wait_complete(part)
+        if offloaded is not None:
+            offloaded.attach_complete()
+        self.optimizer.parts[stage, part].scale_gradients(self.clip_factor(self.state))
+        self.optimizer.update((stage, part), self.state.learning_rate)
+        if offloaded is not None:
+            offloaded.drop_complete()
+            offloaded.note_update()
+        updates.note_updated()
+
+    def abandon_step(self, error: BaseException) -> None:
+        """Let a pass and an update that wait for each other raise an error."""
+        for stage in self.stages.values():
+            stage.backward_updates.fail(error)
 
     def catch_up_part(self, stage: int, part: int) -> None:
         """Make the update of a part that the step before has deferred, unless a pass has."""
@@ -255,14 +308,16 @@ class ParameterUpdater:
     def return_part(self, stage: int, part: int) -> Callable[[], None]:
         """Start to copy a part of the parameters back to the device; the returned function waits for the end."""
         own = self._host_part(stage, part)
-        return _nothing if own is None else own.give_back()
+        return _nothing if own is None else own.give_back(self.stages[stage].backward_updates.has(part))
 
     def read_part(self, stage: int, part: int) -> Callable[[], None]:
         """Start to read the state of a part from disk; the returned function waits for the end."""
         assert isinstance(self.optimizer, HostOptimizer)
         stored, offloaded = self.optimizer.parts[stage, part].stored, self._offloaded.get((stage, part))
         waits = [] if stored is None else [stored.read()]
-        if offloaded is not None and offloaded.on_disk:
+        if offloaded is not None and offloaded.on_disk and self.stages[stage].backward_updates.has(part):
+            waits.append(offloaded.bring_in_backward())
+        elif offloaded is not None and offloaded.on_disk:
             waits += offloaded.begin_update(self.stages[stage].param_offload.gradient_factor)
         return partial(_call_all, waits)
 
@@ -284,12 +339,11 @@ class ParameterUpdater:
 
     def clip(self) -> None:
         """Scale the gradients, or the slope that a zeroth-order step goes by, down to the largest global norm allowed,
-        `optim.clip_norm`."""
-        exceeds = self.exceeds_clip_norm(self.state)
-        factor = self.config.optim.clip_norm / (self.state.grad_norm + 1e-6) if exceeds else 1.0
+        `optim.clip_norm`, or by as much as the step before would have been."""
+        factor = self.clip_factor(self.state)
         if self.is_zeroth_order:
             self.optimizer.slope = Slope(self.direction, self.state.slope * factor)
-        elif exceeds:
+        elif factor != 1:
             self._multiply_gradients(factor)
 
     @property
@@ -371,7 +425,12 @@ class ParameterUpdater:
             copy.copy_(original)
 
     def _multiply_gradients(self, factor: float) -> None:
-        locals_ = (local for stage in self.stages.values() for local in stage.parameters.values())
+        locals_ = (
+            local
+            for stage in self.stages.values()
+            for name, local in stage.parameters.items()
+            if name not in stage.backward_updates.names
+        )
         if gradients := [local.grad for local in locals_ if local.grad is not None]:  # a rank may hold no part of any
             torch._foreach_mul_(gradients, factor)
         for stage in self.stages.values():
@@ -397,6 +456,8 @@ class ParameterUpdater:
             counters["optimizer_starts"] = starts._asdict()
         if isinstance(self.optimizer, HostOptimizer) and self.optimizer.pending is not None:
             counters["delayed_update"] = self.optimizer.pending._asdict()
+        if self.config.optim.clip_by_previous_norm and self.previous_norm is not None:
+            counters["previous_norm"] = self.previous_norm
         return counters if self.loss_scale is None else counters | {"loss_scale": self.loss_scale.state()}
 
     @property
@@ -431,3 +492,4 @@ class ParameterUpdater:
             self.loss_scale.load(counters["loss_scale"])
         self.optimizer.step_count = step - self.step_skipper.total
         self.optimizer.starts = StateStarts(**counters.get("optimizer_starts", {}))
+        self.previous_norm = counters.get("previous_norm")

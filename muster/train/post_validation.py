@@ -125,7 +125,7 @@ class PostValidation:
         step.work.wait()
         self.updater.decide_step(step.state, step.sums)
         self._pending = None
-        if step.state.skip_reason is None and not self.updater.exceeds_clip_norm(step.state):
+        if step.state.skip_reason is None and self.updater.clip_factor(step.state) == 1:
             self._finish(step)
         else:
             self._rejected = step

@@ -11,6 +11,7 @@ from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.manifest import Manifest
 from muster.config.freezing import is_frozen
 from muster.config.load_config import plan_from_tree
+from muster.config.optim_config import UpdateTime
 from muster.config.run_config import RunConfig
 from muster.data.dataset import SampleStream
 from muster.layout.mesh import dp_index_of, rank_at
@@ -72,13 +73,12 @@ class Trainer:
         self.plan = plan
         self.world = world
         self.dataset = dataset
-        workload = config.workload
         self._read_plan()
         split_backward = has_split_backward(self.program) or plan.split_backward
         hooks = hooks or StepHooks()
         has_params_on_disk = any(strategy.offload_param == "disk" for strategy in plan.strategies)
         files = param_store(hooks.state_folder) if has_params_on_disk else None
-        own = workload.seq_len, config.seed, split_backward, config.optim, files
+        own = config.workload.seq_len, config.seed, split_backward, config.optim, files
         self.stages = {
             index: self.stage_type(config.model, world, index, *own) for index in stages_on(plan, world.at.pp)
         }
@@ -92,8 +92,8 @@ class Trainer:
             self.outer = self.peers = PeerUpdater(config, world, self.updater, dataset)
         elif plan.islands > 1:
             self.outer = OuterUpdater(config, world, self.updater, shard_sizes)
-        moves_experts = config.train.rebalance_experts_every and config.model.moe is not None
-        self.expert_mover = ExpertMover(config, world, self.updater) if moves_experts else None
+        moves = config.train.rebalance_experts_every and config.model.moe is not None
+        self.expert_mover = ExpertMover(config, world, self.updater) if moves else None
         self._expert_moves: ExpertMoves | None = None
         """Moves after the last step."""
         self._moving_executor: Executor | None = None
@@ -105,6 +105,7 @@ class Trainer:
             Kind.CLIP: lambda action: self.updater.prepare_host_updates(),
             Kind.UPDATE: lambda action: self.updater.update_part(action.stage, action.slice),
             Kind.DELAYED_UPDATE: lambda action: self.updater.update_pending_part(action.stage, action.slice),
+            Kind.BACKWARD_UPDATE: lambda action: self.updater.update_part_in_backward(action.stage, action.slice),
             Kind.LATE_UPDATE: lambda action: self.updater.catch_up_part(action.stage, action.slice),
             Kind.STEP: self._update_parameters,
             Kind.MOVE_EXPERTS: self._move_experts,
@@ -119,18 +120,18 @@ class Trainer:
             Kind.READ_STATE: lambda action: self.updater.read_part(action.stage, action.slice),
             Kind.WRITE_STATE: lambda action: self.updater.write_part(action.stage, action.slice),
         }
-        custom_step = config.train.training_step
-        self._custom_step = None if custom_step is None else CustomStep(self.updater, custom_step)
+        step = config.train.training_step
+        self._custom_step = None if step is None else CustomStep(self.updater, step)
         has_lengths = config.data.packing == "none" or plan.sequence_slices > 1
         make_routes = variable_length_routes if has_lengths else stage_routes
-        self._routes = make_routes(config.model, world, workload.seq_len, self.stages)
+        self._routes = make_routes(config.model, world, config.workload.seq_len, self.stages)
         self._tied_routes = tied_embedding_routes(config.model, world, self.stages)
         self._executor = self._make_step_executor()
         self._pass_graphs = self._make_pass_graphs()
         self._group_executors: dict[int, Executor] = {}
         """Executors by micro-batches, where each step has its own number."""
-        self._delayed_executor: Executor | None = None
-        """Executor of steps in which the host updates parameters with the gradients of the step before."""
+        self._update_executors: dict[UpdateTime, Executor] = {}
+        """Executors of steps in which the host updates parameters beside passes, by the time of that."""
         self._set_backwards_per_step()
         self.batch_loader = BatchLoader(config, plan, world, stream, self.stages)
         self.evaluator = Evaluator(
@@ -166,7 +167,7 @@ class Trainer:
         count: int | None = None,
         train: bool = True,
         outer: OuterEvents = NO_EXCHANGE,
-        delayed_update: bool = False,
+        update_time: UpdateTime = "after_passes",
         moves_experts: bool = False,
     ) -> Program:
         """Build the program of a plan with the number of micro-batches of this rank's data-parallel index; `count` is
@@ -175,7 +176,7 @@ class Trainer:
         if plan.dynamic_context_parallel and count is not None:
             workload = workload.model_copy(update={"global_batch_size": count * plan.micro_batch_size})
         own = plan, self.config.model, workload
-        after = {"outer": outer, "delayed_update": delayed_update, "moves_experts": moves_experts}
+        after = {"outer": outer, "update_time": update_time, "moves_experts": moves_experts}
         return build_program(*own, train=train, data_rank=dp_index, optim=self.config.optim, **after)
 
     def use_order(self, order: PinnedSchedule) -> None:
@@ -184,7 +185,8 @@ class Trainer:
         self._read_plan()
         self._executor = self._make_step_executor()
         self._outer_executors.clear()
-        self._delayed_executor = self._moving_executor = None
+        self._update_executors.clear()
+        self._moving_executor = None
         self._pass_graphs = self._make_pass_graphs()
 
     def _make_pass_graphs(self) -> list[PassGraphs]:
@@ -208,10 +210,16 @@ class Trainer:
                 self._outer_executors[events] = self.make_executor(program)
             return self._outer_executors[events]
         if self.delays_update:
-            if self._delayed_executor is None:
-                self._delayed_executor = self._make_delayed_executor()
+            if "delayed" not in self._update_executors:
+                self._update_executors["delayed"] = self._make_delayed_executor()
             self.updater.begin_delayed_step()
-            return self._delayed_executor
+            return self._update_executors["delayed"]
+        if self.updates_in_backward:
+            if "in_backward" not in self._update_executors:
+                check(program := self._program_of(self.plan, update_time="in_backward"))
+                self._update_executors["in_backward"] = self.make_executor(program)
+            self.updater.begin_backward_updates()
+            return self._update_executors["in_backward"]
         if self.expert_mover is not None and self.expert_mover.is_due(self.step_count + 1):
             if self._moving_executor is None:
                 check(program := self._program_of(self.plan, moves_experts=True))
@@ -233,8 +241,14 @@ class Trainer:
         is_warm = self.step_count >= train.delayed_update_warmup_steps
         return train.delayed_update and (is_warm or self.updater.has_pending_update)
 
+    @property
+    def updates_in_backward(self) -> bool:
+        """True if the host updates layers within the last backward of the step to come: where the norm that clips their
+        gradients is known, which it isn't before a first step."""
+        return self.config.train.update_in_backward and self.updater.previous_norm is not None
+
     def _make_delayed_executor(self) -> Executor:
-        check(program := self._program_of(self.plan, delayed_update=True))
+        check(program := self._program_of(self.plan, update_time="delayed"))
         handlers: dict[Kind, Handler] = {Kind.STEP: lambda action: self.updater.apply_delayed()}
         copies = {Kind.RELOAD_PARAM: lambda action: self.updater.return_pending_part(action.stage, action.slice)}
         return self.make_executor(program, handlers, copies=copies)
@@ -264,6 +278,7 @@ class Trainer:
             heartbeat=world.heartbeat if has_heartbeat else None,
             copies=self.copies | dict(copies or {}),
             turns=world.turns,
+            on_failure=self.updater.abandon_step,
         )
 
     # ------------------------------------------------------------------------------------------------------------------

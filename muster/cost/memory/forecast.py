@@ -28,6 +28,7 @@ from muster.cost.memory.stage_memory import StageMemory
 from muster.cost.memory.terms import MemoryTerms
 from muster.layout.mesh import axis_sizes
 from muster.layout.tensor_layout import has_vocab_shard
+from muster.schedule.action import Kind
 from muster.schedule.program import Program
 from muster.spec.cluster import ClusterSpec
 from muster.spec.compilation import compiles
@@ -176,7 +177,10 @@ def forecast_memory(
 
 def _update_buffers(stages: Collection[StageMemory], program: Program) -> int:
     """Return the bytes of the buffers in host memory for a rank's updates by the host."""
-    if any(lanes.get("host") for lanes in program.ranks):
+    kinds = {item.action.kind for lanes in program.ranks for item in lanes.get("host", ())}
+    if Kind.BACKWARD_UPDATE in kinds:
+        return max(memory.backward_buffers for memory in stages)
+    if kinds:
         return sum(memory.delayed_buffers for memory in stages)
     return max(memory.host_buffers for memory in stages)
 

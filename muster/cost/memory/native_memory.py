@@ -104,6 +104,7 @@ def _pass_memory(
         disk_state=own.disk_optimizer + own.offloaded_params.disk_bytes,
         host_buffers=own.host_update_buffers,
         delayed_buffers=own.delayed_update_buffers,
+        backward_buffers=own.backward_update_buffers,
         deferred=own.deferred(),
         vocab_parallel=MemoryTerms(logits=moments.vocab_saved_bytes),
         peak_candidates={

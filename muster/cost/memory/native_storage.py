@@ -184,10 +184,19 @@ class NativeStorage:
         """Bytes of the buffers in host memory through which gradients and parameters pass: those of neighbouring parts,
         one of which is updated while another is copied, and of the state on disk those that are read, updated and
         written."""
+        return self._own_update_buffers + self.offloaded_params.host_buffers
+
+    @property
+    def backward_update_buffers(self) -> int:
+        """Bytes of the same buffers where layers are updated within the last backward."""
+        return self._own_update_buffers + self.offloaded_params.host_buffers_in_backward
+
+    @property
+    def _own_update_buffers(self) -> int:
+        """Bytes of the buffers of gradients and parameters on the device, and of state on disk."""
         parts = self._copied_for_update
         pairs = [sum(parts[place : place + PARTS_AHEAD + 1]) for place in range(len(parts))]
-        own = int((2 * max(pairs, default=0) + self._disk_buffers) * self.master_size)
-        return own + self.offloaded_params.host_buffers
+        return int((2 * max(pairs, default=0) + self._disk_buffers) * self.master_size)
 
     @property
     def delayed_update_buffers(self) -> int:

@@ -57,6 +57,8 @@ class StageMemory:
     """Buffers in host memory through which gradients and parameters of an update by the host pass."""
     delayed_buffers: int = 0
     """The same where updates are delayed: gradients and parameters wait in host memory from one step to the next."""
+    backward_buffers: int = 0
+    """The same where layers are updated within the last backward, whose own buffers are there, too."""
     activation_buffers: int = 0
     """Buffers in host memory through which activations pass on their way to the disk."""
     freed_by_reduction: int = 0

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from muster.schedule.action import Action, Kind
+from muster.schedule.action import UPDATES_BESIDE_PASSES, Action, Kind
 from muster.schedule.timing import PassTimes
 
 
@@ -51,7 +51,7 @@ class OpTimes:
         """Return the seconds of one action; an action that was never timed takes none."""
         if self.slices and action.micro_batch >= 0:
             return self.slices[action.slice].duration_s(action)
-        if action.kind in (Kind.DELAYED_UPDATE, Kind.LATE_UPDATE):  # the same work in another lane
+        if action.kind in UPDATES_BESIDE_PASSES:  # the same work in another lane
             action = action._replace(kind=Kind.UPDATE)
         found = self.seconds.get((action.kind, action.stage))
         return self.seconds.get((action.kind, -1), 0.0) if found is None else found

@@ -8,7 +8,7 @@ from itertools import permutations
 import numpy as np
 from numpy.typing import NDArray
 
-from muster.config.optim_config import OptimConfig
+from muster.config.optim_config import OptimConfig, UpdateTime
 from muster.config.optimizer_state import is_zeroth_order, mean_state_bytes, mean_update_bytes
 from muster.cost.activations import late_written_bytes, offloaded_activation_bytes
 from muster.cost.comm_volume import step_report_bytes
@@ -62,6 +62,7 @@ def plan_times(
     data_rank: int | None = None,
     cache: CostCache | None = None,
     optim: OptimConfig | None = None,
+    update_time: UpdateTime = "after_passes",
 ) -> OpTimes:
     """Return the seconds of each (kind, stage) of the plan's Program, and of each p2p transfer between stages; of every
     slice where sequences are cut into slices.
@@ -69,14 +70,14 @@ def plan_times(
     The plan's ranks are laid on the cluster's devices in order. The times are those of the pipeline of `data_rank`, or
     of the slowest device and link of each stage where it is None. On a measured machine they are those of Muster's own
     kernels (`profiled_times`). Calls with one `cache` share the costs of equal layers and stages.
-    The optimizer is AdamW if `optim` is None.
+    The optimizer is AdamW if `optim` is None; `update_time`: time at which the host updates parameters.
 
     Raises InfeasibleError where the cluster has fewer devices, ConfigError where a device's rates are unknown.
     """
     own = cluster, framework, data_rank
     if is_zeroth_order(optim):
         return _times_at_points(model, plan, workload, *own, cache, optim)
-    times = _micro_batch_times(model, plan, workload, *own, cache, optim)
+    times = _micro_batch_times(model, plan, workload, *own, cache, optim, update_time)
     if plan.sequence_slices == 1:
         return times
     # Cost tables are for one sequence length and one number of positions before it.
@@ -118,11 +119,13 @@ def _micro_batch_times(
     data_rank: int | None,
     cache: CostCache | None,
     optim: OptimConfig | None,
+    update_time: UpdateTime = "after_passes",
 ) -> OpTimes:
     """Return `plan_times` where a pass takes the whole of a workload's sequences."""
     if cluster.device.rates is not None:
-        return profiled_times(model, plan, workload, cluster.device.rates, optim)
+        return profiled_times(model, plan, workload, cluster.device.rates, optim, update_time)
     setting = place_plan(model, plan, workload, cluster, framework, data_rank, cache, optim)
+    setting = replace(setting, update_time=update_time)
     examples = example_stage_times(setting)
     stages = [examples[kind] for kind in setting.stage_kinds.kind_by_stage.tolist()]
     seconds = {(kind, stage): time_s for stage, at in enumerate(stages) for kind, time_s in at.seconds.items()}
@@ -401,7 +404,7 @@ def _layer_copy_times(
 def _param_load_times(setting: PlacedPlan, stage: int) -> Iterator[tuple[tuple[str, int], float]]:
     """Yield the times to bring a stage's parameters to the device for a pass, and its gradients back, over the link to
     the host and from the disk, which the devices of a node share."""
-    away = offloaded_params(setting.model, setting.plan, stage, setting.optim)
+    away = offloaded_params(setting.model, setting.plan, stage, setting.optim, setting.update_time)
     if not away.groups:
         return
     count = setting.plan.num_stage_micro_batches(stage, setting.workload)
@@ -447,7 +450,7 @@ def _host_update_times(setting: PlacedPlan) -> Iterator[tuple[tuple[str, int], f
         if "disk" in setting.plan.host_update_tiers(stage, setting.model.num_layers):
             moved = state_bytes * float(numel) / parts
             reads, writes = disk_rates(group)
-            params = offloaded_params(setting.model, setting.plan, stage, setting.optim)
+            params = offloaded_params(setting.model, setting.plan, stage, setting.optim, setting.update_time)
             read, written = (size / parts for size in params.disk_bytes_per_update)
             yield (Kind.READ_STATE, stage), (moved + read) * sharing / reads
             yield (Kind.WRITE_STATE, stage), (moved + written) * sharing / writes

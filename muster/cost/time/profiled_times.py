@@ -9,7 +9,7 @@ gives the keys of `MachineRates.overheads`. Within a step everything takes longe
 from collections.abc import Iterator
 from math import prod
 
-from muster.config.optim_config import OptimConfig
+from muster.config.optim_config import OptimConfig, UpdateTime
 from muster.config.optimizer_state import is_zeroth_order, mean_state_bytes, mean_update_bytes
 from muster.config.optimizers import ADAMW_UPDATE
 from muster.cost.activations import late_written_bytes, offloaded_activation_bytes, pass_sizes
@@ -51,7 +51,12 @@ _UP_PROJECTIONS = ("mlp.up", "mlp.shared.up")
 
 
 def profiled_times(
-    model: ModelSpec, plan: Plan, workload: Workload, machine: MachineRates, optim: OptimConfig | None = None
+    model: ModelSpec,
+    plan: Plan,
+    workload: Workload,
+    machine: MachineRates,
+    optim: OptimConfig | None = None,
+    update_time: UpdateTime = "after_passes",
 ) -> OpTimes:
     """Return the seconds of every instruction of the plan, on the busiest rank of each stage.
 
@@ -65,7 +70,7 @@ def profiled_times(
     seconds: dict[tuple[str, int], float] = {}
     exposed_s: dict[tuple[str, int], dict[str, float]] = {}
     for stage in range(plan.num_stages):
-        passes = _StagePasses(rates, model, plan, workload, stage, optim)
+        passes = _StagePasses(rates, model, plan, workload, stage, optim, update_time)
         contention = rates.contention(storage_level(plan, stage))
         for kind, time_s, within_s in passes.times():
             seconds[kind, stage] = contention * (time_s + sum(within_s.values()))
@@ -140,9 +145,10 @@ class _StagePasses:
         workload: Workload,
         stage: int,
         optim: OptimConfig | None = None,
+        update_time: UpdateTime = "after_passes",
     ) -> None:
         self.rates, self.model, self.plan, self.workload, self.stage = rates, model, plan, workload, stage
-        self.optim = optim
+        self.optim, self.away = optim, offloaded_params(model, plan, stage, optim, update_time)
         self.trained = trained_parts(optim, model, plan, stage)
         self.mesh, self.layers = plan.mesh(stage), plan.layers(stage, model.num_layers)
         self.strategy = plan.strategy(self.layers.start)
@@ -211,7 +217,7 @@ class _StagePasses:
         yield Kind.RELOAD_PARAM, self.rates.kernel("copy", int(returned) // wide) if sent else 0.0, {}
         if "disk" in self.plan.host_update_tiers(self.stage, self.model.num_layers):
             each = mean_state_bytes(self.optim, dict(parameter_shapes(self.model)), master_bytes(self.plan.precision))
-            read, written = offloaded_params(self.model, self.plan, self.stage, self.optim).disk_bytes_per_update
+            read, written = self.away.disk_bytes_per_update
             read_bytes_per_s, write_bytes_per_s = self._disk_rates()
             ranks = self.plan.world_size
             yield Kind.READ_STATE, (each * mean + read / len(parts)) * ranks / read_bytes_per_s, {}
@@ -219,7 +225,7 @@ class _StagePasses:
 
     def _param_loads(self) -> Iterator[tuple[str, float, dict[str, float]]]:
         """Yield the times of the copies of parameters and gradients beside passes."""
-        away = offloaded_params(self.model, self.plan, self.stage, self.optim)
+        away = self.away
         if not away.groups:
             return
         count, wide = self.plan.num_stage_micro_batches(self.stage, self.workload), master_bytes(self.plan.precision)
@@ -535,14 +541,8 @@ def _p2p_times(
         if plan.is_last(stage) or plan.pp_rank(stage) == plan.pp_rank(stage + 1):
             continue
         cut = plan.mesh(stage).tp if plan.default_strategy.sp else 1
-        count = (
-            plan.local_micro_batch_size(stage)
-            * workload.seq_len
-            // plan.mesh(stage).cp
-            // cut
-            * model.hidden_size
-            * compute_bytes(plan.precision)
-        )
+        positions = plan.local_micro_batch_size(stage) * workload.seq_len // plan.mesh(stage).cp // cut
+        count = positions * model.hidden_size * compute_bytes(plan.precision)
         hop = P2PTime(rates.contention(storage_level(plan, stage)) * rates.collective("send", 2, count))
         found[stage, stage + 1] = found[stage + 1, stage] = hop
     return found

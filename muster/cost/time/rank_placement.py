@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from muster.config.optim_config import OptimConfig
+from muster.config.optim_config import OptimConfig, UpdateTime
 from muster.cost.time.collectives import CommGroup, all_reduce_s, make_comm_group, p2p_s
 from muster.cost.time.cost_cache import CostTables, LayerKind, StageKinds
 from muster.cost.time.kernels import sustained_flops_per_s
@@ -63,6 +63,8 @@ class PlacedPlan:
     """Data-parallel rank whose pipeline is timed; None: the slowest of each stage's ranks and links."""
     optim: OptimConfig | None = None
     """Optimizer, and what it freezes; None: AdamW of all parameters."""
+    update_time: UpdateTime = "after_passes"
+    """Time at which the host updates parameters."""
 
     @cached_property
     def num_nodes(self) -> int:

@@ -80,7 +80,7 @@ class Reference:
         optimizer = self._new_optimizer(model)
         if (first := self._first_slope) is not None:
             optimizer.slope = first._replace(slope=copysign(norm, first.slope))
-        self._clip_and_step(model, optimizer, 0)
+        self._clip_and_step(model, optimizer, 0, None)
         self._balance_experts(model, self._first_load)
         spec, named = self.config.model, model.named_parameters()
         return {name: parameter.detach() for name, parameter in named if not has_four_bits(spec, name)}
@@ -105,7 +105,7 @@ class Reference:
                     for name, parameter in model.named_parameters()
                     if not has_four_bits(self.config.model, name)
                 }
-            grad_norms.append(self._clip_and_step(model, optimizer, step))
+            grad_norms.append(self._clip_and_step(model, optimizer, step, grad_norms[-1] if grad_norms else None))
             load = {name: part.pop_load() for name, part in model.named_modules() if isinstance(part, Router)}
             self._first_load = self._first_load or load
             self._balance_experts(model, load)
@@ -216,8 +216,9 @@ class Reference:
             if not matches_freeze(self.config.optim, f"{name}.expert_bias"):
                 update_expert_bias(bias, load_F[:-1], slice(None), moe.router_bias_update_rate)
 
-    def _clip_and_step(self, model: Decoder, optimizer: Optimizer, step: int) -> float:
-        """Clip and step. Returns the gradient norm before clipping."""
+    def _clip_and_step(self, model: Decoder, optimizer: Optimizer, step: int, norm_before: float | None) -> float:
+        """Clip, by the norm of the step before where that is asked for, and step. Returns the gradient norm before
+        clipping."""
         optim = self.config.optim
         if optimizer.slope is not None:
             direction, slope = optimizer.slope
@@ -225,6 +226,9 @@ class Reference:
             optimizer.slope = Slope(direction, slope * factor)
             optimizer.step(lr_at_step(optim, step, self.config.train.num_steps))
             return abs(slope)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm or float("inf"))
+        parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])  # type: ignore[misc]
+        size = norm if norm_before is None or not optim.clip_by_previous_norm else torch.tensor(norm_before)
+        torch.nn.utils.clip_grads_with_norm_(parameters, optim.clip_norm or float("inf"), size)
         optimizer.step(lr_at_step(optim, step, self.config.train.num_steps))
         return float(norm)
