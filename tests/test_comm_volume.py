@@ -25,6 +25,7 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
         ("dp2-rfull", False),
         ("tp2-sp-mb2-bf16", True),
         ("tp2-mb2-bf16", True, CHUNKED),
+        *((f"tp2-{words}-domino-mb2", False) for words in ("rfull", "sp-rfull")),
         ("dp2-z1", True),
         ("dp2-z2-bf16", False),
         ("dp2-mb2", False),

@@ -422,6 +422,25 @@ def test_chunked_overlap_wants_sp():
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("tp2-domino-mb1", "cuts the sequences of a micro-batch into two slices, but a micro-batch of stage 0 has 1"),
+        ("dp2-domino-mb2", "tp_overlap domino hides collectives of the tp ranks, but tp is 1"),
+    ],
+)
+def test_domino_wants_two_sequences_and_tp(name, sentence):
+    plan = parse_plan_name(name)
+    (found,) = plan_violations(plan, MODEL, WORKLOAD, 2)
+    assert sentence in found
+    assert all(one.default_strategy.tp_overlap == "none" for one in nearest_plans(plan, MODEL, WORKLOAD, 2)[:1])
+
+
+def test_words_of_overlapped_collectives_are_in_names():
+    for name in ("tp2-sp-asynctp-mb1-bf16", "tp2-domino-mb2-bf16", "tp4-sp-domino-mb4-z1-bf16"):
+        assert format_plan_name(parse_plan_name(name)) == name
+
+
 def test_a_vocabulary_and_an_inner_width_that_tp_does_not_divide_are_legal():
     model = MODEL.model_copy(update={"vocab_size": 257, "intermediate_size": 171})
     assert plan_violations(Plan(tp=4), model, WORKLOAD, 4) == []
@@ -471,6 +490,7 @@ def test_a_plan_without_problems_covers_ranks_batch_and_layers(plan, world_size)
         (Plan(pp=2, stages=tuple(StageSpec(layers=4, ranks=(n,)) for n in (1, 0))), "a list of its own ranks"),
         (Plan(pp=2, schedule="zb-h1", compile=True), "compile with a schedule whose backward is split"),
         (Plan(precision="fp8", tp=2), "fp8 with tensor parallelism"),
+        (parse_plan_name("tp2-domino-mb2-oact"), "tp_overlap domino with offload of activations or parameters"),
         (Plan(default_strategy=LayerStrategy(recompute="core_attention")), "recompute of attention alone"),
         (Plan(default_strategy=LayerStrategy(attention="unfused")), "unfused attention"),
         (

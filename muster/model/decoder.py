@@ -4,7 +4,7 @@ Suffixes of tensors: B sequences, S positions, D hidden width, H query heads, K 
 width.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -146,6 +146,13 @@ class MtpLayer(Layer):
         return self.norm(super().forward(self.local_linears(joined, self.eh_proj)[0], *constants))
 
 
+def run_layers(layers: Sequence[Layer], x_BSD: Tensor, constants: Iterable[tuple[Any, ...]]) -> Tensor:
+    """Return the hidden states after these layers; `constants` are what each takes beside hidden states."""
+    for layer, shared in zip(layers, constants, strict=True):
+        x_BSD = layer(x_BSD, *shared)
+    return x_BSD
+
+
 def _rounded(value: float) -> dict[torch.dtype, float]:
     """Return a value as each dtype has it."""
     return {dtype: float(torch.tensor(value, dtype=dtype, device="cpu")) for dtype in DTYPES.values()}
@@ -160,12 +167,13 @@ class Decoder(nn.Module):
     Parameters have the names, shapes and order of `muster.spec.model.stage_parameter_shapes`. A tied head uses
     `embed.weight`; a last stage that is not the first holds a copy of its own under that name. The module may be built
     on the meta device. Its values are PyTorch's defaults until `muster.model.init.init_stage` sets them. Tensor
-    parallelism replaces `embed_tokens` (tokens and weight (V, D) to hidden states) and `project_logits` (hidden states
-    and weight (V, D) to logits).
+    parallelism replaces `embed_tokens` (tokens and weight (V, D) to hidden states), `project_logits` (hidden states
+    and weight (V, D) to logits) and `run_layers`.
     """
 
     embed_tokens = staticmethod(F.embedding)
     project_logits = staticmethod(F.linear)
+    run_layers = staticmethod(run_layers)
 
     def __init__(self, spec: ModelSpec, layers: range, first: bool, last: bool, has_vocab: bool = True) -> None:
         super().__init__()
@@ -247,9 +255,7 @@ class Decoder(nn.Module):
         if self.dropout_state.is_active and self.begins_model:
             x_BSD = self.dropout_state.drop_embeddings(x_BSD, self.position_state.positions_in_sample(x_BSD))
         layers = {int(index): cast(Layer, layer) for index, layer in self.layers.items()}
-        for layer, constants in zip(layers.values(), self._constants(x_BSD, layers), strict=True):
-            x_BSD = layer(x_BSD, *constants)
-        return x_BSD
+        return self.run_layers(list(layers.values()), x_BSD, self._constants(x_BSD, layers))
 
     def _scaled(self, embedded_BSD: Tensor) -> Tensor:
         scale = self._embedding_scale

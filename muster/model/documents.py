@@ -1,8 +1,9 @@
 """Document mask: several documents in one sequence, each of which attends to itself only."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -28,6 +29,14 @@ class Documents:
     def begins_BS(self) -> Tensor:
         """True where a document begins."""
         return self.positions_BS == 0
+
+    def of_sequences(self, rows: slice) -> "Documents":
+        """Return the documents of some sequences, which must be whole in them."""
+        length = self.positions_BS.shape[1]
+        ends = [0, *accumulate(self.lengths)]
+        first, last = ends.index(rows.start * length), ends.index(rows.stop * length)
+        starts = self.starts[first : last + 1] - self.starts[first]
+        return replace(self, positions_BS=self.positions_BS[rows], lengths=self.lengths[first:last], starts=starts)
 
     @staticmethod
     def from_positions(positions_BS: Tensor, device: torch.device) -> "Documents | None":

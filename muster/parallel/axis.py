@@ -25,9 +25,13 @@ class PendingTensor:
 
     works: Sequence[dist.Work | None]
     result: Callable[[], Tensor]
+    turns: Turns | None = None
+    """Turns of this pass and another one, which computes before this one waits."""
 
     def wait(self) -> Tensor:
         """Wait until the communication has finished and return the tensor."""
+        if self.turns is not None:
+            self.turns.hand_over()
         for work in self.works:
             if work is not None:
                 work.wait()
@@ -214,23 +218,26 @@ class TensorAxis:
     """The hidden state between layers is sharded along the sequence (sequence parallelism)."""
     overlap: TpOverlap = "none"
     """Overlap of all-gathers before and reduce-scatters after a linear layer with its matmuls (async TP)."""
+    turns: Turns | None = None
+    """Turns of two slices of a micro-batch, each of which computes while the other waits (`muster.parallel.domino`);
+    None where micro-batches aren't sliced so."""
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> PendingTensor:
         """Start an in-place all-reduce."""
-        return PendingTensor([dist.all_reduce(x, op, group=self.group, async_op=True)], lambda: x)
+        return PendingTensor([dist.all_reduce(x, op, group=self.group, async_op=True)], lambda: x, self.turns)
 
     def all_gather(self, x_BSD: Tensor) -> PendingTensor:
         """Start to all-gather the ranks' shards of the sequence: (B, S/t, D) → (B, S, D)."""
         shards = x_BSD.new_empty(self.size, *x_BSD.shape)
         work = all_gather_into_tensor(shards.flatten(0, 1), x_BSD.contiguous(), group=self.group, async_op=True)
-        return PendingTensor([work], lambda: shards.transpose(0, 1).flatten(1, 2))
+        return PendingTensor([work], lambda: shards.transpose(0, 1).flatten(1, 2), self.turns)
 
     def reduce_scatter(self, x_BSD: Tensor) -> PendingTensor:
         """Start to reduce-scatter along the sequence: (B, S, D) → this rank's shard of the sum, (B, S/t, D)."""
         shards = x_BSD.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
         local = torch.empty_like(shards[0])
         work = reduce_scatter_tensor(local, shards.flatten(0, 1), group=self.group, async_op=True)
-        return PendingTensor([work], lambda: local)
+        return PendingTensor([work], lambda: local, self.turns)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Shard by shard, in a ring

@@ -31,6 +31,7 @@ from muster.model.loss import LossSums, softmax_gradient_
 from muster.model.low_rank import LowRankLinear, first_matrix
 from muster.model.plugin_layer import PROJECT_IN, PROJECT_OUT
 from muster.parallel.axis import PendingTensor, TensorAxis
+from muster.parallel.domino import DominoLayers
 from muster.parallel.symmetric_memory import all_gather_linears, row_backward, row_forward
 from muster.parallel.vocab_loss import exp_and_sums, local_rows, whole_vocab_loss
 from muster.parallel.weight_grad_store import WeightGradStore
@@ -479,6 +480,8 @@ def apply_parallel_linears(
         sum_before = module.router_state.sum_counts
         module.router_state.sum_counts = lambda counts_BE: axis.all_reduce(sum_before(counts_BE)).wait()
     module.project_logits = partial(vocab_parallel_logits, axis, weight_grads)  # type: ignore[assignment]
+    if axis is not None and axis.turns is not None:
+        module.run_layers = DominoLayers(axis.turns)  # type: ignore[assignment]
 
 
 def _set_ends_of_experts(part: MoeMlp, axis: TensorAxis, routes_own_tokens: bool) -> None:

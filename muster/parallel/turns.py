@@ -1,17 +1,19 @@
-"""Two passes that take turns: each computes while the other's exchange with other ranks is under way.
+"""Two passes that take turns: each computes while the other's communication with other ranks is under way.
 
 A backward is one call of autograd, which nothing can suspend but a wait within it; so the second pass has a thread of
-its own. Only one of the two runs at any time: a pass hands over where it would wait for its exchange, and goes on when
-it is handed back to. The order of all work is that of the program alone, the same on every rank, and so is the order of
-the collectives of a group.
+its own. Only one of the two runs at any time: a pass hands over where it would wait for its communication, and goes on
+when it is handed back to. The order of all work is that of the program alone, the same on every rank, and so is the
+order of the collectives of a group.
 """
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from threading import Semaphore
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -28,14 +30,14 @@ def _ignore(index: int) -> None:
 
 
 class Turns:
-    """Turns of the two passes of a pair on one rank; without a pair `hand_over` does nothing."""
+    """Turns of two passes on one rank; while there aren't two, `hand_over` does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._thread: ThreadPoolExecutor | None = None
         self._may_run = (Semaphore(0), Semaphore(0))
         self._running: int | None = None
-        """Pass whose turn it is; None outside of pairs."""
+        """Pass whose turn it is; None where there aren't two."""
         self._is_over = [False, False]
         self._on_turn: Callable[[int], None] = _ignore
 
@@ -50,10 +52,10 @@ class Turns:
         self._on_turn = on_turn or _ignore
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "pass", self._enter_thread)
-        modes = _get_current_dispatch_mode_stack()
+        modes, hooks = _get_current_dispatch_mode_stack(), _top_saved_tensors_default_hooks(False)
         self._is_over = [False, False]
         self._running = 0
-        other = self._thread.submit(self._run_second, second, modes)
+        other = self._thread.submit(self._run_second, second, modes, hooks)
         try:
             made = first()
         finally:
@@ -63,7 +65,7 @@ class Turns:
         return made, other.result()
 
     def hand_over(self) -> None:
-        """Let the other pass of the pair run until it hands over or is over."""
+        """Let the other pass run until it hands over or is over."""
         if self._running is None:
             return
         own = self._running
@@ -81,12 +83,15 @@ class Turns:
             self._running = 1 - own
             self._may_run[1 - own].release()
 
-    def _run_second(self, second: Callable[[], Second], modes: Sequence[TorchDispatchMode]) -> Second:
+    def _run_second(
+        self, second: Callable[[], Second], modes: Sequence[TorchDispatchMode], hooks: tuple[Any, Any] | None
+    ) -> Second:
         self._may_run[1].acquire()
-        for mode in modes:  # which belong to a thread
+        for mode in modes:  # which belong to a thread, as hooks do
             _push_mode(mode)
         try:
-            return second()
+            with nullcontext() if hooks is None else torch.autograd.graph.saved_tensors_hooks(*hooks):
+                return second()
         finally:
             for mode in reversed(modes):
                 _pop_mode(getattr(mode, "_dispatch_key", None) or getattr(mode, "_mode_key", None))

@@ -57,7 +57,8 @@ class World:
             return None
         group = self.groups.by_axis["tp"]
         overlap = overlap_of(group, self.device) if strategy.tp_overlap == "async_tp" else "none"
-        return TensorAxis(group, size, self.at.tp, strategy.sp, overlap)
+        turns = self.turns if strategy.tp_overlap == "domino" else None
+        return TensorAxis(group, size, self.at.tp, strategy.sp, overlap, turns)
 
     def context_axis(self) -> ContextAxis | None:
         """Return the context-parallel ranks of this one; None where a rank has whole sequences."""
@@ -98,7 +99,7 @@ class World:
 
     @cached_property
     def turns(self) -> Turns:
-        """Turns that the passes of this rank's pairs take."""
+        """Turns that the passes of this rank's pairs take, or slices of a micro-batch."""
         return Turns(self.device)
 
     def pipeline_axis(self) -> PipelineAxis:

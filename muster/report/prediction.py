@@ -22,9 +22,10 @@ _SHOWN_RANKS = 8
 _BAR = 24
 """Width of a bar for the whole step, in characters."""
 
-_ASYNC_TP = {
-    "ring": "chunks travel in a ring",
-    "symmetric_memory": "chunks are copied out of other GPUs' memory (PyTorch's symmetric memory)",
+_TP_OVERLAP = {
+    "ring": ("async tp", "chunks travel in a ring"),
+    "symmetric_memory": ("async tp", "chunks are copied out of other GPUs' memory (PyTorch's symmetric memory)"),
+    "domino": ("domino", "two slices of each micro-batch hide each other's tensor-parallel collectives"),
 }
 TableRow = tuple[str, ...]
 """Texts of a table row."""
@@ -60,7 +61,7 @@ def headline_figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
     yield "range", range_text(prediction)
     yield "framework", prediction.framework.label(prediction.compiled)
     if prediction.tp_overlap is not None:
-        yield "async tp", _ASYNC_TP[prediction.tp_overlap]
+        yield _TP_OVERLAP[prediction.tp_overlap]
     if (load := prediction.workload.expert_load) is not None:
         ep, copies = prediction.plan.mesh(0).ep, prediction.plan.ep_redundant_experts
         by_rank = f", the fullest of {ep} ranks {load.imbalance(ep):.2f}" if ep > 1 else ""

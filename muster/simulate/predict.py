@@ -281,10 +281,13 @@ class Prediction:
         return has_backward and compiles(self.plan, self.model, self.cluster.device.kind, self.framework)
 
     @property
-    def tp_overlap(self) -> Literal["ring", "symmetric_memory"] | None:
-        """Way of the chunks of asynchronous tensor parallelism on the first stage; None without it."""
-        if self.plan.default_strategy.tp_overlap == "none" or self.plan.mesh(0).tp == 1:
+    def tp_overlap(self) -> Literal["ring", "symmetric_memory", "domino"] | None:
+        """Way of the chunks of asynchronous tensor parallelism on the first stage, or domino; None without either."""
+        kind = self.plan.default_strategy.tp_overlap
+        if kind == "none" or self.plan.mesh(0).tp == 1:
             return None
+        if kind == "domino":
+            return kind
         ranks = [rank_at(self.plan, replace(coordinates_of(self.plan, 0), tp=tp)) for tp in range(self.plan.mesh(0).tp)]
         copies = copies_chunks(self.framework, make_comm_group(self.cluster, ranks))
         return "symmetric_memory" if copies else "ring"

@@ -29,10 +29,11 @@ class LayerStrategy(Frozen):
     micro-batches too; z3: parameters too. Without sharded ranks (dp_shard 1) all three are the same."""
     sp: bool = False
     """Sequence parallelism: between sublayers the sequence is sharded over the tp ranks."""
-    tp_overlap: Literal["none", "async_tp"] = "none"
-    """Overlap of tensor-parallel collectives with matmuls under sp. none: all-gather, then matmul, and matmul, then
-    reduce-scatter; only weight gradients are computed meanwhile. async_tp: cut into chunks, each multiplied while the
-    next one travels."""
+    tp_overlap: Literal["none", "async_tp", "domino"] = "none"
+    """Overlap of tensor-parallel collectives with compute. none: all-gather, then matmul, and matmul, then all-reduce
+    or reduce-scatter; only weight gradients are computed meanwhile. async_tp, under sp: cut into chunks, each
+    multiplied while the next one travels. domino: the sequences of a micro-batch are cut into two slices, whose
+    collectives travel beside each other's compute (arXiv:2409.15241)."""
     recompute: Recompute = "none"
     """Part of the layer that the backward computes again."""
     attention: Literal["flash", "unfused"] = "flash"

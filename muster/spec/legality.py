@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from muster.spec.context_rules import CONTEXT_RULES
+from muster.spec.domino_rules import DOMINO_LEGAL_RULES
 from muster.spec.errors import InfeasibleError
 from muster.spec.expert_rules import DISPATCHER_RULES
 from muster.spec.mesh import Mesh
@@ -332,10 +333,13 @@ LEGAL_RULES: tuple[Rule, ...] = (
         setting(vocab_parallel=False),
     ),
     Rule(
-        lambda plan: any(strategy.tp_overlap != "none" and not strategy.sp for strategy in plan.strategies),
+        lambda plan: any(strategy.tp_overlap == "async_tp" and not strategy.sp for strategy in plan.strategies),
         "tp_overlap async_tp sends chunks of the sequence, which only sp shards: add sp or leave it at none",
-        in_every_layer(lambda s: s if s.sp else s.model_copy(update={"tp_overlap": "none"})),
+        in_every_layer(
+            lambda s: s if s.sp or s.tp_overlap == "domino" else s.model_copy(update={"tp_overlap": "none"})
+        ),
     ),
+    *DOMINO_LEGAL_RULES,
     Rule(
         lambda plan: any(s.sp for s in plan.strategies) and all(mesh.tp == 1 for mesh in plan.distinct_meshes),
         "sp shards sequences over the tp ranks, but tp is 1",

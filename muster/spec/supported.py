@@ -5,6 +5,7 @@ from math import gcd
 
 from muster.spec.compilation import AGAINST_COMPILE
 from muster.spec.cuda_graphs import AGAINST_CUDA_GRAPHS, against_cuda_graphs
+from muster.spec.domino_rules import DOMINO_RULES, domino_rules_of
 from muster.spec.errors import InfeasibleError
 from muster.spec.expert_kinds import DISPATCHERS
 from muster.spec.four_bit_rules import four_bit_rules_of
@@ -85,6 +86,7 @@ RUNTIME_RULES: tuple[Rule, ...] = (
         lambda plan: plan.pipeline_replicas > 1, "two replicas in one pipeline (it has no parity test yet)"
     ),
     *PARAM_OFFLOAD_RULES,
+    *DOMINO_RULES,
     *SHARD_LEVEL_RUNTIME_RULES,
     Rule(
         lambda plan: any(s.recompute not in SUPPORTED_RECOMPUTE for s in plan.strategies),
@@ -406,7 +408,7 @@ def _narrow_rules(what: str) -> tuple[Rule, ...]:
         _compile_rule(lambda plan: True, f"compile with {what} (it has no parity test yet)"),
         _graphs_rule(lambda plan: True, f"cuda_graphs with {what} (it has no parity test yet)"),
         Rule(
-            lambda plan: any(strategy.tp_overlap != "none" for strategy in plan.strategies),
+            lambda plan: any(strategy.tp_overlap == "async_tp" for strategy in plan.strategies),
             f"tp_overlap async_tp with {what} (whose partial results are multiplied before the sum over the ranks)",
             in_every_layer(lambda strategy: strategy.model_copy(update={"tp_overlap": "none"})),
         ),
@@ -551,6 +553,7 @@ def runtime_rules(model: ModelSpec | None) -> tuple[Rule, ...]:
         *(GROUP_DROPOUT_RULES if model.has_dropout else ()),
         *(_graphs_rule(lambda plan: True, sentence) for sentence in against_cuda_graphs(model)),
         *param_offload_rules_of(model),
+        *domino_rules_of(model),
         *four_bit_rules_of(model),
         *(LOW_RANK_RULES if model.low_rank is not None else ()),
         *(ADAPTER_RULES if model.adapter is not None else ()),

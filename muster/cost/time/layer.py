@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from muster.cost.time.attention import add_latent_attention, add_linear_attention, add_self_attention
+from muster.cost.time.batch_slices import passes_of_slices
 from muster.cost.time.collectives import all_gather_s, all_reduce_s
 from muster.cost.time.expert_parallel import add_expert_exchange, add_experts
 from muster.cost.time.host_time import add_host_time, with_host_time
@@ -37,6 +38,22 @@ def layer_passes(at: LayerContext, layer: int) -> LayerPasses:
     """Return the costs of the passes of one layer."""
     if (own := plugin_model(at.model)) is not None:
         return plugin_layer_passes(own, at)
+    if at.strategy.tp_overlap == "domino" and at.tp.size > 1:
+        sliced = at.one_slice
+        attention, mlp = _sublayers(sliced, layer)
+        return passes_of_slices(at, layer, attention, mlp, _recompute_cost(sliced, attention, mlp))
+    attention, mlp = _sublayers(at, layer)
+    return LayerPasses(
+        attention.forward + mlp.forward,
+        attention.input_grads + mlp.input_grads,
+        attention.weight_grads + mlp.weight_grads,
+        _recompute_cost(at, attention, mlp),
+        mlp.rows,
+    )
+
+
+def _sublayers(at: LayerContext, layer: int) -> tuple[SublayerCost, SublayerCost]:
+    """Return the costs of a layer's attention, and of its MLP or experts."""
     model, attention = at.model, SublayerCost()
     if model.has_linear_attention(layer):
         add_linear_attention(at, attention)
@@ -57,14 +74,7 @@ def layer_passes(at: LayerContext, layer: int) -> LayerPasses:
     add_host_time(at, attention, mlp, model.has_experts(layer))
     if model.has_experts(layer):
         add_expert_exchange(at, attention, mlp)
-    forward = attention.forward + mlp.forward
-    return LayerPasses(
-        forward,
-        attention.input_grads + mlp.input_grads,
-        attention.weight_grads + mlp.weight_grads,
-        _recompute_cost(at, attention, mlp),
-        mlp.rows,
-    )
+    return attention, mlp
 
 
 def _recompute_cost(at: LayerContext, attention: SublayerCost, mlp: SublayerCost) -> PassCost:

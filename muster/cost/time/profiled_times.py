@@ -22,6 +22,7 @@ from muster.cost.time.attention import SOFT_CAP_BYTES
 from muster.cost.time.op_times import OpTimes, P2PTime
 from muster.cost.time.profiled_cost import ProfiledCost
 from muster.cost.time.profiled_experts import add_experts
+from muster.cost.time.profiled_slices import layer_of_slices
 from muster.cost.time.rate_interpolation import RateInterpolator
 from muster.cost.time.trained_parts import trained_parts
 from muster.layout.island_bytes import encoded_element_bytes
@@ -79,11 +80,10 @@ def profiled_times(
     per_step = [_per_step_times(rates, model, plan, pp_rank, optim) for pp_rank in range(plan.pp)]
     for kind in per_step[0]:
         seconds[kind, -1] = max(times_s[kind] for times_s in per_step)
-    cores = machine.cores or None
     processes = tuple(plan.mesh(pp_rank).num_ranks for pp_rank in range(plan.pp))
     return OpTimes(
         seconds,
-        cores=cores,
+        cores=machine.cores or None,
         processes_per_rank=processes,
         p2p_times=_p2p_times(rates, model, plan, workload),
         exposed_s=exposed_s,
@@ -146,13 +146,14 @@ class _StagePasses:
         stage: int,
         optim: OptimConfig | None = None,
         update_time: UpdateTime = "after_passes",
+        rows: int | None = None,
     ) -> None:
         self.rates, self.model, self.plan, self.workload, self.stage = rates, model, plan, workload, stage
         self.optim, self.away = optim, offloaded_params(model, plan, stage, optim, update_time)
         self.trained = trained_parts(optim, model, plan, stage)
         self.mesh, self.layers = plan.mesh(stage), plan.layers(stage, model.num_layers)
         self.strategy = plan.strategy(self.layers.start)
-        self.rows, self.seq_len = plan.local_micro_batch_size(stage), workload.seq_len
+        self.rows, self.seq_len = rows or plan.local_micro_batch_size(stage), workload.seq_len
         self.tokens = self.rows * self.seq_len // self.mesh.cp
         self.sequence_shards = self.mesh.tp if self.strategy.sp else 1
         self.hidden_elements = self.tokens // self.sequence_shards * model.hidden_size
@@ -172,7 +173,7 @@ class _StagePasses:
             has_experts = self.model.has_experts(layer)
             key = self.plan.strategy(layer).recompute, self.model.has_linear_attention(layer), has_experts
             if key not in known:
-                known[key] = self._layer(self.param_shapes[str(layer)], *key)
+                known[key] = layer_of_slices(self, self.param_shapes[str(layer)], *key)
             has_backward, share = (True, 1.0) if self.trained is None else self.trained.layers[index]
             cost.add(known[key].with_backward(has_backward, share * has_backward))
         cost.add(self._embedding_and_head(self.param_shapes.get("", {})))
@@ -199,11 +200,8 @@ class _StagePasses:
         yield from self._param_loads()
         copied = sum(prod(shape) for parts in self.param_shapes.values() for shape in parts.values() if len(shape) == 1)
         copied += sum(self.model.low_rank_ranks.values()) * self.model.hidden_size * len(self.layers)
-        yield (
-            Kind.ALL_REDUCE_TP,
-            self.rates.collective("all_reduce", self.mesh.tp, copied * master_bytes(self.plan.precision)),
-            {},
-        )
+        copies_s = self.rates.collective("all_reduce", self.mesh.tp, copied * master_bytes(self.plan.precision))
+        yield Kind.ALL_REDUCE_TP, copies_s, {}
 
     def _host_updates(self) -> Iterator[tuple[str, float, dict[str, float]]]:
         """Yield the times of the mean part of the stage that the host updates."""
@@ -245,7 +243,10 @@ class _StagePasses:
         base, layer = (self.rates.overhead(overhead_name(level, kind, part)) for part in ("base", "layer"))
         return max(0.0, base + layer * len(self.layers))
 
-    def _layer(
+    def of_rows(self, rows: int) -> "_StagePasses":
+        return _StagePasses(self.rates, self.model, self.plan, self.workload, self.stage, self.optim, rows=rows)
+
+    def layer(
         self, parts: dict[str, tuple[int, ...]], recompute: str, is_linear: bool, has_experts: bool
     ) -> ProfiledCost:
         rates, cost, d = self.rates, ProfiledCost(), self.model.head_dim

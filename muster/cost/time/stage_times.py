@@ -251,6 +251,10 @@ class StageTimes:
                     further = further if trained is None else further.scaled(trained.head_input, trained.head)
                     parts += [further] * model.mtp_layers
         forward, input_grads, weight_grads, recompute = PassCost(), PassCost(), PassCost(), PassCost()
+        if self._layer_counts:  # the last turns of a run of layers
+            ends = self._layer_passes(next(iter(self._layer_counts))).ends_s
+            forward.add_exposed("tp", ends[0])
+            input_grads.add_exposed("tp", ends[1] * (trained is None or trained.layers[0][0]))
         for part in parts:
             forward += part.forward
             input_grads += part.input_grads

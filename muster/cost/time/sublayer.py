@@ -136,6 +136,12 @@ class LayerContext:
         return replace(self, sequences=self.sequences / self.sequence_tiles) if self.sequence_tiles > 1 else self
 
     @property
+    def one_slice(self) -> "LayerContext":
+        """The same for one of two slices of a micro-batch, without the other one beside it."""
+        strategy = self.strategy.model_copy(update={"tp_overlap": "none"})
+        return replace(self, sequences=self.sequences / 2, strategy=strategy)
+
+    @property
     def hidden_bytes(self) -> float:
         """Bytes of the hidden state of a micro-batch, over all tensor-parallel ranks."""
         return self.tokens * self.model.hidden_size * self.element_bytes
@@ -153,6 +159,9 @@ class LayerPasses:
     rows: tuple[RowExchange, RowExchange] = (RowExchange(), RowExchange())
     """Exchanges of rows with experts' ranks, forward and backward, beside which the other pass of a pair computes."""
 
+    ends_s: tuple[float, float] = (0.0, 0.0)
+    """Seconds of collectives at the end of a stage's forward and backward beside which no slice computes (domino)."""
+
     @property
     def compute_s(self) -> tuple[float, float]:
         """Seconds of kernels of forward and full backward."""
@@ -162,7 +171,8 @@ class LayerPasses:
         """Return the costs with shares of the input gradients, and of what they repeat, and of the weight gradients."""
         inputs, weights = self.input_grads * input_grads, self.weight_grads * weight_grads
         rows = self.rows if input_grads else (self.rows[0], RowExchange())
-        return LayerPasses(self.forward, inputs, weights, self.recompute * input_grads, rows)
+        ends_s = self.ends_s[0], self.ends_s[1] * input_grads
+        return LayerPasses(self.forward, inputs, weights, self.recompute * input_grads, rows, ends_s)
 
 
 class SublayerCost:
@@ -354,14 +364,19 @@ def _add_tp_collective(
     `copies` gives what symmetric memory adds on so many ranks (`gather_copies`).
     """
     if at.framework.async_tp or at.strategy.tp_overlap == "async_tp":
-        first_s = seconds / at.tp.size
-        spent.add_exposed("tp", first_s)
-        spent.add_overlapped("tp", seconds - first_s, _overlapping_matmul_s(at))
+        add_in_chunks(spent, seconds, _overlapping_matmul_s(at), at.tp.size)
         if copies_chunks(at.framework, at.tp):
             shards, kernels = copies(at.tp.size)
             spent.add(stream_s(at.device, shards * at.hidden_bytes / at.tp.size), kernels)
     else:
         spent.add_exposed("tp", seconds)
+
+
+def add_in_chunks(spent: PassCost, seconds: float, matmul_s: float, ranks: int) -> None:
+    """Add a collective of asynchronous tensor parallelism: all of its chunks but the first overlap with the matmul."""
+    first_s = seconds / ranks
+    spent.add_exposed("tp", first_s)
+    spent.add_overlapped("tp", seconds - first_s, matmul_s)
 
 
 def copies_chunks(framework: FrameworkTraits, tp: CommGroup) -> bool:

@@ -1,0 +1,50 @@
+"""Times of a layer in two slices of a micro-batch (`tp_overlap: domino`) on a machine that has been profiled."""
+
+from math import prod
+from typing import Protocol
+
+from muster.cost.time.batch_slices import slices_s
+from muster.cost.time.profiled_cost import ProfiledCost
+from muster.cost.time.rate_interpolation import RateInterpolator
+from muster.layout.batch_slices import batch_slices
+from muster.spec.layer_strategy import LayerStrategy
+from muster.spec.mesh import Mesh
+
+
+class _Passes(Protocol):
+    rates: RateInterpolator
+    rows: int
+    mesh: Mesh
+    strategy: LayerStrategy
+
+    def of_rows(self, rows: int) -> "_Passes": ...
+
+    def layer(
+        self, parts: dict[str, tuple[int, ...]], recompute: str, is_linear: bool, has_experts: bool
+    ) -> ProfiledCost: ...
+
+
+def layer_of_slices(
+    passes: _Passes, parts: dict[str, tuple[int, ...]], recompute: str, is_linear: bool, has_experts: bool
+) -> ProfiledCost:
+    """Return the cost of a layer with these parameters, in slices under domino, whose gradients of matrices are added.
+
+    Collectives on a CPU take the cores that compute, and hide nothing; on other devices the slices take turns.
+    """
+    key = recompute, is_linear, has_experts
+    if passes.strategy.tp_overlap != "domino" or passes.mesh.tp == 1:
+        return passes.layer(parts, *key)
+    total = ProfiledCost()
+    for own in batch_slices(passes.rows):
+        total.add(passes.of_rows(len(own)).layer(parts, *key))
+    total.weight_grad_s += passes.rates.kernel("add", sum(prod(shape) for shape in parts.values() if len(shape) > 1))
+    if passes.rates.machine.cores:
+        return total
+    backward_s = total.input_grad_s + total.weight_grad_s
+    for computed_s, exposed_s in (
+        (total.forward_s, total.forward_exposed_s),
+        (backward_s, total.backward_exposed_s),
+    ):
+        turns = [computed_s / 4] * 2, [exposed_s["tp"] / 4] * 2  # two of each slice
+        exposed_s["tp"] = slices_s(*turns)[0] - computed_s
+    return total
