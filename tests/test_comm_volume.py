@@ -98,7 +98,7 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
 
 
 OFFLOADED_PARAMS: list[tuple[Any, ...]] = [("pp2-oopt-oparam", False), ("dp2-bf16-ooptd-oparamd", False)]
-SAMPLE = {2: random.Random(2).sample(CASES[2], 7) + OFFLOADED_PARAMS, 4: random.Random(4).sample(CASES[4], 6)}
+SAMPLE = {2: random.Random(2).sample(CASES[2], 4) + OFFLOADED_PARAMS, 4: random.Random(4).sample(CASES[4], 4)}
 
 
 @pytest.mark.parametrize("num_ranks", SAMPLE)

@@ -12,6 +12,7 @@ from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.spec.workload import Workload
 from tests.parity import small_run
+from tests.sampling import quick_sample
 from tests.test_parity import GRADIENT_TOLERANCE, cache, check_parity, run  # noqa: F401
 from tests.train_runs import QUICK, losses, train
 
@@ -105,7 +106,7 @@ def in_float64(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"micro_batch_size": 2} | case | {"precision": "fp64", "steps": 1} for case in cases]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", quick_sample([2, 4], 1))
 def test_gradients_equal_one_process(num_ranks: int, cache: Path) -> None:  # noqa: F811
     check_parity(num_ranks, in_float64(sample_of(num_ranks)), cache)
 

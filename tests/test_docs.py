@@ -48,6 +48,11 @@ LONG = (
     "sequence-slices",
     "zeroth-order",
     "models",
+    "offload",
+    "plan",
+    "plans",
+    "profile",
+    "verify",
 )
 """Pages whose commands train for long, and which only the soak tests run."""
 

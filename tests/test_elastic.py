@@ -242,6 +242,7 @@ def test_a_run_that_loses_ranks_goes_on_and_is_the_same(tmp_path_factory: pytest
     assert_same_training(run, whole)
 
 
+@pytest.mark.soak
 def test_a_run_without_spares_goes_on_with_fewer_ranks_until_all_are_back(tmp_path: Path) -> None:
     common = ["--preset", "tiny", *QUICK, "--parallel", "dp3-z1-fp64", "--train.steps", "9"]
     whole, run = tmp_path / "whole", tmp_path / "run"

@@ -219,7 +219,7 @@ SOAK: dict[int, list[dict[str, Any]]] = {
 def test_a_sample_of_plans_trains_the_same_experts(ranks: int, tmp_path: Path) -> None:
     cases = CASES[ranks]
     sound, faulty = ([case for case in cases if ("fault" in case) == is_faulty] for is_faulty in (False, True))
-    sample = seeded_sample(sound, {1: 4, 2: 12, 4: 5}[ranks]) + seeded_sample(faulty, min(len(faulty), 4))
+    sample = seeded_sample(sound, {1: 4, 2: 7, 4: 4}[ranks]) + seeded_sample(faulty, min(len(faulty), 2))
     assert_parity(ranks, sample, tmp_path, steps=1)
 
 
@@ -290,7 +290,7 @@ BYTES: dict[int, list[tuple[Any, ...]]] = {
 
 @pytest.mark.parametrize("ranks", BYTES)
 def test_bytes_of_a_sample_equal_the_formula(ranks: int, tmp_path: Path) -> None:
-    check_bytes(ranks, seeded_sample(BYTES[ranks], {2: 9, 4: 3}[ranks]), tmp_path)
+    check_bytes(ranks, seeded_sample(BYTES[ranks], {2: 5, 4: 2}[ranks]), tmp_path)
 
 
 @pytest.mark.soak

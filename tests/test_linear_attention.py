@@ -223,7 +223,7 @@ def sample_of(num_ranks: int) -> list[dict[str, Any]]:
     return [*(draw.choice(of_kind) for of_kind in states if of_kind), *draw.sample(others, 3)]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", quick_sample([2, 4], 1))
 def test_gradients_equal_one_process(num_ranks: int, cache: Path) -> None:  # noqa: F811
     check_parity(num_ranks, in_float64(sample_of(num_ranks)), cache)
 
