@@ -79,11 +79,6 @@ def plan_of(case: Case) -> Plan:
     return Plan.model_validate(parse_plan_name(case["plan"], base).model_dump() | case.get("changes", {}))
 
 
-def every_schedule_with_each_kind() -> list[Case]:
-    """Return the cases of all schedules with one kind each."""
-    return [case for kind in KINDS for schedule in SCHEDULES if (case := case_of(schedule, [kind])) is not None]
-
-
 def random_cases(seed: int) -> Iterator[Case]:
     """Yield cases of random schedules with several kinds."""
     random_number = random.Random(seed)

@@ -44,6 +44,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "gpu-benchmark": ("test_gpu_benchmark.py",),
     "gpu-schedules": (
         "test_fake_gpu.py::test_steps_of_every_schedule_with_each_kind_of_plan_wait_once_and_all_ranks_meet",
+        "test_fake_gpu.py::test_steps_of_schedules_with_several_kinds_of_plans_wait_once_and_all_ranks_meet",
     ),
     "data": ("test_packing.py", "test_eval.py", "test_tracking.py", "test_fine_tuning.py"),
     "resume": ("test_resume.py", "test_changed_resume.py", "test_delayed_update.py", "test_backward_updates.py"),
