@@ -442,7 +442,7 @@ MORE_UPDATES_IN_BACKWARD = [
     ("cp2", "ooptd", {}),
     ("pp2", "ooptd-oparamd", {"precision": "bf16", "tied": True}),
     ("pp2-relem", "oopt", {"precision": "bf16"}),
-    ("pp2-oact", "ooptd", {"precision": "fp64"}),
+    ("pp2-sgpipe-oact", "oopt", {"precision": "fp64"}),
     ("pp2v2-sinterleaved", "oopt", {"tied": True}),
     ("pp2v2-sinterleaved", "ooptd-oparamd", {}),
 ]
@@ -477,7 +477,7 @@ def test_updates_within_the_backward_of_more_plans_have_the_bits_of_those_after_
 
 @pytest.mark.soak
 def test_updates_within_the_backward_of_replicas_have_the_bits_of_those_after_it(cache: Path) -> None:
-    plans = {"dp2x2": "oopt", "dp2x2-z2": "ooptd", "dp4-zp2": "oopt", "dp2-tp2": "ooptd-oparamd"}
+    plans = {"dp2x2": "oopt", "dp2x2-z2": "ooptd", "dp4-zp2g4": "oopt", "dp2-tp2": "ooptd-oparamd"}
     check_updates_in_backward(4, [(plan, word, {}) for plan, word in plans.items()], cache)
 
 
