@@ -179,6 +179,15 @@ class TrainConfig(Frozen):
     spares: NonNegativeInt = 1
     """Processes that wait to take the place of lost ranks, under `train.elastic`. 0: the ranks that are left go on
     under the plan with fewer data-parallel ranks, where there is one for the batch, until new processes are ready."""
+    recovery: Literal["copy", "checkfree"] = "copy"
+    """State from which ranks go on under `train.elastic` when one is lost. copy: that after the last step, of which
+    each rank keeps a copy in memory. checkfree: nobody keeps copies; a lost inner stage of the pipeline becomes the
+    weighted mean of the two stages beside it, which is approximate (CheckFree, arXiv:2506.15461)."""
+    checkfree_weights: Literal["squared_norm", "clipped_norm"] = "squared_norm"
+    """Weights of that mean, from the last step's gradients of both stages. squared_norm: their squared norms, as in the
+    paper; clipped_norm: their norms, 1 at most, and 1e-4, as in its authors' program."""
+    checkfree_lr_scale: Positive = 1.2
+    """Factor of the learning rate of stages that were lost and rebuilt so, from then on."""
     rebalance_experts_every: NonNegativeInt = 0
     """Steps after which experts move to other ranks of `ep`, with their optimizer state, where their load of these
     steps makes that pay before the next time; 0: they stay."""
@@ -229,6 +238,8 @@ class TrainConfig(Frozen):
             raise ValueError("elastic keeps the state of every step in memory: leave in_memory_checkpoint_every out")
         if self.delayed_update and self.update_in_backward:
             raise ValueError("delayed_update and update_in_backward are given, expected one of them")
+        if self.recovery != "copy" and not self.elastic:
+            raise ValueError(f"recovery {self.recovery} says how ranks go on when one is lost: set elastic true, too")
         if self.loss is not None and self.z_loss:
             raise ValueError(f"z_loss is added to cross-entropy, but loss is {self.loss}: leave z_loss out")
         return self
@@ -243,7 +254,12 @@ class TrainConfig(Frozen):
     @property
     def keeps_state_in_memory(self) -> bool:
         """True if the state of some steps is kept in the nodes' memory."""
-        return self.elastic or self.in_memory_checkpoint_every > 0
+        return self.keeps_every_step or self.in_memory_checkpoint_every > 0
+
+    @property
+    def keeps_every_step(self) -> bool:
+        """True if each rank keeps a copy of its state after every step."""
+        return self.elastic and self.recovery == "copy"
 
     @property
     def num_steps(self) -> int:

@@ -23,8 +23,9 @@ from muster.launch.launcher_words import Membership, word_of
 from muster.launch.rank_errors import error_path
 from muster.launch.restarts import wait_before
 from muster.launch.supervisor import RankProcess, RankSupervisor, poll_process
+from muster.report.approximation import Approximation, pop_approximation
 from muster.report.run_files import RECOVERIES_FILE, read_metrics
-from muster.spec.units import pluralize
+from muster.spec.units import numbered, pluralize
 
 MAX_RECOVERIES_IN_A_ROW = 3
 """Recoveries without a new step between, after which the attempt ends: what ends the ranks comes again."""
@@ -62,6 +63,8 @@ class Recovery:
     """Seconds from `time` until all ranks had joined the next generation."""
     recovered_s: float | None = None
     """Seconds from `time` until the next step was finished; None: it never was."""
+    approximation: Approximation | None = None
+    """In what the state that the ranks go on with is approximate; None: it is that after `step`, to the bit."""
 
 
 class ElasticSupervisor(RankSupervisor):
@@ -201,7 +204,7 @@ class ElasticSupervisor(RankSupervisor):
     def _replace(self, failed: list[RankProcess], reason: str) -> None:
         """Give the places of failed ranks to spares, and tell all ranks of the next generation."""
         lost = [rank.rank for rank in failed]
-        who = "a spare takes its place" if len(lost) == 1 else f"spares take the places of ranks {_join(lost)}"
+        who = "a spare takes its place" if len(lost) == 1 else f"spares take the places of {numbered('rank', lost)}"
         self._begin_generation(failed, f"{reason}: {who}, and the other ranks go on", reason, len(self.ranks))
         for rank in failed:
             spare = self._take_spare()
@@ -288,6 +291,7 @@ class ElasticSupervisor(RankSupervisor):
             for rank, status in joined.items()
         ):
             under_way.recovered_s = passed_s
+            under_way.approximation = pop_approximation(self.run_dir, self._generation)
             if not under_way.ranks:
                 under_way.step = min(self._first_steps.values(), default=under_way.step)
             self._under_way, self._in_a_row = None, 0
@@ -330,7 +334,3 @@ class ElasticSupervisor(RankSupervisor):
             rank.close()
         for number in self.terminal_fds:
             os.close(number)
-
-
-def _join(ranks: list[int]) -> str:
-    return f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

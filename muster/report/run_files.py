@@ -10,6 +10,7 @@ import yaml
 
 from muster.config.load_config import load_plan
 from muster.config.migrations import migrate
+from muster.report.approximation import approximation_from_json
 from muster.spec.dotted_keys import flatten
 from muster.spec.errors import ConfigError
 from muster.spec.plan import Plan
@@ -106,7 +107,8 @@ def recoveries_note(run_dir: Path) -> str | None:
 
 def _describe_recovery(row: Mapping[str, Any]) -> str:
     took = "" if row["recovered_s"] is None else f" (next step finished after {row['recovered_s']:.1f} s)"
-    return f"after step {row['step']}, when {row['reason']}{took}"
+    about = approximation_from_json(found).sentences if (found := row.get("approximation")) else []
+    return f"after step {row['step']}, when {row['reason']}{took}{''.join(f', {one}' for one in about)}"
 
 
 def _read(directory: Path, name: str) -> RunRecord:

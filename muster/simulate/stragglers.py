@@ -15,6 +15,8 @@ from math import inf
 from statistics import median, median_low
 from typing import Literal
 
+from muster.spec.units import numbered
+
 StragglerKind = Literal["compute", "data", "disk", "link", "sender", "receiver", "result"]
 
 SLOW_COMPUTE = 1.2
@@ -72,12 +74,12 @@ class Straggler:
         """Short name: `compute of rank 3`."""
         if self.kind == "link":
             return f"link from rank {self.ranks[0]} to rank {self.ranks[1]}"
-        return f"{self.kind} of {_ranks_text(self.ranks)}"
+        return f"{self.kind} of {numbered('rank', self.ranks)}"
 
     def __str__(self) -> str:
         if self.kind == "link":
             return f"the {self.subject} takes {self.ratio:.2f} times as long as the others"
-        who = _ranks_text(self.ranks)
+        who = numbered("rank", self.ranks)
         if self.kind == "result":
             return f"{who} computes {self.ratio:.2g} of a product of matrices wrongly: take its device out of service"
         takes = "takes" if len(self.ranks) == 1 else "take"
@@ -194,9 +196,3 @@ def shorter_links(one: Sequence[float | None], other: Sequence[float | None]) ->
     """Return the shorter of two times of each message. A busy receiver answers late at one moment, and a slow link at
     both."""
     return tuple(a if b is None else b if a is None else min(a, b) for a, b in zip(one, other, strict=True))
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -1,6 +1,7 @@
 """Numbers as people write them: `15T` tokens, `70GB`, `2 processes`."""
 
 import re
+from collections.abc import Sequence
 
 from muster.spec.errors import ConfigError
 
@@ -31,6 +32,13 @@ def parse_bytes(text: str, flag: str) -> int:
     if size < 1:
         raise ConfigError(f"{flag}: expected a size such as 70GB or 2GiB, got '{text}'")
     return size
+
+
+def numbered(thing: str, numbers: Sequence[int]) -> str:
+    """Return things with their numbers: `rank 3`, `ranks 0, 2 and 5`."""
+    if len(numbers) == 1:
+        return f"{thing} {numbers[0]}"
+    return f"{thing}s {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 
 def pluralize(number: int, thing: str) -> str:

@@ -30,6 +30,13 @@ def sum_of_squares(stage: DecoderStage) -> Tensor:
     return sum((norm * norm / copies for copies, norm in norms.items()), start=torch.zeros((), dtype=torch.float64))
 
 
+def layer_grad_norm(stages: Iterable[DecoderStage]) -> float:
+    """Return the norm of the gradients of the layers of stages that this rank holds whole; 0 without any. Embedding,
+    head and last norm are no layers."""
+    grads = [local.grad for stage in stages for name, local in with_gradients(stage) if name.startswith("layers.")]
+    return torch.nn.utils.get_total_norm(grads).item()
+
+
 def with_gradients(stage: DecoderStage, without: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
     """Yield the parameters that have a gradient in memory, by name, `without` some; their `.grad` is a tensor."""
     for name, local in stage.parameters.items():

@@ -50,7 +50,7 @@ def open_in_memory_checkpoint(
             flush=True,
         )
     if world.rank == 0:
-        every = _steps(1 if train.elastic else train.in_memory_checkpoint_every)
+        every = _steps(1 if train.keeps_every_step else train.in_memory_checkpoint_every)
         print(f"in-memory checkpoint every {every} {checkpointer.describe_location()}", flush=True)
     return checkpointer
 

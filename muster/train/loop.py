@@ -1,7 +1,7 @@
 """The training loop of one rank, from the first step or the last checkpoint to the end; all ranks go the same way."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from muster.launch.rank_errors import EXIT_STOPPED
 from muster.parallel.allocation_meter import host_memory
 from muster.parallel.op_profile import StageProfile
 from muster.parallel.world import World
+from muster.report.approximation import Approximation, write_approximation
 from muster.report.run_files import MEETINGS_FILE, RECOVERIES_FILE, STRAGGLERS_FILE, read_metrics
 from muster.report.wall_time import append_attempt, attempt_row
 from muster.schedule.build import build_program
@@ -30,6 +31,7 @@ from muster.spec.errors import ConfigError, MusterError
 from muster.spec.plan import Plan
 from muster.train.best_checkpoint import ValidationTracker
 from muster.train.callbacks import Callbacks
+from muster.train.checkfree import KeptState, RecoveredState, begin_rebuilt_stages, recover_state, recovery_lines
 from muster.train.checkpoint_manager import CHECKPOINTS_FOLDER, CheckpointManager
 from muster.train.console import TrainingDisplay
 from muster.train.device_metrics import DeviceMetrics
@@ -62,6 +64,8 @@ class Carried:
     """Profiles of all ranks, by rank, for each number of ranks that there has been."""
     leave_requested: Callable[[], bool] = lambda: False
     """True once another generation follows at the end of a step."""
+    kept: KeptState | None = None
+    """State of this rank's stage when its last generation ended, under `train.recovery` checkfree."""
 
 
 class TrainingLoop:
@@ -103,6 +107,9 @@ class TrainingLoop:
         self.callbacks = Callbacks(config.train.callbacks, world.rank, run_dir, self._on_stop)
         self._last_losses: tuple[int, dict[str, float]] = (-1, {})
         """Step and result of the last validation."""
+        self._recorded: tuple[int, dict[str, Any]] | None = None
+        """Last step that was recorded and the counters after it, under `train.recovery` checkfree; None before the
+        state is whole."""
         self.tokens_seen = 0
         """Tokens trained on since the first step, without padding, those of skipped steps included."""
         self._tokens_skipped = 0
@@ -125,7 +132,16 @@ class TrainingLoop:
 
     def abandon(self) -> None:
         """Leave everything that is under way, as another generation of ranks begins; connections are broken."""
+        if self._recorded is not None:
+            self.carried.kept = self._kept_state(*self._recorded)
         self.checkpoint_manager.abandon()
+
+    def _kept_state(self, step: int, counters: dict[str, Any]) -> KeptState:
+        """Return this rank's state, with the counters after the last step that was recorded."""
+        trainer = self.trainer
+        (stage,) = trainer.stages
+        tensors = {shard.name: shard.tensor.detach() for shard in trainer.local_shards()}
+        return KeptState(stage, trainer.step_count, step, counters, trainer.updater.layer_grad_norm, tensors)
 
     def _on_stop(self, *_: object) -> None:
         self.stop_requested = self.carried.stop_requested = True
@@ -216,8 +232,9 @@ class TrainingLoop:
                     if result.skip_reason and result.consecutive_skips >= train.max_consecutive_skips:
                         self._stop_after_skips(result, result.skip_reason)
                     stopping = stopping or result.stop_requested
-                    if train.elastic:
+                    if train.keeps_every_step:
                         self.checkpoint_manager.keep_step(self._checkpoint_info)
+                    self._keep_counters()
                     if result.step < train.num_steps and not stopping and not self.validation.should_stop:
                         is_settled = self._is_settled_after(result.step)
                         problem = self.checkpoint_manager.after_step(result, is_settled, self._checkpoint_info)
@@ -378,8 +395,13 @@ class TrainingLoop:
     # ------------------------------------------------------------------------------------------------------------------
     # Checkpoints
 
-    def _checkpoint_info(self) -> dict[str, Any]:
-        """Return the metadata of a checkpoint."""
+    def _keep_counters(self) -> None:
+        """Note the counters after a step, which the next generation goes on with, where no copies are kept."""
+        if self.config.train.recovery == "checkfree":
+            self._recorded = self.trainer.step_count, self._counters()
+
+    def _counters(self) -> dict[str, Any]:
+        """Return the counters of a checkpoint."""
         counters = {
             **self.trainer.counters(),
             "stream_hash": self.stream.state,
@@ -388,32 +410,36 @@ class TrainingLoop:
         }
         if self.validation.is_used:
             counters["validation"] = self.validation.state()
+        return counters
+
+    def _checkpoint_info(self) -> dict[str, Any]:
+        """Return the metadata of a checkpoint."""
         return {
             "plan": self.trainer.plan.model_dump(mode="json"),
             "model": self.config.model.model_dump(mode="json"),
             "run": self.config.model_dump(mode="json"),
-            "counters": counters,
+            "counters": self._counters(),
         }
 
     def _resume(self) -> None:
         """Resume from the last checkpoint, if there is one; otherwise load the initial weights, if they are given."""
-        if (manifest := self._load_in_memory_checkpoint() or self._load_latest()) is not None:
-            self.trainer.restore(manifest.step, manifest.counters)
+        if (recovered := self._recover_from_ranks()) is not None:
+            self._take_up(recovered.step, recovered.counters)
+            begin_rebuilt_stages(self.trainer.updater, recovered, self.config.train.checkfree_lr_scale)
+        elif (manifest := self._load_in_memory_checkpoint() or self._load_latest()) is not None:
+            self._take_up(manifest.step, manifest.counters)
             new = find_new_state(manifest, self.config)
             self.trainer.updater.optimizer.begin_state(new.parameters, new.average)
             if self.is_main and (lines := new.lines(manifest.step)):
                 print(*lines, sep="\n", flush=True)
-            self.stream.state = manifest.counters["stream_hash"]
-            # Checkpoints of early versions don't have this counter.
-            default = manifest.step * self.config.workload.tokens_per_step
-            self.tokens_seen = manifest.counters.get("tokens_seen", default)
-            if (state := manifest.counters.get("validation")) is not None and self.validation.is_used:
-                self.validation.load(state)
-                if self.config.train.keep_best and self.validation.best_loss is not None:
-                    self.checkpoint_manager.keep_best(self.validation.best_step)
         elif (place := self.config.train.init_from) is not None:
             load_initial_weights(Path(place), self.config.model, self.trainer.weights_to_load())
             self.trainer.restore(0, {"samples_consumed": 0})
+        self._keep_counters()
+        if self.is_main and self.config.train.recovery == "checkfree" and self.world.generation:
+            back = Approximation(went_back_to=self.trainer.step_count)
+            about = back if recovered is None else recovered.approximation
+            write_approximation(self.run_dir, self.world.generation, about)
         if self.in_memory_checkpoint is not None and self.config.train.elastic:
             self.in_memory_checkpoint.begin_after(self.trainer.step_count, self.world.all_gather_object)
         if self.is_main:
@@ -422,6 +448,33 @@ class TrainingLoop:
             self.metrics.truncate_after(self.trainer.step_count)
             self.meetings.truncate_after(self.trainer.step_count)
             self.straggler_log.truncate_after(self.trainer.step_count)
+
+    def _take_up(self, step: int, counters: Mapping[str, Any]) -> None:
+        """Take up the counters after a step, whose state is there."""
+        self.trainer.restore(step, counters)
+        self.stream.state = counters["stream_hash"]
+        # Checkpoints of early versions don't have this counter.
+        self.tokens_seen = counters.get("tokens_seen", step * self.config.workload.tokens_per_step)
+        if (state := counters.get("validation")) is not None and self.validation.is_used:
+            self.validation.load(state)
+            if self.config.train.keep_best and self.validation.best_loss is not None:
+                self.checkpoint_manager.keep_best(self.validation.best_step)
+
+    def _recover_from_ranks(self) -> RecoveredState | None:
+        """Go on with what the ranks hold of the generation before, where they keep no copies; None where they can't."""
+        train, generation = self.config.train, self.world.generation
+        if train.recovery != "checkfree" or not generation:
+            return None
+        self.world.heartbeat.update("load")
+        tensors = {shard.name: shard.tensor.detach() for shard in self.trainer.local_shards()}
+        own = self.config.model.num_layers, train.checkfree_weights
+        kept, self.carried.kept = self.carried.kept, None
+        recovered = recover_state(self.world, kept, tensors, *own)
+        if kept is not None and recovered is not None:
+            self.trainer.updater.layer_grad_norm = kept.grad_norm
+        if self.is_main:
+            print(*recovery_lines(recovered, train.checkfree_lr_scale), sep="\n", flush=True)
+        return recovered
 
     def _record_attempt(self) -> None:
         """Note when this attempt goes on, and which steps it repeats."""

@@ -32,7 +32,7 @@ from muster.parallel.world import World
 from muster.spec.errors import ConfigError, MusterError
 from muster.spec.model import layer_prefix
 from muster.spec.plan import Plan
-from muster.train.gradients import find_tied_copies, sum_of_squares
+from muster.train.gradients import find_tied_copies, layer_grad_norm, sum_of_squares
 from muster.train.loss_scale import LossScale
 from muster.train.step_skipper import StepSkipper
 from muster.train.step_state import StepHooks, StepState, no_step
@@ -76,6 +76,12 @@ class ParameterUpdater:
         self._tied_copies = find_tied_copies(stages.values(), self.parameters)
         # On different ranks the two copies of a tied embedding sum their gradients by an instruction of the program.
         self._sums_tied_copies = plan.pp_rank(0) == plan.pp_rank(plan.stages_per_replica - 1)
+        self.layer_grad_norm = 1.0
+        """Norm of the gradients of this rank's layers before clipping, in the last step, under `train.recovery`
+        checkfree."""
+        self.lr_scales: dict[int, float] = {}
+        """Factors of the learning rate, by stage, of those that were lost and rebuilt; the same on all ranks."""
+        self.num_stages = plan.num_stages
         self.is_zeroth_order = is_zeroth_order(config.optim)
         self._scales_loss = plan.precision == "fp16" and not self.is_zeroth_order
         self._host_parts = {
@@ -190,6 +196,8 @@ class ParameterUpdater:
                 " backward (train.update_in_backward); the run goes on from its last checkpoint, and without that key"
                 " it skips such steps"
             )
+        if self.config.train.recovery == "checkfree" and state.skip_reason is None:
+            self.layer_grad_norm = layer_grad_norm(self.stages.values())
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed=not math.isfinite(state.grad_norm))
 
@@ -373,7 +381,8 @@ class ParameterUpdater:
     def optimizer_step(self) -> None:
         """Step the optimizer with the gradients as they are."""
         self.hooks.before_update()
-        self.optimizer.step(self.state.learning_rate)
+        scale = next((self.lr_scales[stage] for stage in self.stages if stage in self.lr_scales), 1.0)
+        self.optimizer.step(self.state.learning_rate * scale)
         self.sync_tied_copies()
         self.balance_experts()
 
@@ -458,6 +467,8 @@ class ParameterUpdater:
             counters["delayed_update"] = self.optimizer.pending._asdict()
         if self.config.optim.clip_by_previous_norm and self.previous_norm is not None:
             counters["previous_norm"] = self.previous_norm
+        if self.lr_scales:
+            counters["lr_scales"] = {"num_stages": self.num_stages, "by_stage": list(self.lr_scales.items())}
         return counters if self.loss_scale is None else counters | {"loss_scale": self.loss_scale.state()}
 
     @property
@@ -493,3 +504,6 @@ class ParameterUpdater:
         self.optimizer.step_count = step - self.step_skipper.total
         self.optimizer.starts = StateStarts(**counters.get("optimizer_starts", {}))
         self.previous_norm = counters.get("previous_norm")
+        scales = counters.get("lr_scales", {})
+        # Under a plan with other stages their layers lie elsewhere.
+        self.lr_scales = dict(scales["by_stage"]) if scales.get("num_stages") == self.num_stages else {}

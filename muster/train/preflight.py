@@ -24,6 +24,7 @@ from muster.launch.peers.channel import load_secret
 from muster.layout.mesh import coordinates_of, dp_index_of
 from muster.planner.auto import ChosenPlan, choose_plan
 from muster.spec.errors import ConfigError, InfeasibleError
+from muster.spec.model import stage_parameter_shapes
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 from muster.spec.units import pluralize
@@ -357,6 +358,34 @@ def require_elastic(config: RunConfig, plan: Plan, on_several_launchers: bool) -
         reason = "a lost rank's files on disk can't be taken over: expected a plan that offloads to host memory only"
     if reason is not None:
         raise ConfigError(f"train.elastic doesn't go with {format_plan_name(plan)} here: {reason}")
+    if config.train.recovery == "checkfree" and (reason := why_not_checkfree(config, plan)) is not None:
+        raise ConfigError(f"train.recovery checkfree doesn't go with {format_plan_name(plan)} here: {reason}")
+
+
+def why_not_checkfree(config: RunConfig, plan: Plan) -> str | None:
+    """Return why lost stages of a plan can't be rebuilt from those beside them; None where inner ones can."""
+    model, mesh = config.model, plan.mesh(0)
+    if plan.num_stages < 3 or plan.num_stages != plan.pp or plan.vocab_parallel:
+        return "a lost stage needs one before it and one after it: expected pp3 or more, with one stage a rank"
+    if not plan.is_uniform or mesh.num_ranks != mesh.dp_replicate:
+        return "each rank has to hold its stage whole: expected data-parallel replicas (dp2x1) at most beside pp"
+    layers = [plan.layers(stage, model.num_layers) for stage in range(plan.num_stages)]
+    if len({len(own) for own in layers}) > 1:
+        counts = ", ".join(str(len(own)) for own in layers)
+        return f"layers are averaged by their places in the stages, which have {counts}: expected as many in each"
+    shapes = [
+        [(name.split(".", 2)[2], shape) for name, shape in stage_parameter_shapes(model, own, False, False)]
+        for own in layers
+    ]
+    if any(own != shapes[0] for own in shapes):
+        return "layers are averaged by their places in the stages: expected parameters of the same shapes in each"
+    if plan.offloads_params or any(strategy.offload_optimizer != "none" for strategy in plan.strategies):
+        return "state in host memory isn't sent yet: expected a plan without oopt and oparam"
+    if model.adapter is not None or config.optim.freeze:
+        return "means of frozen weights would never be trained: expected neither model.adapter nor optim.freeze"
+    if config.optim.ema_decay:
+        return "the lost average of weights can't be rebuilt: expected optim.ema_decay 0"
+    return None
 
 
 def require_unequal_lengths(config: RunConfig, plan: Plan) -> None:

@@ -18,6 +18,7 @@ from muster.checkpoint.in_memory.node_groups import NodeGroups
 from muster.checkpoint.rank_file import rank_file_name, rank_index_path
 from muster.launch.network import local_address_for
 from muster.spec.errors import InfeasibleError, MusterError
+from muster.spec.units import numbered
 
 T = TypeVar("T")
 AllGather = Callable[[T], Sequence[T]]
@@ -176,8 +177,6 @@ def send_to_partner(folder: Path, rank: int, address: transport.PeerAddress) -> 
 
 def format_ranks(ranks: Sequence[int]) -> str:
     """Return `rank 3`, `ranks 0 to 7` or `ranks 0, 2 and 5`."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
     if list(ranks) == list(range(ranks[0], ranks[-1] + 1)) and len(ranks) > 2:
         return f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    return numbered("rank", ranks)

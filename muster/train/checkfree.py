@@ -1,0 +1,243 @@
+"""State that ranks keep in their own memory when another is lost; lost stages made of those beside them (CheckFree).
+
+Nobody keeps copies. Where another data-parallel rank holds the lost rank's stage, that is exact. Where nobody does, an
+inner stage's layers become the weighted means of the layers at the same places of the stage before and the stage after
+it, W_i ← (ω_{i−1} W_{i−1} + ω_{i+1} W_{i+1}) / (ω_{i−1} + ω_{i+1}), with a new optimizer state: an approximation, since
+neighbouring layers of a decoder are alike (Blagoev, Ersoy and Chen 2025, "All is Not Lost: LLM Recovery without
+Checkpoints", arXiv:2506.15461).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muster.layout.mesh import coordinates_of
+from muster.parallel.world import World
+from muster.report.approximation import Approximation, RebuiltStage
+from muster.spec.plan import Plan
+from muster.spec.units import numbered
+from muster.train.parameter_updater import ParameterUpdater
+
+WeightKind = Literal["squared_norm", "clipped_norm"]
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """A stage's state in the memory of a rank whose generation has ended."""
+
+    stage: int
+    num_updates: int
+    """Steps whose update the tensors have seen."""
+    step: int
+    """Last step that was recorded; one less than `num_updates` where the rank left between both."""
+    counters: Mapping[str, Any]
+    """Counters of a checkpoint after `step`."""
+    grad_norm: float
+    """Norm of the layers' gradients in the last step, before clipping; 1 before the first."""
+    tensors: Mapping[str, Tensor]
+    """Parameters and optimizer state, by stored name."""
+
+
+class Holding(NamedTuple):
+    """Summary of a rank's state, for the others."""
+
+    stage: int
+    num_updates: int
+    step: int
+    grad_norm: float
+
+
+class Transfers(NamedTuple):
+    """Sources of each rank's state."""
+
+    step: int
+    """Step after which all go on."""
+    counters_rank: int
+    """Rank that has the counters of that step."""
+    sources: list[tuple[int, ...]]
+    """Sources by rank: itself, another with the same stage, or those that hold the stages before and after it."""
+    approximation: Approximation
+
+
+class RecoveredState(NamedTuple):
+    """State with which all ranks go on; the tensors are filled."""
+
+    step: int
+    counters: Mapping[str, Any]
+    approximation: Approximation
+    new_parameters: list[str]
+    """Parameters of the rebuilt stages, whose optimizer state is new."""
+
+
+def recover_state(
+    world: World, kept: KeptState | None, tensors: Mapping[str, Tensor], num_layers: int, kind: WeightKind
+) -> RecoveredState | None:
+    """Fill this rank's `tensors`, by stored name, from what the ranks have kept; `kept` is None where that is nothing.
+
+    All ranks call it. None, with the tensors as they were, where a stage is lost for which there are no two neighbours.
+    """
+    own = None if kept is None else Holding(kept.stage, kept.num_updates, kept.step, kept.grad_norm)
+    transfers = plan_transfers(world.plan, world.all_gather_object(own), kind)
+    if transfers is None:
+        return None
+    rebuilt = {one.stage: one for one in transfers.approximation.rebuilt}
+    for receiver, sources in enumerate(transfers.sources):
+        stage = _stage_of(world.plan, receiver)
+        if stage not in rebuilt:
+            _transfer_whole(world.rank, sources[0], receiver, kept, tensors)
+        elif world.rank in (receiver, *sources):
+            _rebuild(world, sources, receiver, kept, tensors, rebuilt[stage], num_layers)
+    at = transfers.counters_rank
+    counters = world.all_gather_object(kept.counters if kept is not None and world.rank == at else {})[at]
+    own_stage = _stage_of(world.plan, world.rank)
+    names = [name.removeprefix("model/") for name in tensors if name.startswith("model/") and own_stage in rebuilt]
+    new = sorted({name for gathered in world.all_gather_object(names) for name in gathered})
+    return RecoveredState(transfers.step, counters, transfers.approximation, new)
+
+
+def plan_transfers(plan: Plan, holdings: Sequence[Holding | None], kind: WeightKind) -> Transfers | None:
+    """Return where each rank's state comes from, given what each holds; None where a stage can't be rebuilt.
+
+    Of ranks with the same stage the first of those with most updates counts. Ranks whose state is older than the step
+    before count as lost: they have waited as spares meanwhile.
+    """
+    known = {rank: one for rank, one in enumerate(holdings) if one is not None}
+    newest = max((one.num_updates for one in known.values()), default=0)
+    holders: dict[int, int] = {}
+    for rank, one in known.items():
+        best = holders.get(one.stage)
+        if one.num_updates >= newest - 1 and (best is None or one.num_updates > known[best].num_updates):
+            holders[one.stage] = rank
+    if not holders:
+        return None
+    rebuilt: dict[int, RebuiltStage] = {}
+    for stage in range(plan.num_stages):
+        if stage in holders:
+            continue
+        if stage - 1 not in holders or stage + 1 not in holders:
+            return None
+        norms = (known[holders[stage - 1]].grad_norm, known[holders[stage + 1]].grad_norm)
+        rebuilt[stage] = RebuiltStage(stage, (stage - 1, stage + 1), neighbour_weights(*norms, kind))
+    sources = []
+    for rank in range(len(holdings)):
+        stage, own = _stage_of(plan, rank), known.get(rank)
+        if stage in rebuilt:
+            sources.append((holders[stage - 1], holders[stage + 1]))
+        elif own is not None and (own.stage, own.num_updates) == (stage, known[holders[stage]].num_updates):
+            sources.append((rank,))
+        else:
+            sources.append((holders[stage],))
+    counters_rank = min(holders.values(), key=lambda rank: (known[rank].step, rank))
+    step = known[counters_rank].step
+    ahead = tuple(sorted(stage for stage, rank in holders.items() if known[rank].num_updates > step))
+    return Transfers(step, counters_rank, sources, Approximation(tuple(rebuilt.values()), ahead))
+
+
+def recovery_lines(recovered: RecoveredState | None, lr_scale: float) -> list[str]:
+    """Return lines about the state with which all ranks go on."""
+    if recovered is None:
+        return [
+            "a lost stage has no two neighbours to be rebuilt from: all ranks go back to the last checkpoint on disk"
+        ]
+    told = recovered.approximation.sentences
+    if rebuilt := recovered.approximation.rebuilt:
+        stages = numbered("stage", [one.stage for one in rebuilt])
+        told.append(f"{stages} has a new optimizer state, and {lr_scale:g} times the learning rate")
+    return [*(f"CheckFree: {one}" for one in told), f"going on after step {recovered.step} with what the ranks hold"]
+
+
+def begin_rebuilt_stages(updater: ParameterUpdater, recovered: RecoveredState, lr_scale: float) -> None:
+    """Begin the optimizer state of rebuilt stages, and raise their learning rate."""
+    updater.optimizer.begin_state(recovered.new_parameters)
+    updater.lr_scales |= {one.stage: lr_scale for one in recovered.approximation.rebuilt}
+
+
+def neighbour_weights(norm_before: float, norm_after: float, kind: WeightKind) -> tuple[float, float]:
+    """Return the weights of the stages before and after a lost one, with the sum 1, from their gradients' norms.
+
+    squared_norm: ω = ‖∇‖² (arXiv:2506.15461 §4). clipped_norm: ω = ‖∇‖ + 1e-4 of gradients clipped to the norm 1, as in
+    the authors' program (github.com/gensyn-ai/CheckFree), where both are equal from norm 1 on.
+    """
+    norms = norm_before, norm_after
+    before, after = (norm * norm if kind == "squared_norm" else min(norm, 1.0) + 1e-4 for norm in norms)
+    total = before + after
+    return (before / total, after / total) if 0 < total < float("inf") else (0.5, 0.5)
+
+
+def mean_of_neighbours(before: Tensor, after: Tensor, weights: tuple[float, float]) -> Tensor:
+    """Return the weighted mean of a tensor of the stage before and its counterpart of the stage after."""
+    return weights[0] * before + weights[1] * after
+
+
+def _stage_of(plan: Plan, rank: int) -> int:
+    """Return the only stage of a rank."""
+    return coordinates_of(plan, rank).pp
+
+
+def _transfer_whole(
+    rank: int, sender: int, receiver: int, kept: KeptState | None, tensors: Mapping[str, Tensor]
+) -> None:
+    """Copy all of a stage's state from the rank that has kept it to the one that goes on with it."""
+    if rank == receiver == sender:
+        assert kept is not None
+        for name, tensor in tensors.items():
+            tensor.copy_(kept.tensors[name])
+    elif rank == sender:
+        assert kept is not None
+        _send((kept.tensors[name] for name in sorted(kept.tensors)), receiver)
+    elif rank == receiver:
+        for name in sorted(tensors):
+            tensors[name].copy_(_received(tensors[name], sender))
+
+
+def _rebuild(
+    world: World,
+    sources: Sequence[int],
+    receiver: int,
+    kept: KeptState | None,
+    tensors: Mapping[str, Tensor],
+    rebuilt: RebuiltStage,
+    num_layers: int,
+) -> None:
+    """Send the layers of both neighbours to a rank, which fills its own with their weighted means."""
+    own_names = _layer_names(world.plan, rebuilt.stage, num_layers, tensors)
+    found: list[list[Tensor]] = []
+    for sender, stage in zip(sources, rebuilt.neighbours, strict=True):
+        layers: list[Tensor] = []
+        if world.rank == sender:
+            assert kept is not None
+            layers = [kept.tensors[name] for name in _layer_names(world.plan, stage, num_layers, kept.tensors)]
+        if world.rank == sender != receiver:
+            _send(layers, receiver)
+        elif world.rank == receiver != sender:
+            layers = [_received(tensors[name], sender) for name in own_names]
+        found.append(layers)
+    if world.rank == receiver:
+        for name, before, after in zip(own_names, *found, strict=True):
+            tensors[name].copy_(mean_of_neighbours(before, after, rebuilt.weights))
+
+
+def _layer_names(plan: Plan, stage: int, num_layers: int, names: Iterable[str]) -> list[str]:
+    """Return the stored names of the parameters of a stage's layers, in an order that its neighbours share."""
+    first = plan.layers(stage, num_layers).start
+
+    def place(name: str) -> tuple[int, str]:
+        _, layer, rest = name.split(".", 2)
+        return int(layer) - first, rest
+
+    return sorted((name for name in names if name.startswith("model/layers.")), key=place)
+
+
+def _send(tensors: Iterable[Tensor], receiver: int) -> None:
+    for tensor in tensors:
+        dist.send(tensor.contiguous(), receiver)
+
+
+def _received(like: Tensor, sender: int) -> Tensor:
+    buffer = torch.empty_like(like, memory_format=torch.contiguous_format)
+    dist.recv(buffer, sender)
+    return buffer

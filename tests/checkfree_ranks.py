@@ -1,0 +1,52 @@
+"""Ranks of a pipeline in the tests of CheckFree: they recover state from one another, case by case."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muster.parallel.world import open_world
+from muster.spec.plan_name import parse_plan_name
+from muster.train.checkfree import KeptState, recover_state
+
+NUM_LAYERS = 8
+"""Two a stage of four."""
+NAMES = ("attn.q.weight", "mlp.up.weight")
+ENDS = {0: ("embed.weight",), 3: ("head.weight", "norm.weight")}
+
+
+def state_of(stage: int, updates: int = 6) -> dict[str, Tensor]:
+    """The state of a stage after as many updates, by stored name, the same in every process."""
+    found = {}
+    own = [f"layers.{layer}.{name}" for layer in (2 * stage, 2 * stage + 1) for name in NAMES]
+    for name in [*own, *ENDS.get(stage, ())]:
+        for stored in (f"model/{name}", f"optim/{name}.exp_avg"):
+            draw = torch.Generator().manual_seed(hash_of(f"{stored} {updates}"))
+            found[stored] = torch.randn(3, 5, generator=draw, dtype=torch.float32)
+    return found
+
+
+def hash_of(text: str) -> int:
+    return sum(ord(letter) * 31**index for index, letter in enumerate(text)) % 2**31
+
+
+def on_rank(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]) -> list[Any]:
+    """For each case, what `recover_state` says and the tensors that it has filled, as lists of numbers."""
+    told = []
+    with open_world(store, rank, world_size, parse_plan_name(payload["plan"])) as world:
+        for case in payload["cases"]:
+            held = case["held"][rank]
+            kept = None
+            if held is not None:
+                stage, updates, step, norm = held
+                kept = KeptState(stage, updates, step, {"of": rank}, norm, state_of(stage, updates))
+            tensors = {name: torch.full_like(tensor, -1) for name, tensor in state_of(rank).items()}
+            found = recover_state(world, kept, tensors, NUM_LAYERS, case["kind"])
+            about = (
+                None
+                if found is None
+                else (found.step, dict(found.counters), found.approximation.sentences, found.new_parameters)
+            )
+            told.append((about, {name: tensor.tolist() for name, tensor in tensors.items()}))
+    return told
