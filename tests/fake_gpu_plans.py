@@ -31,6 +31,8 @@ KINDS: dict[str, Case] = {
     "compile": {"changes": {"compile": True}},
 }
 """Kinds of plans by name: what each adds to a schedule."""
+SYNCHRONOUS = tuple(name for name, entry in SCHEDULES.items() if not entry.is_asynchronous)
+"""Schedules with one step in a program."""
 ALTERNATIVES = (
     ("z1", "z2", "z3", "tp-sp"),
     ("bf16", "fp16", "fp8"),
@@ -82,7 +84,7 @@ def plan_of(case: Case) -> Plan:
 def random_cases(seed: int) -> Iterator[Case]:
     """Yield cases of random schedules with several kinds."""
     random_number = random.Random(seed)
-    schedules = [name for name, entry in SCHEDULES.items() if not entry.slow]
+    schedules = [name for name in SYNCHRONOUS if not SCHEDULES[name].slow]
     while True:
         kinds = [random_number.choice(names) for names in ALTERNATIVES if random_number.random() < 0.7]
         if (case := case_of(random_number.choice(schedules), kinds)) is not None:

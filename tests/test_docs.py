@@ -37,6 +37,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 WALK = ROOT / "docs/planning.md"
 """Page whose searches take minutes: a soak test runs it."""
 LONG = (
+    "asynchronous-pipelines",
     "context-parallel",
     "islands",
     "low-rank",

@@ -39,7 +39,7 @@ from muster.train.memory_check import FAKE_MODE, CountedTrainer, FakeStage
 from muster.train.parameter_updater import ParameterUpdater
 from muster.train.prefetch import LocalBatch
 from tests.fake_gpu import DEVICE, Stream, Watch, order_problems, pin
-from tests.fake_gpu_plans import KINDS, case_of, num_ranks, plan_of, random_cases
+from tests.fake_gpu_plans import KINDS, SYNCHRONOUS, case_of, num_ranks, plan_of, random_cases
 from tests.parity import small_run
 from tests.sampling import quick_sample
 from tests.stream_check import StreamCheck
@@ -217,7 +217,7 @@ def test_a_step_waits_once_its_streams_wait_for_each_other_and_all_ranks_meet(ca
 def test_every_kind_of_plan_is_stepped_under_all_schedules_that_can_run_it() -> None:
     """Splitting a backward, as a searched schedule may, stands against compile and fp8; two replicas against a
     vocabulary that is spread over pipeline ranks."""
-    missing = {(name, kind) for kind in KINDS for name in SCHEDULES if case_of(name, [kind]) is None}
+    missing = {(name, kind) for kind in KINDS for name in SYNCHRONOUS if case_of(name, [kind]) is None}
     split = {name for name, entry in SCHEDULES.items() if entry.split_backward or entry.searched}
     replicated = {name for name, entry in SCHEDULES.items() if entry.default_replicas > 1}
     assert missing == {
@@ -237,7 +237,7 @@ def test_steps_of_all_plans_wait_once_and_all_ranks_meet(case: dict[str, Any]) -
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
 def test_steps_of_every_schedule_with_each_kind_of_plan_wait_once_and_all_ranks_meet(schedule: str, kind: str) -> None:
     case = case_of(schedule, [kind])
     if case is None:

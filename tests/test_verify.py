@@ -288,8 +288,10 @@ def test_stages_that_cut_the_data_otherwise_are_sketched_at_the_right_samples() 
                     world=SimpleNamespace(at=at),
                     plan=plan,
                     config=config,
-                    sketches=sketches,
-                    batch_loader=SimpleNamespace(fed_groups=None, ranks_to_read=lambda at=at: [at]),
+                    sketches=[sketches],
+                    batch_loader=SimpleNamespace(
+                        fed_groups=None, num_fed_micro_batches=len(samples), ranks_to_read=lambda at=at: [at]
+                    ),
                     _micro_batch=micro_batch,
                 )
                 TracingTrainer._sketch_output(rank, None, "norm", whole_BSD[own])  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from muster.api.torch_import import import_torch_module
 from muster.cli.parser import Parser, positive_int, sequence_length
-from muster.spec.errors import ConfigError
+from muster.spec.errors import ConfigError, InfeasibleError
 
 if TYPE_CHECKING:
     from muster.config.optim_config import OptimConfig
@@ -56,6 +56,11 @@ def run(arguments: list[str]) -> int:
         batch = given.global_batch_size
     workload = Workload(seq_len=args.seq_len or given.seq_len or DEFAULT_SEQ_LEN, global_batch_size=batch)
     require_runnable(plan, model, workload, plan.world_size)
+    if plan.schedule_entry.is_asynchronous:
+        raise InfeasibleError(
+            f"muster memory-check counts one step, but schedule {plan.schedule} holds what several steps need:"
+            " 'muster predict' has its forecast, and a plan with schedule 1f1b can be counted"
+        )
     found = list(_compare(model, plan, workload, args.on_device, given.optim))
     _print(found, model.name, workload.seq_len, plan, args)
     return 0 if all(abs(one.difference) <= TOLERANCE for one in found) else 1

@@ -81,6 +81,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help="slices of a sequence, of equal work (default: 1)",
     )
     add(
+        "--steps",
+        type=positive_int,
+        metavar="N",
+        help="pipedream*: optimizer steps between two flushes (default: 3)",
+    )
+    add(
         "--pair-time",
         metavar="T",
         help="dualpipe, dualpipe-v: a forward and a backward of one rank's share run as one, in T",
@@ -93,6 +99,17 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--svg", type=Path, metavar="FILE", help="write the picture as SVG")
     add("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
     args = parser.parse(_join_negative(arguments))
+    _require_combinable(args)
+    args.times = _times(args.times)
+    args.p2p_time, args.memory_limit = (
+        _number("--p2p-time", args.p2p_time),
+        _number("--memory-limit", args.memory_limit),
+    )
+    return args
+
+
+def _require_combinable(args: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that can't be given together."""
     modes = [args.name is not None, args.list, args.compare, args.file is not None]
     if sum(modes) != 1:
         raise ConfigError("expected one of NAME (such as 1f1b), --file FILE, --compare and --list")
@@ -102,12 +119,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         raise ConfigError("--vocab-parallel has passes for whole micro-batches: leave out --slices")
     if args.vocab_parallel is not None and (args.list or args.compare or args.file):
         raise ConfigError("--vocab-parallel needs a schedule's name: leave out --list, --compare or --file")
-    args.times = _times(args.times)
-    args.p2p_time, args.memory_limit = (
-        _number("--p2p-time", args.p2p_time),
-        _number("--memory-limit", args.memory_limit),
-    )
-    return args
 
 
 def _join_negative(arguments: list[str]) -> list[str]:
@@ -161,7 +172,8 @@ def _request(args: argparse.Namespace) -> "CompareRequest":
             raise ConfigError(
                 f"--{flag} is missing: expected the number of {flag.replace('microbatches', 'micro-batches')}"
             )
-    size = args.ranks * args.microbatches * (args.vpp or 1) * args.slices
+    steps = _steps(args)
+    size = args.ranks * args.microbatches * (args.vpp or 1) * args.slices * steps
     if size > _MAX_SIZE:
         raise ConfigError(
             f"ranks × micro-batches × vpp are {size:,}, too many to draw: expected at most {_MAX_SIZE:,}."
@@ -180,7 +192,23 @@ def _request(args: argparse.Namespace) -> "CompareRequest":
         args.fill,
         args.slices,
         _pair_share(args),
+        steps,
     )
+
+
+_USUAL_STEPS = 3
+"""Steps of an asynchronous schedule that show how they follow each other."""
+
+
+def _steps(args: argparse.Namespace) -> int:
+    """Return the steps of an asynchronous schedule. Raises ConfigError for those of another."""
+    from muster.spec.schedules import find_schedule
+
+    if args.name is None or not find_schedule(args.name).is_asynchronous:
+        if args.steps is not None:
+            raise ConfigError("--steps is for schedules without a flush after each step, such as pipedream-2bw")
+        return 1
+    return args.steps or _USUAL_STEPS
 
 
 def _pair_share(args: argparse.Namespace) -> float | None:
@@ -264,13 +292,14 @@ def _read(args: argparse.Namespace) -> "tuple[Schedule, Timing]":
         )
     setting = ScheduleSpec.uniform(
         len(schedule.ranks),
-        schedule.num_micro_batches,
+        schedule.num_micro_batches // schedule.num_steps,
         args.times,
         int(chunks),
         p2p_s=args.p2p_time,
         memory_limit=args.memory_limit,
         replicas=schedule.replicas,
         num_slices=schedule.num_slices,
+        num_steps=schedule.num_steps,
         pair_share=_pair_share(args),
     )
     return time_within_limit(schedule, setting)

@@ -189,7 +189,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "sgd": OptimizerEntry(
         "muster.optim.sgd:SGD",
         UpdateRule(state=(StateTensor("momentum", required_key="momentum"),)),
-        keys=_MOMENTUM_KEYS,
+        keys=_MOMENTUM_KEYS | {"delay_compensation"},
         defaults={"momentum": 0.9},
     ),
     "muon": OptimizerEntry(

@@ -107,7 +107,9 @@ def _bytes_at_points(
         if not plan.is_last(stage):
             sent["pp"][Kind.SEND_F] += pipeline_bytes(spec, *doubled, stage, at)[Kind.SEND_F]
     if plan.offloads_params:
-        lanes = build_program(plan, spec, workload, data_rank=dp_index_of(plan, at), optim=optim).ranks[at.pp]
+        lanes = build_program(plan, spec, workload, data_rank=dp_index_of(plan, at), optim=optim, num_steps=1).ranks[
+            at.pp
+        ]
         sent["host"] = _param_load_bytes(spec, plan, lanes.get("compute", ()), at)
     if plan.world_size > 1:
         sent["world"]["all_reduce"] = step_report_bytes(spec)
@@ -383,7 +385,7 @@ def _host_bytes(
     spec: ModelSpec, plan: Plan, workload: Workload, at: MeshCoordinates, optim: OptimConfig | None
 ) -> Counter[str]:
     """Return the bytes copied to host memory and back, by kind, for the copies in the Program."""
-    lanes = build_program(plan, spec, workload, data_rank=dp_index_of(plan, at)).ranks[at.pp]
+    lanes = build_program(plan, spec, workload, data_rank=dp_index_of(plan, at), num_steps=1).ranks[at.pp]
     stages = stages_on(plan, at.pp)
     moved, written = (
         {stage: offloaded_bytes_of_slices(spec, plan, workload, stage, tier) for stage in stages}

@@ -24,6 +24,7 @@ _KIND_DESCRIPTIONS = {
     Kind.ALL_REDUCE_REPLICAS: "the all-reduce of the replicas' gradients",
     Kind.GRAD_NORM: "the all-reduce of the gradient norm",
     Kind.GRAD_NORM_ASYNC: "the all-reduce of the gradient norm",
+    Kind.GRAD_NORM_BESIDE: "the all-reduce of the gradient norm",
     Kind.CLIP: "the optimizer step",
     Kind.UPDATE: "the optimizer step in host memory",
     Kind.DELAYED_UPDATE: "the optimizer step in host memory",
@@ -244,7 +245,7 @@ def _describe_missed_call(culprit: RankSnapshot, waiting: Sequence[RankSnapshot]
     if not in_steps:
         return "stalls"
     # A rank that waits in a collective of all ranks says most; after that, the rank in the earliest step.
-    global_kinds = (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC)
+    global_kinds = (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.GRAD_NORM_BESIDE)
     first, status = min(in_steps, key=lambda item: (item[1].position.kind not in global_kinds, item[1].step))
     ranks = [snapshot.rank for snapshot, other in in_steps if other.position == status.position]
     who = f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} wait"

@@ -45,6 +45,9 @@ class Optimizer(ABC):
         """Beginnings of the state, the same on all ranks; to be set when a state is loaded."""
         self.slope: Slope | None = None
         """Slope of a zeroth-order step, which has no gradients; to be set before it."""
+        self.delays: Mapping[str, float] = {}
+        """Steps by which the gradients of parameters come late, where an asynchronous schedule makes them so, by name;
+        to be set when the stages are known."""
 
     @classmethod
     def build(
@@ -124,6 +127,15 @@ class WrappingOptimizer(Optimizer):
     @slope.setter
     def slope(self, slope: Slope | None) -> None:
         self.inner.slope = slope
+
+    @property
+    def delays(self) -> Mapping[str, float]:  # type: ignore[override]
+        """Steps by which gradients come late."""
+        return self.inner.delays
+
+    @delays.setter
+    def delays(self, delays: Mapping[str, float]) -> None:
+        self.inner.delays = delays
 
     def _update(self, lr: float) -> None:
         raise AssertionError("the inner optimizer updates")

@@ -14,6 +14,7 @@ from muster.parallel.p2p import P2PRoute, PendingReceive
 from muster.parallel.stage_interface import Stage
 from muster.parallel.turns import Turns
 from muster.parallel.vocab_parallel import VocabShard
+from muster.parallel.weight_versions import WeightVersions
 from muster.schedule.action import (
     ACTIVATION_COPIES,
     COPY_LANES,
@@ -28,7 +29,7 @@ from muster.schedule.action import (
 from muster.schedule.program import Instruction, Program, Wait
 from muster.schedule.send_completion import completed_sends
 
-Handler = Callable[[Action], None]
+Handler = Callable[[Action], PendingTensor | None]
 
 
 class Executor:
@@ -72,6 +73,8 @@ class Executor:
         self.pp_rank = pp_rank
         self.world_rank = world_rank
         self.stages = stages
+        self.versions: Mapping[int, WeightVersions] = {}
+        """Versions of the stages' weights; to be set before an asynchronous Program runs."""
         self.routes = routes
         self._sends_completed_by = completed_sends(program, pp_rank)
         self._handlers: dict[Kind, Callable[[Instruction], None]] = {
@@ -97,7 +100,7 @@ class Executor:
             for kind, start in vocab.collectives.items():
                 self._handlers[kind] = lambda instruction, start=start: self._start_vocab_collective(instruction, start)
         for kind, handler in handlers.items():
-            self._handlers[kind] = lambda instruction, handler=handler: handler(instruction.action)
+            self._handlers[kind] = lambda instruction, handler=handler: self._run_handler(instruction, handler)
         for kind, start in (copies or {}).items():
             self._handlers[kind] = lambda instruction, start=start: self._start_copy(
                 start(instruction.action), instruction.lane
@@ -217,11 +220,19 @@ class Executor:
         # Overlapped communication costs nothing: its event is the time for which the rank stalled.
         self._timed.append((wait.lane, action, start, self._clock.mark()))
 
+    def _run_handler(self, instruction: Instruction, handler: Handler) -> None:
+        """Run an instruction that is no stage's own; what it leaves under way is awaited by those who need it."""
+        pending = handler(instruction.action)
+        if pending is not None:
+            self._pending[Wait(instruction.lane, self._cursor[instruction.lane] - 1)] = pending
+
     # ------------------------------------------------------------------------------------------------------------------
     # Passes
 
     def _forward(self, instruction: Instruction) -> None:
         stage, micro_batch = instruction.action.stage, self.program.unit(instruction.action)
+        if self.program.num_steps > 1:
+            self.versions[stage].enter(micro_batch, instruction.action.version)
         y = self.stages[stage].forward(micro_batch, self._inputs.pop((stage, micro_batch), None))
         if self.program.is_last(stage):
             if self._vocab_parallel:
@@ -236,7 +247,11 @@ class Executor:
         kind, stage, *_ = instruction.action
         micro_batch = self.program.unit(instruction.action)
         backward = self.stages[stage].backward if kind == Kind.B else self.stages[stage].backward_input
+        if self.program.num_steps > 1:
+            self.versions[stage].enter(micro_batch, instruction.action.version)
         d = backward(micro_batch, self._output_gradients.pop((stage, micro_batch), None))
+        if self.program.num_steps > 1:
+            self.versions[stage].leave(micro_batch)
         if d is None:
             return
         if self.program.is_first(stage):

@@ -125,12 +125,21 @@ def materialize(module: Decoder, device: torch.device, empty_groups: Collection[
         _state(module)._lazy_init()
 
 
-def local_parameters(module: nn.Module) -> dict[str, Tensor]:
+def local_parameters(module: nn.Module, versioned: bool = False) -> dict[str, Tensor]:
     """Return this rank's shard of each parameter, or its master weights, by name, as leaf tensors that share their
-    memory."""
+    memory.
+
+    `versioned`: autograd takes no change of them for one of what passes have saved, since a version that passes need
+    keeps its memory (`WeightVersions`).
+    """
     if (masters := master_weights(module)) is not None:
+        if versioned:
+            masters.keeps_copies = True
+            masters.refresh()
+            masters.free()  # the memory stays, its values are out of date
         return masters.by_name
-    return {name: local_tensor(parameter) for name, parameter in module.named_parameters()}
+    local = {name: local_tensor(parameter) for name, parameter in module.named_parameters()}
+    return {name: tensor.data for name, tensor in local.items()} if versioned else local
 
 
 def attach_local_gradients(module: nn.Module, local: dict[str, Tensor]) -> None:

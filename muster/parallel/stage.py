@@ -214,7 +214,7 @@ class DecoderStage:
         if plan.offloads_params:
             self.param_offload.attach(self.module, plan.param_tier)
         self._materialize()
-        return local_parameters(self.module) | self.param_offload.materialize()
+        return local_parameters(self.module, plan.schedule_entry.is_asynchronous) | self.param_offload.materialize()
 
     def _materialize(self) -> None:
         materialize(self.module, self.world.device, [one.group for one in self.param_offload.groups])
@@ -286,7 +286,7 @@ class DecoderStage:
         # Tensor-parallel ranks that route the same tokens each make a part of the gradients of routers, and so of those
         # of their losses.
         tp = 1 if self.tp_axis is None or self._routes_own_tokens else self.tp_axis.size
-        self.module.router_state.loss_weight = self.inputs.loss_scale / self.inputs.num_valid / tp
+        self.module.router_state.loss_weight = self.inputs.loss_scale / self.inputs.num_valid_of(micro_batch) / tp
         counted_M = self.inputs.counted_M
         self.module.router_state.counted_BS = None if counted_M is None else self._routed_part(counted_M[micro_batch])
         if self._is_perturbed:
@@ -307,7 +307,7 @@ class DecoderStage:
                 self._losses[:2] += torch.stack((losses.cross_entropy, losses.z_loss))
                 self._losses[4] += 0 if further_loss is None else further_loss.detach()
             total = losses.total if further_loss is None else losses.total + further_loss
-            y = total * (self.inputs.loss_scale / self.inputs.num_valid)
+            y = total * (self.inputs.loss_scale / self.inputs.num_valid_of(micro_batch))
         if torch.is_grad_enabled():
             start = (y if self.computes_loss else get_gradient_edge(y)) if y.requires_grad else None
             self._saved[micro_batch] = (None if self.reads_tokens else x, start)

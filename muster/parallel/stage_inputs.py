@@ -1,7 +1,8 @@
 """Data of a step for the stages of one rank."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from torch import Tensor
 
@@ -22,6 +23,8 @@ class StageInputs:
     """Labels of each micro-batch, (B, S); -100 marks positions that don't count."""
     num_valid: int
     """Non-ignored labels of the whole step, over all ranks; the sum of the losses is divided by it."""
+    valid_M: tuple[int, ...] = ()
+    """The same of the step of each micro-batch, where the data are those of several steps."""
     z_loss_coefficient: float = 0.0
     """Coefficient of the z-loss; see `muster.model.loss`."""
     loss_scale: float | Tensor = 1.0
@@ -39,3 +42,19 @@ class StageInputs:
     """Part of the batch that each micro-batch is of, where parts train adapters of their own."""
     counted_M: tuple[Tensor, ...] | None = None
     """Positions of each micro-batch that are no padding, bool (B, S); None: all."""
+
+    def num_valid_of(self, micro_batch: int) -> int:
+        """Return the number that the losses of a micro-batch are divided by."""
+        return self.valid_M[micro_batch] if self.valid_M else self.num_valid
+
+
+def join_steps(steps: Sequence[StageInputs], num_micro_batches: int) -> StageInputs:
+    """Return the data of several steps, of as many micro-batches each, as one."""
+
+    def joined(field: str) -> tuple:
+        return tuple(chain.from_iterable(getattr(one, field) for one in steps))
+
+    optional = ("documents_M", "dropout_keys_M", "parts_M", "counted_M")
+    fields = ["tokens_M", "labels_M", "further_M", *(name for name in optional if getattr(steps[0], name) is not None)]
+    valid_M = tuple(one.num_valid for one in steps for _ in range(num_micro_batches))
+    return replace(steps[0], valid_M=valid_M, **{field: joined(field) for field in fields})

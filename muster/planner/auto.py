@@ -265,11 +265,43 @@ def _require_parts_run(config: RunConfig) -> None:
             " clips by its own and post_validation takes steps back that should have been clipped: leave it, or"
             " train.training_step and pv, out"
         )
+    if config.optim.delay_compensation != "none" and not plan.schedule_entry.is_asynchronous:
+        raise InfeasibleError(
+            f"optim.delay_compensation {config.optim.delay_compensation} is for gradients of older weights, which"
+            f" schedule {plan.schedule} hasn't: leave it out, or take schedule pipedream or pipedream-2bw"
+        )
+    if plan.schedule_entry.is_asynchronous:
+        _require_flushes_alone(config)
+        if plan.schedule_entry.steps_alone and (config.optim.clip_norm or train.spike_sigmas):
+            key = "optim.clip_norm" if config.optim.clip_norm else "train.spike_sigmas"
+            raise InfeasibleError(
+                f"{key} needs the gradient norm of all ranks, for which they don't wait under schedule {plan.schedule}:"
+                f" set {key} to 0, or take schedule pipedream-2bw"
+            )
     if train.training_step is not None and plan.post_validation:
         raise InfeasibleError(
             f"train.training_step {train.training_step} sees the gradient norm of all ranks, which post_validation"
             " doesn't wait for: leave pv out"
         )
+
+
+def _require_flushes_alone(config: RunConfig) -> None:
+    """Raise InfeasibleError for what a run does after every step, where an asynchronous pipeline isn't flushed."""
+    train = config.train
+    wanted = {
+        "train.elastic": train.elastic,
+        "train.straggler_check_every": train.straggler_check_every > 0,
+        "train.training_step": train.training_step is not None,
+        "optim.clip_by_previous_norm": config.optim.clip_by_previous_norm,
+        "outer": config.outer is not None,
+        "optim.name mezo": is_zeroth_order(config.optim),
+    }
+    for key, is_set in wanted.items():
+        if is_set:
+            raise InfeasibleError(
+                f"{key} acts on the state after each step, which an asynchronous schedule has at a flush alone: leave"
+                " it out, or take schedule 1f1b"
+            )
 
 
 def _require_delayed_updates(plan: Plan, tiers: Collection[str]) -> None:

@@ -15,7 +15,7 @@ from muster.report.scales import nice_ticks, time_labels
 from muster.report.timeline_rows import TimelineRows, median_pass_s, timeline_rows
 from muster.schedule.action import KINDS, Lane, unit_label
 from muster.simulate.timeline import Event, Timeline
-from muster.spec.formatting import format_fraction, format_seconds
+from muster.spec.formatting import format_fraction
 
 _VIEW_BOX = 100_000
 """Width of a picture in its own units; times are rounded to that many parts of the axis."""
@@ -112,7 +112,7 @@ def _timeline(rows: TimelineRows, frame: _Frame) -> Html:
     height_px = row_px * len(rows.ranks)
     title = f"{rows.source.capitalize()} timeline"
     key = f"timeline-{rows.source}"
-    summary = f"{format_seconds(rows.length_s)}, {format_fraction(rows.bubble)} of it bubble"
+    summary = f"{rows.length_text}, {format_fraction(rows.bubble)} of it bubble"
     if len(rows.ranks) < rows.num_ranks:
         summary += f"; {len(rows.ranks)} of {rows.num_ranks} ranks are shown"
     names = [_row_name(f"{rows.row_name} {rank}", row_px, bands["compute"]) for rank in rows.ranks]

@@ -49,8 +49,8 @@ PAINTS = (
         "step",
         "gradient norm, optimizer step",
         (
-            *(Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.CLIP, Kind.UPDATE, *UPDATES_BESIDE_PASSES),
-            *(Kind.STEP, Kind.OUTER_STEP),
+            *(Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.GRAD_NORM_BESIDE),
+            *(Kind.CLIP, Kind.UPDATE, *UPDATES_BESIDE_PASSES, Kind.STEP, Kind.OUTER_STEP),
         ),
         "#2b2f36",
         "#ffffff",

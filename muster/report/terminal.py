@@ -161,7 +161,7 @@ def gantt_text(timeline: Timeline, width: int = 80) -> Text:
     indent = max(map(len, names)) + 1
     columns = max(8, width - indent)
     shown = f", {len(rows.ranks)} of {rows.num_ranks} shown" if len(rows.ranks) < rows.num_ranks else ""
-    text = Text(f"{rows.source}: {format_seconds(rows.length_s)}, {format_fraction(rows.bubble)} of it bubble")
+    text = Text(f"{rows.source}: {rows.length_text}, {format_fraction(rows.bubble)} of it bubble")
     text.append(f"\n{'':{indent}}a row for each {rows.row_name}{shown}", "dim")
     for name, rank in zip(names, rows.ranks, strict=True):
         text.append(f"\n{name:>{indent - 1}} ")

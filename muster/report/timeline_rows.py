@@ -8,6 +8,7 @@ from statistics import median
 from muster.schedule.action import LANES, Lane
 from muster.simulate.breakdown import breakdown
 from muster.simulate.timeline import Event, Timeline
+from muster.spec.formatting import format_seconds
 
 MAX_EVENTS = 30_000
 """Most events that are drawn."""
@@ -30,6 +31,13 @@ class TimelineRows:
     length_s: float
     bubble: float
     """Fraction of the ranks' time spent waiting for others to compute."""
+    num_steps: int
+
+    @property
+    def length_text(self) -> str:
+        """Length in words; of several steps where none of them ends in a flush."""
+        steps = f" for {self.num_steps} steps" if self.num_steps > 1 else ""
+        return f"{format_seconds(self.length_s)}{steps}"
 
     @property
     def row_name(self) -> str:
@@ -56,6 +64,7 @@ def timeline_rows(timeline: Timeline) -> TimelineRows:
         min((event.start_s for event in timeline.events), default=0.0),
         timeline.makespan_s,
         breakdown(timeline).bubble_fraction,
+        timeline.num_steps,
     )
 
 

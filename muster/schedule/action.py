@@ -57,6 +57,7 @@ class Kind(StrEnum):
     ALL_REDUCE_TIED = "ALL_REDUCE_TIED"
     GRAD_NORM = "GRAD_NORM"
     GRAD_NORM_ASYNC = "GRAD_NORM_ASYNC"
+    GRAD_NORM_BESIDE = "GRAD_NORM_BESIDE"
     CLIP = "CLIP"
     OFFLOAD_GRAD = "OFFLOAD_GRAD"
     READ_STATE = "READ_STATE"
@@ -163,6 +164,9 @@ KINDS: dict[Kind, KindTraits] = {
     Kind.ALL_REDUCE_TIED: KindTraits("collective", "all-reduce of the tied embedding's gradients"),
     Kind.GRAD_NORM: KindTraits("collective", "all-reduce of gradient squares and of the step's sums"),
     Kind.GRAD_NORM_ASYNC: KindTraits("collective", "GRAD_NORM whose result is awaited in the next step"),
+    Kind.GRAD_NORM_BESIDE: KindTraits(
+        "collective", "GRAD_NORM beside the passes of the following step, for which STEP waits", overlapped=True
+    ),
     Kind.CLIP: KindTraits("compute", "clipping of the gradients before the host takes them"),
     Kind.OFFLOAD_GRAD: KindTraits("host_copy", "copy a part's gradients and parameters to host memory", makes="m"),
     Kind.UPDATE: KindTraits(
@@ -243,7 +247,8 @@ class Action(NamedTuple):
     """Kind, stage and micro-batch of an instruction; it prints as `2F0`.
 
     `stage` or `micro_batch` is −1 for kinds without one; `slice` is for sequence pipelines, `version` for asynchronous
-    ones.
+    ones: the version of the weights that a pass uses, or that an optimizer step makes (with GRAD_NORM_BESIDE, whose
+    gradients it is made with). Version 0 is that at the beginning of the program.
     """
 
     kind: Kind

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from muster.schedule.action import KINDS, OUTER_KINDS, Action, Kind, matching_transfer
 from muster.schedule.program import Program, ProgramError, stages_of_action
+from muster.spec.schedules import SCHEDULES
 
 PASSES = (Kind.F, Kind.B, Kind.I, Kind.W)
 
@@ -53,7 +54,7 @@ _GRADIENT_ORDER = {
     Kind.ALL_REDUCE_REPLICAS: 3,
     Kind.ALL_REDUCE_TIED: 4,
 }
-_GRADIENT_ORDER |= {Kind.GRAD_NORM: 5, Kind.GRAD_NORM_ASYNC: 5, Kind.CLIP: 6, Kind.STEP: 8}
+_GRADIENT_ORDER |= {Kind.GRAD_NORM: 5, Kind.GRAD_NORM_ASYNC: 5, Kind.GRAD_NORM_BESIDE: 5, Kind.CLIP: 6, Kind.STEP: 8}
 _GRADIENT_ORDER |= dict.fromkeys((Kind.MOVE_EXPERTS, *OUTER_KINDS), 9)
 _GRADIENT_ORDER |= dict.fromkeys((Kind.OFFLOAD_GRAD, Kind.UPDATE, Kind.RELOAD_PARAM, Kind.WRITE_STATE), 7)
 _GRADIENT_ORDER[Kind.BACKWARD_UPDATE] = 7
@@ -108,13 +109,15 @@ class BufferLiveness:
         """Stage and part of the updates within the last backward of a stage."""
         self.last_in_backward = {action.stage: action for action in in_backward}
         """Stages with such updates, and the last of each."""
+        entry = SCHEDULES.get(program.schedule)
+        self.steps_alone = program.num_steps > 1 and entry is not None and entry.steps_alone
         self.delayed = [action for action in actions if action.kind == Kind.DELAYED_UPDATE]
         """Updates with gradients that the round before left in host memory, and this one leaves for the next."""
         for action in self.delayed:
-            self.alive[("m", action.stage), action[2:]] = True
+            self.alive[("m", action.stage), action[2:4]] = True
         on_disk: dict[tuple[int, tuple], Kind] = {}
         for item in program.ranks[rank].get("disk", ()) if self.delayed else ():
-            on_disk.setdefault((item.action.stage, item.action[2:]), item.action.kind)
+            on_disk.setdefault((item.action.stage, item.action[2:4]), item.action.kind)
         self.carried_state = [place for place, kind in on_disk.items() if kind == Kind.WRITE_STATE]
         """Stage and part of the state that is in memory from one step to the next: written before it is read."""
         for stage, part in self.carried_state:
@@ -126,7 +129,7 @@ class BufferLiveness:
     def record(self, action: Action, over: bool) -> None:
         """Record that `action` begins or is over. Raises ProgramError for a missing or freed buffer."""
         rule = self.rules.get(action[:2]) or self._add_rule(*action[:2])
-        unit = action[2:]
+        unit = action[2:4]
         alive = self.alive
         self._count_copy(action, over)
         if over:
@@ -166,7 +169,7 @@ class BufferLiveness:
         """Check what the next round finds. Raises ProgramError where a delayed update would lack its gradients or
         state."""
         for action in self.delayed:
-            if not self.alive[("m", action.stage), action[2:]]:
+            if not self.alive[("m", action.stage), action[2:4]]:
                 fetch = action._replace(kind=Kind.OFFLOAD_GRAD)
                 raise ProgramError(
                     f"{action} on rank {self.rank} of the next step has no gradients: no {fetch} is over"
@@ -238,7 +241,7 @@ class BufferLiveness:
             )
 
     def _producer(self, letter: str, action: Action) -> Action:
-        producer = Action(_BUFFER_NAMES[letter][1], action.stage, *((-1,) if letter == "p" else action[2:]))
+        producer = Action(_BUFFER_NAMES[letter][1], action.stage, *((-1,) if letter == "p" else action[2:4]))
         if letter in "xg" and (self.program.is_first if letter == "x" else self.program.is_last)(action.stage):
             return producer._replace(
                 kind=Kind.EMB_REDUCE if letter == "x" else Kind.LOGIT_STATS, stage=self.placement.index(self.rank)
@@ -246,7 +249,7 @@ class BufferLiveness:
         if letter in "xg":
             other = matching_transfer(producer)
             if self.placement[other.stage] == self.rank:
-                return Action(Kind.F if letter == "x" else Kind.B, other.stage, *action[2:])
+                return Action(Kind.F if letter == "x" else Kind.B, other.stage, *action[2:4])
         return producer
 
     def _check_last_backward(self, action: Action) -> None:
@@ -270,5 +273,9 @@ class BufferLiveness:
         for other in self.pending_gradients:
             earlier = _GRADIENT_ORDER[other.kind] < _GRADIENT_ORDER[action.kind]
             theirs = stages_of_action(self.program, other.kind, other.stage)
+            if self.program.num_steps > 1 and self.program.step_of(other) > self.program.step_of(action):
+                continue  # of a later step
+            if self.steps_alone and (other.kind, action.kind) == (Kind.GRAD_NORM_BESIDE, Kind.STEP):
+                continue
             if earlier and (action.stage < 0 or concerned.intersection(theirs)):
                 raise ProgramError(f"{action} on rank {self.rank} begins before {other} is known to be over")

@@ -38,9 +38,9 @@ def _vocab_times(plan: Plan, model: ModelSpec) -> VocabTimes:
     return VocabTimes(logits=2 * part / layers, backward=part / layers)
 
 
-def schedule_for_plan(plan: Plan, num_micro_batches: int, pairs: bool = False) -> Schedule:
+def schedule_for_plan(plan: Plan, num_micro_batches: int, pairs: bool = False, num_steps: int = 1) -> Schedule:
     """Return the plan's schedule: made by its name, or the pinned one of a searched schedule. With `pairs` it has the
-    pairs that its kind has.
+    pairs that its kind has; `num_steps`: steps of an asynchronous one.
 
     Raises InfeasibleError if it doesn't support the plan, MusterError if it is still to be searched (`resolve`),
     ProgramError if the pinned schedule is none.
@@ -58,6 +58,7 @@ def schedule_for_plan(plan: Plan, num_micro_batches: int, pairs: bool = False) -
             replicas=plan.pipeline_replicas,
             num_slices=plan.sequence_slices,
             pair_share=1.0 if pairs else None,
+            num_steps=num_steps,
         ),
     )
 
@@ -72,11 +73,13 @@ def build_program(
     update_time: UpdateTime = "after_passes",
     optim: OptimConfig | None = None,
     moves_experts: bool = False,
+    num_steps: int | None = None,
 ) -> Program:
     """Return the Program of one step of an optimizer (None: AdamW); without `train`, that of the forwards alone over as
     many micro-batches, of which the step of a zeroth-order optimizer has no more.
     `outer`: exchanges between islands after the step. `update_time`: time at which the host updates parameters.
     `moves_experts`: of a step after which experts may move to other ranks.
+    Under an asynchronous schedule it is that of `num_steps` steps without a flush between them (None: the plan's).
 
     Under unequal `uneven_micro_batches` each data-parallel rank has a Program of its own length: `data_rank` selects
     it, None the longest. All of them have the same collectives in the same order.
@@ -84,7 +87,9 @@ def build_program(
     Raises InfeasibleError if the batch or the schedule doesn't fit the plan, and as `schedule_for_plan`.
     """
     num_micro_batches = plan.num_micro_batches(workload, data_rank)
-    schedule = schedule_for_plan(plan, num_micro_batches, pairs_passes(plan, model))
+    if num_steps is None:
+        num_steps = plan.flush_every if plan.schedule_entry.is_asynchronous and train else 1
+    schedule = schedule_for_plan(plan, num_micro_batches, pairs_passes(plan, model), num_steps)
     has_backward = train and not is_zeroth_order(optim)
     if not has_backward:
         schedule = forward_only(schedule.placement[: schedule.depth], num_micro_batches, schedule.num_slices)
@@ -105,7 +110,7 @@ def program_key(plan: Plan, model: ModelSpec, workload: Workload) -> Hashable:
     options = _lowering_options(plan, model, True, True, NO_EXCHANGE, "after_passes", False)
     several = tuple(options.is_sharded(stage) for stage in range(plan.num_stages))
     order = plan.schedule, plan.pinned_schedule, plan.pp, plan.vpp, plan.pipeline_replicas, plan.sequence_slices
-    order = *order, pairs_passes(plan, model)
+    order = *order, pairs_passes(plan, model), plan.flush_every
     return order, plan.num_micro_batches(workload), several, replace(options, data_ranks=1)
 
 

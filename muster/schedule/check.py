@@ -22,6 +22,7 @@ from muster.schedule.gc_pause import gc_paused
 from muster.schedule.peer_check import check_collectives, check_outer_steps, check_transfers
 from muster.schedule.program import Program, ProgramError, Wait, stages_of_action
 from muster.schedule.timing import WHY_AFTER, wrong_pair
+from muster.schedule.versions import check_versions
 from muster.spec.units import pluralize
 
 __all__ = ["ProgramError", "CheckReport", "check"]
@@ -50,6 +51,7 @@ def check(program: Program, max_activations: int | None = None) -> CheckReport:
         _check_passes(program)
         _check_slices(program)
         _check_pairs(program)
+        check_versions(program)
         _check_vocab_passes(program)
         for rank in range(program.num_ranks):
             _check_waits(program, rank)
@@ -198,7 +200,8 @@ def _check_vocab_passes(program: Program) -> None:
 
     Backward passes are required too, if the Program has any backward.
     """
-    if not any(KINDS[action[0]].overlapped for lanes in program.ranks for action, _, _ in lanes.get("collective", ())):
+    vocab = (*VOCAB_FORWARD_KINDS, *VOCAB_BACKWARD_KINDS)
+    if not any(action[0] in vocab for lanes in program.ranks for action, _, _ in lanes.get("collective", ())):
         return
     found = [{action[:3] for items in lanes.values() for action, _, _ in items} for lanes in program.ranks]
     kinds = {action[0] for actions in found for action in actions}

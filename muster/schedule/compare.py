@@ -28,6 +28,7 @@ class CompareRequest:
     fill: bool
     num_slices: int = 1
     pair_share: float | None = None
+    num_steps: int = 1
 
     def spec(self, entry: ScheduleEntry) -> ScheduleSpec:
         """Return the spec for one schedule. Raises InfeasibleError for impossible numbers."""
@@ -42,6 +43,7 @@ class CompareRequest:
             fill=self.fill,
             num_slices=self.num_slices,
             pair_share=self.pair_share,
+            num_steps=self.num_steps,
         )
 
 
@@ -89,6 +91,9 @@ def compare_schedules(request: CompareRequest) -> tuple[list[tuple[Schedule, Tim
     for name, entry in SCHEDULES.items():
         if entry.slow:
             refused.append((name, "it may take a minute; ask for it by its name"))
+            continue
+        if entry.is_asynchronous:
+            refused.append((name, "it changes what is trained, on older weights; ask for it by its name"))
             continue
         try:
             made.append(make_with_best_chunks(name, request))

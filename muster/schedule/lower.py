@@ -11,6 +11,7 @@ from muster.schedule.outer_steps import NO_EXCHANGE, OuterEvents
 from muster.schedule.program import Instruction, Program, Wait
 from muster.schedule.schedule import Schedule
 from muster.schedule.transfers import Transfers, lanes_with_transfers, schedule_transfers
+from muster.schedule.versions import add_versioned_steps
 from muster.schedule.vocab_passes import VocabSchedule, VocabTimes, add_vocab_passes
 from muster.spec.layer_strategy import Tier, ZeroLevel
 
@@ -135,6 +136,7 @@ class ProgramDraft:
             {lane: tuple(items) for lane, items in lanes.items() if items} for lanes in self.ranks
         )
         sizes = schedule.num_micro_batches, ranks, schedule.replicas, schedule.num_slices, schedule.pairs
+        sizes = *sizes, schedule.num_steps
         transfers = None if self.vocab_schedule else self.transfers
         return Program(schedule.name, schedule.placement, *sizes, transfers=transfers)
 
@@ -151,6 +153,9 @@ def lower(schedule: Schedule, options: LoweringOptions) -> Program:
             for lanes in draft.ranks if options.offload else ():
                 lanes["compute"], lanes["host_copy"] = add_copy_lane(lanes["compute"], options.offload)
             add_copies_beside_passes(draft, options)
+            if draft.schedule.num_steps > 1:
+                add_versioned_steps(draft)
+                return draft.finish()
             if options.has_backward:
                 add_gradient_exchanges(draft, options)
             add_step(draft, options)

@@ -52,7 +52,10 @@ def _peer(program: Program, rank: int, item: Instruction, other: Action) -> int:
     return program.placement[stage]
 
 
-_OF_ALL_RANKS = (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.STEP, Kind.MOVE_EXPERTS, *OUTER_KINDS)
+_OF_ALL_RANKS = (
+    *(Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.GRAD_NORM_BESIDE, Kind.STEP),
+    *(Kind.MOVE_EXPERTS, *OUTER_KINDS),
+)
 
 
 def check_outer_steps(program: Program) -> None:

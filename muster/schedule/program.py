@@ -1,4 +1,4 @@
-"""Programs: the instructions of every pipeline rank in one step, lane by lane, with explicit waits."""
+"""Programs: the instructions of every pipeline rank in a step, lane by lane, with explicit waits."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Instructions of one step: per pipeline rank and lane, in order.
+    """Instructions of one step, or of several without a flush between them: per pipeline rank and lane, in order.
 
     A pipeline rank stands for all ranks of its stages' mesh, which do the same on their own shards.
     """
@@ -72,6 +72,8 @@ class Program:
     pairs: frozenset[Action] = frozenset()
     """Forwards that run as one with the backward after them (`Schedule.pairs`). The waits of both stand at the forward,
     and what needs its result waits for the backward."""
+    num_steps: int = 1
+    """Optimizer steps, each of as many micro-batches; more than one in an asynchronous program."""
     transfers: "Transfers | None" = field(default=None, compare=False, repr=False)
     """Transfers of the schedule that was lowered, by columns; None where other passes than its own are among them."""
     _derived: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -99,6 +101,13 @@ class Program:
     def unit(self, action: Action) -> int:
         """Return the number of an action's slice among those of all micro-batches; without slices, its micro-batch."""
         return action.micro_batch * self.num_slices + action.slice
+
+    def step_of(self, action: Action) -> int:
+        """Return the step, from 0, that an instruction belongs to: a pass by its micro-batch, an optimizer step by the
+        version that it makes."""
+        if action.micro_batch >= 0:
+            return action.micro_batch // (self.num_micro_batches // self.num_steps)
+        return max(action.version - 1, 0)
 
     def timed_as(self, instructions: Sequence[Instruction]) -> list[tuple[Any, ...]]:
         """Return for each instruction the fields of an action that takes as long: (kind, stage), and the slice."""
@@ -157,6 +166,7 @@ def format_program(program: Program) -> str:
         f" micro_batches={program.num_micro_batches} placement={placement}"
         + (f" replicas={program.replicas}" if program.replicas > 1 else "")
         + (f" slices={program.num_slices}" if program.num_slices > 1 else "")
+        + (f" steps={program.num_steps}" if program.num_steps > 1 else "")
     ]
     pairs = program.pairs
     for rank, lanes in enumerate(program.ranks):
@@ -169,7 +179,7 @@ def format_program(program: Program) -> str:
 
 _HEAD = re.compile(
     r"program (\d+) schedule=(\S+) ranks=(\d+) micro_batches=(\d+) placement=([\d,]+)(?: replicas=(\d+))?"
-    r"(?: slices=(\d+))?"
+    r"(?: slices=(\d+))?(?: steps=(\d+))?"
 )
 _LINE = re.compile(r"rank (\d+) (\w+):\s*(.*)")
 _INSTRUCTION = re.compile(r"([^<>@]+)(?:[<>](\d+))?(?:@(\S+))?")
@@ -185,7 +195,7 @@ def parse_program(text: str) -> Program:
     head = _HEAD.fullmatch(lines[0]) if lines else None
     if head is None:
         raise ValueError(f"a program begins with 'program {VERSION} schedule=… ranks=… micro_batches=… placement=…'")
-    version, name, num_ranks, num_micro_batches, places, copies, slices = head.groups()
+    version, name, num_ranks, num_micro_batches, places, copies, slices, steps = head.groups()
     if int(version) > VERSION:
         raise ValueError(f"the program has version {version}, of a newer Muster; this one reads up to {VERSION}")
     is_former = int(version) == 1
@@ -204,7 +214,11 @@ def parse_program(text: str) -> Program:
     replicas = int(copies or 1)
     if not replicas or len(placement) % replicas:
         raise ValueError(f"{len(placement)} stages don't spread over {replicas} replicas")
-    return Program(name, placement, int(num_micro_batches), ranks, replicas, int(slices or 1), frozenset(pairs))
+    num_steps = int(steps or 1)
+    if not num_steps or int(num_micro_batches) % num_steps:
+        raise ValueError(f"{num_micro_batches} micro-batches don't spread over {num_steps} steps")
+    sizes = int(num_micro_batches), ranks, replicas, int(slices or 1)
+    return Program(name, placement, *sizes, frozenset(pairs), num_steps)
 
 
 def parse_lane(text: str, is_former: bool = False) -> Lane | None:

@@ -67,5 +67,7 @@ def _comparable_schedules(spec: ScheduleSpec) -> ScheduleFunctions:
     return {
         name: schedule_function(entry)
         for name, entry in SCHEDULES.items()
-        if not entry.searched and entry.supports_chunks(spec.chunks) and entry.replicas == spec.replicas
+        if not (entry.searched or entry.is_asynchronous)
+        and entry.supports_chunks(spec.chunks)
+        and entry.replicas == spec.replicas
     }

@@ -24,6 +24,8 @@ class Schedule:
     pairs: frozenset[Action] = frozenset()
     """Forwards that run as one with the backward after them on their rank, of another stage: both begin once both have
     their inputs, take turns, and end together."""
+    num_steps: int = 1
+    """Optimizer steps of an asynchronous schedule between two flushes: micro-batches are numbered through them."""
 
     @property
     def num_units(self) -> int:
@@ -34,7 +36,8 @@ class Schedule:
     def size_text(self) -> str:
         """Micro-batches, and slices, in words."""
         slices = f" of {self.num_slices} slices" if self.num_slices > 1 else ""
-        return f"{self.num_micro_batches} micro-batch{'es' if self.num_micro_batches != 1 else ''}{slices}"
+        steps = f" of {self.num_steps} steps" if self.num_steps > 1 else ""
+        return f"{self.num_micro_batches} micro-batch{'es' if self.num_micro_batches != 1 else ''}{steps}{slices}"
 
     @property
     def num_stages(self) -> int:

@@ -40,9 +40,11 @@ class ScheduleSpec:
     pair_share: float | None = None
     """Time of a forward and a backward of two micro-batches that run as one, as a share of both one after another,
     where a schedule has such pairs; None: passes run one after another."""
+    num_steps: int = 1
+    """Optimizer steps between two flushes, of `num_micro_batches` each, in an asynchronous schedule."""
 
     def __post_init__(self) -> None:
-        for name in ("num_ranks", "num_micro_batches", "chunks", "replicas", "num_slices"):
+        for name in ("num_ranks", "num_micro_batches", "chunks", "replicas", "num_slices", "num_steps"):
             if getattr(self, name) < 1:
                 raise InfeasibleError(f"a schedule needs {name} of at least 1, got {getattr(self, name)}")
         if self.chunks % self.replicas:

@@ -26,6 +26,7 @@ def schedule_to_json(schedule: Schedule, timing: Timing, gap: OptimalityGap | No
         "n_ranks": len(schedule.ranks),
         "n_microbatches": schedule.num_micro_batches,
         **({"n_slices": schedule.num_slices} if schedule.num_slices > 1 else {}),
+        **({"n_steps": schedule.num_steps} if schedule.num_steps > 1 else {}),
         "stages": [
             {"index": index, "depth": index % schedule.depth, "rank": rank, "replica": index // schedule.depth}
             for index, rank in enumerate(schedule.placement)
@@ -53,10 +54,13 @@ def schedule_from_json(data: Any) -> Schedule:
         pairs = frozenset(action for text, action in words if text.endswith(PAIRED))
         placement = tuple(int(stage["rank"]) for stage in stages)
         name, count, slices = str(data["name"]), int(data["n_microbatches"]), int(data.get("n_slices", 1))
+        steps = int(data.get("n_steps", 1))
     except KeyError as error:
         raise ValueError(f"key {error} is missing") from None
     except (TypeError, AttributeError):
         raise ValueError("expected one object as 'muster schedule NAME --json' prints it") from None
     if places != [(index, *divmod(index, depth)) for index in range(replicas * depth)]:
         raise ValueError("stages are numbered replica by replica, in each by depth: index = replica × depths + depth")
-    return Schedule(name, placement, count, ranks, replicas, slices, pairs)
+    if steps < 1 or count % steps:
+        raise ValueError(f"{count} micro-batches don't spread over {steps} steps")
+    return Schedule(name, placement, count, ranks, replicas, slices, pairs, steps)

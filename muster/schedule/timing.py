@@ -66,7 +66,7 @@ WHY_AFTER = (
 def time_schedule(schedule: Schedule, spec: ScheduleSpec) -> Timing:
     """Return `time_passes` with the times of a spec. Raises ProgramError also if the two differ in size."""
     size = (schedule.num_stages, schedule.replicas, schedule.num_units)
-    if size != (spec.depth * spec.replicas, spec.replicas, spec.num_micro_batches * spec.num_slices):
+    if size != (spec.depth * spec.replicas, spec.replicas, spec.num_micro_batches * spec.num_steps * spec.num_slices):
         raise ProgramError(
             f"schedule {schedule.name} has {size[0]} stages, {size[1]} replicas and {size[2]} micro-batches,"
             f" its setting {spec.depth * spec.replicas}, {spec.replicas} and {spec.num_micro_batches * spec.num_slices}"
@@ -110,7 +110,11 @@ def _check_shape(schedule: Schedule) -> None:
         kinds, stages, micro_batches, slices, versions = zip(*order, strict=True)
         held = {stage for stage, holder in enumerate(schedule.placement) if holder == rank}
         good = held.issuperset(stages) and min(micro_batches) >= 0 and max(micro_batches) < schedule.num_micro_batches
-        good = good and {Kind.F, Kind.B, Kind.I, Kind.W}.issuperset(kinds) and not any(versions)
+        good = (
+            good
+            and {Kind.F, Kind.B, Kind.I, Kind.W}.issuperset(kinds)
+            and (not any(versions) or schedule.num_steps > 1)
+        )
         good = good and min(slices) >= 0 and max(slices) < schedule.num_slices
         if not good or len(set(order)) < len(order):
             raise ProgramError(_wrong_shape(schedule, rank))
@@ -134,8 +138,8 @@ def _wrong_shape(schedule: Schedule, rank: int) -> str:
             )
         if not 0 <= action.slice < schedule.num_slices:
             return f"{action} on rank {rank} is outside of {pluralize(schedule.num_slices, 'slice')} per sequence"
-        if action.version:
-            return f"{action} on rank {rank} is of a version, which no schedule has yet"
+        if action.version and schedule.num_steps == 1:
+            return f"{action} on rank {rank} is of a version, which a schedule of one step has not"
         if action in seen:
             return f"{action} is on rank {rank} twice"
         seen.add(action)

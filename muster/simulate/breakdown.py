@@ -63,8 +63,10 @@ _KINDS_BY_PART = {
         *(Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP, Kind.ALL_REDUCE_REPLICAS, Kind.ALL_REDUCE_TIED),
         *(Kind.OUTER_WAIT, Kind.MOVE_EXPERTS),
     ),
-    "optimizer": (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.CLIP, Kind.UPDATE, *UPDATES_BESIDE_PASSES)
-    + (Kind.STEP, Kind.OUTER_STEP),
+    "optimizer": (
+        *(Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.GRAD_NORM_BESIDE),
+        *(Kind.CLIP, Kind.UPDATE, *UPDATES_BESIDE_PASSES, Kind.STEP, Kind.OUTER_STEP),
+    ),
     "bubble": (BUBBLE,),
 }
 """Part of a step → kinds of instructions that belong to it."""
@@ -93,14 +95,15 @@ _READERS = {Kind.RECV_F: (Kind.F,), Kind.RECV_B: (Kind.B, Kind.I)}
 
 
 def breakdown(timeline: Timeline) -> Breakdown:
-    """Return the breakdown of a timeline, as means over its ranks."""
+    """Return the breakdown of a step of a timeline, as means over its ranks and its steps."""
     if not timeline.events:
         return Breakdown(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     first_s = min(event.start_s for event in timeline.events)
     last_s = max(event.end_s for event in timeline.events)
     by_kind_s = time_by_part(spans_of(timeline), first_s, last_s)
-    parts_s = (sum(by_kind_s.get(kind, 0.0) for kind in kinds) for kinds in _KINDS_BY_PART.values())
-    return Breakdown(last_s - first_s, *parts_s)
+    steps = timeline.num_steps
+    parts_s = (sum(by_kind_s.get(kind, 0.0) for kind in kinds) / steps for kinds in _KINDS_BY_PART.values())
+    return Breakdown((last_s - first_s) / steps, *parts_s)
 
 
 def spans_of(timeline: Timeline) -> Iterator[RankSpans]:
@@ -183,7 +186,9 @@ def _transfer_spans(events: Iterable[Event], compute: Sequence[Sequence[Event]])
     receiving stage. `compute`: each rank's passes in order.
     """
     idle_since_s = {
-        (event.rank, event.action): before.end_s for passes in compute for before, event in pairwise(passes)
+        (event.rank, event.action._replace(version=0)): before.end_s
+        for passes in compute
+        for before, event in pairwise(passes)
     }
     ends: defaultdict[Action, list[Event]] = defaultdict(list)
     for event in events:

@@ -61,6 +61,7 @@ _AXIS_BY_KIND |= {
     Kind.REDUCE_GRAD: "dp",
     Kind.ALL_REDUCE_TP: "tp",
     Kind.GRAD_NORM: "world",
+    Kind.GRAD_NORM_BESIDE: "world",
     Kind.OFFLOAD: "host",
     Kind.RELOAD: "host",
     Kind.OFFLOAD_ACT: "host",
@@ -150,7 +151,7 @@ class Prediction:
 
     @cached_property
     def _time_by_part_s(self) -> dict[str, float]:
-        return self.simulated.time_by_part()
+        return {part: time_s / self.program.num_steps for part, time_s in self.simulated.time_by_part().items()}
 
     @cached_property
     def parts(self) -> StepParts:
@@ -160,7 +161,7 @@ class Prediction:
     @property
     def bubble_fraction(self) -> float:
         """Share of the step (without data loading) in which ranks wait for compute of other ranks."""
-        round_s = self.simulated.duration_s
+        round_s = self.simulated.duration_s / self.program.num_steps
         return self._time_by_part_s.get(BUBBLE, 0.0) / round_s if round_s else 0.0
 
     @cached_property
@@ -393,7 +394,7 @@ def predict(
         )
     step = simulate_step(program, times)
     forecast = partial(forecast_memory, model, plan, workload, cluster, longest, framework, optim=optim, outer=outer)
-    step_time_s = step.duration_s + times.data_s
+    step_time_s = step.duration_s / program.num_steps + times.data_s
     moves = None
     if rebalance_experts_every and model.moe is not None:
 
@@ -471,7 +472,8 @@ def _step_parts(found_s: Mapping[str, float], program: Program, times: OpTimes, 
     for kind, time_s in found_s.items():
         if kind in _AXIS_BY_KIND:
             communication_s[_AXIS_BY_KIND[kind]] += time_s
-    within_s = _exposed_in_passes(program, times)
+    within = _exposed_in_passes(program, times)
+    within_s = {key: time_s / program.num_steps for key, time_s in within.items()}
     compute_s = sum(time_s for kind, time_s in found_s.items() if kind not in (*_AXIS_BY_KIND, *_STEP_KINDS, BUBBLE))
     optimizer_s = step_s
     for (kind, axis), time_s in within_s.items():

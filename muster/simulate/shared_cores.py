@@ -164,7 +164,7 @@ class _SharedCoreSimulation:
         if (
             lane == "disk"
             or (lane in ("host_copy", "host") and self.times.cores is None)
-            or instruction.action.kind == Kind.GRAD_NORM
+            or instruction.action.kind in (Kind.GRAD_NORM, Kind.GRAD_NORM_BESIDE)
         ):
             self._add_timer(duration_s, places)
         else:

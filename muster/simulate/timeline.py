@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
 from muster.config.migrations import INSTRUCTIONS, LANES
-from muster.schedule.action import Action, Lane, parse_action
+from muster.schedule.action import Action, Kind, Lane, parse_action
 from muster.schedule.schedule import Schedule
 from muster.schedule.timing import Timing
 
@@ -28,7 +28,8 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Events of one step; `rank` is a pipeline rank if the timeline is predicted, a world rank if it is measured."""
+    """Events of one step, or of several without a flush; `rank` is a pipeline rank if the timeline is predicted, a
+    world rank if it is measured."""
 
     source: Literal["predicted", "measured"]
     num_ranks: int
@@ -40,6 +41,11 @@ class Timeline:
         if not self.events:
             return 0.0
         return max(event.end_s for event in self.events) - min(event.start_s for event in self.events)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps: several in the timeline of an asynchronous Program."""
+        return len({event.action.version for event in self.events if event.action.kind == Kind.STEP}) or 1
 
 
 def schedule_timeline(schedule: Schedule, timing: Timing) -> Timeline:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from muster.spec.asynchronous_rules import ASYNCHRONOUS_LEGAL_RULES, few_micro_batches
 from muster.spec.context_rules import CONTEXT_RULES
 from muster.spec.domino_rules import DOMINO_LEGAL_RULES
 from muster.spec.errors import InfeasibleError
@@ -35,6 +36,7 @@ def plan_violations(plan: Plan, model: ModelSpec, workload: Workload, world_size
         _unequal(plan),
         _shares(plan),
         _replicas(plan, workload),
+        few_micro_batches(plan, workload),
         cut_violations(plan, model, workload),
         _listed_ranks(plan),
         broken_rules(LEGAL_RULES, plan),
@@ -376,6 +378,7 @@ LEGAL_RULES: tuple[Rule, ...] = (
     ),
     *DISPATCHER_RULES,
     *SHARD_LEVEL_LEGAL_RULES,
+    *ASYNCHRONOUS_LEGAL_RULES,
 )
 """Combinations within a plan that no runtime could give a meaning; checks against model and batch are functions."""
 

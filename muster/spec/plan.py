@@ -150,6 +150,9 @@ class Plan(Frozen):
     places them by their load; empty: in their own order."""
     schedule: str = DEFAULT_SCHEDULE
     """Pipeline schedule."""
+    flush_every: PositiveInt = 16
+    """Steps between two flushes of the pipeline, in an asynchronous schedule: after them, and at every save and
+    validation, all ranks have the same version of the weights."""
     pinned_schedule: PinnedSchedule | None = None
     """Result of a schedule search (auto, exact); None until it has run (`muster.schedule.resolve`), and before that the
     stages' placement is unknown."""
@@ -565,6 +568,7 @@ _ADDED_LATER = (
     *("ep_dispatcher", "ep_inner_size", "ep_chunks", "sequence_slices", "cuda_graphs", "fp8_recipe"),
     *("expert_placement", "ep_redundant_experts", "ep_dispatch_dtype", "ep_lsh_rate", "islands"),
     *("param_shard_size", "grad_shard_size", "quantized_weights", "quantized_gradients", "grad_reduce_dtype"),
+    "flush_every",
 )
 """Fields of a plan that are younger than the hashes in files."""
 

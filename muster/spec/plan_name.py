@@ -183,6 +183,7 @@ _NAME_PARTS = (
     _NamePart(
         "inflightN", r"inflight(\d{1,9}(?:\.\d{1,3})?)", lambda text: {"max_in_flight_micro_batches": float(text)}
     ),
+    _degree("flush_every", "flush"),
     _NamePart("pv", "pv", lambda: {"post_validation": True}),
     _NamePart("vocab", "vocab", lambda: {"vocab_parallel": True}),
     _NamePart(
@@ -293,6 +294,7 @@ def _format_parts(plan: Plan) -> list[str]:
         f"qg{plan.quantized_gradients}": plan.quantized_gradients != "none",
         "s" + plan.schedule.replace("-", ""): plan.schedule != DEFAULT_SCHEDULE,
         f"inflight{plan.max_in_flight_micro_batches or 0:g}": plan.max_in_flight_micro_batches is not None,
+        f"flush{plan.flush_every}": plan.flush_every != _DEFAULTS.flush_every,
         "pv": plan.post_validation,
         "vocab": plan.vocab_parallel,
         **{"r" + word: strategy.recompute == how for word, how in _RECOMPUTE.items()},

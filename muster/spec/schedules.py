@@ -82,10 +82,25 @@ class ScheduleEntry:
     """Stages per rank to compare if the caller leaves them open."""
     searched: bool = False
     """True if the order is searched for given times; its stages may then lie anywhere."""
+    max_delay: Callable[[int, int, int], int] | None = None
+    """(rank, pp, micro-batches of a step) → most steps by which the weights may be older that a pass of the rank uses,
+    in an asynchronous schedule, whose steps follow each other without a flush; None: all passes use the newest ones."""
+    mean_delay: Callable[[int, int, int], float] = lambda rank, pp, m: 0.0
+    """(rank, pp, micro-batches of a step) → mean of these ages of weights between two flushes."""
+    steps_alone: bool = False
+    """True if in an asynchronous schedule each rank steps as soon as its own gradients are complete: it can't know
+    those of other ranks, so that nothing is clipped or skipped."""
+    min_micro_batches: Callable[[int], int] = lambda pp: 1
+    """pp → fewest micro-batches of a step."""
     slow: bool = False
     """True if it may take a minute: made only when asked for by name."""
     planner: PlannerTraits = NO_TRAITS
     """Facts for the planner: whether to search it, and how to bound it."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """True if steps follow each other without a flush, on weights of several versions."""
+        return self.max_delay is not None
 
     @property
     def default_chunks(self) -> int:
@@ -258,6 +273,22 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         "breadth-first in units with split backwards; bubble (p−1)(tF+tI)/v, memory 2p where p divides m",
         split_backward=True,
         planner=LATE_AND_SLOW,
+    ),
+    "pipedream-2bw": ScheduleEntry(
+        "pipedream:pipedream_2bw",
+        "1F1B without a flush between steps, weights one step old; bubble (p−1)(tF+tB)/steps, memory p, weights twice",
+        1,
+        max_delay=lambda rank, pp, m: 1,
+        mean_delay=lambda rank, pp, m: 1.0,
+        min_micro_batches=lambda pp: pp,
+    ),
+    "pipedream": ScheduleEntry(
+        "pipedream:pipedream",
+        "1F1B without a flush, ranks step alone; bubble (p−1)(tF+tB)/steps, memory p, weights up to p times",
+        1,
+        max_delay=lambda rank, pp, m: -((rank + 1 - pp) // m),
+        mean_delay=lambda rank, pp, m: (pp - 1 - rank) / m,
+        steps_alone=True,
     ),
     "auto": ScheduleEntry(
         "registry:auto_schedule",

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from math import gcd
 
+from muster.spec.asynchronous_rules import ASYNCHRONOUS_MODEL_RULES, ASYNCHRONOUS_RUNTIME_RULES
 from muster.spec.compilation import AGAINST_COMPILE
 from muster.spec.cuda_graphs import AGAINST_CUDA_GRAPHS, against_cuda_graphs
 from muster.spec.domino_rules import DOMINO_RULES, domino_rules_of
@@ -243,6 +244,7 @@ RUNTIME_RULES: tuple[Rule, ...] = (
         setting(islands=1),
     ),
     _optimizer_offload_rule(lambda plan: plan.islands > 1, "islands (it has no parity test yet)"),
+    *ASYNCHRONOUS_RUNTIME_RULES,
     *(_compile_rule(*one) for one in AGAINST_COMPILE),
     *(_graphs_rule(*one) for one in AGAINST_CUDA_GRAPHS),
 )
@@ -535,6 +537,11 @@ _UNSUPPORTED_MODELS: tuple[tuple[str, Callable[[ModelSpec], bool]], ...] = (
 """Parts of a model that the runtime can't do; such a model can be planned and predicted."""
 
 
+def _mixes_steps(model: ModelSpec) -> bool:
+    """Return True where stages of a model exchange or count more than the passes' own inputs and gradients."""
+    return any((model.moe, model.adapter, model.tied_embeddings, model.mtp_layers, model.architecture))
+
+
 def runtime_rules(model: ModelSpec | None) -> tuple[Rule, ...]:
     """Return the rules that plans for a model keep; None: those of every model."""
     if model is None:
@@ -543,6 +550,7 @@ def runtime_rules(model: ModelSpec | None) -> tuple[Rule, ...]:
     return (
         *RUNTIME_RULES,
         *(EXPERT_RULES if moe is not None else ()),
+        *(ASYNCHRONOUS_MODEL_RULES if _mixes_steps(model) else ()),
         *(SHORTCUT_RULES if moe is not None and moe.shortcut else ()),
         *(CAPACITY_RULES if moe is not None and moe.needs_whole_sequences else ()),
         *(LINEAR_ATTENTION_RULES if model.linear_attention is not None else ()),

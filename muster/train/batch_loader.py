@@ -52,7 +52,7 @@ class BatchLoader:
         self._prefetcher = Prefetcher(self._read_training)
         self.fed_groups: GroupedStep | None = None
         """Micro-batches that the stages were given last, where samples are assigned to groups of ranks."""
-        self._last_fed: tuple[LocalBatch, tuple[Tensor, ...]] | None = None
+        self.last_fed: tuple[LocalBatch, tuple[Tensor, ...]] | None = None
         """Batch of the last step and the tokens of its micro-batches, before they were cut for the first stage."""
 
     def next_batch(self, first: int, stride: int | None = None) -> LocalBatch:
@@ -148,7 +148,14 @@ class BatchLoader:
         keys_M = self._dropout_keys(share) if drops else None
         counted_M = self._counted(share, tokens_M)
         feed = StageInputs(
-            local_tokens_M, local_labels_M, share.num_valid, train.z_loss, loss_scale, loss, documents, keys_M
+            local_tokens_M,
+            local_labels_M,
+            share.num_valid,
+            z_loss_coefficient=train.z_loss,
+            loss_scale=loss_scale,
+            plugin_loss=loss,
+            documents_M=documents,
+            dropout_keys_M=keys_M,
         )
         feed.further_M = self._further(tokens_M, labels_M, counted_M, share.batch)
         adapter = self.config.model.adapter
@@ -162,7 +169,7 @@ class BatchLoader:
             stage.inputs = feed
             if stage.vocab is not None:
                 stage.vocab.inputs = feed
-        self._last_fed = (share, tokens_M) if 0 in self.stages else None
+        self.last_fed = (share, tokens_M) if 0 in self.stages else None
 
     def _split(self, array_MBS: Tensor, arrangement: BucketedStep | None) -> tuple[Tensor, ...]:
         """Split into micro-batches on the device, each without the positions that are padding in all of its samples."""
@@ -263,9 +270,9 @@ class BatchLoader:
         Nothing on ranks without the first stage, and of context-parallel ranks, which have parts of the same samples,
         only on the first, of groups of them on the first of each.
         """
-        if self._last_fed is None:
+        if self.last_fed is None:
             return
-        share, tokens_M = self._last_fed
+        share, tokens_M = self.last_fed
         if share.groups is not None:
             yield from share.groups.led_samples
             return

@@ -176,6 +176,12 @@ class CheckpointManager:
             or self._is_memory_save_due(step)
         )
 
+    def is_save_step(self, step: int) -> bool:
+        """Return whether a save is due after a step by its number alone, whatever became of saves before."""
+        train = self._train
+        intervals = train.save_every, train.ephemeral_every, train.in_memory_checkpoint_every
+        return any(every and step % every == 0 for every in intervals) or self._retention.is_permanent(step)
+
     def _is_memory_save_due(self, step: int) -> bool:
         every = self._train.in_memory_checkpoint_every
         return bool(every and step % every == 0) or (self._last_targets[1] and self._is_retry_due(step))

@@ -64,7 +64,8 @@ def print_plan(trainer: Trainer, predicted: Timeline) -> None:
         print(note)
     if plan.precision == "fp8" and (note := float8_note(trainer.world.device, plan.fp8_recipe)):
         print(note)
-    step, idle = format_seconds(predicted.makespan_s), breakdown(predicted).bubble_fraction
+    parts = breakdown(predicted)
+    step, idle = format_seconds(parts.step_s), parts.bubble_fraction
     print(f"predicted step: {step}, {idle:.0%} of it idle, from passes timed on this machine")
 
 
@@ -159,7 +160,8 @@ def data_wait_text(metrics: Sequence[dict]) -> str:
 def _measured_timeline(trainer: Trainer) -> Timeline:
     """Return all ranks' events of the step that took rank 0 the median time, from the first start on any rank."""
     rounds = trainer.step_events()
-    spans = {step: max(e.end_s for e in events) - min(e.start_s for e in events) for step, events in rounds.items()}
+    lines = {step: Timeline("measured", 1, tuple(events)) for step, events in rounds.items()}
+    spans = {step: line.makespan_s / line.num_steps for step, line in lines.items()}
     steps = sorted(spans, key=spans.__getitem__)
     chosen = trainer.world.broadcast_object(steps[len(steps) // 2] if steps else 0)
     everyone = trainer.world.all_gather_object(rounds.get(chosen, []))

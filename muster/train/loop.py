@@ -29,6 +29,7 @@ from muster.schedule.build import build_program
 from muster.simulate.simulator import simulate
 from muster.spec.errors import ConfigError, MusterError
 from muster.spec.plan import Plan
+from muster.train.async_pipeline import AsyncPipeline
 from muster.train.best_checkpoint import ValidationTracker
 from muster.train.callbacks import Callbacks
 from muster.train.checkfree import KeptState, RecoveredState, begin_rebuilt_stages, recover_state, recovery_lines
@@ -96,6 +97,7 @@ class TrainingLoop:
         own = config.model, plan, config.train.seq_len, world, config.optim
         self.device_metrics = DeviceMetrics(*own, memory_limit.meter)
         self.post_validation: PostValidation | None = None
+        self.async_pipeline = AsyncPipeline(self.trainer) if plan.schedule_entry.is_asynchronous else None
         self.metrics = MetricsLog(run_dir / "metrics.jsonl")
         self.expert_load = ExpertLoadLog(run_dir)
         self.meetings = MetricsLog(run_dir / MEETINGS_FILE)
@@ -272,6 +274,9 @@ class TrainingLoop:
         hashed.
         """
         step = self.trainer.step_count + 1
+        if self.async_pipeline is not None:
+            yield from self.async_pipeline.run(self._steps_until_flush())
+            return
         if self.post_validation is None:
             yield self.trainer.step()
             return
@@ -285,6 +290,15 @@ class TrainingLoop:
             yield result
             if result.stop_requested:
                 yield from self.post_validation.settle()
+
+    def _steps_until_flush(self) -> int:
+        """Return the steps until an asynchronous pipeline is flushed: at multiples of the plan's `flush_every`, and
+        where a save or a validation is due. So it depends on the step alone, and a resumed run has the same."""
+        first = self.trainer.step_count + 1
+        last = min(-(-first // self.plan.flush_every) * self.plan.flush_every, self.config.train.num_steps)
+        saves = self.checkpoint_manager.is_save_step
+        ends = (n for n in range(first, last) if self._is_validation_step(n) or saves(n))
+        return next(ends, last) - first + 1
 
     def _is_settled_after(self, step: int) -> bool:
         """Return whether the trainer's state is that after this step, for good."""
@@ -303,7 +317,9 @@ class TrainingLoop:
         if self.is_main:
             self.expert_load.add(result)
         if self.is_main and result.skip_reason:
-            display.print_line(f"step {result.step} was skipped: {result.skip_reason} ({self._describe_samples(1)})")
+            display.print_line(
+                f"step {result.step} was skipped: {result.skip_reason} ({self._describe_samples(result.step, 1)})"
+            )
         if self.is_main and result.expert_moves is not None and result.expert_moves.num_experts:
             display.print_line(f"step {result.step}: {result.expert_moves}")
         if self.stragglers is not None:
@@ -543,7 +559,12 @@ class TrainingLoop:
                 f" train.max_consecutive_skips allows, step {result.step} because {reason}: resume from the last"
                 " checkpoint"
             )
-        samples = self._describe_samples(count)
+        if self.async_pipeline is not None:  # the steps up to the flush have run, and can't be taken back
+            raise MusterError(
+                f"{count} steps in a row were skipped, as many as train.max_consecutive_skips allows, step"
+                f" {result.step} because {reason}: resume from the last checkpoint"
+            )
+        samples = self._describe_samples(result.step, count)
         self.trainer.rewind(count)
         self.tokens_seen -= self._tokens_skipped
         self.checkpoint_manager.save_and_wait(self._checkpoint_info(), "failed")
@@ -553,8 +574,8 @@ class TrainingLoop:
             f" {reason}; the state before is in {self.run_dir / 'failed'}, what followed are {samples}"
         )
 
-    def _describe_samples(self, steps: int) -> str:
-        """Describe the samples of the last `steps` steps."""
+    def _describe_samples(self, last: int, steps: int) -> str:
+        """Describe the samples of `steps` steps up to the step `last`."""
         size = self.config.train.global_batch_size
-        end = self.trainer.samples_consumed
+        end = self.trainer.samples_consumed - (self.trainer.step_count - last) * size
         return f"samples {end - steps * size} to {end - 1}"

@@ -17,6 +17,7 @@ from muster.data.dataset import SampleStream
 from muster.layout.mesh import dp_index_of, rank_at
 from muster.layout.tensor_layout import stages_on
 from muster.optim.lr import lr_at_step
+from muster.parallel.axis import PendingTensor
 from muster.parallel.cuda_graphs import PassGraphs, has_cuda_graphs
 from muster.parallel.device_clock import StepRecord, step_clock
 from muster.parallel.disk_activations import DiskActivations, activation_store
@@ -50,8 +51,8 @@ COUNTERS_TIMEOUT = timedelta(minutes=30)
 KEPT_STEPS = 64
 """Last steps whose events are kept, for the measured timeline."""
 
-Handler = Callable[[Action], None]
-"""Executes one instruction that is not a stage's own."""
+Handler = Callable[[Action], PendingTensor | None]
+"""Executes one instruction that is not a stage's own; what it returns is still under way."""
 Copy = Callable[[Action], Callable[[], None]]
 """Starts a copy; the function that it returns waits for the end."""
 
@@ -156,7 +157,7 @@ class Trainer:
             one.store = store
 
     def _read_plan(self) -> None:
-        self.program = self._program_of(self.plan)
+        self.program = self._program_of(self.plan, num_steps=None)
         report = check(self.program)
         self.peak_by_stage = report.peak_by_stage[self.world.at.pp]
         self.peak_logits = report.peak_logits[self.world.at.pp]
@@ -169,15 +170,22 @@ class Trainer:
         outer: OuterEvents = NO_EXCHANGE,
         update_time: UpdateTime = "after_passes",
         moves_experts: bool = False,
+        num_steps: int | None = 1,
     ) -> Program:
         """Build the program of a plan with the number of micro-batches of this rank's data-parallel index; `count` is
-        another number under `cpdyn`, where each step has its own."""
+        another number under `cpdyn`, where each step has its own; `num_steps` of an asynchronous one, None: the
+        plan's."""
         dp_index, workload = dp_index_of(plan, self.world.at), self.config.workload
         if plan.dynamic_context_parallel and count is not None:
             workload = workload.model_copy(update={"global_batch_size": count * plan.micro_batch_size})
         own = plan, self.config.model, workload
         after = {"outer": outer, "update_time": update_time, "moves_experts": moves_experts}
+        after["num_steps"] = num_steps
         return build_program(*own, train=train, data_rank=dp_index, optim=self.config.optim, **after)
+
+    def program_of_steps(self, num_steps: int) -> Program:
+        """Return the program of so many steps of an asynchronous schedule, without a flush between them."""
+        return self._program_of(self.plan, num_steps=num_steps)
 
     def use_order(self, order: PinnedSchedule) -> None:
         """Continue with another order of the plan's schedule, which leaves the stages on their ranks."""
@@ -306,25 +314,28 @@ class Trainer:
         with self.updater.perturbing():
             return executor.run()
 
-    def load_batch(self) -> StepState:
-        """Give the stages the next global batch; returns the state of its step, which the updater has, too."""
-        self.world.heartbeat.step = self.step_count
+    def load_batch(self, ahead: int = 0) -> StepState:
+        """Give the stages the next global batch, or the one that is `ahead` steps later; returns the state of its step,
+        which the updater has, too."""
+        step = self.step_count + ahead
+        self.world.heartbeat.step = step
         self.world.heartbeat.update("data")
-        batch = self.batch_loader.next_batch(self.samples_consumed, self.peers.stride if self.peers else None)
+        first = self.samples_consumed + ahead * self.config.train.global_batch_size
+        batch = self.batch_loader.next_batch(first, self.peers.stride if self.peers else None)
         loss_scale = self.updater.loss_scale
         self.batch_loader.feed_stages(batch, loss_scale.value if loss_scale else 1.0)
         self.updater.state = StepState(
-            step=self.step_count + 1,
-            learning_rate=lr_at_step(self.config.optim, self.step_count, self.config.train.num_steps),
+            step=step + 1,
+            learning_rate=lr_at_step(self.config.optim, step, self.config.train.num_steps),
             num_valid=batch.num_valid,
             num_tokens=batch.num_tokens,
         )
         return self.updater.state
 
-    def count_finished_step(self, record: StepRecord) -> None:
-        """Advance to the next batch after a step with these instructions."""
-        self.step_count += 1
-        self.samples_consumed += self.config.train.global_batch_size
+    def count_finished_step(self, record: StepRecord, num_steps: int = 1) -> None:
+        """Advance to the next batch after a step, or several, with these instructions."""
+        self.step_count += num_steps
+        self.samples_consumed += num_steps * self.config.train.global_batch_size
         self._follow_peers()
         self._unread_steps.append((self.step_count, record))
         while self._unread_steps and self._unread_steps[0][1].is_complete():  # on a GPU, up to the step before
@@ -360,8 +371,10 @@ class Trainer:
             self._read_first_record()
         return dict(self._step_events)
 
-    def result(self, state: StepState, time_s: float, data_s: float) -> StepResult:
-        """Return the result of the step that was decided on last."""
+    def result(self, state: StepState, time_s: float, data_s: float, **skips: int) -> StepResult:
+        """Return the result of the step that was decided on last, or of another with its own counts of `skips`."""
+        skipper = self.updater.step_skipper
+        skips = {"total_skips": skipper.total, "consecutive_skips": skipper.consecutive} | skips
         return StepResult(
             step=state.step,
             loss=state.loss,
@@ -376,8 +389,7 @@ class Trainer:
             time_s=time_s,
             data_s=data_s,
             skip_reason=state.skip_reason,
-            total_skips=self.updater.step_skipper.total,
-            consecutive_skips=self.updater.step_skipper.consecutive,
+            **skips,
             stop_requested=self._stop_requested(state),
             leave_requested=state.leave_requested,
             is_saving=state.is_saving,

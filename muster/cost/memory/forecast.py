@@ -26,6 +26,7 @@ from muster.cost.memory.param_shards import layer_type
 from muster.cost.memory.rank_memory import outer_error_bytes
 from muster.cost.memory.stage_memory import StageMemory
 from muster.cost.memory.terms import MemoryTerms
+from muster.cost.memory.version_memory import held_by_versions
 from muster.layout.mesh import axis_sizes
 from muster.layout.tensor_layout import has_vocab_shard
 from muster.schedule.action import Kind
@@ -145,6 +146,7 @@ def forecast_memory(
         resident = sum(stage.resident.total for stage in stages.values())
         if replays_graphs(plan, cluster.device.kind):
             stages = held_by_graphs(plan, stages, orders[pp_rank].actions)
+        stages = held_by_versions(plan, orders[pp_rank].actions, stages)
         peak_instruction, terms = peak_terms(orders[pp_rank], stages, cache)
         rank = tightest[pp_rank]
         device = cluster.group_of(rank).device
@@ -209,6 +211,7 @@ def peak_bytes_by_pp_rank(
         resident = sum(stage.resident.total for stage in stages.values())
         if replays_graphs(plan, cluster.device.kind):
             stages = held_by_graphs(plan, stages, orders[pp_rank].actions)
+        stages = held_by_versions(plan, orders[pp_rank].actions, stages)
         _, total = find_peak(orders[pp_rank], stages, instructions)
         rank = tightest[pp_rank]
         device = cluster.group_of(rank).device

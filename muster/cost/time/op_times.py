@@ -53,6 +53,8 @@ class OpTimes:
             return self.slices[action.slice].duration_s(action)
         if action.kind in UPDATES_BESIDE_PASSES:  # the same work in another lane
             action = action._replace(kind=Kind.UPDATE)
+        elif action.kind == Kind.GRAD_NORM_BESIDE:
+            action = action._replace(kind=Kind.GRAD_NORM)
         found = self.seconds.get((action.kind, action.stage))
         return self.seconds.get((action.kind, -1), 0.0) if found is None else found
 

@@ -25,10 +25,12 @@ from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World, open_world
 from muster.schedule.action import Action
 from muster.spec.plan import Plan
+from muster.train.async_pipeline import AsyncPipeline
 from muster.train.data import open_dataset
 from muster.train.trainer import Trainer
 from muster.train.verify.padded import PaddedDataset
 from muster.train.verify.sketch import Sketches, hook_outputs
+from muster.train.verify.staleness import segments
 from muster.train.verify.trace import GRADIENTS_FOLDER, UPDATED_FOLDER, Trace
 
 
@@ -41,13 +43,14 @@ def verify_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> 
     dataset = PaddedDataset(open_dataset(config, folder))
     with open_world(store, rank, world_size, plan) as world:
         trainer = TracingTrainer(config, plan, world, dataset)
+        pipeline = AsyncPipeline(trainer) if plan.schedule_entry.is_asynchronous else None
         losses, grad_norms, sketches = [], [], []
-        for _ in range(config.train.num_steps):
-            trainer.sketches = Sketches(config.model, config.workload, world.device)
-            result = trainer.step()
-            losses.append(result.loss)
-            grad_norms.append(result.grad_norm)
-            sketches.append(world.all_reduce(trainer.sketches.values).cpu())
+        for size in segments(plan, config.train.num_steps):
+            trainer.sketches = [Sketches(config.model, config.workload, world.device) for _ in range(size)]
+            for result in [trainer.step()] if pipeline is None else pipeline.run(size):
+                losses.append(result.loss)
+                grad_norms.append(result.grad_norm)
+            sketches += [world.all_reduce(one.values).cpu() for one in trainer.sketches]
             if len(losses) == 1:
                 trainer.save_tensors(folder / GRADIENTS_FOLDER, trainer.first_gradients)
                 trainer.updater.local_shards()  # completes updates that the next step would make
@@ -65,7 +68,8 @@ class TracingTrainer(Trainer):
 
     def __init__(self, config: RunConfig, plan: Plan, world: World, dataset: SampleStream) -> None:
         super().__init__(config, plan, world, dataset)
-        self.sketches = Sketches(config.model, config.workload, world.device)
+        self.sketches: list[Sketches] = []
+        """One for each step that comes next without a flush."""
         self.first_gradients: dict[str, Tensor] | None = None
         self._micro_batch: int | None = None
         for stage in self.stages.values():
@@ -85,8 +89,10 @@ class TracingTrainer(Trainer):
         at, plan, spec = self.world.at, self.plan, self.config.model
         tp, cp = plan.mesh(at.pp).tp, plan.mesh(at.pp).cp
         is_contiguous = plan.context_ranks(plan.mesh(at.pp)).is_contiguous
-        positions, width = self.sketches.whole_shape(part)
         micro_batch, index = divmod(self._micro_batch, plan.sequence_slices)
+        step, micro_batch = divmod(micro_batch, self.batch_loader.num_fed_micro_batches)
+        sketches = self.sketches[step]
+        positions, width = sketches.whole_shape(part)
         runs: Sequence[range] = kept_positions(positions, cp, at.cp, is_contiguous)
         if plan.sequence_slices > 1:
             runs = sequence_slices(spec, plan, positions)[index : index + 1]
@@ -101,7 +107,7 @@ class TracingTrainer(Trainer):
         if (groups := self.batch_loader.fed_groups) is not None:
             for sample, start, run in groups.micro_batches[self._micro_batch].held_positions():
                 parts = output[:, start : start + len(run)]
-                self.sketches.add(part, parts, sample, position=run.start, column=column)
+                sketches.add(part, parts, sample, position=run.start, column=column)
             return
         # An output has the rows of one rank, this one's, several times where they are those of several points of a
         # zeroth-order step, or those of a pair.
@@ -113,7 +119,7 @@ class TracingTrainer(Trainer):
                     begin, end = max(held.start, start), min(held.stop, start + len(run))
                     if begin < end:
                         parts = share[rows, begin - first : end - first]
-                        self.sketches.add(part, parts, sample, position=run.start + begin - start, column=column)
+                        sketches.add(part, parts, sample, position=run.start + begin - start, column=column)
                     start += len(run)
 
     def _reduce_norm(self, action: Action) -> None:

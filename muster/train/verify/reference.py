@@ -36,8 +36,9 @@ from muster.parallel.world import pick_device
 from muster.plugins.registry import get_component
 from muster.spec.four_bit import has_four_bits, with_whole_weights
 from muster.spec.model import parameter_shapes
-from muster.spec.plan import Float8Recipe, Precision
+from muster.spec.plan import Float8Recipe, Plan, Precision
 from muster.train.verify.sketch import Sketches, hook_outputs
+from muster.train.verify.staleness import StaleWeights
 from muster.train.verify.trace import Trace
 
 
@@ -54,8 +55,14 @@ class Reference:
         fp8_recipe: Float8Recipe,
         micro_batch_size: int,
         dataset: SampleStream,
+        asynchronous: Plan | None = None,
     ) -> None:
+        """`asynchronous`: the plan whose delays the reference has, where that is one."""
         self.config = config
+        self._stale: StaleWeights | None = None
+        if asynchronous is not None:
+            per_step = config.train.global_batch_size // micro_batch_size
+            self._stale = StaleWeights(asynchronous, config.model, per_step, config.train.num_steps)
         self.precision: Precision = precision
         self._fp8_recipe: Float8Recipe = fp8_recipe
         self._micro_batch_size = micro_batch_size
@@ -93,6 +100,9 @@ class Reference:
         losses, grad_norms, sketches = [], [], []
         for step in range(config.train.num_steps):
             step_sketches = Sketches(config.model, config.workload, self._device)
+            if self._stale is not None:
+                self._stale.begin_step(step, dict(model.named_parameters()))
+                optimizer.delays = self._stale.delays_of(step)
             if self._is_zeroth_order:
                 losses.append(self._slope_of(model, optimizer, step, step_sketches))
             else:
@@ -165,7 +175,10 @@ class Reference:
         for first in range(0, count, size):
             self._on_output = partial(sketches.add, sample=first)
             # Low precision is that of the compute: the parameters are cast, and their gradients added up as they are.
-            cast = {name: parameter.to(DTYPES[self.precision]) for name, parameter in model.named_parameters()}
+            used = dict(model.named_parameters())
+            if (stale := self._stale) is not None:
+                used = {name: stale.of_pass(name, parameter, first // size) for name, parameter in used.items()}
+            cast = {name: parameter.to(DTYPES[self.precision]) for name, parameter in used.items()}
             if move is not None:
                 cast = {name: move(name, value) for name, value in cast.items()}
             if batch.positions_BS is not None:

@@ -1,0 +1,84 @@
+"""Loss of asynchronous pipelines over that of synchronous training at equal tokens, with and without compensation.
+
+`python -m benchmarks.pipeline_staleness [--preset demo] [--steps 60] [--pp 6] [--lr 0.1] [--momentum 0.9]`. Each way
+of training has the preset's model, data and batch, and SGD with momentum, at a constant learning rate after 5 steps of
+warm-up and without clipping, which ranks that step alone can't do; `2bw adamw` and its baseline have the preset's own
+optimizer and clipping. PipeDream steps after each micro-batch, which is the whole batch: rank r of p uses weights that
+are p − 1 − r steps old. The ways run on one process by the serial emulator that `muster verify` holds pipelines to, so
+that the number of ranks is free. There is no flush but one after the first step.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+
+import torch
+
+from muster.config.load_config import load_run_config
+from muster.config.run_config import RunConfig
+from muster.spec.plan import Plan
+from muster.train.data import open_dataset
+from muster.train.verify.padded import PaddedDataset
+from muster.train.verify.reference import Reference
+
+LAST = 10
+"""Last steps whose training losses are averaged."""
+
+WAYS: dict[str, tuple[str, bool, str]] = {
+    "synchronous": ("1f1b", False, "none"),
+    "pipedream": ("pipedream", False, "none"),
+    "pipedream, spike": ("pipedream", False, "spike"),
+    "2bw": ("pipedream-2bw", False, "none"),
+    "2bw, spike": ("pipedream-2bw", False, "spike"),
+    "synchronous adamw": ("1f1b", True, "none"),
+    "2bw adamw": ("pipedream-2bw", True, "none"),
+}
+"""Name → schedule, whether the optimizer is the preset's own, and the compensation."""
+
+
+def losses_of(name: str, args: argparse.Namespace) -> list[float]:
+    """Train one way and return the training loss of each step."""
+    schedule, is_own, compensation = WAYS[name]
+    keys: dict[str, object] = {"train.steps": args.steps, "optim.warmup_steps": 5, "optim.min_lr_ratio": 1.0}
+    if not is_own:
+        keys |= {"optim.name": "sgd", "optim.lr": args.lr, "optim.momentum": args.momentum, "optim.clip_norm": 0.0}
+        keys |= {"optim.delay_compensation": compensation, "optim.weight_decay": 0.0}
+    config = _config(args.preset, keys)
+    batch = config.train.global_batch_size
+    size = batch if schedule == "pipedream" else max(1, batch // args.pp)
+    while batch % size:
+        size -= 1
+    plan = Plan(pp=args.pp, schedule=schedule, precision="fp32", micro_batch_size=size, flush_every=args.steps)
+    dataset = PaddedDataset(open_dataset(config, args.folder))
+    stale = plan if plan.schedule_entry.is_asynchronous else None
+    return Reference(config, "fp32", "tensorwise", size, dataset, stale).trace.losses
+
+
+def _config(preset: str, keys: Mapping[str, object]) -> RunConfig:
+    return load_run_config(preset, None, list(keys.items())).config
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train every way and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="demo")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--pp", type=int, default=6)
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--momentum", type=float, default=0.9)
+    parser.add_argument("--only", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--folder", type=Path, default=Path("runs/pipeline-staleness"))
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    found: dict[str, float] = {}
+    print(f"{'':<18}  {'loss':>7}  over synchronous")
+    for name in args.only:
+        found[name] = mean(losses_of(name, args)[-LAST:])
+        base = found.get("synchronous adamw" if WAYS[name][1] else "synchronous")
+        ratio = "" if base is None else f"{found[name] / base - 1:+.1%}"
+        print(f"{name:<18}  {found[name]:7.4f}  {ratio}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Asynchronous pipelines: their programs, and that they train as a serial emulator of the same delays, to the bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muster.checkpoint.checkpoint_dir import find_latest
+from muster.config.cluster_files import load_cluster
+from muster.config.optim_config import OptimConfig
+from muster.cost.memory.forecast import forecast_memory
+from muster.cost.time.op_times import OpTimes
+from muster.launch.rank_errors import EXIT_STOPPED
+from muster.report.run_files import read_metrics
+from muster.schedule.build import build_program
+from muster.schedule.check import check
+from muster.schedule.program import Program, ProgramError, parse_program
+from muster.schedule.versions import report_versions
+from muster.simulate.simulator import simulate
+from muster.spec.legality import plan_violations
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
+from muster.spec.plan_name import format_plan_name, parse_plan_name
+from muster.spec.supported import unsupported_features
+from muster.spec.workload import Workload
+from tests.ranks import run_ranks
+
+MODEL = ModelSpec(vocab_size=32, hidden_size=8, num_layers=4, num_heads=2, num_kv_heads=2, intermediate_size=16)
+WORKLOAD = Workload(seq_len=8, global_batch_size=8)
+
+
+def check_same(num_ranks: int, cases: list[dict[str, Any]], folder: Path) -> None:
+    """Cases with a fault must end otherwise than the emulator, the others with the same bits."""
+    payload = {"cases": cases, "folder": str(folder)}
+    by_rank = run_ranks(num_ranks, "tests.version_ranks:run_cases", payload)
+    (emulated,) = run_ranks(1, "tests.version_ranks:emulate_cases", payload)
+    for index, (case, wanted) in enumerate(zip(cases, emulated, strict=True)):
+        digests: dict[str, str] = {}
+        for found in by_rank:
+            assert found[index]["steps"] == wanted["steps"]
+            assert found[index]["losses"] == by_rank[0][index]["losses"]
+            assert found[index]["kept"] == 0 or "fault" in case
+            digests |= found[index]["digests"]
+        same = (by_rank[0][index]["losses"], digests) == (wanted["losses"], wanted["digests"])
+        assert same == ("fault" not in case), case
+
+
+FAULTS = ("newest weights", "no stash", "gradients mixed")
+
+
+def test_to_the_bit_as_the_serial_emulator(tmp_path: Path) -> None:
+    """And one whose backwards use other weights than their forwards, or whose steps mix, is found out."""
+    plan, late = "pp2-mb4-spipedream2bw-flush4", {"optim": "sgd", "delay_compensation": "spike"}
+    faults = [{"plan": plan, "steps": 5, "fault": fault} for fault in FAULTS]
+    check_same(2, [{"plan": plan, "steps": 5}, {"plan": "pp2-mb4-spipedream", "steps": 5} | late, *faults], tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_to_the_bit_as_the_serial_emulator_in_more_cases(tmp_path: Path) -> None:
+    late = {"optim": "sgd", "delay_compensation": "spike"}
+    plans = ("pp2-mb2-spipedream2bw-flush4-fp64", "pp2-mb4-spipedream2bw-flush3-bf16", "pp2-mb8-spipedream-flush3-bf16")
+    faults = [{"plan": "pp2-mb2-spipedream", "fault": fault} for fault in FAULTS]
+    check_same(2, [*({"plan": plan} for plan in plans), {"plan": plans[0]} | late, *faults], tmp_path)
+    plans = ("pp4-spipedream2bw-flush5", "pp4-mb2-spipedream2bw-relem", "pp4-mb8-spipedream", "pp4-mb4-spipedream")
+    check_same(4, [{"plan": plan} for plan in plans], tmp_path)
+
+
+def test_a_run_that_stops_and_goes_on_has_the_bits_of_one_that_does_not(tmp_path: Path) -> None:
+    """Asked to stop in step 6, it does so at the next flush, after step 8; saves and validations flush, too."""
+    attempts = [("whole", 0), ("stopped", 6), ("stopped", 0)]
+    payload = {"plan": "pp2-mb2-spipedream2bw-flush4", "folder": str(tmp_path), "attempts": attempts}
+    codes = run_ranks(2, "tests.version_ranks:run_attempts", payload)
+    assert codes == [[0, EXIT_STOPPED, 0]] * 2
+    whole, stopped = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "stopped"))
+    keys = ("step", "train/loss", "train/grad_norm", "train/lr", "eval/loss")
+    assert [[row.get(key) for key in keys] for row in whole] == [[row.get(key) for key in keys] for row in stopped]
+    one, other = (find_latest(tmp_path / name / "checkpoints") for name in ("whole", "stopped"))
+    assert one is not None
+    assert other is not None
+    files = sorted(path.name for path in one.glob("*.safetensors"))
+    assert files
+    assert all((one / file).read_bytes() == (other / file).read_bytes() for file in files)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The plan and its program
+
+
+def program_of(name: str) -> Program:
+    return build_program(parse_plan_name(name), MODEL, WORKLOAD)
+
+
+def test_delays_and_versions_are_those_of_the_papers() -> None:
+    """Delay 1 and two versions under 2BW; under PipeDream, one micro-batch a step, rank r is p − 1 − r steps late."""
+    for name, delays, versions in (
+        ("pp4-mb1-spipedream2bw", [1, 1, 1, 1], [2, 2, 2, 1]),
+        ("pp4-mb8-spipedream", [3, 2, 1, 0], [4, 3, 2, 1]),
+        ("pp4-mb4-spipedream", [2, 1, 1, 0], [3, 2, 2, 1]),
+    ):
+        program = program_of(name)
+        check(program)
+        assert parse_program(str(program)) == program
+        found = [report_versions(program, rank) for rank in range(4)]
+        assert [one.max_delay for one in found] == delays
+        assert [one.most_versions for one in found] == versions
+
+
+def test_steps_follow_each_other_without_a_bubble() -> None:
+    """From flush to flush there is the bubble of one step, and the gradient norm is hidden."""
+    seconds = {("F", -1): 1.0, ("B", -1): 2.0, ("GRAD_NORM", -1): 1.5, ("STEP", -1): 0.0}
+    for name, end_s in (("pp4-mb1-spipedream2bw-flush5", 1.5), ("pp4-mb8-spipedream-flush5", 1.5)):
+        program = program_of(name)
+        passes_s = 3 * program.num_micro_batches
+        assert simulate(program, OpTimes(seconds)).makespan_s == pytest.approx(passes_s + 3 * 3 + end_s)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("0B4v1@", "0B4v2@", "0B4v2 on rank 0 uses version 2 of the weights, but its forward used version 1"),
+        ("0F4v1", "0F4", "0F4 on rank 0 uses version 0 of the weights, but the newest is 1"),
+        ("STEPv1@collective:0", "STEPv1", "STEPv1 on rank 0 begins before GRAD_NORM_BESIDEv1 is known to be over"),
+        ("STEPv2", "STEPv4", "STEPv4 on rank 0 comes after version 1: expected 2"),
+    ],
+)
+def test_what_a_program_does_wrong_is_found(old: str, new: str, said: str) -> None:
+    text = str(program_of("pp2-mb4-spipedream2bw-flush3"))
+    assert old in text
+    with pytest.raises(ProgramError, match=said):
+        check(parse_program(text.replace(old, new, 1)))
+
+
+def test_weights_that_are_older_than_promised_are_found() -> None:
+    """PipeDream's program under the name of 2BW, whose promise is a delay of one step."""
+    text = str(program_of("pp4-mb8-spipedream-flush6")).replace("schedule=pipedream", "schedule=pipedream-2bw")
+    said = "rank 0 computes gradients on weights that are 3 steps old, but schedule pipedream-2bw promises at most 1"
+    with pytest.raises(ProgramError, match=said):
+        check(parse_program(text))
+    one_step = str(build_program(Plan(pp=2), MODEL, WORKLOAD)).replace("0F0 ", "0F0v1 ", 1)
+    with pytest.raises(ProgramError, match="0F0v1 on rank 0 is of a version, which a program of one step has not"):
+        check(parse_program(one_step))
+
+
+def test_memory_counts_versions_and_waiting_gradients() -> None:
+    def held(schedule: str, rank: int) -> dict[str, int]:
+        plan = parse_plan_name(f"pp4-mb1{schedule}-fp32")
+        program = build_program(plan, MODEL, WORKLOAD)
+        terms = forecast_memory(MODEL, plan, WORKLOAD, load_cluster("4xh100"), program).ranks[rank].terms
+        return terms.by_name()
+
+    plain, double, stashed = (held(schedule, 1) for schedule in ("", "-spipedream2bw", "-spipedream"))
+    assert double["gradients"] == 2 * plain["gradients"]
+    assert stashed["gradients"] == plain["gradients"]
+    assert stashed["parameters"] == 2 * plain["parameters"]  # eight micro-batches a step: one older version
+    assert held("-spipedream", 3)["parameters"] == held("", 3)["parameters"]
+
+
+def test_where_it_is_refused() -> None:
+    def said(name: str, model: ModelSpec = MODEL) -> str:
+        plan = parse_plan_name(name, Plan(precision="fp32"))
+        found = plan_violations(plan, model, WORKLOAD, plan.world_size) or unsupported_features(plan, model)
+        return "; ".join(found)
+
+    assert "lets pipeline ranks go on without a flush, but pp is 1" in said("dp2-spipedream2bw")
+    assert "needs at least 4 micro-batches in a step on 4 pipeline ranks" in said("pp4-mb4-spipedream2bw")
+    assert "flush_every 4 is of asynchronous schedules" in said("pp2-flush4")
+    assert "with several ranks for a stage" in said("dp2-pp2-spipedream2bw")
+    assert "with another precision than fp64, fp32 and bf16" in said("pp2-spipedream2bw-fp16")
+    assert "experts, tied embeddings" in said("pp2-spipedream", MODEL.model_copy(update={"tied_embeddings": True}))
+    assert said("pp4-spipedream2bw") == said("pp2-mb8-spipedream-bf16") == ""
+    plan = parse_plan_name("pp2-spipedream2bw-flush4")
+    assert format_plan_name(plan) == "pp2-mb1-spipedream2bw-flush4-bf16"
+    with pytest.raises(ValueError, match="delay_compensation spike is for sgd, but adamw is chosen"):
+        OptimConfig(lr=1.0, delay_compensation="spike")
