@@ -23,6 +23,7 @@ from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import skips_weight_decay
 from muster.config.run_config import DataConfig, RunConfig, TrainConfig
 from muster.cost.host_updates import host_updated_numels
+from muster.cost.param_offload import offloaded_params
 from muster.cost.precision_bytes import master_bytes
 from muster.data.dataset import Batch, Dataset, Packing, SampleStream
 from muster.data.prepare import PrepareOptions, open_or_prepare
@@ -676,6 +677,7 @@ def run_case(
                 for event in events
             ),
             "waiting_bytes": waiting_bytes(trainer) if delays else [],
+            "param_buffers": param_buffers(trainer),
             "untimed": [str(action) for action in actions if found and not found.times.duration_s(action)],
         }
 
@@ -687,6 +689,14 @@ def with_updates_in_backward(config: RunConfig, plan: Plan) -> RunConfig:
     early = plan.default_strategy.offload_optimizer != "none"
     train = config.train.model_copy(update={"update_in_backward": early})
     return config.model_copy(update={"optim": optim, "train": train})
+
+
+def param_buffers(trainer: Trainer) -> tuple[int, int]:
+    """Bytes of the buffers in host memory for parameters and gradients off the device, where layers are updated within
+    the backward: forecast, with the master weights, and counted without."""
+    own = trainer.config.model, trainer.plan
+    planned = (offloaded_params(*own, stage).host_buffers_in_backward for stage in trainer.stages)
+    return sum(planned), sum(stage.param_offload.link.pool.num_bytes for stage in trainer.stages.values())
 
 
 def waiting_bytes(trainer: Trainer) -> list[int]:

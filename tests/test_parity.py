@@ -492,6 +492,8 @@ def test_updates_within_the_backward_of_one_rank(cache: Path) -> None:
     for (serial,), (within,) in zip(found[::2], found[1::2], strict=True):
         assert (serial["losses"], serial["parameters"]) == (within["losses"], within["parameters"])
         assert within["updates_in_backward"] == 12
+    planned, counted = found[3][0]["param_buffers"]
+    assert 0 < counted <= planned
 
 
 OFFLOADED_PARAMS = {"ooptd-oparamd": "stale parameters", "oopt-oparam": "stale shard"}

@@ -16,11 +16,16 @@ RUN = (
     *("--train.global_batch_size", "4"),
 )
 LATE = ("--train.delayed_update", "true", "--train.delayed_update_warmup_steps", "1")
+EARLY = ("--train.update_in_backward", "true", "--optim.clip_by_previous_norm", "true")
+NAMES = {(): "whole", LATE: "delayed", EARLY: "within"}
+"""Further words of runs that nothing disturbs, and their folders."""
 TIERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "state": ("dp1-mb2-fp32-ooptd", "the optimizer's state", ()),
     "parameters": ("dp1-mb2-fp32-ooptd-oparamd", "the parameters", ()),
     "activations": ("dp1-mb2-fp32-oactd", "the activations", ()),
     "delayed": ("dp1-mb2-fp32-ooptd", "the optimizer's state", LATE),
+    "state within the backward": ("dp1-mb2-fp32-ooptd", "the optimizer's state", EARLY),
+    "parameters within the backward": ("dp1-mb2-fp32-ooptd-oparamd", "the parameters", EARLY),
     "all": ("dp1-mb2-fp32-ooptd-oparamd-oactd", "checkpoint", ("--train.async_save", "true")),
 }
 """Plan, what the file holds that fails, and further words, by tier."""
@@ -36,8 +41,8 @@ SAMPLE = random.Random(19).sample(CASES, 1)
 
 @cache
 def undisturbed(folder: Path, *more: str) -> Path:
-    """A run without a tier, or without a fault where updates are delayed."""
-    run = folder / ("delayed" if more else "whole")
+    """A run without a tier, or without a fault where updates are delayed or within the backward."""
+    run = folder / NAMES[more]
     ended = train(*RUN, *more, "--parallel", "dp1-mb2-fp32-oopt" if more else "dp1-mb2-fp32", "--run", run)
     assert ended.code == 0, ended.err
     return run
@@ -58,7 +63,7 @@ def with_fault(run: Path, fault: str, content: str, *words: str) -> Ended:
 
 def assert_it_goes_on(tier: str, fault: str, folder: Path, tmp_path: Path) -> None:
     plan, content, more = TIERS[tier]
-    whole, run = undisturbed(folder, *(more if more == LATE else ())), tmp_path / "run"
+    whole, run = undisturbed(folder, *(more if more in NAMES else ())), tmp_path / "run"
     ended = with_fault(run, fault, content, *more, "--parallel", plan)
     assert ended.code
     assert_one_sentence(ended, ended.code, SENTENCES[fault].format(host=gethostname(), run=run))
