@@ -26,7 +26,7 @@ class HostLane:
     def __init__(
         self,
         lanes: Mapping[Lane, Sequence[Instruction]],
-        handlers: Mapping[Kind, Callable[[Action], None]],
+        handlers: Mapping[Kind, Callable[[Action], object]],
         copies: Mapping[Kind, Callable[[Action], Callable[[], None]]],
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:

@@ -59,7 +59,7 @@ def profile_stages(
     program: Program,
     stages: Mapping[int, DecoderStage],
     world: World,
-    handlers: Mapping[Kind, Callable[[Action], None]],
+    handlers: Mapping[Kind, Callable[[Action], object]],
     routes: Mapping[tuple[int, int], P2PRoute],
     copies: Mapping[Kind, Callable[[Action], Callable[[], None]]] | None = None,
 ) -> StageProfile:
@@ -177,7 +177,7 @@ def _time_host_updates(
     clock: "_InstructionTimer",
     parts: Sequence[Action],
     copied: Collection[tuple[Kind, int, int]],
-    handlers: Mapping[Kind, Callable[[Action], None]],
+    handlers: Mapping[Kind, Callable[[Action], object]],
     copies: Mapping[Kind, Callable[[Action], Callable[[], None]]],
 ) -> None:
     """Time the updates by the host, part by part, with those of their copies that the program has, (kind, stage, part).
