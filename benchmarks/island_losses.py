@@ -28,9 +28,9 @@ METHODS: dict[str, dict[str, str]] = {
     "diloco int4": {"method": "diloco", "compression": "int4"},
     "diloco int4 0.9 0.3": {"method": "diloco", "compression": "int4", "learning_rate": "0.9", "momentum": "0.3"},
     "dilocox int8": {"method": "dilocox", "compression": "int8"},
-    "dilocox int8 0.9 0.3": {"method": "dilocox", "compression": "int8", "learning_rate": "0.9", "momentum": "0.3"},
+    "dilocox int8 0.5 0": {"method": "dilocox", "compression": "int8", "learning_rate": "0.5", "momentum": "0"},
     "co2": {"method": "co2"},
-    "co2 0.9 0.3": {"method": "co2", "learning_rate": "0.9", "momentum": "0.3"},
+    "co2 0.5 0": {"method": "co2", "learning_rate": "0.5", "momentum": "0"},
 }
 """Keys of section `outer`, by what a row of the table is called; numbers are outer learning rate and momentum."""
 
