@@ -54,6 +54,8 @@ MORE_SOUND = [
     {"plan": "cp2a", "family": "qwen3"},
     {"plan": "dp2-z1", "frozen": True},
     {"plan": "tp2-sp-rfull", "tied": True},
+    {"plan": "tp2-domino-mb2-rfull", "precision": "fp64"},
+    {"plan": "tp2-sp-domino-mb2", "tied": True},
     {"plan": "dp2x1-sgpipe", "optim": "muon", "z_loss": 1e-2},
     {"plan": "pp2-szbh1", "family": "gpt2", "precision": "bf16"},
     {"plan": "tp2-sp", "family": "gpt2", "tied": True},

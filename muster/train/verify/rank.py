@@ -24,6 +24,7 @@ from muster.layout.tensor_layout import tp_shard
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World, open_world
 from muster.schedule.action import Action
+from muster.spec.domino_rules import has_domino
 from muster.spec.plan import Plan
 from muster.train.async_pipeline import AsyncPipeline
 from muster.train.data import open_dataset
@@ -72,6 +73,8 @@ class TracingTrainer(Trainer):
         """One for each step that comes next without a flush."""
         self.first_gradients: dict[str, Tensor] | None = None
         self._micro_batch: int | None = None
+        self._leading: dict[str, Tensor] = {}
+        """Outputs of the leading slice of a pass that have no other half yet, by part."""
         for stage in self.stages.values():
             hook_outputs(stage.module, partial(self._sketch_output, stage))
             stage.forward = partial(self._forward, stage.forward)  # type: ignore[method-assign]
@@ -87,6 +90,12 @@ class TracingTrainer(Trainer):
         if self._micro_batch is None:
             return  # a backward computes this part of the forward again
         at, plan, spec = self.world.at, self.plan, self.config.model
+        if has_domino(plan) and len(output) < plan.local_micro_batch_size(at.pp):  # the leading slice comes first
+            leading = self._leading.pop(part, None)
+            if leading is None:
+                self._leading[part] = output.detach().clone()  # the residual is added to it in place
+                return
+            output = torch.cat((leading, output))
         tp, cp = plan.mesh(at.pp).tp, plan.mesh(at.pp).cp
         is_contiguous = plan.context_ranks(plan.mesh(at.pp)).is_contiguous
         micro_batch, index = divmod(self._micro_batch, plan.sequence_slices)
