@@ -4,8 +4,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from muster.api.verbs import plan as best_plans
+from muster.parallel.stage import DecoderStage
+from muster.parallel.stage_inputs import StageInputs
+from muster.parallel.turns import Turns
+from muster.parallel.world import fake_world
+from muster.spec.errors import ConfigError
+from muster.spec.plan_name import parse_plan_name
 from tests.plans import unequal
+from tests.test_memory_forecast import SHORT_LLAMA
 from tests.test_parity import by_layer, check_parity
 
 CASES: dict[int, list[dict[str, Any]]] = {
@@ -54,3 +65,36 @@ def test_gradients_of_slices_equal_one_process(num_ranks: int, cache: Path) -> N
 @pytest.mark.parametrize("num_ranks", CASES)
 def test_gradients_of_more_slices_equal_one_process(num_ranks: int, cache: Path) -> None:
     check_parity(num_ranks, [case | {"precision": "fp64", "steps": 1} for case in CASES[num_ranks]], cache)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("compiled", [False, True])
+def test_slices_hand_over_at_every_collective(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An all-reduce behind attention and one behind the MLP, in the backward one before each, of either slice."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        spec = SHORT_LLAMA.model_copy(
+            update={"vocab_size": 64, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 48}
+        )
+        plan = parse_plan_name("tp2-domino-mb2-fp32").model_copy(update={"compile": compiled})
+        stage = DecoderStage(spec, fake_world(plan, 0, FakeStore()), 0, 8, seed=0)
+        handed: list[bool] = []
+        hand_over = Turns.hand_over
+        monkeypatch.setattr(Turns, "hand_over", lambda own: (handed.append(own._running is not None), hand_over(own)))
+        tokens_BS = torch.zeros(2, 8, dtype=torch.int64)
+        stage.inputs = StageInputs((tokens_BS,), (tokens_BS,), 16)
+        stage.forward(0, None)
+        assert sum(handed) == 2 * 2 * spec.num_layers
+        stage.backward(0, None)
+        assert sum(handed) == 2 * 4 * spec.num_layers
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_planner_takes_an_overlap_that_it_may_where_it_pays() -> None:
+    asked: dict[str, Any] = {"global_batch": 64, "require": "tp8-mb8", "top": 1}
+    plain, either = (best_plans("llama3-8b", "8xa100", **asked, allow=allow) for allow in ("", "domino"))
+    assert [found.best.default_strategy.tp_overlap for found in (plain, either)] == ["none", "domino"]
+    assert either.predictions[0].step_time_s < 0.97 * plain.predictions[0].step_time_s
+    with pytest.raises(ConfigError, match="asynctp or domino"):
+        best_plans("llama3-8b", "8xa100", allow="dominos")

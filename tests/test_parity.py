@@ -196,6 +196,8 @@ COMPILED = [
         for plan in ("dp2-z1", "dp2-z3-rfull", "pp2", "tp2", "tp2-sp-rfull")
     ),
     {"plan": "tp2-sp", "changes": CHUNKED | {"compile": True}},
+    {"plan": "tp2-domino-mb2", "changes": {"compile": True}},
+    {"plan": "tp2-sp-domino-mb4-rfull", "changes": {"compile": True}},
     {"plan": "dp2", "packing": "document_mask", "family": "gemma3", "changes": {"compile": True}},
 ]
 COMPILED_FAMILIES = [

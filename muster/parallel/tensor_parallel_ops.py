@@ -30,11 +30,15 @@ from muster.parallel.tensor_parallel import (
     overlapped_row_forward,
     row_parallel_linear,
 )
+from muster.parallel.turns import Turns
 
 _LIBRARY = Library("muster", "FRAGMENT")
 AxisArguments = tuple[str, int, int, bool, str]
 """An axis as arguments of an operator: name of its group, size, index, sequence parallelism, overlap."""
 
+
+_TURNS: dict[str, Turns] = {}
+"""Turns of the slices of a group's ranks, by the group's name, since an operator takes none."""
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
 """Functions of the operators, by name."""
@@ -59,6 +63,8 @@ def traceable_seam(seam: Any) -> Callable[..., Any] | None:
     if not isinstance(seam, partial) or not seam.args or not isinstance(axis := seam.args[0], TensorAxis):
         return None
     names = axis.group.group_name, axis.size, axis.index, axis.sequence_parallel, axis.overlap
+    if axis.turns is not None:
+        _TURNS[axis.group.group_name] = axis.turns
     if seam.func is column_parallel_linear:
         return partial(_column_parallel_linear, names)
     if seam.func is row_parallel_linear:
@@ -69,7 +75,7 @@ def traceable_seam(seam: Any) -> Callable[..., Any] | None:
 
 
 def _axis(*names: Any) -> TensorAxis:
-    return TensorAxis(_resolve_process_group(names[0]), *names[1:])
+    return TensorAxis(_resolve_process_group(names[0]), *names[1:], turns=_TURNS.get(names[0]))
 
 
 def _positions(x: Tensor, names: tuple[Any, ...]) -> list[int]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from muster.spec.domino_rules import has_domino
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import MUSTER
 from muster.spec.model import ModelSpec
@@ -20,10 +19,6 @@ AGAINST_COMPILE: tuple[tuple[Callable[[Plan], bool], str], ...] = (
     (lambda plan: plan.sequence_tiles > 1, "sequence_tiles with compile (it has no parity test yet)"),
     (lambda plan: plan.sequence_slices > 1, "sequence_slices with compile (it has no parity test yet)"),
     (lambda plan: plan.vocab_parallel, "vocab_parallel with compile (it has no parity test yet)"),
-    (
-        has_domino,
-        "compile with tp_overlap domino (a compiled block's collectives don't hand over to the other slice)",
-    ),
     (
         lambda plan: any(strategy.recompute == "elementwise" for strategy in plan.strategies),
         "elementwise recompute with compile (the compiler itself chooses cheap things to recompute)",
