@@ -123,8 +123,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         metavar="PARTS",
         help="name parts that all plans must have, such as tp8-z1; repeatable",
     )
-    lossy = "name parts that plans may have though they change losses: epfp8, epint8, eplsh, islands; repeatable"
-    add("--allow", action="append", metavar="PARTS", help=lossy)
+    allowed = (
+        "name parts that plans may have though they change losses: epfp8, epint8, eplsh, islands; or though no GPU has"
+        " run them: asynctp, domino; repeatable"
+    )
+    add("--allow", action="append", metavar="PARTS", help=allowed)
     add("--memory-limit", metavar="SIZE", help="memory that may be used of each device, such as 70GB")
     add(
         "--host-memory",

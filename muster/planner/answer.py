@@ -26,6 +26,7 @@ from muster.planner.islands import (
     with_island_order,
     with_outer_steps,
 )
+from muster.planner.overlap_choice import choose_tp_overlap
 from muster.planner.reasons import Reason, find_reasons
 from muster.planner.request import PlanRequest, refix_request
 from muster.planner.search_budget import SearchBudget
@@ -48,7 +49,8 @@ PART_EFFORT = 0.5
 """Work for each part of the cluster that may be faster alone, as a part of that of the search."""
 
 TIER_EFFORT = 1.0
-"""Work for the choice of the optimizer state's tier, where that is searched for, as a part of that of the search."""
+"""Work for the choice of the optimizer state's tier, or of the overlap of tensor-parallel collectives, where that is
+searched for, as a part of that of the search."""
 
 TIER_TIME_SHARE = 0.4
 """Share of the time for it, where that is limited."""
@@ -155,6 +157,8 @@ def answer_request(request: PlanRequest, top: int, budget: SearchBudget, explain
         if not choice.fits:
             raise explain_no_tier(request)
         request = choice.request
+    if request.allowed_overlap_words and not request.overlap_word:
+        request = choose_tp_overlap(request, budget.renew(TIER_EFFORT, TIER_TIME_SHARE))
     arranged, order = with_island_order(request)
     if request.base.islands > 1:
         arranged, _ = with_outer_steps(arranged, budget)

@@ -24,7 +24,7 @@ from muster.spec.frameworks import MUSTER
 from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.model import ModelSpec
 from muster.spec.plan import PRECISIONS, Plan, Precision
-from muster.spec.plan_name import parse_name_parts
+from muster.spec.plan_name import TP_OVERLAPS, parse_name_parts
 from muster.spec.routing_load import RoutingLoad
 from muster.spec.schedules import SCHEDULES
 from muster.spec.suggest import did_you_mean
@@ -75,6 +75,10 @@ class PlanRequest:
     """Dtypes of 8 bits in which hidden states may travel to experts, though that changes losses."""
     allowed_lsh_rate: float = 0.0
     """Share of centroids that may travel in their place, likewise; 0: none."""
+    allowed_overlap_words: tuple[str, ...] = ()
+    """Words of overlapped tensor-parallel collectives that plans may have (`asynctp`, `domino`)."""
+    overlap_word: str = ""
+    """The one of them that was chosen; all plans have it."""
     outer: OuterConfig | None = None
     """Outer steps of plans with islands; None: those that reach the same loss first are chosen."""
     allows_islands: bool = False
@@ -224,9 +228,13 @@ def with_allowed(request: PlanRequest, name_parts: str) -> PlanRequest:
     words = name_parts.split("-")
     known = (*_LOSSY_WORDS, _CENTROIDS, ALLOW_ISLANDS)
     for word in words:
-        if word not in known and not word.startswith(_CENTROIDS):
-            expected = f"expected {', '.join(known[:-1])} or {known[-1]}, which change losses"
-            raise ConfigError(f"--allow {word}: {expected}{did_you_mean(word, known)}")
+        if word not in (*known, *TP_OVERLAPS) and not word.startswith(_CENTROIDS):
+            lossy = f"{', '.join(known[:-1])} or {known[-1]}, which change losses"
+            expected = f"expected {lossy}, or {' or '.join(TP_OVERLAPS)}"
+            raise ConfigError(f"--allow {word}: {expected}{did_you_mean(word, (*known, *TP_OVERLAPS))}")
+    if overlaps := tuple(word for word in TP_OVERLAPS if word in words):
+        request = replace(request, allowed_overlap_words=overlaps)
+        words = [word for word in words if word not in TP_OVERLAPS]
     if ALLOW_ISLANDS in words:
         request = replace(request, allows_islands=True)
         words = [word for word in words if word != ALLOW_ISLANDS]
@@ -299,8 +307,9 @@ def refix_request(request: PlanRequest, name_parts: str) -> PlanRequest:
     """Return the request with other fixed parts of a plan's name."""
     fixed = fixed_fields(name_parts)
     kind = fixed.get("precision", "bf16" if "precision" in request.fixed else request.precision)
-    tier = parse_name_parts(request.tier_word) if request.tier_word else {}
-    template = _template({**tier, **fixed}, kind).model_copy(update={"compile": request.base.compile})
+    kept = "-".join(filter(None, (request.tier_word, request.overlap_word)))
+    found = parse_name_parts(kept) if kept else {}
+    template = _template({**found, **fixed}, kind).model_copy(update={"compile": request.base.compile})
     return replace(request, fixed=fixed, fixed_text=name_parts, precision=kind, template=template)
 
 
@@ -315,6 +324,14 @@ def with_tier(request: PlanRequest, word: str) -> PlanRequest:
     strategy = request.base.default_strategy.model_copy(update=fields)
     template = request.base.model_copy(update={"default_strategy": strategy})
     return replace(request, template=template, tier_word=word, searches_tiers=False)
+
+
+def with_overlap_word(request: PlanRequest, word: str) -> PlanRequest:
+    """Return the request for plans with this word of overlapped tensor-parallel collectives; none if it is empty."""
+    overlap = TP_OVERLAPS[word] if word else "none"
+    strategy = request.base.default_strategy.model_copy(update={"tp_overlap": overlap})
+    template = request.base.model_copy(update={"default_strategy": strategy})
+    return replace(request, template=template, overlap_word=word)
 
 
 def with_tier_sizes(cluster: ClusterSpec, host_memory_bytes: int | None, disk_bytes: int | None) -> ClusterSpec:

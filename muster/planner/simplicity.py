@@ -52,6 +52,7 @@ def mechanisms(plan: Plan) -> list[str]:
         "tiles": plan.sequence_tiles > 1,
         "slices": plan.sequence_slices > 1,
         "copies of experts": plan.ep_redundant_experts > 0,
+        "overlap of tensor-parallel collectives": any(strategy.tp_overlap != "none" for strategy in strategies),
         "offload": any(strategy.offload != "none" for strategy in strategies),
         "a schedule searched for its times": plan.pinned_schedule is not None,
     }

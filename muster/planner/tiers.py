@@ -56,7 +56,7 @@ def choose_tier(request: PlanRequest, budget: SearchBudget, words: Sequence[str]
     evaluators = [PlanEvaluator(with_tier(request, word)) for word in words]
     has_second = bool(evaluators[0].memory_budget.head_room)
     for attempt in (evaluators, [one.without_head_room() for one in evaluators]) if has_second else (evaluators,):
-        values = _best_values(attempt, budget.share(0.5 if attempt is evaluators and has_second else 1.0))
+        values = best_values(attempt, budget.share(0.5 if attempt is evaluators and has_second else 1.0))
         found = [number for number, value in enumerate(values) if value is not None]
         if found:
             chosen = found[-1]
@@ -71,7 +71,7 @@ def choose_tier(request: PlanRequest, budget: SearchBudget, words: Sequence[str]
     return TierChoice(request, False)
 
 
-def _best_values(evaluators: Sequence[PlanEvaluator], budget: SearchBudget) -> list[float | None]:
+def best_values(evaluators: Sequence[PlanEvaluator], budget: SearchBudget) -> list[float | None]:
     """Return the best value of each evaluator's plans that is lower by more than the tolerance than all before; else
     None."""
     ceiling = _ANY_VALUE

@@ -22,7 +22,7 @@ _RECOMPUTE: dict[str, Recompute] = {
     "full": "full",
 }
 _EP_WORDS = {name: kind.word for name, kind in DISPATCHERS.items()}
-_TP_OVERLAPS = {"asynctp": "async_tp", "domino": "domino"}
+TP_OVERLAPS = {"asynctp": "async_tp", "domino": "domino"}
 """Words of overlapped tensor-parallel collectives."""
 _CP_WORDS = {name: kind.word for name, kind in CONTEXT_KINDS.items()}
 _DEFAULTS = Plan()
@@ -145,7 +145,7 @@ _NAME_PARTS = (
     _NamePart("dpN or dpRxS", r"dp(\d{1,9})(?:x(\d{1,9}))?", _data_parallel),
     _degree("tp", "tp"),
     _NamePart("sp", "sp", lambda: {"sp": True}),
-    *(_NamePart(word, f"({word})", lambda word: {"tp_overlap": _TP_OVERLAPS[word]}) for word in _TP_OVERLAPS),
+    *(_NamePart(word, f"({word})", lambda word: {"tp_overlap": TP_OVERLAPS[word]}) for word in TP_OVERLAPS),
     _NamePart("ppN or ppNvK", r"pp(\d{1,9})(?:v(\d{1,9}))?", lambda pp, vpp: {"pp": int(pp), "vpp": int(vpp or 1)}),
     _NamePart(
         ", ".join([*dict.fromkeys("cpN" + word for word in _CP_WORDS.values()), "cpNuK", "cpNwW"]),
@@ -272,7 +272,7 @@ def _format_parts(plan: Plan) -> list[str]:
         f"isl{plan.islands}": plan.islands > 1,
         data: plan.dp_replicate * plan.dp_shard > 1,
         f"tp{plan.tp}" + ("-sp" if strategy.sp else ""): plan.tp > 1 or strategy.sp,
-        **{word: strategy.tp_overlap == kind for word, kind in _TP_OVERLAPS.items()},
+        **{word: strategy.tp_overlap == kind for word, kind in TP_OVERLAPS.items()},
         f"pp{plan.pp}" + (f"v{plan.vpp}" if plan.vpp > 1 else ""): plan.num_stages > 1,
         f"cp{plan.cp}" + _cp_word(plan): plan.cp > 1 or plan.cp_comm_type != "p2p" or plan.cp_window_size > 1,
         "cpdyn": plan.dynamic_context_parallel,
@@ -392,7 +392,7 @@ def _suggestion(token: str) -> str:
         "z1",
         "z2",
         "z3",
-        *_TP_OVERLAPS,
+        *TP_OVERLAPS,
         *("r" + word for word in _RECOMPUTE),
         "oact",
         "oopt",
