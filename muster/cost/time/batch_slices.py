@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from math import prod
 
 from muster.cost.time.kernels import stream_s
-from muster.cost.time.pass_cost import PassCost
-from muster.cost.time.pass_pairs import Turns, pair_s
+from muster.cost.time.pass_cost import OVERLAP_SLOWDOWN, PassCost
 from muster.cost.time.sublayer import LayerContext, LayerPasses, SublayerCost
 from muster.spec.model import layer_parameter_shapes
 
@@ -19,18 +18,28 @@ _LAYERS = 4
 """Layers after which further ones take equally long each."""
 
 
-def slices_s(computed_s: Sequence[float], exchanged_s: Sequence[float]) -> tuple[float, float]:
+def slices_s(
+    computed_s: Sequence[float], exchanged_s: Sequence[float], beside_s: Sequence[float] | None = None
+) -> tuple[float, float]:
     """Return the seconds that two slices take for one layer of many, and those that a run of layers takes beyond that.
 
-    `computed_s` and `exchanged_s` are one slice's turns in a layer, and the collectives after each.
+    `computed_s` and `exchanged_s` are one slice's turns in a layer, and the collectives of each; `beside_s`: the end of
+    a turn that computes beside its own collective, as gradients of weights do. Both slices' collectives share links.
 
     Example: turns of 2 s with collectives of 1 s take 2 · (2 + 2) s, and 1 s at the end; with collectives of 3 s,
     2 · (3 + 3) s. What overlaps computes slower (`OVERLAP_SLOWDOWN`).
     """
+    turns = list(zip(computed_s, exchanged_s, beside_s or [0.0] * len(computed_s), strict=True))
 
     def run_s(layers: int) -> float:
-        own = Turns((*(tuple(computed_s) * layers), 0.0), tuple(exchanged_s) * layers)
-        return pair_s(own, own)
+        now_s = links_free_s = 0.0
+        arrival_s = [0.0, 0.0]
+        for turn_s, message_s, end_s in turns * layers:
+            for own in range(2):
+                now_s = max(now_s, arrival_s[own]) + turn_s
+                arrival_s[own] = links_free_s = max(now_s - end_s, links_free_s) + message_s
+        total_s = max(now_s, *arrival_s)
+        return total_s + OVERLAP_SLOWDOWN * (2 * layers * (sum(computed_s) + sum(exchanged_s)) - total_s)
 
     few_s = run_s(_LAYERS)
     each_s = (run_s(2 * _LAYERS) - few_s) / _LAYERS
@@ -47,12 +56,12 @@ def passes_of_slices(
     """
     tp_numel = sum(prod(shape) for _, shape in layer_parameter_shapes(at.model, layer) if len(shape) > 1) / at.tp.size
     summed = PassCost(stream_s(at.device, 3 * tp_numel * at.element_bytes), 1)
-    forward, forward_end_s = _two(attention.forward, mlp.forward)
+    forward, forward_end_s = _two([(attention.forward, 0.0), (mlp.forward, 0.0)])
     # A recomputed layer's collectives travel within the backward, before those of its gradients.
-    repeated = [recompute * 0.5, recompute * 0.5] if "tp" in recompute.exposed_s else []
-    own = recompute * 0.5 if not repeated else PassCost()
-    parts = (one.input_grads + one.weight_grads + own for one in (mlp, attention))
-    backward, backward_end_s = _two(*repeated, *parts)
+    repeated = [(recompute * 0.5, 0.0)] * 2 if "tp" in recompute.exposed_s else []
+    own = PassCost() if repeated else recompute * 0.5
+    parts = [(one.input_grads + one.weight_grads + own, one.tp_hidden_s) for one in (mlp, attention)]
+    backward, backward_end_s = _two([*repeated, *parts])
     input_grads = (attention.input_grads + mlp.input_grads) * 2
     input_grads.exposed_s = backward.exposed_s
     again = recompute * 2
@@ -62,16 +71,19 @@ def passes_of_slices(
     return LayerPasses(forward, input_grads, weight_grads, again, mlp.rows, ends_s=(forward_end_s, backward_end_s))
 
 
-def _two(*turns: PassCost) -> tuple[PassCost, float]:
-    """Return the cost of two slices with these turns each, and the seconds at the end of a run of layers."""
+def _two(turns: Sequence[tuple[PassCost, float]]) -> tuple[PassCost, float]:
+    """Return the cost of two slices with these turns each, and the seconds at the end of a run of layers; beside each
+    turn the seconds of its collectives that it hides itself."""
     total = PassCost()
-    for one in turns:
+    for one, _ in turns:
         total += one * 2
-    exchanged_s = [one.exposed_s.get("tp", 0.0) for one in turns]
+    left_s = [one.exposed_s.get("tp", 0.0) for one, _ in turns]
+    # A hidden second counts as `OVERLAP_SLOWDOWN` of an exposed one.
+    messages_s = [left + (1 - OVERLAP_SLOWDOWN) * hidden_s for left, (_, hidden_s) in zip(left_s, turns, strict=True)]
     computed_s = [
-        one.compute_s + sum(one.exposed_s.values()) - own for one, own in zip(turns, exchanged_s, strict=True)
+        one.compute_s + sum(one.exposed_s.values()) - left for left, (one, _) in zip(left_s, turns, strict=True)
     ]
-    each_s, end_s = slices_s(computed_s, exchanged_s)
+    each_s, end_s = slices_s(computed_s, messages_s, [hidden_s for _, hidden_s in turns])
     total.exposed_s.pop("tp", None)
     total.add_exposed("tp", each_s - 2 * sum(computed_s))
     return total, end_s

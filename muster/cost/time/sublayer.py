@@ -188,6 +188,8 @@ class SublayerCost:
         """Matmuls that project latent vectors up to queries, keys and values."""
         self.rows = (RowExchange(), RowExchange())
         """Exchanges of rows of forward and backward (`LayerPasses.rows`)."""
+        self.tp_hidden_s = 0.0
+        """Seconds of the tensor-parallel collectives of the backward that gradients of weights hide."""
 
     def repeat_for_tiles(self, at: LayerContext, matrix_elements: float) -> None:
         """Do all of it once for each tile, and add the gradients of the matrices up."""
@@ -321,10 +323,11 @@ def add_tp_entry(at: LayerContext, part: SublayerCost, num_matmuls: int = 1) -> 
     if at.strategy.sp:
         gather_s, scatter_s = all_gather_s(at.tp, size), reduce_scatter_s(at.tp, size)
         _add_tp_collective(at, part.forward, gather_s, partial(gather_copies, num_matmuls=num_matmuls))
-        part.input_grads.add_overlapped("tp", gather_s + scatter_s, 2 * hides_s)
+        seconds, hides_s = gather_s + scatter_s, 2 * hides_s
     else:
-        times = 1 if at.framework.joint_input_grad_reduce else num_matmuls
-        part.input_grads.add_overlapped("tp", times * all_reduce_s(at.tp, size), hides_s)
+        seconds = (1 if at.framework.joint_input_grad_reduce else num_matmuls) * all_reduce_s(at.tp, size)
+    part.input_grads.add_overlapped("tp", seconds, hides_s)
+    part.tp_hidden_s += min(seconds, hides_s)
 
 
 def add_latent_entry(at: LayerContext, part: SublayerCost, width: int) -> None:
