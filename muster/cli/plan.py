@@ -99,6 +99,12 @@ def _refusal(args: argparse.Namespace, answer: "PlanAnswer") -> InfeasibleError 
     return None
 
 
+_ALLOW_HELP = (
+    "name parts that plans may have though they change losses: epfp8, epint8, eplsh, islands; or though no GPU has run"
+    " them: asynctp, domino; repeatable"
+)
+
+
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(
         "plan",
@@ -123,11 +129,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         metavar="PARTS",
         help="name parts that all plans must have, such as tp8-z1; repeatable",
     )
-    allowed = (
-        "name parts that plans may have though they change losses: epfp8, epint8, eplsh, islands; or though no GPU has"
-        " run them: asynctp, domino; repeatable"
-    )
-    add("--allow", action="append", metavar="PARTS", help=allowed)
+    add("--allow", action="append", metavar="PARTS", help=_ALLOW_HELP)
     add("--memory-limit", metavar="SIZE", help="memory that may be used of each device, such as 70GB")
     add(
         "--host-memory",
