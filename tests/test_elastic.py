@@ -20,7 +20,8 @@ from muster.launch.launcher import launch
 from muster.launch.launcher_words import LauncherWords, Membership, word_of
 from muster.launch.recovery import Elasticity
 from muster.parallel.connections import Connections
-from muster.report.run_files import read_metrics, recoveries_note
+from muster.report.recoveries import loss_causes, recoveries_note, recoveries_of
+from muster.report.run_files import read_metrics
 from tests.train_runs import (
     LIMIT_S,
     QUICK,
@@ -114,12 +115,27 @@ def test_lost_ranks_are_replaced_while_the_others_go_on(tmp_path: Path, capfd: p
     assert (status.code, status.reason) == (0, "finished")
     assert [(row["generation"], row["ranks"]) for row in recoveries(tmp_path)][:2] == [(1, [1]), (2, [0])]
     assert {rank for row in recoveries(tmp_path)[2:] for rank in row["ranks"]} == {0, 2}, "in one generation or two"
+    assert {cause for row in recoveries(tmp_path) for cause in row["causes"]} == {"dead"}
+    assert (recoveries_note(tmp_path) or "").startswith("3 recoveries without a restart: "), "two at once are one"
     out, err = capfd.readouterr()
     assert "rank 1 on " in out
     assert "was killed by signal 9 (SIGKILL): a spare takes its place" in out
     assert "ValueError: once" in out
     assert "error:" not in err
     assert "without a restart: after step " in (recoveries_note(tmp_path) or "")
+
+
+def test_ranks_that_are_lost_in_a_recovery_belong_to_it() -> None:
+    lost = {"ranks": [1], "recovered_s": None, "reason": "rank 1 takes 1.40 times as long as the others to compute"}
+    rows = [
+        lost | {"generation": 1},
+        {"generation": 2, "ranks": [0], "recovered_s": 1.0, "causes": ["hung"]},
+        {"generation": 3, "ranks": [], "recovered_s": 1.0, "causes": []},
+        lost | {"generation": 4},
+        lost | {"generation": 1},  # of another attempt
+    ]
+    assert [len(one) for one in recoveries_of(rows)] == [2, 1, 1, 1]
+    assert [loss_causes(row) for row in rows[:3]] == [{1: "slow"}, {0: "hung"}, {}]
 
 
 def test_fewer_ranks_go_on_where_there_is_no_spare(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

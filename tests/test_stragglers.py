@@ -178,6 +178,11 @@ def test_a_slow_rank_leaves_its_place_once() -> None:
     with pytest.raises(StragglerError):
         end_if_replaceable(6, [Straggler("result", (6,), 1e-5)], [])
     for before in (Straggler("compute", (2,), 1.3), Straggler("result", (2,), 1e-5)):
-        end_if_replaceable(2, slow, [{"ranks": [1, 2], "reason": str(before)}])  # a spare has had its place
+        end_if_replaceable(2, slow, [{"ranks": [1, 2], "reason": str(before)}])  # so an earlier version wrote it
+    for cause in ("slow", "wrong results"):
+        end_if_replaceable(2, slow, [{"ranks": [1, 2], "causes": ["dead", cause], "reason": ""}])
+    with pytest.raises(StragglerError) as caught:
+        end_if_replaceable(2, slow, [{"ranks": [1, 2], "causes": ["slow", "dead"], "reason": ""}])
+    assert make_rank_error(caught.value, 2).cause == "slow"
     for rank in (0, 3, 4, 5):
         end_if_replaceable(rank, slow, [])

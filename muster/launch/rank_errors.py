@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from muster.config.yaml_writer import write_durably
+from muster.report.recoveries import LossCause
 from muster.spec.errors import MusterError
 
 EXIT_STOPPED = 75
@@ -26,6 +27,10 @@ _PEER_ERROR_TEXTS = ("gloo", "nccl", "connection closed by peer", "connection re
 
 class StragglerError(MusterError):
     """End of a rank that is slow, or computes wrongly, so that a spare takes its place."""
+
+    def __init__(self, sentence: str, cause: LossCause) -> None:
+        super().__init__(sentence)
+        self.cause = cause
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class RankError:
     exit_code: int
     is_lasting: bool = False
     """True for an error that another attempt would meet again, such as one of the request."""
+    cause: LossCause = "dead"
+    """Why the rank is lost."""
 
 
 def run_guarded(run_dir: Path, number: Callable[[], int], body: Callable[[], int], announce: bool = False) -> int:
@@ -86,6 +93,7 @@ def make_rank_error(error: BaseException, rank: int) -> RankError:
         primary=not says_only_that_a_rank_is_lost(error),
         exit_code=error.exit_code if isinstance(error, MusterError) else 1,
         is_lasting=isinstance(error, MusterError) and not isinstance(error, StragglerError),
+        cause=error.cause if isinstance(error, StragglerError) else "dead",
     )
 
 

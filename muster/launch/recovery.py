@@ -24,6 +24,7 @@ from muster.launch.rank_errors import error_path
 from muster.launch.restarts import wait_before
 from muster.launch.supervisor import RankProcess, RankSupervisor, poll_process
 from muster.report.approximation import Approximation, pop_approximation
+from muster.report.recoveries import LossCause
 from muster.report.run_files import RECOVERIES_FILE, read_metrics
 from muster.spec.units import numbered, pluralize
 
@@ -56,6 +57,8 @@ class Recovery:
     """Last step that all ranks had finished, as far as they had told."""
     ranks: list[int]
     """Lost ranks; none where ranks came back."""
+    causes: list[LossCause]
+    """Why each of `ranks` was lost."""
     reason: str
     world_size: int
     """Ranks of the generation that follows."""
@@ -177,7 +180,7 @@ class ElasticSupervisor(RankSupervisor):
         """Tell the ranks that `size` of them go on after a step."""
         self._generation += 1
         reason = f"{pluralize(size - len(self.ranks), 'lost rank')} came back"
-        self._announced = Recovery(time.time(), self._generation, self._last_step(), [], reason, size)
+        self._announced = Recovery(time.time(), self._generation, self._last_step(), [], [], reason, size)
         print(f"{reason}: {pluralize(size, 'rank')} go on after this step (generation {self._generation})", flush=True)
         for rank in self.ranks:
             rank.tell(word_of(Membership(self._generation, rank.rank, size, at_step_end=True)))
@@ -237,13 +240,21 @@ class ElasticSupervisor(RankSupervisor):
         self._in_a_row += 1
         lost = [rank.rank for rank in failed]
         begin = min(rank.last_alive for rank in failed)
-        self._under_way = Recovery(begin, self._generation, self._last_step(), lost, reason, size)
+        causes = [self._cause(rank) for rank in failed]
+        self._under_way = Recovery(begin, self._generation, self._last_step(), lost, causes, reason, size)
         self._announced = None
         self._recoveries.append(self._under_way)
         self._first_steps = {}
         print(f"{word} (generation {self._generation})", flush=True)
         for rank in lost:
             error_path(self.run_dir, rank).unlink(missing_ok=True)
+
+    def _cause(self, failed: RankProcess) -> LossCause:
+        """Return why a rank is lost."""
+        if failed.process.pid in self._hangs:
+            return "hung"
+        (end,) = self.rank_exits([failed])
+        return "dead" if end.reported is None else end.reported.cause
 
     def _tell_places(self) -> None:
         """Tell all ranks their places in the newest generation."""

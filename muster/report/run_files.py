@@ -10,7 +10,6 @@ import yaml
 
 from muster.config.load_config import load_plan
 from muster.config.migrations import migrate
-from muster.report.approximation import approximation_from_json
 from muster.spec.dotted_keys import flatten
 from muster.spec.errors import ConfigError
 from muster.spec.plan import Plan
@@ -89,26 +88,6 @@ def restarts_note(run_dir: Path) -> str | None:
     told = "; ".join(f"after step {row['step']}, when {row['reason']}" for row in rows[-_MOST_TOLD:])
     last = f", the last {_MOST_TOLD}" if len(rows) > _MOST_TOLD else ""
     return f"{pluralize(len(rows), 'restart')}{last}: {told}"
-
-
-def recoveries_note(run_dir: Path) -> str | None:
-    """Return a sentence about the losses and returns of ranks that took no restart; None where there were none."""
-    rows = read_metrics(run_dir / RECOVERIES_FILE)
-    if not rows:
-        return None
-    told = "; ".join(_describe_recovery(row) for row in rows[-_MOST_TOLD:])
-    losses = sum(bool(row["ranks"]) for row in rows)
-    returns = len(rows) - losses
-    counts = [f"{losses} {'recovery' if losses == 1 else 'recoveries'}"] * bool(losses)
-    counts += [f"{pluralize(returns, 'return')} of lost ranks"] * bool(returns)
-    last = f", the last {_MOST_TOLD}" if len(rows) > _MOST_TOLD else ""
-    return f"{' and '.join(counts)} without a restart{last}: {told}"
-
-
-def _describe_recovery(row: Mapping[str, Any]) -> str:
-    took = "" if row["recovered_s"] is None else f" (next step finished after {row['recovered_s']:.1f} s)"
-    about = approximation_from_json(found).sentences if (found := row.get("approximation")) else []
-    return f"after step {row['step']}, when {row['reason']}{took}{''.join(f', {one}' for one in about)}"
 
 
 def _read(directory: Path, name: str) -> RunRecord:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.report.islands import meetings_note
+from muster.report.recoveries import recoveries_note
 from muster.report.report_data import ReportData, RunInfo
 from muster.report.run_files import (
     MEETINGS_FILE,
@@ -15,7 +16,6 @@ from muster.report.run_files import (
     read_metrics,
     read_run_config,
     read_run_plan,
-    recoveries_note,
     restarts_note,
 )
 from muster.report.stragglers import straggler_note

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from muster.report.run_files import RESTARTS_FILE, read_metrics
+from muster.report.recoveries import recoveries_of
+from muster.report.run_files import RECOVERIES_FILE, RESTARTS_FILE, read_metrics
 from muster.spec.formatting import format_fraction, format_seconds
 from muster.spec.units import pluralize
 
@@ -32,7 +33,7 @@ class WallTime:
     """Start, validation, and waiting for checkpoints."""
     restarts: int
     recoveries: int
-    """Recoveries without a restart."""
+    """Recoveries, and returns of lost ranks, without a restart."""
 
     def to_json(self) -> dict[str, float]:
         """Return the parts as plain data."""
@@ -77,7 +78,7 @@ def split_wall_time(run_dir: Path, ended: float | None = None) -> WallTime | Non
     total_s = max(0.0, (metrics.stat().st_mtime if ended is None else ended) - first["started"])
     productive_s = (rows[-1]["step"] - first["step"]) * _mean_step_s(rows)
     restarts = [row["time"] for row in read_metrics(run_dir / RESTARTS_FILE)]
-    recoveries = sum(1 for attempt in attempts if attempt.get("generation"))
+    recoveries = len(recoveries_of(read_metrics(run_dir / RECOVERIES_FILE)))
     recovering_s = stopped_s = 0.0
     for attempt in attempts[1:]:
         since = attempt["last_logged"] or attempt["started"]

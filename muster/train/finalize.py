@@ -30,8 +30,9 @@ from muster.parallel.stage import DecoderStage
 from muster.report.console import table_console
 from muster.report.islands import meetings_note
 from muster.report.page import write_report
+from muster.report.recoveries import recoveries_note
 from muster.report.report_data import PredictedVsMeasured, ReportData, RunInfo
-from muster.report.run_files import MEETINGS_FILE, STRAGGLERS_FILE, read_metrics, recoveries_note, restarts_note
+from muster.report.run_files import MEETINGS_FILE, STRAGGLERS_FILE, read_metrics, restarts_note
 from muster.report.stragglers import straggler_note
 from muster.report.terminal import comparison_table, plan_lines
 from muster.report.wall_time import split_wall_time, wall_time_note

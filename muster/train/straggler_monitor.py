@@ -11,6 +11,7 @@ from muster.launch.rank_errors import StragglerError
 from muster.layout.mesh import coordinates_of, dp_index_of
 from muster.parallel.rank_probes import probe_product, time_file, time_messages
 from muster.parallel.world import World
+from muster.report.recoveries import loss_causes
 from muster.schedule.action import Kind
 from muster.simulate.stragglers import (
     RankTimes,
@@ -25,10 +26,6 @@ from muster.train.step_result import StepResult
 from muster.train.trainer import Trainer
 
 PASSES = frozenset((Kind.F, Kind.B, Kind.I, Kind.W, Kind.S, Kind.T))
-
-
-_END_OF_SENTENCE = ("the others to compute", "take its device out of service")
-"""Ends of the sentences about ranks that give up their places."""
 
 
 class StragglerCheck(NamedTuple):
@@ -104,16 +101,15 @@ def end_if_replaceable(rank: int, new: Sequence[Straggler], recoveries: Sequence
     """
     for one in new:
         if is_replaceable(one, recoveries) and one.ranks == (rank,):
-            raise StragglerError(str(one).removeprefix(f"rank {rank} "))
+            cause = "slow" if one.kind == "compute" else "wrong results"
+            raise StragglerError(str(one).removeprefix(f"rank {rank} "), cause)
 
 
 def is_replaceable(one: Straggler, recoveries: Sequence[Mapping[str, Any]]) -> bool:
     """Return True for a single slow or wrong rank whose place hasn't been given to another process for that before."""
     if one.kind not in ("compute", "result") or len(one.ranks) != 1:
         return False
-    return not any(
-        set(one.ranks) <= set(row["ranks"]) and row["reason"].endswith(_END_OF_SENTENCE) for row in recoveries
-    )
+    return not any(loss_causes(row).get(one.ranks[0]) in ("slow", "wrong results") for row in recoveries)
 
 
 def comparable_units(plan: Plan, expected_s: list[float], shares_cores: bool) -> list[list[Unit]]:
