@@ -52,6 +52,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "tiers": ("test_tier_faults.py", "test_train_faults.py"),
     "peers": ("test_peers.py", "test_peer_runs.py"),
     "lost-ranks": ("test_elastic.py", "test_checkfree.py"),
+    "gradient-checks": ("test_gradient_check.py",),
     "hangs": ("test_hang.py", "test_doctor.py"),
     "nodes": ("test_nodes.py", "test_profile_nodes.py", "test_ring_order.py"),
     "preflight": ("test_preflight.py", "test_islands.py", "test_memory_limit.py"),

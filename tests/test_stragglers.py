@@ -173,7 +173,9 @@ def test_doctor_notes_a_slow_device_and_a_slow_link() -> None:
 def test_a_slow_rank_leaves_its_place_once() -> None:
     slow = [Straggler("compute", (2,), 1.4), Straggler("sender", (3,), 2.0), Straggler("compute", (4, 5), 1.4)]
     with pytest.raises(StragglerError, match="^takes 1.40 times as long as the others to compute$") as caught:
-        end_if_replaceable(2, slow, [{"ranks": [1]}, {"ranks": [2], "reason": "rank 2 on a was killed by signal 9"}])
+        end_if_replaceable(
+            2, slow, [{"ranks": [1], "reason": ""}, {"ranks": [2], "reason": "rank 2 on a was killed by signal 9"}]
+        )
     assert not make_rank_error(caught.value, 2).is_lasting, "another attempt may go on"
     with pytest.raises(StragglerError):
         end_if_replaceable(6, [Straggler("result", (6,), 1e-5)], [])

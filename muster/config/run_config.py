@@ -197,6 +197,9 @@ class TrainConfig(Frozen):
     straggler_action: Literal["tell", "replace"] = "tell"
     """Action for a rank that is slow to compute, or computes wrongly. tell: it is named. replace: under
     `train.elastic` its process ends, and a spare takes its place, once for each place."""
+    gradient_check_every: NonNegativeInt = 0
+    """Steps between comparisons of gradients that all data-parallel ranks compute of one micro-batch, to the bit, which
+    name ranks that compute wrongly; 0: none."""
     delayed_update: bool = False
     """Update the parameters whose optimizer state is off the device beside the passes of the next step, which are
     computed with the parameters before the update (arXiv:2101.06840 §5.2)."""

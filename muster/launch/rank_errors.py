@@ -51,7 +51,7 @@ class RankError:
     is_lasting: bool = False
     """True for an error that another attempt would meet again, such as one of the request."""
     cause: LossCause = "dead"
-    """Why the rank is lost."""
+    """Cause of the loss."""
 
 
 def run_guarded(run_dir: Path, number: Callable[[], int], body: Callable[[], int], announce: bool = False) -> int:

@@ -58,7 +58,7 @@ class Recovery:
     ranks: list[int]
     """Lost ranks; none where ranks came back."""
     causes: list[LossCause]
-    """Why each of `ranks` was lost."""
+    """Cause of the loss of each of `ranks`."""
     reason: str
     world_size: int
     """Ranks of the generation that follows."""
@@ -240,7 +240,7 @@ class ElasticSupervisor(RankSupervisor):
         self._in_a_row += 1
         lost = [rank.rank for rank in failed]
         begin = min(rank.last_alive for rank in failed)
-        causes = [self._cause(rank) for rank in failed]
+        causes: list[LossCause] = [self._cause(rank) for rank in failed]
         self._under_way = Recovery(begin, self._generation, self._last_step(), lost, causes, reason, size)
         self._announced = None
         self._recoveries.append(self._under_way)

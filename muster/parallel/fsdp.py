@@ -310,6 +310,32 @@ def gradient_bytes(module: nn.Module) -> int:
     )
 
 
+def unreduced_gradients(module: nn.Module) -> list[Tensor]:
+    """Return the gradients of backwards that wait to be reduced, of `fully_shard`'s or a plain module's parameters."""
+    held = (parameter.grad for parameter in module.parameters())
+    if isinstance(module, FSDPModule):
+        parameters = [parameter for group in _all_groups(module) for parameter in group.fsdp_params]
+        held = (one for parameter in parameters for one in _unreduced(parameter))
+    return [local_tensor(gradient) for gradient in held if gradient is not None]
+
+
+def drop_unreduced_gradients(module: nn.Module) -> None:
+    """Drop what `unreduced_gradients` returns."""
+    if not isinstance(module, FSDPModule):
+        module.zero_grad(set_to_none=True)
+        return
+    for group in _all_groups(module):
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if (unsharded := getattr(parameter, "_unsharded_param", None)) is not None:
+                unsharded.grad = None
+
+
+def _unreduced(parameter: Any) -> list[Tensor | None]:  # of a private type
+    unsharded = getattr(parameter, "_unsharded_param", None)
+    return [parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad]
+
+
 def fsdp_groups(module: nn.Module) -> list[Any]:
     """Return the groups, of a private type, in which `fully_shard` gathers a module's parameters."""
     return [group for part in fsdp_modules(module) for group in _groups(_state(part))]
@@ -320,10 +346,5 @@ def _all_groups(module: FSDPModule) -> Iterator[Any]:  # of a private type
 
 
 def _parameter_gradient_bytes(parameter: Any) -> int:  # of a private type
-    unsharded = getattr(parameter, "_unsharded_param", None)
-    held = [
-        parameter.sharded_param.grad,
-        parameter.unsharded_accumulated_grad,
-        None if unsharded is None else unsharded.grad,
-    ]
+    held = [parameter.sharded_param.grad, *_unreduced(parameter)]
     return sum(local_tensor(gradient).nbytes for gradient in held if gradient is not None)

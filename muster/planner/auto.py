@@ -254,10 +254,12 @@ def _require_parts_run(config: RunConfig) -> None:
             "train.straggler_check_every compares all ranks, for which islands would wait between their outer steps:"
             " leave islN or train.straggler_check_every out"
         )
-    if train.straggler_action == "replace" and not (train.straggler_check_every and train.elastic and train.spares):
+    checks = train.straggler_check_every or train.gradient_check_every
+    if train.straggler_action == "replace" and not (checks and train.elastic and train.spares):
         raise InfeasibleError(
             "train.straggler_action replace gives the place of a slow rank to a spare: it needs"
-            " train.straggler_check_every above 0, train.elastic true and train.spares above 0"
+            " train.straggler_check_every or train.gradient_check_every above 0, train.elastic true and train.spares"
+            " above 0"
         )
     if optim.clip_by_previous_norm and (train.training_step is not None or plan.post_validation):
         raise InfeasibleError(
@@ -278,6 +280,8 @@ def _require_parts_run(config: RunConfig) -> None:
                 f"{key} needs the gradient norm of all ranks, for which they don't wait under schedule {plan.schedule}:"
                 f" set {key} to 0, or take schedule pipedream-2bw"
             )
+    if train.gradient_check_every and (reason := _why_no_gradient_check(config, plan)) is not None:
+        raise InfeasibleError(f"train.gradient_check_every doesn't go with {format_plan_name(plan)}: {reason}")
     if train.training_step is not None and plan.post_validation:
         raise InfeasibleError(
             f"train.training_step {train.training_step} sees the gradient norm of all ranks, which post_validation"
@@ -291,6 +295,7 @@ def _require_flushes_alone(config: RunConfig) -> None:
     wanted = {
         "train.elastic": train.elastic,
         "train.straggler_check_every": train.straggler_check_every > 0,
+        "train.gradient_check_every": train.gradient_check_every > 0,
         "train.training_step": train.training_step is not None,
         "optim.clip_by_previous_norm": config.optim.clip_by_previous_norm,
         "outer": config.outer is not None,
@@ -302,6 +307,28 @@ def _require_flushes_alone(config: RunConfig) -> None:
                 f"{key} acts on the state after each step, which an asynchronous schedule has at a flush alone: leave"
                 " it out, or take schedule 1f1b"
             )
+
+
+def _why_no_gradient_check(config: RunConfig, plan: Plan) -> str | None:
+    """Return why the gradients of a micro-batch can't be compared among ranks before they are reduced, or None."""
+    meshes = [plan.mesh(pp_rank) for pp_rank in range(plan.pp)]
+    if any(mesh.dp_replicate * mesh.dp_shard == 1 for mesh in meshes):
+        return "there has to be another rank with the same layers: expected dp2 or more"
+    if any(mesh.dp_shard > 1 for mesh in meshes) and plan.default_strategy.zero != "z1":
+        return "z2 and z3 hold no whole gradients: expected z1, or replicas (dp2x1)"
+    beside = (
+        (plan.islands > 1, "islN, whose parameters differ"),
+        (any(mesh.ep > 1 for mesh in meshes), "epN, by which experts see the tokens of other ranks"),
+        (plan.vocab_parallel, "vocab"),
+        (plan.sequence_slices > 1, "sliceN"),
+        (plan.dynamic_context_parallel, "cpdyn"),
+        (plan.offloads_params, "oparam"),
+        (plan.post_validation, "pv"),
+        (config.train.update_in_backward, "train.update_in_backward, which would update by those gradients"),
+        (config.model.mtp_layers > 0, "model.mtp_layers"),
+        (is_zeroth_order(config.optim), f"optim.name {config.optim.name}, which has no gradients"),
+    )
+    return next((f"expected a run without {word}" for is_there, word in beside if is_there), None)
 
 
 def _require_delayed_updates(plan: Plan, tiers: Collection[str]) -> None:

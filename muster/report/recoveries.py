@@ -10,13 +10,13 @@ from muster.report.run_files import RECOVERIES_FILE, read_metrics
 from muster.spec.units import pluralize
 
 LossCause = Literal["dead", "hung", "slow", "wrong results"]
-"""Why a rank is lost: its process ended, or its place was taken from it."""
+"""Cause of the loss of a rank: its process ended, or its place was taken from it."""
 Row = Mapping[str, Any]
 _MOST_TOLD = 5
 """Recoveries whose reasons a note tells."""
 
 
-def loss_causes(row: Row) -> dict[int, LossCause]:
+def loss_causes(row: Row) -> Mapping[int, LossCause]:
     """Return why each lost rank of a row was lost; rows of earlier versions say it in their sentence alone."""
     if "causes" in row:
         return dict(zip(row["ranks"], row["causes"], strict=True))
@@ -24,8 +24,10 @@ def loss_causes(row: Row) -> dict[int, LossCause]:
         ("the others to compute", "slow"),
         ("take its device out of service", "wrong results"),
     )
-    cause = next((cause for end, cause in former if row["ranks"] and row["reason"].endswith(end)), "dead")
-    return dict.fromkeys(row["ranks"], cause)
+    default: LossCause = "dead"
+    ends = (cause for end, cause in former if row["ranks"] and row["reason"].endswith(end))
+    found: dict[int, LossCause] = dict.fromkeys(row["ranks"], next(ends, default))
+    return found
 
 
 def recoveries_of(rows: Sequence[Row]) -> list[list[Row]]:

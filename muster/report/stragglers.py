@@ -19,9 +19,12 @@ def draw_stragglers(checks: Sequence[Row]) -> Html | None:
     are coloured, by rows of stragglers.jsonl; None without any."""
     if not checks:
         return None
-    shown = next((row for row in reversed(checks) if row["stragglers"]), checks[-1])
     told = straggler_note(checks) or f"no stragglers in {pluralize(len(checks), 'comparison')}"
-    parts = [element("p", f"{told[0].upper()}{told[1:]}."), element("p", f"Times up to step {shown['step']}:")]
+    parts = [element("p", f"{told[0].upper()}{told[1:]}.")]
+    if not (timed := [row for row in checks if row["ranks"]]):  # comparisons of gradients have no times
+        return join(*parts)
+    shown = next((row for row in reversed(timed) if row["stragglers"]), timed[-1])
+    parts.append(element("p", f"Times up to step {shown['step']}:"))
     if len(shown["ranks"]) > MOST_RANKS:
         parts.append(element("p", f"{len(shown['ranks'])} ranks, whose times are in stragglers.jsonl."))
         return join(*parts)

@@ -17,8 +17,10 @@ from typing import Literal
 
 from muster.spec.units import numbered
 
-StragglerKind = Literal["compute", "data", "disk", "link", "sender", "receiver", "result"]
+StragglerKind = Literal["compute", "data", "disk", "link", "sender", "receiver", "result", "gradient"]
 
+WRONG: frozenset[StragglerKind] = frozenset(("result", "gradient"))
+"""Kinds of ranks that compute wrongly, which count at once."""
 SLOW_COMPUTE = 1.2
 """Ratio to the other ranks from which passes, or a product of matrices, are slow."""
 SLOW_LINK = 1.8
@@ -62,7 +64,8 @@ class Straggler:
     ranks: tuple[int, ...]
     """The slow ranks, or those that wait for a slow one within their passes; of a link the sender and the receiver."""
     ratio: float
-    """Time over that of the others; of data the share of a step, of results the share of wrong ones."""
+    """Time over that of the others; of data the share of a step, of results the share of wrong ones, of gradients the
+    share of the ranks that agree on others."""
 
     @property
     def key(self) -> tuple[StragglerKind, tuple[int, ...]]:
@@ -82,6 +85,10 @@ class Straggler:
         who = numbered("rank", self.ranks)
         if self.kind == "result":
             return f"{who} computes {self.ratio:.2g} of a product of matrices wrongly: take its device out of service"
+        if self.kind == "gradient" and len(self.ranks) == 1:
+            return f"{who} gets other gradients from a micro-batch than the others: take its device out of service"
+        if self.kind == "gradient":
+            return f"{who} get different gradients from a micro-batch: one of their devices computes wrongly"
         takes = "takes" if len(self.ranks) == 1 else "take"
         times = f"{self.ratio:.2f} times as long as the others"
         if self.kind == "compute":
@@ -170,7 +177,7 @@ def _slower(seconds: Sequence[float], factor: float, least_excess_s: float) -> l
 
 
 class StragglerDetector:
-    """Stragglers that two checks, one after another, have found; a wrong result counts at once."""
+    """Stragglers that two checks, one after another, have found; what is wrong counts at once."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[StragglerKind, tuple[int, ...]], Straggler] = {}
@@ -183,9 +190,7 @@ class StragglerDetector:
         for one in over:
             del self.confirmed[one.key]
         new = [
-            one
-            for key, one in now.items()
-            if (key in self._before or one.kind == "result") and key not in self.confirmed
+            one for key, one in now.items() if (key in self._before or one.kind in WRONG) and key not in self.confirmed
         ]
         self.confirmed |= {key: one for key, one in now.items() if key in self.confirmed or one in new}
         self._before = now

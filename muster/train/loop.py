@@ -38,6 +38,7 @@ from muster.train.console import TrainingDisplay
 from muster.train.device_metrics import DeviceMetrics
 from muster.train.expert_load_log import ExpertLoadLog
 from muster.train.finalize import finalize, print_plan
+from muster.train.gradient_check import GradientCheck
 from muster.train.grouped_kernels import use_measured_kernels
 from muster.train.in_memory_checkpoint import LOAD_TIMEOUT, load_in_memory_checkpoint, open_in_memory_checkpoint
 from muster.train.memory_limit import MemoryLimit
@@ -48,7 +49,7 @@ from muster.train.run_directory import begin_attempt, explain_write_errors
 from muster.train.schedule_refinement import refine_schedule_from_profile
 from muster.train.step_result import StepResult
 from muster.train.step_state import StepHooks
-from muster.train.straggler_monitor import StragglerMonitor, end_if_replaceable, is_replaceable
+from muster.train.straggler_monitor import StragglerCheck, StragglerMonitor, end_if_replaceable, is_replaceable
 from muster.train.tracking import Trackers
 from muster.train.trainer import Trainer
 from muster.train.validation_loss import ALL_DATA, validation_losses, validation_metrics, validation_text
@@ -104,6 +105,8 @@ class TrainingLoop:
         self.straggler_log = MetricsLog(run_dir / STRAGGLERS_FILE)
         self.stragglers: StragglerMonitor | None = None
         """Comparison of the ranks' times; None without `train.straggler_check_every`, or with one rank."""
+        self.gradient_check: GradientCheck | None = None
+        """Comparison of the ranks' gradients; None without `train.gradient_check_every`."""
         self.stream = StreamHash()
         self.validation = ValidationTracker(config.train)
         self.callbacks = Callbacks(config.train.callbacks, world.rank, run_dir, self._on_stop)
@@ -170,6 +173,8 @@ class TrainingLoop:
         predicted = simulate(program, profile.times)
         if every := self.config.train.straggler_check_every * (self.world.size > 1):
             self.stragglers = StragglerMonitor(self.trainer, profile.times, every, self.run_dir)
+        if every := self.config.train.gradient_check_every:
+            self.gradient_check = GradientCheck(self.trainer, every)
         self._resume()
         if not self.trainer.join_peers():
             print("stopped before training, while it waited for its peers; the same command resumes here")
@@ -323,7 +328,9 @@ class TrainingLoop:
         if self.is_main and result.expert_moves is not None and result.expert_moves.num_experts:
             display.print_line(f"step {result.step}: {result.expert_moves}")
         if self.stragglers is not None:
-            self._compare_ranks(self.stragglers, result, display)
+            self._tell_stragglers(self.stragglers.after_step(result), result, display)
+        if self.gradient_check is not None:
+            self._tell_stragglers(self.gradient_check.after_step(result.step), result, display)
         train = self.config.train
         losses = (
             validation_losses(self.trainer, self.config.eval.batches) if self._is_validation_step(result.step) else {}
@@ -347,9 +354,8 @@ class TrainingLoop:
             self.trackers.log(row)
             display.step(row)
 
-    def _compare_ranks(self, stragglers: StragglerMonitor, result: StepResult, display: TrainingDisplay) -> None:
-        """Take the step's times; where a comparison of all ranks' is due, log it and say what is slow."""
-        check = stragglers.after_step(result)
+    def _tell_stragglers(self, check: StragglerCheck | None, result: StepResult, display: TrainingDisplay) -> None:
+        """Log a comparison of all ranks, if one was due, say what is slow or wrong, and act on it."""
         if check is None:
             return
         for sentence in check.sentences if self.is_main else ():

@@ -53,6 +53,7 @@ CHANGEABLE_KEYS = (
     "train.rebalance_experts_every",
     "train.straggler_check_every",
     "train.straggler_action",
+    "train.gradient_check_every",
     "data.cache",
     "outer.coordinator",
     "outer.secret_file",

@@ -14,6 +14,7 @@ from muster.parallel.world import World
 from muster.report.recoveries import loss_causes
 from muster.schedule.action import Kind
 from muster.simulate.stragglers import (
+    WRONG,
     RankTimes,
     Straggler,
     StragglerDetector,
@@ -107,7 +108,7 @@ def end_if_replaceable(rank: int, new: Sequence[Straggler], recoveries: Sequence
 
 def is_replaceable(one: Straggler, recoveries: Sequence[Mapping[str, Any]]) -> bool:
     """Return True for a single slow or wrong rank whose place hasn't been given to another process for that before."""
-    if one.kind not in ("compute", "result") or len(one.ranks) != 1:
+    if one.kind not in ("compute", *WRONG) or len(one.ranks) != 1:
         return False
     return not any(loss_causes(row).get(one.ranks[0]) in ("slow", "wrong results") for row in recoveries)
 
