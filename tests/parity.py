@@ -907,7 +907,7 @@ def lost_read() -> Iterator[None]:
 def lost_return() -> Iterator[None]:
     """Parameters that the host has updated don't come back."""
 
-    def faulty(self: HostPart) -> Callable[[], None]:
+    def faulty(self: HostPart, in_backward: bool = False) -> Callable[[], None]:
         return self._free
 
     with patch.object(HostPart, "give_back", faulty):
