@@ -69,8 +69,8 @@ def test_a_part_of_the_rows_has_the_same_bits():
 @needs_wide
 def test_only_large_float32_matmuls_are_replaced(monkeypatch):
     calls = []
-    multiply = cpu_matmul._multiply
-    monkeypatch.setattr(cpu_matmul, "_multiply", lambda *args: (calls.append(args[0].shape), multiply(*args))[1])
+    multiply = cpu_matmul.multiply
+    monkeypatch.setattr(cpu_matmul, "multiply", lambda *args: (calls.append(args[0].shape), multiply(*args))[1])
     side = round(MIN_MULTIPLICATIONS ** (1 / 3))
     large = torch.randn(2 * side, 2 * side)
     linear = torch.nn.Linear(2 * side, 2 * side)

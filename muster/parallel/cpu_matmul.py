@@ -65,7 +65,8 @@ def _is_wide(left_MK: Tensor, right_KN: Tensor, *others: Tensor) -> bool:
     return all(one.dtype == torch.float32 for one in (left_MK, right_KN, *others))
 
 
-def _multiply(left_MK: Tensor, right_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
+def multiply(left_MK: Tensor, right_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """Return the product of two float32 matrices, and a bias, by oneDNN."""
     if not (right_KN.is_contiguous() or right_KN.t().is_contiguous()):
         right_KN = right_KN.contiguous()  # oneDNN has but a slow reference kernel for parts of matrices
     return torch.ops.mkldnn._linear_pointwise(left_MK, right_KN.t(), bias_N, "none", [], "")
@@ -73,26 +74,26 @@ def _multiply(left_MK: Tensor, right_KN: Tensor, bias_N: Tensor | None = None) -
 
 def _mm(left_MK: Tensor, right_KN: Tensor) -> Tensor:
     if _is_wide(left_MK, right_KN):
-        return _multiply(left_MK, right_KN)
+        return multiply(left_MK, right_KN)
     out_MN = left_MK.new_empty(left_MK.shape[0], right_KN.shape[1])
     return torch.addmm(out_MN, left_MK, right_KN, beta=0, out=out_MN)
 
 
 def _mm_out(left_MK: Tensor, right_KN: Tensor, *, out: Tensor) -> Tensor:
     if _is_wide(left_MK, right_KN, out) and out.shape == (left_MK.shape[0], right_KN.shape[1]):
-        return out.copy_(_multiply(left_MK, right_KN))
+        return out.copy_(multiply(left_MK, right_KN))
     return torch.addmm(left_MK.new_empty(()), left_MK, right_KN, beta=0, out=out)
 
 
 def _addmm(term: Tensor, left_MK: Tensor, right_KN: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     is_bias = term.shape == right_KN.shape[1:] and alpha == beta == 1
     if is_bias and _is_wide(left_MK, right_KN, term):
-        return _multiply(left_MK, right_KN, term.contiguous())
+        return multiply(left_MK, right_KN, term.contiguous())
     out_MN = left_MK.new_empty(left_MK.shape[0], right_KN.shape[1])
     return torch.addmm(term, left_MK, right_KN, beta=beta, alpha=alpha, out=out_MN)
 
 
 def _addmm_(sum_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     if beta == 1 and sum_MN.shape == (left_MK.shape[0], right_KN.shape[1]) and _is_wide(left_MK, right_KN, sum_MN):
-        return sum_MN.add_(_multiply(left_MK, right_KN), alpha=alpha)
+        return sum_MN.add_(multiply(left_MK, right_KN), alpha=alpha)
     return torch.addmm(sum_MN, left_MK, right_KN, beta=beta, alpha=alpha, out=sum_MN)
