@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from muster.report.approximation import approximation_from_json
 from muster.report.run_files import RECOVERIES_FILE, read_metrics
@@ -24,10 +24,11 @@ def loss_causes(row: Row) -> Mapping[int, LossCause]:
         ("the others to compute", "slow"),
         ("take its device out of service", "wrong results"),
     )
-    default: LossCause = "dead"
-    ends = (cause for end, cause in former if row["ranks"] and row["reason"].endswith(end))
-    found: dict[int, LossCause] = dict.fromkeys(row["ranks"], next(ends, default))
-    return found
+    cause: LossCause = "dead"
+    for end, other in former:
+        if row["ranks"] and row["reason"].endswith(end):
+            cause = other
+    return dict.fromkeys(cast(list[int], row["ranks"]), cause)
 
 
 def recoveries_of(rows: Sequence[Row]) -> list[list[Row]]:
