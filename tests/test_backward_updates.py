@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -203,6 +204,7 @@ def test_a_slow_disk_is_hidden_behind_the_last_backward(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     step = (
         "train: {seq_len: 256, global_batch_size: 16, update_in_backward: %s}\nparallel: dp1-mb4-ooptd-oparamd-bf16\n"
+        "optim: {lr: 1e-3, clip_norm: 0}\n"
     )
     found = {}
     for early in ("true", "false"):
@@ -226,6 +228,7 @@ def test_a_step_that_cannot_be_skipped_ends_the_run() -> None:
     updater.stages = {0: cast(Any, type("Stage", (), {"backward_updates": updates}))}
     updater.step_skipper = StepSkipper(TrainConfig(steps=1, seq_len=1, global_batch_size=1))
     updater.loss_scale = None
+    updater.config = SimpleNamespace(train=TrainConfig(steps=1, seq_len=1, global_batch_size=1))
     state = no_step()
     state.step, state.loss = 7, 1.0
     updater._read_sums = lambda *_: None
@@ -245,6 +248,9 @@ def test_a_step_that_cannot_be_skipped_ends_the_run() -> None:
         ("dp1-oopt", (*EARLY, "--train.spike_sigmas", "6"), 3, "train.spike_sigmas, which skips steps"),
         ("tp2-sp-oopt", EARLY, 3, "weights that tensor-parallel ranks hold copies of"),
         ("pp2-szbh1-oopt", EARLY, 3, "schedule zb-h1, which splits backwards"),
+        ("tp2-domino-mb4-oopt", EARLY, 3, "domino, whose slices complete a layer's gradients one after the other"),
+        ("pp2-slice4-oopt", EARLY, 3, "sequence_slices"),
+        ("tp2-tile4-oopt", EARLY, 3, "sequence_tiles"),
         ("dp1-oopt", (*EARLY, "--train.delayed_update", "true"), 2, "expected one of them"),
     ],
 )
@@ -253,6 +259,14 @@ def test_what_cannot_be_updated_in_a_backward_is_refused(
 ) -> None:
     assert main(["train", *TINY, *more, "--parallel", plan, "--dry-run"]) == code
     assert sentence in capsys.readouterr().err
+
+
+def test_a_prediction_refuses_what_a_run_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text("model: llama3.2-1b\nparallel: dp1-mb1-oopt\ntrain: {seq_len: 512, update_in_backward: true}\n")
+    flags = ["predict", "--plan", str(run_file), "--cluster", "1xh100", "--global-batch", "8"]
+    assert main(flags) == 2
+    assert "(optim.clip_by_previous_norm: true), or not at all" in capsys.readouterr().err
 
 
 def tensors(run: Path, step: int) -> dict[str, torch.Tensor]:

@@ -135,6 +135,12 @@ def test_replicas_give_what_a_lost_rank_held() -> None:
     assert plan_transfers(plan, [None] * 6, "squared_norm") is None
 
 
+def test_a_stage_that_is_lost_before_the_first_step_begins_anew() -> None:
+    plan = parse_plan_name("pp4")
+    held = [None if rank == 2 else Holding(rank, 0, 0, 0.0) for rank in range(4)]
+    assert plan_transfers(plan, held, "squared_norm") is None
+
+
 def held_stage(plan, rank: int) -> int:
 
     return coordinates_of(plan, rank).pp

@@ -129,6 +129,11 @@ def test_where_torch_is_needed_and_missing_the_sentence_says_so(tmp_path, argume
             2,
             "--parallel: plans to verify are given with --against, here --against cp2",
         ),
+        (
+            "verify --preset tiny --parallel.plan cp2 --against dp2",
+            2,
+            "--parallel: plans to verify are given with --against, here --against cp2",
+        ),
         ("verify --preset tiny --against cp2,dp2", 2, "expected spaces between plans: --against cp2 dp2"),
         ("verify --preset tiny --against", 2, "argument --against: expected at least one argument"),
         ("verify --preset tiny --against dq2", 2, "unknown part 'dq2'; did you mean 'dp2'?"),

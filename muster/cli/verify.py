@@ -60,7 +60,8 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
     parser.add_argument("--model", metavar="NAME", help="a model that comes with Muster, such as tiny or llama3-8b")
     parser.add_argument("--json", action="store_true", help="print one JSON object, with every parameter's differences")
     rest, overrides = split_overrides(arguments)
-    _refuse_parallel_flag(rest)
+    given = [word for key, value in overrides if key == "parallel.plan" for word in ("--parallel", str(value))]
+    _refuse_parallel_flag([*given, *rest])
     args = parser.parse(rest, run_file_keys)
     for name in args.against:
         if "," in name and not Path(name).exists():

@@ -35,10 +35,11 @@ from muster.planner.tiers import choose_tier, explain_no_tier, tier_words
 from muster.plugins.registry import get_component
 from muster.spec.cluster import ClusterSpec
 from muster.spec.cuda_graphs import require_static_shapes
+from muster.spec.domino_rules import has_domino
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.legality import required_world_size
-from muster.spec.model import parameter_shapes
+from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
@@ -246,7 +247,7 @@ def _require_parts_run(config: RunConfig) -> None:
     if train.delayed_update:
         _require_delayed_updates(plan, tiers)
     if train.update_in_backward:
-        _require_updates_in_backward(config)
+        require_updates_in_backward(plan, config.model, optim, bool(train.spike_sigmas), config.outer is not None)
     if train.rebalance_experts_every:
         _require_moving_experts(config)
     if train.straggler_check_every and plan.islands > 1:
@@ -357,17 +358,13 @@ def _require_delayed_updates(plan: Plan, tiers: Collection[str]) -> None:
         )
 
 
-def _require_updates_in_backward(config: RunConfig) -> None:
+def require_updates_in_backward(
+    plan: Plan, model: ModelSpec, optim: OptimConfig | None, skips_spikes: bool = False, has_outer_steps: bool = False
+) -> None:
     """Raise ConfigError for clipping by a norm that isn't known within a backward, InfeasibleError where the host can't
-    update layers within it."""
-    plan, model, train, optim, key = (
-        config.parallel,
-        config.model,
-        config.train,
-        config.optim,
-        "train.update_in_backward",
-    )
-    if optim.clip_norm and not optim.clip_by_previous_norm:
+    update layers within it; without an `optim` a run would clip by its step's own norm."""
+    key = "train.update_in_backward"
+    if optim is None or (optim.clip_norm and not optim.clip_by_previous_norm):
         raise ConfigError(
             f"{key} updates layers before the step's gradient norm is known: clip by that of the step before"
             " (optim.clip_by_previous_norm: true), or not at all (optim.clip_norm: 0)"
@@ -389,12 +386,15 @@ def _require_updates_in_backward(config: RunConfig) -> None:
             "weights that tensor-parallel ranks hold copies of, whose gradients are added up after the passes",
         ),
         (plan.precision == "fp16", "fp16, whose steps may overflow and be skipped"),
-        (bool(train.spike_sigmas), "train.spike_sigmas, which skips steps by their gradient norm"),
+        (skips_spikes, "train.spike_sigmas, which skips steps by their gradient norm"),
+        (has_domino(plan), "domino, whose slices complete a layer's gradients one after the other"),
+        (plan.sequence_slices > 1, "sequence_slices (they have no parity test yet)"),
+        (plan.sequence_tiles > 1, "sequence_tiles (they have no parity test yet)"),
         (plan.cuda_graphs, "cuda_graphs, whose passes tell of no layer"),
         (plan.split_backward, f"schedule {plan.schedule}, which splits backwards (it has no parity test yet)"),
         (plan.vocab_parallel, "vocab (it has no parity test yet)"),
         (plan.dynamic_context_parallel, "cpdyn (it has no parity test yet)"),
-        (plan.islands > 1 or config.outer is not None, "islands (they have no parity test yet)"),
+        (plan.islands > 1 or has_outer_steps, "islands (they have no parity test yet)"),
         (model.moe is not None, "experts (they have no parity test yet)"),
         (model.mtp_layers > 0, "multi-token prediction (it has no parity test yet)"),
     )

@@ -150,7 +150,7 @@ class Plan(Frozen):
     places them by their load; empty: in their own order."""
     schedule: str = DEFAULT_SCHEDULE
     """Pipeline schedule."""
-    flush_every: PositiveInt = 16
+    flush_every: int = Field(default=16, ge=1, le=256)
     """Steps between two flushes of the pipeline, in an asynchronous schedule: after them, and at every save and
     validation, all ranks have the same version of the weights."""
     pinned_schedule: PinnedSchedule | None = None

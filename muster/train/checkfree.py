@@ -78,7 +78,7 @@ def recover_state(
 ) -> RecoveredState | None:
     """Fill this rank's `tensors`, by stored name, from what the ranks have kept; `kept` is None where that is nothing.
 
-    All ranks call it. None, with the tensors as they were, where a stage is lost for which there are no two neighbours.
+    All ranks call it. None, with the tensors as they were, where a lost stage can't be rebuilt.
     """
     own = None if kept is None else Holding(kept.stage, kept.num_updates, kept.step, kept.grad_norm)
     transfers = plan_transfers(world.plan, world.all_gather_object(own), kind)
@@ -133,6 +133,8 @@ def plan_transfers(plan: Plan, holdings: Sequence[Holding | None], kind: WeightK
             sources.append((holders[stage],))
     counters_rank = min(holders.values(), key=lambda rank: (known[rank].step, rank))
     step = known[counters_rank].step
+    if rebuilt and step == 0:  # all begin alike from the seed, which is exact
+        return None
     ahead = tuple(sorted(stage for stage, rank in holders.items() if known[rank].num_updates > step))
     return Transfers(step, counters_rank, sources, Approximation(tuple(rebuilt.values()), ahead))
 
@@ -141,7 +143,8 @@ def recovery_lines(recovered: RecoveredState | None, lr_scale: float) -> list[st
     """Return lines about the state with which all ranks go on."""
     if recovered is None:
         return [
-            "a lost stage has no two neighbours to be rebuilt from: all ranks go back to the last checkpoint on disk"
+            "a lost stage can't be rebuilt from those beside it: all ranks go back to the last checkpoint on disk, or"
+            " to the beginning where there is none"
         ]
     told = recovered.approximation.sentences
     if rebuilt := recovered.approximation.rebuilt:
