@@ -100,7 +100,7 @@ def test_host_memory_holds_the_state_of_three_parts_at_most(tmp_path: Path, dela
     def nothing(action: Action) -> Callable[[], None]:
         return lambda: None
 
-    handlers: dict = dict.fromkeys((Kind.GRAD_NORM, Kind.CLIP, Kind.STEP), nothing)
+    handlers: dict = dict.fromkeys((Kind.GRAD_NORM, Kind.CLIP, Kind.STEP), lambda action: None)
     handlers |= dict.fromkeys((Kind.UPDATE, Kind.DELAYED_UPDATE), update)
     copies = dict.fromkeys((Kind.OFFLOAD_GRAD, Kind.RELOAD_PARAM), nothing)
     copies |= {
