@@ -63,6 +63,7 @@ def test_tensors_may_change_when_they_are_copied_and_not_before(
         optimizer = SimpleNamespace(step=lambda _: (order.append("changed"), shard.tensor.fill_(4)))
         updater = SimpleNamespace(
             hooks=StepHooks(before_update=saver.wait_staged),
+            stages={},
             optimizer=optimizer,
             state=no_step(),
             sync_tied_copies=lambda: None,
