@@ -30,7 +30,7 @@ class StragglerError(MusterError):
 
     def __init__(self, sentence: str, cause: LossCause) -> None:
         super().__init__(sentence)
-        self.cause = cause
+        self.cause: LossCause = cause
 
 
 @dataclass(frozen=True)
