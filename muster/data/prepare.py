@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -219,7 +220,8 @@ def _write_shards(plan: _ShardPlan, folder: Path, progress: Progress) -> None:
     workers = min(plan.options.workers, len(missing))
     # Spawned, not forked: a fork of a process with threads may hang. Tokenizers of workers are single-threaded.
     with ProcessPoolExecutor(workers, get_context("spawn"), _init_worker) as pool:
-        futures = {pool.submit(work, index, plan.shards[index]): index for index in missing}
+        with _deferred_stop():  # a process that is being started would print a traceback
+            futures = {pool.submit(work, index, plan.shards[index]): index for index in missing}
         left = set(futures)
         try:
             while left:
@@ -231,6 +233,24 @@ def _write_shards(plan: _ShardPlan, folder: Path, progress: Progress) -> None:
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+@contextmanager
+def _deferred_stop() -> Iterator[None]:
+    """Handle the signals that ask this process to stop only at the end; the main thread alone handles them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    numbers = signal.SIGTERM, signal.SIGINT
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for number in came:
+        signal.raise_signal(number)
 
 
 def _cumulative(progress: Progress, done: int, total: int) -> Progress:
