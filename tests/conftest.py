@@ -44,12 +44,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _select_soak_part(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the soak tests of the part that `--soak-part` names; an unlisted soak test is an error, so that none is
     forgotten."""
-    wanted = config.getoption("--soak-part")
-    if wanted is None:
-        return
     parts = {item: part_of(f"{item.path.name}::{item.name}") for item in items if item.get_closest_marker("soak")}
     if missing := sorted({item.path.name for item, part in parts.items() if part is None}):
         raise pytest.UsageError(f"no part in tests/soak_parts.py has the soak tests of {', '.join(missing)}")
+    if (wanted := config.getoption("--soak-part")) is None:
+        return
     name = find_part(wanted)
     config.hook.pytest_deselected(items=[item for item in items if parts.get(item) != name])
     items[:] = [item for item in items if parts.get(item) == name]

@@ -26,6 +26,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "experts": ("test_experts.py", "test_expert_moves.py", "test_multi_token_prediction.py", "test_pass_pairs.py"),
     "parity": (
         "test_parity.py",
+        "test_domino.py",
+        "test_versions.py",
         "test_shard_levels.py",
         "test_grad_reduce.py",
         "test_dropout.py",
@@ -33,7 +35,10 @@ PARTS: dict[str, tuple[str, ...]] = {
         "test_post_validation.py",
         "test_extend.py",
     ),
-    "adapters": ("test_adapters.py", "test_four_bit.py", "test_hd_pissa.py", "test_small_states.py", "test_mezo.py"),
+    "adapters": (
+        *("test_adapters.py", "test_four_bit.py", "test_hd_pissa.py", "test_low_rank.py"),
+        *("test_small_states.py", "test_mezo.py"),
+    ),
     "gpu": (
         "test_fake_gpu.py",
         "test_framework_traits.py",
