@@ -33,6 +33,7 @@ from muster.schedule.lower import LoweringOptions, lower
 from muster.schedule.program import Program, ProgramError, Wait
 from muster.schedule.registry import make_schedule
 from muster.schedule.schedule_spec import ScheduleSpec
+from muster.simulate.breakdown import breakdown
 from muster.spec.device import DiskSpec
 from muster.spec.errors import MusterError
 from muster.spec.plan_name import parse_plan_name
@@ -214,6 +215,7 @@ def test_a_slow_disk_is_hidden_behind_the_last_backward(tmp_path: Path) -> None:
         early: sum(event.duration_s for event in one.timeline.events if event.lane == "disk")
         for early, one in found.items()
     }
+    assert breakdown(found["true"].timeline).bubble_s < 1e-9, "a rank alone waits for its host and its disk"
     assert busy_s["true"] < busy_s["false"], "the last sums of gradients stay in host memory"
     assert found["true"].step_time_s < found["false"].step_time_s
     plan, programs = found["true"].plan, {early: one.program for early, one in found.items()}

@@ -619,7 +619,7 @@ def test_the_table_fits_80_columns(capsys) -> None:
         (["--tokens", "-1T"], 2, "--tokens: expected a number above 0"),
         (["--model", "/tmp"], 2, "expected a Hugging Face directory"),
         (["--run-file", "run.yaml"], 2, "files of --launch"),
-        (["--require", "tp4", "--require", "tp2"], 2, "'tp2' repeats an earlier part"),
+        (["--require", "tp4", "--require", "tp2"], 2, "'tp2' sets again what 'tp4' sets"),
         (["--require", "szbv-pp1"], 3, "needs a pipeline of 2 ranks or more"),
         (
             ["--require", "dp4", "--global-batch", "2"],

@@ -281,6 +281,11 @@ def test_a_run_file_is_its_own_step(tmp_path, capsys):
         ),
         ([], "parallel: dp4", "--model is missing: expected for example --model llama3-8b, or a run file"),
         ([], RUN_FILE.replace("seq_len", "seqlen"), "train.seqlen: unknown key; did you mean 'seq_len'?"),
+        (
+            [],
+            RUN_FILE.replace("source:", "seq_len: 9, source:"),
+            "data.seq_len: unknown key; did you mean 'train.seq_len'?",
+        ),
         ([], RUN_FILE.replace("embed.*", "nothing.*"), "optim.freeze: no parameter is called 'nothing.*'"),
     ],
 )

@@ -29,7 +29,7 @@ from muster.config.yaml_writer import write_atomically, yaml_text
 from muster.plugins.loader import plugin_path, resolve_plugin
 from muster.plugins.registry import find_component
 from muster.spec.adapters import AdapterSpec
-from muster.spec.config_errors import ConfigSchema, config_error
+from muster.spec.config_errors import ConfigSchema, config_error, error_sentence
 from muster.spec.dotted_keys import flatten, unflatten
 from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
@@ -178,6 +178,7 @@ def load_plan_input(path: Path) -> PlanInput:
     for below in _chain(layer, [str(path.resolve())]):
         merged.add(below)
     merged.resolve_paths()
+    _require_known_keys(merged)
     _put_steps(merged)
     for key, (value, origin) in step_law_values(merged.values).items():
         merged.put(key, value, origin)
@@ -199,6 +200,17 @@ def load_plan_input(path: Path) -> PlanInput:
         "after_passes" if train is None else train.update_time,
         0 if train is None else train.rebalance_experts_every,
     )
+
+
+def _require_known_keys(merged: MergedConfig) -> None:
+    """Raise ConfigError for keys that run files don't have, also in sections that a plan doesn't come from."""
+    try:
+        RunConfig.model_validate(unflatten(merged.values))
+    except ValidationError as error:
+        unknown = [one for one in error.errors() if one["type"] == "extra_forbidden"]
+        if unknown:
+            sentences = (error_sentence(one, run_schema(), merged.origins) for one in unknown)
+            raise ConfigError("\n".join(sentences)) from None
 
 
 _RUN_SECTIONS = frozenset(RunConfig.model_fields) - {"version"} | {"extends"}

@@ -46,7 +46,7 @@ from muster.spec.plan_name import format_plan_name
 from muster.spec.plugin_model import plugin_model
 from muster.spec.schedules import DEFAULT_SCHEDULE
 from muster.spec.supported import require_supported_model
-from muster.spec.units import pluralize
+from muster.spec.units import alternatives, pluralize
 
 SEARCH_EFFORT = 4.0
 """Effort of the search, for models and numbers of processes far beyond one machine; small ones take tenths of a
@@ -429,7 +429,7 @@ def _require_host_updates(config: RunConfig) -> None:
         elementwise = [name for name in OPTIMIZERS if not whole_matrix_shapes(OptimConfig(name=name, lr=1.0), shapes)]
         raise InfeasibleError(
             f"optim.name {optim.name} can't step in host memory, where each rank updates its own elements: take"
-            f" {' or '.join(elementwise)}, or leave oopt out of the plan"
+            f" {alternatives(elementwise)}, or leave oopt out of the plan"
         )
     if config.parallel.offloads_params and optim.freeze:
         raise InfeasibleError(

@@ -11,6 +11,7 @@ from muster.schedule.action import (
     COPIES,
     COPY_LANES,
     KINDS,
+    PASSES,
     RECEIVES,
     UPDATES_BESIDE_PASSES,
     Action,
@@ -167,14 +168,17 @@ def _copy_spans(timeline: Timeline, compute: Sequence[Sequence[Event]]) -> list[
     spans: list[dict[str, list[TimeSpan]]] = [{} for _ in compute]
     copying = [event for event in timeline.events if event.lane in (*COPY_LANES, "host")]
     place = {(event.rank, event.action): n for passes in compute for n, event in enumerate(passes)} if copying else {}
+    last_pass_s = [max((one.end_s for one in own if one.action.kind in PASSES), default=0.0) for own in compute]
     for event in copying:
         since_s = event.start_s
         # A write delays the next read, which waits for it in their lane: all of it counts where the rank is idle.
         if timeline.source == "predicted" and event.action.kind != Kind.WRITE_STATE:
             readers, later = _COPY_READERS[event.action.kind]
             actions = (Action(kind) if kind == Kind.STEP else event.action._replace(kind=kind) for kind in readers)
-            named = next(n for action in actions if (n := place.get((event.rank, action))) is not None)
-            since_s = max(since_s, compute[event.rank][named + later].end_s)
+            reader = next(action for action in actions if (event.rank, action) in place)
+            # The step waits for what lies beside the passes, and another part's update, before it, for the same lanes.
+            before_s = compute[event.rank][place[event.rank, reader] + later].end_s
+            since_s = max(since_s, last_pass_s[event.rank] if reader.kind == Kind.STEP else before_s)
         spans[event.rank].setdefault(event.action.kind, []).append((since_s, event.end_s))
     return spans
 

@@ -16,7 +16,7 @@ from muster.spec.plugin_model import plugin_model
 from muster.spec.rules import Rule, broken_rules, in_every_layer, setting
 from muster.spec.schedules import SCHEDULES
 from muster.spec.shard_level_rules import SHARD_LEVEL_LEGAL_RULES
-from muster.spec.units import pluralize
+from muster.spec.units import alternatives, pluralize
 from muster.spec.workload import MAX_PROGRAM_MICRO_BATCHES, Workload
 
 
@@ -104,7 +104,7 @@ def _chunks(plan: Plan) -> Iterator[str]:
         yield f"vpp {plan.vpp} puts several stages on each pipeline rank, but with pp 1 there is nothing to overlap"
     elif not entry.supports_chunks(plan.vpp):
         least = entry.min_chunks
-        named = f"schedules for vpp {plan.vpp} is {', '.join(schedules_for_vpp(plan.vpp))}"
+        named = f"vpp {plan.vpp} needs schedule {alternatives(schedules_for_vpp(plan.vpp))}"
         runs = named if least == 1 else f"that is pp{plan.pp}v{least}, not vpp {plan.vpp}"
         stages = pluralize(least, "stage") + ("" if entry.chunks else " for each wave")
         yield f"schedule {plan.schedule} runs {stages} on each pipeline rank; {runs}"

@@ -348,13 +348,15 @@ def parse_name_parts(text: str) -> dict[str, Any]:
 
 def _parse_parts(text: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
+    setters: dict[str, str] = {}
     for token in text.strip().split("-"):
         if (current := current_plan_part(token)) != token:
             report_renames("plan names", [(token, current)])
         given = _parse_part(current, text)
-        if fields.keys() & given.keys():
-            raise ConfigError(f"plan name '{text}': '{token}' repeats an earlier part")
+        if earlier := next((setters[key] for key in given if key in setters), None):
+            raise ConfigError(f"plan name '{text}': '{token}' sets again what '{earlier}' sets; leave one of them out")
         fields |= given
+        setters |= dict.fromkeys(given, token)
     return fields
 
 

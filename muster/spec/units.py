@@ -45,3 +45,8 @@ def pluralize(number: int, thing: str) -> str:
     """Return a count with its noun: `1 process`, `2 processes`."""
     plural = thing + ("es" if thing.endswith("s") else "s")
     return f"{number:,} {thing if number == 1 else plural}"
+
+
+def alternatives(names: Sequence[str]) -> str:
+    """Return names as a choice among them: `adamw, sgd or lion`."""
+    return " or ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
