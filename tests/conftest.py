@@ -70,6 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail, instead of skipping, the tests that open pages in a browser when Chromium is not installed",
     )
+    parser.addoption("--faults", type=int, default=8, help="random faults of each run in the soak tests of lost ranks")
     parser.addoption("--soak-part", metavar="PART", help="run one part of the soak tests, by its name or number")
 
 

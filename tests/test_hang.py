@@ -290,6 +290,7 @@ def test_only_what_should_be_short_can_hang() -> None:
     assert not is_hung([still, seen(1, "save")], 4)
     assert is_hung([still, seen(1, "save", state="T")], 4)
     assert not is_hung([still, seen(1, "validate")], 4)
+    assert is_hung([seen(0, "load"), seen(1, "load", state="T")], 4), "one that is stopped holds up others everywhere"
     assert not is_hung([], 4)
 
 

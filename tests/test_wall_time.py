@@ -33,7 +33,7 @@ def test_the_parts_add_up_whatever_ended_the_attempts(tmp_path: Path) -> None:
     assert (time.total_s, time.productive_s, time.lost_s) == (1080, 40, 4)
     assert (time.recovering_s, time.stopped_s, time.restarts) == (10, 1000, 1)
     assert time.other_s == pytest.approx(1080 - 40 - 4 - 10 - 1000)
-    parts = "3.7 % productive, 0.4 % lost (steps done again), 0.9 % recovering (1 restart), 92.6 % stopped"
+    parts = "3.7 % productive, 0.4 % lost (steps done again), 0.9 % recovering, 92.6 % stopped"
     assert (wall_time_note(tmp_path, 1180) or "").startswith(f"wall time 18 min 00 s: {parts}")
     still_running = split_wall_time(tmp_path)
     assert still_running is not None

@@ -87,12 +87,10 @@ def process_state(pid: int) -> str:
 def is_hung(snapshots: Sequence[RankSnapshot], hang_timeout_s: float) -> bool:
     """Return whether no rank makes progress for `hang_timeout_s` although each should: the job hangs.
 
-    Ranks in phases that may take long, such as saving, are given all the time they need, unless their process is
-    stopped.
+    Ranks in phases that may take long, such as saving, are given all the time they need, unless a process is stopped,
+    for which the others may wait in any phase.
     """
-    return bool(snapshots) and all(
-        seen.stalled_s > hang_timeout_s
-        and seen.status is not None
-        and (seen.status.phase in SHORT_PHASES or seen.state in "Tt")
-        for seen in snapshots
-    )
+    if not snapshots or any(seen.stalled_s <= hang_timeout_s for seen in snapshots):
+        return False
+    phases = [None if seen.status is None else seen.status.phase for seen in snapshots]
+    return any(seen.state in "Tt" for seen in snapshots) or all(phase in SHORT_PHASES for phase in phases)

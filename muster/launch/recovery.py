@@ -31,7 +31,8 @@ from muster.spec.units import numbered, pluralize
 MAX_RECOVERIES_IN_A_ROW = 3
 """Recoveries without a new step between, after which the attempt ends: what ends the ranks comes again."""
 JOIN_TIMEOUT_S = 60.0
-"""Longest time from a loss until all ranks have joined the next generation, after which the attempt ends."""
+"""Longest time from a loss until all ranks have joined the next generation, after which those that haven't are lost,
+too."""
 
 
 @dataclass(frozen=True)
@@ -286,10 +287,8 @@ class ElasticSupervisor(RankSupervisor):
             if (status := rank.monitor.page.read()) is not None and status.generation == self._generation
         }
         if len(joined) < len(self.ranks):
-            if passed_s > JOIN_TIMEOUT_S and self.hang_fault is None:
-                late = next(rank.rank for rank in self.ranks if rank.rank not in joined)
-                sentence = f"did not join the other ranks within {JOIN_TIMEOUT_S:.0f} s after {under_way.reason}"
-                self.hang_fault = RankFault(late, socket.gethostname(), sentence)
+            if passed_s > JOIN_TIMEOUT_S:
+                self._give_up_waiting([rank for rank in self.running() if rank.rank not in joined], under_way.reason)
             return
         if under_way.joined_s is None:
             under_way.joined_s = passed_s
@@ -316,6 +315,21 @@ class ElasticSupervisor(RankSupervisor):
             if self._elastic.num_spares:
                 self._start_spares()
 
+    def _give_up_waiting(self, late: list[RankProcess], reason: str) -> None:
+        """Kill ranks that have not joined the newest generation in time, so that they are replaced."""
+        sentence = f"did not join the other ranks within {JOIN_TIMEOUT_S:.0f} s after {reason}"
+        for rank in late:
+            fault = RankFault(rank.rank, socket.gethostname(), sentence)
+            if self._in_a_row == MAX_RECOVERIES_IN_A_ROW or len(late) == len(self.running()):
+                self.hang_fault = self.hang_fault or fault
+            else:
+                self._kill_hung(rank, fault)
+
+    def _kill_hung(self, rank: RankProcess, fault: RankFault) -> None:
+        """Kill a rank that the others wait for, so that it is replaced."""
+        self._hangs[rank.process.pid] = fault
+        os.killpg(rank.process.pid, signal.SIGKILL)
+
     def diagnose_if_hung(self, snapshots: list[RankSnapshot]) -> None:
         """Diagnose a hang if there is one; the rank that the others wait for is killed, and so replaced."""
         super().diagnose_if_hung(snapshots)
@@ -323,8 +337,7 @@ class ElasticSupervisor(RankSupervisor):
             return
         held_up = [rank for rank in self.running() if rank.rank == self.hang_fault.rank]
         for rank in held_up:
-            self._hangs[rank.process.pid] = self.hang_fault
-            os.killpg(rank.process.pid, signal.SIGKILL)
+            self._kill_hung(rank, self.hang_fault)
         if held_up:
             self.hang_fault = None
 

@@ -3,25 +3,36 @@
 gloo has no other way out: neither `abort` nor `destroy_process_group` from another thread wakes a rank that waits for a
 live peer, and after a wait has timed out the group is unusable all the same. A connection that is shut down, however,
 raises at once in every call on it, at both ends.
+
+While a group is made, there may be no connection yet: of two ranks one listens until the other connects, and a dead one
+never does. So this process connects to its own listening sockets in the others' stead, and then breaks that connection.
 """
 
 import os
 import socket
+import struct
 import threading
 from contextlib import suppress
 
 _REPEAT_S = 0.02
 """Time between attempts while connections may still be opened."""
+_CONNECT_TIMEOUT_S = 1.0
+_SEQUENCE_NUMBER = struct.Struct("=q")
+"""First bytes on a connection of gloo (`sequence_number_t`): which of the listening rank's peers connects, from 0."""
 
 
 class Connections:
     """TCP connections that this process opens from the construction until `seal`: those of a World."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: int) -> None:
+        """`num_ranks` is the size of the World."""
+        self._num_ranks = num_ranks
         self._before = frozenset(_open_sockets().values())
         self._own: frozenset[int] | None = None
         """Inodes of the sockets; None while they are being opened."""
         self._left = threading.Event()
+        self._answered: set[int] = set()
+        """Inodes of the listening sockets to which this process has connected in the stead of its peers."""
 
     def seal(self) -> None:
         """Let what is opened from now on belong to others."""
@@ -39,8 +50,16 @@ class Connections:
 
     def _break(self) -> None:
         for fd, inode in _open_sockets().items():
-            if inode not in self._before if self._own is None else inode in self._own:
-                _shut_down(fd, inode)
+            if not (inode not in self._before if self._own is None else inode in self._own):
+                continue
+            with suppress(OSError), _duplicate(fd, inode) as connection:
+                if not _is_tcp(connection):
+                    continue
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    connection.shutdown(socket.SHUT_RDWR)
+                elif inode not in self._answered:
+                    self._answered.add(inode)
+                    _connect_as_peers(connection, self._num_ranks)
 
 
 def _open_sockets() -> dict[int, int]:
@@ -54,14 +73,21 @@ def _open_sockets() -> dict[int, int]:
     return found
 
 
-def _shut_down(fd: int, inode: int) -> None:
-    """Shut down a connection, unless it is closed by now; sockets that listen stay."""
-    with suppress(OSError):
-        copy = os.dup(fd)
-        if os.fstat(copy).st_ino != inode:
-            os.close(copy)
-            return
-        with socket.socket(fileno=copy) as connection:
-            is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
-            if is_tcp and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                connection.shutdown(socket.SHUT_RDWR)
+def _duplicate(fd: int, inode: int) -> socket.socket:
+    """Return another handle of a socket. Raises OSError where the descriptor belongs to something else by now."""
+    copy = os.dup(fd)
+    if os.fstat(copy).st_ino != inode:
+        os.close(copy)
+        raise OSError(f"descriptor {fd} is another file by now")
+    return socket.socket(fileno=copy)
+
+
+def _is_tcp(connection: socket.socket) -> bool:
+    return connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
+
+
+def _connect_as_peers(listening: socket.socket, num_ranks: int) -> None:
+    """Connect to a listening socket of gloo as each of its peers would, so that it stops waiting for them."""
+    for number in range(num_ranks):
+        with socket.create_connection(listening.getsockname()[:2], _CONNECT_TIMEOUT_S) as connection:
+            connection.sendall(_SEQUENCE_NUMBER.pack(number))

@@ -191,6 +191,8 @@ def open_world(
     where.update("join")
     prefixed = dist.PrefixStore(f"generation-{generation}", store)
     device = device or pick_device(rank, size, prefixed)
+    # Names of groups, and so their keys in the store, are numbered: an attempt to join that failed has taken a number.
+    dist.distributed_c10d._world.group_count = 0
     try:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",

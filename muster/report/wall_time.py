@@ -9,7 +9,6 @@ from typing import Any
 from muster.report.recoveries import recoveries_of
 from muster.report.run_files import RECOVERIES_FILE, RESTARTS_FILE, read_metrics
 from muster.spec.formatting import format_fraction, format_seconds
-from muster.spec.units import pluralize
 
 ATTEMPTS_FILE = "attempts.jsonl"
 """File of a run directory with a line for each attempt, written when its first step begins."""
@@ -95,12 +94,10 @@ def wall_time_note(run_dir: Path, ended: float | None = None) -> str | None:
     """Return a sentence about the wall time of a run with several attempts; None for others."""
     if len(read_metrics(run_dir / ATTEMPTS_FILE)) < 2 or (time := split_wall_time(run_dir, ended)) is None:
         return None
-    causes = [pluralize(time.restarts, "restart")] if time.restarts or not time.recoveries else []
-    causes += [f"{time.recoveries} in the same processes"] if time.recoveries else []
     parts = (
         (time.productive_s, "productive"),
         (time.lost_s, "lost (steps done again)"),
-        (time.recovering_s, f"recovering ({' and '.join(causes)})"),
+        (time.recovering_s, "recovering"),
         (time.stopped_s, "stopped until started again"),
         (time.other_s, "start, validation and checkpoints"),
     )

@@ -42,19 +42,17 @@ def train_rank(config: RunConfig, plan: Plan, run_dir: Path, store: dist.Store, 
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
     if config.train.elastic:
-        plan = _first_plan(plan, store, words.current())
+        plan = _first_plan(plan, store)
     rank = _Rank(config, plan, run_dir, store, words, open_dataset(config, run_dir))
     while (code := rank.train_once(words.current())) is None:
         gc.collect()  # the former generation's tensors, before there are others
     return code
 
 
-def _first_plan(plan: Plan, store: dist.Store, place: Membership) -> Plan:
-    """Return the plan of the first generation, `plan` in it; later ones may have written another one to the run."""
-    if place.generation == 0:
-        store.set(_FIRST_PLAN_KEY, plan.model_dump_json())
-        return plan
-    return Plan.model_validate_json(store.get(_FIRST_PLAN_KEY))
+def _first_plan(plan: Plan, store: dist.Store) -> Plan:
+    """Return the plan of the first generation, given the one that the run has now: later generations write another one
+    there, once their ranks have called this."""
+    return Plan.model_validate_json(store.compare_set(_FIRST_PLAN_KEY, "", plan.model_dump_json()))
 
 
 class _Rank:
@@ -82,7 +80,7 @@ class _Rank:
         if place.world_size != self._plan.world_size:
             self._take_plan(place)
         self._carried.leave_requested = lambda: self._words.has_next(place.generation)
-        connections = Connections()
+        connections = Connections(place.world_size)
         self._words.when_next(place.generation, connections.break_until_left)
         try:
             if (code := self._train_in(place, connections)) is not None:
