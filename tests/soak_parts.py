@@ -55,7 +55,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "resume": ("test_resume.py", "test_changed_resume.py", "test_delayed_update.py", "test_backward_updates.py"),
     "kills": ("test_async_saver.py", "test_train.py", "test_remote_checkpoints.py", "test_in_memory_checkpoints.py"),
     "tiers": ("test_tier_faults.py", "test_train_faults.py"),
-    "peers": ("test_peers.py", "test_peer_runs.py"),
+    "peers": ("test_peers.py", "test_peer_runs.py", "test_swarm.py"),
     "lost-ranks": ("test_elastic.py", "test_checkfree.py"),
     "gradient-checks": ("test_gradient_check.py",),
     "hangs": ("test_hang.py", "test_doctor.py"),

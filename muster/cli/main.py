@@ -17,6 +17,7 @@ VERBS = {
     "data": "make, inspect and check token stores of texts and tables",
     "train": "train a model, or resume an interrupted run",
     "coordinator": "bring together runs that come and go, each an island of one training",
+    "swarm": "serve pipeline stages of a training on another machine, and come and go",
     "program": "print the program of a plan: each pipeline rank's instructions in order",
     "schedule": "draw a pipeline schedule, or compare them all",
     "verify": "compare plans with training on one process, and name the first layer that differs",

@@ -8,6 +8,7 @@ from muster.config.freezing import check_four_bits, check_patterns, check_weight
 from muster.config.optim_config import OptimConfig, UpdateTime
 from muster.config.optimizers import OPTIMIZERS
 from muster.config.outer_config import OuterConfig
+from muster.config.swarm_config import SwarmConfig
 from muster.plugins.loader import PluginFile
 from muster.plugins.registry import ComponentKind, component_names, require_component
 from muster.spec.adapters import AdapterSpec
@@ -311,6 +312,8 @@ class RunConfig(Frozen):
     optim: OptimConfig
     outer: OuterConfig | None = None
     """Outer steps of a plan with islands; left out: those of DiLoCo."""
+    swarm: SwarmConfig | None = None
+    """Peers that serve the stages of the model, in the place of this machine's ranks."""
 
     @model_validator(mode="after")
     def _join_adapter(self) -> "RunConfig":

@@ -23,6 +23,7 @@ PATH_KEYS = (
     "train.remote_checkpoint_dir",
     "train.in_memory_checkpoint_dir",
     "outer.secret_file",
+    "swarm.secret_file",
 )
 """Keys with a path; each item of data.blend has one as its `source`."""
 CONTENT_KEYS = ("data.source", "data.blend", "data.tokenizer", "data.chat_template")
@@ -64,7 +65,7 @@ def without_data_locations(config: RunConfig) -> RunConfig:
 
 def _with_paths(config: RunConfig, keys: tuple[str, ...], change: Callable[[str], str]) -> RunConfig:
     """Return the configuration with another path under each of the keys that has one."""
-    updates: dict[str, dict[str, Any]] = {"data": {}, "train": {}, "outer": {}}
+    updates: dict[str, dict[str, Any]] = {"data": {}, "train": {}, "outer": {}, "swarm": {}}
     for key in keys:
         section, _, name = key.partition(".")
         value: Any = getattr(getattr(config, section), name, None)

@@ -29,6 +29,8 @@ def _row(run: RunRecord) -> dict[str, Any]:
     machine, plan, config = run.result.get("machine"), run.plan, run.config
     if not isinstance(machine, dict):
         raise ConfigError(f"{run.directory} doesn't say on what it ran: expected a run that this version ended")
+    if "swarm.stages" in config:
+        raise ConfigError(f"{run.directory} ran on peers that come and go, of which no plan says how many there were")
     if beyond := settings_beyond_name(plan):
         raise ConfigError(f"no row of a table can say all of the run's plan, {format_plan_name(plan)}: {beyond[0]}")
     times = [float(row["time/step"]) for row in run.metrics]

@@ -14,6 +14,7 @@ from muster.report.islands import draw_meetings
 from muster.report.report_data import PredictedVsMeasured, ReportData
 from muster.report.stragglers import draw_stragglers
 from muster.report.style import SCRIPT, style_sheet
+from muster.report.swarm import draw_swarm
 from muster.spec.errors import MusterError
 from muster.spec.formatting import (
     format_count,
@@ -54,6 +55,7 @@ def render_report(data: ReportData, refresh_s: int | None = None) -> str:
         _header(data),
         section("Training", _charts(data)),
         section("Meetings of islands", met) if (met := draw_meetings(data.meetings)) else "",
+        section("Peers of the swarm", peers) if (peers := draw_swarm(data.swarm)) else "",
         section("Stragglers", slow) if (slow := draw_stragglers(data.straggler_checks)) else "",
         section("Load of experts", load) if (load := draw_expert_load(data.metrics)) else "",
         section("Moves of experts", moves) if (moves := draw_expert_moves(data.metrics)) else "",
@@ -108,6 +110,8 @@ def _header(data: ReportData) -> Html:
 
 def _timelines(data: ReportData) -> Html:
     """Return the section of one step on all ranks, where there is one."""
+    if data.measured is not None and data.swarm:
+        return section("One step, each row a peer", draw_timelines(data.measured))
     if data.predicted is None or data.measured is None:
         return Html("")
     return section("One step, predicted and measured", draw_timelines(data.predicted, data.measured))

@@ -55,6 +55,8 @@ class ReportData:
     notes: Sequence[str] = ()
     meetings: Sequence[Mapping[str, Any]] = ()
     """Rows of islands.jsonl."""
+    swarm: Sequence[Mapping[str, Any]] = ()
+    """Rows of swarm.jsonl."""
     straggler_checks: Sequence[Mapping[str, Any]] = ()
     """Rows of stragglers.jsonl."""
     status: str = ""

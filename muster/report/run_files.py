@@ -20,8 +20,11 @@ RESTARTS_FILE = "restarts.jsonl"
 RECOVERIES_FILE = "recoveries.jsonl"
 """File of a run directory with a line for each recovery within an attempt."""
 MEETINGS_FILE = "islands.jsonl"
-STRAGGLERS_FILE = "stragglers.jsonl"
 """File of a run directory with a line for each exchange between islands."""
+STRAGGLERS_FILE = "stragglers.jsonl"
+"""File of a run directory with a line for each comparison of the ranks."""
+SWARM_FILE = "swarm.jsonl"
+"""File of a run directory with a line for each step of a swarm: what each peer did."""
 _MOST_TOLD = 5
 """Restarts whose reasons a note tells."""
 

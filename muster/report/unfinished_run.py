@@ -13,12 +13,14 @@ from muster.report.report_data import ReportData, RunInfo
 from muster.report.run_files import (
     MEETINGS_FILE,
     STRAGGLERS_FILE,
+    SWARM_FILE,
     read_metrics,
     read_run_config,
     read_run_plan,
     restarts_note,
 )
 from muster.report.stragglers import straggler_note
+from muster.report.swarm import swarm_note
 from muster.report.wall_time import wall_time_note
 from muster.spec.formatting import format_count
 from muster.spec.plan_name import format_plan_name
@@ -44,6 +46,7 @@ def unfinished_run(run_dir: Path) -> UnfinishedRun:
     config, plan = read_run_config(run_dir), read_run_plan(run_dir)
     metrics = read_metrics(run_dir / "metrics.jsonl")
     meetings = read_metrics(run_dir / MEETINGS_FILE)
+    swarm_rows = read_metrics(run_dir / SWARM_FILE)
     is_running = _is_locked(run_dir)
     ended = {} if is_running else _exit_status(run_dir)
     last = metrics[-1] if metrics else {}
@@ -61,6 +64,7 @@ def unfinished_run(run_dir: Path) -> UnfinishedRun:
     checks = read_metrics(run_dir / STRAGGLERS_FILE)
     notes = (
         meetings_note(meetings),
+        swarm_note(swarm_rows),
         straggler_note(checks),
         restarts_note(run_dir),
         recoveries_note(run_dir),
@@ -74,6 +78,7 @@ def unfinished_run(run_dir: Path) -> UnfinishedRun:
         validation_loss=losses[-1] if losses else None,
         notes=list(filter(None, notes)),
         meetings=meetings,
+        swarm=swarm_rows,
         straggler_checks=checks,
         status=status,
     )

@@ -69,6 +69,12 @@ class CheckpointManager:
         """Step of the last checkpoint on disk that was started, until it is known to be complete."""
         self._saved_steps: list[int] = []
 
+    @property
+    def _saves_in_background(self) -> bool:
+        """False for islands, which don't hear of one another in each step and so save together, and for swarms, whose
+        state comes from peers."""
+        return self._trainer.outer is None and self._trainer.swarm is None
+
     def keep_best(self, step: int) -> None:
         """Save and keep the checkpoint of a step, which is the one with the lowest validation loss."""
         self._retention = self._retention._replace(best_step=step)
@@ -112,7 +118,7 @@ class CheckpointManager:
             or train.keep_best
             or train.in_memory_checkpoint_every
         )
-        if train.async_save and every and self._trainer.outer is None:
+        if train.async_save and every and self._saves_in_background:
             self._saver.preallocate(self._trainer.local_shards())
 
     def after_step(self, result: StepResult, is_settled: bool, info: Callable[[], dict[str, Any]]) -> str | None:
@@ -120,7 +126,7 @@ class CheckpointManager:
 
         `is_settled`: the trainer's state is that after this step, for good.
         """
-        if self._trainer.outer is not None:  # islands, which don't hear of one another in each step, save together
+        if not self._saves_in_background:
             return self.save_and_wait(info()) if self._is_disk_save_due(result.step) else None
         sentence = None
         if result.save_failed:

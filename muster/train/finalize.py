@@ -32,8 +32,9 @@ from muster.report.islands import meetings_note
 from muster.report.page import write_report
 from muster.report.recoveries import recoveries_note
 from muster.report.report_data import PredictedVsMeasured, ReportData, RunInfo
-from muster.report.run_files import MEETINGS_FILE, STRAGGLERS_FILE, read_metrics, restarts_note
+from muster.report.run_files import MEETINGS_FILE, STRAGGLERS_FILE, SWARM_FILE, read_metrics, restarts_note
 from muster.report.stragglers import straggler_note
+from muster.report.swarm import swarm_note
 from muster.report.terminal import comparison_table, plan_lines
 from muster.report.wall_time import split_wall_time, wall_time_note
 from muster.schedule.build import build_program
@@ -55,8 +56,8 @@ MAX_SAMPLED_PARAMETERS = 1_000_000_000
 """Most parameters of a model that a run ends with a sample of."""
 
 
-def print_plan(trainer: Trainer, predicted: Timeline) -> None:
-    """Print the plan and its predicted step time."""
+def print_plan(trainer: Trainer, predicted: Timeline | None) -> None:
+    """Print the plan and its predicted step time, if there is a prediction."""
     config, plan = trainer.config, trainer.plan
     print(plan_lines(plan, config.model, config.workload, plan.num_micro_batches(config.workload)))
     if note := eager_note(plan, config.model, trainer.world.device):
@@ -65,6 +66,11 @@ def print_plan(trainer: Trainer, predicted: Timeline) -> None:
         print(note)
     if plan.precision == "fp8" and (note := float8_note(trainer.world.device, plan.fp8_recipe)):
         print(note)
+    if trainer.swarm is not None:
+        stages, peers = trainer.swarm.plan.num_stages, len(trainer.swarm.driver.peers)
+        print(f"swarm     stages: {stages}, peers so far: {peers}")
+    if predicted is None:
+        return
     parts = breakdown(predicted)
     step, idle = format_seconds(parts.step_s), parts.bubble_fraction
     print(f"predicted step: {step}, {idle:.0%} of it idle, from passes timed on this machine")
@@ -73,8 +79,8 @@ def print_plan(trainer: Trainer, predicted: Timeline) -> None:
 def finalize(
     trainer: Trainer,
     run_dir: Path,
-    predicted: Timeline,
-    profile: StageProfile,
+    predicted: Timeline | None,
+    profile: StageProfile | None,
     devices: DeviceMetrics,
     started_at: float,
     first_step: int,
@@ -83,18 +89,22 @@ def finalize(
 ) -> None:
     """Compare prediction with measurement, and write a text sample and the report; all ranks call it.
 
-    Only the steps from `first_step` on ran under this plan. `losses` are the validation losses by source.
+    Only the steps from `first_step` on ran under this plan. `losses` are the validation losses by source. Without a
+    `profile`, as with a swarm of peers, there is no prediction.
     """
     config, world = trainer.config, trainer.world
     measured = _measured_timeline(trainer)
-    memory = world.all_gather_object(_memory_terms(trainer, profile))
+    memory = [] if profile is None else world.all_gather_object(_memory_terms(trainer, profile))
     used = [found for found in world.all_gather_object(devices.memory()) if found is not None]
     if world.rank != 0:
         return
     metrics = read_metrics(run_dir / "metrics.jsonl")
-    rows = _comparison(predicted, measured, [row for row in metrics if row["step"] >= first_step], memory)
-    rows += _device_memory_rows(trainer, used)
-    timelines = {"version": 1, "predicted": timeline_to_json(predicted), "measured": timeline_to_json(measured)}
+    rows: list[PredictedVsMeasured] = []
+    timelines = {"version": 1, "measured": timeline_to_json(measured)}
+    if predicted is not None:
+        rows = _comparison(predicted, measured, [row for row in metrics if row["step"] >= first_step], memory)
+        rows += _device_memory_rows(trainer, used)
+        timelines["predicted"] = timeline_to_json(predicted)
     write_text(run_dir / "timeline.json", json.dumps(timelines))
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     machine = {"device": _device_text(trainer, devices), "devices_per_node": per_node}
@@ -109,7 +119,8 @@ def finalize(
     meetings = read_metrics(run_dir / MEETINGS_FILE)
     disturbances = [restarts_note(run_dir), recoveries_note(run_dir), wall_time_note(run_dir, ended)]
     checks = read_metrics(run_dir / STRAGGLERS_FILE)
-    notes += filter(None, [meetings_note(meetings), straggler_note(checks), *disturbances])
+    swarm_rows = read_metrics(run_dir / SWARM_FILE)
+    notes += filter(None, [meetings_note(meetings), swarm_note(swarm_rows), straggler_note(checks), *disturbances])
     notes += _sample_notes(config, run_dir)
     data = ReportData(
         title=run_dir.name,
@@ -124,10 +135,12 @@ def finalize(
         sample_text=sample,
         notes=[devices.note, *notes],
         meetings=meetings,
+        swarm=swarm_rows,
         straggler_checks=checks,
     )
     write_report(run_dir / "report.html", data)
-    table_console().print(comparison_table(rows))
+    if rows:
+        table_console().print(comparison_table(rows))
     console = Console(highlight=False)
     for note in notes:
         console.print(note, soft_wrap=True)
@@ -170,7 +183,8 @@ def _measured_timeline(trainer: Trainer) -> Timeline:
     events = [
         Event(e.rank, e.lane, e.action, e.start_s - begin_s, e.end_s - begin_s) for events in everyone for e in events
     ]
-    return Timeline("measured", trainer.world.size, tuple(events))
+    num_ranks = 1 + max((event.rank for event in events), default=0)  # peers of a swarm are more than ranks
+    return Timeline("measured", max(num_ranks, trainer.world.size), tuple(events))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from muster.parallel.allocation_meter import host_memory
 from muster.parallel.op_profile import StageProfile
 from muster.parallel.world import World
 from muster.report.approximation import Approximation, write_approximation
-from muster.report.run_files import MEETINGS_FILE, RECOVERIES_FILE, STRAGGLERS_FILE, read_metrics
+from muster.report.run_files import MEETINGS_FILE, RECOVERIES_FILE, STRAGGLERS_FILE, SWARM_FILE, read_metrics
 from muster.report.wall_time import append_attempt, attempt_row
 from muster.schedule.build import build_program
 from muster.simulate.simulator import simulate
@@ -103,6 +103,7 @@ class TrainingLoop:
         self.expert_load = ExpertLoadLog(run_dir)
         self.meetings = MetricsLog(run_dir / MEETINGS_FILE)
         self.straggler_log = MetricsLog(run_dir / STRAGGLERS_FILE)
+        self.swarm_log = MetricsLog(run_dir / SWARM_FILE)
         self.stragglers: StragglerMonitor | None = None
         """Comparison of the ranks' times; None without `train.straggler_check_every`, or with one rank."""
         self.gradient_check: GradientCheck | None = None
@@ -158,7 +159,8 @@ class TrainingLoop:
         started_at = self.carried.started_at = self.carried.started_at or self.started_at
         profile = self._profile()
         if (
-            self.world.generation == 0
+            profile is not None
+            and self.world.generation == 0
             and (order := refine_schedule_from_profile(self.config, self.plan, self.world, profile)) is not None
         ):
             self.trainer.use_order(order)
@@ -170,8 +172,8 @@ class TrainingLoop:
         # The program of the ranks with most micro-batches, for which the others wait.
         own = self.plan, self.config.model, self.config.workload
         program = build_program(*own, update_time=self.config.train.update_time, optim=self.config.optim)
-        predicted = simulate(program, profile.times)
-        if every := self.config.train.straggler_check_every * (self.world.size > 1):
+        predicted = None if profile is None else simulate(program, profile.times)
+        if profile is not None and (every := self.config.train.straggler_check_every * (self.world.size > 1)):
             self.stragglers = StragglerMonitor(self.trainer, profile.times, every, self.run_dir)
         if every := self.config.train.gradient_check_every:
             self.gradient_check = GradientCheck(self.trainer, every)
@@ -190,6 +192,8 @@ class TrainingLoop:
             code = self._train()
             if self.trainer.peers is not None:
                 self.trainer.peers.leave()
+            if self.trainer.swarm is not None:
+                self.trainer.swarm.leave(is_over=code == 0)
             self.metrics.flush()
             if code is None:
                 return None
@@ -215,8 +219,11 @@ class TrainingLoop:
         self.checkpoint_manager.close()
         return code
 
-    def _profile(self) -> StageProfile:
-        """Time the instructions, or take what an earlier generation has timed; all ranks call it."""
+    def _profile(self) -> StageProfile | None:
+        """Time the instructions, or take what an earlier generation has timed; all ranks call it. None where peers of a
+        swarm run them."""
+        if self.trainer.swarm is not None:
+            return None
         if not self.config.train.elastic:
             return self.trainer.profile()
         carried = self.carried.profiles.get(self.world.size)
@@ -318,6 +325,9 @@ class TrainingLoop:
         meetings = () if self.trainer.outer is None else self.trainer.outer.pop_meetings()
         for meeting in meetings if self.is_main else ():
             if problem := self.meetings.append(null_non_finite(asdict(meeting))):
+                display.print_line(problem)
+        for row in () if self.trainer.swarm is None else self.trainer.swarm.pop_rows():
+            if problem := self.swarm_log.append(row):
                 display.print_line(problem)
         if self.is_main:
             self.expert_load.add(result)
@@ -470,6 +480,7 @@ class TrainingLoop:
             self.metrics.truncate_after(self.trainer.step_count)
             self.meetings.truncate_after(self.trainer.step_count)
             self.straggler_log.truncate_after(self.trainer.step_count)
+            self.swarm_log.truncate_after(self.trainer.step_count)
 
     def _take_up(self, step: int, counters: Mapping[str, Any]) -> None:
         """Take up the counters after a step, whose state is there."""

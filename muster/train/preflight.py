@@ -43,6 +43,7 @@ from muster.train.resume_point import ResumePoint, find_resume_point
 from muster.train.run_directory import explain_write_errors, require_unlocked
 from muster.train.run_tokenizer import with_settled_bos
 from muster.train.schedule_refinement import with_resolved_schedule
+from muster.train.swarm_check import require_swarm
 from muster.train.tracking import require_trackers
 
 
@@ -105,7 +106,9 @@ def preflight(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOption
     require_device(plan)
     require_unequal_lengths(resolved.config, plan)
     require_settings_of_islands(resolved.config, plan)
-    require_elastic(resolved.config, plan, options.nodes is not None or "TORCHELASTIC_RUN_ID" in os.environ)
+    on_several_launchers = options.nodes is not None or "TORCHELASTIC_RUN_ID" in os.environ
+    require_elastic(resolved.config, plan, on_several_launchers)
+    require_swarm(resolved.config, plan, on_several_launchers)
     require_trackers(resolved.config.tracking)
     resolved = with_settled_bos(resolved)
     run_dir = options.run_dir
@@ -138,7 +141,7 @@ def preflight(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOption
         initial_model = _check_initial_weights(config.train.init_from, config)
     plan = with_resolved_schedule(plan, config, run_dir if resume_point is not None else None)
     _check_adapter_parts(config, plan)
-    if not options.ignore_memory:
+    if not options.ignore_memory and config.swarm is None:  # whose passes run elsewhere
         require_memory(config, plan, chosen.num_nodes)
     if dataset is None:
         dataset = _open_data(config, run_dir, is_trial)

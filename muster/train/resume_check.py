@@ -8,6 +8,7 @@ from pathlib import Path
 from muster.config.load_config import load_run_config
 from muster.config.run_config import RunConfig
 from muster.config.run_paths import with_absolute_paths, without_data_locations
+from muster.config.swarm_config import SwarmConfig
 from muster.data.dataset import SampleStream
 from muster.plugins.loader import PluginFile
 from muster.spec.errors import ConfigError, MusterError
@@ -58,6 +59,7 @@ CHANGEABLE_KEYS = (
     "outer.coordinator",
     "outer.secret_file",
     "outer.announce",
+    *(f"swarm.{key}" for key in SwarmConfig.model_fields),
 )
 """Keys that may change on resuming: they affect neither the model, the sample stream nor the optimization."""
 

@@ -1,7 +1,7 @@
 """The trainer: one rank's part of training, step by step. It knows steps, not micro-batches."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from time import perf_counter
@@ -45,6 +45,7 @@ from muster.train.path_routing import path_stream
 from muster.train.peer_updater import PeerUpdater
 from muster.train.step_result import ExpertLoad, ExpertMoves, StepResult, expert_load
 from muster.train.step_state import StepHooks, StepState, no_step
+from muster.train.swarm_trainer import Swarm
 
 COUNTERS_TIMEOUT = timedelta(minutes=30)
 """Time for which islands wait for one another before they save."""
@@ -86,13 +87,7 @@ class Trainer:
         self._open_activation_store(hooks)
         self.updater = self.updater_type(config, plan, world, self.stages, hooks)
         stream, shard_sizes = path_stream(config, plan, world, dataset)
-        self.peers: PeerUpdater | None = None
-        """Outer steps with the peers of a coordinator, where the run is one."""
-        self.outer: OuterUpdater | None = None
-        if config.outer is not None and config.outer.coordinator is not None:
-            self.outer = self.peers = PeerUpdater(config, world, self.updater, dataset)
-        elif plan.islands > 1:
-            self.outer = OuterUpdater(config, world, self.updater, shard_sizes)
+        self._open_others(shard_sizes)
         moves = config.train.rebalance_experts_every and config.model.moe is not None
         self.expert_mover = ExpertMover(config, world, self.updater) if moves else None
         self._expert_moves: ExpertMoves | None = None
@@ -147,6 +142,20 @@ class Trainer:
         self._step_events: deque[tuple[int, list[Event]]] = deque(maxlen=KEPT_STEPS)
         self._unread_steps: deque[tuple[int, StepRecord]] = deque()
         """Steps whose events a device may not have reached yet."""
+
+    def _open_others(self, shard_sizes: Sequence[int]) -> None:
+        """Prepare to exchange with islands or peers, or to let peers serve the stages, where the run says so."""
+        self.peers: PeerUpdater | None = None
+        """Outer steps with the peers of a coordinator, where the run is one."""
+        self.outer: OuterUpdater | None = None
+        if self.config.outer is not None and self.config.outer.coordinator is not None:
+            self.outer = self.peers = PeerUpdater(self.config, self.world, self.updater, self.dataset)
+        elif self.plan.islands > 1:
+            self.outer = OuterUpdater(self.config, self.world, self.updater, shard_sizes)
+        self.swarm: Swarm | None = None
+        """Peers that serve the stages, where the run has a section swarm."""
+        if self.config.swarm is not None:
+            self.swarm = Swarm(self.config, self.world, self.stages[0], self.updater)
 
     def _open_activation_store(self, hooks: StepHooks) -> None:
         """Open the rank's file for activations on disk, where it has any."""
@@ -301,7 +310,7 @@ class Trainer:
         for graphs in self._pass_graphs:
             graphs.begin_step()
         self._expert_moves = None
-        record = self.run_instructions(executor)
+        record = self.run_instructions(executor) if self.swarm is None else self.swarm.run()
         if self.expert_mover is not None:
             self.expert_mover.add(state)
         if self._custom_step is not None:
@@ -342,8 +351,11 @@ class Trainer:
             self._read_first_record()
 
     def join_peers(self) -> bool:
-        """Join the peers of a coordinator, where the run is one. Returns False where it was asked to stop before."""
+        """Join the peers of a coordinator, where the run is one, or wait for those of its swarm. Returns False where it
+        was asked to stop before."""
         if self.peers is not None and not self.peers.join(self.step_count):
+            return False
+        if self.swarm is not None and not self.swarm.join(self.step_count):
             return False
         self._follow_peers()
         return True
@@ -482,6 +494,8 @@ class Trainer:
 
     def local_shards(self) -> list[LocalShard]:
         """Everything on this rank that a checkpoint holds."""
+        if self.swarm is not None:
+            self.swarm.pull()
         return self.updater.local_shards() if self.outer is None else self.outer.shards_to_save()
 
     def shards_to_load(self, step: int) -> list[LocalShard]:

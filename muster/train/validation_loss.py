@@ -17,6 +17,8 @@ def validation_losses(trainer: Trainer, num_batches: int) -> dict[str, float]:
     All ranks call it, and all get the same; with islands, the loss of the model that they share.
     """
     found = {}
+    if trainer.swarm is not None and num_batches:
+        trainer.swarm.pull()
     with trainer.outer.shared_parameters() if trainer.outer and num_batches else nullcontext():
         for name in (ALL_DATA, *trainer.dataset.sources) if num_batches else ():
             if (loss := trainer.evaluator.mean_loss(num_batches, name or None)) is not None:

@@ -143,7 +143,7 @@ def connect(address: tuple[str, int], secret: bytes, timeout_s: float = HANDSHAK
             raise RefusedError(f"what listens at {format_endpoint(*address)} is no peer of Muster")
         if not hmac.compare_digest(answer[-_PROOF_BYTES:], _proof(secret, b"listener", mine + theirs)):
             raise RefusedError(
-                f"{format_endpoint(*address)} has another secret: give all peers the secret file of the coordinator"
+                f"{format_endpoint(*address)} has another secret: give all peers a copy of its secret file"
             )
         connection.sendall(_proof(secret, b"caller", mine + theirs))
         return _channel(connection, secret, mine + theirs, is_caller=True)
@@ -209,7 +209,8 @@ def load_secret(path: Path) -> bytes:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise ConfigError(
-            f"the secret file {path} can't be read ({reason}): copy the one that muster coordinator has made"
+            f"the secret file {path} can't be read ({reason}): copy the one that muster coordinator, or the trainer of"
+            " a swarm, has made"
         ) from None
     if stat.S_IMODE(mode) & 0o077:
         raise ConfigError(f"the secret file {path} can be read by others: chmod 600 {path}")

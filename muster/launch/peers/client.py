@@ -89,7 +89,7 @@ class PeerClient:
         """`announce`: address at which other peers reach this one; None: its own towards the coordinator."""
         self.name, self.shared, self._log = name, shared, log
         self._coordinator, self._secret, self._fingerprint, self._announce = coordinator, secret, fingerprint, announce
-        self._socket = listener or _listen(coordinator, announce)
+        self._socket = listener or listen_for_peers(coordinator, announce, "outer.announce")
         self._listener = PeerListener(self._socket, secret, shared.snapshot, log)
         self._settings = Settings()
         self._state = PeerState("idle", shared.round, shared.digest())
@@ -290,8 +290,8 @@ class PeerClient:
             ring.abort()
 
 
-def _listen(coordinator: Address, announce: Address | None) -> socket.socket:
-    """Listen for other peers: at the port that is announced, else at any."""
+def listen_for_peers(coordinator: Address, announce: Address | None, key: str) -> socket.socket:
+    """Listen for other peers: at the port that is announced by a key, else at any. Raises ConfigError."""
     family = address_family(coordinator[0])
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -300,8 +300,6 @@ def _listen(coordinator: Address, announce: Address | None) -> socket.socket:
         listener.bind(("::" if family == socket.AF_INET6 else "", port))
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"outer.announce: port {port} can't be listened at ({error.strerror}): give another"
-        ) from None
+        raise ConfigError(f"{key}: port {port} can't be listened at ({error.strerror}): give another") from None
     listener.listen()
     return listener

@@ -1,0 +1,71 @@
+"""`muster swarm`: serve stages of a training that runs on another machine."""
+
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+
+from muster.cli.parser import Parser
+from muster.config.swarm_config import SWARM_PORT
+from muster.spec.endpoint import parse_endpoint
+from muster.spec.errors import ConfigError
+
+
+def run(arguments: list[str]) -> int:
+    """Serve until the training is over or it is interrupted. Returns the exit code."""
+    parser = Parser(
+        "swarm",
+        "Serve pipeline stages of a training whose run file has a section swarm (`muster train --swarm.stages N`)."
+        " Model and state come from there; peers may join and leave at any time.",
+    )
+    add = parser.add_argument
+    add("trainer", metavar="HOST:PORT", help=f"address of the training, its swarm.listen (port {SWARM_PORT} if none)")
+    add(
+        "--secret-file",
+        type=Path,
+        default=Path("muster.secret"),
+        metavar="FILE",
+        help="copy of the secret that the training has made, its swarm.secret_file (default: muster.secret)",
+    )
+    add(
+        "--announce",
+        metavar="HOST:PORT",
+        help="address at which other peers reach this one (default: its own towards the training, any free port)",
+    )
+    args = parser.parse(arguments)
+    trainer = _endpoint("HOST:PORT", args.trainer, SWARM_PORT)
+    announce = None if args.announce is None else _endpoint("--announce", args.announce)
+    from muster.launch.peers.channel import Message, load_secret
+    from muster.launch.swarm.peer import StageWorker, SwarmPeer
+
+    secret = load_secret(args.secret_file)
+    import torch
+
+    from muster.config.run_config import RunConfig
+    from muster.parallel.world import pick_device
+    from muster.train.swarm_worker import SwarmStage
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+
+    def make_worker(welcome: Message) -> StageWorker:
+        return SwarmStage(RunConfig.model_validate(welcome["config"]), pick_device(0, 1))
+
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    name = f"{socket.gethostname()}-{os.urandom(3).hex()}"
+    peer = SwarmPeer(trainer, secret, name, make_worker, announce, lambda line: print(line, flush=True))
+    print(f"{name} serves the training at {args.trainer}", flush=True)
+    is_over = peer.run(stopping.is_set)
+    peer.close()
+    ended = "the training is over" if is_over else "left the training"
+    print(f"{ended}; backwards done here: {peer.micro_batches:,}", flush=True)
+    return 0
+
+
+def _endpoint(what: str, text: str, usual_port: int | None = None) -> tuple[str, int]:
+    try:
+        return parse_endpoint(text, usual_port)
+    except ValueError as error:
+        raise ConfigError(f"{what}: {error}, such as host-a:{SWARM_PORT}") from None
