@@ -2,10 +2,10 @@
 
 `python -m benchmarks.pipeline_staleness [--preset demo] [--steps 60] [--pp 6] [--lr 0.1] [--momentum 0.9]`. Each way
 of training has the preset's model, data and batch, and SGD with momentum, at a constant learning rate after 5 steps of
-warm-up and without clipping, which ranks that step alone can't do; `2bw adamw` and its baseline have the preset's own
-optimizer and clipping. PipeDream steps after each micro-batch, which is the whole batch: rank r of p uses weights that
+warm-up and without clipping, which ranks that step alone can't do; those with adamw have the section `optim` of the
+preset. PipeDream steps after each micro-batch, which is the whole batch: rank r of p uses weights that
 are p − 1 − r steps old. The ways run on one process by the serial emulator that `muster verify` holds pipelines to, so
-that the number of ranks is free. There is no flush but one after the first step.
+that the number of ranks is free. There are no flushes but one after the first step and, in longer ways, after 256 more.
 """
 
 import argparse
@@ -29,10 +29,13 @@ WAYS: dict[str, tuple[str, bool, str]] = {
     "synchronous": ("1f1b", False, "none"),
     "pipedream": ("pipedream", False, "none"),
     "pipedream, spike": ("pipedream", False, "spike"),
+    "pipedream, predict": ("pipedream", False, "predict"),
     "2bw": ("pipedream-2bw", False, "none"),
     "2bw, spike": ("pipedream-2bw", False, "spike"),
+    "2bw, predict": ("pipedream-2bw", False, "predict"),
     "synchronous adamw": ("1f1b", True, "none"),
     "2bw adamw": ("pipedream-2bw", True, "none"),
+    "2bw adamw, predict": ("pipedream-2bw", True, "predict"),
 }
 """Name → schedule, whether the optimizer is the preset's own, and the compensation."""
 
@@ -40,16 +43,19 @@ WAYS: dict[str, tuple[str, bool, str]] = {
 def losses_of(name: str, args: argparse.Namespace) -> list[float]:
     """Train one way and return the training loss of each step."""
     schedule, is_own, compensation = WAYS[name]
-    keys: dict[str, object] = {"train.steps": args.steps, "optim.warmup_steps": 5, "optim.min_lr_ratio": 1.0}
+    keys: dict[str, object] = {"train.steps": args.steps, "optim.delay_compensation": compensation}
     if not is_own:
+        keys |= {"optim.warmup_steps": 5, "optim.min_lr_ratio": 1.0}
         keys |= {"optim.name": "sgd", "optim.lr": args.lr, "optim.momentum": args.momentum, "optim.clip_norm": 0.0}
-        keys |= {"optim.delay_compensation": compensation, "optim.weight_decay": 0.0}
+        keys["optim.weight_decay"] = 0.0
     config = _config(args.preset, keys)
     batch = config.train.global_batch_size
     size = batch if schedule == "pipedream" else max(1, batch // args.pp)
     while batch % size:
         size -= 1
-    plan = Plan(pp=args.pp, schedule=schedule, precision="fp32", micro_batch_size=size, flush_every=args.steps)
+    plan = Plan(
+        pp=args.pp, schedule=schedule, precision="fp32", micro_batch_size=size, flush_every=min(args.steps, 256)
+    )
     dataset = PaddedDataset(open_dataset(config, args.folder))
     stale = plan if plan.schedule_entry.is_asynchronous else None
     return Reference(config, "fp32", "tensorwise", size, dataset, stale).trace.losses

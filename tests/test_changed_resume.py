@@ -50,6 +50,9 @@ def test_a_run_with_other_islands_or_sections_is_refused_before_it_starts(frozen
     assert_one_sentence(refused, 2, "another configuration (section outer is new): use the same")
     refused = train(*TINY, *BEFORE[:2], "--train.steps", "5", *outer, "--allow-changes", "--run", islands)
     assert_one_sentence(refused, 2, "states of exchanges between islands", "section outer is new")
+    wide = ("--model.intermediate_size", "96", "--allow-changes", "--run", frozen_run, "--dry-run")
+    refused = train(*TINY, *BEFORE[:2], "--train.steps", "5", *wide)
+    assert_one_sentence(refused, 2, "has trained another model (layers.0.mlp.", "give the same section model")
 
 
 def tensors(run: Path, step: int) -> dict[str, torch.Tensor]:

@@ -46,13 +46,17 @@ def check_same(num_ranks: int, cases: list[dict[str, Any]], folder: Path) -> Non
 
 
 FAULTS = ("newest weights", "no stash", "gradients mixed")
+PREDICTED = {"delay_compensation": "predict"}
+PREDICTED_FAULTS = ("predicted for good", "not predicted", "newest weights")
 
 
 def test_to_the_bit_as_the_serial_emulator(tmp_path: Path) -> None:
     """And one whose backwards use other weights than their forwards, or whose steps mix, is found out."""
     plan, late = "pp2-mb4-spipedream2bw-flush4", {"optim": "sgd", "delay_compensation": "spike"}
     faults = [{"plan": plan, "steps": 5, "fault": fault} for fault in FAULTS]
-    check_same(2, [{"plan": plan, "steps": 5}, {"plan": "pp2-mb4-spipedream", "steps": 5} | late, *faults], tmp_path)
+    faults += [{"plan": plan, "steps": 5, "fault": fault} | PREDICTED for fault in PREDICTED_FAULTS]
+    sound = [{"plan": plan} | PREDICTED, {"plan": plan}, {"plan": "pp2-mb4-spipedream"} | late]
+    check_same(2, [*(case | {"steps": 5} for case in sound), *faults], tmp_path)
 
 
 @pytest.mark.soak
@@ -61,9 +65,10 @@ def test_to_the_bit_as_the_serial_emulator_in_more_cases(tmp_path: Path) -> None
     late = {"optim": "sgd", "delay_compensation": "spike"}
     plans = ("pp2-mb2-spipedream2bw-flush4-fp64", "pp2-mb4-spipedream2bw-flush3-bf16", "pp2-mb8-spipedream-flush3-bf16")
     faults = [{"plan": "pp2-mb2-spipedream", "fault": fault} for fault in FAULTS]
-    check_same(2, [*({"plan": plan} for plan in plans), {"plan": plans[0]} | late, *faults], tmp_path)
+    ahead = [{"plan": plan} | PREDICTED for plan in plans] + [{"plan": plans[0], "optim": "sgd"} | PREDICTED]
+    check_same(2, [*({"plan": plan} for plan in plans), {"plan": plans[0]} | late, *ahead, *faults], tmp_path)
     plans = ("pp4-spipedream2bw-flush5", "pp4-mb2-spipedream2bw-relem", "pp4-mb8-spipedream", "pp4-mb4-spipedream")
-    check_same(4, [{"plan": plan} for plan in plans], tmp_path)
+    check_same(4, [{"plan": plan} | more for plan in plans for more in ({}, PREDICTED)], tmp_path)
 
 
 def test_a_run_that_stops_and_goes_on_has_the_bits_of_one_that_does_not(tmp_path: Path) -> None:
@@ -143,10 +148,10 @@ def test_weights_that_are_older_than_promised_are_found() -> None:
 
 
 def test_memory_counts_versions_and_waiting_gradients() -> None:
-    def held(schedule: str, rank: int) -> dict[str, int]:
-        plan = parse_plan_name(f"pp4-mb1{schedule}-fp32")
+    def held(schedule: str, rank: int, compensation: str = "none") -> dict[str, int]:
+        plan, optim = parse_plan_name(f"pp4-mb1{schedule}-fp32"), OptimConfig(lr=1.0, delay_compensation=compensation)
         program = build_program(plan, MODEL, WORKLOAD)
-        terms = forecast_memory(MODEL, plan, WORKLOAD, load_cluster("4xh100"), program).ranks[rank].terms
+        terms = forecast_memory(MODEL, plan, WORKLOAD, load_cluster("4xh100"), program, optim=optim).ranks[rank].terms
         return terms.by_name()
 
     plain, double, stashed = (held(schedule, 1) for schedule in ("", "-spipedream2bw", "-spipedream"))
@@ -154,6 +159,8 @@ def test_memory_counts_versions_and_waiting_gradients() -> None:
     assert stashed["gradients"] == plain["gradients"]
     assert stashed["parameters"] == 2 * plain["parameters"]  # eight micro-batches a step: one older version
     assert held("-spipedream", 3)["parameters"] == held("", 3)["parameters"]
+    predicted = held("-spipedream", 1, "predict")
+    assert predicted["parameters"] == stashed["parameters"] + plain["parameters"]
 
 
 def test_where_it_is_refused() -> None:
@@ -171,5 +178,5 @@ def test_where_it_is_refused() -> None:
     assert said("pp4-spipedream2bw") == said("pp2-mb8-spipedream-bf16") == ""
     plan = parse_plan_name("pp2-spipedream2bw-flush4")
     assert format_plan_name(plan) == "pp2-mb1-spipedream2bw-flush4-bf16"
-    with pytest.raises(ValueError, match="delay_compensation spike is for sgd, but adamw is chosen"):
+    with pytest.raises(ValueError, match="delay_compensation spike needs sgd with momentum above 0"):
         OptimConfig(lr=1.0, delay_compensation="spike")

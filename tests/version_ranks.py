@@ -60,7 +60,41 @@ def gradients_mixed() -> Iterator[None]:
         yield
 
 
-FAULTS = {None: nullcontext, "newest weights": newest_weights, "no stash": no_stash, "gradients mixed": gradients_mixed}
+@contextmanager
+def predicted_for_good() -> Iterator[None]:
+    """The optimizer goes on from predicted weights."""
+    end = WeightVersions.end_update
+
+    def faulty(self: WeightVersions) -> None:
+        end(self)
+        for local, tensor in zip(self._local.values(), self._newest, strict=True):
+            local.data = tensor
+
+    with patch.object(WeightVersions, "end_update", faulty):
+        yield
+
+
+@contextmanager
+def not_predicted() -> Iterator[None]:
+    """Passes use the weights as the optimizer leaves them."""
+
+    def faulty(self: WeightVersions) -> None:
+        self._before = {name: tensor.clone() for name, tensor in self._local.items()}
+        end(self)
+
+    end = WeightVersions.end_update
+    with patch.object(WeightVersions, "end_update", faulty):
+        yield
+
+
+FAULTS = {
+    None: nullcontext,
+    "newest weights": newest_weights,
+    "no stash": no_stash,
+    "gradients mixed": gradients_mixed,
+    "predicted for good": predicted_for_good,
+    "not predicted": not_predicted,
+}
 
 
 def run_cases(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]) -> list[dict[str, Any]]:
@@ -146,7 +180,7 @@ def _emulate(trainer: Trainer, plan: Plan) -> dict[str, Any]:
     versions: list[dict[str, Tensor]] = []
     per_step = trainer.batch_loader.num_micro_batches
     layers = [plan.layers(stage, trainer.config.model.num_layers) for stage in range(plan.pp)]
-    since_flush = 0
+    since_flush, predicts = 0, trainer.config.optim.delay_compensation == "predict"
 
     def stages_after(name: str) -> int:
         layer = int(name.split(".")[1]) if name.startswith("layers.") else 0 if name.startswith("embed") else 10**6
@@ -160,7 +194,10 @@ def _emulate(trainer: Trainer, plan: Plan) -> dict[str, Any]:
     @torch.no_grad()
     def load(micro_batch: int | None) -> None:
         for name, tensor in parameters.items():
-            tensor.copy_(versions[-1 if micro_batch is None else version(name, micro_batch)][name])
+            number = since_flush if micro_batch is None else version(name, micro_batch)
+            tensor.copy_(versions[number][name])
+            if predicts and micro_batch is not None and number:
+                tensor.add_(tensor - versions[number - 1][name], alpha=delay(name))
         for stage in trainer.stages.values():
             stage.reshard()  # copies of the weights are out of date
 

@@ -43,10 +43,11 @@ class OptimConfig(Frozen):
     """sgd, 0.9 if not given; muon, 0.95 if not given."""
     nesterov: bool = False
     """Look one step ahead along the momentum. sgd; muon, true if not given."""
-    delay_compensation: Literal["none", "spike"] = "none"
-    """sgd with momentum: how updates make up for gradients of older weights, under an asynchronous schedule. spike: a
-    gradient that comes D steps late adds at once what momentum would have made of it by then (Kosson et al.,
-    arXiv:2003.11666)."""
+    delay_compensation: Literal["none", "spike", "predict"] = "none"
+    """Compensation for gradients of older weights, under an asynchronous schedule. predict (sgd, adamw, lion):
+    passes whose gradients come D steps late use the weights as D more updates like the last one would leave them.
+    spike (sgd with momentum): a gradient that comes D steps late adds at once what momentum would have made of it by
+    then (both of Kosson et al., arXiv:2003.11666)."""
     muon_scale: Literal["match_rms", "original"] = "match_rms"
     """match_rms makes updates as large as AdamW's, so that its learning rate and weight decay hold; original is
     meant for learning rates of about 0.02."""
@@ -130,6 +131,8 @@ class OptimConfig(Frozen):
                 raise ValueError(f"{key} {value} is for {_joined(users)}, but {chosen} is chosen; leave it out")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs momentum, which is 0; set momentum or leave nesterov out")
-        if self.delay_compensation != "none" and (self.nesterov or not self.momentum):
-            raise ValueError("delay_compensation spike needs momentum above 0, and nesterov to be false")
+        if self.delay_compensation == "spike" and (self.name != "sgd" or self.nesterov or not self.momentum):
+            raise ValueError(
+                "delay_compensation spike needs sgd with momentum above 0, and nesterov to be false: take predict"
+            )
         return self

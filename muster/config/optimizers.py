@@ -185,7 +185,7 @@ operators on 8-byte integers move four times as many, but between a core and its
 streams 9 GB/s; on a GPU it is an assumption."""
 
 OPTIMIZERS: dict[str, OptimizerEntry] = {
-    "adamw": OptimizerEntry("muster.optim.adamw:AdamW", ADAMW_UPDATE, keys=_ADAMW_KEYS),
+    "adamw": OptimizerEntry("muster.optim.adamw:AdamW", ADAMW_UPDATE, keys=_ADAMW_KEYS | {"delay_compensation"}),
     "sgd": OptimizerEntry(
         "muster.optim.sgd:SGD",
         UpdateRule(state=(StateTensor("momentum", required_key="momentum"),)),
@@ -206,7 +206,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "lion": OptimizerEntry(
         "muster.optim.lion:Lion",
         UpdateRule(state=(StateTensor("exp_avg"),)),
-        keys=frozenset({"beta1", "beta2"}),
+        keys=frozenset({"beta1", "beta2", "delay_compensation"}),
         defaults={"beta2": 0.99},
     ),
     "galore": OptimizerEntry(

@@ -4,7 +4,7 @@ Passes use copies in the compute dtype, which are made anew after each optimizer
 in fp32 as soon as autograd has made it, and freed (mixed precision: P. Micikevicius et al., arXiv:1710.03740 §3.1).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -48,14 +48,15 @@ class MasterWeights:
 
     def refresh(self) -> None:
         """Fill the copies from the masters if they were freed."""
-        if self._is_fresh:
-            return
+        if not self._is_fresh:
+            self.fill(self.by_name)
+
+    def fill(self, values: Mapping[str, Tensor]) -> None:
+        """Fill the copies from values by name, which need not be the masters."""
         for copy in self._copies.values():
             copy.untyped_storage().resize_(copy.numel() * copy.element_size())
         with torch.no_grad():
-            torch._foreach_copy_(
-                [copy.data for copy in self._copies.values()], [self.by_name[name] for name in self._copies]
-            )
+            torch._foreach_copy_([copy.data for copy in self._copies.values()], [values[name] for name in self._copies])
         self._is_fresh = True
 
     def free(self) -> None:

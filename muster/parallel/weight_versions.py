@@ -4,10 +4,15 @@ Autograd saves a weight as the leaf that it is, and reads its values in the back
 version of its forward (weight stashing: PipeDream, Narayanan et al. 2019, §3.3), a version that micro-batches still
 need keeps its memory, the next one is made in new memory, and the leaf is given the memory of the version that a pass
 uses. What passes have saved of a weight otherwise, such as a view, stays in the memory of its version.
+
+With weight prediction (A. Kosson et al., arXiv:2003.11666, whose weight form this is), passes use w(t) + D (w(t) −
+w(t − 1)) as version t: the weights that their gradients, D steps late, will be applied to, if updates go on as the last
+one. They have memory of their own; the optimizer changes the weights themselves.
 """
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from muster.parallel.master_weights import master_weights
@@ -20,11 +25,15 @@ class WeightVersions:
     these tensors' precision, versions are of the copies that passes use.
     """
 
-    def __init__(self, module: nn.Module, local: Mapping[str, Tensor]) -> None:
+    def __init__(self, module: nn.Module, local: Mapping[str, Tensor], predicted_steps: float = 0.0) -> None:
+        """`predicted_steps`: the steps by which the weights of passes are ahead of those that the optimizer changes."""
         self._masters = master_weights(module)
         self._leaves = list(module.parameters())
         self._newest = [parameter.data for parameter in self._leaves]
-        self._local = [local[name] for name, _ in module.named_parameters()] if self._masters is None else []
+        self._local = {name: local[name] for name, _ in module.named_parameters()}
+        self._predicted_steps = predicted_steps
+        self._before: dict[str, Tensor] = {}
+        """Weights before the update that is under way."""
         self.newest = 0
         self._kept: dict[int, list[Tensor]] = {}
         """Versions before the newest that backwards will use, by number."""
@@ -32,9 +41,15 @@ class WeightVersions:
         """Micro-batches between forward and backward → version."""
 
     def restart(self) -> None:
-        """Number the weights anew, from 0; no micro-batch is in flight."""
+        """Number the weights anew, from 0, after a flush: no micro-batch is in flight, and passes use the weights that
+        the optimizer changes."""
         assert not self._in_flight, "micro-batches are between forward and backward"
         self.newest = 0
+        if self._predicted_steps and self._masters is None:
+            self._newest = [tensor.data for tensor in self._local.values()]
+            self._use(0)
+        elif self._masters is not None:
+            self._masters.free()
 
     def enter(self, micro_batch: int, version: int) -> None:
         """Let the weights be those of a version, for a forward or a backward of a micro-batch."""
@@ -51,15 +66,31 @@ class WeightVersions:
     def begin_update(self) -> None:
         """Begin the next version, with the values of the newest, which the optimizer is about to change."""
         self._use(self.newest)
+        is_shared = self._masters is None and (not self._predicted_steps or self.newest == 0)
+        if self._predicted_steps:
+            self._before = {name: tensor.clone() for name, tensor in self._local.items()}
         if self.newest in self._in_flight.values():
             self._kept[self.newest] = self._newest
-            self._newest = [tensor.clone() for tensor in self._newest]
-            for local, tensor in zip(self._local, self._newest, strict=bool(self._local)):
+            if is_shared or self._masters is not None:
+                self._newest = [tensor.clone() for tensor in self._newest]
+            for local, tensor in zip(self._local.values(), self._newest, strict=True) if is_shared else ():
                 local.data = tensor
         self.newest += 1
         self._use(self.newest)
         if self._masters is not None:
             self._masters.free()  # the next forward fills the copies anew
+
+    def end_update(self) -> None:
+        """End the version that `begin_update` began, after the optimizer's step: predict what passes use as it."""
+        for name, before in self._before.items():
+            weight = self._local[name]
+            torch.add(weight, before.sub_(weight), alpha=-self._predicted_steps, out=before)
+        if self._before and self._masters is None:
+            self._newest = list(self._before.values())
+            self._use(self.newest)
+        elif self._masters is not None and self._before:
+            self._masters.fill(self._before)
+        self._before = {}
 
     @property
     def stashed_bytes(self) -> int:

@@ -45,8 +45,6 @@ class AsyncPipeline:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.updater = trainer.updater
-        self.versions = {index: WeightVersions(one.module, one.parameters) for index, one in trainer.stages.items()}
-        """Versions of the weights of this rank's stages."""
         self._executors: dict[int, Executor] = {}
         """Executors by the number of steps of a segment."""
         self._steps: list[_StepUnderWay] = []
@@ -55,6 +53,11 @@ class AsyncPipeline:
         delay = entry.mean_delay(trainer.world.at.pp, plan.pp, trainer.batch_loader.num_micro_batches)
         self._delays = dict.fromkeys(self.updater.parameters, delay)
         """Steps by which gradients of this rank's stage come late."""
+        ahead = delay if trainer.config.optim.delay_compensation == "predict" else 0.0
+        self.versions = {
+            index: WeightVersions(one.module, one.parameters, ahead) for index, one in trainer.stages.items()
+        }
+        """Versions of the weights of this rank's stages."""
 
     def run(self, num_steps: int) -> Iterator[StepResult]:
         """Run a segment of so many steps, and yield their results."""
@@ -69,9 +72,9 @@ class AsyncPipeline:
         data_s = perf_counter() - start_s
         for stage in trainer.stages.values():
             stage.inputs = inputs
+        record = self._executor(num_steps).run()
         for versions in self.versions.values():
             versions.restart()
-        record = self._executor(num_steps).run()
         trainer.count_finished_step(record, num_steps)
         if self._steps_alone:
             self._read_sums()
@@ -147,4 +150,6 @@ class AsyncPipeline:
             updater.optimizer_step()
             for name, local in updater.parameters.items():
                 local.grad = accumulating[name]
+        for versions in self.versions.values():
+            versions.end_update()
         step.gradients = {}

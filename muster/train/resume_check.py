@@ -12,6 +12,7 @@ from muster.config.swarm_config import SwarmConfig
 from muster.data.dataset import SampleStream
 from muster.plugins.loader import PluginFile
 from muster.spec.errors import ConfigError, MusterError
+from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.units import pluralize
 from muster.train.data import run_tokenizer
 
@@ -82,6 +83,7 @@ def check_config_unchanged(run_dir: Path, config: RunConfig, steps_done: int, al
         )
     if changed and not allow:
         raise ConfigError(f"{run_dir} holds a run with another configuration ({'; '.join(changed)}): {RESUME_HINT}")
+    _require_same_shapes(run_dir, before.model, config.model)
     for change in changed:
         print(f"allowed: {change}")
     steps = config.train.num_steps
@@ -131,6 +133,18 @@ def _require_same_adapters(run_dir: Path, before: RunConfig, after: RunConfig) -
             f" ({new or 'none'}): give the same section, or --init-from {run_dir} with another --run, which merges them"
             " into the model"
         )
+
+
+def _require_same_shapes(run_dir: Path, before: ModelSpec, after: ModelSpec) -> None:
+    """Raise ConfigError where a checkpoint's parameters have no place in the model, which nothing can allow."""
+    shapes = dict(parameter_shapes(after))
+    for name, shape in parameter_shapes(before):
+        if shapes.get(name) != shape:
+            now = f"{list(shapes[name])} now" if name in shapes else "not there now"
+            raise ConfigError(
+                f"{run_dir} has trained another model ({name} was {list(shape)}, {now}): give the same section model or"
+                " another --run"
+            )
 
 
 def config_changes(before: RunConfig, after: RunConfig) -> list[str]:

@@ -146,7 +146,7 @@ def forecast_memory(
         resident = sum(stage.resident.total for stage in stages.values())
         if replays_graphs(plan, cluster.device.kind):
             stages = held_by_graphs(plan, stages, orders[pp_rank].actions)
-        stages = held_by_versions(plan, orders[pp_rank].actions, stages)
+        stages = held_by_versions(plan, orders[pp_rank].actions, stages, optim)
         peak_instruction, terms = peak_terms(orders[pp_rank], stages, cache)
         rank = tightest[pp_rank]
         device = cluster.group_of(rank).device
@@ -211,7 +211,7 @@ def peak_bytes_by_pp_rank(
         resident = sum(stage.resident.total for stage in stages.values())
         if replays_graphs(plan, cluster.device.kind):
             stages = held_by_graphs(plan, stages, orders[pp_rank].actions)
-        stages = held_by_versions(plan, orders[pp_rank].actions, stages)
+        stages = held_by_versions(plan, orders[pp_rank].actions, stages, optim)
         _, total = find_peak(orders[pp_rank], stages, instructions)
         rank = tightest[pp_rank]
         device = cluster.group_of(rank).device

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from muster.config.optim_config import OptimConfig
 from muster.cost.memory.stage_memory import StageMemory
 from muster.cost.memory.terms import MemoryTerms
 from muster.schedule.action import Action, Kind
@@ -11,7 +12,7 @@ from muster.spec.plan import Plan
 
 
 def held_by_versions(
-    plan: Plan, actions: Iterable[Action], stages: Mapping[int, StageMemory]
+    plan: Plan, actions: Iterable[Action], stages: Mapping[int, StageMemory], optim: OptimConfig | None = None
 ) -> dict[int, StageMemory]:
     """Return the memory of a rank's stages with what the steps of an asynchronous schedule hold in addition; `actions`
     are the rank's.
@@ -20,11 +21,19 @@ def held_by_versions(
     on, when the former are freed, there are older versions of the weights instead, as the passes use them; both at a
     time are there only within the optimizer step, when one micro-batch less is in flight than at other times. Where
     ranks step alone, no gradients wait.
+
+    Weight prediction (`optim.delay_compensation` predict) needs the weights before an update once more, in whose place
+    are then, where passes don't use copies anyway, the weights that they use.
     """
     if not plan.schedule_entry.is_asynchronous:
         return dict(stages)
     stashed, steps_alone = most_versions(actions) - 1, plan.schedule_entry.steps_alone
-    return {stage: _with_versions(memory, stashed, steps_alone) for stage, memory in stages.items()}
+    found = {stage: _with_versions(memory, stashed, steps_alone) for stage, memory in stages.items()}
+    if optim is not None and optim.delay_compensation == "predict":
+        for stage, memory in stages.items():
+            more = MemoryTerms(parameters=memory.resident.parameters)
+            found[stage] = replace(found[stage], resident=found[stage].resident + more)
+    return found
 
 
 def most_versions(actions: Iterable[Action]) -> int:

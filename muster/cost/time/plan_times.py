@@ -44,6 +44,9 @@ from muster.spec.workload import Workload
 ADAMW_UPDATE_BYTES = 30
 """AdamW reads and writes master weight and two moments in float32, reads the gradient, and writes the weight that the
 passes use: 3 · 8 + 4 + 2 for each number (arXiv:1711.05101, algorithm 2)."""
+PREDICTED_WEIGHT_BYTES = 32
+"""Bytes per element of weight prediction: the weights are copied before an update (8), their change is taken (12) and
+added to them (12)."""
 GRAD_NORM_BYTES = 4
 """Bytes per element of the gradient norm, which reads each gradient once."""
 CLIP_BYTES = 8
@@ -300,7 +303,10 @@ def _host_stream_s(setting: PlacedPlan, bytes_each: int, elements: Sequence[floa
 
 def _update_bytes(model: ModelSpec, optim: OptimConfig | None) -> float:
     """Return the bytes that an update moves per element, counted for fp32 master weights and bf16 passes."""
-    return ADAMW_UPDATE_BYTES if optim is None else mean_update_bytes(optim, dict(parameter_shapes(model)), 4, 2)
+    if optim is None:
+        return ADAMW_UPDATE_BYTES
+    predicted = PREDICTED_WEIGHT_BYTES if optim.delay_compensation == "predict" else 0
+    return mean_update_bytes(optim, dict(parameter_shapes(model)), 4, 2) + predicted
 
 
 def _stages_with_step_sums(setting: PlacedPlan) -> Iterable[int]:

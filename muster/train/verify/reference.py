@@ -62,7 +62,13 @@ class Reference:
         self._stale: StaleWeights | None = None
         if asynchronous is not None:
             per_step = config.train.global_batch_size // micro_batch_size
-            self._stale = StaleWeights(asynchronous, config.model, per_step, config.train.num_steps)
+            self._stale = StaleWeights(
+                asynchronous,
+                config.model,
+                per_step,
+                config.train.num_steps,
+                config.optim.delay_compensation == "predict",
+            )
         self.precision: Precision = precision
         self._fp8_recipe: Float8Recipe = fp8_recipe
         self._micro_batch_size = micro_batch_size

@@ -36,7 +36,9 @@ def segments(plan: Plan, num_steps: int) -> Iterator[int]:
 class StaleWeights:
     """Versions of a whole model's weights on one process, since the last flush."""
 
-    def __init__(self, plan: Plan, model: ModelSpec, per_step: int, num_steps: int) -> None:
+    def __init__(self, plan: Plan, model: ModelSpec, per_step: int, num_steps: int, predicts: bool = False) -> None:
+        """`predicts`: passes use the weights that their gradients will be applied to, as the last update foretells."""
+        self._predicts = predicts
         self._version_of, self._per_step = VERSION_OF[plan.schedule], per_step
         self._stages_after = {
             layout.name: plan.num_stages - 1 - stage
@@ -52,7 +54,7 @@ class StaleWeights:
         self._alone = {sum(sizes[:index]) for index, size in enumerate(sizes) if size == 1}
         """Steps between two flushes."""
         self._flushes = {sum(sizes[:index]) for index in range(len(sizes))}
-        self._num_kept = plan.num_stages + 1
+        self._num_kept = plan.num_stages + 2
         self._versions: list[dict[str, Tensor]] = []
         self._step = -1
 
@@ -72,7 +74,10 @@ class StaleWeights:
     def of_pass(self, name: str, parameter: Tensor, micro_batch: int) -> Tensor:
         """Return a parameter's values as a micro-batch uses them; its gradient goes to the parameter."""
         version = self._version_of(self._step, micro_batch, self._per_step, self._stages_after[name])
-        return _Version.apply(parameter, self._versions[version][name])  # type: ignore[return-value]
+        values = self._versions[version][name]
+        if self._predicts and version:
+            values = torch.add(values, values - self._versions[version - 1][name], alpha=self._delays[name])
+        return _Version.apply(parameter, values)  # type: ignore[return-value]
 
 
 class _Version(torch.autograd.Function):
