@@ -112,7 +112,7 @@ def test_a_checkpoint_that_is_kept_for_good_waits_for_the_save_before(
 
     monkeypatch.setattr("muster.train.checkpoint_manager.AsyncSaver", lambda *_: SlowSaver())
     world = SimpleNamespace(rank=0, size=1, store=None, heartbeat=SimpleNamespace(update=lambda _: None))
-    trainer = SimpleNamespace(step_count=0, local_shards=list, outer=None)
+    trainer = SimpleNamespace(step_count=0, local_shards=list, outer=None, swarm=None)
     train = TrainConfig(steps=9, seq_len=8, global_batch_size=1, save_every=5, keep_every=keep_every)
     manager = CheckpointManager(train, cast(Any, trainer), cast(Any, world), tmp_path)
     for step in range(1, 10):
