@@ -27,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.expert_exchange import Sleep as SleepingExperts
 from benchmarks.expert_exchange import even_routing
 from benchmarks.sleeping_stages import ExchangingStage, turns_of
+from muster.cost.time.alternating_turns import alternating_s
 from muster.cost.time.batch_slices import slices_s
 from muster.cost.time.expert_parallel import chunked_s
 from muster.cost.time.pass_cost import OVERLAP_SLOWDOWN, PassCost
@@ -160,9 +161,11 @@ def sleep_in_layers(module: Decoder, forward_s: float) -> None:
         layer.mlp._activate = lambda *args, own=activate: Slept.apply(own(*args), forward_s)  # type: ignore[union-attr]
 
 
-def pass_of_layers(turns: Turns | None, seconds: float, backward: bool) -> Callable[[Link], float]:
+def pass_of_layers(
+    turns: Turns | None, seconds: float, backward: bool, model: ModelSpec = MODEL
+) -> Callable[[Link], float]:
     """Return the run of a stage's forward, or of its backward; its layers' all-reduces take `seconds` a sequence."""
-    module = Decoder(MODEL, range(LAYERS), first=True, last=True)
+    module = Decoder(model, range(LAYERS), first=True, last=True)
     numbered = dict(enumerate(module.blocks()))
     slow = [weight for layer in numbered.values() for weight in (layer.attn.q.weight, layer.mlp.up.weight)]  # type: ignore[union-attr]
     axis = SlowAxis(None, 2, 0, False)  # type: ignore[arg-type]
@@ -172,6 +175,7 @@ def pass_of_layers(turns: Turns | None, seconds: float, backward: bool) -> Calla
     def run(link: Link) -> float:
         axis.link, axis.turns, axis.seconds = link, turns if link.overlaps else None, 0.0 if backward else seconds
         run_layers = DominoLayers(turns) if turns is not None and link.overlaps else module.run_layers
+        run_layers = module._through_ladder if module.is_ladder else run_layers
         x_BSD = torch.zeros(SEQUENCES, POSITIONS, MODEL.hidden_size, requires_grad=True)
         made: list[Tensor] = []
 
@@ -204,6 +208,17 @@ def tensor_parallel_cases(ratio: float) -> Iterator[Case]:
         layer_s, end_s = slices_s(turn_s, exchange_s, own_s)
         predicted_s = without_slowdown(LAYERS * layer_s + end_s, LAYERS * 2 * sum(turn_s + exchange_s))
         yield Case(f"Domino, {words}", *alone, pass_of_layers(Turns(CPU), message_s, backward), predicted_s)
+
+
+def ladder_cases(ratio: float) -> Iterator[Case]:
+    """Yield a ladder, whose all-reduces travel beside the next sublayer, and in the backward the one before."""
+    model = MODEL.model_copy(update={"residual": "ladder"})
+    for words, backward, one_s in (("forward", False, FORWARD_S), ("backward", True, INPUT_S + WEIGHT_S)):
+        turn_s, message_s = SEQUENCES * one_s, SEQUENCES * ratio * one_s
+        layer_s, end_s = alternating_s([(turn_s, message_s, 0.0)] * 2)
+        alone = 2 * LAYERS * turn_s, 2 * LAYERS * message_s
+        predicted_s = without_slowdown(LAYERS * layer_s + end_s, sum(alone))
+        yield Case(f"ladder, {words}", *alone, pass_of_layers(None, ratio * one_s, backward, model), predicted_s)
 
 
 def without_slowdown(seconds: float, alone_s: float) -> float:
@@ -340,6 +355,7 @@ def gather_cases(ratio: float) -> Iterator[Case]:
 
 MECHANISMS: dict[str, Callable[[float], Iterator[Case]]] = {
     "tensor-parallel": tensor_parallel_cases,
+    "ladder": ladder_cases,
     "async-tp": ring_cases,
     "pairs": pair_cases,
     "experts": expert_cases,

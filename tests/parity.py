@@ -79,6 +79,7 @@ from muster.train.prefetch import LocalBatch
 from muster.train.schedule_refinement import refine_schedule_from_profile
 from muster.train.trainer import Trainer
 from tests.emulated_symmetric_memory import gradients_out_of_order, symmetric_memory
+from tests.ladder_faults import LADDER_FAULTS
 from tests.optim_ranks import plain_newton_schulz
 from tests.recorded_graphs import one_pair_for_all, recorded_graphs, stale_inputs
 
@@ -290,6 +291,7 @@ FAMILIES |= {
 }
 LORA_DROPOUT = AdapterSpec(r=3, lora_alpha=6, target_modules=("all-linear",), lora_dropout=0.2)
 FAMILIES["lora dropout"] = {"adapter": LORA_DROPOUT, "out_bias": True}
+FAMILIES |= {f"{family} ladder": FAMILIES[family] | {"residual": "ladder"} for family in ("llama", "gpt2", "qwen3")}
 MTP_FACTOR = 0.7
 FAMILIES |= {
     f"{family} mtp": FAMILIES[family] | {"mtp_layers": layers, "mtp_loss_scaling_factor": MTP_FACTOR}
@@ -1287,6 +1289,7 @@ def stale_copies() -> Iterator[None]:
 
 
 FAULTS = {
+    **LADDER_FAULTS,
     "lost sums": lost_sums,
     "stale copies": stale_copies,
     "symmetric memory": symmetric_memory,

@@ -27,6 +27,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "parity": (
         "test_parity.py",
         "test_domino.py",
+        "test_ladder.py",
         "test_versions.py",
         "test_shard_levels.py",
         "test_grad_reduce.py",

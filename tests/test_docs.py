@@ -40,6 +40,7 @@ LONG = (
     "asynchronous-pipelines",
     "context-parallel",
     "islands",
+    "ladder-residual",
     "low-rank",
     "memory",
     "experts",

@@ -56,6 +56,7 @@ MORE_SOUND = [
     {"plan": "tp2-sp-rfull", "tied": True},
     {"plan": "tp2-domino-mb2-rfull", "precision": "fp64"},
     {"plan": "tp2-sp-domino-mb2", "tied": True},
+    {"plan": "tp2-rfull", "family": "llama ladder", "precision": "fp64"},
     {"plan": "dp2x1-sgpipe", "optim": "muon", "z_loss": 1e-2},
     {"plan": "pp2-szbh1", "family": "gpt2", "precision": "bf16"},
     {"plan": "tp2-sp", "family": "gpt2", "tied": True},

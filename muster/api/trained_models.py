@@ -241,6 +241,7 @@ def convert(
     max_shard_size: int | str = "5GB",
     tokenizer: str | Path | None = None,
     model: str | Path | ModelSpec | None = None,
+    residual: Literal["standard", "ladder"] | None = None,
     set_total: Callable[[int], None] = lambda _: None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
@@ -261,6 +262,7 @@ def convert(
         max_shard_bytes=parse_bytes(str(max_shard_size), "--max-shard-size"),
         tokenizer=None if tokenizer is None else Path(tokenizer),
         model=None if model is None else resolve_model(model),
+        residual=residual,
     )
     done = verb.convert(Path(source), Path(target), options, set_total, progress)
     return {
@@ -273,4 +275,5 @@ def convert(
         "dtype": done.dtype,
         "files": list(done.files),
         "tokenizer": done.tokenizer,
+        "note": done.note,
     }

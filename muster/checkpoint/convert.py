@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import ValidationError
 
 from muster.checkpoint.adapters import merged_model, merged_weights
 from muster.checkpoint.formats.huggingface import (
@@ -28,6 +29,7 @@ from muster.checkpoint.formats.huggingface import (
 from muster.checkpoint.formats.native import write_checkpoint
 from muster.checkpoint.formats.peft import ADAPTER_WEIGHTS, adapter_config, peft_names, write_adapter_config
 from muster.checkpoint.hf_mapping import CastTensors, to_hf
+from muster.checkpoint.initial_weights import function_note
 from muster.checkpoint.manifest import MANIFEST
 from muster.checkpoint.model_directory import (
     AUXILIARY_FOLDER,
@@ -73,6 +75,8 @@ class ConversionOptions:
     """Directory with tokenizer files for a Hugging Face directory; None: those of the run or of the source."""
     model: ModelSpec | None = None
     """Model in a source directory that doesn't describe it."""
+    residual: Literal["standard", "ladder"] | None = None
+    """Residual stream of the model that is written; None: that of the source."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,8 @@ class ConversionResult:
     files: tuple[str, ...]
     tokenizer: str | None
     """Origin of the tokenizer files; None if there are none."""
+    note: str | None = None
+    """Sentence where the model that was written is another function of the same weights."""
 
 
 def convert(
@@ -108,6 +114,9 @@ def convert(
     if target.exists():
         raise ConfigError(f"{target} exists already: give a directory that doesn't")
     directory = open_directory(source, options.model)
+    found = directory.model
+    if options.residual is not None:
+        directory = _with_residual(directory, options.residual)
     tensors = _tensors_to_write(directory, options)
     if not tensors.metas:
         raise MusterError(f"{source} holds no tensors")
@@ -129,7 +138,20 @@ def convert(
         dtype=dominant_dtype(weights),
         files=files,
         tokenizer=tokenizer,
+        note=None if directory.model is None else function_note(found, directory.model),
     )
+
+
+def _with_residual(directory: ModelDirectory, residual: str) -> ModelDirectory:
+    """Return the directory as one of a model with another residual stream, whose weights have the same names and
+    shapes. Raises ConfigError where there is no such model."""
+    if directory.model is None:
+        raise ConfigError(f"{directory.folder} doesn't describe its model: give --model, such as --model tiny")
+    try:
+        model = ModelSpec.model_validate(directory.model.model_dump() | {"residual": residual})
+    except ValidationError as error:
+        raise ConfigError(f"--residual {residual}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+    return replace(directory, model=model)
 
 
 def _tensors_to_write(directory: ModelDirectory, options: ConversionOptions) -> TensorSource:
@@ -193,7 +215,7 @@ def _write_native(
         "plan": source.plan or {},
         "model": source.model.model_dump(mode="json") if source.model else {},
         "counters": source.counters,
-        "run": _stored_run_config(source),
+        "run": _stored_run_config_of_model(source),
     }
     write_checkpoint(folder, tensors, source.step or 0, info, options.max_shard_bytes, progress)
     auxiliary = _auxiliary_folder(source, options)
@@ -363,6 +385,14 @@ def _stored_run_config(source: ModelDirectory) -> dict[str, Any]:
     if source.manifest is None or not source.manifest.run:
         return {}
     return migrate("run", source.manifest.run, str(source.folder / MANIFEST))
+
+
+def _stored_run_config_of_model(source: ModelDirectory) -> dict[str, Any]:
+    """Return the same, with the residual stream of the model that is written."""
+    run = _stored_run_config(source)
+    if source.model is None or not isinstance(run.get("model"), dict):
+        return run
+    return run | {"model": run["model"] | {"residual": source.model.residual}}
 
 
 def _auxiliary_folder(source: ModelDirectory, options: ConversionOptions) -> Path | None:

@@ -23,7 +23,8 @@ def from_hf(stored: TensorSource, spec: ModelSpec, folder: Path, model_type: str
     Raises InfeasibleError if no family is known for the model, MusterError if tensors are missing, of another shape, or
     unknown to the model.
     """
-    links = weight_map(spec, model_type)
+    # A ladder has the names and shapes of the model that it began as.
+    links = weight_map(spec.model_copy(update={"residual": "standard"}), model_type)
     shapes = hf_shapes(links)
     names = {name: _stored_name(name, stored.metas) for name in shapes}
     check_shapes(stored, {names[name]: shape for name, shape in shapes.items()}, folder)

@@ -41,12 +41,22 @@ def check_initial_weights(path: Path, spec: ModelSpec) -> ModelDirectory:
         theirs, ours = _by_path(found.model_dump(mode="json")), _by_path(spec.model_dump(mode="json"))
         free = IRRELEVANT_FIELDS - ({"max_positions"} if spec.position == "learned" else set())
         changed = [key for key in theirs | ours if theirs.get(key) != ours.get(key) and key not in free]
-        if changed := [key for key in changed if key.partition(".")[0] not in ("adapter", "low_rank")]:
+        if changed := [key for key in changed if key.partition(".")[0] not in ("adapter", "low_rank", "residual")]:
             differences = "; ".join(f"{key} is {theirs.get(key)} there, {ours.get(key)} in the run" for key in changed)
             hint = f"give --model hf:{path}" if directory.format == "hf" else "give the model of that directory"
             raise ConfigError(f"train.init_from: {path} holds another model ({differences}): {hint}")
     weights_for(_unless_other(directory, spec), spec)
     return directory
+
+
+def function_note(found: ModelSpec | None, spec: ModelSpec) -> str | None:
+    """Return a sentence where a model that begins with the weights of another one is another function of them."""
+    if found is None or found.residual == spec.residual:
+        return None
+    return (
+        f"residual is {found.residual} there and {spec.residual} here: the weights are the same, but the model computes"
+        " something else with them until it has been trained on"
+    )
 
 
 def _by_path(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -64,6 +64,7 @@ def _convert(args: argparse.Namespace) -> SubcommandOutput:
             max_shard_size=args.max_shard_size,
             tokenizer=args.tokenizer,
             model=None if args.model is None else load_model(args.model),
+            residual=args.residual,
             set_total=bar.add_total,
             progress=bar.advance,
         )
@@ -121,6 +122,11 @@ def _parse_convert(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a file (default: 5GB)")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="directory of the tokenizer files")
     parser.add_argument("--model", metavar="NAME", help="model in SRC if SRC doesn't name it: a name or hf:DIR")
+    parser.add_argument(
+        "--residual",
+        choices=("standard", "ladder"),
+        help="residual stream of the model in DST (default: as in SRC); another one changes what the model computes",
+    )
     return parser.parse(arguments)
 
 

@@ -75,6 +75,11 @@ class PassSizes:
         return self.hidden_tokens * self.local_model.hidden_size * compute_bytes(self.precision)
 
     @property
+    def message_bytes(self) -> int:
+        """Bytes of what a pipeline stage passes to the next."""
+        return self.hidden_bytes // self.model.hidden_size * self.model.boundary_size
+
+    @property
     def full_hidden_bytes(self) -> int:
         """Bytes of the hidden state of all `tokens`."""
         return self.tokens * self.local_model.hidden_size * compute_bytes(self.precision)
@@ -164,14 +169,16 @@ def layer_activation_bytes(sizes: PassSizes, layer: int, recompute: Recompute, a
     second matmul, the output of attention.
     """
     own, tokens, precision = sizes.local_model, sizes.tokens, sizes.precision
+    ladder = ladder_saved_bytes(sizes, layer, recompute)
     if recompute == "full":
-        return sizes.hidden_bytes
+        return sizes.hidden_bytes + ladder
     if (trace := _plugin_layer_trace(sizes)) is not None:
         return trace.saved_activation_bytes * sizes.tokens // sizes.seq_len
     if recompute == "every_second_matmul":
         return sizes.hidden_bytes + _every_second_matmul_bytes(sizes, layer)
     scores = attention_score_bytes(sizes) if attention_kernel != "flash" else 0
     total = layer_norm_saved_bytes(sizes) + attention_activation_bytes(sizes, layer) + saved_mlp_bytes(sizes, layer)
+    total += ladder
     shortcut = own.has_shortcut(layer) * (norm_saved_bytes(own, sizes.hidden_tokens, precision) - sizes.hidden_bytes)
     total += shortcut + adapter_saved_bytes(sizes) - _unread_input_bytes(sizes, layer, recompute)
     total += low_rank_saved_bytes(sizes)
@@ -182,6 +189,23 @@ def layer_activation_bytes(sizes: PassSizes, layer: int, recompute: Recompute, a
         total -= (2 - is_tiled) * own.has_pre_norms * sizes.hidden_bytes + own.has_shortcut(layer) * sizes.hidden_bytes
         total -= 0 if is_tiled else mlp_inner_bytes(sizes, layer)
     return total + scores
+
+
+def ladder_saved_bytes(sizes: PassSizes, layer: int, recompute: Recompute) -> int:
+    """Return the bytes that a layer of a ladder saves beside those of another model: recomputed in full, the pending
+    output beside its input. Both norms of the first layer save the same tensor, and nothing is pending there."""
+    if sizes.model.residual != "ladder":
+        return 0
+    if recompute == "full":
+        return sizes.hidden_bytes * (layer > 0)
+    return -sizes.hidden_bytes * (layer == 0)
+
+
+def boundary_saved_bytes(spec: ModelSpec, plan: Plan, stage: int, sizes: PassSizes) -> int:
+    """Return the bytes of a stage's input that its first layer doesn't save, but the message holds: of a ladder the
+    pending output."""
+    is_held = plan.strategy(plan.layers(stage, spec.num_layers).start).recompute != "full"
+    return (spec.boundary_size // spec.hidden_size - 1) * sizes.hidden_bytes * (is_held and not plan.is_first(stage))
 
 
 def adapter_saved_bytes(sizes: PassSizes) -> int:

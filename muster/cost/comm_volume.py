@@ -167,7 +167,7 @@ def tensor_axis_bytes(
     `async_tp` splits the collectives of the forward matmuls, and the all-gather in the backward of an exit, into p2p
     sends of tp − 1 chunks. Full recompute repeats a layer's forward; without `async_tp` only up to its last matmul, so
     that one exit isn't repeated unless a norm of the output needs it. Tiles repeat the MLP's entry and exit, and the
-    head's entry.
+    head's entry. A ladder repeats no exits.
     """
     sent, tp = Counter[str](), plan.mesh(stage).tp
     if tp == 1:
@@ -191,6 +191,8 @@ def tensor_axis_bytes(
     is_async, is_tiled = strategy.tp_overlap == "async_tp", plan.sequence_tiles > 1
     entries_again = 2 * again - skipped_again
     exits_again = again + (again - skipped_again) * (spec.has_post_norms or is_async)
+    if spec.residual == "ladder":  # of a layer that the backward repeats, nothing reads the sums
+        exits_again = 0
     if is_tiled:  # each MLP once more, and the head; full recompute stops before the MLP unless a norm reads its output
         entries_again = again * (1 + spec.has_post_norms) + len(layers) + last
         exits_again = again * (1 + spec.has_post_norms) + len(layers)
@@ -348,15 +350,12 @@ def pipeline_bytes(
     """Return the bytes that one stage sends to other pipeline ranks: hidden states forward, their gradients backward,
     the gradient of a tied embedding, and with two pipeline replicas all gradients."""
     sent, rank = Counter[str](), rank_at(plan, at)
-    hidden = (
-        plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
-        * spec.hidden_size
-        * compute_bytes(plan.precision)
-    )
+    count = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
+    hidden = count * spec.hidden_size * compute_bytes(plan.precision)
     for kind, other, is_end in ((Kind.SEND_F, stage + 1, plan.is_last), (Kind.SEND_B, stage - 1, plan.is_first)):
         if not is_end(stage):
             positions = _sent_numel(rank, stage_transfers(spec, plan, workload.seq_len, stage, other))
-            sent[kind] = positions * hidden
+            sent[kind] = positions * hidden // spec.hidden_size * spec.boundary_size
     is_summed = spec.embeds_on_last_stage and not plan.vocab_parallel and not is_frozen(optim, "embed.weight")
     if (other := plan.tied_embedding_peer(stage)) is not None and is_summed:
         sent[Kind.ALL_REDUCE_TIED] = _sent_numel(rank, tied_grad_transfers(spec, plan, stage, other)) * master_bytes(

@@ -58,7 +58,7 @@ def stage_transfers(
     spec: ModelSpec, plan: Plan, seq_len: int, source: int, target: int, island: int = 0
 ) -> list[BoxTransfer]:
     """Return the transfers between neighbouring stages of an island for each micro-batch: the hidden state to the next
-    stage, its gradient to the one before. Every position of a box has `hidden_size` elements.
+    stage, its gradient to the one before. Every position of a box has `boundary_size` elements.
 
     Nothing is sent between stages on the same ranks.
     """

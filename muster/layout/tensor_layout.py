@@ -246,11 +246,16 @@ def _cut(box: Box, dim: int, start: int, count: int) -> Box:
     )
 
 
+_LAYER_NORMS = ("attn_norm", "mlp_norm")
+"""Norms of the inputs of a layer's attention and MLP."""
+
+
 def tp_partial_grad_copies(spec: ModelSpec, names: Iterable[str], mesh: Mesh, sp: bool) -> dict[str, int]:
     """Return the parameters, with their number of copies, that several tensor-parallel ranks hold and each use on a
     part of the data only, or for a part of each expert's output: their gradients are summed.
 
-    Under sequence parallelism these are all replicated parameters; norms of queries and keys, and what makes outputs
+    Under sequence parallelism these are all replicated parameters; in a ladder the norms before sub-layers,
+    through which each rank takes its own part of a gradient; norms of queries and keys, and what makes outputs
     and decays of linear attention, always, as each rank has other heads; routers always; key and value heads where
     several ranks hold the same one; the last biases of sliced experts, which one rank adds; the matrix of an adapter or
     a low-rank layer at the side that isn't cut, always, as each rank has a part of the other.
@@ -269,7 +274,7 @@ def tp_partial_grad_copies(spec: ModelSpec, names: Iterable[str], mesh: Mesh, sp
             found[name] = tp
         elif kind in ("k", "v") and kv_copies > 1 and not spec.has_linear_attention_parameter(name):
             found[name] = kv_copies
-        elif sp and _is_whole(kind, leaf):
+        elif sp and _is_whole(kind, leaf) or spec.residual == "ladder" and kind in _LAYER_NORMS:
             found[name] = tp
     return found
 

@@ -20,6 +20,7 @@ from muster.model.dtypes import DTYPES
 from muster.model.experts import MoeMlp, local_linears
 from muster.model.further_tokens import FurtherTokens
 from muster.model.kernels import mlp_activation, soft_cap
+from muster.model.ladder import Ladder, LadderState
 from muster.model.latent_attention import LatentAttention
 from muster.model.linear_attention import LinearAttention
 from muster.model.low_rank import make_low_rank
@@ -122,6 +123,27 @@ class Layer(nn.Module):
         return z_BSD.add_(y_BSD).add_(x_BSD) if self.parallel_residual else z_BSD.add_(x_BSD)
 
 
+class LadderLayer(Layer):
+    """A decoder layer whose attention and MLP read the residual stream without the output of the sub-layer right before
+    (`muster.model.ladder`). Tensor parallelism replaces `ladder`."""
+
+    ladder = Ladder()
+
+    def forward(  # type: ignore[override]
+        self,
+        state: LadderState,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        mask: Tensor | None,
+        documents: Documents | None = None,
+        dropout: LayerDropout | None = None,
+    ) -> LadderState:
+        state = self.ladder.step(
+            state, lambda x_BSD: self.attn(x_BSD, self.attn_norm, cos, sin, mask, documents, dropout)
+        )
+        return self.ladder.step(state, lambda x_BSD: self.mlp(x_BSD, self.mlp_norm))
+
+
 class MtpLayer(Layer):
     """A layer that predicts one token further: it joins the hidden state with the embedding of the next token, passes
     both through a layer like the last one, and returns the normed hidden state that the head reads (arXiv:2412.19437
@@ -162,18 +184,20 @@ class Decoder(nn.Module):
     """The given layers of a model, with the embedding if `first` and the output head if `last`.
 
     Without `has_vocab`, embedding and head are left out: the decoder takes hidden states, and returns them (after the
-    norm if `last`).
+    norm if `last`). Between stages of a model with `residual: ladder` hidden states are (B, S, 2 D): the residual
+    stream, and the output of the last MLP.
 
     Parameters have the names, shapes and order of `muster.spec.model.stage_parameter_shapes`. A tied head uses
     `embed.weight`; a last stage that is not the first holds a copy of its own under that name. The module may be built
     on the meta device. Its values are PyTorch's defaults until `muster.model.init.init_stage` sets them. Tensor
     parallelism replaces `embed_tokens` (tokens and weight (V, D) to hidden states), `project_logits` (hidden states
-    and weight (V, D) to logits) and `run_layers`.
+    and weight (V, D) to logits), `run_layers` and `ladder`.
     """
 
     embed_tokens = staticmethod(F.embedding)
     project_logits = staticmethod(F.linear)
     run_layers = staticmethod(run_layers)
+    ladder = Ladder()
 
     def __init__(self, spec: ModelSpec, layers: range, first: bool, last: bool, has_vocab: bool = True) -> None:
         super().__init__()
@@ -188,7 +212,9 @@ class Decoder(nn.Module):
         learned = first and spec.position == "learned"
         self.positions = nn.Embedding(spec.max_positions or 0, spec.hidden_size) if learned else None
         plugin = plugin_model(spec)
-        make = partial(Layer, router_state=self.router_state) if plugin is None else partial(make_plugin_layer, plugin)
+        self.is_ladder = spec.residual == "ladder"
+        kind = LadderLayer if self.is_ladder else Layer
+        make = partial(kind, router_state=self.router_state) if plugin is None else partial(make_plugin_layer, plugin)
         self.layers = nn.ModuleDict({str(layer): make(spec, layer) for layer in layers})
         self.position_state.knows_attention = plugin is None
         self.has_plugin_layers = plugin is not None
@@ -255,7 +281,16 @@ class Decoder(nn.Module):
         if self.dropout_state.is_active and self.begins_model:
             x_BSD = self.dropout_state.drop_embeddings(x_BSD, self.position_state.positions_in_sample(x_BSD))
         layers = {int(index): cast(Layer, layer) for index, layer in self.layers.items()}
-        return self.run_layers(list(layers.values()), x_BSD, self._constants(x_BSD, layers))
+        constants = self._constants(x_BSD, layers)
+        if self.is_ladder:
+            return self._through_ladder(list(layers.values()), x_BSD, constants)
+        return self.run_layers(list(layers.values()), x_BSD, constants)
+
+    def _through_ladder(self, layers: Sequence[Layer], x: Tensor, constants: Iterable[tuple[Any, ...]]) -> Tensor:
+        state = self.ladder.begin(x) if self.begins_model else self.ladder.from_boundary(x)
+        for layer, shared in zip(layers, constants, strict=True):
+            state = layer(state, *shared)
+        return self.ladder.at_boundary(state) if self.norm is None else self.ladder.end(state)
 
     def _scaled(self, embedded_BSD: Tensor) -> Tensor:
         scale = self._embedding_scale

@@ -7,6 +7,7 @@ writes).
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from muster.model.decoder import Layer
+from muster.model.decoder import LadderLayer, Layer
 from muster.model.experts import MoeMlp
+from muster.model.ladder import LadderState
 from muster.model.routing import RouterState
 from muster.spec.layer_strategy import Recompute
 
@@ -29,6 +31,8 @@ def apply_recompute(layer: Layer, recompute: Recompute) -> None:
     if recompute == "full":
         router = layer.mlp.router if isinstance(layer.mlp, MoeMlp) else None
         forward = partial(_checkpointed, layer.forward, None if router is None else router.state)
+        if isinstance(layer, LadderLayer):
+            forward = partial(_checkpointed_ladder, layer, layer.forward)
         layer.forward = forward  # type: ignore[method-assign]
 
 
@@ -46,6 +50,25 @@ def _checkpointed(forward: Callable[..., Tensor], state: RouterState | None, x_B
         return forward(*inputs, *shared)
 
     return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
+
+
+def _checkpointed_ladder(
+    layer: LadderLayer, forward: Callable[..., LadderState], state: LadderState, *shared: Any
+) -> LadderState:
+    """Run `forward`, of which autograd saves the stream and the pending output alone."""
+
+    def run(x_BSD: Tensor, pending_BSD: Tensor | None) -> LadderState:
+        return forward(state._replace(x_BSD=x_BSD, pending_BSD=pending_BSD), *shared)
+
+    return checkpoint(
+        run,
+        state.x_BSD,
+        state.pending_BSD,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        determinism_check="none",
+        context_fn=lambda: (nullcontext(), layer.ladder.repeating()),
+    )
 
 
 def recomputed(make: Callable[..., Tensor], inputs: tuple[Tensor, ...], consume: Callable[..., Any], *args: Any) -> Any:

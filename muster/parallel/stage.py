@@ -515,7 +515,7 @@ class DecoderStage:
     def receive_buffer(self, micro_batch: int) -> Tensor:
         length = self._seq_len(micro_batch) // self._sequence_shards
         rows = self.micro_batch_shape[0] * (POINTS if self._is_perturbed else 1)  # those of both points
-        shape = (rows, length, self.spec.hidden_size)
+        shape = (rows, length, self.spec.boundary_size)
         return torch.empty(shape, dtype=self.activation_dtype, device=self.world.device)
 
     @property

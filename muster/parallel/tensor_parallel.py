@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from muster.model.adapters import LoraLinear
 from muster.model.attention import Attention
-from muster.model.decoder import Decoder, MtpLayer
+from muster.model.decoder import Decoder, LadderLayer, MtpLayer
 from muster.model.dropout import InputDropout
 from muster.model.experts import Experts, MoeMlp
 from muster.model.four_bit import FourBitWeight, dense
@@ -32,6 +32,7 @@ from muster.model.low_rank import LowRankLinear, first_matrix
 from muster.model.plugin_layer import PROJECT_IN, PROJECT_OUT
 from muster.parallel.axis import PendingTensor, TensorAxis
 from muster.parallel.domino import DominoLayers
+from muster.parallel.ladder import ParallelLadder
 from muster.parallel.symmetric_memory import all_gather_linears, row_backward, row_forward
 from muster.parallel.vocab_loss import exp_and_sums, local_rows, whole_vocab_loss
 from muster.parallel.weight_grad_store import WeightGradStore
@@ -462,6 +463,13 @@ def apply_parallel_linears(
     positions to the experts, which are whole."""
     linears = dict.fromkeys(PROJECT_IN, partial(column_parallel_linear, axis, weight_grads))
     linears |= dict.fromkeys(PROJECT_OUT, partial(row_parallel_linear, axis, weight_grads))
+    if module.is_ladder and axis is not None:  # whose own steps sum over the ranks
+        ladder = ParallelLadder(axis)
+        linears = dict.fromkeys(PROJECT_IN, partial(column_parallel_linear, None, weight_grads))
+        linears |= dict.fromkeys(PROJECT_OUT, partial(ladder.row_parallel_linear, weight_grads))
+        for part in module.modules():
+            if isinstance(part, Decoder | LadderLayer):
+                part.ladder = ladder
     for part in module.modules():
         for name, linear in linears.items():
             if hasattr(part, name):

@@ -138,7 +138,7 @@ def with_degrees(plan: Plan, degrees: dict[str, int], request: PlanRequest) -> P
     if changed.tp == 1 or request.workload.seq_len % (changed.tp * changed.cp):
         strategy["sp"] = False
     elif plan.tp == 1:
-        strategy["sp"] = request.fixed.get("sp", True)
+        strategy["sp"] = request.shards_positions(changed.tp, changed.cp)
     if plan.mesh(0).dp_size == 1 < changed.mesh(0).dp_size:
         strategy["zero"] = request.fixed.get("zero", "z1")
     return _with_fastest_dispatcher(_with_strategy(changed, **strategy) if strategy else changed, request)

@@ -112,6 +112,12 @@ class PlanRequest:
         """Nodes of one island, where those of the others are like them; else, and without islands, all nodes."""
         return part_of_island(self.cluster, self.base.islands)
 
+    def shards_positions(self, tp: int, cp: int) -> bool:
+        """Return True if plans with these degrees have sequence parallelism: as is fixed, or else wherever tp cuts
+        positions evenly, but for a ladder, which hides its sums without."""
+        divides = tp > 1 and self.workload.seq_len % (tp * cp) == 0
+        return self.fixed.get("sp", divides and self.model.residual != "ladder")
+
     def admits(self, name: str, value: object) -> bool:
         """Return True if a field may have this value."""
         return self.fixed.get(name, value) == value

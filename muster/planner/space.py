@@ -269,7 +269,7 @@ def make_plan(
     """Return a plan of a shape, with more `fields`."""
     dp_replicate, dp_shard, zero, *levels = sharding
     param_shard_size, grad_shard_size = levels or (None, None)
-    can_cut_positions = shape.tp > 1 and request.workload.seq_len % (shape.tp * shape.cp) == 0
+    sp = request.shards_positions(shape.tp, shape.cp)
     return request.base.model_copy(
         update={
             "dp_replicate": dp_replicate,
@@ -288,7 +288,7 @@ def make_plan(
                 shape.tp,
                 shape.cp,
                 shape.ep,
-                request.fixed.get("sp", can_cut_positions),
+                sp,
                 shape.copies,
                 (fields or {}).get("schedule", DEFAULT_SCHEDULE),
             ),
@@ -299,7 +299,7 @@ def make_plan(
             "default_strategy": _strategy(
                 request.base.default_strategy,  # pyright: ignore[reportArgumentType] -- frozen models are hashable
                 zero,
-                request.fixed.get("sp", can_cut_positions),
+                sp,
                 recompute,
                 request.fixed.get("offload", request.base.default_strategy.offload),
             ),

@@ -32,6 +32,8 @@ def converted_lines(facts: Facts) -> list[str]:
     if target["format"] == "hf":
         came = {None: "none: --tokenizer DIR takes them from a directory", "bytes": "bytes, as in the run"}
         lines.append(f"tokenizer: {came.get(facts['tokenizer'], 'from ' + str(facts['tokenizer']))}")
+    if facts["note"] is not None:
+        lines.append(facts["note"])
     return lines
 
 

@@ -84,6 +84,10 @@ class ModelSpec(Frozen):
     parallel_residual: bool = False
     """Attention and MLP both read the layer's input, and are added to it together (GPT-NeoX, arXiv:2204.06745
     §2.1.2)."""
+    residual: Literal["standard", "ladder"] = "standard"
+    """Residual stream that attention and MLP read. standard: with the outputs of all before them. ladder: without the
+    output of the one right before, whose tensor-parallel all-reduce travels meanwhile (Ladder Residual,
+    arXiv:2501.06589)."""
     activation: Activation = "silu"
     """Activation function of the MLP."""
     gated: bool = True
@@ -186,6 +190,8 @@ class ModelSpec(Frozen):
             raise ValueError("moe.shortcut needs norm_placement pre, and attention and MLP one after the other")
         if self.parallel_residual and self.norm_placement != "pre":
             raise ValueError(f"parallel_residual needs norm_placement pre, got {self.norm_placement}")
+        if self.residual == "ladder":
+            _check_ladder(self)
         if self.position == "learned" and self.max_positions is None:
             raise ValueError("learned positions need max_positions, the length of the longest sequence")
         if self.rope_scaling is not None and self.position != "rope":
@@ -231,6 +237,12 @@ class ModelSpec(Frozen):
     def has_post_norms(self) -> bool:
         """True if attention and MLP end with a norm."""
         return self.norm_placement != "pre"
+
+    @property
+    def boundary_size(self) -> int:
+        """Elements of a position that one pipeline stage passes to the next: the residual stream, and in a ladder the
+        output of the last MLP, which isn't a part of it yet."""
+        return self.hidden_size * (2 if self.residual == "ladder" else 1)
 
     @property
     def rotary_width(self) -> int:
@@ -319,6 +331,19 @@ def _check_latent_attention(spec: ModelSpec, mla: MlaSpec) -> None:
     wrong += ["nope_layers"] if spec.nope_layers else []
     if wrong:
         raise ValueError(f"latent attention (mla) is without {wrong[0]}: leave it out")
+
+
+def _check_ladder(spec: ModelSpec) -> None:
+    """Raise ValueError where a ladder of what the model has isn't known."""
+    found = [
+        field
+        for field in ("architecture", "moe", "mla", "linear_attention", "mtp_layers", "adapter", "low_rank")
+        if getattr(spec, field)
+    ]
+    found += [field for field in ("parallel_residual", "hidden_dropout") if getattr(spec, field)]
+    found += [] if spec.norm_placement == "pre" else [f"norm_placement {spec.norm_placement}"]
+    if found:
+        raise ValueError(f"residual ladder with {found[0]} isn't known: leave one of them out")
 
 
 def _check_targets(spec: ModelSpec, section: str, what: str, targets: Sequence[str]) -> None:

@@ -266,12 +266,14 @@ def _check_initial_weights(place: str, config: RunConfig) -> Path | None:
 
     Returns the folder with the files of a Hugging Face directory that came with them, if there is one.
     """
-    from muster.checkpoint.initial_weights import check_initial_weights  # imports torch
+    from muster.checkpoint.initial_weights import check_initial_weights, function_note  # imports torch
     from muster.checkpoint.model_directory import auxiliary_folder
 
     directory = check_initial_weights(Path(place), config.model)
     step = "" if directory.step is None else f" of step {directory.step}"
     print(f"weights: from {directory.folder}{step}")
+    if (note := function_note(directory.model, config.model)) is not None:
+        print(f"weights: {note}")
     return auxiliary_folder(directory)
 
 

@@ -66,6 +66,8 @@ def generation_memory(
     tokens = texts * prompt_positions
     shared = tokens * (prompt_positions + 2 * spec.rotary_width * 4)  # mask of visible keys; sines and cosines
     work = shared + max(_attention_work(spec, plan, tokens), _mlp_work(spec, plan, tokens))
+    if spec.residual == "ladder":  # the output of the sub-layer before, and its sum with the stream
+        work += 2 * tokens * spec.hidden_size * size
     logits = texts * spec.vocab_size * (size + (size < 4) * 4 + (plan.tp > 1) * size)
     hidden = tokens * spec.hidden_size * size
     return GenerationMemory(resident, buffers, cache, max(work, logits + hidden), host)

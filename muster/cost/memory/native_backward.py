@@ -250,23 +250,23 @@ class BackwardPeaks:
         begin = position - position % self.plan.bucket_layers
         end = min(begin + self.plan.bucket_layers, len(shards))
         done = sum(map(self.stage.layer_activation_bytes, self.layers[position + 1 :]))
-        held_shards = self.stage.held_shards.layers
-        made = sum(map(self.stage.gradients_of, held_shards[end:]))
+        made = sum(map(self.stage.gradients_of, self.stage.held_shards.layers[end:]))
         waiting = sum(one.unsharded_numel for one in shards[position + 1 : end])
         blocks = self.trained.blocks
         pending = sum(one.unsharded_numel for one in blocks[end : end + self.plan.bucket_layers])
         reducing = pending * self.master_size * (weights and self.stage.reduces_in_passes) + self._leaving_bytes(end)
         summing, first = (made, 0) if weights and self.holds_replica_sums else (0, made)
         if not self.stage.reduces_in_passes:
-            first += sum(map(self.stage.gradients_of, held_shards[position + 1 : end]))
+            first += sum(map(self.stage.gradients_of, self.stage.held_shards.layers[position + 1 : end]))
             waiting = 0
-        waiting *= weights * self.compute_size
+        stream = self.sizes.hidden_bytes * (self.stage.spec.residual == "ladder")  # whose gradient waits, too
+        waiting = waiting * weights * self.compute_size + stream
         base += MemoryTerms(communication=summing, activations=-done)
         base += self._left(position)  # those of the layer before are on their way back
         gathered = self._bucket_bytes(1) if begin == 0 else self._prefetched_bucket_bytes()
         inside = MemoryTerms(gathered_parameters=gathered, communication=reducing, workspace=waiting)
         # The gradient of the stage's output lies in the buffer of its receive.
-        received = self.sizes.hidden_bytes * (index == 0 and self.plan.sends_activations(self.stage.index))
+        received = self.sizes.message_bytes * (index == 0 and self.plan.sends_activations(self.stage.index))
         again = 0
         if index < self.stage.mtp_layers:
             again = further_activation_bytes(self.sizes, "none") - self.stage.further_bytes

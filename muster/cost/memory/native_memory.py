@@ -125,7 +125,7 @@ def _pass_memory(
         accumulates_gradients=not own.reduces_in_passes,
         head_gradients=head_gradients,
         embedding_gradients=embedding_gradients,
-        message_bytes=own.sizes.hidden_bytes,
+        message_bytes=own.sizes.message_bytes,
     )
 
 

@@ -12,6 +12,7 @@ from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import is_zeroth_order, mean_state_bytes
 from muster.cost.activations import (
     PassSizes,
+    boundary_saved_bytes,
     further_activation_bytes,
     layer_activation_bytes,
     loss_saved_bytes,
@@ -310,6 +311,7 @@ class NativeStorage:
         if not self.has_backward:
             return MemoryTerms()
         total = sum(self.layer_activation_bytes(layer) for layer in self.layers)
+        total += boundary_saved_bytes(self.spec, self.plan, self.index, self.sizes)
         sizes = self.sizes
         logits = 0
         if self.has_embedding:
@@ -355,7 +357,7 @@ class NativeStorage:
         """Return the bytes that the stage saves from I to W: inputs and output gradients of all linear layers."""
         heads = 1 + self.mtp_layers
         logits = self.saved_per_micro_batch().logits + (heads * self.sizes.full_hidden_bytes if self.has_head else 0)
-        gradient = self.sizes.hidden_bytes * (not self.plan.is_first(self.index))  # of the stage's input
+        gradient = self.sizes.message_bytes * (not self.plan.is_first(self.index))  # of the stage's input
         projected = 3 * self.mtp_layers * self.sizes.hidden_bytes  # inputs and output gradients of `eh_proj`
         layers = sum(map(self.deferred_layer_bytes, self.layers))
         return MemoryTerms(activations=layers + projected + gradient, logits=logits)

@@ -210,9 +210,9 @@ def _trained_layer_shard(spec: ModelSpec, mesh: Mesh, layer: int) -> ParamShard:
     return _sum_shards(spec, mesh, layer_parameter_shapes(spec, layer))
 
 
-def layer_type(spec: ModelSpec, layer: int) -> tuple[bool, bool]:
-    """Return the type of a layer, as (has experts, has linear attention)."""
-    return spec.has_experts(layer), spec.has_linear_attention(layer)
+def layer_type(spec: ModelSpec, layer: int) -> tuple[bool, bool, bool]:
+    """Return the type of a layer, as (has experts, has linear attention, begins a ladder)."""
+    return spec.has_experts(layer), spec.has_linear_attention(layer), spec.residual == "ladder" and layer == 0
 
 
 def _sum_shards(

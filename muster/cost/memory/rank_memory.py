@@ -20,6 +20,7 @@ from muster.config.optimizer_state import (
 )
 from muster.config.outer_config import OuterConfig
 from muster.cost.activations import (
+    boundary_saved_bytes,
     further_activation_bytes,
     layer_activation_bytes,
     loss_saved_bytes,
@@ -295,6 +296,7 @@ def activation_bytes(
             continue
         strategy = plan.strategy(layer)
         total += layer_activation_bytes(sizes, layer, strategy.recompute, strategy.attention)
+    total += boundary_saved_bytes(spec, plan, stage, sizes)
     norm = norm_saved_bytes(spec, sizes.hidden_tokens, precision) if plan.is_last(stage) else 0
     if plan.vocab_parallel:
         return total + (norm - sizes.hidden_bytes if plan.is_last(stage) else 0)

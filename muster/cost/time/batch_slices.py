@@ -9,13 +9,11 @@ but for what can't overlap: in a run of layers the last turn has no other one be
 from collections.abc import Sequence
 from math import prod
 
+from muster.cost.time.alternating_turns import alternating_s
 from muster.cost.time.kernels import stream_s
 from muster.cost.time.pass_cost import OVERLAP_SLOWDOWN, PassCost
 from muster.cost.time.sublayer import LayerContext, LayerPasses, SublayerCost
 from muster.spec.model import layer_parameter_shapes
-
-_LAYERS = 4
-"""Layers after which further ones take equally long each."""
 
 
 def slices_s(
@@ -29,21 +27,8 @@ def slices_s(
     Example: turns of 2 s with collectives of 1 s take 2 · (2 + 2) s, and 1 s at the end; with collectives of 3 s,
     2 · (3 + 3) s. What overlaps computes slower (`OVERLAP_SLOWDOWN`).
     """
-    turns = list(zip(computed_s, exchanged_s, beside_s or [0.0] * len(computed_s), strict=True))
-
-    def run_s(layers: int) -> float:
-        now_s = links_free_s = 0.0
-        arrival_s = [0.0, 0.0]
-        for turn_s, message_s, end_s in turns * layers:
-            for own in range(2):
-                now_s = max(now_s, arrival_s[own]) + turn_s
-                arrival_s[own] = links_free_s = max(now_s - end_s, links_free_s) + message_s
-        total_s = max(now_s, *arrival_s)
-        return total_s + OVERLAP_SLOWDOWN * (2 * layers * (sum(computed_s) + sum(exchanged_s)) - total_s)
-
-    few_s = run_s(_LAYERS)
-    each_s = (run_s(2 * _LAYERS) - few_s) / _LAYERS
-    return each_s, few_s - _LAYERS * each_s
+    turns = zip(computed_s, exchanged_s, beside_s or [0.0] * len(computed_s), strict=True)
+    return alternating_s([turn for turn in turns for _ in range(2)])
 
 
 def passes_of_slices(

@@ -8,6 +8,7 @@ from muster.cost.time.collectives import all_gather_s, all_reduce_s
 from muster.cost.time.expert_parallel import add_expert_exchange, add_experts
 from muster.cost.time.host_time import add_host_time, with_host_time
 from muster.cost.time.kernels import matmul_s, stream_s
+from muster.cost.time.ladder import passes_of_ladder
 from muster.cost.time.mlp import add_mlp
 from muster.cost.time.pass_cost import PassCost
 from muster.cost.time.plugin_layer import plugin_layer_passes
@@ -43,6 +44,8 @@ def layer_passes(at: LayerContext, layer: int) -> LayerPasses:
         attention, mlp = _sublayers(sliced, layer)
         return passes_of_slices(at, layer, attention, mlp, _recompute_cost(sliced, attention, mlp))
     attention, mlp = _sublayers(at, layer)
+    if at.model.residual == "ladder" and at.tp.size > 1:
+        return passes_of_ladder(attention, mlp, _recompute_cost(at, attention, mlp))
     return LayerPasses(
         attention.forward + mlp.forward,
         attention.input_grads + mlp.input_grads,

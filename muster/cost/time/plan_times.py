@@ -509,7 +509,7 @@ def _stage_p2p_time(setting: PlacedPlan, stage: int) -> tuple[P2PTime, P2PTime] 
 def _p2p_time(setting: PlacedPlan, pair: CommGroup, source: int, mesh: Mesh, sp: bool) -> P2PTime:
     split = mesh.tp if sp or setting.framework.scatter_gather_p2p else 1
     tokens = setting.micro_batch_size(source) * setting.workload.seq_len / mesh.sequence_shards / split
-    size = tokens * setting.model.hidden_size * compute_bytes(setting.plan.precision)
+    size = tokens * setting.model.boundary_size * compute_bytes(setting.plan.precision)
     return P2PTime(p2p_s(pair, size), size / _link_bytes_per_s(pair))
 
 
@@ -520,7 +520,7 @@ def _resharding_p2p_time(setting: PlacedPlan, source: int, target: int) -> P2PTi
     decides.
     """
     plan, seconds, start_s = setting.plan, defaultdict[tuple[str, int], float](float), 0.0
-    position_bytes = setting.model.hidden_size * compute_bytes(plan.precision) / plan.mesh(target).sequence_shards
+    position_bytes = setting.model.boundary_size * compute_bytes(plan.precision) / plan.mesh(target).sequence_shards
     for message in stage_transfers(setting.model, plan, setting.workload.seq_len, source, target):
         pair, size = setting.pair(message.source, message.target), message.box.numel * position_bytes
         wire_s = size / _link_bytes_per_s(pair)

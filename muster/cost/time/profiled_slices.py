@@ -1,17 +1,21 @@
-"""Times of a layer in two slices of a micro-batch (`tp_overlap: domino`) on a machine that has been profiled."""
+"""Times of a layer in two slices of a micro-batch (`tp_overlap: domino`), or of a ladder, on a machine that has been
+profiled."""
 
 from math import prod
 from typing import Protocol
 
+from muster.cost.time.alternating_turns import alternating_s
 from muster.cost.time.batch_slices import slices_s
 from muster.cost.time.profiled_cost import ProfiledCost
 from muster.cost.time.rate_interpolation import RateInterpolator
 from muster.layout.batch_slices import batch_slices
 from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.mesh import Mesh
+from muster.spec.model import ModelSpec
 
 
 class _Passes(Protocol):
+    model: ModelSpec
     rates: RateInterpolator
     rows: int
     mesh: Mesh
@@ -32,6 +36,8 @@ def layer_of_slices(
     Collectives on a CPU take the cores that compute, and hide nothing; on other devices the slices take turns.
     """
     key = recompute, is_linear, has_experts
+    if passes.model.residual == "ladder":
+        return _layer_of_ladder(passes, passes.layer(parts, *key))
     if passes.strategy.tp_overlap != "domino" or passes.mesh.tp == 1:
         return passes.layer(parts, *key)
     total = ProfiledCost()
@@ -47,4 +53,17 @@ def layer_of_slices(
     ):
         turns = [computed_s / 4] * 2, [exposed_s["tp"] / 4] * 2  # two of each slice
         exposed_s["tp"] = slices_s(*turns)[0] - computed_s
+    return total
+
+
+def _layer_of_ladder(passes: _Passes, total: ProfiledCost) -> ProfiledCost:
+    """Return the cost of a layer of a ladder, of which all is given as if nothing overlapped; on a CPU nothing does."""
+    if passes.mesh.tp == 1 or passes.rates.machine.cores:
+        return total
+    backward_s = total.input_grad_s + total.weight_grad_s
+    for computed_s, exposed_s in (
+        (total.forward_s, total.forward_exposed_s),
+        (backward_s, total.backward_exposed_s),
+    ):
+        exposed_s["tp"] = alternating_s([(computed_s / 2, exposed_s["tp"] / 2, 0.0)] * 2)[0] - computed_s
     return total

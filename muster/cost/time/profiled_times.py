@@ -408,7 +408,7 @@ class _StagePasses:
             sum_s = collective("all_reduce", tp, 2 * self.tokens * master_bytes(self.plan.precision))
             forward["tp"] += sum_s
             backward["tp"] += sum_s
-        if again:
+        if again and self.model.residual != "ladder":  # which repeats no sums
             backward["tp"] += forward["tp"]
         elif self.plan.sequence_tiles > 1:
             backward["tp"] += forward["tp"] / 2
@@ -543,7 +543,7 @@ def _p2p_times(
             continue
         cut = plan.mesh(stage).tp if plan.default_strategy.sp else 1
         positions = plan.local_micro_batch_size(stage) * workload.seq_len // plan.mesh(stage).cp // cut
-        count = positions * model.hidden_size * compute_bytes(plan.precision)
+        count = positions * model.boundary_size * compute_bytes(plan.precision)
         hop = P2PTime(rates.contention(storage_level(plan, stage)) * rates.collective("send", 2, count))
         found[stage, stage + 1] = found[stage + 1, stage] = hop
     return found

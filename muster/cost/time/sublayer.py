@@ -319,7 +319,9 @@ def add_tp_entry(at: LayerContext, part: SublayerCost, num_matmuls: int = 1) -> 
     if at.tp.size == 1:
         return
     size = at.hidden_bytes
-    hides_s = _overlapping_matmul_s(at) if at.framework.overlap_tp_grad_reduce else 0.0
+    # In a ladder the gradient travels behind a sub-layer's backward, its gradients of weights among that.
+    is_beside = at.framework.overlap_tp_grad_reduce and at.model.residual != "ladder"
+    hides_s = _overlapping_matmul_s(at) if is_beside else 0.0
     if at.strategy.sp:
         gather_s, scatter_s = all_gather_s(at.tp, size), reduce_scatter_s(at.tp, size)
         _add_tp_collective(at, part.forward, gather_s, partial(gather_copies, num_matmuls=num_matmuls))

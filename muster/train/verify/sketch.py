@@ -44,9 +44,14 @@ def hook_outputs(module: Decoder, on_output: Callable[[str, Tensor], None]) -> N
 
     module.embed_tokens = seen("embed", module.embed_tokens)  # type: ignore[assignment]
     module.project_logits = seen("head", module.project_logits)  # type: ignore[assignment]
+
+    def on_sublayer(name: str, output: Tensor) -> None:
+        module.ladder.settle()
+        on_output(name, output)
+
     named = {name: part for name, part in module.named_modules() if name.endswith((".attn", ".mlp")) or name == "norm"}
     for name, part in named.items():
-        part.register_forward_hook(lambda _module, _inputs, output, name=name: on_output(name, output))
+        part.register_forward_hook(lambda _module, _inputs, output, name=name: on_sublayer(name, output))
 
 
 class Sketches:
