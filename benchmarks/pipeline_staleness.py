@@ -44,6 +44,8 @@ def losses_of(name: str, args: argparse.Namespace) -> list[float]:
     """Train one way and return the training loss of each step."""
     schedule, is_own, compensation = WAYS[name]
     keys: dict[str, object] = {"train.steps": args.steps, "optim.delay_compensation": compensation}
+    if is_own and args.adamw_lr is not None:
+        keys["optim.lr"] = args.adamw_lr
     if not is_own:
         keys |= {"optim.warmup_steps": 5, "optim.min_lr_ratio": 1.0}
         keys |= {"optim.name": "sgd", "optim.lr": args.lr, "optim.momentum": args.momentum, "optim.clip_norm": 0.0}
@@ -72,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--pp", type=int, default=6)
     parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--adamw-lr", type=float, help="in place of the preset's")
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--only", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--folder", type=Path, default=Path("runs/pipeline-staleness"))

@@ -128,9 +128,12 @@ class OptimConfig(Frozen):
             chosen = self.name if optimizers else self.schedule
             value = getattr(self, key)
             if users and chosen not in users and value != model_field.default:
-                raise ValueError(f"{key} {value} is for {_joined(users)}, but {chosen} is chosen; leave it out")
+                shown = str(value).lower() if isinstance(value, bool) else value
+                raise ValueError(f"{key} {shown} is for {_joined(users)}, but {chosen} is chosen; leave it out")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs momentum, which is 0; set momentum or leave nesterov out")
+        if self.clip_by_previous_norm and not self.clip_norm:
+            raise ValueError("clip_by_previous_norm clips to clip_norm, which is 0: leave one of them out")
         if self.delay_compensation == "spike" and (self.name != "sgd" or self.nesterov or not self.momentum):
             raise ValueError(
                 "delay_compensation spike needs sgd with momentum above 0, and nesterov to be false: take predict"

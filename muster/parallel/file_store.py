@@ -78,7 +78,8 @@ class FileStore:
     def _failure(self, what: str, error: OSError) -> MusterError:
         return MusterError(
             f"{self.content} on disk can't be {what} in {self._folder}: {error.strerror or error}; make room"
-            f" there, or leave {self._word} out of the plan, and the run goes on from its last checkpoint"
+            f" there, or leave {self._word} out of the plan, and start it again: it goes on from its last checkpoint,"
+            " if there is one"
         )
 
     def close(self) -> None:

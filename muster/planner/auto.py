@@ -431,6 +431,11 @@ def _require_host_updates(config: RunConfig) -> None:
             f"optim.name {optim.name} can't step in host memory, where each rank updates its own elements: take"
             f" {alternatives(elementwise)}, or leave oopt out of the plan"
         )
+    if config.parallel.offloads_params and config.model.adapter is not None:
+        raise InfeasibleError(
+            f"adapter {config.model.adapter.kind} leaves the model's own weights without an update, which the host"
+            " makes where oparam has them: leave oparam out of the plan"
+        )
     if config.parallel.offloads_params and optim.freeze:
         raise InfeasibleError(
             f"optim.freeze {', '.join(optim.freeze)} leaves parameters without an update, which the host makes where"

@@ -177,5 +177,6 @@ def nothing_to_offload_error(plan: Plan, num_micro_batches: int) -> InfeasibleEr
     return InfeasibleError(
         f"offload has nothing to move: with schedule {plan.schedule}, pp {plan.pp} and"
         f" {num_micro_batches} micro-batch{'es' * (num_micro_batches > 1)}{slices}"
-        f" no activations lie for {MIN_OFFLOAD_GAP} passes"
+        f" no activations lie for {MIN_OFFLOAD_GAP} passes; leave oact out, or take oactd, which moves them within a"
+        " pass"
     )

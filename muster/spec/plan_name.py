@@ -373,7 +373,14 @@ def _parse_part(token: str, text: str) -> dict[str, Any]:
         raise ConfigError(f"plan name '{text}': '{token}' has a number of more than 9 digits")
     shown = {_SCHEDULE_PART.shown: ", ".join("s" + word for word in _schedule_names())}
     known = ", ".join(shown.get(word.shown, word.shown) for word in _NAME_PARTS)
-    raise ConfigError(f"plan name '{text}': unknown part '{token}'{_suggestion(token)} (the parts are {known})")
+    if re.fullmatch(r"oactd?[\d.]+[hd]?", token):
+        raise ConfigError(
+            f"plan name '{text}': '{token}' names a share, which oact doesn't take: say oact or oactd, or give"
+            " the layers in a plan file (overrides)"
+        )
+    if suggestion := _suggestion(token):
+        raise ConfigError(f"plan name '{text}': unknown part '{token}'{suggestion}")
+    raise ConfigError(f"plan name '{text}': unknown part '{token}' (the parts are {known})")
 
 
 def name_parts() -> list[str]:

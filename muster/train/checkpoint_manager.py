@@ -261,7 +261,10 @@ class CheckpointManager:
         latest = find_latest(self._run_dir / CHECKPOINTS_FOLDER)
         if latest is None:
             return "there is no checkpoint, so all steps are lost"
-        return f"the last checkpoint is that of step {step_of(latest)}: the steps since are lost"
+        step = step_of(latest)
+        return (
+            f"the last checkpoint is that of step {step}: the steps since are lost, and the same command goes on there"
+        )
 
     def finish_save(self) -> str | None:
         """Wait until the save under way, if there is one, has ended on all ranks, which all call this; returns a

@@ -14,6 +14,7 @@ from muster.spec.plan_name import format_plan_name
 from muster.spec.units import pluralize
 
 _OVERRIDE = "--ignore-memory tries it all the same"
+_HIGHER_LIMIT = "a higher --memory-limit lets it run"
 
 _TIER_WORDS = ("oopt", "ooptd", "oopt-oparam", "ooptd-oparamd")
 """Words of plans with all state of a kind off the devices, the nearest tier first."""
@@ -35,7 +36,8 @@ def require_memory(config: RunConfig, plan: Plan, num_nodes: int = 1) -> None:
         shortage = _device_shortage(forecast, cluster, limit_bytes is not None)
     if shortage is not None:
         raise InfeasibleError(
-            f"plan {format_plan_name(plan)} {shortage}: {_advice(config, plan, cluster)}; {_OVERRIDE}"
+            f"plan {format_plan_name(plan)} {shortage}: {_advice(config, plan, cluster)};"
+            f" {_OVERRIDE if limit_bytes is None else _HIGHER_LIMIT}"
         )
 
 

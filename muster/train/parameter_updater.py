@@ -487,7 +487,8 @@ class ParameterUpdater:
         if waiting and (not self.config.train.delayed_update or waiting - hosted):
             raise ConfigError(
                 "the checkpoint has gradients whose update is delayed: go on with train.delayed_update, and with the"
-                " optimizer state of the same layers in host memory or on disk"
+                " optimizer state of the same layers in host memory or on disk, or begin another --run with --init-from"
+                " this one, which takes the weights alone"
             )
         if isinstance(self.optimizer, HostOptimizer):
             self.optimizer.expect_pending(None if pending is None else PendingUpdate(**pending), waiting)

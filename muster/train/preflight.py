@@ -220,7 +220,8 @@ def _require_delayed_update_goes_on(resume_point: ResumePoint, config: RunConfig
     if "delayed_update" in resume_point.counters and not config.train.delayed_update:
         raise ConfigError(
             "the checkpoint has gradients whose update is delayed: go on with train.delayed_update, and with the"
-            " optimizer state of the same layers in host memory or on disk"
+            " optimizer state of the same layers in host memory or on disk, or begin another --run with --init-from"
+            " this one, which takes the weights alone"
         )
 
 

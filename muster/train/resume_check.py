@@ -6,6 +6,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from muster.config.load_config import load_run_config
+from muster.config.optimizers import OPTIMIZERS
 from muster.config.run_config import RunConfig
 from muster.config.run_paths import with_absolute_paths, without_data_locations
 from muster.config.swarm_config import SwarmConfig
@@ -161,8 +162,17 @@ def config_changes(before: RunConfig, after: RunConfig) -> list[str]:
         f"{key} was {old.get(key)}, now {new.get(key)}"
         for key in sorted(old | new)
         if old.get(key) != new.get(key) and key not in CHANGEABLE_KEYS and not key.startswith("parallel")
+        if not _belongs_to_one_optimizer(key, before, after)
     ]
     return _plugin_changes(before, after) + (changed or _tokenizer_change(before, after))
+
+
+def _belongs_to_one_optimizer(key: str, before: RunConfig, after: RunConfig) -> bool:
+    """Return True for a key of an optimizer that the run didn't have before or hasn't after: with the optimizer its
+    values change, given or not."""
+    users = [name for name, entry in OPTIMIZERS.items() if key.removeprefix("optim.") in entry.keys]
+    both = before.optim.name, after.optim.name
+    return key.startswith("optim.") and bool(users) and not set(both) <= set(users)
 
 
 def _tokenizer_change(before: RunConfig, after: RunConfig) -> list[str]:
