@@ -16,14 +16,19 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from muster.config import local_machine
+from muster.config.load_config import load_run_config
 from muster.launch import recovery
 from muster.launch.exit_status import ExitStatus
 from muster.launch.launcher import launch
 from muster.launch.launcher_words import LauncherWords, Membership, word_of
 from muster.launch.recovery import Elasticity
 from muster.parallel.connections import Connections
+from muster.planner import auto
+from muster.planner.plans_for_losses import plans_for_losses
 from muster.report.recoveries import loss_causes, recoveries_note, recoveries_of
 from muster.report.run_files import read_metrics
+from muster.spec.plan_name import format_plan_name
 from tests.random_faults import HANG_S, Faults, children, status_of
 from tests.train_runs import (
     LIMIT_S,
@@ -156,6 +161,31 @@ def test_fewer_ranks_go_on_where_there_is_no_spare(tmp_path: Path, capfd: pytest
     assert "when rank 1 on " in (told := recoveries_note(tmp_path) or "")
     assert told.startswith("2 recoveries and 2 returns of lost ranks without a restart: after step ")
     assert "when 1 lost rank came back (next step finished after " in told
+
+
+@pytest.mark.parametrize(
+    ("plan", "wanted"),
+    [
+        ("dp4-z3", {1: "dp1", 2: "dp2"}),  # a third rank would make the batch of 8 uneven
+        ("pp2-dp2-z1", {2: "pp2"}),
+        ("pp2", {1: "dp1"}),  # without other data-parallel ranks all degrees may change
+        ("tp4", {1: "dp1", 2: "dp2"}),
+    ],
+)
+def test_the_planner_names_plans_for_the_ranks_that_are_left(
+    plan: str, wanted: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_machine, "usable_cores", lambda: 2)
+    monkeypatch.setattr(auto, "nvidia_gpu_names", lambda: ())
+    monkeypatch.setattr(local_machine, "nvidia_gpu_names", lambda: ())
+    given = ("parallel", plan), ("train.global_batch_size", 8)
+    resolved = load_run_config("tiny", None, given)
+    found = plans_for_losses(resolved, parallel := resolved.config.parallel)
+    assert {number: format_plan_name(one).partition("-mb")[0] for number, one in found.items()} == wanted
+    assert all(one.world_size == number for number, one in found.items())
+    checkfree = load_run_config("tiny", None, [*given, ("train.elastic", True), ("train.recovery", "checkfree")])
+    kept = plans_for_losses(checkfree, checkfree.config.parallel)
+    assert all((one.tp, one.pp) == (parallel.tp, parallel.pp) for one in kept.values()), "nothing is cut anew"
 
 
 def test_lost_ranks_are_replaced_where_there_is_no_smaller_number(tmp_path: Path) -> None:
@@ -419,7 +449,7 @@ def test_a_spare_takes_the_place_of_a_slow_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("plan", ["dp4-z1-fp64", "dp3-z3-fp64", "pp2-dp2-fp64"])
+@pytest.mark.parametrize("plan", ["dp4-z1-fp64", "dp3-z3-fp64", "pp2-dp2-fp64", "pp2-fp64", "pp4-fp64", "tp2-pp2-fp64"])
 def test_runs_without_spares_shrink_and_grow_under_random_faults(
     plan: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -4,10 +4,15 @@ The ranks read `config.next.yaml` and `plan.next.yaml`. An attempt that fails be
 `plan.yaml` as they were, so that the former command still resumes.
 """
 
+import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+from muster.config.yaml_writer import write_atomically
+from muster.spec.plan import Plan
 
 SCRATCH_PREFIX = "scratch-"
 """Beginning of the names of files of tiers on disk, for the moment in which they have one."""
@@ -15,6 +20,10 @@ TOKENIZER_FOLDER = "tokenizer"
 """Folder in a run directory with the run's tokenizer, and the configuration files of the model that it began with."""
 NEXT_TOKENIZER_FOLDER = "tokenizer.next"
 """Folder with another tokenizer that an attempt at resuming brings, which the ranks read; empty: it has none."""
+
+
+PLANS_FOR_LOSSES_FILE = "plans-for-losses.json"
+"""File in a run directory with the plans under which fewer ranks go on when others are lost."""
 
 
 class AttemptFiles(NamedTuple):
@@ -34,6 +43,18 @@ def current_files(run_dir: Path) -> AttemptFiles:
     files = attempt_files(run_dir)
     adopted = run_dir / "config.yaml", run_dir / "plan.yaml"
     return AttemptFiles(*(draft if draft.exists() else path for draft, path in zip(files, adopted, strict=True)))
+
+
+def write_plans_for_losses(run_dir: Path, plans: Mapping[int, Plan]) -> None:
+    """Write the plans under which the ranks that are left go on, by their number. Raises OSError."""
+    content = {number: plan.model_dump(mode="json") for number, plan in plans.items()}
+    write_atomically(run_dir / PLANS_FOR_LOSSES_FILE, json.dumps(content))
+
+
+def read_plans_for_losses(run_dir: Path) -> dict[int, Plan]:
+    """Read the plans that `write_plans_for_losses` has written."""
+    content = json.loads((run_dir / PLANS_FOR_LOSSES_FILE).read_text(encoding="utf-8"))
+    return {int(number): Plan.model_validate(plan) for number, plan in content.items()}
 
 
 def adopt_attempt_files(run_dir: Path) -> None:

@@ -1,7 +1,7 @@
 """The plan of a run: `parallel: auto` searches for it on the machine that the run is on."""
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from shutil import disk_usage
@@ -207,6 +207,15 @@ def plan_for_cluster(resolved: ResolvedConfig, cluster: ClusterSpec) -> Plan:
     if not found.best:
         raise _explain_refusal(request, found, resolved.config)
     return _with_requested_schedule(_simplest(found, budget).plan, resolved.config.parallel)
+
+
+def best_plan_for(resolved: ResolvedConfig, num_ranks: int) -> EvaluatedPlan:
+    """Return the plan that a run with `parallel: auto` would get for so many ranks on this machine. Raises
+    InfeasibleError."""
+    require_supported_model(resolved.config.model)
+    _require_parts_run(resolved.config)
+    evaluated, _ = _search_process_counts(resolved, num_ranks, nodes=1)
+    return replace(evaluated, plan=_eager_if_unpacked(evaluated.plan, resolved.config))
 
 
 def _search(request: PlanRequest, config: RunConfig) -> tuple[SearchResult, SearchBudget]:

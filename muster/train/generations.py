@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from muster.config.attempt_files import attempt_files
+from muster.config.attempt_files import attempt_files, read_plans_for_losses
 from muster.config.load_config import plan_yaml
 from muster.config.run_config import RunConfig
 from muster.config.yaml_writer import write_atomically
@@ -25,7 +25,6 @@ from muster.launch.rank_process import take_place
 from muster.parallel.connections import Connections
 from muster.parallel.world import open_world
 from muster.spec.errors import InfeasibleError, MusterError
-from muster.spec.fewer_ranks import plans_with_fewer_ranks
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 from muster.train.config_consistency import require_same_config
@@ -62,7 +61,7 @@ class _Rank:
         self, config: RunConfig, plan: Plan, run_dir: Path, store: dist.Store, words: LauncherWords, data: SampleStream
     ) -> None:
         self._config, self._plan, self._run_dir, self._store, self._words = config, plan, run_dir, store, words
-        fewer = plans_with_fewer_ranks(plan, config.model, config.workload) if config.train.elastic else {}
+        fewer = read_plans_for_losses(run_dir) if config.train.elastic else {}
         self._plans = {plan.world_size: plan, **fewer}
         """Plans by their numbers of ranks."""
         self._dataset = data
