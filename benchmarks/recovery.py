@@ -1,9 +1,10 @@
-"""Time from the death of a rank to the next finished step: in the same processes against a restart of all.
+"""Time from the death of a rank to the next finished step: in the same processes, by a restart of all, and by torchrun.
 
     python benchmarks/recovery.py --plan dp4 --losses 5
 
-Kills ranks of a run of the preset `tiny`, one after the other, under `train.elastic` and under `train.restarts` with an
-in-memory checkpoint of each step, and prints seconds from the kill to the next step that is logged, as medians.
+Kills ranks of a run of the preset `tiny`, one after the other: under `train.elastic`; under `train.restarts` with an
+in-memory checkpoint of each step; and under torchrun, which starts all ranks again, with a checkpoint of each step on
+disk. Prints seconds from the kill to the next step that is logged, as medians.
 """
 
 import argparse
@@ -18,9 +19,12 @@ import time
 from pathlib import Path
 from statistics import median
 
+from muster.spec.plan_name import parse_plan_name
+
 ELASTIC = ("--train.elastic", "true")
 RESTARTS = ("--train.restarts", "3", "--train.in_memory_checkpoint_every", "1")
-PAUSE_S = 8.0
+TORCHRUN = ("--train.save_every", "1")
+PAUSE_S = 6.0
 """Time between a recovery and the next loss, in which spares start."""
 
 
@@ -33,6 +37,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         elastic = measure(Path(folder) / "elastic", args.plan, args.losses, ELASTIC)
         restarts = measure(Path(folder) / "restarts", args.plan, args.losses, RESTARTS)
+        ranks = parse_plan_name(args.plan).world_size
+        torchrun = measure(Path(folder) / "torchrun", args.plan, args.losses, TORCHRUN, ranks)
         rows = [json.loads(line) for line in (Path(folder) / "elastic" / "recoveries.jsonl").read_text().splitlines()]
     step_s = median(elastic.steps_s)
     print(f"{args.plan}, {args.losses} losses each; a step takes {step_s:.2f} s")
@@ -40,7 +46,9 @@ def main() -> None:
     joined = [row["joined_s"] for row in rows if row["joined_s"] is not None]
     print(f"  all ranks together again after {median(joined):.2f} s ({spread(joined)})")
     print(f"restart of all: next step logged after {median(restarts.waits_s):.2f} s ({spread(restarts.waits_s)})")
-    print(f"ratio {median(restarts.waits_s) / median(elastic.waits_s):.1f}")
+    print(f"torchrun's restart: next step logged after {median(torchrun.waits_s):.2f} s ({spread(torchrun.waits_s)})")
+    for name, other in (("restart of all", restarts), ("torchrun's restart", torchrun)):
+        print(f"{name} / same processes: {median(other.waits_s) / median(elastic.waits_s):.1f}")
 
 
 class Measured:
@@ -51,17 +59,21 @@ class Measured:
         self.steps_s: list[float] = []
 
 
-def measure(run: Path, plan: str, losses: int, how: tuple[str, ...]) -> Measured:
-    """Run, kill a rank at random moments, and return how long each loss took."""
-    command = [sys.executable, "-m", "muster", "train", "--preset", "tiny", "--run", str(run), "--parallel", plan]
+def measure(run: Path, plan: str, losses: int, how: tuple[str, ...], torchrun_ranks: int = 0) -> Measured:
+    """Run, kill a rank at random moments, and return how long each loss took; under torchrun with its ranks."""
+    python = [sys.executable, "-m"]
+    if torchrun_ranks:
+        python += ["torch.distributed.run", "--standalone", "--max-restarts", str(losses)]
+        python += ["--nproc-per-node", str(torchrun_ranks), "-m", "--"]
+    command = [*python, "muster", "train", "--preset", "tiny", "--run", str(run), "--parallel", plan]
     command += ["--train.steps", "100000", "--eval.batches", "1", "--train.sample_tokens", "0", *how]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     found, chance = Measured(), random.Random(0)
     try:
         for _ in range(losses):
             wait_for_row(process, run, after=time.time())
             time.sleep(PAUSE_S + chance.uniform(0, 1))
-            victim = chance.choice(ranks_of(process.pid))
+            victim = chance.choice(ranks_of(process.pid, "train" if torchrun_ranks else "--rank"))
             os.kill(victim, signal.SIGKILL)
             killed = time.time()
             time.sleep(0.1)  # rows that were under way
@@ -74,11 +86,12 @@ def measure(run: Path, plan: str, losses: int, how: tuple[str, ...]) -> Measured
     return found
 
 
-def ranks_of(launcher: int) -> list[int]:
-    """Return the processes of a launcher that train: all but those that wait for a rank's place."""
+def ranks_of(launcher: int, word: str) -> list[int]:
+    """Return the processes of a launcher that have this word in their command, as those do that train, and others don't
+    that wait for a rank's place."""
     found = []
     for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-        if "--rank" in Path(f"/proc/{child}/cmdline").read_text().split("\0"):
+        if word in Path(f"/proc/{child}/cmdline").read_text().split("\0"):
             found.append(int(child))
     return found
 

@@ -58,6 +58,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     "tiers": ("test_tier_faults.py", "test_train_faults.py"),
     "peers": ("test_peers.py", "test_peer_runs.py", "test_swarm.py"),
     "lost-ranks": ("test_elastic.py", "test_checkfree.py"),
+    # `PYTEST_ARGS="--faults 100"` for more of them
+    "random-faults": ("test_elastic.py::test_runs_under_random_faults_have_every_loss_of_an_undisturbed_one",),
+    "fewer-ranks": ("test_elastic.py::test_runs_without_spares_shrink_and_grow_under_random_faults",),
     "gradient-checks": ("test_gradient_check.py",),
     "hangs": ("test_hang.py", "test_doctor.py"),
     "nodes": ("test_nodes.py", "test_profile_nodes.py", "test_ring_order.py"),

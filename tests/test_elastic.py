@@ -24,10 +24,12 @@ from muster.launch.launcher import launch
 from muster.launch.launcher_words import LauncherWords, Membership, word_of
 from muster.launch.recovery import Elasticity
 from muster.parallel.connections import Connections
+from muster.parallel.world import open_world
 from muster.planner import auto
 from muster.planner.plans_for_losses import plans_for_losses
 from muster.report.recoveries import loss_causes, recoveries_note, recoveries_of
 from muster.report.run_files import read_metrics
+from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 from tests.random_faults import HANG_S, Faults, children, status_of
 from tests.train_runs import (
@@ -320,6 +322,39 @@ def test_a_rank_stops_waiting_for_ranks_that_never_connect() -> None:
         rank.join(LIMIT_S)
 
 
+class Recording(dist.Store):
+    """A store that notes its keys, and fails if it shall."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.keys: list[str] = []
+        self._store, self._fails = dist.HashStore(), fails
+
+    def set(self, key: str, value: str) -> None:
+        if self._fails:
+            raise ConnectionError("lost")
+        self.keys.append(key)
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], *_: object) -> None:
+        self._store.wait(keys)
+
+
+def test_ranks_that_failed_to_join_meet_those_that_never_tried() -> None:
+    def joined(store: Recording) -> list[str]:
+        with open_world(store, 0, 1, Plan()):
+            return store.keys
+
+    fresh = joined(Recording())
+    with pytest.raises(Exception, match="lost"):
+        joined(Recording(fails=True))
+    assert fresh == joined(Recording())
+    assert fresh
+
+
 def test_a_run_that_loses_ranks_goes_on_and_is_the_same(tmp_path_factory: pytest.TempPathFactory) -> None:
     whole = whole_run(tmp_path_factory.getbasetemp())[0]
     run = whole.with_name("elastic")
@@ -492,6 +527,7 @@ def test_a_rank_that_is_lost_while_all_start_is_replaced(plan: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--nodes", "2", "--node-rank", "0", "--rendezvous", "127.0.0.1"], "one launcher that starts all ranks"),
         (["--parallel", "dp1"], "a single rank leaves none that could go on"),
         (["--parallel", "isl2-dp2"], "islands are steps apart"),
         (["--train.in_memory_checkpoint_every", "2"], "leave in_memory_checkpoint_every out"),

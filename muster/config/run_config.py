@@ -179,7 +179,7 @@ class TrainConfig(Frozen):
     the state after the step before, of which each rank keeps a copy in its node's memory. On one node's CPUs."""
     spares: NonNegativeInt = 1
     """Processes that wait to take the place of lost ranks, under `train.elastic`. 0: the ranks that are left go on
-    under the plan with fewer data-parallel ranks, where there is one for the batch, until new processes are ready."""
+    under a plan with fewer, where there is one for the batch, until new processes are ready."""
     recovery: Literal["copy", "checkfree"] = "copy"
     """State from which ranks go on under `train.elastic` when one is lost. copy: that after the last step, of which
     each rank keeps a copy in memory. checkfree: nobody keeps copies; a lost inner stage of the pipeline becomes the

@@ -29,8 +29,8 @@ def plans_for_losses(resolved: ResolvedConfig, plan: Plan) -> dict[int, Plan]:
     """Return plans with the global batch of `plan` and fewer ranks, by their number of ranks.
 
     Those of `plans_with_fewer_ranks`, and for larger numbers of ranks, where dp alone can't use all that are left, the
-    best of the planner, where that is predicted to be faster than with fewer ranks by more than predictions err. Ranks that rebuild lost stages from
-    those beside them (`train.recovery` checkfree) keep their stages.
+    best of the planner, where that is predicted to be faster than with fewer ranks, by more than predictions err. Ranks
+    that rebuild lost stages from those beside them (`train.recovery` checkfree) keep their stages.
     """
     config = resolved.config
     found = plans_with_fewer_ranks(plan, config.model, config.workload)

@@ -86,6 +86,7 @@ class Preflight:
 def dry_run(resolved: ResolvedConfig, options: TrainOptions) -> tuple[ChosenPlan, Preflight]:
     """Check everything that a run checks before it starts ranks, and write nothing. Raises as a run does."""
     check_launcher_environment(options.nodes)
+    require_one_launcher(resolved.config, options)
     if options.nodes is None:
         chosen = choose_plan(resolved, options.nproc)
     else:
@@ -107,7 +108,7 @@ def preflight(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOption
     require_unequal_lengths(resolved.config, plan)
     require_settings_of_islands(resolved.config, plan)
     on_several_launchers = options.nodes is not None or "TORCHELASTIC_RUN_ID" in os.environ
-    require_elastic(resolved.config, plan, on_several_launchers)
+    require_elastic(resolved.config, plan)
     require_swarm(resolved.config, plan, on_several_launchers)
     require_trackers(resolved.config.tracking)
     resolved = with_settled_bos(resolved)
@@ -340,14 +341,21 @@ def require_peer_plan(plan: Plan) -> None:
         raise InfeasibleError(f"outer.coordinator doesn't go with plan {format_plan_name(plan)}: {reason}")
 
 
-def require_elastic(config: RunConfig, plan: Plan, on_several_launchers: bool) -> None:
-    """Raise ConfigError where `train.elastic` doesn't go with the plan or with the launcher."""
+def require_one_launcher(config: RunConfig, options: TrainOptions) -> None:
+    """Raise ConfigError where `train.elastic` is on in a job of several launchers, before they wait for each other."""
+    if config.train.elastic and (options.nodes is not None or "TORCHELASTIC_RUN_ID" in os.environ):
+        raise ConfigError(
+            "train.elastic needs one launcher that starts all ranks: leave out --nodes and torchrun, or take"
+            " train.restarts, which starts the ranks of all nodes again"
+        )
+
+
+def require_elastic(config: RunConfig, plan: Plan) -> None:
+    """Raise ConfigError where `train.elastic` doesn't go with the plan."""
     if not config.train.elastic:
         return
     reason = None
-    if on_several_launchers:
-        reason = "one launcher has to start all ranks: leave out --nodes and torchrun"
-    elif plan.world_size == 1:
+    if plan.world_size == 1:
         reason = "a single rank leaves none that could go on: expected a plan with several, or train.restarts"
     elif plan.islands > 1:
         reason = "islands are steps apart: expected a plan without islands, or train.restarts"

@@ -16,7 +16,7 @@ from muster.planner.auto import choose_plan
 from muster.planner.plans_for_losses import plans_for_losses
 from muster.report.run_files import last_step
 from muster.spec.plan import Plan
-from muster.train.preflight import TrainOptions, check_launcher_environment
+from muster.train.preflight import TrainOptions, check_launcher_environment, require_one_launcher
 from muster.train.prepare import WORKER, prepare
 from muster.train.run_directory import explain_write_errors, locked_run_dir
 
@@ -34,6 +34,7 @@ def train(resolved: ResolvedConfig, options: TrainOptions) -> int:
 
 
 def _train(resolved: ResolvedConfig, options: TrainOptions) -> int:
+    require_one_launcher(resolved.config, options)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from muster.train.torchrun import train_under_torchrun
 
