@@ -139,6 +139,13 @@ def test_lost_ranks_are_replaced_while_the_others_go_on(tmp_path: Path, capfd: p
     assert "without a restart: after step " in (recoveries_note(tmp_path) or "")
 
 
+def test_a_job_whose_last_rank_is_lost_goes_on_with_new_ones(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    status = run_job(tmp_path, iter(["killed-0", "killed-0", "end"]), size=1)
+    assert (status.code, status.reason) == (0, "finished")
+    assert [row["ranks"] for row in recoveries(tmp_path)] == [[0], [0]]
+    assert "was killed by signal 9 (SIGKILL): a spare takes its place (generation 2)" in capfd.readouterr().out
+
+
 def test_ranks_that_are_lost_in_a_recovery_belong_to_it() -> None:
     lost = {"ranks": [1], "recovered_s": None, "reason": "rank 1 takes 1.40 times as long as the others to compute"}
     rows = [
@@ -226,6 +233,7 @@ def test_ranks_that_never_join_again_end_the_job_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recovery, "JOIN_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(recovery, "MAX_RECOVERIES_IN_A_ROW", 1)
     status = run_job(tmp_path, iter(["apart-0 apart-1 apart-2 killed-1"]))
     assert status.rank in (0, 1, 2)
     assert "did not join the other ranks within 1 s after rank 1 on " in status.reason

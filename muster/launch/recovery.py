@@ -139,8 +139,8 @@ class ElasticSupervisor(RankSupervisor):
         """Return the reason why ranks were lost; None where the others can't go on, or would only lose more."""
         if self.stop_requested or self.kill_requested or self.hang_fault is not None:
             return None
-        if len(failed) + len(self.running()) < len(self.ranks) or not self.running():
-            return None  # some have ended well, or none is left
+        if len(failed) + len(self.running()) < len(self.ranks):
+            return None  # some have ended well
         if self._in_a_row == MAX_RECOVERIES_IN_A_ROW:
             return None
         hang = next((self._hangs[rank.process.pid] for rank in failed if rank.process.pid in self._hangs), None)
@@ -209,7 +209,8 @@ class ElasticSupervisor(RankSupervisor):
         """Give the places of failed ranks to spares, and tell all ranks of the next generation."""
         lost = [rank.rank for rank in failed]
         who = "a spare takes its place" if len(lost) == 1 else f"spares take the places of {numbered('rank', lost)}"
-        self._begin_generation(failed, f"{reason}: {who}, and the other ranks go on", reason, len(self.ranks))
+        others = ", and the other ranks go on" if self.running() else ""
+        self._begin_generation(failed, f"{reason}: {who}{others}", reason, len(self.ranks))
         for rank in failed:
             spare = self._take_spare()
             spare.rank = spare.monitor.rank = rank.rank
@@ -320,7 +321,7 @@ class ElasticSupervisor(RankSupervisor):
         sentence = f"did not join the other ranks within {JOIN_TIMEOUT_S:.0f} s after {reason}"
         for rank in late:
             fault = RankFault(rank.rank, socket.gethostname(), sentence)
-            if self._in_a_row == MAX_RECOVERIES_IN_A_ROW or len(late) == len(self.running()):
+            if self._in_a_row == MAX_RECOVERIES_IN_A_ROW:
                 self.hang_fault = self.hang_fault or fault
             else:
                 self._kill_hung(rank, fault)
