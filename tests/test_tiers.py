@@ -157,8 +157,9 @@ def test_what_fits_nowhere_is_told_with_each_tier(capsys: pytest.CaptureFixture[
     where: str = "plan --model llama3.2-3b --cluster 1xrtx4090 --global-batch 64 --seq-len 2048"
     assert main([*where.split(), "--host-memory", "16G"]) == 3
     error = capsys.readouterr().err
-    assert "dp1-mb1-rfull-oopt-oparam-bf16, needs" in error
-    assert "of host memory for each device, whose share is 14.9 GiB" in error
+    assert "dp1-mb1-rfull-oopt-oparam-bf16, fits on the devices, but needs" in error
+    assert "of host memory for each device, whose share is 14.9 GiB: give --host-memory 60G for a node" in error
+    assert main([*where.split(), "--host-memory", "60G"]) == 0
 
 
 def test_where_nothing_fits_known_tiers_are_tried() -> None:

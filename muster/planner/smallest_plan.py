@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import inf
+from math import ceil, inf
 
 from muster.cost.memory.forecast import forecast_memory
 from muster.planner.memory.budget import MemoryBudget
@@ -46,6 +46,11 @@ class SmallestPlan:
     @property
     def fits(self) -> bool:
         return self.peak_bytes <= self.limit_bytes and not self.full_tiers
+
+    @property
+    def fits_device(self) -> bool:
+        """True if only a tier off the device is too small, if anything."""
+        return self.peak_bytes <= self.limit_bytes
 
     @property
     def full_tiers(self) -> list[tuple[str, int, float]]:
@@ -231,6 +236,8 @@ def describe_need(request: PlanRequest) -> str:
         needs += f", and {format_size(size)} of {name} for each device, whose share is {format_size(share)}"
     if smallest.fits:
         return f"{smallest.name} would fit: it {needs}"
+    if smallest.fits_device:
+        return _tiers_text(request, smallest)
     how = "as required" if "recompute" in request.fixed else "with every layer recomputed"
     terms = sorted(((size, name) for name, size in smallest.terms.items() if size), reverse=True)[:2]
     largest = " and ".join(f"{format_size(size)} of {name.replace('_', ' ')}" for size, name in terms)
@@ -244,6 +251,17 @@ def describe_need(request: PlanRequest) -> str:
     parts += [f"it would fit with {', or '.join(helps)}"] if helps else []
     parts += [f"not enough: {', '.join(fails)}"] if fails else []
     return "; ".join(parts)
+
+
+def _tiers_text(request: PlanRequest, smallest: SmallestPlan) -> str:
+    """Return what the tiers lack for a plan that fits the devices."""
+    devices = max(group.devices_per_node for group in request.cluster.groups)
+    lacks = (
+        f"{format_size(size)} of {name} for each device, whose share is {format_size(share)}: give"
+        f" --{name.replace(' ', '-')} {ceil(size * devices / 1e9)}G for a node, or more"
+        for name, size, share in smallest.full_tiers
+    )
+    return f"the smallest, {smallest.name}, fits on the devices, but needs {', and '.join(lacks)}"
 
 
 def _limit_text(request: PlanRequest, smallest: SmallestPlan) -> str:

@@ -126,6 +126,7 @@ def explain_no_tier(request: PlanRequest) -> InfeasibleError:
     words = [word for word in ("oopt-oparam", "ooptd-oparamd") if word in tier_words(request)]
     asked = [with_tier(request, word) for word in words] or [request]
     smallest = [smallest_plan(one) for one in asked]
-    held = [one for one, found in zip(asked, smallest, strict=True) if found is not None and not found.full_tiers]
+    known = [(one, found) for one, found in zip(asked, smallest, strict=True) if found is not None]
+    held = [one for one, found in known if not found.full_tiers] or [one for one, found in known if found.fits_device]
     needs = [need for one in (held[-1:] or asked) if (need := describe_need(one))]
     return InfeasibleError("; ".join(["no plan fits", *needs]))
