@@ -49,6 +49,9 @@ class SleepingWorker:
     def snapshot(self) -> bytes:
         return str(self.step).encode()
 
+    def digest(self) -> str:
+        return sha256(self.snapshot()).hexdigest()
+
     def forward(self, micro_batch: int, inputs: bytes, hidden: bytes) -> bytes:
         time.sleep(self.forward_s)
         return bytes(HIDDEN_BYTES)

@@ -1,18 +1,25 @@
 """Stages served by swarms of peers: gradients under retries and deaths, wiring, moves between stages, and runs as a
 person starts them."""
 
+import contextlib
 import json
 import random
+import socket
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from muster.cli.main import main
+from muster.launch.peers.channel import create_secret
+from muster.launch.swarm.connections import PeerConnections
+from muster.launch.swarm.peer import SwarmPeer
 from muster.launch.swarm.step_passes import Pass, StepPasses
 from muster.launch.swarm.wiring import PeerTimes, StageWiring, choose_move, stage_for
 from muster.report.swarm import draw_swarm, swarm_note
+from muster.spec.errors import MusterError
 from tests.ranks import run_ranks
 from tests.toy_peers import free_ports
 from tests.train_runs import QUICK, Command, assert_one_sentence, train
@@ -60,7 +67,7 @@ def test_gradients_are_equal_under_many_random_faults(tmp_path: Path) -> None:
     moving = {"rebalance_every": 1}
     cases.append({"steps": 6, "peers": FOUR | {"e": {}, "f": {}}, "events": {1: ["kill", "a"], 2: ["kill", "c"]}})
     cases[-1]["swarm"] = moving
-    cases.append({"steps": 3, "peers": FOUR, "clip_norm": 0.01, "plan": "mb2-fp64"})
+    cases.append({"steps": 3, "peers": FOUR, "clip_norm": 0.01, "plan": "mb2-rfull-fp64"})
     cases.append({"steps": 3, "peers": _peers(20, 4, **FAULTY), "deaths": 4, "plan": "mb1-bf16"})
     for case, found in zip(cases, _run(cases, tmp_path), strict=True):
         # In bf16 sums of micro-batches in fp32, which are added up in another order, round.
@@ -73,14 +80,15 @@ def test_gradients_are_equal_under_many_random_faults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bug", "peers"),
     [
-        # Late answers come after others: both count.
-        ("counted twice", {"a": {"late_s": 1.5}, "b": {}, "c": {"late_s": 1.5}, "d": {}}),
+        # Late answers come while others are asked: both count.
+        ("counted twice", _peers(2, 4, late_s=0.8)),
         ("lost", _peers(1, 4, **FAULTY)),
         ("", FOUR | {"d": {"skips_updates": True}}),
     ],
 )
 def test_seeded_bugs_are_found(bug: str, peers: dict[str, Any], tmp_path: Path) -> None:
-    (found,) = _run([{"steps": 3, "peers": peers, "deaths": 4, "bug": bug}], tmp_path)
+    case = {"steps": 2, "peers": peers, "deaths": 4, "bug": bug, "swarm": {"in_flight": 2}}
+    (found,) = _run([case], tmp_path)
     differs = [line for line in found["said"] if "differ" in line]
     assert not _is_equal(found) or (not bug and differs), found
 
@@ -133,6 +141,25 @@ def test_passes_of_a_step_count_once_in_any_order_of_answers_losses_and_retries(
         assert passes.total_losses == [micro_batches]
         held = [passes.ledger.micro_batches(peer, stage) for stage in names for peer in names[stage]]
         assert sum(map(len, held)) == stages * micro_batches
+
+
+def test_a_late_pass_of_the_step_before_says_nothing_of_this_one() -> None:
+    class Worker(Mock):
+        step = 5
+
+    peer = SwarmPeer(("127.0.0.1", 1), bytes(32), "a", lambda welcome: Worker())
+    peer.worker, peer.stage = Worker(), 0
+    late = {"do": "F", "step": 4, "stage": 0, "micro_batch": 7, "has_kept": False, "accepted": [3]}
+    peer._obey(Mock(), late, [b"", b""])
+    peer._obey(Mock(), late | {"step": 5, "stage": 1}, [b"", b""])
+    peer.worker.count.assert_not_called()
+    peer.worker.forward.assert_not_called()
+    with pytest.raises(MusterError, match="a pass of step 7 came to a peer with the state after step 5"):
+        peer._obey(Mock(), late | {"step": 6}, [b"", b""])
+    peer._obey(Mock(), late | {"step": 5}, [b"", b""])
+    peer.worker.count.assert_called_once_with(3)
+    peer.worker.forward.assert_called_once_with(7, b"", b"")
+    peer.close()
 
 
 def _wiring(method: Any, **times_s: float) -> StageWiring:
@@ -221,6 +248,24 @@ def test_a_peer_without_address_or_secret_is_told_so(tmp_path: Path, capsys: pyt
     assert "nowhere:port is no address with a port: expected HOST:PORT, such as host-a:29700" in capsys.readouterr().err
     assert main(["swarm", "host-a", "--secret-file", str(tmp_path / "none")]) == 2
     assert "copy the one that muster coordinator, or the trainer of a swarm, has made" in capsys.readouterr().err
+
+
+def test_who_does_not_know_the_secret_is_refused_both_ways(flags: tuple[str | Path, ...], tmp_path: Path) -> None:
+    host, _, port = str(flags[flags.index("--swarm.listen") + 1]).partition(":")
+    create_secret(tmp_path / "run.secret")
+    said: list[str] = []
+    with socket.create_server((host, int(port))) as listener:
+        connections = PeerConnections(listener, bytes(32), {}, 1.0, 5.0, said.append)
+        with socket.create_connection((host, int(port))) as garbage:
+            garbage.sendall(b"GET / HTTP/1.1\r\n" * 4)
+            with contextlib.suppress(ConnectionResetError):
+                garbage.recv(1)
+        with _serve(flags, tmp_path) as peer:
+            ended = peer.wait()
+        connections.close()
+    assert_one_sentence(ended, 1, "has another secret: give all peers a copy of its secret file")
+    assert any("it is no peer of Muster" in line for line in said), said
+    assert any("it doesn't know the run's secret" in line for line in said), said
 
 
 @pytest.mark.soak

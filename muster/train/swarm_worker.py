@@ -1,7 +1,7 @@
 """A stage of the model on a peer of a swarm: its passes, the sum of its gradients, and its updates."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any, cast
@@ -182,6 +182,13 @@ class SwarmStage:
         """Return the state of the stage after the present step."""
         return stage_state(self._updater, list(self._updater.parameters), self.step)
 
+    def digest(self) -> str:
+        """Return the SHA-256 of `snapshot`, part by part."""
+        found = sha256()
+        for part in _state_parts(self._updater, list(self._updater.parameters), self.step):
+            found.update(part)
+        return found.hexdigest()
+
     def load(self, content: bytes) -> None:
         """Take over the state of the stage. Raises ValueError where it is of other parameters."""
         step, count, starts = fill_stage_state(self._updater, list(self._updater.parameters), content)
@@ -212,9 +219,14 @@ def stage_parameters(config: RunConfig, stage: int) -> list[str]:
 
 def stage_state(updater: ParameterUpdater, names: list[str], step: int) -> bytes:
     """Return parameters, by name, with their optimizer state, as peers and the trainer exchange them."""
+    return b"".join(_state_parts(updater, names, step))
+
+
+def _state_parts(updater: ParameterUpdater, names: list[str], step: int) -> Iterator[bytes]:
     optimizer = updater.optimizer
     head = {"step": step, "updates": optimizer.step_count, "starts": optimizer.starts._asdict()}
-    return b"".join([json.dumps(head).encode(), b"\n", *map(_raw, _state_tensors(updater, names))])
+    yield json.dumps(head).encode() + b"\n"
+    yield from map(_raw, _state_tensors(updater, names))
 
 
 def fill_stage_state(updater: ParameterUpdater, names: list[str], content: bytes) -> tuple[int, int, StateStarts]:

@@ -26,6 +26,8 @@ class Peer:
     """Address at which it listens for other peers."""
     stage: int | None = None
     phase: Literal["new", "loading", "ready"] = "new"
+    num_loads: int = 0
+    """Times that it was told to load a state: it is ready after the last."""
     sent: dict[Pass, float] = field(default_factory=dict)
     """Passes under way, with the time at which they were sent."""
     accepted: list[int] = field(default_factory=list)

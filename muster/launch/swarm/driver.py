@@ -5,7 +5,7 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Protocol
@@ -253,17 +253,18 @@ class SwarmDriver:
         """Tell a peer where the state of its stage is; what another peer has to hash first is asked for."""
         sources = self._ready(stage)
         if not sources:
-            content = self.source.snapshot(stage)
-            self._tell(peer, {"do": "load", "step": self.step, "digest": sha256(content).hexdigest()}, [content])
-            peer.phase = "loading"
+            if self.source.step == self.step:  # otherwise another peer is loading, from which this one can
+                self._order_load(peer, {}, [self.source.snapshot(stage)])
         elif stage not in self._digests:
             self._digests[stage] = None
             self._tell(random.choice(sources), {"do": "digest"})
         elif (digest := self._digests[stage]) is not None:
-            source = random.choice(sources)
-            order = {"do": "load", "step": self.step, "digest": digest, "address": source.address}
-            self._tell(peer, order)
-            peer.phase = "loading"
+            self._order_load(peer, {"digest": digest, "address": random.choice(sources).address})
+
+    def _order_load(self, peer: Peer, place: Message, contents: Sequence[bytes] = ()) -> None:
+        peer.num_loads += 1
+        self._tell(peer, place | {"do": "load", "number": peer.num_loads}, contents)
+        peer.phase = "loading"
 
     # ------------------------------------------------------------------------------------------------------------------
     # Passes
@@ -444,7 +445,7 @@ class SwarmDriver:
         elif "sum" in message:
             self._take_sum(peer, message)
         elif "loaded" in message:
-            if peer.phase == "loading" and peer.stage == message["stage"]:
+            if peer.phase == "loading" and message["number"] == peer.num_loads:
                 peer.phase = "ready" if message["loaded"] == self.step else "new"
                 if peer.phase == "ready" and peer.stage is not None:
                     self.wirings[peer.stage].add(peer.name)
@@ -452,6 +453,8 @@ class SwarmDriver:
         elif "digest" in message:
             if message["step"] == self.step and peer.stage is not None:
                 self._digests[peer.stage] = message["digest"]
+            self._answers[peer.name] = message, contents
+        elif "state" in message:
             self._answers[peer.name] = message, contents
         elif "problem" in message:
             self._log(f"{peer.name}: {message['problem']}")

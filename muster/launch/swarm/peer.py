@@ -7,7 +7,6 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from hashlib import sha256
 from typing import Protocol
 
 from muster.launch.peers.channel import Message, RefusedError, connect
@@ -37,6 +36,10 @@ class StageWorker(Protocol):
 
     def snapshot(self) -> bytes:
         """Return the state of the stage, from any thread."""
+        ...
+
+    def digest(self) -> str:
+        """Return the SHA-256 of `snapshot`."""
         ...
 
     def forward(self, micro_batch: int, inputs: bytes, hidden: bytes) -> bytes:
@@ -87,7 +90,9 @@ class SwarmPeer:
         """Backwards that it has run."""
         self._state = threading.Lock()
         """Held while the state changes, or is read for another peer."""
-        self._orders: queue.PriorityQueue[tuple[int, int, int, Message, list[bytes]]] = queue.PriorityQueue()
+        self._orders: queue.PriorityQueue[tuple[int, tuple[int, int], int, Message, list[bytes]]] = (
+            queue.PriorityQueue()
+        )
         self._numbers = itertools.count()
         self._packets: Packets | None = None
         self._ring_lock = threading.Lock()
@@ -172,11 +177,12 @@ class SwarmPeer:
                 if message["do"] == "abort":
                     self._abort(int(message["generation"]))
                 elif message["do"] in ("F", "B"):
-                    orders.put((_PASS, int(message["order"]), next(self._numbers), message, contents))
+                    place = int(message["step"]), int(message["order"])
+                    orders.put((_PASS, place, next(self._numbers), message, contents))
                 elif message["do"] != "beat":
-                    orders.put((_CONTROL, 0, next(self._numbers), message, contents))
+                    orders.put((_CONTROL, (0, 0), next(self._numbers), message, contents))
         except (OSError, RefusedError, KeyError, TypeError, ValueError):
-            orders.put((_CONTROL, 0, next(self._numbers), {"do": "lost"}, []))
+            orders.put((_CONTROL, (0, 0), next(self._numbers), {"do": "lost"}, []))
 
     def _beat(self, packets: Packets, beat_s: float, ended: threading.Event) -> None:
         while not ended.wait(beat_s):
@@ -195,11 +201,11 @@ class SwarmPeer:
                 worker.step = -1
             self._log(f"serves stage {self.stage}")
         elif what == "load":
-            packets.send({"loaded": self._load(packets, message, contents), "stage": self.stage})
-        elif what in ("digest", "state"):
-            content = worker.snapshot()
-            answer = {"digest": sha256(content).hexdigest(), "step": worker.step}
-            packets.send(answer, [content] if what == "state" else [])
+            packets.send({"loaded": self._load(packets, message, contents), "number": message["number"]})
+        elif what == "digest":
+            packets.send({"digest": worker.digest(), "step": worker.step})
+        elif what == "state":
+            packets.send({"state": worker.step}, [worker.snapshot()])
         elif what == "reduce":
             self._reduce(packets, message)
         elif what == "commit":
@@ -228,15 +234,15 @@ class SwarmPeer:
         """Run a pass, and send what it has computed."""
         worker = self.worker
         assert worker is not None
-        for micro_batch in message["accepted"]:
-            worker.count(micro_batch)
         if message["step"] < worker.step or message["stage"] != self.stage:
-            return  # another peer has answered, and the step is over
+            return  # another peer has answered, and the step is over; what counted then is no word on this step
         if message["step"] != worker.step:
             raise MusterError(
                 f"a pass of step {message['step'] + 1} came to a peer with the state after step {worker.step}: the"
                 " trainer has to send the state first, which is an error in Muster"
             )
+        for micro_batch in message["accepted"]:
+            worker.count(micro_batch)
         micro_batch = int(message["micro_batch"])
         answer = {"done": message["do"], "stage": self.stage, "micro_batch": micro_batch, "step": worker.step}
         if not message["has_kept"]:
