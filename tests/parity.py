@@ -43,7 +43,7 @@ from muster.model.init import draw, initial_value
 from muster.model.loss import cross_entropy_sum
 from muster.model.recompute import _RecomputedTensor
 from muster.model.routing import Router, RouterState
-from muster.optim.host_optimizer import HostPart
+from muster.optim.host_optimizer import FetchedPart, HostOptimizer, HostPart
 from muster.optim.lr import learning_rate
 from muster.parallel import cp_ring, ep_all_to_all, expert_parallel, op_profile, tensor_parallel
 from muster.parallel.axis import TensorAxis
@@ -654,7 +654,7 @@ def run_case(
             own = [result.loss for result in results] + [trainer.evaluator.mean_loss(1) or 0.0]
         assert all(call.args[0] in ("validate", "finish") for call in update.mock_calls), "the first may compile"
         layouts = {name: layout for stage in trainer.stages.values() for name, layout in stage.layouts.items()}
-        digest = hashlib.sha256()
+        digest, states = hashlib.sha256(), hashlib.sha256()
         gradient_error = 0.0
         for name, gradient in (trainer.first_gradients or {}).items():
             whole = gradients[name]
@@ -663,8 +663,8 @@ def run_case(
             size = max(float(whole.abs().max()), 1e-6 * norm)
             gradient_error = max(gradient_error, float((gradient - part).abs().max()) / size)
         for shard in sorted(trainer.updater.local_shards(), key=lambda one: one.name):
-            if shard.name.startswith("model/"):
-                digest.update(shard.tensor.numpy().tobytes())
+            own_digest = digest if shard.name.startswith("model/") else states
+            own_digest.update(shard.tensor.numpy().tobytes())
         return {
             "loss_error": max(abs(a - b) / b for a, b in zip(own, losses, strict=True)),
             "gradient_error": max(gradient_error, abs(results[0].grad_norm - norm) / norm),
@@ -672,6 +672,7 @@ def run_case(
             "losses": own,
             "fed_right": fed == samples_of_step(trainer.dataset, steps - 1, config.train.global_batch_size),
             "parameters": digest.hexdigest(),
+            "states": states.hexdigest(),
             "memory": memory,
             "updates_in_backward": sum(
                 event.action.kind == Kind.BACKWARD_UPDATE
@@ -982,6 +983,45 @@ def norm_of_an_earlier_step() -> Iterator[None]:
         self.update_part_in_backward = late  # type: ignore[method-assign]
 
     with patch.object(ParameterUpdater, "begin_backward_updates", faulty):
+        yield
+
+
+@contextmanager
+def unreturned_state() -> Iterator[None]:
+    """The state that the device has updated doesn't reach host memory."""
+
+    def faulty(self: FetchedPart) -> Callable[[], None]:
+        for tensor, kept in zip(self._state, self._in_host_memory, strict=True):
+            tensor.data = kept
+        return lambda: None
+
+    with patch.object(FetchedPart, "return_state", faulty):
+        yield
+
+
+@contextmanager
+def repeated_device_update() -> Iterator[None]:
+    """The device updates a part twice."""
+    update = HostOptimizer.update_on_device
+
+    def faulty(self: HostOptimizer, key: tuple[int, int], lr: float) -> None:
+        update(self, key, lr)
+        update(self, key, lr)
+
+    with patch.object(HostOptimizer, "update_on_device", faulty):
+        yield
+
+
+@contextmanager
+def update_before_its_state() -> Iterator[None]:
+    """The device updates a part before its state has arrived."""
+
+    def faulty(self: FetchedPart) -> Callable[[], None]:
+        for tensor, kept in zip(self._state, self._in_host_memory, strict=True):
+            tensor.data = torch.zeros_like(kept)
+        return lambda: None
+
+    with patch.object(FetchedPart, "fetch_state", faulty):
         yield
 
 
@@ -1303,6 +1343,9 @@ FAULTS = {
     "columns from the first": columns_from_the_first,
     "scales from the first": scales_from_the_first,
     "halved late gradients": halved_late_gradients,
+    "unreturned state": unreturned_state,
+    "repeated update by the device": repeated_device_update,
+    "update before its state": update_before_its_state,
     "early gradients": early_gradients,
     "norm of an earlier step": norm_of_an_earlier_step,
     "stale parameters": stale_params,

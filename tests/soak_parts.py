@@ -34,6 +34,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "test_dropout.py",
         "test_verify.py",
         "test_post_validation.py",
+        "test_shared_updates.py",
         "test_extend.py",
     ),
     "adapters": (

@@ -24,7 +24,7 @@ from muster.config.load_config import load_run_config
 from muster.config.outer_config import OuterConfig
 from muster.config.routing_load_file import parse_routing_load
 from muster.planner.answer import PlanAnswer, answer_request
-from muster.planner.auto import plan_for_cluster, require_updates_in_backward
+from muster.planner.auto import plan_for_cluster, require_delayed_updates, require_updates_in_backward
 from muster.planner.islands import island_counts, weighs_islands
 from muster.planner.node_order import reorder_nodes
 from muster.planner.request import (
@@ -382,6 +382,8 @@ def predict(
         workload = workload.model_copy(update={"expert_load": parse_routing_load(str(expert_load), spec)})
     if given.update_time == "in_backward":
         require_updates_in_backward(spread, spec, optim)
+    if given.update_time == "delayed":
+        require_delayed_updates(spread)
     return predict_plan(
         spec,
         spread,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from muster.config.freezing import is_frozen
 from muster.config.optim_config import OptimConfig
-from muster.config.optimizer_state import is_zeroth_order, whole_matrix_precision, whole_matrix_shapes
+from muster.config.optimizer_state import is_zeroth_order, mean_state_bytes, whole_matrix_precision, whole_matrix_shapes
 from muster.cost.activations import expert_parameter_bytes, late_written_bytes, pass_sizes
 from muster.cost.context_traffic import attention_transfers, state_transfers
 from muster.cost.expert_traffic import ExpertCall, copy_calls, dispatch_calls, load_of_ranks, routed_shape
@@ -23,7 +23,7 @@ from muster.cost.shard_traffic import (
     shard_axis_bytes,
     shard_level_bytes,
 )
-from muster.layout.host_updates import layer_of
+from muster.layout.host_updates import device_updates, layer_of
 from muster.layout.matrix_owners import OwnedMatrix, assign_owners, peer_ranks, sent_numel
 from muster.layout.mesh import MeshCoordinates, coordinates_of, dp_index_of, rank_at, ranks_of_pp_rank
 from muster.layout.stage_resharding import BoxTransfer, stage_transfers, tied_grad_transfers
@@ -401,10 +401,17 @@ def _host_bytes(
     sent += _param_load_bytes(spec, plan, lanes.get("compute", ()), at) if plan.offloads_params else Counter()
     for stage in stages_on(plan, at.pp):
         kept = [layout for layout in stage_layouts(spec, plan, stage, at) if not is_frozen(optim, layout.name)]
-        layers = ((layout.numel, layer_of(layout.name)) for layout in kept)
-        count = sum(n for n, layer in layers if plan.offloads_optimizer(layer) and plan.param_tier(layer) == "none")
+        layers = [(layout.numel, layer_of(layout.name)) for layout in kept]
+        parts = plan.host_updated_layers(stage, spec.num_layers)
+        on_device = device_updates(plan, spec.num_layers, stage) or (False,) * len(parts)
+        by_device = {layer for layer, own in zip(parts, on_device, strict=True) if own}
+        by_host = {layer for layer in parts if layer not in by_device and plan.param_tier(layer) == "none"}
+        count = sum(n for n, layer in layers if layer in by_host)
         sent[Kind.OFFLOAD_GRAD] += 2 * count * master_bytes(plan.precision)
         sent[Kind.RELOAD_PARAM] += count * master_bytes(plan.precision)
+        each = mean_state_bytes(optim, dict(parameter_shapes(spec)), master_bytes(plan.precision))
+        for kind in (Kind.RELOAD_STATE, Kind.OFFLOAD_STATE) if by_device else ():
+            sent[kind] += int(each * sum(n for n, layer in layers if layer in by_device))
     return sent
 
 

@@ -3,6 +3,7 @@
 from muster.config.optim_config import OptimConfig
 from muster.cost.memory.param_shards import NO_PARAMS, stage_param_shards
 from muster.cost.precision_bytes import master_bytes
+from muster.layout.host_updates import device_updates
 from muster.spec.cluster import NodeGroup
 from muster.spec.device import DiskSpec
 from muster.spec.model import ModelSpec
@@ -25,7 +26,7 @@ def disk_rates(group: NodeGroup) -> tuple[float, float]:
 
 
 def host_updated_numels(spec: ModelSpec, plan: Plan, stage: int, optim: OptimConfig | None = None) -> list[int]:
-    """Return the elements of each part of a stage that the host updates, on its first rank."""
+    """Return the elements of each part of a stage whose optimizer state is off the device, on its first rank."""
     if not plan.num_host_updates(stage, spec.num_layers):
         return []
     held = stage_param_shards(spec, plan, stage, optim)
@@ -41,10 +42,21 @@ def host_updated_numels(spec: ModelSpec, plan: Plan, stage: int, optim: OptimCon
     return [part.shard_numel - part.frozen_shard_numel for part in parts]
 
 
-def host_part_copies(spec: ModelSpec, plan: Plan, stage: int, optim: OptimConfig | None = None) -> tuple[float, float]:
-    """Return the bytes that go to the host for a stage's mean part, gradients and parameters, and that come back; 0
-    where the parameters of all parts are there."""
+def shared_update_numels(
+    spec: ModelSpec, plan: Plan, stage: int, optim: OptimConfig | None = None
+) -> tuple[list[int], list[int]]:
+    """Return `host_updated_numels` of the parts that the host updates, and of those that the device updates with state
+    that comes from there."""
     parts = host_updated_numels(spec, plan, stage, optim)
+    on_device = device_updates(plan, spec.num_layers, stage) or (False,) * len(parts)
+    by_host, by_device = ([n for n, own in zip(parts, on_device, strict=True) if own is here] for here in (False, True))
+    return by_host, by_device
+
+
+def host_part_copies(spec: ModelSpec, plan: Plan, stage: int, optim: OptimConfig | None = None) -> tuple[float, float]:
+    """Return the bytes that go to the host for the mean part that it updates of a stage, gradients and parameters, and
+    that come back; 0 where the parameters of all parts are there."""
+    parts, _ = shared_update_numels(spec, plan, stage, optim)
     if tiers := plan.param_tiers(spec.num_layers):
         parts = [numel for numel, tier in zip(parts, tiers[stage], strict=True) if tier == "none"]
     each = sum(parts) / max(1, len(parts)) * master_bytes(plan.precision)

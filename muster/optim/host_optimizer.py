@@ -2,7 +2,8 @@
 
 The parameters are updated in parts (`muster.schedule.host_update`). Gradients and parameters of a part are copied into
 buffers in host memory, updated there by an optimizer of the part's own, and the parameters copied back: the same
-kernels over the same tensors as without offload, so that the results are the same on a CPU, bit for bit.
+kernels over the same tensors as without offload, so that the results are the same on a CPU, bit for bit. Other parts
+the device updates where their parameters are: it is their state that is copied there, and back.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,7 +17,7 @@ from muster.layout.tensor_layout import TensorLayout
 from muster.optim.base import Optimizer
 from muster.optim.build import build_optimizer
 from muster.optim.state_store import StateStore, StoredPart
-from muster.parallel.allocation_meter import host_memory
+from muster.parallel.allocation_meter import as_device_memory, host_memory
 from muster.parallel.offload import HostLink
 from muster.parallel.world import World
 
@@ -130,8 +131,49 @@ class HostPart:
         self._buffers.clear()
 
 
+class FetchedPart:
+    """One part of a rank's parameters that the device updates, and its optimizer, whose state lies in host memory
+    between updates.
+
+    The tensors of the state keep their identity and get other memory.
+    """
+
+    @host_memory()
+    def __init__(
+        self, params: Mapping[str, Tensor], build: Callable[[Mapping[str, Tensor]], Optimizer], link: HostLink
+    ) -> None:
+        self.optimizer = build(params)
+        self._link = link
+        self._state = [tensor for _, tensor in self.optimizer.state().values()]
+        self._in_host_memory: list[Tensor] = []
+        for tensor in self._state:
+            kept = link.pool.acquire(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+            kept.copy_(tensor)
+            tensor.data = kept
+            self._in_host_memory.append(kept)
+
+    def fetch_state(self) -> Callable[[], None]:
+        """Start to copy the state to the device; the returned function waits for the end."""
+        device = self._link.device
+        for tensor, kept in zip(self._state, self._in_host_memory, strict=True):
+            tensor.data = as_device_memory(torch.empty_like(kept, device=device))
+        return self._link.copy(list(zip(self._state, self._in_host_memory, strict=True)), host_waits=True)
+
+    def return_state(self) -> Callable[[], None]:
+        """Start to copy the state back; the returned function waits for the end and frees the device's memory."""
+        wait = self._link.copy(list(zip(self._in_host_memory, self._state, strict=True)), host_waits=True)
+
+        def finish() -> None:
+            wait()
+            for tensor, kept in zip(self._state, self._in_host_memory, strict=True):
+                tensor.data = kept
+
+        return finish
+
+
 class HostOptimizer(Optimizer):
-    """Optimizer that steps some parameters on the device, and others in parts on the host.
+    """Optimizer that steps some parameters on the device, and others in parts on the host, or on the device with state
+    from there.
 
     `step` completes a step in which each part has been updated by `update`, or by nothing where there is no gradient.
     """
@@ -147,19 +189,24 @@ class HostOptimizer(Optimizer):
         on_disk: Collection[PartKey] = (),
         store: StateStore | None = None,
         at_home: Collection[PartKey] = (),
+        on_device: Collection[PartKey] = (),
     ) -> None:
         """Build the optimizers of the device and of the parts; `on_disk` are those whose state lies in `store` between
-        updates, `at_home` those whose parameters are in host memory in an update without being copied."""
+        updates, `at_home` those whose parameters are in host memory in an update without being copied, `on_device`
+        those that the device updates."""
 
         def build(own: Mapping[str, Tensor]) -> Optimizer:
             return build_optimizer(config, own, {name: layouts[name] for name in own}, world)
 
         away = {name for names in parts.values() for name in names}
         self.resident = build({name: param for name, param in params.items() if name not in away})
+        own = {key: {name: params[name] for name in names if name in params} for key, names in parts.items()}
         self.parts = {
-            key: HostPart({name: params[name] for name in names if name in params}, build, link, key in at_home)
-            for key, names in parts.items()
+            key: HostPart(held, build, link, key in at_home) for key, held in own.items() if key not in on_device
         }
+        """Parts that the host updates."""
+        self.fetched = {key: FetchedPart(held, build, link) for key, held in own.items() if key in on_device}
+        """Parts that the device updates."""
         self.store = store
         self.pending: PendingUpdate | None = None
         """Update of the next step, whose gradients are in the parts; None where updates aren't delayed."""
@@ -176,6 +223,12 @@ class HostOptimizer(Optimizer):
         part = self.parts[key]
         self._follow(part.optimizer)
         part.update(lr)
+
+    def update_on_device(self, key: PartKey, lr: float) -> None:
+        """Update one part whose state is on the device, as a part of the step that `step` completes."""
+        optimizer = self.fetched[key].optimizer
+        self._follow(optimizer)
+        optimizer.step(lr)
 
     def update_pending(self, key: PartKey) -> None:
         """Update one part in host memory with the gradients that wait there, if any do."""
@@ -212,17 +265,20 @@ class HostOptimizer(Optimizer):
             if part.stored is not None:
                 part.stored.read()()
                 part.stored.is_changed = True  # the caller may fill it
-        optimizers = (self.resident, *(part.optimizer for part in self.parts.values()))
         waiting = {
             f"{name}.{PENDING_GRADIENT}": (name, gradient)
             for part in self.parts.values()
             for name, gradient in part.pending_gradients().items()
         }
-        return {key: entry for optimizer in optimizers for key, entry in optimizer.state().items()} | waiting
+        return {key: entry for optimizer in self._optimizers for key, entry in optimizer.state().items()} | waiting
+
+    @property
+    def _optimizers(self) -> list[Optimizer]:
+        parts = (*self.parts.values(), *self.fetched.values())
+        return [self.resident, *(part.optimizer for part in parts)]
 
     def state_layouts(self) -> dict[str, TensorLayout]:
-        optimizers = (self.resident, *(part.optimizer for part in self.parts.values()))
-        return {key: layout for optimizer in optimizers for key, layout in optimizer.state_layouts().items()}
+        return {key: layout for optimizer in self._optimizers for key, layout in optimizer.state_layouts().items()}
 
     def device_state_bytes(self) -> int:
         return self.resident.device_state_bytes()

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
@@ -40,6 +41,13 @@ def as_host_memory(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def as_device_memory(tensor: Tensor) -> Tensor:
+    """Return a tensor that another thread than the rank's has made, whose meter then counts it."""
+    for meter in _running:
+        meter.note_device_memory(tensor.untyped_storage())
+    return tensor
+
+
 class AllocationMeter(TorchDispatchMode):
     """Counts the bytes of the storages that this thread makes within, except those of host memory."""
 
@@ -50,6 +58,7 @@ class AllocationMeter(TorchDispatchMode):
         self._counted: dict[int, int] = {}
         """Bytes of each storage that is alive, by its identity; 0: of host memory."""
         self._references: dict[int, weakref.ref] = {}
+        self._lock = RLock()  # against threads that bring tensors of their own, or free them
         self.held_bytes = 0
         self.peak_bytes = 0
 
@@ -62,6 +71,12 @@ class AllocationMeter(TorchDispatchMode):
         key = storage._cdata
         self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
         self._counted[key] = -1
+
+    def note_device_memory(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage."""
+        if storage.device.type == "cpu" and storage._cdata not in self._counted:
+            self._begin(storage._cdata, storage)
+            self._count(storage)
 
     def __enter__(self) -> "AllocationMeter":
         _running.append(self)
@@ -108,20 +123,28 @@ class AllocationMeter(TorchDispatchMode):
             if not is_device:
                 self.note_host_memory(storage)
                 return
-            self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
-            self._counted[key] = before = 0
-        if before < 0:
+            self._begin(key, storage)
+        elif before < 0:
             return
-        size = storage.nbytes()
-        if size == before:
+        self._count(storage)
+
+    def _begin(self, key: int, storage: torch.UntypedStorage) -> None:
+        self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
+        self._counted[key] = 0
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        size, key = storage.nbytes(), storage._cdata
+        if size == self._counted[key]:
             return
-        self._counted[key] = size
-        self.held_bytes += size - before
-        if self.held_bytes > self.peak_bytes:
-            self.peak_bytes = self.held_bytes
-            if self.held_bytes > self._limit_bytes:
-                raise self._excess(self.held_bytes)
+        with self._lock:
+            self.held_bytes += size - self._counted[key]
+            self._counted[key] = size
+            if self.held_bytes > self.peak_bytes:
+                self.peak_bytes = self.held_bytes
+                if self.held_bytes > self._limit_bytes:
+                    raise self._excess(self.held_bytes)
 
     def _forget(self, key: int) -> None:
-        self._references.pop(key, None)
-        self.held_bytes -= max(self._counted.pop(key, 0), 0)
+        with self._lock:
+            self._references.pop(key, None)
+            self.held_bytes -= max(self._counted.pop(key, 0), 0)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from muster.cost.time.op_times import OpTimes
+from muster.layout.host_updates import part_sizes_of
 from muster.model.dropout import sample_keys
 from muster.model.further_tokens import shift_further
 from muster.model.saved_tensors import count_saved_bytes_of_each
@@ -112,9 +113,11 @@ def profile_stages(
             run = None if local is None else partial(handlers[local.kind], local)
             clock.time_together(("", -1) if local is None else local[:2], run)
         clock.time_together((Kind.GRAD_NORM, -1), lambda: handlers[Kind.GRAD_NORM](Action(Kind.GRAD_NORM)))
-        own = (item.action for lane in ("compute", "host") for item in program.ranks[world.at.pp].get(lane, ()))
-        made = (action for action in own if action.kind in (Kind.UPDATE, Kind.LATE_UPDATE))
+        compute, host = (program.ranks[world.at.pp].get(lane, ()) for lane in ("compute", "host"))
+        own = (item.action for item in (*compute, *host))
+        made = [action for action in own if action.kind in (Kind.UPDATE, Kind.LATE_UPDATE, Kind.HOST_UPDATE)]
         updates = [action._replace(kind=Kind.UPDATE) for action in made]
+        updates += [item.action for item in compute if item.action.kind == Kind.DEVICE_UPDATE]
         if updates:
             disk = (item.action for item in program.ranks[world.at.pp].get("disk", ()))
             copied = {(action.kind, action.stage, action.slice) for action in (*host_copies, *disk)}
@@ -128,7 +131,8 @@ def profile_stages(
     pairs_s = {key[1:]: merged.pop(key) for key in list(merged) if key[0] == PAIR}
     whole = {key[:2]: time_s for key, time_s in merged.items() if not any(key[2:])}
     slices = _times_of_slices(merged, p2p_s, next(iter(stages.values())))
-    times = OpTimes(whole, p2p_s, cores, processes, slices=slices, pairs_s=pairs_s)
+    sizes = part_sizes_of(next(iter(stages.values())).spec, world.plan)
+    times = OpTimes(whole, p2p_s, cores, processes, slices=slices, pairs_s=pairs_s, part_sizes=sizes)
     return StageProfile(times, gradients, saved, offloaded, vocab_bytes)
 
 
@@ -180,15 +184,19 @@ def _time_host_updates(
     handlers: Mapping[Kind, Callable[[Action], object]],
     copies: Mapping[Kind, Callable[[Action], Callable[[], None]]],
 ) -> None:
-    """Time the updates by the host, part by part, with those of their copies that the program has, (kind, stage, part).
+    """Time the updates of state off the device, part by part, with those of their copies that the program has, (kind,
+    stage, part).
 
     A kind's time is the mean over the parts of a stage.
     """
     clock.time((Kind.CLIP, -1), lambda: handlers[Kind.CLIP](Action(Kind.CLIP)))
-    order = (Kind.OFFLOAD_GRAD, Kind.READ_STATE, Kind.UPDATE, Kind.RELOAD_PARAM, Kind.WRITE_STATE)
+    orders = {
+        Kind.UPDATE: (Kind.OFFLOAD_GRAD, Kind.READ_STATE, Kind.UPDATE, Kind.RELOAD_PARAM, Kind.WRITE_STATE),
+        Kind.DEVICE_UPDATE: (Kind.RELOAD_STATE, Kind.DEVICE_UPDATE, Kind.OFFLOAD_STATE),
+    }
     for action in parts:
-        for kind in order:
-            if kind == Kind.UPDATE:
+        for kind in orders[action.kind]:
+            if kind == action.kind:
                 clock.time((kind, action.stage), partial(handlers[kind], action))
             elif (kind, action.stage, action.slice) in copied:
                 clock.time((kind, action.stage), lambda kind=kind, action=action: copies[kind](action)())

@@ -35,6 +35,7 @@ from muster.planner.tiers import choose_tier, explain_no_tier, tier_words
 from muster.plugins.registry import get_component
 from muster.spec.cluster import ClusterSpec
 from muster.spec.cuda_graphs import require_static_shapes
+from muster.spec.device_update_rules import updates_fetched_state
 from muster.spec.domino_rules import has_domino
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.layer_strategy import LayerStrategy
@@ -254,7 +255,7 @@ def _require_parts_run(config: RunConfig) -> None:
     if tiers:
         _require_host_updates(config)
     if train.delayed_update:
-        _require_delayed_updates(plan, tiers)
+        require_delayed_updates(plan)
     if train.update_in_backward:
         require_updates_in_backward(plan, config.model, optim, bool(train.spike_sigmas), config.outer is not None)
     if train.rebalance_experts_every:
@@ -341,8 +342,9 @@ def _why_no_gradient_check(config: RunConfig, plan: Plan) -> str | None:
     return next((f"expected a run without {word}" for is_there, word in beside if is_there), None)
 
 
-def _require_delayed_updates(plan: Plan, tiers: Collection[str]) -> None:
-    """Raise InfeasibleError where updates can't be delayed, for a plan with optimizer state on these tiers."""
+def require_delayed_updates(plan: Plan) -> None:
+    """Raise InfeasibleError where updates can't be delayed."""
+    tiers = {strategy.offload_optimizer for strategy in plan.strategies} - {"none"}
     if not tiers:
         raise InfeasibleError(
             "train.delayed_update lets the host update parameters beside the passes of the next step, but the plan has"
@@ -352,6 +354,11 @@ def _require_delayed_updates(plan: Plan, tiers: Collection[str]) -> None:
         raise InfeasibleError(
             "train.delayed_update delays all updates, but the plan leaves optimizer state of some layers on the device:"
             " take oopth or ooptd for all, or leave train.delayed_update out"
+        )
+    if updates_fetched_state(plan):
+        raise InfeasibleError(
+            "train.delayed_update leaves all updates to the host, beside passes that have the device: leave"
+            " train.delayed_update or devupdateR out"
         )
     if plan.offloads_params:
         raise InfeasibleError(
@@ -396,6 +403,7 @@ def require_updates_in_backward(
         ),
         (plan.precision == "fp16", "fp16, whose steps may overflow and be skipped"),
         (skips_spikes, "train.spike_sigmas, which skips steps by their gradient norm"),
+        (updates_fetched_state(plan), "devupdateR, whose updates by the device have room for state after the passes"),
         (has_domino(plan), "domino, whose slices complete a layer's gradients one after the other"),
         (plan.sequence_slices > 1, "sequence_slices (they have no parity test yet)"),
         (plan.sequence_tiles > 1, "sequence_tiles (they have no parity test yet)"),

@@ -8,6 +8,7 @@ from muster.cost.time.op_times import OpTimes
 from muster.cost.time.plan_times import place_plan, plan_times
 from muster.cost.time.rank_placement import PlacedPlan
 from muster.cost.time.stage_times import example_stage_times
+from muster.layout.host_updates import device_updates
 from muster.planner.bounds.pass_times import LayerTimes, PassTimes, pass_times_of_op_times, pass_times_of_placed
 from muster.planner.dispatch_choice import dispatch_fields, expert_slices
 from muster.planner.request import PlanRequest
@@ -122,6 +123,7 @@ class PlanCosts:
             strategy.sp,
             tuple(bool(plan.offloaded_layers(stage, num_layers)) for stage in range(plan.num_stages)),
             tuple(plan.host_update_tiers(stage, num_layers) for stage in range(plan.num_stages)),
+            tuple(device_updates(plan, num_layers, stage) for stage in range(plan.num_stages)),
             plan.param_tiers(num_layers),
             pairs_passes(plan, self.request.model),
         )

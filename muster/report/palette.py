@@ -6,7 +6,7 @@ simulated colour blindness and the contrast of the text on them.
 
 from dataclasses import dataclass
 
-from muster.schedule.action import COPIES, UPDATES_BESIDE_PASSES, Kind
+from muster.schedule.action import COPIES, HOST_LANE_UPDATES, Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ PAINTS = (
         "gradient norm, optimizer step",
         (
             *(Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.GRAD_NORM_BESIDE),
-            *(Kind.CLIP, Kind.UPDATE, *UPDATES_BESIDE_PASSES, Kind.STEP, Kind.OUTER_STEP),
+            *(Kind.CLIP, Kind.UPDATE, Kind.DEVICE_UPDATE, *HOST_LANE_UPDATES, Kind.STEP, Kind.OUTER_STEP),
         ),
         "#2b2f36",
         "#ffffff",

@@ -130,6 +130,8 @@ def _strategy(strategy: LayerStrategy) -> str:
     tiers = {"optimizer state": strategy.offload_optimizer, "parameters": strategy.offload_param}
     places = {"host": "in host memory", "disk": "on disk"}
     away = "".join(f", {what} {places[tier]}" for what, tier in tiers.items() if tier != "none")
+    if strategy.device_update_ratio:
+        away += f", {strategy.device_update_ratio:.0%} of its layers updated by the device"
     offload = _mode_text(strategy.offload, "offload").replace("activations_on_disk offload", "activations on disk")
     if away and strategy.offload == "none":
         offload = "activations on the device"

@@ -65,6 +65,10 @@ class Kind(StrEnum):
     DELAYED_UPDATE = "DELAYED_UPDATE"
     LATE_UPDATE = "LATE_UPDATE"
     BACKWARD_UPDATE = "BACKWARD_UPDATE"
+    HOST_UPDATE = "HOST_UPDATE"
+    RELOAD_STATE = "RELOAD_STATE"
+    DEVICE_UPDATE = "DEVICE_UPDATE"
+    OFFLOAD_STATE = "OFFLOAD_STATE"
     RELOAD_PARAM = "RELOAD_PARAM"
     WRITE_STATE = "WRITE_STATE"
     STEP = "STEP"
@@ -96,6 +100,8 @@ class KindTraits:
     | `m` | gradients in host memory of one part of a stage's parameters (the slice of its action) |
     | `v` | optimizer state of that part, read from disk |
     | `n` | updated parameters of that part in host memory |
+    | `t` | optimizer state of that part on the device, copied from host memory |
+    | `u` | the same after its update |
 
     Under vocabulary parallelism each pipeline rank has, for each micro-batch: `e` its shard's word embeddings, `h` the
     hidden state under the head, `s` its part of the logit statistics, `l` the exponentials of its logits, `z` the
@@ -189,6 +195,24 @@ KINDS: dict[Kind, KindTraits] = {
         makes="n",
         frees="m",
     ),
+    Kind.HOST_UPDATE: KindTraits(
+        "host",
+        "update of a part of the parameters by the host, beside those of other parts by the device",
+        reads="m",
+        makes="n",
+        frees="m",
+    ),
+    Kind.RELOAD_STATE: KindTraits("host_copy", "copy a part's optimizer state to the device", makes="t"),
+    Kind.DEVICE_UPDATE: KindTraits(
+        "compute",
+        "update of a part of the parameters by the device, with state that comes from host memory",
+        reads="t",
+        makes="u",
+        frees="t",
+    ),
+    Kind.OFFLOAD_STATE: KindTraits(
+        "host_copy", "copy a part's updated optimizer state back to host memory", reads="u", frees="u"
+    ),
     Kind.RELOAD_PARAM: KindTraits("host_copy", "copy a part's parameters back to the device", reads="n", frees="n"),
     Kind.READ_STATE: KindTraits("disk", "read a part's optimizer state from disk", makes="v"),
     Kind.WRITE_STATE: KindTraits("disk", "write a part's optimizer state to disk", reads="v", frees="v"),
@@ -210,7 +234,7 @@ ACTIVATION_COPIES = (
 COPIES = (
     *ACTIVATION_COPIES,
     *(Kind.LOAD_F, Kind.LOAD_B, Kind.READ_F, Kind.READ_B),
-    *(Kind.OFFLOAD_GRAD, Kind.RELOAD_PARAM, Kind.READ_STATE, Kind.WRITE_STATE),
+    *(Kind.OFFLOAD_GRAD, Kind.RELOAD_PARAM, Kind.READ_STATE, Kind.WRITE_STATE, Kind.RELOAD_STATE, Kind.OFFLOAD_STATE),
 )
 """Kinds of the lanes of copies."""
 
@@ -221,11 +245,13 @@ BACKWARDS = (Kind.B, Kind.I)
 SENDS = (Kind.SEND_F, Kind.SEND_B)
 RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 
-UPDATES_BESIDE_PASSES = (Kind.DELAYED_UPDATE, Kind.LATE_UPDATE, Kind.BACKWARD_UPDATE)
-"""Updates of a part of a stage's parameters in the lane of the host's cores: the work of UPDATE at another time."""
+HOST_LANE_UPDATES = (Kind.DELAYED_UPDATE, Kind.LATE_UPDATE, Kind.BACKWARD_UPDATE, Kind.HOST_UPDATE)
+"""Updates of a part of a stage's parameters in the lane of the host's cores: UPDATE beside the device's work."""
+PART_UPDATES = (Kind.UPDATE, *HOST_LANE_UPDATES, Kind.DEVICE_UPDATE)
+"""All updates of a part of a stage's parameters."""
 HOST_UPDATE_KINDS = (
-    *(Kind.OFFLOAD_GRAD, Kind.READ_STATE, Kind.UPDATE, *UPDATES_BESIDE_PASSES),
-    *(Kind.RELOAD_PARAM, Kind.WRITE_STATE),
+    *(Kind.OFFLOAD_GRAD, Kind.READ_STATE, *PART_UPDATES),
+    *(Kind.RELOAD_PARAM, Kind.WRITE_STATE, Kind.RELOAD_STATE, Kind.OFFLOAD_STATE),
 )
 """Instructions on one part of a stage's parameters, which is the slice of their action."""
 OUTER_KINDS = (Kind.OUTER_REDUCE, Kind.OUTER_WAIT, Kind.OUTER_STEP)

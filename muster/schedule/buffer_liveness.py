@@ -31,6 +31,8 @@ _BUFFER_NAMES = {
     "m": ("the gradients in host memory", Kind.OFFLOAD_GRAD),
     "v": ("the optimizer state", Kind.READ_STATE),
     "n": ("the updated parameters in host memory", Kind.UPDATE),
+    "t": ("the optimizer state on the device", Kind.RELOAD_STATE),
+    "u": ("the updated optimizer state on the device", Kind.DEVICE_UPDATE),
 }
 """Description of each buffer, and the kind that makes it."""
 
@@ -57,12 +59,14 @@ _GRADIENT_ORDER = {
 _GRADIENT_ORDER |= {Kind.GRAD_NORM: 5, Kind.GRAD_NORM_ASYNC: 5, Kind.GRAD_NORM_BESIDE: 5, Kind.CLIP: 6, Kind.STEP: 8}
 _GRADIENT_ORDER |= dict.fromkeys((Kind.MOVE_EXPERTS, *OUTER_KINDS), 9)
 _GRADIENT_ORDER |= dict.fromkeys((Kind.OFFLOAD_GRAD, Kind.UPDATE, Kind.RELOAD_PARAM, Kind.WRITE_STATE), 7)
-_GRADIENT_ORDER[Kind.BACKWARD_UPDATE] = 7
+_GRADIENT_ORDER |= dict.fromkeys(
+    (Kind.BACKWARD_UPDATE, Kind.HOST_UPDATE, Kind.RELOAD_STATE, Kind.DEVICE_UPDATE, Kind.OFFLOAD_STATE), 7
+)
 """Order of instructions on gradients: each kind needs all the earlier ones to be over."""
 
 
 _READ = Kind.READ_STATE
-_UPDATES = (Kind.UPDATE, Kind.DELAYED_UPDATE, Kind.BACKWARD_UPDATE)
+_UPDATES = (Kind.UPDATE, Kind.DELAYED_UPDATE, Kind.BACKWARD_UPDATE, Kind.HOST_UPDATE)
 
 BufferKey = tuple[str, int]
 """Letter and stage of a buffer."""
@@ -167,7 +171,13 @@ class BufferLiveness:
 
     def check_end(self) -> None:
         """Check what the next round finds. Raises ProgramError where a delayed update would lack its gradients or
-        state."""
+        state, and where state stays on the device."""
+        for (letter, stage), unit in (key for key, is_alive in self.alive.items() if is_alive and key[0][0] in "tu"):
+            action = Action(_BUFFER_NAMES[letter][1], stage, slice=unit[1] if unit else 0)
+            raise ProgramError(
+                f"the state of {action} on rank {self.rank} is on the device at the end: no"
+                f" {action._replace(kind=Kind.OFFLOAD_STATE)} takes it back to host memory"
+            )
         for action in self.delayed:
             if not self.alive[("m", action.stage), action[2:4]]:
                 fetch = action._replace(kind=Kind.OFFLOAD_GRAD)

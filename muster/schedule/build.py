@@ -7,6 +7,7 @@ from math import prod
 
 from muster.config.optim_config import OptimConfig, UpdateTime
 from muster.config.optimizer_state import is_zeroth_order
+from muster.layout.host_updates import device_updates, relative_part_sizes
 from muster.layout.tensor_layout import tp_partial_grad_copies
 from muster.schedule.action import Kind
 from muster.schedule.forward_only import forward_only
@@ -132,6 +133,7 @@ def _lowering_options(
     }
     tiers: tuple[Tier, ...] = ("host", "disk")
     saving = stages if has_backward else ()
+    on_device = tuple(device_updates(plan, model.num_layers, stage) for stage in stages) if train else ()
     offloaded = {
         tier: frozenset(stage for stage in saving if plan.offloaded_layers(stage, model.num_layers, tier))
         for tier in tiers
@@ -150,6 +152,8 @@ def _lowering_options(
             stage for stage in offloaded["disk"] if plan.late_written_layers(stage, model.num_layers)
         ),
         host_updates=tuple(plan.host_update_tiers(stage, model.num_layers) for stage in stages) if train else (),
+        device_updates=on_device,
+        part_sizes=tuple(relative_part_sizes(plan, model, stage) for stage in stages) if any(on_device) else (),
         delayed_update=update_time == "delayed",
         backward_updates=tuple(
             sum(part is not None for part in plan.host_updated_layers(stage, model.num_layers)) for stage in stages

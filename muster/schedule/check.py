@@ -10,6 +10,7 @@ from muster.schedule.action import (
     KINDS,
     LANES,
     OUTER_KINDS,
+    PART_UPDATES,
     VOCAB_BACKWARD_KINDS,
     VOCAB_FORWARD_KINDS,
     Action,
@@ -53,6 +54,7 @@ def check(program: Program, max_activations: int | None = None) -> CheckReport:
         _check_pairs(program)
         check_versions(program)
         _check_vocab_passes(program)
+        _check_updates(program)
         for rank in range(program.num_ranks):
             _check_waits(program, rank)
         check_transfers(program)
@@ -211,6 +213,16 @@ def _check_vocab_passes(program: Program) -> None:
                 action = Action(kind, program.placement.index(rank), micro_batch)
                 if action[:3] not in actions:
                     raise ProgramError(f"{action} is missing on rank {rank}")
+
+
+def _check_updates(program: Program) -> None:
+    """Check that no part of a stage's parameters is updated twice, by the host and by the device."""
+    for rank, lanes in enumerate(program.ranks):
+        made: dict[tuple[int, int], Action] = {}
+        for item in (*lanes.get("host", ()), *lanes.get("compute", ())):
+            kind, stage, _, part, _ = item.action
+            if kind in PART_UPDATES and made.setdefault((stage, part), item.action) is not item.action:
+                raise ProgramError(f"{made[stage, part]} and {item.action} on rank {rank} update the same part")
 
 
 def _stage_routes(program: Program, passes: Mapping[str, set[tuple[int, int]]]) -> Iterator[tuple[int, range]]:

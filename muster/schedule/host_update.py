@@ -32,9 +32,18 @@ passes. Gradients are clipped by a norm that is known before:
     compute    last pass: backward of layers 2, 1, 0               STEP's norm, CLIP   UPDATE.3   STEP
     host                        BACKWARD_UPDATE.2   BACKWARD_UPDATE.1   BACKWARD_UPDATE.0
     disk       read.2 read.1                        write.2 read.0      write.1 read.3 write.0 write.3
+
+Host and device may share the updates (Deep Optimizer States, Maurya et al. 2024, arXiv:2410.21316): while the host
+updates some parts, the state of others comes to the device, which has room for it after the passes, and returns. Copies
+of the device's parts are spread over the time of the host's updates, two of its parts being there at most:
+
+    compute    STEP's norm, CLIP          DEVICE_UPDATE.1            DEVICE_UPDATE.3       STEP
+    host                          HOST_UPDATE.0            HOST_UPDATE.2            HOST_UPDATE.4
+    host copy             grads.0 state.1 grads.2 state.3 params.0 state.1 grads.4 params.2 state.3 params.4
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from muster.schedule.action import Action, Kind
 
@@ -61,3 +70,26 @@ def carried_order(parts: Sequence[tuple[int, int]]) -> list[Action]:
         return order
     read_first, *between, write_last = order
     return [write_last, *between, read_first]
+
+
+def shared_copy_order(
+    by_host: Mapping[tuple[int, int], float], by_device: Mapping[tuple[int, int], float]
+) -> list[Action]:
+    """Return the copies of updates that host and device share in the order of their lane; each has its parts, (stage,
+    part), with their sizes.
+
+    Both are taken to need as long: a part is copied when half of the update before it is over, and back at the end of
+    its own.
+    """
+    found: list[tuple[float, int, Action]] = []
+    kinds = (
+        (by_host, Kind.OFFLOAD_GRAD, 0, Kind.RELOAD_PARAM, 3),
+        (by_device, Kind.RELOAD_STATE, 1, Kind.OFFLOAD_STATE, 2),
+    )
+    for sizes, first, is_first, second, is_second in kinds:
+        ends = list(accumulate(sizes.values(), initial=0.0))
+        for number, (stage, part) in enumerate(sizes):
+            begin, end = ((ends[max(0, number - 1)] + ends[number]) / 2, ends[number + 1])
+            found.append((begin / ends[-1], is_first, Action(first, stage, slice=part)))
+            found.append((end / ends[-1], is_second, Action(second, stage, slice=part)))
+    return [action for *_, action in sorted(found, key=lambda one: one[:2])]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from muster.schedule.action import COPY_LANES, KINDS, LANES, Action, Kind, Lane
 from muster.schedule.gc_pause import gc_paused
-from muster.schedule.host_update import carried_order, copy_order
+from muster.schedule.host_update import PARTS_AHEAD, carried_order, copy_order, shared_copy_order
 from muster.schedule.offload import PassCopies, add_copy_lane, add_pass_copies
 from muster.schedule.outer_steps import NO_EXCHANGE, OuterEvents
 from muster.schedule.program import Instruction, Program, Wait
@@ -42,6 +42,11 @@ class LoweringOptions:
     host_updates: tuple[tuple[Tier, ...], ...] = ()
     """Places, by stage, of the optimizer's state of each part that the host updates; empty: the device updates
     all."""
+    device_updates: tuple[tuple[bool, ...], ...] = ()
+    """For each of these parts, by stage, whether the device updates it with state that comes from host memory; empty:
+    the host updates all."""
+    part_sizes: tuple[tuple[float, ...], ...] = ()
+    """Relative size of each of these parts, by stage; empty: all are alike."""
     delayed_update: bool = False
     """True if the host updates parameters with the gradients of the step before, beside the passes."""
     backward_updates: tuple[int, ...] = ()
@@ -376,6 +381,8 @@ def add_host_updates(draft: ProgramDraft, rank: int, options: LoweringOptions, n
     done = add_late_updates(draft, rank, late) if late else []
     if options.delayed_update:
         return add_delayed_updates(draft, rank, tiers, clipped)
+    if any(options.device_updates):
+        return add_shared_updates(draft, rank, options, clipped)
     # An UPDATE is the instruction after CLIP that has the number of its part.
     updates = {place: clipped._replace(index=clipped.index + 1 + number) for number, place in enumerate(tiers)}
     arrived: dict[tuple[int, int], list[Wait]] = {place: [] for place in tiers}
@@ -394,6 +401,34 @@ def add_host_updates(draft: ProgramDraft, rank: int, options: LoweringOptions, n
     for (stage, part), waits in arrived.items():
         draft.add(rank, Action(Kind.UPDATE, stage, slice=part), waits)
     return done
+
+
+def add_shared_updates(draft: ProgramDraft, rank: int, options: LoweringOptions, clipped: Wait) -> list[Wait]:
+    """Add the updates that host and device share, and their copies; return the waits for their results.
+
+    State comes to the device once that of the part before the last has left it.
+    """
+    sizes: tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]] = {}, {}
+    for place in _parts_of_rank(draft, rank, options)[0]:
+        stage, part = place
+        sizes[options.device_updates[stage][part]][place] = options.part_sizes[stage][part] if options.part_sizes else 1
+    by_host, by_device = (list(own) for own in sizes)
+    updates = {place: Wait("host", number) for number, place in enumerate(by_host)}
+    updates |= {place: clipped._replace(index=clipped.index + 1 + n) for n, place in enumerate(by_device)}
+    arrived, returned = dict[tuple[int, int], Wait](), list[Wait]()
+    left = list[Wait]()
+    for action in shared_copy_order(*sizes):
+        place = action.stage, action.slice
+        if action.kind in (Kind.OFFLOAD_GRAD, Kind.RELOAD_STATE):
+            is_late = action.kind == Kind.RELOAD_STATE and by_device.index(place) > PARTS_AHEAD
+            arrived[place] = draft.add(rank, action, [clipped, *left[-1:]] if is_late else [clipped])
+        else:
+            returned.append(draft.add(rank, action, [updates[place]]))
+            left += returned[-1:] if action.kind == Kind.OFFLOAD_STATE else []
+    for kind, places in ((Kind.HOST_UPDATE, by_host), (Kind.DEVICE_UPDATE, by_device)):
+        for stage, part in places:
+            draft.add(rank, Action(kind, stage, slice=part), [arrived[stage, part]])
+    return returned
 
 
 def _parts_of_rank(

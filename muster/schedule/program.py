@@ -110,9 +110,10 @@ class Program:
         return max(action.version - 1, 0)
 
     def timed_as(self, instructions: Sequence[Instruction]) -> list[tuple[Any, ...]]:
-        """Return for each instruction the fields of an action that takes as long: (kind, stage), and the slice."""
+        """Return for each instruction the fields of an action that takes as long: (kind, stage), and the slice or
+        part."""
         if self.num_slices == 1:
-            return [action[:2] for action, _, _ in instructions]
+            return [action[:2] if not action[3] else (*action[:2], -1, action[3]) for action, _, _ in instructions]
         return [(*action[:2], min(action[2], 0), action[3]) for action, _, _ in instructions]
 
     def is_first(self, stage: int) -> bool:

@@ -10,10 +10,10 @@ import numpy as np
 from muster.schedule.action import (
     COPIES,
     COPY_LANES,
+    HOST_LANE_UPDATES,
     KINDS,
     PASSES,
     RECEIVES,
-    UPDATES_BESIDE_PASSES,
     Action,
     Kind,
     matching_transfer,
@@ -66,7 +66,7 @@ _KINDS_BY_PART = {
     ),
     "optimizer": (
         *(Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.GRAD_NORM_BESIDE),
-        *(Kind.CLIP, Kind.UPDATE, *UPDATES_BESIDE_PASSES, Kind.STEP, Kind.OUTER_STEP),
+        *(Kind.CLIP, Kind.UPDATE, Kind.DEVICE_UPDATE, *HOST_LANE_UPDATES, Kind.STEP, Kind.OUTER_STEP),
     ),
     "bubble": (BUBBLE,),
 }
@@ -87,7 +87,9 @@ _COPY_READERS = {
     Kind.OFFLOAD_GRAD: ((Kind.UPDATE, Kind.STEP), -1),
     Kind.RELOAD_PARAM: ((Kind.STEP,), -1),
     Kind.READ_STATE: ((Kind.UPDATE, Kind.STEP), -1),
-    **dict.fromkeys(UPDATES_BESIDE_PASSES, ((Kind.STEP,), -1)),
+    Kind.RELOAD_STATE: ((Kind.STEP,), -1),
+    Kind.OFFLOAD_STATE: ((Kind.STEP,), -1),
+    **dict.fromkeys(HOST_LANE_UPDATES, ((Kind.STEP,), -1)),
 }
 """Kind of a host copy → kinds of an instruction of the same unit, and the place relative to it of the last one that
 needn't wait for the copy."""

@@ -20,7 +20,7 @@ from muster.cost.time.plan_times import data_ranks_by_kind, place_plan, plan_tim
 from muster.cost.time.sublayer import copies_chunks
 from muster.cost.uncertainty import COVERAGE, ErrorInterval, step_time_interval
 from muster.layout.mesh import coordinates_of, rank_at
-from muster.schedule.action import UPDATES_BESIDE_PASSES, Action, Kind
+from muster.schedule.action import HOST_LANE_UPDATES, Action, Kind
 from muster.schedule.build import build_program
 from muster.schedule.program import Program
 from muster.schedule.resolve import resolve_schedule
@@ -68,6 +68,8 @@ _AXIS_BY_KIND |= {
     Kind.RELOAD_ACT: "host",
     Kind.OFFLOAD_GRAD: "host",
     Kind.RELOAD_PARAM: "host",
+    Kind.RELOAD_STATE: "host",
+    Kind.OFFLOAD_STATE: "host",
     Kind.WRITE_ACT: "disk",
     Kind.WRITE_ACT_LATE: "disk",
     Kind.READ_ACT: "disk",
@@ -81,7 +83,7 @@ _AXIS_BY_KIND |= {
     Kind.MOVE_EXPERTS: "ep",
 }
 """Kind of communication → axis on which it runs."""
-_STEP_KINDS = (Kind.CLIP, Kind.UPDATE, *UPDATES_BESIDE_PASSES, Kind.STEP, Kind.OUTER_STEP)
+_STEP_KINDS = (Kind.CLIP, Kind.UPDATE, Kind.DEVICE_UPDATE, *HOST_LANE_UPDATES, Kind.STEP, Kind.OUTER_STEP)
 """Compute of the optimizer step."""
 
 

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping
 
-from muster.schedule.action import UPDATES_BESIDE_PASSES, Kind
+from muster.schedule.action import HOST_LANE_UPDATES, Kind
 from muster.simulate.timeline import Timeline
 
 COMPUTE, HOST_CORES, HOST_LINK, DISK = "compute", "host cores", "host link", "disk link"
@@ -15,7 +15,7 @@ def busy_seconds(timeline: Timeline) -> dict[str, float]:
     lanes: Mapping[str, str] = {"host_copy": HOST_LINK, "disk": DISK}
     found: defaultdict[tuple[str, int], float] = defaultdict(float)
     for event in timeline.events:
-        own = HOST_CORES if event.action.kind in (Kind.UPDATE, *UPDATES_BESIDE_PASSES) else COMPUTE
+        own = HOST_CORES if event.action.kind in (Kind.UPDATE, *HOST_LANE_UPDATES) else COMPUTE
         resource = own if event.lane in ("compute", "host") else lanes.get(event.lane)
         if resource is not None:
             found[resource, event.rank] += event.duration_s

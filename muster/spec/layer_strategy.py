@@ -47,7 +47,11 @@ class LayerStrategy(Frozen):
     (ZeRO-Infinity, arXiv:2104.07857)."""
     offload_optimizer_ratio: float = Field(default=1.0, gt=0, le=1)
     """Share of the layers whose optimizer state leaves the device, spread evenly over the model; parameters outside
-    layers are among them (Deep Optimizer States, arXiv:2410.21316)."""
+    layers are among them."""
+    device_update_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Share of the layers with optimizer state in host memory, spread evenly over these, that the device updates: after
+    the passes their state comes to the device, layer by layer, and returns (Deep Optimizer States, arXiv:2410.21316).
+    The host updates the others meanwhile, and parameters outside layers."""
 
     offload_param: Tier = "none"
     """Place of the master weights where that isn't the device. host: they stay in host memory, from which each pass
@@ -80,6 +84,12 @@ def is_in_share(layer: int | None, ratio: float) -> bool:
     return layer is None or floor(round((layer + 1) * ratio, 6)) > floor(round(layer * ratio, 6))
 
 
+def is_updated_on_device(layer: int, strategy: LayerStrategy) -> bool:
+    """Return True if the device updates a layer whose optimizer state its strategy keeps in host memory."""
+    number = floor(round(layer * strategy.offload_optimizer_ratio, 6))  # of layers before it with state there
+    return is_in_share(number, strategy.device_update_ratio)
+
+
 def complete_override(run: object, default: object) -> object:
     """Return an override as a file has it, on top of the default strategy as the file has that."""
     if isinstance(run, dict) and isinstance(strategy := run.get("strategy"), dict) and isinstance(default, dict):
@@ -87,7 +97,10 @@ def complete_override(run: object, default: object) -> object:
     return run
 
 
-_ADDED_LATER = ("offload_optimizer", "offload_optimizer_ratio", "offload_param", "offload_param_ratio")
+_ADDED_LATER = (
+    *("offload_optimizer", "offload_optimizer_ratio", "offload_param", "offload_param_ratio"),
+    "device_update_ratio",
+)
 """Fields of a strategy that are younger than the hashes in files."""
 
 

@@ -106,7 +106,7 @@ def _candidates(plan: Plan, model: ModelSpec, workload: Workload, world_size: in
 
 
 _TIERS = ("offload_optimizer", "offload_param")
-_TIER_FIELDS = (*_TIERS, *(f"{name}_ratio" for name in _TIERS))
+_TIER_FIELDS = (*_TIERS, *(f"{name}_ratio" for name in _TIERS), "device_update_ratio")
 _RANK_AXES = tuple(axis for axis in SUPPORTED_AXES if axis in MESH_AXES)
 """Supported axes that hold ranks of their own; experts' ranks are among these."""
 

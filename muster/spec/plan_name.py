@@ -28,7 +28,7 @@ _CP_WORDS = {name: kind.word for name, kind in CONTEXT_KINDS.items()}
 _DEFAULTS = Plan()
 _STRATEGY_FIELDS = (
     *("zero", "sp", "tp_overlap", "recompute", "offload", "offload_optimizer", "offload_optimizer_ratio"),
-    *("offload_param", "offload_param_ratio"),
+    *("device_update_ratio", "offload_param", "offload_param_ratio"),
 )
 
 _NAMED_AXES = tuple(axis for axis in DEGREE_FIELDS if not axis.startswith("dp_"))
@@ -110,6 +110,15 @@ def _state_offload_words(strategy: LayerStrategy) -> dict[str, bool]:
         tier, ratio = getattr(strategy, field), getattr(strategy, f"{field}_ratio")
         found[f"o{word}{'' if ratio == 1 else f'{ratio:g}'}{'d' if tier == 'disk' else ''}"] = tier != "none"
     return found
+
+
+def _device_updates(ratio: str) -> dict[str, float]:
+    """Return the field of `devupdate0.5`. Raises ConfigError for no share of the layers."""
+    if not 0 < float(ratio) <= 1:
+        raise ConfigError(
+            f"devupdate{ratio} is no share of the layers: expected one above 0, at most 1, such as devupdate0.5"
+        )
+    return {"device_update_ratio": float(ratio)}
 
 
 def _centroids(rate: str | None) -> dict[str, Any]:
@@ -202,6 +211,7 @@ _NAME_PARTS = (
         for state in _STATE_OFFLOADS
         for shown, tier in (("o{0}, o{0}R", "h?"), ("o{0}d, o{0}Rd", "d"))
     ),
+    _NamePart("devupdateR", rf"devupdate({_RATIO})", _device_updates),
     _NamePart(", ".join(get_args(Precision)), f"({'|'.join(get_args(Precision))})", lambda word: {"precision": word}),
     _NamePart(
         "lA.B.C or lAxN.B (layers per stage)",
@@ -301,6 +311,7 @@ def _format_parts(plan: Plan) -> list[str]:
         "oact": strategy.offload == "activations",
         "oactd": strategy.offload == "activations_on_disk",
         **_state_offload_words(strategy),
+        f"devupdate{strategy.device_update_ratio:g}": strategy.device_update_ratio > 0,
         plan.precision: True,
         "l" + ".".join(str(stage.layers) for stage in plan.stages): bool(plan.stages),
     }

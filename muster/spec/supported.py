@@ -6,6 +6,7 @@ from math import gcd
 from muster.spec.asynchronous_rules import ASYNCHRONOUS_MODEL_RULES, ASYNCHRONOUS_RUNTIME_RULES
 from muster.spec.compilation import AGAINST_COMPILE
 from muster.spec.cuda_graphs import AGAINST_CUDA_GRAPHS, against_cuda_graphs
+from muster.spec.device_update_rules import DEVICE_UPDATE_RULES
 from muster.spec.domino_rules import DOMINO_RULES, domino_rules_of
 from muster.spec.errors import InfeasibleError
 from muster.spec.expert_kinds import DISPATCHERS
@@ -56,7 +57,7 @@ def _optimizer_offload_rule(has: Callable[[Plan], bool], what: str) -> Rule:
     return Rule(
         lambda plan: any(s.offload_optimizer != "none" for s in plan.strategies) and has(plan),
         f"offload of the optimizer's state with {what}",
-        in_every_layer(lambda strategy: strategy.model_copy(update={"offload_optimizer": "none"})),
+        in_every_layer(lambda s: s.model_copy(update={"offload_optimizer": "none", "device_update_ratio": 0.0})),
     )
 
 
@@ -87,6 +88,7 @@ RUNTIME_RULES: tuple[Rule, ...] = (
     _optimizer_offload_rule(
         lambda plan: plan.pipeline_replicas > 1, "two replicas in one pipeline (it has no parity test yet)"
     ),
+    *DEVICE_UPDATE_RULES,
     *PARAM_OFFLOAD_RULES,
     *DOMINO_RULES,
     *SHARD_LEVEL_RUNTIME_RULES,

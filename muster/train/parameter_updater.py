@@ -14,7 +14,7 @@ from muster.checkpoint.manifest import Manifest
 from muster.config.freezing import is_frozen, matches_freeze
 from muster.config.optimizer_state import is_zeroth_order
 from muster.config.run_config import RunConfig
-from muster.layout.host_updates import host_update_parts
+from muster.layout.host_updates import device_updates, host_update_parts
 from muster.layout.mesh import dp_index_of
 from muster.layout.tensor_layout import TensorLayout
 from muster.model.perturbation import Direction
@@ -22,7 +22,7 @@ from muster.model.routing import update_expert_bias
 from muster.optim.base import Optimizer, Slope, StateStarts
 from muster.optim.build import build_optimizer
 from muster.optim.hd_pissa import WeightChangingOptimizer, without_decay
-from muster.optim.host_optimizer import PENDING_GRADIENT, HostOptimizer, HostPart, PendingUpdate
+from muster.optim.host_optimizer import PENDING_GRADIENT, FetchedPart, HostOptimizer, HostPart, PendingUpdate
 from muster.optim.state_store import StateStore
 from muster.parallel.backward_updates import watch_gradients
 from muster.parallel.offload import HostLink
@@ -89,8 +89,11 @@ class ParameterUpdater:
             for index, stage in stages.items()
             for part, names in enumerate(host_update_parts(plan, config.model, index, stage.layouts))
         }
-        """Names of the parameters that the host updates, by stage and part."""
+        """Names of the parameters whose optimizer state is off the device, by stage and part."""
         self._tiers = {index: plan.host_update_tiers(index, config.model.num_layers) for index in stages}
+        on_device = {index: device_updates(plan, config.model.num_layers, index) for index in stages}
+        self._fetched = [key for key in self._host_parts if on_device[key[0]] and on_device[key[0]][key[1]]]
+        """Stage and part of the parameters that the device updates with state from host memory."""
         self._offloaded = {
             key: group
             for key, names in self._host_parts.items()
@@ -140,7 +143,7 @@ class ParameterUpdater:
         self._store = StateStore(self.hooks.state_folder) if on_disk else None
         link = self.link_type(self.world.device)
         own = self.config.optim, trained, self.layouts, self.world, self._host_parts
-        return HostOptimizer(*own, link, on_disk, self._store, self._offloaded)
+        return HostOptimizer(*own, link, on_disk, self._store, self._offloaded, self._fetched)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Deciding
@@ -266,6 +269,29 @@ class ParameterUpdater:
             self.optimizer.update((stage, part), self.state.learning_rate)
             if (offloaded := self._offloaded.get((stage, part))) is not None:
                 offloaded.note_update()
+
+    def fetch_state(self, stage: int, part: int) -> Callable[[], None]:
+        """Start to copy the state of a part to the device; the returned function waits for the end."""
+        own = self._fetched_part(stage, part)
+        return _nothing if own is None else own.fetch_state()
+
+    def update_part_on_device(self, stage: int, part: int) -> None:
+        """Update a part of the parameters with state that has come from host memory."""
+        if self._fetched_part(stage, part) is not None:
+            assert isinstance(self.optimizer, HostOptimizer)
+            self.optimizer.update_on_device((stage, part), self.state.learning_rate)
+
+    def return_state(self, stage: int, part: int) -> Callable[[], None]:
+        """Start to copy the state of a part back; the returned function waits for the end and frees its memory."""
+        own = self._fetched_part(stage, part)
+        return _nothing if own is None else own.return_state()
+
+    def _fetched_part(self, stage: int, part: int) -> FetchedPart | None:
+        """Return a part that the device updates in this step; None where the step is skipped."""
+        if self.state.skip_reason is not None:
+            return None
+        assert isinstance(self.optimizer, HostOptimizer)
+        return self.optimizer.fetched[stage, part]
 
     def begin_backward_updates(self) -> None:
         """Prepare a step whose layers the host updates within its last backward."""

@@ -102,6 +102,8 @@ class Trainer:
             Kind.UPDATE: lambda action: self.updater.update_part(action.stage, action.slice),
             Kind.DELAYED_UPDATE: lambda action: self.updater.update_pending_part(action.stage, action.slice),
             Kind.BACKWARD_UPDATE: lambda action: self.updater.update_part_in_backward(action.stage, action.slice),
+            Kind.HOST_UPDATE: lambda action: self.updater.update_part(action.stage, action.slice),
+            Kind.DEVICE_UPDATE: lambda action: self.updater.update_part_on_device(action.stage, action.slice),
             Kind.LATE_UPDATE: lambda action: self.updater.catch_up_part(action.stage, action.slice),
             Kind.STEP: self._update_parameters,
             Kind.MOVE_EXPERTS: self._move_experts,
@@ -113,6 +115,8 @@ class Trainer:
         self.copies: dict[Kind, Copy] = {
             Kind.OFFLOAD_GRAD: lambda action: self.updater.fetch_part(action.stage, action.slice),
             Kind.RELOAD_PARAM: lambda action: self.updater.return_part(action.stage, action.slice),
+            Kind.RELOAD_STATE: lambda action: self.updater.fetch_state(action.stage, action.slice),
+            Kind.OFFLOAD_STATE: lambda action: self.updater.return_state(action.stage, action.slice),
             Kind.READ_STATE: lambda action: self.updater.read_part(action.stage, action.slice),
             Kind.WRITE_STATE: lambda action: self.updater.write_part(action.stage, action.slice),
         }

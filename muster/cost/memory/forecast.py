@@ -27,6 +27,7 @@ from muster.cost.memory.rank_memory import outer_error_bytes
 from muster.cost.memory.stage_memory import StageMemory
 from muster.cost.memory.terms import MemoryTerms
 from muster.cost.memory.version_memory import held_by_versions
+from muster.layout.host_updates import device_updates
 from muster.layout.mesh import axis_sizes
 from muster.layout.tensor_layout import has_vocab_shard
 from muster.schedule.action import Kind
@@ -34,6 +35,7 @@ from muster.schedule.program import Program
 from muster.spec.cluster import ClusterSpec
 from muster.spec.compilation import compiles
 from muster.spec.cuda_graphs import replays_graphs
+from muster.spec.device_update_rules import updates_fetched_state
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import MUSTER
 from muster.spec.layer_strategy import LayerStrategy
@@ -179,7 +181,7 @@ def forecast_memory(
 
 def _update_buffers(stages: Collection[StageMemory], program: Program) -> int:
     """Return the bytes of the buffers in host memory for a rank's updates by the host."""
-    kinds = {item.action.kind for lanes in program.ranks for item in lanes.get("host", ())}
+    kinds = {item.action.kind for lanes in program.ranks for item in lanes.get("host", ())} - {Kind.HOST_UPDATE}
     if Kind.BACKWARD_UPDATE in kinds:
         return max(memory.backward_buffers for memory in stages)
     if kinds:
@@ -339,7 +341,8 @@ def stage_memory_family(plan: Plan) -> Hashable:
 
 def stage_memory_key(model: ModelSpec, plan: Plan, stage: int, optim: OptimConfig | None = None) -> Hashable:
     """Return a key that is equal for stages with equal memory: layer types and strategies, ends of the model, mesh,
-    neighbours on the same rank, vocabulary shard; where parameters are frozen, the layers themselves."""
+    neighbours on the same rank, vocabulary shard, layers with state off the device; where parameters are frozen, the
+    layers themselves."""
     layers = plan.layers(stage, model.num_layers)
     if optim is not None and optim.freeze:
         return layers, plan, stage
@@ -351,4 +354,8 @@ def stage_memory_key(model: ModelSpec, plan: Plan, stage: int, optim: OptimConfi
         if plan.overrides
         else (tuple(layer_type(model, layer) for layer in layers), plan.default_strategy)
     )
-    return layer_kinds, plan.is_first(stage), plan.is_last(stage), plan.mesh(stage), tuple(neighbours), vocab_shard
+    away: Hashable = ()
+    if plan.default_strategy.offload_optimizer_ratio < 1 or updates_fetched_state(plan):
+        away = tuple(map(plan.offloads_optimizer, layers)), device_updates(plan, model.num_layers, stage)
+    ends = plan.is_first(stage), plan.is_last(stage)
+    return layer_kinds, *ends, plan.mesh(stage), tuple(neighbours), vocab_shard, away

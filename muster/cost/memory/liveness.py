@@ -221,9 +221,9 @@ def schedule_allocation_order(
 ) -> AllocationOrder:
     """Return the allocation order of a rank of a schedule, the same as of its Program, without lowering it.
 
-    For plans without vocabulary-parallel layers and pipeline replicas. `gathers`, `reduces`: the Program has UNSHARD,
-    REDUCE_GRAD. `offloads`: stages whose activations are offloaded where there is time for the copies. `messages`: the
-    schedule's `schedule_message_counts`, if they have been computed already.
+    For plans without vocabulary-parallel layers, pipeline replicas and updates that host and device share. `gathers`,
+    `reduces`: the Program has UNSHARD, REDUCE_GRAD. `offloads`: stages whose activations are offloaded where there is
+    time for the copies. `messages`: the schedule's `schedule_message_counts`, if they have been computed already.
     """
     stages = [stage for stage, holder in enumerate(schedule.placement) if holder == rank]
     before = [Action(Kind.UNSHARD, stage) for stage in stages if gathers]
@@ -260,9 +260,13 @@ def _allocating_actions(lanes: Mapping[Lane, Sequence[Instruction]]) -> list[Act
             reductions[passes[begin]].append(action)
     compute = _insert_after(order_with_copies(passes, copied), reductions)
     kept = _PASSES | _GRADIENT_COLLECTIVES
+    updates = {
+        action.stage: Action(Kind.DEVICE_UPDATE, action.stage) for action in passes if action[0] == Kind.DEVICE_UPDATE
+    }
     return [
         *(action for action, _, _ in collectives if action[0] == Kind.UNSHARD),
         *(action for action in compute if action[0] in kept),
+        *updates.values(),
     ]
 
 

@@ -117,6 +117,7 @@ def _pass_memory(
             "gather B": (moments.gather_before_backward(),),
             Kind.UNSHARD: (moments.unshard(),),
             Kind.REDUCE_GRAD: (moments.reduce(),),
+            Kind.DEVICE_UPDATE: (PeakCandidate("updating a layer", MemoryTerms(optimizer=own.fetched_state)),),
             Kind.ALL_REDUCE_TIED: (moments.tied_exchange(),),
             Kind.ALL_REDUCE_REPLICAS: (PeakCandidate("copies swapped", MemoryTerms(communication=2 * own.parameters)),),
         },

@@ -20,7 +20,7 @@ from muster.cost.activations import (
     norm_saved_bytes,
     pass_sizes,
 )
-from muster.cost.host_updates import host_updated_numels
+from muster.cost.host_updates import host_updated_numels, shared_update_numels
 from muster.cost.memory.kernel_workspace import KernelWorkspace
 from muster.cost.memory.linear_attention import deferred_width
 from muster.cost.memory.param_shards import (
@@ -79,7 +79,8 @@ class NativeStorage:
         self.mtp_layers = len(spec.last_layers(plan.is_last(stage)))
         """Number of its layers, the last ones, that predict further tokens."""
         self.host_updated = host_updated_numels(spec, plan, stage, optim)
-        """Elements of each part that the host updates."""
+        """Elements of each part whose optimizer state is off the device."""
+        self.by_host, self.by_device = shared_update_numels(spec, plan, stage, optim)
         self.offloaded_params = offloaded_params(spec, plan, stage, optim)
         self.held_shards = on_device(self.param_shards, self.offloaded_params)
         """Parameters with the shards that are on the device between passes."""
@@ -206,6 +207,16 @@ class NativeStorage:
         return int((2 * sum(self.host_updated) + self._disk_buffers) * self.master_size)
 
     @property
+    def fetched_state(self) -> int:
+        """Bytes of the state that is on the device at a time for updates there: that of neighbouring parts, one of
+        which is updated while another is copied."""
+        parts = self.by_device
+        if len(parts) == 1 and self.plan.num_stages > self.plan.pp:
+            parts = parts * 2  # beside one of another stage
+        pairs = [sum(parts[place : place + PARTS_AHEAD + 1]) for place in range(len(parts))]
+        return int(max(pairs, default=0) * self.master_size * self.state_per_param)
+
+    @property
     def _disk_buffers(self) -> float:
         """Elements of state on disk that are read, updated and written at a time."""
         states = [sum(self._on_disk[place : place + PARTS_AHEAD + 2]) for place in range(len(self._on_disk))]
@@ -216,7 +227,7 @@ class NativeStorage:
         """Elements of each part that the host updates and whose parameters are on the device."""
         tiers = self.plan.param_tiers(self.spec.num_layers)
         if not tiers:
-            return self.host_updated
+            return self.by_host
         return [numel for numel, tier in zip(self.host_updated, tiers[self.index], strict=True) if tier == "none"]
 
     @property

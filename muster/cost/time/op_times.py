@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from muster.schedule.action import UPDATES_BESIDE_PASSES, Action, Kind
+from muster.schedule.action import HOST_LANE_UPDATES, HOST_UPDATE_KINDS, Action, Kind
 from muster.schedule.timing import PassTimes
 
 
@@ -15,6 +15,9 @@ class P2PTime(NamedTuple):
     """Seconds from its start until the receiver may continue."""
     send_busy_s: float = 0.0
     """Seconds for which it occupies the sender's link, which a rank's transfers use one after another."""
+
+
+_TIMES_BY_SIZE = frozenset(HOST_UPDATE_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,9 @@ class OpTimes:
     other."""
     data_s: float = 0.0
     """Seconds until a step's data has arrived, before its first instruction."""
+    part_sizes: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    """Stage → size of each part that host and device share the updates of (`relative_part_sizes`), which takes so many
+    times the `seconds` of its instructions."""
     slices: tuple["OpTimes", ...] = ()
     """Times of the passes, copies and transfers of each slice of sequences, where they are cut; empty: those above."""
 
@@ -51,11 +57,13 @@ class OpTimes:
         """Return the seconds of one action; an action that was never timed takes none."""
         if self.slices and action.micro_batch >= 0:
             return self.slices[action.slice].duration_s(action)
-        if action.kind in UPDATES_BESIDE_PASSES:  # the same work in another lane
+        if action.kind in HOST_LANE_UPDATES:  # the same work in another lane
             action = action._replace(kind=Kind.UPDATE)
         elif action.kind == Kind.GRAD_NORM_BESIDE:
             action = action._replace(kind=Kind.GRAD_NORM)
         found = self.seconds.get((action.kind, action.stage))
+        if found is not None and self.part_sizes and action.kind in _TIMES_BY_SIZE:
+            return found * self.part_sizes[action.stage][action.slice]
         return self.seconds.get((action.kind, -1), 0.0) if found is None else found
 
     def pair_share(self, forward: Action, backward: Action) -> float:

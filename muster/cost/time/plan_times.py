@@ -12,7 +12,13 @@ from muster.config.optim_config import OptimConfig, UpdateTime
 from muster.config.optimizer_state import is_zeroth_order, mean_state_bytes, mean_update_bytes
 from muster.cost.activations import late_written_bytes, offloaded_activation_bytes
 from muster.cost.comm_volume import step_report_bytes
-from muster.cost.host_updates import HOST_UPDATE_BYTES_PER_S, disk_rates, host_part_copies, host_updated_numels
+from muster.cost.host_updates import (
+    HOST_UPDATE_BYTES_PER_S,
+    disk_rates,
+    host_part_copies,
+    host_updated_numels,
+    shared_update_numels,
+)
 from muster.cost.param_offload import offloaded_params
 from muster.cost.perturbation import as_one_forward, perturbation_bytes
 from muster.cost.precision_bytes import compute_bytes, master_bytes
@@ -25,6 +31,7 @@ from muster.cost.time.profiled_times import profiled_times, streamed_s
 from muster.cost.time.rank_placement import PlacedPlan
 from muster.cost.time.scaled_casts import operand_cast_bytes
 from muster.cost.time.stage_times import StageTimes, example_stage_times, pair_of_stages_s
+from muster.layout.host_updates import part_sizes_of
 from muster.layout.stage_resharding import stage_transfers
 from muster.schedule.action import Kind, Lane
 from muster.schedule.offload import LAYER_COPIES
@@ -151,7 +158,9 @@ def _micro_batch_times(
     cores = cluster.device.shared_cores
     processes, pools = _processes_and_machines(setting) if cores else ((), ())
     pairs_s = dict(_pair_times(setting, stages)) if setting.overlaps_pairs else {}
-    return OpTimes(seconds, 0.0, cores, processes, pools, p2p_times=hops, exposed_s=exposed_s, pairs_s=pairs_s)
+    shared = processes, pools
+    sizes = part_sizes_of(model, plan)
+    return OpTimes(seconds, 0.0, cores, *shared, hops, exposed_s, pairs_s, part_sizes=sizes)
 
 
 def _pair_times(setting: PlacedPlan, stages: Sequence[StageTimes]) -> Iterator[tuple[tuple[int, int], float]]:
@@ -447,7 +456,15 @@ def _host_update_times(setting: PlacedPlan) -> Iterator[tuple[tuple[str, int], f
         device = setting.device(stage)
         group = setting.cluster.group_of(setting.first_rank(stage))
         sharing = min(group.devices_per_node, setting.world_size)
-        parts = setting.plan.num_host_updates(stage, setting.model.num_layers)
+        by_host, by_device = shared_update_numels(setting.model, setting.plan, stage, setting.optim)
+        if by_device:
+            fetched = sum(by_device) / len(by_device)
+            for kind in (Kind.RELOAD_STATE, Kind.OFFLOAD_STATE):
+                yield (kind, stage), host_copy_s(device, state_bytes * fetched)
+            yield (Kind.DEVICE_UPDATE, stage), stream_s(device, update_bytes * fetched)
+        if not by_host:
+            continue
+        numel, parts = sum(by_host), len(by_host)
         sent, returned = host_part_copies(setting.model, setting.plan, stage, setting.optim)
         if sent:
             yield (Kind.OFFLOAD_GRAD, stage), host_copy_s(device, sent)

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from math import prod
 
 from muster.config.optim_config import OptimConfig, UpdateTime
-from muster.config.optimizer_state import is_zeroth_order, mean_state_bytes, mean_update_bytes
+from muster.config.optimizer_state import is_zeroth_order
 from muster.config.optimizers import ADAMW_UPDATE
 from muster.cost.activations import late_written_bytes, offloaded_activation_bytes, pass_sizes
 from muster.cost.comm_volume import step_report_bytes
 from muster.cost.context_traffic import AttentionShape, attention_transfers, state_transfers
-from muster.cost.host_updates import DISK_BYTES_PER_S, host_part_copies, host_updated_numels
+from muster.cost.host_updates import DISK_BYTES_PER_S, host_updated_numels
 from muster.cost.param_offload import offloaded_params
 from muster.cost.precision_bytes import compute_bytes, grad_reduce_bytes, master_bytes
 from muster.cost.time.attention import SOFT_CAP_BYTES
@@ -23,8 +23,10 @@ from muster.cost.time.op_times import OpTimes, P2PTime
 from muster.cost.time.profiled_cost import ProfiledCost
 from muster.cost.time.profiled_experts import add_experts
 from muster.cost.time.profiled_slices import layer_of_slices
+from muster.cost.time.profiled_updates import adamw_numel, host_update_times
 from muster.cost.time.rate_interpolation import RateInterpolator
 from muster.cost.time.trained_parts import trained_parts
+from muster.layout.host_updates import part_sizes_of
 from muster.layout.island_bytes import encoded_element_bytes
 from muster.layout.tensor_layout import chunk_bounds, is_expert, stage_shards, stages_on, state_shard_ranks
 from muster.schedule.action import Kind
@@ -33,7 +35,7 @@ from muster.spec.context_kinds import CONTEXT_KINDS
 from muster.spec.errors import InfeasibleError
 from muster.spec.four_bit import cut_weights, has_four_bits
 from muster.spec.machine_rates import MachineRates
-from muster.spec.model import ModelSpec, parameter_shapes
+from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 
@@ -87,6 +89,7 @@ def profiled_times(
         processes_per_rank=processes,
         p2p_times=_p2p_times(rates, model, plan, workload),
         exposed_s=exposed_s,
+        part_sizes=part_sizes_of(model, plan),
     )
 
 
@@ -196,30 +199,13 @@ class _StagePasses:
         yield Kind.WRITE_ACT, (written - late) * self.plan.world_size / write_bytes_per_s, {}
         yield Kind.WRITE_ACT_LATE, late * self.plan.world_size / write_bytes_per_s, {}
         yield Kind.READ_ACT, written * self.plan.world_size / read_bytes_per_s, {}
-        yield from self._host_updates()
+        own = self.rates, self.model, self.plan, self.stage, self.optim
+        yield from ((kind, time_s, {}) for kind, time_s in host_update_times(*own, self.away, self._disk_rates()))
         yield from self._param_loads()
         copied = sum(prod(shape) for parts in self.param_shapes.values() for shape in parts.values() if len(shape) == 1)
         copied += sum(self.model.low_rank_ranks.values()) * self.model.hidden_size * len(self.layers)
         copies_s = self.rates.collective("all_reduce", self.mesh.tp, copied * master_bytes(self.plan.precision))
         yield Kind.ALL_REDUCE_TP, copies_s, {}
-
-    def _host_updates(self) -> Iterator[tuple[str, float, dict[str, float]]]:
-        """Yield the times of the mean part of the stage that the host updates."""
-        if not (parts := host_updated_numels(self.model, self.plan, self.stage, self.optim)):
-            return
-        mean = sum(parts) // len(parts)
-        wide = master_bytes(self.plan.precision)
-        sent, returned = host_part_copies(self.model, self.plan, self.stage, self.optim)
-        yield Kind.OFFLOAD_GRAD, self.rates.kernel("copy", int(sent) // wide) if sent else 0.0, {}
-        yield Kind.UPDATE, self.rates.kernel("adamw", _adamw_numel(mean, self.model, self.optim)), {}
-        yield Kind.RELOAD_PARAM, self.rates.kernel("copy", int(returned) // wide) if sent else 0.0, {}
-        if "disk" in self.plan.host_update_tiers(self.stage, self.model.num_layers):
-            each = mean_state_bytes(self.optim, dict(parameter_shapes(self.model)), master_bytes(self.plan.precision))
-            read, written = self.away.disk_bytes_per_update
-            read_bytes_per_s, write_bytes_per_s = self._disk_rates()
-            ranks = self.plan.world_size
-            yield Kind.READ_STATE, (each * mean + read / len(parts)) * ranks / read_bytes_per_s, {}
-            yield Kind.WRITE_STATE, (each * mean + written / len(parts)) * ranks / write_bytes_per_s, {}
 
     def _param_loads(self) -> Iterator[tuple[str, float, dict[str, float]]]:
         """Yield the times of the copies of parameters and gradients beside passes."""
@@ -556,14 +542,6 @@ def streamed_s(machine: MachineRates, plan: Plan, stage: int, num_bytes: float) 
     return rates.contention(storage_level(plan, stage)) * rates.kernel("adamw", numel)
 
 
-def _adamw_numel(count: int, model: ModelSpec, optim: OptimConfig | None) -> int:
-    """Return the elements that AdamW updates in the time in which the optimizer updates `count`."""
-    if optim is None:
-        return count
-    shapes = dict(parameter_shapes(model))
-    return round(count * mean_update_bytes(optim, shapes, 4, 2) / mean_update_bytes(None, shapes, 4, 2))
-
-
 def _per_step_times(
     rates: RateInterpolator, model: ModelSpec, plan: Plan, pp_rank: int, optim: OptimConfig | None
 ) -> dict[str, float]:
@@ -586,7 +564,7 @@ def _per_step_times(
         return max(0.0, base + layer * layers)
 
     hosted = sum(sum(host_updated_numels(model, plan, stage, optim)) for stage in stages)
-    updated = _adamw_numel(max(0, total - hosted), model, optim)
+    updated = adamw_numel(max(0, total - hosted), model, optim)
     all_reduce_s = rates.collective("all_reduce", plan.island_size, step_report_bytes(model))
     contention = rates.contention(level)
     read = 0 if is_zeroth_order(optim) else total  # gradients

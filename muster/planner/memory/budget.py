@@ -17,11 +17,7 @@ from muster.cost.memory.forecast import (
     peak_bytes_by_pp_rank,
     stage_memory_family,
 )
-from muster.cost.memory.liveness import (
-    AllocationOrder,
-    allocation_orders,
-    schedule_allocation_order,
-)
+from muster.cost.memory.liveness import AllocationOrder, allocation_orders, schedule_allocation_order
 from muster.cost.memory.native_storage import MemoryLowerBound, memory_lower_bound
 from muster.cost.precision_bytes import compute_bytes
 from muster.cost.sequence_slices import offloaded_bytes_of_slices
@@ -49,6 +45,7 @@ from muster.schedule.message_liveness import Column, schedule_message_counts
 from muster.schedule.offload import CopyOverlaps, count_copy_overlaps, count_passes_with_layers
 from muster.schedule.schedule import Schedule
 from muster.spec.compilation import compiles
+from muster.spec.device_update_rules import updates_fetched_state
 from muster.spec.errors import InfeasibleError
 from muster.spec.frameworks import MUSTER, treats_layers_alike
 from muster.spec.layer_strategy import Offload
@@ -536,6 +533,7 @@ class MemoryBudget:
             or plan.pinned_schedule is not None
             or not plan.is_uniform
             or plan.sequence_slices > 1
+            or updates_fetched_state(plan)
         )
 
     def _orders_of(self, plan: Plan) -> tuple[AllocationOrder, ...]:
