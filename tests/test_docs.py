@@ -48,6 +48,7 @@ LONG = (
     "offload-parameters",
     "linear-attention",
     "sequence-slices",
+    "skipped-stages",
     "zeroth-order",
     "models",
     "offload",

@@ -86,6 +86,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         metavar="N",
         help="pipedream*: optimizer steps between two flushes (default: 3)",
     )
+    add("--skip", metavar="R", help="skippipe: share of the stages that each micro-batch skips (default: 0.25)")
     add(
         "--pair-time",
         metavar="T",
@@ -193,6 +194,7 @@ def _request(args: argparse.Namespace) -> "CompareRequest":
         args.slices,
         _pair_share(args),
         steps,
+        _skip_ratio(args),
     )
 
 
@@ -209,6 +211,23 @@ def _steps(args: argparse.Namespace) -> int:
             raise ConfigError("--steps is for schedules without a flush after each step, such as pipedream-2bw")
         return 1
     return args.steps or _USUAL_STEPS
+
+
+_USUAL_SKIP_RATIO = 0.25
+
+
+def _skip_ratio(args: argparse.Namespace) -> float:
+    """Return the share of stages that micro-batches skip. Raises ConfigError for a schedule that has none."""
+    from muster.spec.schedules import find_schedule
+
+    if args.name is None or not find_schedule(args.name).skips_stages:
+        if args.skip is not None:
+            raise ConfigError("--skip is for skippipe, whose micro-batches may skip stages")
+        return 0.0
+    ratio = _USUAL_SKIP_RATIO if args.skip is None else _number("--skip", args.skip)
+    if ratio >= 1:
+        raise ConfigError(f"--skip: expected a share of the stages below 1, got '{args.skip}'")
+    return ratio
 
 
 def _pair_share(args: argparse.Namespace) -> float | None:

@@ -6,6 +6,7 @@ same bytes at the calls.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 from muster.config.freezing import is_frozen
 from muster.config.optim_config import OptimConfig
@@ -352,10 +353,15 @@ def pipeline_bytes(
     sent, rank = Counter[str](), rank_at(plan, at)
     count = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
     hidden = count * spec.hidden_size * compute_bytes(plan.precision)
-    for kind, other, is_end in ((Kind.SEND_F, stage + 1, plan.is_last), (Kind.SEND_B, stage - 1, plan.is_first)):
-        if not is_end(stage):
-            positions = _sent_numel(rank, stage_transfers(spec, plan, workload.seq_len, stage, other))
-            sent[kind] = positions * hidden // spec.hidden_size * spec.boundary_size
+    ends = [(Kind.SEND_F, stage + 1, count)] * (not plan.is_last(stage))
+    ends += [(Kind.SEND_B, stage - 1, count)] * (not plan.is_first(stage))
+    if plan.paths:
+        pairs = Counter(pair for path in plan.paths for pair in pairwise(path))
+        ends = [(Kind.SEND_F, other, times) for (one, other), times in pairs.items() if one == stage]
+        ends += [(Kind.SEND_B, other, times) for (other, one), times in pairs.items() if one == stage]
+    for kind, other, times in ends:
+        positions = _sent_numel(rank, stage_transfers(spec, plan, workload.seq_len, stage, other))
+        sent[kind] += positions * times * spec.boundary_size * compute_bytes(plan.precision)
     is_summed = spec.embeds_on_last_stage and not plan.vocab_parallel and not is_frozen(optim, "embed.weight")
     if (other := plan.tied_embedding_peer(stage)) is not None and is_summed:
         sent[Kind.ALL_REDUCE_TIED] = _sent_numel(rank, tied_grad_transfers(spec, plan, stage, other)) * master_bytes(

@@ -6,6 +6,7 @@ from math import prod
 from muster.config.freezing import frozen_prefix, matches_pattern
 from muster.layout.host_updates import layer_of
 from muster.spec.model import ModelSpec, active_numel, layer_parameter_shapes, parameter_shapes
+from muster.spec.plan import Plan
 from muster.spec.plugin_model import plugin_model
 
 
@@ -88,6 +89,26 @@ def train_flops_per_token(
         has_input = has_head_input if layer is None else layer >= first
         backward += 2 * numel * (has_input + (not matches_pattern(freeze, name)))
     return forward + backward
+
+
+def plan_flops_per_token(
+    plan: Plan,
+    spec: ModelSpec,
+    seq_len: int,
+    causal: bool = False,
+    has_backward: bool = True,
+    freeze: tuple[str, ...] = (),
+) -> int:
+    """Return `train_flops_per_token` under a plan, without the layers that a mean micro-batch skips."""
+    own = seq_len, causal, has_backward, freeze
+    whole = train_flops_per_token(spec, *own)
+    if not plan.paths or spec.num_layers == 1:
+        return whole
+    skipped = sum(
+        len(plan.layers(stage, spec.num_layers)) for path in plan.paths for stage in {*range(plan.num_stages)} - {*path}
+    )
+    layer = whole - train_flops_per_token(spec.model_copy(update={"num_layers": spec.num_layers - 1}), *own)
+    return whole - layer * skipped // len(plan.paths)
 
 
 def _plugin_backward_flops(spec: ModelSpec, forward: int, freeze: tuple[str, ...], first: int) -> int:

@@ -24,7 +24,6 @@ from muster.schedule.action import (
     Action,
     Kind,
     Lane,
-    matching_transfer,
 )
 from muster.schedule.program import Instruction, Program, Wait
 from muster.schedule.send_completion import completed_sends
@@ -238,8 +237,9 @@ class Executor:
             if self._vocab_parallel:
                 self._outputs[stage, micro_batch] = y.detach()
             return
-        if self.program.placement[stage + 1] == self.pp_rank:
-            self._inputs[stage + 1, micro_batch] = y.detach()
+        following = self.program.next_stage(stage, instruction.action)
+        if self.program.placement[following] == self.pp_rank:
+            self._inputs[following, micro_batch] = y.detach()
         else:
             self._outputs[stage, micro_batch] = y.detach()
 
@@ -257,8 +257,9 @@ class Executor:
         if self.program.is_first(stage):
             self._input_gradients[stage, micro_batch] = d
             return
-        if self.program.placement[stage - 1] == self.pp_rank:
-            self._output_gradients[stage - 1, micro_batch] = d
+        before = self.program.previous_stage(stage, instruction.action)
+        if self.program.placement[before] == self.pp_rank:
+            self._output_gradients[before, micro_batch] = d
         else:
             self._input_gradients[stage, micro_batch] = d
 
@@ -303,7 +304,7 @@ class Executor:
         micro_batch = self.program.unit(instruction.action)
         buffers = self._outputs if kind == Kind.SEND_F else self._input_gradients
         tensor = buffers.pop((stage, micro_batch))
-        receiver = matching_transfer(instruction.action).stage
+        receiver = self.program.other_end(instruction.action).stage
         route = self.routes[stage, receiver]
         self._pending_sends[self._cursor["p2p"] - 1] = route.send(
             tensor, self._tag(kind == Kind.SEND_B, receiver, micro_batch)
@@ -318,7 +319,7 @@ class Executor:
         kind, stage, *_ = instruction.action
         micro_batch = self.program.unit(instruction.action)
         tensor = self.stages[stage].receive_buffer(micro_batch)
-        route = self.routes[stage, matching_transfer(instruction.action).stage]
+        route = self.routes[stage, self.program.other_end(instruction.action).stage]
         wait = Wait("p2p", self._cursor["p2p"] - 1)
         self._pending[wait] = route.receive(tensor, self._tag(kind == Kind.RECV_B, stage, micro_batch))
         (self._inputs if kind == Kind.RECV_F else self._output_gradients)[stage, micro_batch] = tensor

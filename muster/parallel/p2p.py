@@ -1,6 +1,6 @@
 """Point-to-point transfers between ranks that may shard the same tensor differently."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -98,25 +98,24 @@ def direct_routes(placement: Sequence[int]) -> dict[tuple[int, int], P2PRoute]:
     return {pair: P2PRoute.whole_to(placement[pair[1]]) for pair in pairs if 0 <= pair[1] < len(placement)}
 
 
-def stage_routes(spec: ModelSpec, world: World, seq_len: int, stages: Iterable[int]) -> dict[tuple[int, int], P2PRoute]:
-    """Return by (stage, neighbouring stage on another pipeline rank) the route of a micro-batch's hidden states and
-    their gradients."""
+def stage_routes(
+    spec: ModelSpec, world: World, seq_len: int, stages: Collection[int]
+) -> dict[tuple[int, int], P2PRoute]:
+    """Return by (stage, stage on another pipeline rank before or after it on some path) the route of a micro-batch's
+    hidden states and their gradients."""
     plan = world.plan
     routes = {}
-    for stage in stages:
+    for stage, other in (pair for hop in plan.hops for pair in (hop, hop[::-1]) if pair[0] in stages):
         own = hidden_state_box(spec, plan, seq_len, stage, world.at)
-        for other, is_end in ((stage - 1, plan.is_first), (stage + 1, plan.is_last)):
-            if not is_end(stage) and plan.pp_rank(other) != world.at.pp:
-                outgoing, incoming = (
-                    stage_transfers(spec, plan, seq_len, *ends, world.at.island)
-                    for ends in ((stage, other), (other, stage))
-                )
-                routes[stage, other] = _route_of_rank(world.rank, own, outgoing, incoming)
+        outgoing, incoming = (
+            stage_transfers(spec, plan, seq_len, *ends, world.at.island) for ends in ((stage, other), (other, stage))
+        )
+        routes[stage, other] = _route_of_rank(world.rank, own, outgoing, incoming)
     return routes
 
 
 def variable_length_routes(
-    spec: ModelSpec, world: World, seq_len: int, stages: Iterable[int]
+    spec: ModelSpec, world: World, seq_len: int, stages: Collection[int]
 ) -> dict[tuple[int, int], P2PRoute]:
     """Return the routes as `stage_routes` does, for micro-batches of at most `seq_len` positions."""
 

@@ -4,11 +4,12 @@ Whatever a search on the way comes upon that is better becomes the answer: the b
 that a reason compares with, a part of the cluster that is faster alone.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from operator import attrgetter
+from typing import Any
 
 from muster.planner.alternatives import Alternative, FirstPlan
 from muster.planner.cluster_parts import cluster_parts, least_step_s
@@ -33,11 +34,14 @@ from muster.planner.search_budget import SearchBudget
 from muster.planner.search_result import ROUNDING_TOLERANCE, SearchResult
 from muster.planner.simple_first import find_simplest
 from muster.planner.simplicity import PREDICTION_ERROR, simplest
+from muster.planner.skip_paths import resolve_on_cluster
 from muster.planner.space import is_admitted, used_axes
 from muster.planner.tiers import choose_tier, explain_no_tier, tier_words
 from muster.planner.training_cost import TrainingCost, training_cost
+from muster.simulate.predict import require_legal
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import InfeasibleError
+from muster.spec.plan_name import format_plan_name
 
 SEARCH_TIME_SHARE = 0.6
 """Share of the time, where it is limited, for the search for the best plan, which has all of the work."""
@@ -152,6 +156,9 @@ def answer_request(request: PlanRequest, top: int, budget: SearchBudget, explain
 
     Raises InfeasibleError, with the limit that binds, if there is no plan.
     """
+    if request.skip_fields:
+        ordinary = answer_request(replace(request, skip_fields={}), 1, budget, explained=False)
+        return _with_skipped_stages(ordinary, request.skip_fields)
     if request.searches_tiers:
         choice = choose_tier(request, budget.renew(TIER_EFFORT, TIER_TIME_SHARE))
         if not choice.fits:
@@ -177,6 +184,23 @@ def answer_request(request: PlanRequest, top: int, budget: SearchBudget, explain
         search, whole = islands.search, None
     unrequired = _without_requirement(request, budget) if explained and request.fixed_text else None
     return _Answer(search, whole, top, budget.renew(EXPLANATION_EFFORT)).build(explained, unrequired, islands)
+
+
+def _with_skipped_stages(answer: PlanAnswer, fields: Mapping[str, Any]) -> PlanAnswer:
+    """Return the answer whose plan lets its micro-batches skip stages. Raises InfeasibleError where it can't."""
+    evaluator, request = answer.search.evaluator, answer.request
+    asked = answer.first.plan.model_copy(update={**fields, "pinned_schedule": None})
+    require_legal(asked, request.model, request.workload, request.cluster)
+    own = asked, request.model, request.workload, request.cluster, request.framework
+    plan = resolve_on_cluster(*own, cache=request.cost_cache, optim=request.optim)
+    if not evaluator.memory_budget.fits(plan):
+        raise InfeasibleError(
+            f"{format_plan_name(answer.first.plan)} fits the memory, but not with skipped stages, whose ranks may hold"
+            " more micro-batches: require more pipeline ranks, or a recompute such as rfull"
+        )
+    found = evaluator.evaluate(plan)
+    search = replace(answer.search, result=replace(answer.result, best=[found]))
+    return replace(answer, search=search, against=FirstPlan(found, evaluator, found.value), fastest=found)
 
 
 def _weigh_islands(request: PlanRequest, search: PlanSearch, budget: SearchBudget) -> IslandComparison | None:

@@ -46,6 +46,7 @@ from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 from muster.spec.plugin_model import plugin_model
 from muster.spec.schedules import DEFAULT_SCHEDULE
+from muster.spec.skip_rules import NO_SKIPS
 from muster.spec.supported import require_supported_model
 from muster.spec.units import alternatives, pluralize
 
@@ -252,6 +253,11 @@ def _require_parts_run(config: RunConfig) -> None:
             )
     tiers = {strategy.offload_optimizer for strategy in plan.strategies} - {"none"}
     require_zeroth_order_runs(config)
+    if plan.schedule_entry.skips_stages and is_zeroth_order(optim):
+        raise InfeasibleError(
+            f"optim.name {optim.name} has no gradients that stages could average over the micro-batches that they see:"
+            f" leave schedule {plan.schedule} out"
+        )
     if tiers:
         _require_host_updates(config)
     if train.delayed_update:
@@ -334,6 +340,7 @@ def _why_no_gradient_check(config: RunConfig, plan: Plan) -> str | None:
         (plan.sequence_slices > 1, "sliceN"),
         (plan.dynamic_context_parallel, "cpdyn"),
         (plan.offloads_params, "oparam"),
+        (plan.schedule_entry.skips_stages, "skipR, whose micro-batches take stages in another number"),
         (plan.post_validation, "pv"),
         (config.train.update_in_backward, "train.update_in_backward, which would update by those gradients"),
         (config.model.mtp_layers > 0, "model.mtp_layers"),
@@ -505,7 +512,7 @@ def _with_requested_schedule(plan: Plan, requested: Plan) -> Plan:
     """Return the plan with the requested searched schedule, if it has a pipeline."""
     searched = requested.schedule_entry.searched and plan.pp > 1
     return (
-        plan.model_copy(update={"schedule": requested.schedule, "pinned_schedule": requested.pinned_schedule})
+        plan.model_copy(update={name: getattr(requested, name) for name in ("schedule", "pinned_schedule", *NO_SKIPS)})
         if searched
         else plan
     )

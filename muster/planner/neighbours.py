@@ -14,6 +14,7 @@ from muster.spec.layer_strategy import LayerOverride
 from muster.spec.legality import plan_violations
 from muster.spec.plan import Plan
 from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
+from muster.spec.skip_rules import NO_SKIPS
 
 _ALL_RANKS = {"param_shard_size": None, "grad_shard_size": None}
 
@@ -93,6 +94,7 @@ def _all_changes(plan: Plan, request: PlanRequest) -> Iterator[Change]:
                         "stages": stages,
                         "pinned_schedule": None,
                         "max_in_flight_micro_batches": None,
+                        **NO_SKIPS,
                     }
                 ),
             )
@@ -132,7 +134,7 @@ def with_degrees(plan: Plan, degrees: dict[str, int], request: PlanRequest) -> P
     if pp != plan.pp:
         update["stages"] = ()
     if pp == 1:
-        update |= {"schedule": DEFAULT_SCHEDULE, "vpp": 1}
+        update |= {"schedule": DEFAULT_SCHEDULE, "vpp": 1, **NO_SKIPS}
     changed = plan.model_copy(update=update)
     strategy: dict[str, object] = {}
     if changed.tp == 1 or request.workload.seq_len % (changed.tp * changed.cp):

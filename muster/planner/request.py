@@ -26,7 +26,7 @@ from muster.spec.model import ModelSpec
 from muster.spec.plan import PRECISIONS, Plan, Precision
 from muster.spec.plan_name import TP_OVERLAPS, parse_name_parts
 from muster.spec.routing_load import RoutingLoad
-from muster.spec.schedules import SCHEDULES
+from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from muster.spec.suggest import did_you_mean
 from muster.spec.supported import unsupported_parts
 from muster.spec.workload import Workload
@@ -87,6 +87,8 @@ class PlanRequest:
     """True if the tier of the optimizer's state is searched for, too; else that is done where nothing fits."""
     tier_word: str = ""
     """Word of a plan's name for the tier that was found; all plans have it."""
+    skip_fields: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that the plan gets once it is found, by which its micro-batches skip stages; empty: none do."""
     derived_lines: tuple[str, ...] = ()
     """Line for each value that was left out and derived from others."""
     cost_cache: CostCache = field(default_factory=CostCache, compare=False, repr=False)
@@ -174,7 +176,7 @@ def build_request(
             f"model {model.name} can't be trained yet: it has {' and '.join(parts)}; --anticipate shows the plans that"
             " are predicted for it"
         )
-    fixed = fixed_fields(fix)
+    fixed, skip_fields = _without_skips(fixed_fields(fix), fix)
     schedule = fixed.get("schedule")
     if schedule and SCHEDULES[schedule].searched:
         raise ConfigError(
@@ -197,8 +199,33 @@ def build_request(
         template=template,
         tokens=tokens,
         conditions=conditions or TrainingConditions(),
-        derived_lines=(*derived, *substitutions(cluster, kind, template.fp8_recipe, framework.recasts_fp8)),
+        skip_fields=skip_fields,
+        derived_lines=(
+            *derived,
+            *_skip_lines(skip_fields),
+            *substitutions(cluster, kind, template.fp8_recipe, framework.recasts_fp8),
+        ),
     )
+
+
+def _without_skips(fixed: dict[str, Any], fix: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fields that the search for an ordinary pipeline is to keep, and those by which its micro-batches then
+    skip stages. Raises ConfigError where `fix` names no pipeline."""
+    if not SCHEDULES[fixed.get("schedule", DEFAULT_SCHEDULE)].skips_stages:
+        return fixed, {}
+    if fixed.get("pp", 1) == 1:
+        raise ConfigError(f"--require {fix}: stages are skipped in a pipeline: name its ranks, too, as in pp4-skip0.25")
+    skips = {name: fixed[name] for name in ("schedule", "skip_ratio", "min_visits", "swaps_stages") if name in fixed}
+    return {**{name: value for name, value in fixed.items() if name not in skips}, "schedule": DEFAULT_SCHEDULE}, skips
+
+
+def _skip_lines(skip_fields: Mapping[str, Any]) -> list[str]:
+    if not skip_fields:
+        return []
+    return [
+        f"each micro-batch skips {skip_fields['skip_ratio']:.0%} of the stages, which changes what is trained: the best"
+        " plan of 1F1B, with paths and places found for its times"
+    ]
 
 
 def with_placed_experts(request: PlanRequest, plan: Plan) -> Plan:

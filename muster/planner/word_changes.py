@@ -18,6 +18,7 @@ from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.legality import plan_violations
 from muster.spec.plan import Plan
 from muster.spec.schedules import DEFAULT_SCHEDULE
+from muster.spec.skip_rules import NO_SKIPS
 
 MAX_CHANGED = 8
 """Changed plans that a search begins with."""
@@ -59,7 +60,8 @@ def _affordable(plans: Sequence[Plan], request: PlanRequest, budget: SearchBudge
 def _with_required(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
     """Yield the legal plans with the required words changed and as little else as possible, the nearest first."""
     if plan.pinned_schedule is not None:
-        plan = plan.model_copy(update={"pinned_schedule": None, "schedule": DEFAULT_SCHEDULE, "vpp": 1, "stages": ()})
+        ordinary = {"pinned_schedule": None, "schedule": DEFAULT_SCHEDULE, "vpp": 1, "stages": (), **NO_SKIPS}
+        plan = plan.model_copy(update=ordinary)
     for changed in _with_required_degrees(plan, request):
         if changed.pp == 1 < plan.pp and request.fixed.get("schedule", DEFAULT_SCHEDULE) != DEFAULT_SCHEDULE:
             continue

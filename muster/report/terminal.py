@@ -65,6 +65,7 @@ def plan_rows(plan: Plan, model: ModelSpec, workload: Workload, n_micro_batches:
         ("ranks", _degrees(plan)),
         *(("stages" if i == 0 else "", line) for i, line in enumerate(_stages(plan, model))),
         ("schedule", f"{plan.schedule}, {_plural(n_micro_batches, 'micro-batch', 'es')} of {plan.micro_batch_size}"),
+        *([("paths", skipped_stages_text(plan))] if plan.schedule_entry.skips_stages else []),
         *([("shares", _micro_batch_groups(plan, n_micro_batches))] if plan.uneven_micro_batches else []),
         ("storage", _storage(plan, model.num_layers)),
         ("step", f"{batch} × {workload.seq_len:,} = {workload.tokens_per_step:,} tokens"),
@@ -77,6 +78,16 @@ def _degrees(plan: Plan) -> str:
         return f"{plan.world_size}, unequal stages"
     degrees = [f"{axis} {getattr(plan, axis)}" for axis in ("islands", *MESH_AXES) if getattr(plan, axis) > 1]
     return f"{plan.world_size}" + (f" = {' × '.join(degrees)}" if degrees else "")
+
+
+def skipped_stages_text(plan: Plan) -> str:
+    """Return what micro-batches skip, and what that does."""
+    skipped = int(plan.skip_ratio * plan.num_stages + 0.5)
+    seen = [f"{sum(stage in path for path in plan.paths)}" for stage in range(plan.num_stages)]
+    visits = f"; stages see {', '.join(seen)} of them" if plan.paths and skipped else ""
+    swapped = ", some see stages in another order" if any(list(path) != sorted(path) for path in plan.paths) else ""
+    changes = ", which changes what is trained" if skipped or swapped else ""
+    return f"each micro-batch skips {skipped} of {plan.num_stages} stages{swapped}{changes}{visits}"
 
 
 def _micro_batch_groups(plan: Plan, most: int) -> str:

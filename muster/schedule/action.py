@@ -313,21 +313,6 @@ def most_in_flight(actions: Iterable[Action]) -> dict[int, int]:
     return most
 
 
-_MATCHING_TRANSFERS = {
-    Kind.SEND_F: (Kind.RECV_F, 1),
-    Kind.RECV_F: (Kind.SEND_F, -1),
-    Kind.SEND_B: (Kind.RECV_B, -1),
-    Kind.RECV_B: (Kind.SEND_B, 1),
-}
-"""Kind of the other end of a transfer, and its stage relative to this end's."""
-
-
-def matching_transfer(action: Action) -> Action:
-    """Return the receive of a send, or the send of a receive: `0SEND_F2` ↔ `1RECV_F2`, `1SEND_B2` ↔ `0RECV_B2`."""
-    kind, step = _MATCHING_TRANSFERS[action.kind]
-    return Action(kind, action.stage + step, *action[2:])
-
-
 _KIND_BY_NAME = {kind.value: kind for kind in Kind}
 """A dictionary finds a kind in a tenth of the time of Kind(…)."""
 _ACTION = re.compile(r"(\d*)([A-Z_]+)(\d*)(?:\.(\d+))?(?:v(\d+))?")

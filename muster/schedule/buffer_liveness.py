@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from muster.schedule.action import KINDS, OUTER_KINDS, Action, Kind, matching_transfer
+from muster.schedule.action import KINDS, OUTER_KINDS, Action, Kind
 from muster.schedule.program import Program, ProgramError, stages_of_action
 from muster.spec.schedules import SCHEDULES
 
@@ -95,7 +95,9 @@ class BufferLiveness:
         self.peak_by_stage = self.by_stage.copy()
         self.alive: dict[tuple[BufferKey, tuple | None], bool] = {}
         """Buffer and micro-batch (None for parameters) → True while the buffer exists."""
-        self.rules: dict[tuple[Kind, int], _BufferRule] = {}
+        self.rules: dict[tuple[Any, ...], _BufferRule] = {}
+        """Rules by kind and stage, and by micro-batch where these have paths."""
+        self.rule_fields = 3 if program.paths else 2
         actions = [action for items in program.ranks[rank].values() for action, _, _ in items]
         self.unsharded_stages = {action.stage for action in actions if action.kind == Kind.UNSHARD}
         read = Counter(item.action.stage for item in program.ranks[rank].get("disk", ()) if item.action.kind == _READ)
@@ -132,7 +134,7 @@ class BufferLiveness:
 
     def record(self, action: Action, over: bool) -> None:
         """Record that `action` begins or is over. Raises ProgramError for a missing or freed buffer."""
-        rule = self.rules.get(action[:2]) or self._add_rule(*action[:2])
+        rule = self.rules.get(action[: self.rule_fields]) or self._add_rule(action)
         unit = action[2:4]
         alive = self.alive
         self._count_copy(action, over)
@@ -189,7 +191,8 @@ class BufferLiveness:
                 action = Action(Kind.DELAYED_UPDATE, stage, *part)
                 raise ProgramError(f"the next step finds no state in memory for {action} on rank {self.rank}")
 
-    def _add_rule(self, kind: Kind, stage: int) -> _BufferRule:
+    def _add_rule(self, action: Action) -> _BufferRule:
+        kind, stage, *_ = action
         own = self.kinds[kind]
         reads = own.reads + ("v" if kind in _UPDATES and stage in self.read_stages else "")
         reads += "p" if kind in PASSES and stage in self.unsharded_stages else ""
@@ -198,22 +201,23 @@ class BufferLiveness:
             kind in (Kind.UPDATE, Kind.BACKWARD_UPDATE) and stage not in self.fetched_stages
         ):  # some gradients have come in the passes
             reads, frees = reads.replace("m", ""), frees.replace("m", "")
-        read, made, freed = (tuple(self._buffer_keys(letters, stage)) for letters in (reads, own.makes, frees))
+        read, made, freed = (tuple(self._buffer_keys(letters, action)) for letters in (reads, own.makes, frees))
         rule = _BufferRule(read, made, freed, _GRADIENT_ORDER.get(kind, -1))
         if kind in _BOUNDARY_BUFFERS:
             does, letter = _BOUNDARY_BUFFERS[kind]
             end = 0 if letter in "xd" else self.program.num_stages - 1
             if self.placement[end] == self.rank:
                 rule = rule._replace(**{does: (*getattr(rule, does), (letter, (letter, end)))})
-        self.rules[kind, stage] = rule
+        self.rules[action[: self.rule_fields]] = rule
         return rule
 
-    def _buffer_keys(self, letters: str, stage: int) -> Iterator[tuple[str, BufferKey]]:
+    def _buffer_keys(self, letters: str, action: Action) -> Iterator[tuple[str, BufferKey]]:
         """Yield each letter with its buffer; an output to a stage on the same rank is that stage's input.
 
         Buffers that come from the data or go into the loss are skipped: nobody frees them, except under vocabulary
         parallelism.
         """
+        stage = action.stage
         for letter in letters:
             if letter in "xygd":
                 ahead = letter in "yg"
@@ -221,7 +225,7 @@ class BufferLiveness:
                     if self.vocab_parallel:
                         yield letter, (letter, stage)
                     continue
-                neighbour = stage + (1 if ahead else -1)
+                neighbour = (self.program.next_stage if ahead else self.program.previous_stage)(stage, action)
                 if letter in "yd" and self.placement[neighbour] == self.rank:
                     yield letter, ("x" if letter == "y" else "g", neighbour)
                     continue
@@ -257,7 +261,7 @@ class BufferLiveness:
                 kind=Kind.EMB_REDUCE if letter == "x" else Kind.LOGIT_STATS, stage=self.placement.index(self.rank)
             )
         if letter in "xg":
-            other = matching_transfer(producer)
+            other = self.program.other_end(producer)
             if self.placement[other.stage] == self.rank:
                 return Action(Kind.F if letter == "x" else Kind.B, other.stage, *action[2:4])
         return producer

@@ -1,6 +1,6 @@
 """Checker: proves before a Program runs that it does all its work, once, in an order without deadlock."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,6 +20,7 @@ from muster.schedule.action import (
 from muster.schedule.buffer_liveness import PASSES, BufferLiveness
 from muster.schedule.dry_run import dry_run
 from muster.schedule.gc_pause import gc_paused
+from muster.schedule.paths import wrong_path
 from muster.schedule.peer_check import check_collectives, check_outer_steps, check_transfers
 from muster.schedule.program import Program, ProgramError, Wait, stages_of_action
 from muster.schedule.timing import WHY_AFTER, wrong_pair
@@ -79,6 +80,8 @@ def _check_shape(program: Program) -> None:
     for stage, rank in enumerate(program.placement):
         if not 0 <= rank < program.num_ranks:
             raise ProgramError(f"stage {stage} lies on rank {rank}, but the ranks are 0 to {program.num_ranks - 1}")
+    if (fault := wrong_path(program.paths, program.num_stages, program.num_micro_batches)) is not None:
+        raise ProgramError(fault)
     for rank, lanes in enumerate(program.ranks):
         seen: set[Action] = set()
         for lane, items in lanes.items():
@@ -147,6 +150,10 @@ def _check_passes(program: Program) -> None:
             (Kind.I, split - passes[Kind.I]),
             (Kind.W, split - passes[Kind.W]),
         ]
+    if program.paths and (beyond := set().union(*passes.values()) - wanted):
+        unit, stage = min(beyond)
+        action = next(Action(kind, stage, unit) for kind in PASSES if (unit, stage) in passes[kind])
+        raise ProgramError(f"{action} is on rank {program.placement[stage]}, but micro-batch {unit} skips its stage")
     for kind, places in missing:
         if places:
             unit, stage = min(places)
@@ -225,9 +232,12 @@ def _check_updates(program: Program) -> None:
                 raise ProgramError(f"{made[stage, part]} and {item.action} on rank {rank} update the same part")
 
 
-def _stage_routes(program: Program, passes: Mapping[str, set[tuple[int, int]]]) -> Iterator[tuple[int, range]]:
-    """Yield each slice of a micro-batch, by its number among all, with its stages: those of the replica that any of its
-    passes is in."""
+def _stage_routes(program: Program, passes: Mapping[str, set[tuple[int, int]]]) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yield each slice of a micro-batch, by its number among all, with its stages: those of its path, or of the replica
+    that any of its passes is in."""
+    if program.paths:
+        yield from enumerate(program.paths)
+        return
     depth = program.depth
     found = {place for places in passes.values() for place in places}
     replicas: dict[int, dict[int, int]] = {unit: {} for unit in range(program.num_micro_batches * program.num_slices)}

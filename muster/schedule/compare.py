@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from muster.schedule.registry import best_auto_schedule, make_schedule
 from muster.schedule.schedule import Schedule
-from muster.schedule.schedule_spec import ScheduleSpec
+from muster.schedule.schedule_spec import PathLimits, ScheduleSpec
 from muster.schedule.timing import Timing, time_schedule
 from muster.spec.errors import InfeasibleError, MusterError
 from muster.spec.schedules import SCHEDULES, ScheduleEntry, find_schedule
@@ -29,6 +29,7 @@ class CompareRequest:
     num_slices: int = 1
     pair_share: float | None = None
     num_steps: int = 1
+    skip_ratio: float = 0.0
 
     def spec(self, entry: ScheduleEntry) -> ScheduleSpec:
         """Return the spec for one schedule. Raises InfeasibleError for impossible numbers."""
@@ -44,6 +45,7 @@ class CompareRequest:
             num_slices=self.num_slices,
             pair_share=self.pair_share,
             num_steps=self.num_steps,
+            paths=PathLimits(self.skip_ratio),
         )
 
 
@@ -94,6 +96,9 @@ def compare_schedules(request: CompareRequest) -> tuple[list[tuple[Schedule, Tim
             continue
         if entry.is_asynchronous:
             refused.append((name, "it changes what is trained, on older weights; ask for it by its name"))
+            continue
+        if entry.skips_stages:
+            refused.append((name, "it changes what is trained, on fewer stages; ask for it by its name"))
             continue
         try:
             made.append(make_with_best_chunks(name, request))

@@ -141,7 +141,7 @@ class ProgramDraft:
             {lane: tuple(items) for lane, items in lanes.items() if items} for lanes in self.ranks
         )
         sizes = schedule.num_micro_batches, ranks, schedule.replicas, schedule.num_slices, schedule.pairs
-        sizes = *sizes, schedule.num_steps
+        sizes = *sizes, schedule.num_steps, schedule.paths
         transfers = None if self.vocab_schedule else self.transfers
         return Program(schedule.name, schedule.placement, *sizes, transfers=transfers)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from muster.schedule.action import Kind
+from muster.schedule.action import SENDS, Action, Kind
 from muster.schedule.program import Program
 from muster.schedule.schedule import Schedule
 from muster.schedule.transfers import Transfers, schedule_transfers
@@ -52,9 +52,9 @@ def program_message_counts(program: Program) -> list[dict[int, Column]]:
     counts = []
     for lanes in program.ranks:
         rows = []
-        for (kind, stage, *rest), peer, waits in lanes.get("p2p", ()):
-            is_sent, is_gradient, step = _DIRECTIONS[kind]
-            made, read = ends[is_gradient, stage + step, *rest]
+        for action, peer, waits in lanes.get("p2p", ()):
+            is_sent, is_gradient, stage = action.kind in SENDS, action.kind in _OF_GRADIENTS, action.stage
+            made, read = ends[_message_key(program, action)]
             pair = (made, read) if is_sent else (read, made)
             rows.append((is_sent, is_gradient, stage, peer, max((w.index for w in waits), default=-1), *pair))
         columns = np.array(rows, np.intp).reshape(-1, 7).T
@@ -63,20 +63,18 @@ def program_message_counts(program: Program) -> list[dict[int, Column]]:
     return counts
 
 
-_DIRECTIONS = {
-    Kind.SEND_F: (True, False, 1),
-    Kind.RECV_F: (False, False, 0),
-    Kind.SEND_B: (True, True, -1),
-    Kind.RECV_B: (False, True, 0),
-}
-"""Kind → is it a send, is it of a gradient, and the reader's stage relative to its own."""
+_OF_GRADIENTS = (Kind.SEND_B, Kind.RECV_B)
+
+
+def _message_key(program: Program, action: Action) -> tuple[int, ...]:
+    """Return what both ends of a message say: is it a gradient, the reader's stage, micro-batch, slice, version."""
+    reader = program.other_end(action).stage if action.kind in SENDS else action.stage
+    return (action.kind in _OF_GRADIENTS, reader, *action[2:])
 
 
 def _message_ends(program: Program) -> dict[tuple[int, ...], tuple[int, int]]:
-    """Return for each message the indices, in their ranks' compute lanes, of the passes that make and read it.
-
-    A message is known by what both of its ends say: is it a gradient, the reader's stage, micro-batch, slice, version.
-    """
+    """Return for each message (`_message_key`) the indices, in their ranks' compute lanes, of the passes that make and
+    read it."""
     made: dict[tuple[int, ...], int] = {}
     read: dict[tuple[int, ...], int] = {}
     for lanes in program.ranks:
@@ -87,12 +85,11 @@ def _message_ends(program: Program) -> dict[tuple[int, ...], tuple[int, int]]:
             for wait in item.waits
             if wait.lane == "p2p"
         }
-        for index, ((kind, stage, *rest), _, waits) in enumerate(p2p):
-            is_sent, is_gradient, step = _DIRECTIONS[kind]
-            if is_sent:
-                made[is_gradient, stage + step, *rest] = waits[-1].index
+        for index, (action, _, waits) in enumerate(p2p):
+            if action.kind in SENDS:
+                made[_message_key(program, action)] = waits[-1].index
             else:
-                read[is_gradient, stage, *rest] = readers[index]
+                read[_message_key(program, action)] = readers[index]
     return {message: (place, read[message]) for message, place in made.items()}
 
 

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from muster.schedule.action import OUTER_KINDS, SENDS, Action, Kind, matching_transfer
+from muster.schedule.action import OUTER_KINDS, SENDS, Action, Kind
 from muster.schedule.program import Instruction, Program, ProgramError, Wait, stages_of_action
 
 PeerOrders = dict[tuple[int, int], list[Action]]
@@ -14,7 +14,7 @@ def check_transfers(program: Program) -> None:
     sends: PeerOrders = defaultdict(list)
     for rank, lanes in enumerate(program.ranks):
         for item in lanes.get("p2p", ()):
-            other = matching_transfer(item.action)
+            other = program.other_end(item.action)
             sends[rank, _peer(program, rank, item, other)].append(item.action if item.action.kind in SENDS else other)
     for (rank, peer), ours in sends.items():
         theirs = sends.get((peer, rank), [])
@@ -24,7 +24,7 @@ def check_transfers(program: Program) -> None:
         for send in ours:
             if send not in known:
                 here = send
-                there = matching_transfer(send)
+                there = program.other_end(send)
                 if program.placement[send.stage] != rank:
                     here, there = there, here
                 raise ProgramError(f"{here} on rank {rank} has no {there} on rank {peer}")
@@ -33,8 +33,8 @@ def check_transfers(program: Program) -> None:
             if one != other:
                 raise ProgramError(
                     f"ranks {rank} and {peer} order their transfers differently:"
-                    f" where rank {rank} has {one} → {matching_transfer(one)}, rank {peer} has {other} →"
-                    f" {matching_transfer(other)}"
+                    f" where rank {rank} has {one} → {program.other_end(one)}, rank {peer} has {other} →"
+                    f" {program.other_end(other)}"
                 )
 
 

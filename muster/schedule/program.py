@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from muster.config.migrations import INSTRUCTIONS
 from muster.config.migrations import LANES as FORMER_LANES
 from muster.schedule.action import KINDS, LANES, SENDS, Action, Kind, Lane, parse_action
+from muster.schedule.paths import Paths, format_paths, other_end, parse_paths, stage_along
 from muster.spec.errors import MusterError
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class Program:
     and what needs its result waits for the backward."""
     num_steps: int = 1
     """Optimizer steps, each of as many micro-batches; more than one in an asynchronous program."""
+    paths: Paths = ()
+    """Stages that each micro-batch passes through, where these aren't all in turn."""
     transfers: "Transfers | None" = field(default=None, compare=False, repr=False)
     """Transfers of the schedule that was lowered, by columns; None where other passes than its own are among them."""
     _derived: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -101,6 +104,18 @@ class Program:
     def unit(self, action: Action) -> int:
         """Return the number of an action's slice among those of all micro-batches; without slices, its micro-batch."""
         return action.micro_batch * self.num_slices + action.slice
+
+    def next_stage(self, stage: int, action: Action) -> int:
+        """Return the stage that reads the output of `stage` for the micro-batch of an action; none after the last."""
+        return stage_along(self.paths, stage, action.micro_batch, 1)
+
+    def previous_stage(self, stage: int, action: Action) -> int:
+        """Return the stage whose output `stage` reads for the micro-batch of an action; none before the first."""
+        return stage_along(self.paths, stage, action.micro_batch, -1)
+
+    def other_end(self, action: Action) -> Action:
+        """Return the receive of a send, or the send of a receive."""
+        return other_end(action, self.paths)
 
     def step_of(self, action: Action) -> int:
         """Return the step, from 0, that an instruction belongs to: a pass by its micro-batch, an optimizer step by the
@@ -168,6 +183,7 @@ def format_program(program: Program) -> str:
         + (f" replicas={program.replicas}" if program.replicas > 1 else "")
         + (f" slices={program.num_slices}" if program.num_slices > 1 else "")
         + (f" steps={program.num_steps}" if program.num_steps > 1 else "")
+        + (f" paths={format_paths(program.paths)}" if program.paths else "")
     ]
     pairs = program.pairs
     for rank, lanes in enumerate(program.ranks):
@@ -180,7 +196,7 @@ def format_program(program: Program) -> str:
 
 _HEAD = re.compile(
     r"program (\d+) schedule=(\S+) ranks=(\d+) micro_batches=(\d+) placement=([\d,]+)(?: replicas=(\d+))?"
-    r"(?: slices=(\d+))?(?: steps=(\d+))?"
+    r"(?: slices=(\d+))?(?: steps=(\d+))?(?: paths=([\d.,]+))?"
 )
 _LINE = re.compile(r"rank (\d+) (\w+):\s*(.*)")
 _INSTRUCTION = re.compile(r"([^<>@]+)(?:[<>](\d+))?(?:@(\S+))?")
@@ -196,7 +212,7 @@ def parse_program(text: str) -> Program:
     head = _HEAD.fullmatch(lines[0]) if lines else None
     if head is None:
         raise ValueError(f"a program begins with 'program {VERSION} schedule=… ranks=… micro_batches=… placement=…'")
-    version, name, num_ranks, num_micro_batches, places, copies, slices, steps = head.groups()
+    version, name, num_ranks, num_micro_batches, places, copies, slices, steps, paths = head.groups()
     if int(version) > VERSION:
         raise ValueError(f"the program has version {version}, of a newer Muster; this one reads up to {VERSION}")
     is_former = int(version) == 1
@@ -219,7 +235,7 @@ def parse_program(text: str) -> Program:
     if not num_steps or int(num_micro_batches) % num_steps:
         raise ValueError(f"{num_micro_batches} micro-batches don't spread over {num_steps} steps")
     sizes = int(num_micro_batches), ranks, replicas, int(slices or 1)
-    return Program(name, placement, *sizes, frozenset(pairs), num_steps)
+    return Program(name, placement, *sizes, frozenset(pairs), num_steps, parse_paths(paths or ""))
 
 
 def parse_lane(text: str, is_former: bool = False) -> Lane | None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from muster.schedule.action import Action
+from muster.schedule.paths import Paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class Schedule:
     their inputs, take turns, and end together."""
     num_steps: int = 1
     """Optimizer steps of an asynchronous schedule between two flushes: micro-batches are numbered through them."""
+    paths: Paths = ()
+    """Stages that each micro-batch passes through, where these aren't all in turn."""
 
     @property
     def num_units(self) -> int:

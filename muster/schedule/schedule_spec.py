@@ -5,6 +5,19 @@ from dataclasses import dataclass
 from math import inf
 
 from muster.spec.errors import InfeasibleError
+from muster.spec.schedules import DEFAULT_MIN_VISITS
+
+
+@dataclass(frozen=True, slots=True)
+class PathLimits:
+    """Limits of the paths that micro-batches take through the stages of a pipeline."""
+
+    skip_ratio: float = 0.0
+    """Share of the stages that each micro-batch skips; the first and the last one are never skipped."""
+    min_visits: float = DEFAULT_MIN_VISITS
+    """Least share of the micro-batches that each stage sees, and never less than one of them."""
+    swaps: bool = False
+    """True if two neighbours of a path may be in the other order than in the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +55,11 @@ class ScheduleSpec:
     where a schedule has such pairs; None: passes run one after another."""
     num_steps: int = 1
     """Optimizer steps between two flushes, of `num_micro_batches` each, in an asynchronous schedule."""
+    link_s: tuple[tuple[float, ...], ...] = ()
+    """Seconds of a p2p transfer from each pipeline rank to each, for schedules that choose paths and places by them;
+    empty: `p2p_s`."""
+    paths: PathLimits | None = None
+    """Limits of the paths of micro-batches that skip stages, in a schedule that has such; None: its defaults."""
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "num_micro_batches", "chunks", "replicas", "num_slices", "num_steps"):
@@ -82,7 +100,7 @@ class ScheduleSpec:
         num_micro_batches: int,
         times_s: Sequence[float] = (1.0, 1.0, 1.0),
         chunks: int = 1,
-        **more: float | int | bool | None,
+        **more: float | int | bool | PathLimits | None,
     ) -> "ScheduleSpec":
         """Return a spec in which each rank's whole share takes `times_s` (forward, input backward, weight backward)."""
         replicas = int(more.get("replicas") or 1)

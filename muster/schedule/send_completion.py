@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 
-from muster.schedule.action import RECEIVES, SENDS, matching_transfer
+from muster.schedule.action import RECEIVES, SENDS
 from muster.schedule.program import Instruction, Program
 
 
@@ -22,9 +22,9 @@ def completed_sends(program: Program, rank: int) -> dict[int, tuple[int, ...]]:
         for index, item in enumerate(lanes):
             if item.peer != peer or item.action.kind not in SENDS:
                 continue
-            place = bisect_left(after, reader.get(matching_transfer(item.action), len(after) and after[-1] + 1))
+            place = bisect_left(after, reader.get(program.other_end(item.action), len(after) and after[-1] + 1))
             if place < len(sent):
-                completed.setdefault(receives[matching_transfer(sent[place][1].action)], []).append(index)
+                completed.setdefault(receives[program.other_end(sent[place][1].action)], []).append(index)
     return {index: tuple(places) for index, places in completed.items()}
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from muster.schedule.action import BACKWARDS, Action, Kind
+from muster.schedule.paths import stage_along, wrong_path
 from muster.schedule.program import ProgramError
 from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import ScheduleSpec
@@ -54,6 +55,8 @@ class PassTimes:
     stage_activation: float = 1.0
     pair_share: float = 1.0
     """Time of a forward and a backward that run as one, as a share of that of both one after another."""
+    link_s: Sequence[Sequence[float]] = ()
+    """Seconds of a p2p transfer from each pipeline rank to each, where they differ; empty: `p2p_s`."""
 
 
 WHY_AFTER = (
@@ -75,7 +78,9 @@ def time_schedule(schedule: Schedule, spec: ScheduleSpec) -> Timing:
     times_s = (spec.forward_s, spec.input_backward_s, spec.weight_backward_s)
     forward_s, input_s, weight_s = (tuple(time_s * share for time_s in times) for times in times_s)
     pair_share = 1.0 if spec.pair_share is None else spec.pair_share
-    own = PassTimes(forward_s, input_s, weight_s, spec.p2p_s * share, spec.stage_activation * share, pair_share)
+    own = PassTimes(
+        forward_s, input_s, weight_s, spec.p2p_s * share, spec.stage_activation * share, pair_share, spec.link_s
+    )
     return time_passes(schedule, own)
 
 
@@ -118,6 +123,12 @@ def _check_shape(schedule: Schedule) -> None:
         good = good and min(slices) >= 0 and max(slices) < schedule.num_slices
         if not good or len(set(order)) < len(order):
             raise ProgramError(_wrong_shape(schedule, rank))
+    if (fault := wrong_path(schedule.paths, schedule.num_stages, schedule.num_micro_batches)) is not None:
+        raise ProgramError(fault)
+    for rank, order in enumerate(schedule.ranks if schedule.paths else ()):
+        for action in order:
+            if action.stage not in schedule.paths[action.micro_batch]:
+                raise ProgramError(f"{action} is on rank {rank}, but micro-batch {action.micro_batch} skips its stage")
     if schedule.pairs and (fault := wrong_pair(schedule.ranks, schedule.pairs)) is not None:
         raise ProgramError(fault)
 
@@ -182,11 +193,17 @@ class _TimingWalk:
         """Seconds when the forward of stage × unit is over, a unit being a micro-batch or a slice of one; from
         `backwards` on, the same for B or I. −1: not yet."""
         placement = schedule.placement
-        self.p2p_s = [times.p2p_s * (one != other) for one, other in pairwise(placement)]
+        self.p2p_s = [self._transfer_s(one, other) for one, other in pairwise(placement)]
         """P2p seconds from each stage to the next one, or back."""
         self.waiting: dict[int, int] = {}
         """Index into `finished_s` → rank that waits for it."""
         self.ready = list(range(count))
+
+    def _transfer_s(self, one: int, other: int) -> float:
+        """Return the p2p seconds from one rank to another."""
+        if one == other:
+            return 0.0
+        return self.times.link_s[one][other] if self.times.link_s else self.times.p2p_s
 
     def run(self) -> None:
         """Run all ranks to their ends. Raises ProgramError if one gets stuck or work is left over."""
@@ -212,7 +229,7 @@ class _TimingWalk:
         """Stage × unit pairs whose I is over and whose W is not."""
         pairs, held = self.schedule.pairs, -1
         """`held`: the forward of the pair that the rank is in."""
-        order = self.schedule.ranks[rank]
+        order, paths = self.schedule.ranks[rank], self.schedule.paths
         for index, (kind, stage, micro_batch, part, _) in enumerate(order):
             level = stage % depth
             place = stage * count + micro_batch * slices + part
@@ -249,6 +266,8 @@ class _TimingWalk:
                 if level < depth - 1:
                     source = place + count
                     transfer_s = p2p_s[stage]
+            if paths:
+                source, transfer_s = self._source_on_path(order[index])
             if source >= 0:
                 while over_s[source] < 0:
                     yield source
@@ -284,6 +303,19 @@ class _TimingWalk:
             return -1, 0.0
         place = (stage + 1) * self.schedule.num_units + micro_batch * self.schedule.num_slices + part
         return place + self.backwards, self.p2p_s[stage]
+
+    def _source_on_path(self, action: Action) -> tuple[int, float]:
+        """Return the index into `finished_s` of what a pass of a micro-batch with a path waits for, −1 for nothing, and
+        the p2p seconds from there."""
+        kind, stage, micro_batch, *_ = action
+        if kind == Kind.W:
+            return -1, 0.0
+        other = stage_along(self.schedule.paths, stage, micro_batch, -1 if kind == Kind.F else 1)
+        if other < 0:
+            return -1, 0.0
+        ranks = self.schedule.placement[other], self.schedule.placement[stage]
+        place = other * self.schedule.num_units + micro_batch
+        return place + self.backwards * (kind != Kind.F), self._transfer_s(*ranks)
 
     def _action(self, kind: Kind, place: int) -> Action:
         """Return the pass at a stage × unit pair."""
@@ -327,7 +359,8 @@ class _TimingWalk:
                 one, other, *_ = (f"{stage}F{micro_batch} on rank {schedule.placement[stage]}" for stage in begun)
                 raise ProgramError(f"micro-batch {micro_batch} runs through two replicas: {one}, {other}")
             start = begun[0] if begun else 0
-            for stage in range(start, start + schedule.depth):
+            path = schedule.paths[micro_batch] if schedule.paths else range(start, start + schedule.depth)
+            for stage in path:
                 for kind, offset in ((Kind.F, 0), (Kind.B, self.backwards)) if trains else ((Kind.F, 0),):
                     if self.finished_s[offset + stage * count + unit] < 0:
                         missing = self._action(kind, stage * count + unit)

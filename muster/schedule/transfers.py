@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from muster.schedule.action import Action, Kind, Lane
+from muster.schedule.paths import reader_stages
 from muster.schedule.program import Instruction, Wait
 from muster.schedule.schedule import Schedule
 from muster.schedule.timing import PassTimes, time_passes
@@ -113,6 +114,9 @@ def schedule_transfers(schedule: Schedule, ends_s: Sequence[Sequence[float]] | N
     level = stage % schedule.depth
     passes_on = np.where(backward, level > 0, level < schedule.depth - 1) & (kind < _PASSES[Kind.W])
     reader_stage = np.where(passes_on, stage + 1 - 2 * backward, stage)
+    if schedule.paths:
+        reader_stage = reader_stages(schedule.paths, schedule.num_stages)[backward, stage, unit]
+        passes_on = (reader_stage != stage) & (kind < _PASSES[Kind.W])
     target = np.array(schedule.placement)[reader_stage]
     place = np.zeros((2, schedule.num_stages, schedule.num_units), np.int64)
     chains = kind < _PASSES[Kind.W]

@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -16,9 +16,9 @@ from muster.schedule.action import (
     RECEIVES,
     Action,
     Kind,
-    matching_transfer,
 )
 from muster.schedule.offload import PASSES_FOR_COPY
+from muster.schedule.paths import Paths, other_end
 from muster.simulate.spans import BUBBLE, P2P, RankSpans, time_by_part
 from muster.simulate.timeline import Event, Timeline
 
@@ -196,6 +196,7 @@ def _transfer_spans(events: Iterable[Event], compute: Sequence[Sequence[Event]])
         for passes in compute
         for before, event in pairwise(passes)
     }
+    paths = _paths_of_events(compute)
     ends: defaultdict[Action, list[Event]] = defaultdict(list)
     for event in events:
         if event.lane == "p2p":
@@ -203,9 +204,24 @@ def _transfer_spans(events: Iterable[Event], compute: Sequence[Sequence[Event]])
     spans: defaultdict[int, list[TimeSpan]] = defaultdict(list)
     for action, receives in ends.items():
         if action.kind in RECEIVES:
-            sends = sorted(ends.get(matching_transfer(action), ()))
+            sends = sorted(ends.get(other_end(action, paths), ()))
             for send, receive in zip(sends, sorted(receives), strict=False):
                 readers = [(receive.rank, Action(kind, *action[1:])) for kind in _READERS[action.kind]]
                 since_s = [idle_since_s[reader] for reader in readers if reader in idle_since_s]
                 spans[receive.rank].append((max([send.start_s, *since_s]), receive.end_s))
     return spans
+
+
+def _paths_of_events(compute: Sequence[Sequence[Event]]) -> Paths:
+    """Return the paths of micro-batches that skip stages, by the order of their forwards; empty where none does."""
+    begins: defaultdict[int, dict[int, float]] = defaultdict(dict)
+    for event in chain.from_iterable(compute):
+        kind, stage, micro_batch, *_ = event.action
+        if kind == Kind.F:
+            begins[micro_batch].setdefault(stage, event.start_s)
+    last = max((max(stages) for stages in begins.values()), default=0)
+    is_whole = sorted(begins) == list(range(len(begins)))
+    if not is_whole or any((min(stages), max(stages)) != (0, last) for stages in begins.values()):
+        return ()  # of two replicas, through one of which each micro-batch runs
+    paths = tuple(tuple(sorted(stages, key=stages.__getitem__)) for _, stages in sorted(begins.items()))
+    return () if all(path == (*range(last + 1),) for path in paths) else paths

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from muster.config.optim_config import OptimConfig, UpdateTime
 from muster.config.optimizer_state import is_zeroth_order
 from muster.config.outer_config import OuterConfig
-from muster.cost.flops import train_flops_per_token
+from muster.cost.flops import plan_flops_per_token
 from muster.cost.memory.forecast import MEMORY_HEADROOM, MemoryForecast, forecast_memory
 from muster.cost.memory.memory_fixes import MemoryFix, memory_fixes
 from muster.cost.time.collectives import make_comm_group
@@ -234,13 +234,13 @@ class Prediction:
 
     @property
     def tflops_per_device(self) -> float:
-        """Model TFLOP/s per device, without recomputation (see `train_flops_per_token`)."""
+        """Model TFLOP/s per device, without recomputation (see `plan_flops_per_token`)."""
         return self.tokens_per_s_per_device * self._flops_per_token() / 1e12
 
     def _flops_per_token(self, causal: bool = False) -> int:
         """Return the model FLOPs of a token, without those for gradients of frozen parameters."""
         has_backward, freeze = not is_zeroth_order(self.optim), () if self.optim is None else self.optim.freeze
-        return train_flops_per_token(self.model, self.workload.seq_len, causal, has_backward, freeze)
+        return plan_flops_per_token(self.plan, self.model, self.workload.seq_len, causal, has_backward, freeze)
 
     @property
     def mfu(self) -> float | None:

@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from math import inf
 
 from muster.cost.time.op_times import OpTimes
-from muster.schedule.action import LANES, RECEIVES, SENDS, Action, Kind, Lane, matching_transfer
+from muster.schedule.action import LANES, RECEIVES, SENDS, Action, Kind, Lane
 from muster.schedule.program import Instruction, Program, ProgramError, participants
 from muster.simulate.pairs import paired_durations_s
 from muster.simulate.timeline import Event, Timeline
@@ -62,7 +62,7 @@ class _SharedCoreSimulation:
     """State of all machines and ranks at the time `now_s`."""
 
     def __init__(self, program: Program, times: OpTimes) -> None:
-        self.times, self.num_ranks = times, program.num_ranks
+        self.program, self.times, self.num_ranks = program, times, program.num_ranks
         self.lanes: list[dict[Lane, tuple[Instruction, ...]]] = [
             {lane: ranks.get(lane, ()) for lane in LANES} for ranks in program.ranks
         ]
@@ -147,7 +147,7 @@ class _SharedCoreSimulation:
             if instruction.action.kind in SENDS:
                 assert instruction.peer is not None
                 receive: InstructionIndex = (instruction.peer, lane, self.receives[rank, instruction.peer].pop())
-                ends = instruction.action.stage, matching_transfer(instruction.action).stage
+                ends = instruction.action.stage, self.program.other_end(instruction.action).stage
                 transfer = self.times.p2p_time(*ends, instruction.action.slice)
                 begin_s = max(self.now_s, self.out_free_s[rank])
                 self.begin_s[place] = self.begin_s[receive] = begin_s

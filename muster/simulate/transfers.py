@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from muster.cost.time.op_times import OpTimes
 from muster.schedule.action import SENDS, Kind
+from muster.schedule.paths import reader_stages
 from muster.schedule.program import Instruction, Program
 
 IndexColumn = NDArray[np.int64]
@@ -36,7 +37,11 @@ class Transfers:
         """The sender's and the receiver's stage of each transfer, and its slice."""
         if sends.any():
             self.stages[numbers[sends], 0] = stage[sends]
-            self.stages[numbers[sends], 1] = (stage + 1 - 2 * backward)[sends]
+            readers = stage + 1 - 2 * backward
+            if program.paths:
+                units = np.array([action[2] for action in actions])
+                readers = reader_stages(program.paths, program.num_stages)[backward.astype(np.int64), stage, units]
+            self.stages[numbers[sends], 1] = readers[sends]
             if program.num_slices > 1:
                 self.stages[numbers[sends], 2] = np.array([action[3] for action in actions])[sends]
         self.numbers: list[IndexColumn] = np.split(numbers, ends)

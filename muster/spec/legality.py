@@ -16,6 +16,7 @@ from muster.spec.plugin_model import plugin_model
 from muster.spec.rules import Rule, broken_rules, in_every_layer, setting
 from muster.spec.schedules import SCHEDULES
 from muster.spec.shard_level_rules import SHARD_LEVEL_LEGAL_RULES
+from muster.spec.skip_rules import SKIP_LEGAL_RULES, pinned_path_faults
 from muster.spec.units import alternatives, pluralize
 from muster.spec.workload import MAX_PROGRAM_MICRO_BATCHES, Workload
 
@@ -128,6 +129,7 @@ def _order(plan: Plan, workload: Workload) -> Iterator[str]:
         )
     if order is None:
         return
+    yield from pinned_path_faults(plan)
     again = "leave pinned_schedule out to search again"
     if len(order.ranks) != plan.pp or sorted(order.placement) != sorted([*range(plan.pp)] * plan.vpp):
         yield f"its pinned_schedule is for {len(order.placement)} stages on {len(order.ranks)} pipeline ranks: {again}"
@@ -379,6 +381,7 @@ LEGAL_RULES: tuple[Rule, ...] = (
     *DISPATCHER_RULES,
     *SHARD_LEVEL_LEGAL_RULES,
     *ASYNCHRONOUS_LEGAL_RULES,
+    *SKIP_LEGAL_RULES,
 )
 """Combinations within a plan that no runtime could give a meaning; checks against model and batch are functions."""
 

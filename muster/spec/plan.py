@@ -4,9 +4,9 @@ import hashlib
 import json
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from math import gcd, lcm
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -24,8 +24,15 @@ from muster.spec.layer_strategy import (
 )
 from muster.spec.mesh import Mesh, default_mesh
 from muster.spec.mesh_axes import MESH_AXES
+from muster.spec.plan_parts import PinnedSchedule, StageSpec
 from muster.spec.routing_load import ExpertPlacement
-from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES, ScheduleEntry, stage_placement
+from muster.spec.schedules import (
+    DEFAULT_MIN_VISITS,
+    DEFAULT_SCHEDULE,
+    SCHEDULES,
+    ScheduleEntry,
+    stage_placement,
+)
 from muster.spec.suggest import did_you_mean
 from muster.spec.workload import Workload
 
@@ -36,39 +43,6 @@ PREDICTED_PRECISIONS: frozenset[Precision] = frozenset(("nvfp4", "tf32"))
 """Precisions that published runs of other programs have, and the runtime doesn't."""
 SCALED_PRECISIONS: frozenset[Precision] = frozenset(("fp8", "nvfp4"))
 """Precisions of the operands of matmuls in blocks alone, which have scales; everything else is in bf16."""
-
-
-class StageSpec(Frozen):
-    """One pipeline stage: a contiguous run of layers, and its ranks and mesh where they are not the default."""
-
-    layers: int = Field(ge=0)
-    """Number of layers."""
-    ranks: tuple[int, ...] | None = None
-    """World ranks that hold the stage."""
-    mesh: Mesh | None = None
-    """Degrees of this stage alone."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_older(cls, content: Any) -> Any:
-        # Checkpoints written before uneven_micro_batches existed give every stage a share of None.
-        if isinstance(content, dict) and content.get("micro_batch_share", 0) is None:
-            return {key: value for key, value in content.items() if key != "micro_batch_share"}
-        return content
-
-
-class PinnedSchedule(Frozen):
-    """The result of a schedule search, stored with the plan that it was made for."""
-
-    times: Literal["nominal", "predicted", "measured"] = "nominal"
-    """Pass times that the search used. nominal: shares of the model's matmul FLOPs; predicted: by the planner, for
-    passes and p2p transfers; measured: by a profile."""
-    micro_batches: PositiveInt
-    """Micro-batches per step."""
-    placement: tuple[int, ...]
-    """Pipeline rank of each stage."""
-    ranks: tuple[str, ...]
-    """Passes of each pipeline rank in order, such as `0F0 0F1 0B0`."""
 
 
 class Plan(Frozen):
@@ -153,9 +127,17 @@ class Plan(Frozen):
     flush_every: int = Field(default=16, ge=1, le=256)
     """Steps between two flushes of the pipeline, in an asynchronous schedule: after them, and at every save and
     validation, all ranks have the same version of the weights."""
+    skip_ratio: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the stages that each micro-batch skips under schedule skippipe, which changes what is trained: a stage
+    averages its gradients over the micro-batches that it has seen (arXiv:2502.19913)."""
+    min_visits: float = Field(default=DEFAULT_MIN_VISITS, ge=0, le=1)
+    """Least share of the micro-batches that each stage sees under schedule skippipe, and one of them at least."""
+    swaps_stages: bool = False
+    """Micro-batches may see two neighbouring stages of their path in the other order under schedule skippipe, where
+    that is faster; it changes what is trained, too."""
     pinned_schedule: PinnedSchedule | None = None
-    """Result of a schedule search (auto, exact); None until it has run (`muster.schedule.resolve`), and before that the
-    stages' placement is unknown."""
+    """Result of a schedule search (auto, exact, skippipe); None until it has run (`muster.schedule.resolve`), and
+    before that the stages' placement is unknown."""
     max_in_flight_micro_batches: PositiveFloat | None = None
     """Memory limit of a searched schedule: micro-batches whose activations, in units of one rank's share of the layers,
     a rank may hold at once; None: as many as pipeline ranks, as with 1f1b."""
@@ -318,6 +300,18 @@ class Plan(Frozen):
         if self.schedule_entry.searched and self.vpp > 1:
             raise MusterError(f"where schedule {self.schedule} puts stages is unknown until it is resolved")
         return stage_placement(self.schedule_entry, self.pp, self.vpp)
+
+    @property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """Stages of each micro-batch where some are skipped; empty: all in turn, or not yet found."""
+        return () if self.pinned_schedule is None else self.pinned_schedule.stage_paths
+
+    @property
+    def hops(self) -> list[tuple[int, int]]:
+        """Pairs of stages between which hidden states pass from one rank to another, and gradients back."""
+        found = {(stage, stage + 1): None for stage in range(self.num_stages - 1) if not self.is_last(stage)}
+        found |= dict.fromkeys(pair for path in self.paths for pair in pairwise(path))
+        return [pair for pair in found if self.pp_rank(pair[0]) != self.pp_rank(pair[1])]
 
     def pp_rank(self, stage: int) -> int:
         """Return the pipeline rank that holds a stage; raises as `placement`."""
@@ -541,7 +535,9 @@ class Plan(Frozen):
 
     def num_stage_micro_batches(self, stage: int, workload: Workload, dp_index: int | None = None) -> int:
         """Return the micro-batches that run through one stage in one step: replicas share them, the first takes the
-        larger half. `dp_index` as in `num_micro_batches`."""
+        larger half; some skip it where they have paths. `dp_index` as in `num_micro_batches`."""
+        if self.paths:
+            return sum(stage in path for path in self.paths)
         return split_evenly(self.num_micro_batches(workload, dp_index), self.pipeline_replicas)[
             stage // self.stages_per_replica
         ]
@@ -555,6 +551,8 @@ class Plan(Frozen):
         """
         values = self.model_dump(mode="json")
         values["compile"] = bool(self.compile)
+        if self.pinned_schedule is not None and not self.pinned_schedule.paths:
+            del values["pinned_schedule"]["paths"]  # added later, too
         for strategy in (values["default_strategy"], *(run["strategy"] for run in values["overrides"])):
             drop_later_defaults(strategy)
         added = {key: Plan.model_fields[key].default for key in _ADDED_LATER}
@@ -568,7 +566,7 @@ _ADDED_LATER = (
     *("ep_dispatcher", "ep_inner_size", "ep_chunks", "sequence_slices", "cuda_graphs", "fp8_recipe"),
     *("expert_placement", "ep_redundant_experts", "ep_dispatch_dtype", "ep_lsh_rate", "islands"),
     *("param_shard_size", "grad_shard_size", "quantized_weights", "quantized_gradients", "grad_reduce_dtype"),
-    "flush_every",
+    *("flush_every", "skip_ratio", "min_visits", "swaps_stages"),
 )
 """Fields of a plan that are younger than the hashes in files."""
 

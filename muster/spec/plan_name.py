@@ -132,6 +132,8 @@ def _centroids(rate: str | None) -> dict[str, Any]:
 
 _LAYER_RUN = r"\d{1,9}(?:x[1-9]\d{0,3})?"
 """Layers of a stage, or of several stages in a row: `3`, or `3x4` for four stages of 3 layers."""
+_SHARES = ("skip_ratio", "min_visits", "swaps_stages")
+"""Fields that may be 0 in a name."""
 _MAX_STAGES = 10_000
 
 
@@ -146,6 +148,17 @@ def _stage_layers(text: str) -> list[int]:
 def _schedule_names() -> dict[str, str]:
     """Return schedules by their spelling in plan names, without hyphens; plugins may add some."""
     return {name.replace("-", ""): name for name in SCHEDULES}
+
+
+def _skipped(ratio: str, visits: str | None, swaps: str) -> dict[str, Any]:
+    """Return the fields of `skip0.25`, `skip0.25m0.5`, `skip0.25w`. Raises ConfigError for no share."""
+    for share, of in ((ratio, "stages, from 0 to below 1"), (visits or "0", "micro-batches, from 0 to 1")):
+        if not (0 <= float(share) <= 1) or (share is ratio and float(share) == 1):
+            raise ConfigError(f"skip{ratio}{'' if visits is None else f'm{visits}'}: {share} is no share of the {of}")
+    fields: dict[str, Any] = {"schedule": "skippipe", "skip_ratio": float(ratio)}
+    return (
+        fields | ({} if visits is None else {"min_visits": float(visits)}) | ({"swaps_stages": True} if swaps else {})
+    )
 
 
 _SCHEDULE_PART = _NamePart("sNAME", "s([a-z0-9_]+)", lambda word: {"schedule": _schedule_names()[word]})
@@ -192,6 +205,7 @@ _NAME_PARTS = (
     _NamePart(
         "inflightN", r"inflight(\d{1,9}(?:\.\d{1,3})?)", lambda text: {"max_in_flight_micro_batches": float(text)}
     ),
+    _NamePart("skipR, skipRmV, skipRw", rf"skip({_RATIO})(?:m({_RATIO}))?(w?)", _skipped),
     _degree("flush_every", "flush"),
     _NamePart("pv", "pv", lambda: {"post_validation": True}),
     _NamePart("vocab", "vocab", lambda: {"vocab_parallel": True}),
@@ -302,7 +316,9 @@ def _format_parts(plan: Plan) -> list[str]:
         f"g{plan.grad_reduce_dtype}": plan.grad_reduce_dtype != "fp32",
         f"qw{plan.quantized_weights}": plan.quantized_weights != "none",
         f"qg{plan.quantized_gradients}": plan.quantized_gradients != "none",
-        "s" + plan.schedule.replace("-", ""): plan.schedule != DEFAULT_SCHEDULE,
+        _skip_word(plan): plan.schedule_entry.skips_stages,
+        "s" + plan.schedule.replace("-", ""): plan.schedule != DEFAULT_SCHEDULE
+        and not plan.schedule_entry.skips_stages,
         f"inflight{plan.max_in_flight_micro_batches or 0:g}": plan.max_in_flight_micro_batches is not None,
         f"flush{plan.flush_every}": plan.flush_every != _DEFAULTS.flush_every,
         "pv": plan.post_validation,
@@ -322,6 +338,11 @@ def _format_parts(plan: Plan) -> list[str]:
 def _ep_word(plan: Plan) -> str:
     copies = f"x{plan.ep_redundant_experts}" if plan.ep_redundant_experts else ""
     return f"{_EP_WORDS[plan.ep_dispatcher]}{plan.ep_inner_size or ''}{copies}"
+
+
+def _skip_word(plan: Plan) -> str:
+    visits = "" if plan.min_visits == _DEFAULTS.min_visits else f"m{plan.min_visits:g}"
+    return f"skip{plan.skip_ratio:g}{visits}{'w' * plan.swaps_stages}"
 
 
 def _cp_word(plan: Plan) -> str:
@@ -377,7 +398,9 @@ def _parse_part(token: str, text: str) -> dict[str, Any]:
             continue
         if match := re.fullmatch(word.pattern, token, re.ASCII):
             given = word.fields(*match.groups())
-            if 0 in given.values() or 0 in given.get("uneven_micro_batches", ()):
+            if 0 in (value for key, value in given.items() if key not in _SHARES) or 0 in given.get(
+                "uneven_micro_batches", ()
+            ):
                 raise ConfigError(f"plan name '{text}': '{token}' is 0, but degrees and sizes start at 1")
             return given
     if re.search(r"\d{10}", token, re.ASCII):

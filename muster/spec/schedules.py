@@ -92,6 +92,8 @@ class ScheduleEntry:
     those of other ranks, so that nothing is clipped or skipped."""
     min_micro_batches: Callable[[int], int] = lambda pp: 1
     """pp → fewest micro-batches of a step."""
+    skips_stages: bool = False
+    """True if micro-batches may skip stages, which changes what is trained."""
     slow: bool = False
     """True if it may take a minute: made only when asked for by name."""
     planner: PlannerTraits = NO_TRAITS
@@ -119,6 +121,9 @@ class ScheduleEntry:
         """Return True if the schedule runs with this number of stages per rank."""
         return chunks == self.chunks if self.chunks else chunks % self.min_chunks == 0
 
+
+DEFAULT_MIN_VISITS = 0.25
+"""Least share of the micro-batches that each stage sees where these skip stages, unless a plan says another."""
 
 DEFAULT_SCHEDULE = "1f1b"
 """Schedule of a plan that names none; with one pipeline rank it is plain gradient accumulation."""
@@ -289,6 +294,13 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         max_delay=lambda rank, pp, m: -((rank + 1 - pp) // m),
         mean_delay=lambda rank, pp, m: (pp - 1 - rank) / m,
         steps_alone=True,
+    ),
+    "skippipe": ScheduleEntry(
+        "skippipe:skippipe",
+        "micro-batches skip stages, which changes what is trained; bubble as 1f1b's on shorter paths, memory p",
+        usual_free_chunks=1,
+        searched=True,
+        skips_stages=True,
     ),
     "auto": ScheduleEntry(
         "registry:auto_schedule",

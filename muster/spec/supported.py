@@ -20,6 +20,7 @@ from muster.spec.param_offload_rules import PARAM_OFFLOAD_RULES, param_offload_r
 from muster.spec.plan import PREDICTED_PRECISIONS, Plan
 from muster.spec.rules import Rule, as_by_default, broken_rules, in_every_layer, setting
 from muster.spec.shard_level_rules import SHARD_LEVEL_RUNTIME_RULES
+from muster.spec.skip_rules import SKIP_RUNTIME_RULES, skip_rules_of
 
 __all__ = [
     "EXPERT_RULES",
@@ -248,6 +249,7 @@ RUNTIME_RULES: tuple[Rule, ...] = (
     ),
     _optimizer_offload_rule(lambda plan: plan.islands > 1, "islands (it has no parity test yet)"),
     *ASYNCHRONOUS_RUNTIME_RULES,
+    *SKIP_RUNTIME_RULES,
     *(_compile_rule(*one) for one in AGAINST_COMPILE),
     *(_graphs_rule(*one) for one in AGAINST_CUDA_GRAPHS),
 )
@@ -565,7 +567,7 @@ def runtime_rules(model: ModelSpec | None) -> tuple[Rule, ...]:
         *(_graphs_rule(lambda plan: True, sentence) for sentence in against_cuda_graphs(model)),
         *param_offload_rules_of(model),
         *domino_rules_of(model),
-        *ladder_rules_of(model),
+        *(*ladder_rules_of(model), *skip_rules_of(model)),
         *four_bit_rules_of(model),
         *(LOW_RANK_RULES if model.low_rank is not None else ()),
         *(ADAPTER_RULES if model.adapter is not None else ()),

@@ -101,7 +101,29 @@ class BatchLoader:
             batch = join_by_micro_batch(shares, self.num_micro_batches)
         if batch is not None:
             require_known_ids(batch, self.config.model.vocab_size)
-        return LocalBatch(first, batch, num_valid, num_tokens, arrangement)
+        by_stage = {} if validation else self._valid_by_stage(dataset, index)
+        return LocalBatch(first, batch, num_valid, num_tokens, by_stage, arrangement)
+
+    def _valid_by_stage(self, dataset: SampleStream, index_B: np.ndarray) -> dict[int, int]:
+        """Return, for each stage that some micro-batches skip, the valid labels of those that pass through it, on all
+        data-parallel ranks; `index_B`: the step's samples."""
+        plan, paths = self.plan, self.plan.paths
+        size, ranks = plan.micro_batch_size, range(plan.mesh(0).dp_size)
+        stages = [stage for stage in range(plan.num_stages) if any(stage not in path for path in paths)]
+        if not stages:
+            return {}
+        starts = [plan.sample_range(rank, len(index_B)).start for rank in ranks]
+        valid_M = [
+            sum(
+                dataset.num_valid_tokens(int(sample), 1)
+                for start in starts
+                for sample in index_B[start + number * size : start + (number + 1) * size]
+            )
+            for number in range(len(paths))
+        ]
+        return {
+            stage: sum(count for path, count in zip(paths, valid_M, strict=True) if stage in path) for stage in stages
+        }
 
     def ranks_to_read(self, validation: bool = False) -> list[MeshCoordinates]:
         """Return the ranks whose parts of a batch this one reads: itself, or under perturbation parallelism, which

@@ -9,7 +9,7 @@ from muster.config.cluster_files import load_device
 from muster.config.local_machine import catalog_device_name
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import is_zeroth_order
-from muster.cost.flops import train_flops_per_token
+from muster.cost.flops import plan_flops_per_token
 from muster.parallel.allocation_meter import AllocationMeter
 from muster.parallel.world import World
 from muster.spec.model import ModelSpec
@@ -42,7 +42,7 @@ class DeviceMetrics:
         """`meter` counts the tensors of a CPU rank, where anything does."""
         self._device, self._meter = world.device, meter
         freeze, has_backward = () if optim is None else optim.freeze, not is_zeroth_order(optim)
-        self._flops_per_token = train_flops_per_token(model, seq_len, has_backward=has_backward, freeze=freeze)
+        self._flops_per_token = plan_flops_per_token(plan, model, seq_len, has_backward=has_backward, freeze=freeze)
         self.devices = world.all_gather_object(device_name(world.device))
         """Name of each rank's device."""
         peaks = {name: peak_flops_per_s(name, plan) for name in self.devices}

@@ -1,7 +1,7 @@
 """From complete gradients to new parameters: global norm, skipped steps, clipping and the optimizer, on one rank."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -180,6 +180,9 @@ class ParameterUpdater:
                 copy.grad.copy_(original.grad)
         if self.loss_scale is not None:
             self._multiply_gradients(1 / self.loss_scale.value)
+        for index, seen in self.state.valid_by_stage.items():
+            if index in self.stages and seen:  # averaged over the micro-batches that the stage has seen
+                self._multiply_gradients(self.state.num_valid / seen, (self.stages[index],))
         for stage in self.stages.values():
             sums[0] += stage.pop_loss_difference() if self.is_zeroth_order else sum_of_squares(stage)
             sums[1:6] += stage.pop_losses()
@@ -459,16 +462,18 @@ class ParameterUpdater:
         for copy, original in self._tied_copies:
             copy.copy_(original)
 
-    def _multiply_gradients(self, factor: float) -> None:
+    def _multiply_gradients(self, factor: float, stages: Collection[DecoderStage] | None = None) -> None:
+        """Multiply the gradients of some stages, or of all."""
+        stages = self.stages.values() if stages is None else stages
         locals_ = (
             local
-            for stage in self.stages.values()
+            for stage in stages
             for name, local in stage.parameters.items()
             if name not in stage.backward_updates.names
         )
         if gradients := [local.grad for local in locals_ if local.grad is not None]:  # a rank may hold no part of any
             torch._foreach_mul_(gradients, factor)
-        for stage in self.stages.values():
+        for stage in stages:
             stage.param_offload.gradient_factor *= factor
 
     # ------------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Prefetching: the data of the next step is read while this one computes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from muster.data.dataset import Batch
 from muster.data.length_bucketing import BucketedStep
@@ -21,6 +21,8 @@ class LocalBatch:
     """Non-ignored labels of the whole step, over all ranks."""
     num_tokens: int
     """Positions of the whole step that are no padding."""
+    valid_by_stage: Mapping[int, int] = field(default_factory=dict)
+    """Stage → those of the micro-batches that pass through it, where some skip it."""
     arrangement: BucketedStep | None = None
     """Placement of the samples, if they are bucketed by length."""
     groups: GroupedStep | None = None

@@ -383,6 +383,8 @@ def why_not_checkfree(config: RunConfig, plan: Plan) -> str | None:
         return "a lost stage needs one before it and one after it: expected pp3 or more, with one stage a rank"
     if not plan.is_uniform or mesh.num_ranks != mesh.dp_replicate:
         return "each rank has to hold its stage whole: expected data-parallel replicas (dp2x1) at most beside pp"
+    if plan.schedule_entry.searched:
+        return f"schedule {plan.schedule} may lay stages on ranks in any order: expected one that isn't searched for"
     layers = [plan.layers(stage, model.num_layers) for stage in range(plan.num_stages)]
     if len({len(own) for own in layers}) > 1:
         counts = ", ".join(str(len(own)) for own in layers)

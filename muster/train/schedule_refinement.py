@@ -30,12 +30,13 @@ def refine_schedule_from_profile(
 ) -> PinnedSchedule | None:
     """Return the order of schedule `auto` for the times measured on all ranks, as found by rank 0; all ranks call it.
 
-    None where the order was given, was refined before, or must be the same in every run (train.deterministic).
+    None where the order was given, was refined before, or must be the same in every run (train.deterministic;
+    paths of micro-batches, which change what is trained).
     """
     order = plan.pinned_schedule
     if order is None or order.times == "measured" or config.parallel.pinned_schedule is not None:
         return None
-    if plan.schedule_entry.slow or config.train.deterministic:
+    if plan.schedule_entry.slow or plan.schedule_entry.skips_stages or config.train.deterministic:
         return None
     found = (
         refine_schedule(plan, profile.times.pass_times(plan.stages_per_replica)).model_dump() if world.rank == 0 else {}

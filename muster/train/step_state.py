@@ -1,8 +1,8 @@
 """State of one optimizer step while it is under way, and the hooks that others have into each step."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -19,6 +19,8 @@ class StepState:
     """Non-ignored labels of the global batch; at least 1."""
     num_tokens: int
     """Positions of the global batch that are no padding."""
+    valid_by_stage: Mapping[int, int] = field(default_factory=dict)
+    """Stage → those of the micro-batches that pass through it, where some skip it."""
     loss: float = math.nan
     """Mean cross-entropy over the non-ignored labels."""
     z_loss: float = math.nan

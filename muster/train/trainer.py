@@ -342,6 +342,7 @@ class Trainer:
             learning_rate=lr_at_step(self.config.optim, step, self.config.train.num_steps),
             num_valid=batch.num_valid,
             num_tokens=batch.num_tokens,
+            valid_by_stage=batch.valid_by_stage,
         )
         return self.updater.state
 

@@ -155,6 +155,9 @@ def _micro_batch_times(
     for stage, pair in enumerate(stage_p2p_times(setting)):
         if pair is not None:
             hops[stage - 1, stage], hops[stage, stage - 1] = pair
+    for one, other in plan.hops if plan.paths else ():
+        if (one, other) not in hops:
+            hops[one, other], hops[other, one] = p2p_times_between(setting, one, other)
     cores = cluster.device.shared_cores
     processes, pools = _processes_and_machines(setting) if cores else ((), ())
     pairs_s = dict(_pair_times(setting, stages)) if setting.overlaps_pairs else {}
@@ -505,11 +508,14 @@ def example_p2p_times(setting: PlacedPlan) -> list[tuple[P2PTime, P2PTime] | Non
 
 
 def _stage_p2p_time(setting: PlacedPlan, stage: int) -> tuple[P2PTime, P2PTime] | None:
-    if not setting.receives_p2p(stage):
-        return None
+    return p2p_times_between(setting, stage - 1, stage) if setting.receives_p2p(stage) else None
+
+
+def p2p_times_between(setting: PlacedPlan, before: int, stage: int) -> tuple[P2PTime, P2PTime]:
+    """Return the transfers of the hidden state from one stage to another on another rank, and of the gradient back."""
     if not setting.is_uniform:
-        return _resharding_p2p_time(setting, stage - 1, stage), _resharding_p2p_time(setting, stage, stage - 1)
-    pair, plan = setting.p2p_group(stage - 1, stage), setting.plan
+        return _resharding_p2p_time(setting, before, stage), _resharding_p2p_time(setting, stage, before)
+    pair, plan = setting.p2p_group(before, stage), setting.plan
     one, other = (
         _p2p_time(
             setting,
@@ -518,7 +524,7 @@ def _stage_p2p_time(setting: PlacedPlan, stage: int) -> tuple[P2PTime, P2PTime] 
             plan.mesh(source),
             plan.strategy(setting.layers[source % setting.stages_per_replica].start).sp,
         )
-        for source in (stage - 1, stage)
+        for source in (before, stage)
     )
     return one, other
 

@@ -524,14 +524,12 @@ def _p2p_times(
     rates: RateInterpolator, model: ModelSpec, plan: Plan, workload: Workload
 ) -> dict[tuple[int, int], P2PTime]:
     found = {}
-    for stage in range(plan.num_stages - 1):
-        if plan.is_last(stage) or plan.pp_rank(stage) == plan.pp_rank(stage + 1):
-            continue
+    for stage, other in plan.hops:
         cut = plan.mesh(stage).tp if plan.default_strategy.sp else 1
         positions = plan.local_micro_batch_size(stage) * workload.seq_len // plan.mesh(stage).cp // cut
         count = positions * model.boundary_size * compute_bytes(plan.precision)
         hop = P2PTime(rates.contention(storage_level(plan, stage)) * rates.collective("send", 2, count))
-        found[stage, stage + 1] = found[stage + 1, stage] = hop
+        found[stage, other] = found[other, stage] = hop
     return found
 
 

@@ -37,6 +37,7 @@ from muster.plugins.registry import get_component
 from muster.spec.four_bit import has_four_bits, with_whole_weights
 from muster.spec.model import parameter_shapes
 from muster.spec.plan import Float8Recipe, Plan, Precision
+from muster.train.verify.serial_paths import SerialPaths
 from muster.train.verify.sketch import Sketches, hook_outputs
 from muster.train.verify.staleness import StaleWeights
 from muster.train.verify.trace import Trace
@@ -56,9 +57,12 @@ class Reference:
         micro_batch_size: int,
         dataset: SampleStream,
         asynchronous: Plan | None = None,
+        skipping: Plan | None = None,
     ) -> None:
-        """`asynchronous`: the plan whose delays the reference has, where that is one."""
+        """`asynchronous`, `skipping`: the plan whose delays, or paths of micro-batches, the reference has, where that
+        is one."""
         self.config = config
+        self._paths = None if skipping is None else SerialPaths(skipping, config.model.num_layers)
         self._stale: StaleWeights | None = None
         if asynchronous is not None:
             per_step = config.train.global_batch_size // micro_batch_size
@@ -179,6 +183,9 @@ class Reference:
         model.router_state.loss_weight = 1 / num_valid
         total, minimized = 0.0, 0.0
         for first in range(0, count, size):
+            if self._paths is not None:
+                num_here = int((labels_BS[first : first + size] != IGNORE_INDEX).sum())
+                model.run_layers = self._paths.enter(first // size, num_here)  # type: ignore[method-assign]
             self._on_output = partial(sketches.add, sample=first)
             # Low precision is that of the compute: the parameters are cast, and their gradients added up as they are.
             used = dict(model.named_parameters())
@@ -211,6 +218,8 @@ class Reference:
                 (objective / num_valid).backward()
             total += float(found[0][0].detach())
             minimized += float(objective.detach())
+        if self._paths is not None:
+            self._paths.average(dict(model.named_parameters()))
         return total / num_valid, minimized / num_valid
 
     def _add_losses(

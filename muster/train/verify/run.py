@@ -68,18 +68,21 @@ def verify(
         require_memory(config, plan)
     config = comparison_config(config, steps, run_dir)
     dataset = PaddedDataset(open_dataset(config, run_dir))
-    references: dict[tuple[Precision, Float8Recipe, int, str], Reference] = {}
+    references: dict[tuple[Precision, Float8Recipe, int, str, str], Reference] = {}
     verdicts = []
     former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED))
     try:
         for number, plan in enumerate(plans, 1):
             stale = plan if plan.schedule_entry.is_asynchronous else None
-            kind = plan.precision, plan.fp8_recipe, plan.micro_batch_size, stale.hash if stale else ""
+            skips = plan if plan.paths else None
+            kind = plan.precision, plan.fp8_recipe, plan.micro_batch_size
+            kind = *kind, stale.hash if stale else "", skips.hash if skips else ""
             if kind not in references:
                 of = "" if stale is None else f", with the delays of schedule {plan.schedule}"
+                of += "" if skips is None else ", with the paths of its micro-batches"
                 size = plan.micro_batch_size
                 progress(f"the reference: one process in {plan.precision}, micro-batches of {size}{of}")
-                references[kind] = Reference(config, *kind[:3], dataset, stale)
+                references[kind] = Reference(config, *kind[:3], dataset, stale, skips)
             progress(f"plan {number} of {len(plans)}: {format_plan_name(plan)}, processes: {plan.world_size}")
             limit = TOLERANCES[plan.precision] if tolerance is None else tolerance
             verdicts.append(_verify_plan(config, plan, references[kind], limit))

@@ -1,0 +1,62 @@
+"""Paths of micro-batches, and places of stages, by the predicted times of a cluster's passes and links.
+
+The planner never lets micro-batches skip stages by itself, since that changes what is trained.
+"""
+
+from dataclasses import replace
+
+from muster.config.optim_config import OptimConfig
+from muster.cost.time.cost_cache import CostCache
+from muster.cost.time.plan_times import p2p_times_between, place_plan, plan_times
+from muster.schedule.resolve import pin_schedule, schedule_spec_of
+from muster.schedule.skippipe import skip_schedules
+from muster.simulate.predict import predict
+from muster.spec.cluster import ClusterSpec
+from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.model import ModelSpec
+from muster.spec.plan import PinnedSchedule, Plan
+from muster.spec.workload import Workload
+
+
+def resolve_on_cluster(
+    plan: Plan,
+    model: ModelSpec,
+    workload: Workload,
+    cluster: ClusterSpec,
+    framework: FrameworkTraits | None = None,
+    cache: CostCache | None = None,
+    optim: OptimConfig | None = None,
+) -> Plan:
+    """Return a plan of schedule skippipe with paths and places found for the times of a cluster's passes and links.
+
+    Of several schedules the one whose simulated step is shortest is taken. Where devices differ stages stay where they
+    are. Raises InfeasibleError where no paths keep to the plan's limits, or the plan doesn't fit the cluster.
+    """
+    cache = cache or CostCache()
+    count = plan.num_micro_batches(workload)
+    in_turn = tuple(stage % plan.pp for stage in range(plan.num_stages))
+    empty = PinnedSchedule(times="predicted", micro_batches=count, placement=in_turn, ranks=("",) * plan.pp)
+    draft = plan.model_copy(update={"pinned_schedule": empty})
+    own = model, draft, workload, cluster, framework
+    op_times = plan_times(*own, cache=cache, optim=optim)
+    times = op_times.pass_times(plan.num_stages)
+    if cluster.device.rates is None:
+        setting = place_plan(*own, cache=cache, optim=optim)
+        ranks = range(plan.pp)
+        hop_s = {
+            (one, other): p2p_times_between(setting, one, other)[0].total_s
+            for one in ranks
+            for other in ranks
+            if one != other
+        }
+        times = replace(times, link_s=[[hop_s.get((one, other), 0.0) for other in ranks] for one in ranks])
+    places = () if cluster.is_uniform and plan.is_uniform else in_turn
+    found = (
+        plan.model_copy(update={"pinned_schedule": pin_schedule(schedule, "predicted")})
+        for schedule in skip_schedules(schedule_spec_of(plan, count, times, places))
+    )
+
+    def step_s(one: Plan) -> float:
+        return predict(model, one, workload, cluster, framework=framework, cache=cache, optim=optim).step_time_s
+
+    return min(found, key=step_s)

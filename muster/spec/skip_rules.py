@@ -1,0 +1,94 @@
+"""Rules for plans whose micro-batches skip stages (schedule skippipe)."""
+
+from collections.abc import Callable, Iterator
+
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
+from muster.spec.rules import Rule, setting
+from muster.spec.schedules import DEFAULT_SCHEDULE
+
+NO_SKIPS = {name: Plan.model_fields[name].default for name in ("skip_ratio", "min_visits", "swaps_stages")}
+"""Fields of a plan whose micro-batches pass through all stages."""
+_ORDINARY = setting(schedule=DEFAULT_SCHEDULE, pinned_schedule=None, **NO_SKIPS)
+
+
+def _given(plan: Plan) -> list[str]:
+    return [name for name, default in NO_SKIPS.items() if getattr(plan, name) != default]
+
+
+SKIP_LEGAL_RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda plan: not plan.schedule_entry.skips_stages and bool(_given(plan)),
+        lambda plan: f"{_given(plan)[0]} is of schedule skippipe, not of {plan.schedule}: leave it out",
+        setting(**NO_SKIPS),
+    ),
+    Rule(
+        lambda plan: plan.schedule_entry.skips_stages and plan.pp == 1,
+        lambda plan: f"schedule {plan.schedule} lets micro-batches skip stages of a pipeline, but pp is 1",
+        _ORDINARY,
+    ),
+    Rule(
+        lambda plan: plan.schedule_entry.skips_stages and plan.vocab_parallel,
+        lambda plan: (
+            f"schedule {plan.schedule} lets micro-batches skip ranks, which vocab_parallel needs for each of them"
+        ),
+        _ORDINARY,
+    ),
+    Rule(
+        lambda plan: plan.schedule_entry.skips_stages and plan.sequence_slices > 1,
+        lambda plan: f"schedule {plan.schedule} has no order for slices of sequences",
+        _ORDINARY,
+    ),
+)
+
+
+def pinned_path_faults(plan: Plan) -> Iterator[str]:
+    """Yield a sentence where the paths pinned in a plan aren't those of its schedule."""
+    order = plan.pinned_schedule
+    if order is None:
+        return
+    again = "leave pinned_schedule out to search again"
+    if bool(order.paths) != plan.schedule_entry.skips_stages:
+        yield f"its pinned_schedule has {len(order.paths)} paths, which schedule {plan.schedule} doesn't have: {again}"
+    for path in order.stage_paths:
+        skipped = int(plan.skip_ratio * plan.num_stages + 0.5)
+        if len(path) != plan.num_stages - skipped:
+            yield (
+                f"its pinned_schedule has a path of {len(path)} stages, but skip_ratio {plan.skip_ratio:g} skips"
+                f" {skipped} of {plan.num_stages}: {again}"
+            )
+            return
+
+
+def _rule(has: Callable[[Plan], bool], what: str) -> Rule:
+    return Rule(
+        lambda plan: plan.schedule_entry.skips_stages and has(plan),
+        lambda plan: f"schedule {plan.schedule} with {what}",
+        _ORDINARY,
+    )
+
+
+_UNTESTED = "(it has no parity test yet)"
+
+SKIP_RUNTIME_RULES: tuple[Rule, ...] = (
+    _rule(lambda plan: not plan.is_uniform, f"stages that have ranks or degrees of their own {_UNTESTED}"),
+    _rule(lambda plan: plan.islands > 1, f"islands {_UNTESTED}"),
+    _rule(lambda plan: plan.uses_axis("cp"), f"context parallelism {_UNTESTED}"),
+    _rule(lambda plan: plan.post_validation, f"post_validation {_UNTESTED}"),
+    _rule(lambda plan: plan.cuda_graphs, f"cuda_graphs {_UNTESTED}"),
+    _rule(
+        lambda plan: any(
+            (s.offload, s.offload_optimizer, s.offload_param) != ("none", "none", "none") for s in plan.strategies
+        ),
+        "offload (the host updates parameters before gradients are weighted)",
+    ),
+)
+"""Things that the runtime can't do where micro-batches skip stages."""
+
+
+def skip_rules_of(model: ModelSpec) -> tuple[Rule, ...]:
+    """Return the rules for a model whose gradients or loads are those of all micro-batches, or whose layers need those
+    before them."""
+    of_all = model.moe, model.adapter, model.mtp_layers, model.architecture, model.residual != "standard"
+    what = "experts, adapters, multi-token prediction, a ladder residual or a plugin's layers"
+    return (_rule(lambda plan: True, f"{what} {_UNTESTED}"),) if any(of_all) else ()
