@@ -22,6 +22,7 @@ from tests.fine_tuning import write_base_model, write_dialogues
 from tests.parity import small_run
 from tests.plans import unequal
 from tests.test_adapters import logits
+from tests.test_memory_forecast import SHORT_LLAMA, assert_forecast_is_accounting
 from tests.test_parity import GRADIENT_TOLERANCE, by_layer, check_parity, run
 from tests.train_runs import QUICK, train
 
@@ -145,6 +146,16 @@ def test_a_ladder_begins_with_the_weights_of_a_plain_model(tmp_path: Path, capsy
         assert torch.equal(ours.read(name, meta.whole), theirs.read(name, meta.whole))
     ids = torch.randint(0, 300, (2, 24), generator=torch.Generator().manual_seed(0))
     assert (logits(converted, ids) - logits(base, ids)).abs().max() > 1e-3
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "seq_len", "micro_batches"),
+    [("tp2-pp2", 2048, 2), ("dp4-z3-rfull", 2048, 1), ("tp2-pp2-szbh1", 1024, 3), ("pp4-rfull", 2048, 4)],
+)
+def test_forecast_is_what_pytorch_counts(name: str, seq_len: int, micro_batches: int) -> None:
+    spec = SHORT_LLAMA.model_copy(update={"residual": "ladder"})
+    assert_forecast_is_accounting(spec, name, seq_len, micro_batches)
 
 
 def test_what_a_ladder_is_without_is_said() -> None:
