@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from statistics import median
 
+from muster.report.run_files import read_metrics
 from muster.spec.plan_name import parse_plan_name
 
 ELASTIC = ("--train.elastic", "true")
@@ -34,21 +35,19 @@ def main() -> None:
     parser.add_argument("--plan", default="dp4")
     parser.add_argument("--losses", type=int, default=5)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        elastic = measure(Path(folder) / "elastic", args.plan, args.losses, ELASTIC)
-        restarts = measure(Path(folder) / "restarts", args.plan, args.losses, RESTARTS)
-        ranks = parse_plan_name(args.plan).world_size
-        torchrun = measure(Path(folder) / "torchrun", args.plan, args.losses, TORCHRUN, ranks)
-        rows = [json.loads(line) for line in (Path(folder) / "elastic" / "recoveries.jsonl").read_text().splitlines()]
-    step_s = median(elastic.steps_s)
-    print(f"{args.plan}, {args.losses} losses each; a step takes {step_s:.2f} s")
-    print(f"same processes: next step logged after {median(elastic.waits_s):.2f} s ({spread(elastic.waits_s)})")
-    joined = [row["joined_s"] for row in rows if row["joined_s"] is not None]
-    print(f"  all ranks together again after {median(joined):.2f} s ({spread(joined)})")
-    print(f"restart of all: next step logged after {median(restarts.waits_s):.2f} s ({spread(restarts.waits_s)})")
-    print(f"torchrun's restart: next step logged after {median(torchrun.waits_s):.2f} s ({spread(torchrun.waits_s)})")
-    for name, other in (("restart of all", restarts), ("torchrun's restart", torchrun)):
-        print(f"{name} / same processes: {median(other.waits_s) / median(elastic.waits_s):.1f}")
+    ranks = parse_plan_name(args.plan).world_size
+    ways = {"same processes": (ELASTIC, 0), "restart of all": (RESTARTS, 0), "torchrun's restart": (TORCHRUN, ranks)}
+    first: float | None = None
+    for name, (how, torchrun_ranks) in ways.items():
+        with tempfile.TemporaryDirectory() as folder:
+            found = measure(run := Path(folder) / "run", args.plan, args.losses, how, torchrun_ranks)
+            rows = read_metrics(run / "recoveries.jsonl")
+        wait_s = median(found.waits_s)
+        first = first or wait_s
+        told = f"{args.plan}, {name}: next step logged after {wait_s:.2f} s ({spread(found.waits_s)})"
+        print(f"{told}, {wait_s / first:.1f} times; a step takes {median(found.steps_s):.2f} s", flush=True)
+        if joined := [row["joined_s"] for row in rows if row["joined_s"] is not None]:
+            print(f"  all ranks together again after {median(joined):.2f} s ({spread(joined)})", flush=True)
 
 
 class Measured:

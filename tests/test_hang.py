@@ -19,7 +19,7 @@ from muster.config.attempt_files import adopt_attempt_files, attempt_files, atte
 from muster.config.yaml_writer import write_atomically
 from muster.launch.flight_records import GroupRecord, find_late_rank, format_records, parse_dump, read_records
 from muster.launch.hang_diagnosis import _WAITS_IN, RankSnapshot, diagnose, is_waiting, main_thread_frames
-from muster.launch.heartbeat import PAGE_BYTES, Heartbeat, HeartbeatPage, RankStatus
+from muster.launch.heartbeat import HEARTBEAT_FD_VARIABLE, PAGE_BYTES, Heartbeat, HeartbeatPage, RankStatus
 from muster.launch.launcher import launch
 from muster.launch.rank_errors import run_guarded
 from muster.launch.rank_monitor import RankMonitor, is_hung, snapshot_from_json, snapshot_to_json
@@ -281,6 +281,22 @@ def test_the_files_where_a_rank_waits_are_there() -> None:
         "train/outer_updater.py",
         "train/post_validation.py",
     ]
+
+
+def test_a_spare_that_is_asked_for_its_stacks_lives_on() -> None:
+    page = HeartbeatPage()
+    code = "import sys; from muster.launch.heartbeat import tell_ready; tell_ready(); sys.stdin.read()"
+    env = {**os.environ, HEARTBEAT_FD_VARIABLE: str(page.fd)}
+    spare = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, env=env, pass_fds=[page.fd])
+    while page.read() is None:
+        assert spare.poll() is None
+        time.sleep(0.002)
+    page.request_stacks(spare.pid)
+    while "<module>" not in page.read_stacks():
+        assert spare.poll() is None
+        time.sleep(0.002)
+    spare.communicate()
+    assert spare.returncode == 0
 
 
 def test_only_what_should_be_short_can_hang() -> None:

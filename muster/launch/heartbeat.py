@@ -169,7 +169,16 @@ def create_page() -> int:
 def tell_ready() -> None:
     """Write that this process has started, for one that waits for a place before it opens its heartbeat."""
     if (number := os.environ.get(HEARTBEAT_FD_VARIABLE)) is not None:
-        Heartbeat(mmap.mmap(int(number), PAGE_BYTES)).update("start")
+        fd = int(number)
+        _answer_stack_requests(fd)
+        Heartbeat(mmap.mmap(fd, PAGE_BYTES)).update("start")
+
+
+def _answer_stack_requests(fd: int) -> None:
+    """Let this process write its stacks when its launcher asks for them, which would end it otherwise: to be called
+    before its first update."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # stacks are written behind the page, whatever the file's position
+    faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True)
 
 
 def open_heartbeat() -> Heartbeat:
@@ -179,8 +188,7 @@ def open_heartbeat() -> Heartbeat:
         return Heartbeat(bytearray(PAGE_BYTES))
     fd = int(number)
     heartbeat = Heartbeat(mmap.mmap(fd, PAGE_BYTES), fd)
-    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # stacks are written behind the page, whatever the file's position
-    faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True)
+    _answer_stack_requests(fd)
     heartbeat.update("start")
     return heartbeat
 

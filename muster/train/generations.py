@@ -66,7 +66,7 @@ class _Rank:
         """Plans by their numbers of ranks."""
         self._dataset = data
         self._heartbeat = open_heartbeat()
-        self._carried = Carried()
+        self._carried = Carried(plan_refined=self._tell_spares)
         self._number: int | None = None
         """Number among the ranks of the generation before."""
         self._loop: TrainingLoop | None = None
@@ -102,12 +102,25 @@ class _Rank:
             write_atomically(attempt_files(self._run_dir).plan, plan_yaml(self._plan))
             print(f"plan      {format_plan_name(self._plan)}", flush=True)
 
+    def _tell_spares(self, plan: Plan) -> None:
+        """Tell processes that take a place later the plan of the first generation, whose schedule was refined."""
+        self._store.set(_FIRST_PLAN_KEY, plan.model_dump_json())
+
+    def _follow_rank_0(self, place: Membership, store: dist.Store) -> None:
+        """Take the plan of rank 0: a loss may have come before all ranks had the refined schedule."""
+        if place.rank == 0:
+            store.set("plan of rank 0", self._plan.model_dump_json())
+        else:
+            self._plan = self._plans[place.world_size] = Plan.model_validate_json(store.get("plan of rank 0"))
+
     def _train_in(self, place: Membership, connections: Connections) -> int | None:
         store = self._store
         if self._config.train.elastic and isinstance(store, dist.TCPStore):
             # A connection of its own, so that breaking it ends the waits for keys of this generation alone.
             store = dist.TCPStore(store.host, store.port, is_master=False)
         own = dist.PrefixStore(f"configuration-{place.generation}", store)
+        if place.generation:
+            self._follow_rank_0(place, own)
         require_same_config(self._config, self._plan, self._dataset.fingerprint, own, place.rank)
         beside = place.generation, None, self._heartbeat
         with (

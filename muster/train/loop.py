@@ -66,6 +66,8 @@ class Carried:
     """Profiles of all ranks, by rank, for each number of ranks that there has been."""
     leave_requested: Callable[[], bool] = lambda: False
     """True once another generation follows at the end of a step."""
+    plan_refined: Callable[[Plan], None] = lambda plan: None
+    """Receiver of the plan once its schedule has been refined."""
     kept: KeptState | None = None
     """State of this rank's stage when its last generation ended, under `train.recovery` checkfree."""
 
@@ -165,12 +167,12 @@ class TrainingLoop:
         ):
             self.trainer.use_order(order)
             self.plan = self.trainer.plan
+            self.carried.plan_refined(self.plan)
             if self.is_main:
                 write_atomically(attempt_files(self.run_dir).plan, plan_yaml(self.plan))
         if self.plan.post_validation:
             self.post_validation = PostValidation(self.trainer)
-        # The program of the ranks with most micro-batches, for which the others wait.
-        own = self.plan, self.config.model, self.config.workload
+        own = self.plan, self.config.model, self.config.workload  # ranks with most micro-batches: others wait for them
         program = build_program(*own, update_time=self.config.train.update_time, optim=self.config.optim)
         predicted = None if profile is None else simulate(program, profile.times)
         if profile is not None and (every := self.config.train.straggler_check_every * (self.world.size > 1)):
