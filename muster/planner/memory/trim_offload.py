@@ -66,11 +66,13 @@ def _share_updates(result: SearchResult, budget: SearchBudget) -> SearchResult:
     With a share f of the Ψ parameters off the device, the host needs (1 − f) Ψ · b / U at the rate U of its cores, the
     link (1 − f) Ψ · c / B + f Ψ · s / B for c bytes of a parameter's copies and s of its state, there and back, and the
     device f Ψ · b / M, side by side: with a slow host the optimum is where it takes as long as the link (Deep Optimizer
-    States, arXiv:2410.21316).
+    States, arXiv:2410.21316). A CPU has no cores beside its host's.
     """
     if not _chooses_updates(result, "host") or result.best[0].plan.default_strategy.device_update_ratio > 0:
         return result
     evaluator, first = result.evaluator, result.best[0]
+    if any(group.device.kind == "cpu" for group in evaluator.request.cluster.groups):
+        return result
     work = simulation_work(first.plan, evaluator.request.workload)
     known = {0.0: first}
 
