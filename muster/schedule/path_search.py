@@ -122,14 +122,14 @@ def fastest_path(
     rest_s = _least_rests(problem)
     begin_s = first_s + problem.forward_s[0]
     serial = count()
-    heap = [(begin_s + rest_s[left][0], 0, next(serial), begin_s, (0, 0, -1, left), ((0, first_s),))]
+    trail: tuple[tuple[int, float], ...] = ((0, first_s),)
+    heap = [(begin_s + rest_s[left][0], 0, next(serial), begin_s, (0, 0, -1, left), trail)]
     seen: set[tuple[int, int, int, int]] = set()
     while heap:
         _, crowd, _, now_s, state, trail = heappop(heap)
         stage, floor, pending, left = state
         if left == 0:
-            stages, begins = zip(*trail, strict=True)
-            return TimedPath(stages, begins, now_s)
+            return TimedPath(tuple(at for at, _ in trail), tuple(begin_s for _, begin_s in trail), now_s)
         if state in seen:
             continue
         seen.add(state)

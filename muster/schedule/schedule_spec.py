@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 from muster.spec.errors import InfeasibleError
 from muster.spec.schedules import DEFAULT_MIN_VISITS
@@ -100,11 +101,11 @@ class ScheduleSpec:
         num_micro_batches: int,
         times_s: Sequence[float] = (1.0, 1.0, 1.0),
         chunks: int = 1,
-        **more: float | int | bool | PathLimits | None,
+        **more: Any,
     ) -> "ScheduleSpec":
         """Return a spec in which each rank's whole share takes `times_s` (forward, input backward, weight backward)."""
         replicas = int(more.get("replicas") or 1)
         depth = num_ranks * chunks // replicas
         part = replicas / chunks
         forward_s, input_s, weight_s = ((time_s * part,) * depth for time_s in times_s)
-        return ScheduleSpec(num_ranks, num_micro_batches, chunks, forward_s, input_s, weight_s, **more)  # type: ignore[arg-type]
+        return ScheduleSpec(num_ranks, num_micro_batches, chunks, forward_s, input_s, weight_s, **more)
