@@ -122,8 +122,8 @@ def fastest_path(
     rest_s = _least_rests(problem)
     begin_s = first_s + problem.forward_s[0]
     serial = count()
-    trail: tuple[tuple[int, float], ...] = ((0, first_s),)
-    heap = [(begin_s + rest_s[left][0], 0, next(serial), begin_s, (0, 0, -1, left), trail)]
+    heap: list[tuple[float, int, int, float, tuple[int, int, int, int], tuple[tuple[int, float], ...]]]
+    heap = [(begin_s + rest_s[left][0], 0, next(serial), begin_s, (0, 0, -1, left), ((0, first_s),))]
     seen: set[tuple[int, int, int, int]] = set()
     while heap:
         _, crowd, _, now_s, state, trail = heappop(heap)
