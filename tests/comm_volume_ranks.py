@@ -18,7 +18,7 @@ from muster.schedule.program import Instruction
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 from muster.train.trainer import Trainer
-from tests.parity import open_data, small_run
+from tests.parity import FAULTS, open_data, small_run
 
 _CALLS = {"_allgather_base_": (1, "all_gather"), "_reduce_scatter_base_": (1, "reduce_scatter")}
 _CALLS |= {"allreduce_": (0, "all_reduce"), "send": (0, "send")}
@@ -57,6 +57,8 @@ class Count(TorchDispatchMode):
             self.axes[edp.get_group(edp.ndim - 1).group_name] = "edp"
         self.sent: dict[str, Counter[str]] = defaultdict(Counter)
         self.calls: Counter[str] = Counter()
+        self.gathers: Counter[str] = Counter()
+        """All-gathers by kind of the instruction that makes them."""
         self.expert_messages = 0
         self.instruction = ""
 
@@ -80,6 +82,7 @@ class Count(TorchDispatchMode):
                 self.expert_messages += self._group(args).size() - 1
             kind = self.instruction if axis == "pp" else kind
             self.calls[kind] += 1
+            self.gathers[self.instruction] += kind == "all_gather"
             self.sent[axis][kind] += sum(tensor.nbytes for tensor in given)
         return func(*args, **(kwargs or {}))
 
@@ -101,10 +104,12 @@ def count(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]
             optim=fields.pop("optim", "adamw"),
             family=fields.pop("family", "llama"),
             kv_heads=fields.pop("kv_heads", 2),
+            layers=fields.pop("layers", 4),
         )
+        fault = FAULTS[fields.pop("fault", None)]
         plan = parse_plan_name(name, Plan(precision="fp32", micro_batch_size=1))
         plan = Plan.model_validate(plan.model_dump() | fields)
-        with open_world(store, rank, world_size, plan, index) as world:
+        with open_world(store, rank, world_size, plan, index) as world, fault():
             trainer = Trainer(config, plan, world, open_data(config, payload["cache"]))
             counter = Count(world)
             begun: list[int] = []  # gathers, when each layer began
@@ -126,6 +131,7 @@ def count(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]
                     "counted": counter.sent,
                     "predicted": predicted,
                     "calls": counter.calls,
+                    "gathers": +counter.gathers,
                     "begun": begun,
                     "messages": counter.expert_messages,
                     "predicted messages": sum(

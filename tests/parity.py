@@ -79,6 +79,7 @@ from muster.train.prefetch import LocalBatch
 from muster.train.schedule_refinement import refine_schedule_from_profile
 from muster.train.trainer import Trainer
 from tests.emulated_symmetric_memory import gradients_out_of_order, symmetric_memory
+from tests.faults_of_units import UNIT_FAULTS
 from tests.ladder_faults import LADDER_FAULTS
 from tests.optim_ranks import plain_newton_schulz
 from tests.recorded_graphs import one_pair_for_all, recorded_graphs, stale_inputs
@@ -1330,6 +1331,7 @@ def stale_copies() -> Iterator[None]:
 
 FAULTS = {
     **LADDER_FAULTS,
+    **UNIT_FAULTS,
     "lost sums": lost_sums,
     "stale copies": stale_copies,
     "symmetric memory": symmetric_memory,

@@ -200,6 +200,9 @@ EXAMPLES = [
     {"plan": "pp2-sgpipe-oact", **SMALL},
     {"plan": "dp2-rfull-oact", "layers": 4, "batch": 4},
     {"plan": "dp2-z1", "layers": 3, "batch": 4},
+    {"plan": "dp2-pp2v2-sbreadthfirst-active1", "layers": 4, "batch": 8},
+    {"plan": "dp2-pp2v2-szeropp-active1", "layers": 4, "batch": 8},
+    {"plan": "dp2-pp2v4-sinterleaved-active2", "layers": 8, "batch": 8, "tied": True},
 ]
 SAMPLE = list(islice(random_cases(seed=0), 3))
 
@@ -209,7 +212,7 @@ def name_of(case: dict[str, Any]) -> str:
     return "-".join(str(value) for key, value in case.items() if key not in ("layers", "batch", "changes"))
 
 
-@pytest.mark.parametrize("case", quick_sample(EXAMPLES + SAMPLE, 1, 2, 4, 6, 7), ids=name_of)
+@pytest.mark.parametrize("case", quick_sample(EXAMPLES + SAMPLE, 1, 2, 4, 6, 10), ids=name_of)
 def test_a_step_waits_once_its_streams_wait_for_each_other_and_all_ranks_meet(case: dict[str, Any]) -> None:
     check(case)
 

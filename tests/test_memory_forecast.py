@@ -92,6 +92,8 @@ def assert_ranks_are_forecast(spec: ModelSpec, plan: Plan, workload: Workload, o
         ("tp2-sp-pp2", 256, 1),  # sums of a first backward, embedding and head's among them
         ("pp2-vocab", 256, 2),  # their gradients are reduced after T
         ("pp4-mb2-vocab-rfull-fp32", 2048, 4),  # hidden states of the vocabulary's collectives
+        ("dp2-pp2v2-sinterleaved-active1", 256, 4),  # gathered, and reduced, for units of passes
+        ("dp4-pp2v2-szeropp-active1", 256, 4),
         ("dp2x1-pp2v2-z1-szbv-fp32", 256, 2),  # added in place, reduced beside the last passes
     ],
 )

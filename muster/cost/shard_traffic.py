@@ -10,6 +10,7 @@ from muster.cost.precision_bytes import compute_bytes, grad_reduce_bytes, master
 from muster.layout.island_bytes import Compression, encoded_bytes, island_chunk
 from muster.layout.mesh import MeshCoordinates, dp_index_of
 from muster.layout.tensor_layout import VOCAB_PARAMETERS, is_expert, stage_shards, state_shard_numel
+from muster.schedule.build import unit_counts
 from muster.spec.four_bit import part_bytes
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
@@ -35,7 +36,8 @@ def shard_axis_bytes(
     All-gathers: its padded parameter shards in the compute dtype, once per step under z1 and z2; under z3 once per
     pass, except that parameters outside layers stay gathered from a forward to the next backward. Reduce-scatters: its
     unsharded gradients, padded to equal shards, in the master dtype, once per step under z1, else in each backward;
-    all-to-alls in their place with `grad_reduce_dtype: bf16`.
+    all-to-alls in their place with `grad_reduce_dtype: bf16`. With `max_active_stages` both once for each unit of
+    passes.
 
     With `experts`, those of the ranks that have the same experts, where these are fewer than share all else. Without
     what goes to groups of `SHARD_LEVELS`.
@@ -114,6 +116,9 @@ def _gathers(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: Me
     """Return the function that says how often a step gathers a parameter."""
     if _zero(spec, plan, stage) != "z3":
         return _once
+    if plan.max_active_stages is not None:
+        gathers = unit_counts(plan, stage, workload)[0]
+        return lambda name: gathers
     passes = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at)) * plan.sequence_slices
     return lambda name: passes * (1 + name.startswith(("layers.", "mtp.")))
 
@@ -144,6 +149,8 @@ def _reduced_numel(
     is_once = once or _zero(spec, plan, stage) == "z1"
     passes = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at)) * plan.sequence_slices
     times = 1 if is_once else passes
+    if plan.max_active_stages is not None:
+        times = unit_counts(plan, stage, workload)[1]
     twice = not is_once and plan.vocab_parallel and spec.tied_embeddings  # after T, and after EW
 
     def reductions(name: str) -> int:

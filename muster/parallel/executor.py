@@ -90,6 +90,7 @@ class Executor:
             **dict.fromkeys(ACTIVATION_COPIES, self._copy),
             **dict.fromkeys((Kind.LOAD_F, Kind.LOAD_B, Kind.READ_F, Kind.READ_B), self._load_params),
             Kind.UNSHARD: lambda instruction: self.stages[instruction.action.stage].unshard(),
+            Kind.RESHARD: lambda instruction: self.stages[instruction.action.stage].reshard(),
             Kind.ALL_REDUCE_TP: lambda instruction: self.stages[instruction.action.stage].all_reduce_replicated_grads(),
             Kind.REDUCE_GRAD: lambda instruction: self.stages[instruction.action.stage].reduce_gradients(),
         }

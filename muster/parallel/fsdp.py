@@ -2,7 +2,8 @@
 
 z1 and z2 keep a stage's parameters gathered from UNSHARD until the optimizer step; z1 reduces its gradients once per
 step, on GPUs beside its last backward, z2 within every backward. z3 gathers each block within each pass and reduces
-within every backward, both over fewer ranks where the plan has `shard_levels`.
+within every backward, both over fewer ranks where the plan has `shard_levels`; with `max_active_stages` it does as z1,
+for units of passes instead of the step (UNSHARD, RESHARD).
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -212,7 +213,7 @@ def no_gradient_sync(module: nn.Module, zero: ZeroLevel) -> Iterator[None]:
 
 
 class LastBackward:
-    """Reductions of a stage that only a step's last backward makes.
+    """Reductions of a stage that only a step's last backward makes, or that of a unit of passes.
 
     With `completes` it all-reduces over the replicas, or reduces to all ranks' shards, under z2 and z3, what it and
     those before it have reduced to shards and added up. With `reduces_beside` it reduce-scatters, under z1, each group
@@ -223,6 +224,8 @@ class LastBackward:
         self._module, self._completes, self.reduces_beside = module, completes, reduces_beside
         self.backwards_per_step: int | None = None
         """None: not known, as while single passes are timed; then each completes, and none reduces under z1."""
+        self.ends_of_units: frozenset[int] = frozenset()
+        """Numbers, from 1, of a step's backwards that are the last of a unit, which count as last under z1."""
         self._count = 0
         self.is_under_way = False
         """True from the begin of a step's last backward on."""
@@ -240,7 +243,7 @@ class LastBackward:
             self._module.set_requires_all_reduce(total is None or is_last)
         if self._completes and (leveled := leveled_collectives(self._module)) is not None:
             leveled.set_due(total is None or is_last)
-        if self.reduces_beside and is_last:
+        if self.reduces_beside and (is_last or (total is not None and self._count in self.ends_of_units)):
             reduce_in_next_backward(self._module)
 
 

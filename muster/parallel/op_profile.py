@@ -85,16 +85,16 @@ def profile_stages(
         and len(stage.default_slices) == 1
     }
     """Stages whose gathers and reductions are timed with the passes that they run beside."""
+    has_units = world.plan.max_active_stages is not None
+    """True if stages are gathered, and their gradients reduced, for units of passes: here, too, one at a time."""
     saved: dict[int, tuple[int, ...]] = {}
     offloaded: dict[int, tuple[int, ...]] = {}
     vocab_bytes = 0
     for repeat in range(REPEATS):
+        _time_gathers(stages, clock, actions, beside if repeat else (), has_units)
         for index, stage in sorted(stages.items()):
-            gather = partial(_gather_beside_forward, stage) if repeat and index in beside else stage.unshard
-            clock.time_together((Kind.UNSHARD, index), gather if Action(Kind.UNSHARD, index) in actions else None)
-            if repeat and index in beside:
-                stage.backward(0, _output_gradient(stage, 0))
-        for index, stage in sorted(stages.items()):
+            if has_units:
+                stage.unshard()
             if repeat == 0:
                 saved[index], offloaded[index] = _profile_stage(stage, clock, backwards)
             else:
@@ -102,16 +102,17 @@ def profile_stages(
                     _time_forward_backward(stage, clock, kind, offloads)
                 if not backwards:
                     _time_forward(stage, clock, 0)
+            if has_units:
+                _time_reductions({index: stage}, clock, actions, beside)
+                stage.reshard()
         _time_pairs(program, stages, world, clock)
         for _, stage in sorted(stages.items()):
             if stage.vocab is not None:
                 vocab_bytes = _time_vocab_passes(stage, stage.vocab, clock)
-        gradients = sum(gradient_bytes(stage.module) for stage in stages.values())
-        _time_reductions(stages, clock, actions, beside)
-        for ends in _gradient_exchanges(world.plan):
-            local = next((action for action in ends if action in actions), None)
-            run = None if local is None else partial(handlers[local.kind], local)
-            clock.time_together(("", -1) if local is None else local[:2], run)
+        gradients = sum(gradient_bytes(stage.module) for stage in stages.values())  # of units, once they are reduced
+        if not has_units:
+            _time_reductions(stages, clock, actions, beside)
+        _time_gradient_exchanges(world.plan, clock, actions, handlers)
         clock.time_together((Kind.GRAD_NORM, -1), lambda: handlers[Kind.GRAD_NORM](Action(Kind.GRAD_NORM)))
         compute, host = (program.ranks[world.at.pp].get(lane, ()) for lane in ("compute", "host"))
         own = (item.action for item in (*compute, *host))
@@ -134,6 +135,24 @@ def profile_stages(
     sizes = part_sizes_of(next(iter(stages.values())).spec, world.plan)
     times = OpTimes(whole, p2p_s, cores, processes, slices=slices, pairs_s=pairs_s, part_sizes=sizes)
     return StageProfile(times, gradients, saved, offloaded, vocab_bytes)
+
+
+def _time_gathers(
+    stages: Mapping[int, DecoderStage],
+    clock: "_InstructionTimer",
+    actions: Collection[Action],
+    beside: Collection[int],
+    drops: bool,
+) -> None:
+    """Time the gathers of parameters, those of the stages `beside` with a forward; with `drops` each stage is dropped
+    before the next one is gathered."""
+    for index, stage in sorted(stages.items()):
+        gather = partial(_gather_beside_forward, stage) if index in beside else stage.unshard
+        clock.time_together((Kind.UNSHARD, index), gather if Action(Kind.UNSHARD, index) in actions else None)
+        if index in beside:
+            stage.backward(0, _output_gradient(stage, 0))
+        if drops:
+            stage.reshard()
 
 
 def _time_reductions(
@@ -210,6 +229,19 @@ def _times_of_slices(merged: Mapping[TimedKey, float], p2p_s: float, stage: Deco
         own = {key[:2]: time_s for key, time_s in merged.items() if key[2:] == (part,)}
         found.append(OpTimes(own, p2p_s * length / lengths[0]))
     return tuple(found)
+
+
+def _time_gradient_exchanges(
+    plan: Plan,
+    clock: "_InstructionTimer",
+    actions: Collection[Action],
+    handlers: Mapping[Kind, Callable[[Action], object]],
+) -> None:
+    """Time the gradient exchanges between two pipeline ranks, which all ranks begin together."""
+    for ends in _gradient_exchanges(plan):
+        local = next((action for action in ends if action in actions), None)
+        run = None if local is None else partial(handlers[local.kind], local)
+        clock.time_together(("", -1) if local is None else local[:2], run)
 
 
 def _gradient_exchanges(plan: Plan) -> Iterator[list[Action]]:

@@ -122,7 +122,7 @@ class DecoderStage:
         self.reads_tokens = self.is_first and not plan.vocab_parallel
         self.computes_loss = self.is_last and not plan.vocab_parallel
         self.layers = plan.layers(index, spec.num_layers)
-        strategy = plan.strategy(self.layers.start)
+        strategy = plan.pass_strategy(self.layers.start)
         with torch.device("meta"):
             self.module = Decoder(spec, self.layers, self.is_first, self.is_last, has_vocab=not plan.vocab_parallel)
             if has_vocab_shard(plan, index):

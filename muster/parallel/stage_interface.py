@@ -55,6 +55,9 @@ class Stage(Protocol):
     def unshard(self) -> None:
         """All-gather the parameters."""
 
+    def reshard(self) -> None:
+        """Drop the gathered parameters."""
+
     def reduce_gradients(self) -> None:
         """Reduce the gradients over the data-parallel ranks."""
 

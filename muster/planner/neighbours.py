@@ -16,6 +16,7 @@ from muster.spec.plan import Plan
 from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from muster.spec.skip_rules import NO_SKIPS
 
+BREADTH_FIRST = "breadth-first"
 _ALL_RANKS = {"param_shard_size": None, "grad_shard_size": None}
 
 COMPENSATING_AXES = ("dp_shard", "dp_replicate", "pp", "tp", "cp")
@@ -62,7 +63,8 @@ def _all_changes(plan: Plan, request: PlanRequest) -> Iterator[Change]:
             yield Change(f"micro-batches of {int(size)}", plan.model_copy(update={"micro_batch_size": int(size)}))
     for level in ("z1", "z2", "z3"):
         if plan.dp_shard > 1 and level != plan.default_strategy.zero:
-            yield Change(f"sharding level {level}", _with_strategy(plan.model_copy(update=_ALL_RANKS), zero=level))
+            plain = plan.model_copy(update={**_ALL_RANKS, "max_active_stages": None})
+            yield Change(f"sharding level {level}", _with_strategy(plain, zero=level))
     if plan.has_shard_levels:
         yield Change("parameters and gradients over all ranks", plan.model_copy(update=_ALL_RANKS))
     for params, grads in shard_groups(plan, request):
@@ -70,6 +72,11 @@ def _all_changes(plan: Plan, request: PlanRequest) -> Iterator[Change]:
         changed = {"dp_shard": plan.dp_replicate * plan.dp_shard, "dp_replicate": 1, **sizes}
         words = f"parameters over {params} ranks, gradients over {grads}"
         yield Change(words, _with_strategy(plan.model_copy(update=changed), zero="z3"))
+    if plan.max_active_stages is not None:
+        yield Change("gathers in every pass", plan.model_copy(update={"max_active_stages": None}))
+    for fields in active_stages(plan, request):
+        words = "parameters gathered for units of passes, of {max_active_stages} of {vpp} stages a rank, {schedule}"
+        yield Change(words.format(**fields), _with_strategy(plan.model_copy(update=fields), zero="z3"))
     for mode in ("none", "full"):
         if plan.overrides or mode != plan.default_strategy.recompute:
             yield Change(f"recompute {mode}", with_all_layers(plan, recompute=mode), may_refit=False)
@@ -95,6 +102,7 @@ def _all_changes(plan: Plan, request: PlanRequest) -> Iterator[Change]:
                         "pinned_schedule": None,
                         "max_in_flight_micro_batches": None,
                         **NO_SKIPS,
+                        "max_active_stages": None,
                     }
                 ),
             )
@@ -110,6 +118,21 @@ def shard_groups(plan: Plan, request: PlanRequest) -> list[tuple[int, int]]:
     if not sharded or rest or near < 2 or near >= ranks or ranks % near or plan.ep > 1:
         return []
     return [(near, near), *([(2, near)] if near > 2 and near % 2 == 0 else [])]
+
+
+def active_stages(plan: Plan, request: PlanRequest) -> list[dict[str, Any]]:
+    """Return the fields of plans that gather parameters for units of passes under z3: of 1, 2 or 4 of a rank's stages
+    under the plan's own schedule, and of one under breadth-first, whose units are longest. Empty without a pipeline or
+    ranks that share state, where stages aren't run round by round, and for another runtime than Muster's."""
+    if plan.pp == 1 or plan.dp_shard * plan.cp == 1 or request.framework.storage != "muster":
+        return []
+    sizes = [count for count in (2, 4) if plan.pp * count <= request.model.num_layers]
+    found: list[dict[str, Any]] = [{"schedule": BREADTH_FIRST, "vpp": size, "max_active_stages": 1} for size in sizes]
+    if plan.vpp > 1 and not plan.schedule_entry.v_shaped and plan.pipeline_replicas == 1:
+        own = {"schedule": plan.schedule, "vpp": plan.vpp}
+        found = [*({**own, "max_active_stages": count} for count in (1, 2, 4) if count < plan.vpp), *found]
+    others = {"stages": (), "pinned_schedule": None, "max_in_flight_micro_batches": None, **_ALL_RANKS}
+    return [fields if fields["vpp"] == plan.vpp and not plan.pinned_schedule else others | fields for fields in found]
 
 
 def _degree_change(plan: Plan, request: PlanRequest, axis: str, grows: bool) -> Iterator[Change]:
@@ -134,7 +157,7 @@ def with_degrees(plan: Plan, degrees: dict[str, int], request: PlanRequest) -> P
     if pp != plan.pp:
         update["stages"] = ()
     if pp == 1:
-        update |= {"schedule": DEFAULT_SCHEDULE, "vpp": 1, **NO_SKIPS}
+        update |= {"schedule": DEFAULT_SCHEDULE, "vpp": 1, "max_active_stages": None, **NO_SKIPS}
     changed = plan.model_copy(update=update)
     strategy: dict[str, object] = {}
     if changed.tp == 1 or request.workload.seq_len % (changed.tp * changed.cp):

@@ -118,6 +118,7 @@ class PlanCosts:
             plan.sequence_slices,
             strategy.zero,
             plan.copies_params(plan.mesh(0)),
+            plan.max_active_stages,
             plan.mesh(0).dp_size > 1,
             plan.tp,
             strategy.sp,

@@ -44,6 +44,7 @@ def mechanisms(plan: Plan) -> list[str]:
         **{words: getattr(plan, axis) > 1 for axis, words in _AXES.items()},
         "replicas of sharded groups": plan.dp_replicate > 1 and plan.dp_shard > 1,
         "groups of ranks for parameters and gradients": plan.has_shard_levels,
+        "gathers for units of passes": plan.max_active_stages is not None,
         "another order of axes": plan.axis_order != MESH_AXES,
         "unequal stages": bool(plan.stages),
         "stages with degrees of their own": not plan.is_uniform,

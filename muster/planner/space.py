@@ -277,6 +277,7 @@ def make_plan(
             **{name: request.fixed[name] for name in QUANTIZED if name in request.fixed},
             "param_shard_size": param_shard_size,
             "grad_shard_size": grad_shard_size,
+            "max_active_stages": _active_stages(request, zero, (fields or {}).get("vpp", 1)),
             "tp": shape.tp,
             "pp": shape.pp,
             "cp": shape.cp,
@@ -306,6 +307,12 @@ def make_plan(
             **(fields or {}),
         }
     )
+
+
+def _active_stages(request: PlanRequest, zero: ZeroLevel, vpp: int) -> int | None:
+    """Return the required number of stages that are gathered at a time, for plans that have more of them on a rank."""
+    required: int | None = request.fixed.get("max_active_stages", request.base.max_active_stages)
+    return required if required is not None and zero == "z3" and required < vpp else None
 
 
 @lru_cache(maxsize=1024)  # plans of a search share few strategies, and are compared by them

@@ -16,7 +16,8 @@ from muster.planner.request import PlanRequest
 from muster.planner.space import MeshShape, is_admitted
 from muster.spec.cluster import ClusterSpec, NodeGroup
 from muster.spec.legality import plan_violations
-from muster.spec.plan import Plan, normalize_shares, split_evenly
+from muster.spec.plan import Plan, split_evenly
+from muster.spec.shares import normalize_shares
 
 INITIAL_SHARE = 0.8
 """Part of its proportional share that each rank gets before micro-batches are assigned one by one."""

@@ -37,7 +37,7 @@ PALE_TEXT = "#1d2126"
 
 
 _GATHERS = (Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP, Kind.ALL_REDUCE_REPLICAS, Kind.ALL_REDUCE_TIED)
-_GATHERS += (Kind.OUTER_REDUCE, Kind.OUTER_WAIT, Kind.MOVE_EXPERTS)
+_GATHERS += (Kind.RESHARD, Kind.OUTER_REDUCE, Kind.OUTER_WAIT, Kind.MOVE_EXPERTS)
 """Kinds that share the colour of collectives."""
 
 PAINTS = (

@@ -134,6 +134,8 @@ def _storage(plan: Plan, num_layers: int) -> str:
     if plan.has_shard_levels:
         ranks = plan.gather_ranks(plan.mesh(0)), plan.reduce_ranks(plan.mesh(0))
         levels = ", parameters over {} and gradients over {} neighbouring ranks".format(*ranks)
+    if plan.max_active_stages is not None:
+        levels = f", parameters of {plan.max_active_stages} of {plan.vpp} stages of a rank gathered at a time"
     return f"{plan.precision} compute; " + " or, by layer, ".join(ways) + levels
 
 

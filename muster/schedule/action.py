@@ -51,6 +51,7 @@ class Kind(StrEnum):
     READ_F = "READ_F"
     READ_B = "READ_B"
     UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
     ALL_REDUCE_TP = "ALL_REDUCE_TP"
     ALL_REDUCE_REPLICAS = "ALL_REDUCE_REPLICAS"
@@ -164,6 +165,7 @@ KINDS: dict[Kind, KindTraits] = {
         "disk", "read parameters from disk ahead of a backward, and add its gradients to those there"
     ),
     Kind.UNSHARD: KindTraits("collective", "all-gather of a stage's parameters", makes="p"),
+    Kind.RESHARD: KindTraits("collective", "drop of a stage's gathered parameters", frees="p"),
     Kind.REDUCE_GRAD: KindTraits("collective", "reduction of a stage's gradients over the data-parallel ranks"),
     Kind.ALL_REDUCE_TP: KindTraits("collective", "all-reduce of the gradients of weights replicated over tp"),
     Kind.ALL_REDUCE_REPLICAS: KindTraits("collective", "all-reduce of a layer's gradients over two model replicas"),
@@ -254,6 +256,9 @@ HOST_UPDATE_KINDS = (
     *(Kind.RELOAD_PARAM, Kind.WRITE_STATE, Kind.RELOAD_STATE, Kind.OFFLOAD_STATE),
 )
 """Instructions on one part of a stage's parameters, which is the slice of their action."""
+PARAMETER_KINDS = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD)
+"""Instructions on a stage's parameters or gradients for a unit of its passes, whose number is the slice of their
+action."""
 OUTER_KINDS = (Kind.OUTER_REDUCE, Kind.OUTER_WAIT, Kind.OUTER_STEP)
 """Instructions between islands on one fragment of the parameters, which is the slice of their action."""
 

@@ -100,6 +100,10 @@ class BufferLiveness:
         self.rule_fields = 3 if program.paths else 2
         actions = [action for items in program.ranks[rank].values() for action, _, _ in items]
         self.unsharded_stages = {action.stage for action in actions if action.kind == Kind.UNSHARD}
+        self.resharded_stages = {action.stage for action in actions if action.kind == Kind.RESHARD}
+        """Stages that are gathered, and whose gradients are reduced, for units of passes."""
+        self.unreduced: dict[int, Action] = {}
+        """Stages of these with gradients that are yet to be reduced → pass that has made the last of them."""
         read = Counter(item.action.stage for item in program.ranks[rank].get("disk", ()) if item.action.kind == _READ)
         updated = Counter(action.stage for action in actions if action.kind in _UPDATES)
         self.read_stages = {stage for stage, count in read.items() if count == updated[stage]}
@@ -141,6 +145,8 @@ class BufferLiveness:
         if over:
             if rule.order >= 0:
                 self.pending_gradients.pop(action, None)
+            if action.stage in self.resharded_stages and action.kind in (Kind.B, Kind.I, Kind.W):
+                self.unreduced[action.stage] = action
             for letter, place in rule.makes:
                 alive[place, unit if letter != "p" else None] = True
                 if letter == "a" and action.kind != Kind.RELOAD:
@@ -153,6 +159,8 @@ class BufferLiveness:
             self._check_last_backward(action)
         elif rule.order > 0 and not (self.delayed and action.kind == Kind.WRITE_STATE):
             self._check_gradients(action)
+        if self.resharded_stages:
+            self._check_unit(action)
         for letter, place in rule.reads:
             if not alive.get((place, unit if letter != "p" else None)):
                 was_freed = (place, unit if letter != "p" else None) in alive
@@ -173,13 +181,18 @@ class BufferLiveness:
 
     def check_end(self) -> None:
         """Check what the next round finds. Raises ProgramError where a delayed update would lack its gradients or
-        state, and where state stays on the device."""
+        state, where state stays on the device, and where parameters stay gathered or gradients unreduced."""
         for (letter, stage), unit in (key for key, is_alive in self.alive.items() if is_alive and key[0][0] in "tu"):
             action = Action(_BUFFER_NAMES[letter][1], stage, slice=unit[1] if unit else 0)
             raise ProgramError(
                 f"the state of {action} on rank {self.rank} is on the device at the end: no"
                 f" {action._replace(kind=Kind.OFFLOAD_STATE)} takes it back to host memory"
             )
+        for stage in sorted(self.resharded_stages):
+            if self.alive.get((("p", stage), None)):
+                raise ProgramError(f"the parameters of stage {stage} on rank {self.rank} are never dropped")
+            if stage in self.unreduced:
+                raise ProgramError(f"no REDUCE_GRAD comes behind {self.unreduced[stage]} on rank {self.rank}")
         for action in self.delayed:
             if not self.alive[("m", action.stage), action[2:4]]:
                 fetch = action._replace(kind=Kind.OFFLOAD_GRAD)
@@ -195,7 +208,8 @@ class BufferLiveness:
         kind, stage, *_ = action
         own = self.kinds[kind]
         reads = own.reads + ("v" if kind in _UPDATES and stage in self.read_stages else "")
-        reads += "p" if kind in PASSES and stage in self.unsharded_stages else ""
+        needs_params = PASSES if stage not in self.resharded_stages else (Kind.F, Kind.B, Kind.I)
+        reads += "p" if kind in needs_params and stage in self.unsharded_stages else ""
         frees = own.frees
         if (
             kind in (Kind.UPDATE, Kind.BACKWARD_UPDATE) and stage not in self.fetched_stages
@@ -279,10 +293,27 @@ class BufferLiveness:
         for other in (*backwards, *beside):
             raise ProgramError(f"{action} on rank {self.rank} begins before {other} is known to be over")
 
+    def _check_unit(self, action: Action) -> None:
+        """Check an instruction where stages are gathered and reduced for units of passes: none is gathered twice, and
+        what uses a step's gradients finds them reduced."""
+        kind, stage = action.kind, action.stage
+        if kind == Kind.UNSHARD and self.alive.get((("p", stage), None)):
+            raise ProgramError(f"{action} on rank {self.rank} gathers parameters that haven't been dropped")
+        if kind == Kind.REDUCE_GRAD and self.unreduced.pop(stage, None) is None:
+            raise ProgramError(f"{action} on rank {self.rank} finds no gradients that are yet to be reduced")
+        if _GRADIENT_ORDER.get(kind, 0) > _GRADIENT_ORDER[Kind.REDUCE_GRAD]:
+            concerned = self.unreduced.keys() if stage < 0 else self.unreduced.keys() & {stage}
+            for other in concerned:
+                raise ProgramError(
+                    f"{action} on rank {self.rank} begins before a REDUCE_GRAD behind {self.unreduced[other]} is over"
+                )
+
     def _check_gradients(self, action: Action) -> None:
         returned = action._replace(kind=Kind.RELOAD_PARAM)
         if self.delayed and action.kind == Kind.OFFLOAD_GRAD and returned in self.pending_gradients:
             raise ProgramError(f"{action} on rank {self.rank} begins before {returned} is known to be over")
+        if action.kind == Kind.REDUCE_GRAD and action.stage in self.resharded_stages:
+            return  # behind a unit; later ones have their own
         concerned = set(stages_of_action(self.program, action.kind, action.stage))
         for other in self.pending_gradients:
             earlier = _GRADIENT_ORDER[other.kind] < _GRADIENT_ORDER[action.kind]

@@ -10,6 +10,7 @@ from muster.config.optimizer_state import is_zeroth_order
 from muster.layout.host_updates import device_updates, relative_part_sizes
 from muster.layout.tensor_layout import tp_partial_grad_copies
 from muster.schedule.action import Kind
+from muster.schedule.active_stages import count_units
 from muster.schedule.forward_only import forward_only
 from muster.schedule.lower import LoweringOptions, lower
 from muster.schedule.offload import MIN_OFFLOAD_GAP
@@ -103,6 +104,18 @@ def build_program(
     return program
 
 
+def unit_counts(plan: Plan, stage: int, workload: Workload) -> tuple[int, int]:
+    """Return the numbers of gathers of a stage's parameters and of reductions of its gradients in a step of a plan with
+    `max_active_stages`."""
+    assert plan.max_active_stages is not None
+    return _unit_counts(plan, plan.num_micro_batches(workload))[stage]
+
+
+@lru_cache(maxsize=64)
+def _unit_counts(plan: Plan, num_micro_batches: int) -> dict[int, tuple[int, int]]:
+    return count_units(schedule_for_plan(plan, num_micro_batches).ranks, plan.max_active_stages or 1)
+
+
 def program_key(plan: Plan, model: ModelSpec, workload: Workload) -> Hashable:
     """Return a key of `build_program` for these three: plans with the same key have the same Program.
 
@@ -165,6 +178,7 @@ def _lowering_options(
         moves_experts=moves_experts,
         train=train,
         has_backward=has_backward,
+        max_active_stages=plan.max_active_stages,
         copies_params=any(map(plan.copies_params, plan.distinct_meshes)),
     )
 

@@ -10,6 +10,7 @@ from muster.schedule.action import (
     KINDS,
     LANES,
     OUTER_KINDS,
+    PARAMETER_KINDS,
     PART_UPDATES,
     VOCAB_BACKWARD_KINDS,
     VOCAB_FORWARD_KINDS,
@@ -91,11 +92,8 @@ def _check_shape(program: Program) -> None:
             late = [one for one in actions if one[2] >= program.num_micro_batches]
             if late:
                 raise ProgramError(_out_of_range(program, rank, str(late[0])))
-            beyond = [
-                one
-                for one in actions
-                if not 0 <= one[3] < program.num_slices and one[0] not in (*HOST_UPDATE_KINDS, *OUTER_KINDS)
-            ]
+            numbered = (*HOST_UPDATE_KINDS, *OUTER_KINDS, *PARAMETER_KINDS)
+            beyond = [one for one in actions if not 0 <= one[3] < program.num_slices and one[0] not in numbered]
             if beyond:
                 slices = pluralize(program.num_slices, "slice")
                 raise ProgramError(f"{beyond[0]} on rank {rank} is outside of {slices} per sequence")

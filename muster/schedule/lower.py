@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from muster.schedule.action import COPY_LANES, KINDS, LANES, Action, Kind, Lane
+from muster.schedule.active_stages import add_active_stages
 from muster.schedule.gc_pause import gc_paused
 from muster.schedule.host_update import PARTS_AHEAD, carried_order, copy_order, shared_copy_order
 from muster.schedule.offload import PassCopies, add_copy_lane, add_pass_copies
@@ -61,6 +62,8 @@ class LoweringOptions:
     """False for evaluation: no optimizer steps."""
     has_backward: bool = True
     """False where passes are forwards alone: no gradients are reduced."""
+    max_active_stages: int | None = None
+    """Stages of a rank, at most, that are gathered at a time, for units of passes; None: as `zero` says."""
     copies_params: bool = False
     """True if under z3 a step begins with copies of the parameters, from which passes gather them."""
 
@@ -254,8 +257,12 @@ def add_vocab_collectives(draft: ProgramDraft, vocab_schedule: VocabSchedule) ->
 def add_unshards(draft: ProgramDraft, options: LoweringOptions) -> None:
     """Add UNSHARD for z1 and z2: parameters are gathered before a stage's first pass and kept until the step.
 
-    z3 gathers inside the passes, from neighbours' copies where the plan has `param_shard_size`, which UNSHARD makes.
+    z3 gathers inside the passes, from neighbours' copies where the plan has `param_shard_size`, which UNSHARD makes, or
+    for units of them (`add_active_stages`).
     """
+    if options.max_active_stages is not None:
+        add_active_stages(draft, options)
+        return
     if options.zero == "z3" and not options.copies_params:
         return
     for rank, lanes in enumerate(draft.ranks):

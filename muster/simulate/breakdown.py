@@ -62,7 +62,7 @@ _KINDS_BY_PART = {
     "send": (P2P, Kind.EMB_REDUCE, Kind.HIDDEN_BCAST, Kind.LOGIT_STATS, Kind.EMB_GRAD_BCAST, *COPIES),
     "gather": (
         *(Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP, Kind.ALL_REDUCE_REPLICAS, Kind.ALL_REDUCE_TIED),
-        *(Kind.OUTER_WAIT, Kind.MOVE_EXPERTS),
+        *(Kind.RESHARD, Kind.OUTER_WAIT, Kind.MOVE_EXPERTS),
     ),
     "optimizer": (
         *(Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.GRAD_NORM_BESIDE),

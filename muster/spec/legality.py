@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from muster.spec.active_stage_rules import ACTIVE_STAGE_LEGAL_RULES
 from muster.spec.asynchronous_rules import ASYNCHRONOUS_LEGAL_RULES, few_micro_batches
 from muster.spec.context_rules import CONTEXT_RULES
 from muster.spec.domino_rules import DOMINO_LEGAL_RULES
@@ -380,6 +381,7 @@ LEGAL_RULES: tuple[Rule, ...] = (
     ),
     *DISPATCHER_RULES,
     *SHARD_LEVEL_LEGAL_RULES,
+    *ACTIVE_STAGE_LEGAL_RULES,
     *ASYNCHRONOUS_LEGAL_RULES,
     *SKIP_LEGAL_RULES,
 )

@@ -2,10 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, groupby, pairwise
-from math import gcd, lcm
+from itertools import accumulate, pairwise
+from math import lcm
 from typing import TYPE_CHECKING, Literal, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
@@ -33,6 +32,7 @@ from muster.spec.schedules import (
     ScheduleEntry,
     stage_placement,
 )
+from muster.spec.shares import normalize_shares
 from muster.spec.suggest import did_you_mean
 from muster.spec.workload import Workload
 
@@ -179,6 +179,11 @@ class Plan(Frozen):
     grad_shard_size: PositiveInt | None = None
     """Neighbours of the same ranks over which each backward reduces gradients under z3: their sums are reduced to all
     ranks' shards once a step; None: all ranks (the second of the three levels)."""
+    max_active_stages: PositiveInt | None = None
+    """Stages of a rank, at most, whose parameters are gathered at a time under z3: each from the first to the last of a
+    unit of its passes, behind which their gradients are reduced; None: every pass gathers and drops parameters, layer
+    by layer, and every backward reduces gradients (`max_active_stages` of torch.distributed.pipelining; Breadth-First
+    pipelines, arXiv:2211.05953 §4.2; ZeroPP, arXiv:2402.03791)."""
     vocab_parallel: bool = False
     """Vocabulary parallelism: embedding and head are sharded evenly over all pipeline ranks, instead of being on the
     first and the last stage (arXiv:2411.05288)."""
@@ -522,8 +527,14 @@ class Plan(Frozen):
 
     def gathers_before_passes(self, mesh: Mesh) -> bool:
         """Return True if a step begins by gathering a stage's parameters from all ranks: under z1 and z2 for its
-        passes, under z3 for `copies_params`."""
-        return self.default_strategy.zero != "z3" or self.copies_params(mesh)
+        passes, under z3 for `copies_params` and for the first unit of `max_active_stages`."""
+        return self.default_strategy.zero != "z3" or self.copies_params(mesh) or self.max_active_stages is not None
+
+    def pass_strategy(self, layer: int) -> LayerStrategy:
+        """Return the strategy of one layer within passes: with `max_active_stages`, in which passes neither gather nor
+        reduce, that of z1."""
+        strategy = self.strategy(layer)
+        return strategy if self.max_active_stages is None else strategy.model_copy(update={"zero": "z1"})
 
     @property
     def reduces_replicas_once(self) -> bool:
@@ -566,19 +577,9 @@ _ADDED_LATER = (
     *("ep_dispatcher", "ep_inner_size", "ep_chunks", "sequence_slices", "cuda_graphs", "fp8_recipe"),
     *("expert_placement", "ep_redundant_experts", "ep_dispatch_dtype", "ep_lsh_rate", "islands"),
     *("param_shard_size", "grad_shard_size", "quantized_weights", "quantized_gradients", "grad_reduce_dtype"),
-    *("flush_every", "skip_ratio", "min_visits", "swaps_stages"),
+    *("flush_every", "skip_ratio", "min_visits", "swaps_stages", "max_active_stages"),
 )
 """Fields of a plan that are younger than the hashes in files."""
-
-
-def normalize_shares(shares: Sequence[int]) -> tuple[int, ...]:
-    """Return the canonical form of relative numbers of micro-batches: smallest integers, one entry for as many
-    neighbouring ranks as possible, nothing where all are equal. (6, 6, 2, 2) becomes (3, 1)."""
-    if len(set(shares)) < 2:
-        return ()
-    common = gcd(*shares)
-    run = gcd(*(len(list(alike)) for _, alike in groupby(shares)))
-    return tuple(share // common for share in shares[::run])
 
 
 @lru_cache(maxsize=1024)

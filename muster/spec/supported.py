@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from math import gcd
 
+from muster.spec.active_stage_rules import ACTIVE_STAGE_RUNTIME_RULES
 from muster.spec.asynchronous_rules import ASYNCHRONOUS_MODEL_RULES, ASYNCHRONOUS_RUNTIME_RULES
 from muster.spec.compilation import AGAINST_COMPILE
 from muster.spec.cuda_graphs import AGAINST_CUDA_GRAPHS, against_cuda_graphs
@@ -86,13 +87,12 @@ RUNTIME_RULES: tuple[Rule, ...] = (
         lambda plan: plan.post_validation, "post_validation (a step that is rolled back updates on the device)"
     ),
     _optimizer_offload_rule(lambda plan: plan.sequence_slices > 1, "sequence_slices (it has no parity test yet)"),
-    _optimizer_offload_rule(
-        lambda plan: plan.pipeline_replicas > 1, "two replicas in one pipeline (it has no parity test yet)"
-    ),
+    _optimizer_offload_rule(lambda plan: plan.pipeline_replicas > 1, "two replicas (it has no parity test yet)"),
     *DEVICE_UPDATE_RULES,
     *PARAM_OFFLOAD_RULES,
     *DOMINO_RULES,
     *SHARD_LEVEL_RUNTIME_RULES,
+    *ACTIVE_STAGE_RUNTIME_RULES,
     Rule(
         lambda plan: any(s.recompute not in SUPPORTED_RECOMPUTE for s in plan.strategies),
         "recompute of attention alone or of every second matmul (the runtime knows none, elementwise and full)",

@@ -28,6 +28,7 @@ from muster.parallel.param_offload import param_store
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World
 from muster.schedule.action import Action, Kind, most_in_flight
+from muster.schedule.active_stages import backwards_before_reductions
 from muster.schedule.build import build_program
 from muster.schedule.check import check
 from muster.schedule.outer_steps import NO_EXCHANGE, OuterEvents
@@ -448,7 +449,9 @@ class Trainer:
     def _set_backwards_per_step(self, known: bool = True) -> None:
         """Tell the stages how many backwards a step has, or that single ones will run."""
         dp_index = dp_index_of(self.plan, self.world.at)
+        ends = backwards_before_reductions(self.program, self.world.at.pp)
         for stage in self.stages.values():
+            stage.last_backward.ends_of_units = ends.get(stage.index, frozenset()) if known else frozenset()
             count = self.plan.num_stage_micro_batches(stage.index, self.config.workload, dp_index)
             stage.last_backward.backwards_per_step = count * self.plan.sequence_slices if known else None
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from muster.cost.memory.stage_memory import PeakCandidate, StageMemory
 from muster.cost.memory.terms import MemoryTerms
-from muster.schedule.action import Action, Kind, Lane
+from muster.schedule.action import PARAMETER_KINDS, Action, Kind, Lane
 from muster.schedule.message_liveness import program_message_counts, schedule_message_counts
 from muster.schedule.offload import order_with_copies
 from muster.schedule.program import Instruction, Program
@@ -44,6 +44,7 @@ _COPY_PEAKS = (PeakCandidate("copying", MemoryTerms()),)
 _COMPUTE = frozenset((Kind.F, Kind.B, Kind.I, Kind.W, Kind.S, Kind.T, Kind.EMB_W))
 _PASSES = _COMPUTE | {Kind.OFFLOAD, Kind.RELOAD}
 _GRADIENT_COLLECTIVES = frozenset((Kind.REDUCE_GRAD, Kind.ALL_REDUCE_REPLICAS, Kind.ALL_REDUCE_TIED))
+_PLACED_COLLECTIVES = _GRADIENT_COLLECTIVES | {Kind.UNSHARD, Kind.RESHARD}
 _WEIGHT_BACKWARDS = frozenset((Kind.B, Kind.W))
 _NEEDS_PARAMS = frozenset((Kind.F, Kind.B, Kind.I, Kind.UNSHARD))
 """Instructions that use the unsharded parameters of their stage."""
@@ -52,8 +53,8 @@ _RESHARDS = frozenset((Kind.B, Kind.I))
 
 
 class AllocationOrder:
-    """Instructions of one rank that allocate or free memory, in order: UNSHARD first, each gradient reduction once the
-    gradients are complete.
+    """Instructions of one rank that allocate or free memory, in order: UNSHARD first, or for each unit of passes, each
+    gradient reduction once the gradients are complete.
 
     A RELOAD allocates at the earliest begin of its copy; an OFFLOAD frees at the pass that waits for its copy.
     """
@@ -62,8 +63,10 @@ class AllocationOrder:
         """Index the instructions; `messages`: stage → buffers (`schedule_message_counts`)."""
         self.actions = actions
         keys = list(map(itemgetter(0, 1, 3), actions))
-        self.keys: tuple[InstructionKey, ...] = tuple(dict.fromkeys(keys))
-        codes = {key: code for code, key in enumerate(self.keys)}
+        alike = {key: (*key[:2], 0) if key[0] in PARAMETER_KINDS else key for key in dict.fromkeys(keys)}
+        self.keys: tuple[InstructionKey, ...] = tuple(dict.fromkeys(alike.values()))
+        numbers = {key: code for code, key in enumerate(self.keys)}
+        codes = {key: numbers[one] for key, one in alike.items()}
         self.codes: IndexArray = np.fromiter(map(codes.__getitem__, keys), np.intp, len(keys))
         """Index into `keys` of each action."""
         is_pass = np.array([kind in _COMPUTE for kind, *_ in self.keys], np.intp)[self.codes]
@@ -82,20 +85,23 @@ class AllocationOrder:
         return np.flatnonzero(wanted[self.codes]) if len(wanted) else np.empty(0, np.intp)
 
     @cached_property
-    def first_backwards(self) -> dict[int, int]:
-        """Stage → position of its first backward for weights."""
-        found = {}
+    def backward_units(self) -> dict[int, list[tuple[int, int]]]:
+        """Stage → positions of the first and the last of its backwards for weights before each REDUCE_GRAD; of all of
+        them where there is none."""
+        found: dict[int, list[tuple[int, int]]] = {}
         for stage in {stage for _, stage, _ in self.keys}:
             positions = self.positions(stage, _WEIGHT_BACKWARDS)
-            if len(positions):
-                found[stage] = int(positions[0])
+            ends = np.searchsorted(positions, self.reductions.get(stage, []))
+            units = [unit for unit in np.split(positions, ends) if len(unit)]
+            if units:
+                found[stage] = [(int(unit[0]), int(unit[-1])) for unit in units]
         return found
 
     @cached_property
-    def last_backwards(self) -> dict[int, int]:
-        """Stage → position of its last backward for weights, where it isn't the first."""
-        found = {stage: int(self.positions(stage, _WEIGHT_BACKWARDS)[-1]) for stage in self.first_backwards}
-        return {stage: place for stage, place in found.items() if place != self.first_backwards[stage]}
+    def reductions(self) -> dict[int, list[int]]:
+        """Stage → positions of its REDUCE_GRAD."""
+        stages = {stage for kind, stage, _ in self.keys if kind == Kind.REDUCE_GRAD}
+        return {stage: self.positions(stage, frozenset((Kind.REDUCE_GRAD,))).tolist() for stage in stages}
 
     def first_position(self, kind: Kind) -> int:
         """Return the position of the rank's first instruction of a kind, or the number of instructions."""
@@ -107,7 +113,8 @@ class AllocationOrder:
         """Return the positions of the I that make pending gradients of a stage, and of the first instructions that run
         without them: the next W, or the instruction after the next B.
 
-        `accumulates`: gradients stay unreduced until the step, so that only those before its first W or B are pending.
+        `accumulates`: gradients stay unreduced until REDUCE_GRAD, so that only those before the first W or B behind it
+        are pending.
         """
         key = stage, accumulates
         if not any(own[:2] == (Kind.I, stage) for own in self.keys):
@@ -119,16 +126,23 @@ class AllocationOrder:
             made = [place for before, kind, place in pairs if kind == Kind.I and before != Kind.I]
             taken = [place + (kind == Kind.B) for before, kind, place in pairs if kind != Kind.I and before == Kind.I]
             if accumulates:
-                made = made[:1] if not taken or made[0] < self.first_backwards[stage] else []
-                taken = taken[: len(made)]
+                bounds = [-1, *self.reductions.get(stage, [])]
+                firsts = [first for first, _ in self.backward_units.get(stage, [])]
+                own = [(begin, first) for begin, first in zip(bounds, firsts, strict=False)]
+                runs = [(one, next((end for end in taken if end > one), len(self.codes))) for one in made]
+                pairs = [next((run for run in runs if begin < run[0] < first), None) for begin, first in own]
+                kept = [run for run in pairs if run is not None] if firsts else runs[:1]
+                made, taken = [one for one, _ in kept], [end for _, end in kept]
             taken = [place for place in taken if place < len(self.codes)]
             self._pending[key] = np.array(made, np.intp), np.array(taken, np.intp)
         return self._pending[key]
 
     def gather_positions(self, stage: int, reshards: bool) -> tuple[IndexArray, IndexArray]:
         """Return the positions that gather a stage's parameters, and those at whose end they are resharded: the end of
-        each backward if `reshards`, else none."""
+        each backward if `reshards`, else none. Where units of passes have them, UNSHARD and RESHARD do both."""
         key = stage, reshards
+        if key not in self._gathers and len(dropped := self.positions(stage, frozenset((Kind.RESHARD,)))):
+            self._gathers[key] = self.positions(stage, frozenset((Kind.UNSHARD,))), dropped
         if key not in self._gathers:
             # Where passes gather, UNSHARD makes copies from which they do.
             used = self.positions(stage, _NEEDS_PARAMS - {Kind.UNSHARD} if reshards else _NEEDS_PARAMS)
@@ -252,22 +266,19 @@ def _allocating_actions(lanes: Mapping[Lane, Sequence[Instruction]]) -> list[Act
     collectives = lanes.get("collective", ())
     copied = {action.stage for action, _, _ in lanes.get("host_copy", ()) if action.kind == Kind.OFFLOAD}
     passes = [action for action, _, _ in lanes.get("compute", ())]
-    reductions = defaultdict[Action, list[Action]](list)
-    begin = 0  # the lane is walked in order
+    placed = defaultdict[Action, list[Action]](list)
+    before: list[Action] = []
+    begin = -1  # the lane is walked in order
     for action, _, waits in collectives:
-        if action[0] in _GRADIENT_COLLECTIVES:
-            begin = max(begin, *(wait.index for wait in waits if wait.lane == "compute"), 0)
-            reductions[passes[begin]].append(action)
-    compute = _insert_after(order_with_copies(passes, copied), reductions)
-    kept = _PASSES | _GRADIENT_COLLECTIVES
+        if action[0] in _PLACED_COLLECTIVES:
+            begin = max(begin, *(wait.index for wait in waits if wait.lane == "compute"), -1)
+            (placed[passes[begin]] if begin >= 0 else before).append(action)
+    compute = _insert_after(order_with_copies(passes, copied), placed)
+    kept = _PASSES | _PLACED_COLLECTIVES
     updates = {
         action.stage: Action(Kind.DEVICE_UPDATE, action.stage) for action in passes if action[0] == Kind.DEVICE_UPDATE
     }
-    return [
-        *(action for action, _, _ in collectives if action[0] == Kind.UNSHARD),
-        *(action for action in compute if action[0] in kept),
-        *updates.values(),
-    ]
+    return [*before, *(action for action in compute if action[0] in kept), *updates.values()]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -288,7 +299,9 @@ class InstructionMemory:
     first_backward_peak: int
     """Same in the stage's first backward of a step, less the gradients that remain after it; 0 for other kinds."""
     last_backward_peak: int
-    """Same in the stage's last backward of a step."""
+    """Same in the stage's last backward before its first reduction of a step, or of a step without any."""
+    later_peak: int
+    """Same before later reductions of a step, and in these."""
     gather_peak: int
     """Largest temporary bytes if it gathers parameters."""
     pending_peak: int
@@ -338,6 +351,7 @@ def _make_instruction_memory(kind: Kind, memory: StageMemory) -> InstructionMemo
         peak=peak,
         first_backward_peak=first,
         last_backward_peak=max((one.extra.total for one in _last_candidates(kind, memory)), default=peak),
+        later_peak=max((one.extra.total for one in _later_candidates(kind, memory)), default=peak),
         gather_peak=max((candidate.extra.total for candidate in _gather_candidates(kind, memory)), default=0),
         pending_peak=max((one.extra.total for one in memory.peak_candidates.get("pending", ())), default=0),
     )
@@ -349,6 +363,11 @@ def _gather_candidates(kind: Kind, memory: StageMemory) -> tuple[PeakCandidate, 
 
 def _last_candidates(kind: Kind, memory: StageMemory) -> tuple[PeakCandidate, ...]:
     return memory.peak_candidates.get("last B", ()) if kind == Kind.B else ()
+
+
+def _later_candidates(kind: Kind, memory: StageMemory) -> tuple[PeakCandidate, ...]:
+    name = {Kind.B: "later last B", Kind.REDUCE_GRAD: "later REDUCE_GRAD"}.get(kind, "")
+    return memory.peak_candidates.get(name, ())
 
 
 def _first_head_candidates(memory: StageMemory) -> tuple[PeakCandidate, ...]:
@@ -373,12 +392,19 @@ def find_peak(
     ]
     table = np.array([(memory.before, memory.after, memory.peak) for memory in by_key], np.int64)
     before, after, peak = table[order.codes].T
-    # Gradients are allocated by the first backward of a step and stay until the optimizer step.
-    for stage, position in order.first_backwards.items():
-        peak[position] = by_key[order.codes[position]].first_backward_peak
-        before[position] += _memory_of_stage(stages, stage).gradients
-    for position in order.last_backwards.values():
-        peak[position] = max(peak[position], by_key[order.codes[position]].last_backward_peak)
+    # Gradients are allocated by the first backward of a step and stay until the optimizer step; where units of passes
+    # reduce them, those of each, which are added to shards from the second unit on.
+    for stage, units in order.backward_units.items():
+        memory = _memory_of_stage(stages, stage)
+        for number, (first, last) in enumerate(units):
+            peak[first] = by_key[order.codes[first]].first_backward_peak
+            before[first] += memory.gradients
+            if last != first:
+                own = by_key[order.codes[last]]
+                peak[last] = max(peak[last], own.later_peak if number else own.last_backward_peak)
+        for position in order.reductions.get(stage, [])[1:]:
+            peak[position] = by_key[order.codes[position]].later_peak
+            after[position] -= memory.gradients - memory.freed_by_reduction
     gather_peak = np.array([memory.gather_peak for memory in by_key], np.int64)
     pending_peak = np.array([memory.pending_peak for memory in by_key], np.int64)
     for stage, memory in stages.items():
@@ -427,10 +453,14 @@ def _terms_at(
     done = defaultdict(int, zip(order.keys, counts, strict=True))
     kind, stage, part = order.keys[order.codes[position]]
     own = _memory_of_stage(stages, stage).of_slice(part)
-    is_first = order.first_backwards.get(stage) == position
+    units = order.backward_units.get(stage, [])
+    is_first = any(first == position for first, _ in units)
     candidates = list(_instruction_memory(kind, own, cache).peak_candidates)
-    if order.last_backwards.get(stage) == position:
-        candidates += _last_candidates(kind, own)
+    if position in order.reductions.get(stage, [])[1:]:
+        candidates = list(_later_candidates(kind, own))
+    for number, (first, last) in enumerate(units):
+        if first != last == position:
+            candidates += _later_candidates(kind, own) if number else _last_candidates(kind, own)
     if own.gathered_params and stage in stages:
         gathered, _ = order.gather_positions(stage, not own.keeps_gathered)
         if position in gathered:
@@ -447,10 +477,12 @@ def _terms_at(
     in_vocab_passes = sum(done[Kind.S, index, 0] - done[Kind.T, index, 0] for index in stages)
     peak = max(candidates, key=lambda one: one.extra.total + (one.first_gradients if is_first else 0))
     terms = peak.extra + MemoryTerms(gradients=peak.first_gradients if is_first else 0)
+    reduce = Kind.REDUCE_GRAD
     for index, memory in stages.items():
         gathered, resharded = order.gather_positions(index, not memory.keeps_gathered)
         is_gathered = np.count_nonzero(gathered <= position) > np.count_nonzero(resharded < position)
-        has_gradients = order.first_backwards.get(index, position) < position
+        with_gradients = sum(first < position for first, _ in order.backward_units.get(index, []))
+        with_gradients -= max(0, done[reduce, index, 0] - 1)
         made_at = position + memory.accumulates_gradients  # reduced ones are made as the pass ends
         of_head = memory.head_gradients * (order.first_position(Kind.T) < position)
         of_embedding = memory.embedding_gradients * (order.first_position(Kind.EMB_W) < made_at)
@@ -470,10 +502,10 @@ def _terms_at(
             workspace=memory.pending_gradients if is_pending else 0,
             communication=int(order.messages[index][position]) * memory.message_bytes if index in order.messages else 0,
             gathered_parameters=memory.gathered_params if is_gathered else 0,
-            gradients=memory.gradients * has_gradients
+            gradients=memory.gradients * with_gradients
             + of_head
             + of_embedding
-            - memory.freed_by_reduction * done[Kind.REDUCE_GRAD, index, 0],
+            - memory.freed_by_reduction * min(1, done[reduce, index, 0]),
         )
     return peak.name, terms
 

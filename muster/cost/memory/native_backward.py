@@ -578,23 +578,6 @@ class BackwardPeaks:
             summed += self.stage.gradients_of(held)
         return moments
 
-    def reduce(self) -> PeakCandidate:
-        """Return the fullest moment of the reductions under z1, which run one group after another: the layers' buckets
-        from the last to the first, then embedding and head.
-
-        Complete gradients of a group are copied into a buffer and then freed, except the last, which a loop variable in
-        torch's `foreach_reduce` keeps alive; the result is the sharded gradient, which stays (see `_reduction_bytes`).
-        """
-        is_single = self.stage.is_single_shard
-        largest, change = 0, 0
-        for held in (*reversed(self.trained.buckets(self.plan.bucket_layers)), self.trained.root):
-            source = held.unsharded_numel * (1 + self.stage.copies_reduced(is_single, self.kernel_workspace))
-            dropped = held.unsharded_numel if is_single else held.unsharded_numel - held.last_param_numel
-            result = max(0, held.shard_numel * (1 + (is_single and not self.stage.is_alone)) - dropped)
-            largest = max(largest, change + source + result)
-            change -= held.unsharded_numel - held.shard_numel
-        return PeakCandidate("reducing", MemoryTerms(communication=largest * self.master_size))
-
 
 def _layer_position(index: int) -> str:
     return ("last layer", "layer before the last")[index] if index < 2 else "first layer"

@@ -111,6 +111,7 @@ def _pass_memory(
             Kind.F: _beside_fp8(moments.forward(), own),
             Kind.B: _beside_fp8(moments.backward(), own),
             "last B": tuple(moments.last_backward()),
+            "later last B": tuple(moments.last_backward(is_first=False)),
             **moments.split_backward(),
             **moments.vocab_parallel_peaks(),
             "gather F": (moments.gather_before_forward(),),
@@ -118,6 +119,7 @@ def _pass_memory(
             Kind.UNSHARD: (moments.unshard(),),
             Kind.REDUCE_GRAD: (moments.reduce(),),
             Kind.DEVICE_UPDATE: (PeakCandidate("updating a layer", MemoryTerms(optimizer=own.fetched_state)),),
+            "later REDUCE_GRAD": (moments.reduce(is_first=False),),
             Kind.ALL_REDUCE_TIED: (moments.tied_exchange(),),
             Kind.ALL_REDUCE_REPLICAS: (PeakCandidate("copies swapped", MemoryTerms(communication=2 * own.parameters)),),
         },
@@ -215,16 +217,15 @@ class _StagePeaks(BackwardPeaks):
             return max(tile + sizes.hidden_bytes - self.stage.last_norm_bytes, attention)
         return max(made + sizes.full_hidden_bytes + moved, attention)
 
-    def last_backward(self) -> list[PeakCandidate]:
+    def last_backward(self, is_first: bool = True) -> list[PeakCandidate]:
         """Return the further moments of a step's last B where it reduces under z1: a bucket's gradients are copied to a
         buffer, after which they are freed, beside the activations of the layers before.
 
         While the layer before runs, the buffer lives in place of the gradients, so that only the reduced shard comes
         on top of what `backward` says, which is left out. A step's only B needs no more than `backward` and `reduce`
-        say.
+        say. `is_first`: shards of gradients come into being, to which later units of passes add theirs.
         """
-        overlaps = self.kernel_workspace.overlaps_data_parallel and self.plan.overlaps_data_parallel
-        if not overlaps or self.stage.zero != "z1" or self.stage.is_single_rank:
+        if not self._reduces_beside or self.stage.zero != "z1" or self.stage.is_single_rank:
             return []
         copies = 1 + self.stage.copies_reduced(self.stage.is_single_shard, self.kernel_workspace)
         buckets, size, change = self.trained.buckets(self.plan.bucket_layers), self.plan.bucket_layers, 0
@@ -240,8 +241,32 @@ class _StagePeaks(BackwardPeaks):
                 workspace=self.sizes.hidden_bytes,
             )
             moments.append(PeakCandidate("reducing a layer", extra + self._left(index * size)))
-            change -= held.unsharded_numel - held.shard_numel
+            change -= held.unsharded_numel - held.shard_numel * is_first
         return moments
+
+    def reduce(self, is_first: bool = True) -> PeakCandidate:
+        """Return the fullest moment of the reductions under z1, one group after another: buckets of layers from the
+        last to the first, then embedding and head. `is_first`: shards come into being, to which later ones are added;
+        of these layers' aren't counted where they are reduced beside the backward (`last_backward`).
+
+        Complete gradients of a group are copied into a buffer and then freed, except the last, which a loop variable in
+        torch's `foreach_reduce` keeps alive; the result is the sharded gradient, which stays (see `_reduction_bytes`).
+        """
+        is_single = self.stage.is_single_shard
+        moments, change = [0], 0
+        for held in (*reversed(self.trained.buckets(self.plan.bucket_layers)), self.trained.root):
+            source = held.unsharded_numel * (1 + self.stage.copies_reduced(is_single, self.kernel_workspace))
+            dropped = held.unsharded_numel if is_single else held.unsharded_numel - held.last_param_numel
+            result = max(0, held.shard_numel * (1 + (is_single and not self.stage.is_alone)) - dropped)
+            moments.append(change + source + result)
+            change -= held.unsharded_numel - held.shard_numel * is_first
+        largest = max(moments) if is_first or not self._reduces_beside else moments[-1]
+        return PeakCandidate("reducing", MemoryTerms(communication=largest * self.master_size))
+
+    @property
+    def _reduces_beside(self) -> bool:
+        """True if a step's last backward, or that of a unit, reduces its gradients layer by layer."""
+        return self.kernel_workspace.overlaps_data_parallel and self.plan.overlaps_data_parallel
 
     def split_backward(self) -> dict[str, tuple[PeakCandidate, ...]]:
         """Return the moments of I and W; none where backwards are whole."""

@@ -104,7 +104,7 @@ class NativeStorage:
             self.reduced_share = mesh.state_shards / ranks
         self.summed_share = summed_gradient_share(plan, workload, stage)
         """Elements, as the same multiple, of gradients that wait for their reduction to all ranks' shards."""
-        self.zero = "z2" if self.is_single_rank else plan.strategy(self.layers[0] if self.layers else 0).zero
+        self.zero = "z2" if self.is_single_rank else plan.pass_strategy(self.layers[0] if self.layers else 0).zero
         self.has_embedding = plan.is_first(stage) and not plan.vocab_parallel
         """True if the stage has the whole embedding."""
         self.has_head = plan.is_last(stage) and not plan.vocab_parallel
@@ -427,6 +427,7 @@ def memory_lower_bound(
     spec: ModelSpec, plan: Plan, workload: Workload, optim: OptimConfig | None = None
 ) -> MemoryLowerBound:
     """Return the lower bound for a plan with all layers on one stage."""
+    plan = plan.model_copy(update={"max_active_stages": None})  # at some moments no stage is gathered
     own = NativeStorage(spec, plan, workload, 0, optim)
     state = own.state_bytes(own.held_shards.total) + (own.optimizer if own.host_updated else 0)
     freezes = optim is not None and bool(optim.freeze)  # whose gradients need no operands

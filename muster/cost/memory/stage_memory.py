@@ -44,7 +44,8 @@ class StageMemory:
     """Saved tensors of each micro-batch, held from S to T under a vocabulary-parallel head."""
     peak_candidates: Mapping[str, tuple[PeakCandidate, ...]]
     """Kind of instruction → candidates; `gather F` and `gather B`: more candidates if the pass gathers parameters,
-    `pending`: if it makes pending gradients, `first T`: at a step's first T."""
+    `pending`: if it makes pending gradients, `first T`: at a step's first T, `last B`: in the last B before a
+    reduction; `later last B` and `later REDUCE_GRAD`: behind a step's first reduction."""
     host_state: int = 0
     """Optimizer state in host memory."""
     disk_state: int = 0

@@ -45,7 +45,7 @@ class ParamCommunication:
         self.gathering, self.reducing = (self.data, self.data) if levels is None else levels[:2]
         self.between_reducing = None if levels is None or self.reducing.size == self.data.size else levels[2]
         self.layers = setting.layers[stage % setting.stages_per_replica]
-        self.zero = self.plan.strategy(self.layers.start).zero
+        self.zero = self.plan.pass_strategy(self.layers.start).zero
         once = self.framework.replica_reduce_once and self.plan.reduces_replicas_once
         self.backwards_per_replica_reduction = (
             self.plan.num_stage_micro_batches(stage, setting.workload)

@@ -129,7 +129,7 @@ def storage_level(plan: Plan, stage: int) -> str:
     mesh = plan.mesh(stage)
     is_single = mesh.grad_sum_size == 1 and not plan.offloads_params
     whole = is_single and compute_bytes(plan.precision) == master_bytes(plan.precision)
-    level = "whole" if whole else "z2" if is_single else plan.default_strategy.zero
+    level = "whole" if whole else "z2" if is_single else plan.pass_strategy(0).zero
     return f"tensor {level}" if mesh.tp > 1 else level
 
 
@@ -501,7 +501,7 @@ class _StagePasses:
         """Add the gathers and reductions within passes."""
         if self.mesh.grad_sum_size == 1 and not self.plan.offloads_params:
             return
-        buckets, zero = self._buckets(), self.plan.default_strategy.zero
+        buckets, zero = self._buckets(), self.plan.pass_strategy(0).zero
         if zero == "z3":
             layers = buckets[: len(buckets) - bool(self.param_shapes.get(""))]
             cost.forward_exposed_s["dp"] += sum(self._gather(bucket, in_pass=True) for bucket in buckets)

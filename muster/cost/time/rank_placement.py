@@ -233,7 +233,7 @@ class PlacedPlan:
         """Return everything that a layer's times depend on besides its place."""
         model = self.model
         return LayerKind(
-            self.plan.strategy(layer),
+            self.plan.pass_strategy(layer),
             model.has_experts(layer),
             model.has_linear_attention(layer),
             model.attention_window(layer),

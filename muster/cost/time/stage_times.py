@@ -44,7 +44,7 @@ class StageTimes:
         self.groups = placed.stage_groups(stage)
         self.device = self.groups.device
         self.launch_s = 0.0 if placed.framework.cuda_graphs else self.device.launch_s
-        self.strategy = placed.plan.strategy(self.layers.start)
+        self.strategy = placed.plan.pass_strategy(self.layers.start)
         self.zero = self.strategy.zero
 
     @cached_property

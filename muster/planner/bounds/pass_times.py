@@ -61,7 +61,7 @@ class PassTimes:
 
 def pass_times_of_placed(placed: PlacedPlan) -> PassTimes:
     """Return the times of a plan on devices with data sheets."""
-    plan, zero = placed.plan, placed.plan.default_strategy.zero
+    plan, zero = placed.plan, placed.plan.pass_strategy(0).zero
     examples = example_stage_times(placed)
     kind_of = placed.stage_kinds.kind_by_stage
     kinds = (Kind.F, Kind.I, Kind.W) if plan.split_backward else (Kind.F, Kind.B)
@@ -104,7 +104,7 @@ def _transfer_columns(placed: PlacedPlan) -> Column:
 
 def pass_times_of_op_times(plan: Plan, op_times: OpTimes) -> PassTimes:
     """Return the times of a plan whose instructions were timed."""
-    placement, depth, zero = plan.placement, plan.stages_per_replica, plan.default_strategy.zero
+    placement, depth, zero = plan.placement, plan.stages_per_replica, plan.pass_strategy(0).zero
     stages = range(len(placement))
 
     def column(kind: Kind) -> Column:

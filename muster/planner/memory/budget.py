@@ -534,6 +534,7 @@ class MemoryBudget:
             or not plan.is_uniform
             or plan.sequence_slices > 1
             or updates_fetched_state(plan)
+            or plan.max_active_stages is not None
         )
 
     def _orders_of(self, plan: Plan) -> tuple[AllocationOrder, ...]:
@@ -557,9 +558,8 @@ class MemoryBudget:
     def _orders_by_rank(self, plan: Plan, offloads: frozenset[int]) -> tuple[AllocationOrder, ...]:
         """Return the order of allocations by rank if these stages offload."""
         key = self._schedule_key(plan)
-        zero = plan.default_strategy.zero
-        is_reduced = plan.mesh(0).grad_sum_size > 1
-        ends = is_reduced and plan.gathers_before_passes(plan.mesh(0)), is_reduced and zero == "z1"
+        is_reduced, is_z1 = plan.mesh(0).grad_sum_size > 1, plan.default_strategy.zero == "z1"
+        ends = is_reduced and plan.gathers_before_passes(plan.mesh(0)), is_reduced and is_z1
         if (*key, *ends, offloads) not in self._orders:
             schedule = self._schedule(plan)
             orders: list[AllocationOrder] = []

@@ -1,0 +1,53 @@
+"""Rules for plans that gather parameters for units of passes under z3 (`active1`)."""
+
+from collections.abc import Callable
+
+from muster.spec.plan import Plan
+from muster.spec.rules import Rule, setting
+
+_EVERY_PASS = setting(max_active_stages=None)
+
+ACTIVE_STAGE_LEGAL_RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda plan: plan.max_active_stages is not None and any(strategy.zero != "z3" for strategy in plan.strategies),
+        "max_active_stages (activeN) belongs to z3, which alone drops parameters before the step ends",
+        _EVERY_PASS,
+    ),
+    Rule(
+        lambda plan: plan.max_active_stages is not None and plan.max_active_stages >= plan.vpp,
+        lambda plan: (
+            f"max_active_stages {plan.max_active_stages} keeps the parameters of all {plan.vpp} stages of a rank"
+            " gathered: expected fewer, or z1, which does so"
+        ),
+        _EVERY_PASS,
+    ),
+    Rule(
+        lambda plan: plan.max_active_stages is not None and plan.has_shard_levels,
+        "max_active_stages (activeN) gathers parameters from all ranks for units of passes, zpNgM from few for each",
+        _EVERY_PASS,
+    ),
+)
+"""Combinations that have no meaning."""
+
+
+def _rule(has: Callable[[Plan], bool], what: str) -> Rule:
+    return Rule(lambda plan: plan.max_active_stages is not None and has(plan), f"activeN with {what}", _EVERY_PASS)
+
+
+ACTIVE_STAGE_RUNTIME_RULES: tuple[Rule, ...] = (
+    _rule(lambda plan: plan.pipeline_replicas > 1, "two replicas of the model (it has no parity test yet)"),
+    _rule(
+        lambda plan: any(mesh.ep > 1 for mesh in plan.distinct_meshes),
+        "expert parallelism (it has no parity test yet)",
+    ),
+    _rule(
+        lambda plan: plan.offloads_params or any(one.offload_optimizer != "none" for one in plan.strategies),
+        "oparam or oopt (it has no parity test yet)",
+    ),
+    _rule(lambda plan: plan.dynamic_context_parallel, "cpdyn (it has no parity test yet)"),
+    _rule(lambda plan: plan.cuda_graphs, "cuda_graphs (whose passes keep their parameters in place)"),
+    _rule(lambda plan: plan.post_validation, "post_validation (it has no parity test yet)"),
+    _rule(lambda plan: plan.skip_ratio > 0, "micro-batches that skip stages (it has no parity test yet)"),
+    _rule(lambda plan: plan.islands > 1, "islands (it has no parity test yet)"),
+)
+"""Things that can't be beside such units in a plan for any model."""
