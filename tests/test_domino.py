@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from muster.api.verbs import plan as best_plans
-from muster.cost.time import batch_slices
+from muster.cost.time import alternating_turns, batch_slices
 from muster.parallel.stage import DecoderStage
 from muster.parallel.stage_inputs import StageInputs
 from muster.parallel.turns import Turns
@@ -93,7 +93,7 @@ def test_slices_hand_over_at_every_collective(compiled: bool, monkeypatch: pytes
 
 
 def test_slices_take_the_longer_one_of_compute_and_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_slices, "OVERLAP_SLOWDOWN", 0.0)
+    monkeypatch.setattr(alternating_turns, "OVERLAP_SLOWDOWN", 0.0)
     assert batch_slices.slices_s([2, 2], [1, 1]) == (8, 1)
     assert batch_slices.slices_s([2, 2], [3, 3]) == (12, 2)
     assert batch_slices.slices_s([2, 2], [3, 3], [1, 1]) == (12, 1)  # no faster than the links

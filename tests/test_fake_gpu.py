@@ -219,13 +219,14 @@ def test_a_step_waits_once_its_streams_wait_for_each_other_and_all_ranks_meet(ca
 
 def test_every_kind_of_plan_is_stepped_under_all_schedules_that_can_run_it() -> None:
     """Splitting a backward, as a searched schedule may, stands against compile and fp8; two replicas against a
-    vocabulary that is spread over pipeline ranks."""
+    vocabulary that is spread over pipeline ranks; skipped stages against that and offload."""
     missing = {(name, kind) for kind in KINDS for name in SYNCHRONOUS if case_of(name, [kind]) is None}
     split = {name for name, entry in SCHEDULES.items() if entry.split_backward or entry.searched}
     replicated = {name for name, entry in SCHEDULES.items() if entry.default_replicas > 1}
     assert missing == {
         *((name, kind) for name in split for kind in ("compile", "fp8")),
         *((name, "spread vocabulary") for name in replicated),
+        *(("skippipe", kind) for kind in ("spread vocabulary", "offload")),
     }
 
 

@@ -193,4 +193,6 @@ def test_the_planner_knows_that_sums_of_a_ladder_are_hidden() -> None:
         best_plans(model.model_copy(update={"residual": residual}), "8xa100", **asked)
         for residual in ("standard", "ladder")
     )
-    assert ladder.predictions[0].step_time_s < 0.97 * plain.predictions[0].step_time_s
+    plain_s, ladder_s = (found.predictions[0].parts.communication_s["tp"] for found in (plain, ladder))
+    assert ladder_s < 0.5 * plain_s
+    assert ladder.predictions[0].step_time_s < plain.predictions[0].step_time_s  # though it recomputes some layers

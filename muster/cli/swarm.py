@@ -7,8 +7,7 @@ import threading
 from pathlib import Path
 
 from muster.cli.parser import Parser
-from muster.config.swarm_config import SWARM_PORT
-from muster.spec.endpoint import parse_endpoint
+from muster.spec.endpoint import SWARM_PORT, parse_endpoint
 from muster.spec.errors import ConfigError
 
 
@@ -36,26 +35,17 @@ def run(arguments: list[str]) -> int:
     args = parser.parse(arguments)
     trainer = _endpoint("HOST:PORT", args.trainer, SWARM_PORT)
     announce = None if args.announce is None else _endpoint("--announce", args.announce)
-    from muster.launch.peers.channel import Message, load_secret
-    from muster.launch.swarm.peer import StageWorker, SwarmPeer
+    from muster.launch.peers.channel import load_secret
+    from muster.launch.swarm.peer import SwarmPeer
 
     secret = load_secret(args.secret_file)
-    import torch
-
-    from muster.config.run_config import RunConfig
-    from muster.parallel.world import pick_device
-    from muster.train.swarm_worker import SwarmStage
-
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-
-    def make_worker(welcome: Message) -> StageWorker:
-        return SwarmStage(RunConfig.model_validate(welcome["config"]), pick_device(0, 1))
+    from muster.train.swarm_worker import make_stage
 
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
     name = f"{socket.gethostname()}-{os.urandom(3).hex()}"
-    peer = SwarmPeer(trainer, secret, name, make_worker, announce, lambda line: print(line, flush=True))
+    peer = SwarmPeer(trainer, secret, name, make_stage, announce, lambda line: print(line, flush=True))
     print(f"{name} serves the training at {args.trainer}", flush=True)
     is_over = peer.run(stopping.is_set)
     peer.close()

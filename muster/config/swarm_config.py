@@ -5,9 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from muster.spec.base import Frozen, Positive
-from muster.spec.endpoint import parse_endpoint
-
-SWARM_PORT = 29700
+from muster.spec.endpoint import SWARM_PORT, parse_endpoint
 
 
 class SwarmConfig(Frozen):

@@ -2,6 +2,9 @@
 
 import re
 
+SWARM_PORT = 29700
+"""Port at which the trainer of a swarm listens, if none is given."""
+
 
 def parse_endpoint(text: str, usual_port: int | None = None) -> tuple[str, int]:
     """Parse `HOST:PORT` or `[fd00::1]:PORT`, with a `usual_port` also without a port. Raises ValueError."""

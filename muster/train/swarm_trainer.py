@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from muster.config.run_config import RunConfig
-from muster.config.swarm_config import SWARM_PORT
 from muster.launch.network import address_family
 from muster.launch.peers.channel import create_secret
 from muster.launch.peers.client import Stopped
@@ -24,7 +23,7 @@ from muster.schedule.build import build_program
 from muster.schedule.check import check
 from muster.schedule.program import Program
 from muster.simulate.timeline import Event
-from muster.spec.endpoint import parse_endpoint
+from muster.spec.endpoint import SWARM_PORT, parse_endpoint
 from muster.spec.errors import ConfigError, MusterError
 from muster.train.parameter_updater import ParameterUpdater
 from muster.train.swarm_worker import fill_stage_state, pack_inputs, stage_parameters, stage_state, stages_plan

@@ -1,6 +1,7 @@
 """A stage of the model on a peer of a swarm: its passes, the sum of its gradients, and its updates."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from hashlib import sha256
@@ -23,7 +24,7 @@ from muster.parallel.master_weights import master_weights
 from muster.parallel.peer_ring import ring_sum
 from muster.parallel.stage import DecoderStage
 from muster.parallel.stage_inputs import StageInputs
-from muster.parallel.world import fake_world
+from muster.parallel.world import fake_world, pick_device
 from muster.spec.plan import Plan
 from muster.train.gradients import sum_of_squares
 from muster.train.parameter_updater import ParameterUpdater
@@ -36,6 +37,12 @@ def stages_plan(config: RunConfig) -> Plan:
     """Return the plan whose Program a swarm executes: the run's, cut into the stages that swarms serve."""
     assert config.swarm is not None
     return Plan.model_validate(config.parallel.model_dump() | {"pp": config.swarm.stages})
+
+
+def make_stage(welcome: Message) -> "SwarmStage":
+    """Return the worker for the run that a trainer's welcome describes, on this process's device."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    return SwarmStage(RunConfig.model_validate(welcome["config"]), pick_device(0, 1))
 
 
 class SwarmStage:
