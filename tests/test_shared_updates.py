@@ -244,9 +244,9 @@ def test_state_on_the_device_is_forecast_and_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plan", "more", "code", "sentence"),
     [
-        ("dp1-devupdate0.5", (), 3, "optimizer state that is all on the device: add oopt to the plan"),
-        ("dp1-ooptd-devupdate0.5", (), 3, "state on disk (ooptd), which only the host reads"),
-        ("dp1-oopt-oparam-devupdate0.5", (), 3, "parameters off the device (oparam), which the host updates"),
+        ("dp1-devupdate0.5", (), 3, "optimizer state that is all on the device (they need oopt)"),
+        ("dp1-ooptd-devupdate0.5", (), 3, "state on disk (only the host reads ooptd)"),
+        ("dp1-oopt-oparam-devupdate0.5", (), 3, "parameters off the device (the host updates oparam where it lies)"),
         ("dp1-oopt-devupdate1.5", (), 2, "devupdate1.5 is no share of the layers"),
         ("dp1-oopt-devupdate0", (), 2, "devupdate0 is no share of the layers"),
         (

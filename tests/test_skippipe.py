@@ -199,7 +199,7 @@ def test_with_nothing_skipped_passes_have_the_order_of_1f1b(ranks: int, count: i
 def test_each_limit_that_cannot_be_kept_is_named() -> None:
     with pytest.raises(InfeasibleError, match="only the 2 between the first and the last can be skipped"):
         num_skipped(PathLimits(0.7), 4, 8)
-    with pytest.raises(InfeasibleError, match="make 0 visits to 2 inner stages, but each of these needs 2"):
+    with pytest.raises(InfeasibleError, match="the 2 inner stages see 0 micro-batches between them, but each needs 2"):
         num_skipped(PathLimits(0.5), 4, 8)
     assert num_skipped(PathLimits(0.25, 0.5), 4, 8) == (1, 4)
 

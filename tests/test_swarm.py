@@ -233,7 +233,7 @@ def _serve(flags: tuple[str | Path, ...], tmp_path: Path) -> Command:
         (("--swarm.stages", "3"), 3, ("swarm.stages 3 are more than the model's 2 layers", "at most 2")),
         (("--model.tied_embeddings", "true"), 3, ("its embedding is on two stages",)),
         (("--optim.freeze", "embed.*"), 2, ("optim.freeze isn't built for swarms", "leave it out")),
-        (("--swarm.listen", "host:a"), 2, ("host:a is no address with a port", "HOST:PORT")),
+        (("--swarm.listen", "host:a"), 2, ("listen 'host:a' is no address with a port", "HOST:PORT")),
     ],
 )
 def test_what_a_swarm_can_not_train_is_refused(

@@ -46,7 +46,7 @@ def run(arguments: list[str]) -> int:
         signal.signal(number, lambda *_: stopping.set())
     name = f"{socket.gethostname()}-{os.urandom(3).hex()}"
     peer = SwarmPeer(trainer, secret, name, make_stage, announce, lambda line: print(line, flush=True))
-    print(f"{name} serves the training at {args.trainer}", flush=True)
+    print(f"{name} asks the training at {args.trainer} for a stage", flush=True)
     is_over = peer.run(stopping.is_set)
     peer.close()
     ended = "the training is over" if is_over else "left the training"

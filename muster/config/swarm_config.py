@@ -32,5 +32,8 @@ class SwarmConfig(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> "SwarmConfig":
-        parse_endpoint(self.listen, SWARM_PORT)
+        try:
+            parse_endpoint(self.listen, SWARM_PORT)
+        except ValueError:
+            raise ValueError(f"listen '{self.listen}' is no address with a port: expected HOST:PORT") from None
         return self

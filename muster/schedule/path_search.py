@@ -72,11 +72,12 @@ def num_skipped(limits: PathLimits, num_stages: int, num_micro_batches: int) -> 
             " first and the last can be skipped: take a smaller ratio, or more stages"
         )
     wanted = max(1, -int(-limits.min_visits * num_micro_batches // 1))
-    if wanted * inner > num_micro_batches * (inner - skipped):
+    seen = num_micro_batches * (inner - skipped)
+    if wanted * inner > seen:
         raise InfeasibleError(
-            f"skip_ratio {limits.skip_ratio:g} lets {num_micro_batches} micro-batches make"
-            f" {num_micro_batches * (inner - skipped)} visits to {inner} inner stages, but each of these needs"
-            f" {wanted}: take a smaller ratio or min_visits, or more micro-batches"
+            f"with skip_ratio {limits.skip_ratio:g} the {inner} inner stages see"
+            f" {seen} micro-batch{'es' * (seen != 1)} between them, but each needs {wanted}:"
+            f" take a smaller skip_ratio{' or min_visits' * (wanted > 1)}, or more micro-batches"
         )
     return skipped, wanted
 

@@ -18,6 +18,9 @@ ACTIVE_STAGE_LEGAL_RULES: tuple[Rule, ...] = (
         lambda plan: (
             f"max_active_stages {plan.max_active_stages} keeps the parameters of all {plan.vpp} stages of a rank"
             " gathered: expected fewer, or z1, which does so"
+            if plan.vpp > 1
+            else "max_active_stages (activeN) needs several stages on each pipeline rank (ppNvK), which have one: leave"
+            " it out"
         ),
         _EVERY_PASS,
     ),

@@ -27,15 +27,15 @@ def _rule(broken: Callable[[Plan], bool], what: str) -> Rule:
 DEVICE_UPDATE_RULES: tuple[Rule, ...] = (
     _rule(
         lambda plan: all(strategy.offload_optimizer == "none" for strategy in plan.strategies),
-        "optimizer state that is all on the device: add oopt to the plan",
+        "optimizer state that is all on the device (they need oopt)",
     ),
     _rule(
         lambda plan: any(strategy.offload_optimizer == "disk" for strategy in plan.strategies),
-        "state on disk (ooptd), which only the host reads",
+        "state on disk (only the host reads ooptd)",
     ),
     _rule(
         lambda plan: plan.offloads_params,
-        "parameters off the device (oparam), which the host updates where they lie",
+        "parameters off the device (the host updates oparam where it lies)",
     ),
 )
 """Things that can't be beside these updates in a plan."""

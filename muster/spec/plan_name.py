@@ -429,6 +429,11 @@ def _suggestion(token: str) -> str:
     is_schedule = token[:1] in "sS" and token[1:].lower() in _schedule_names()
     if is_schedule or any(re.fullmatch(word.pattern, token.lower(), re.ASCII) for word in others):
         return f"; did you mean '{token.lower()}'?"
+    begin = re.match(r"[a-z]*", token.lower())
+    for word in _NAME_PARTS:
+        letters = re.match(r"[a-z]+", word.shown)
+        if begin and letters and word.shown != letters[0] == begin[0] not in ("s", "l"):
+            return f"; expected {word.shown}, with a number for each capital"
     number = re.search(r"\d+", token)
     fixed = [
         "sp",

@@ -48,10 +48,16 @@ def pinned_path_faults(plan: Plan) -> Iterator[str]:
     if order is None:
         return
     again = "leave pinned_schedule out to search again"
-    if bool(order.paths) != plan.schedule_entry.skips_stages:
-        yield f"its pinned_schedule has {len(order.paths)} paths, which schedule {plan.schedule} doesn't have: {again}"
+    if order.paths and not plan.schedule_entry.skips_stages:
+        yield f"its pinned_schedule has paths, which schedule {plan.schedule} doesn't have: {again}"
+    if not order.paths and plan.schedule_entry.skips_stages:
+        yield f"its pinned_schedule has no paths, which schedule {plan.schedule} needs: {again}"
     for path in order.stage_paths:
         skipped = int(plan.skip_ratio * plan.num_stages + 0.5)
+        if not set(path) <= set(range(plan.num_stages)):
+            shown = ".".join(map(str, path))
+            yield f"its pinned_schedule has a path {shown}, but stages are 0 to {plan.num_stages - 1}: {again}"
+            return
         if len(path) != plan.num_stages - skipped:
             yield (
                 f"its pinned_schedule has a path of {len(path)} stages, but skip_ratio {plan.skip_ratio:g} skips"
@@ -80,7 +86,7 @@ SKIP_RUNTIME_RULES: tuple[Rule, ...] = (
         lambda plan: any(
             (s.offload, s.offload_optimizer, s.offload_param) != ("none", "none", "none") for s in plan.strategies
         ),
-        "offload (the host updates parameters before gradients are weighted)",
+        "offload (it has no parity test yet, and the host updates parameters before gradients are weighted)",
     ),
 )
 """Things that the runtime can't do where micro-batches skip stages."""

@@ -109,9 +109,9 @@ class PeerConnections:
             self._num_peers += 1
             address = str(hello["host"]), int(hello["port"])
             peer = Peer(str(hello["name"]), self._num_peers - 1, packets, address)
+            self.tell(peer, self._welcome)  # before any beat
             self._open.add(peer)
             threading.Thread(target=self._write, args=(peer,), name="swarm-write", daemon=True).start()
-            self.tell(peer, self._welcome)
             self._put("joined", peer)
             while True:
                 message, contents = packets.receive()

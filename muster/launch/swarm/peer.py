@@ -142,6 +142,8 @@ class SwarmPeer:
         packets.channel.set_timeout(self._silence_s)
         packets.send({"name": self.name, "host": host, "port": port})
         welcome, _ = packets.receive()
+        if welcome.get("do") != "welcome":
+            raise OSError("it sends what no trainer sends")
         self._orders = queue.PriorityQueue()
         ended = threading.Event()
         reading = threading.Thread(target=self._read, args=(packets, self._orders), name="swarm-read", daemon=True)

@@ -50,6 +50,8 @@ def verify(
         raise InfeasibleError(
             f"muster verify can't compare train.training_step {config.train.training_step}, which its reference lacks"
         )
+    if config.swarm is not None:
+        raise ConfigError("muster verify compares plans on ranks that it starts itself: leave the section swarm out")
     plans = [
         resolve_schedule(plan, config.model, config.workload) for plan in {plan.hash: plan for plan in plans}.values()
     ]
