@@ -431,8 +431,8 @@ def _suggestion(token: str) -> str:
         return f"; did you mean '{token.lower()}'?"
     begin = re.match(r"[a-z]*", token.lower())
     for word in _NAME_PARTS:
-        letters = re.match(r"[a-z]+", word.shown)
-        if begin and letters and word.shown != letters[0] == begin[0] not in ("s", "l"):
+        letters = re.match(r"([a-z]{2,})[A-Z]", word.shown)
+        if begin and letters and letters[1] == begin[0]:
             return f"; expected {word.shown}, with a number for each capital"
     number = re.search(r"\d+", token)
     fixed = [
