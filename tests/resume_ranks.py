@@ -189,12 +189,15 @@ def assemble(world: World, shards: list[LocalShard]) -> dict[str, np.ndarray]:
         for shard in shards
     ]
     whole: dict[str, np.ndarray] = {}
+    known: dict[str, np.ndarray] = {}
     everyone = world.all_gather_object(own)
     for name, shape, parts in (entry for rank in everyone for entry in rank) if world.rank == 0 else ():
         for slices, part in parts:
-            into = whole.setdefault(name, np.full(shape, np.nan, part.dtype))[slices]
-            assert np.isnan(into).all() or np.array_equal(into, part), f"the copies of {name} differ"
-            into[...] = part
+            into = whole.setdefault(name, np.zeros(shape, part.dtype))[slices]
+            found = known.setdefault(name, np.zeros(shape, bool))[slices]
+            assert np.array_equal(into[found], part[found]), f"the copies of {name} differ"
+            into[...], found[...] = part, True
+    assert all(found.all() for found in known.values()), "some tensor isn't whole"
     return whole
 
 
