@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 from muster.cli.parser import Parser, positive_int
-from muster.launch.network import address_family, format_endpoint, local_address_for
+from muster.launch.network import format_endpoint, listen_at, local_address_for
 from muster.launch.peers.settings import Settings
 from muster.spec.endpoint import parse_endpoint
 from muster.spec.errors import ConfigError
@@ -86,18 +86,7 @@ def _listen(text: str) -> socket.socket:
         host, port = parse_endpoint(text, PORT)
     except ValueError as error:
         raise ConfigError(f"--listen {error}, such as 0.0.0.0:{PORT}") from None
-    listener = socket.socket(address_family(host), socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"could not listen at {text} ({error.strerror}): expected an address of this machine and a free port, as"
-            f" 0.0.0.0:{PORT}"
-        ) from None
-    listener.listen()
-    return listener
+    return listen_at(host, port)
 
 
 def _seconds(text: str) -> float:

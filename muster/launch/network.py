@@ -172,3 +172,19 @@ class ConnectionAcceptor:
                 time.sleep(_ACCEPT_PAUSE_S)
                 continue
             threading.Thread(target=self._serve, args=(connection,), name=self._name, daemon=True).start()
+
+
+def listen_at(host: str, port: int) -> socket.socket:
+    """Listen for connections to an address of this machine. Raises ConfigError where that can't be done."""
+    listener = socket.socket(address_family(host), socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"could not listen at {format_endpoint(host, port)} ({error.strerror}): expected an address of this machine"
+            f" and a free port, as 0.0.0.0:{port}"
+        ) from None
+    listener.listen()
+    return listener

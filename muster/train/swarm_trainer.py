@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from muster.config.run_config import RunConfig
-from muster.launch.network import address_family
+from muster.launch.network import listen_at
 from muster.launch.peers.channel import create_secret
 from muster.launch.peers.client import Stopped
 from muster.launch.swarm.driver import StepSums, SwarmDriver
@@ -24,7 +24,7 @@ from muster.schedule.check import check
 from muster.schedule.program import Program
 from muster.simulate.timeline import Event
 from muster.spec.endpoint import SWARM_PORT, parse_endpoint
-from muster.spec.errors import ConfigError, MusterError
+from muster.spec.errors import MusterError
 from muster.train.parameter_updater import ParameterUpdater
 from muster.train.swarm_worker import fill_stage_state, pack_inputs, stage_parameters, stage_state, stages_plan
 
@@ -170,16 +170,4 @@ def _events(sums: StepSums) -> list[Event]:
 
 def listen_for_swarm(text: str) -> socket.socket:
     """Listen for the peers of a swarm. Raises ConfigError."""
-    host, port = parse_endpoint(text, SWARM_PORT)
-    listener = socket.socket(address_family(host), socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"swarm.listen: {text} can't be listened at ({error.strerror}): expected an address of this machine and a"
-            f" free port, as 0.0.0.0:{SWARM_PORT}"
-        ) from None
-    listener.listen()
-    return listener
+    return listen_at(*parse_endpoint(text, SWARM_PORT))
