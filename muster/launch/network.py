@@ -184,7 +184,7 @@ def listen_at(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(
             f"could not listen at {format_endpoint(host, port)} ({error.strerror}): expected an address of this machine"
-            f" and a free port, as 0.0.0.0:{port}"
+            " and a free port, HOST:PORT"
         ) from None
     listener.listen()
     return listener
