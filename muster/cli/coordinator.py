@@ -86,7 +86,7 @@ def _listen(text: str) -> socket.socket:
         host, port = parse_endpoint(text, PORT)
     except ValueError as error:
         raise ConfigError(f"--listen {error}, such as 0.0.0.0:{PORT}") from None
-    return listen_at(host, port)
+    return listen_at(host, port, PORT)
 
 
 def _seconds(text: str) -> float:

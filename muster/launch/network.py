@@ -174,7 +174,7 @@ class ConnectionAcceptor:
             threading.Thread(target=self._serve, args=(connection,), name=self._name, daemon=True).start()
 
 
-def listen_at(host: str, port: int) -> socket.socket:
+def listen_at(host: str, port: int, usual_port: int) -> socket.socket:
     """Listen for connections to an address of this machine. Raises ConfigError where that can't be done."""
     listener = socket.socket(address_family(host), socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -184,7 +184,7 @@ def listen_at(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(
             f"could not listen at {format_endpoint(host, port)} ({error.strerror}): expected an address of this machine"
-            " and a free port, HOST:PORT"
+            f" and a free port, as 0.0.0.0:{usual_port}"
         ) from None
     listener.listen()
     return listener

@@ -170,4 +170,4 @@ def _events(sums: StepSums) -> list[Event]:
 
 def listen_for_swarm(text: str) -> socket.socket:
     """Listen for the peers of a swarm. Raises ConfigError."""
-    return listen_at(*parse_endpoint(text, SWARM_PORT))
+    return listen_at(*parse_endpoint(text, SWARM_PORT), SWARM_PORT)
