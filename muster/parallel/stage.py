@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -36,7 +35,6 @@ from muster.model.recompute import apply_recompute
 from muster.model.sliced_attention import SliceState, apply_slices
 from muster.model.tiling import apply_tiles, compute_in_tiles, tile_rows
 from muster.parallel import tensor_parallel
-from muster.parallel.backward_updates import BackwardUpdates
 from muster.parallel.compile import compile_blocks, is_compiled
 from muster.parallel.context_parallel import (
     apply_context_groups,
@@ -47,49 +45,28 @@ from muster.parallel.context_parallel import (
 from muster.parallel.disk_activations import LAYER_TYPES, activations_by_lane
 from muster.parallel.expert_parallel import apply_expert_parallel
 from muster.parallel.file_store import FileStore
-from muster.parallel.fsdp import (
-    LastBackward,
-    apply_fsdp,
-    attach_local_gradients,
-    drop_partial_reductions,
-    finish_backward,
-    local_parameters,
-    master_dtype,
-    materialize,
-    no_gradient_sync,
-    reduce_gradients,
-    reshard,
-    unshard,
-)
+from muster.parallel.fsdp import finish_backward, master_dtype, no_gradient_sync
 from muster.parallel.master_weights import master_weights
 from muster.parallel.offload import ActivationOffload
-from muster.parallel.param_offload import ParamOffload
 from muster.parallel.perturbed_passes import PerturbedPasses
 from muster.parallel.projection_norms import apply_projection_norms
+from muster.parallel.sharded_stage import ShardedStage
 from muster.parallel.stage_inputs import StageInputs
-from muster.parallel.tensor_parallel import (
-    all_reduce_replicated_grads,
-    apply_parallel_linears,
-    apply_vocab_parallel_embedding,
-)
+from muster.parallel.tensor_parallel import apply_parallel_linears, apply_vocab_parallel_embedding
 from muster.parallel.vocab_parallel import VocabShard, add_vocab_shard
 from muster.parallel.weight_grad_store import WeightGradStore
 from muster.parallel.weight_shards import shard_weights
 from muster.parallel.world import World
 from muster.schedule.action import Kind, Lane
-from muster.spec.layer_strategy import ZeroLevel
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
-
-if TYPE_CHECKING:
-    from muster.parallel.cuda_graphs import PassGraphs
 
 NUM_LOSSES = 5
 """Losses that a stage sums: cross-entropy, z-loss, load-balancing loss of routers, their z-loss, weighted loss of
 multi-token prediction."""
 
 
-class DecoderStage:
+class DecoderStage(ShardedStage):
     """A contiguous run of the decoder's layers on this rank, sharded over its data-parallel ranks.
 
     It is built on the meta device and filled with the values that (seed, name, global index) give, so that every plan
@@ -99,11 +76,6 @@ class DecoderStage:
 
     offload_type = ActivationOffload
     layer_types = LAYER_TYPES
-    param_offload_type = ParamOffload
-    overlapping_devices = frozenset({"cuda"})
-    """Types of devices whose collectives run beside passes."""
-    pass_graphs: "PassGraphs | None" = None
-    """Graphs that passes are replayed from once they are captured."""
 
     def __init__(
         self,
@@ -148,8 +120,6 @@ class DecoderStage:
         self._slices = apply_slices(self.module) if plan.sequence_slices > 1 else None
         self._spread_experts(world)
         self._weight_grads = WeightGradStore()
-        # A rank that shares its parameters with no other reduces in its backwards: see `apply_fsdp`.
-        self.zero: ZeroLevel = strategy.zero if world.groups.data_mesh() is not None else "z2"
         if self.tp_axis is not None or split_backward:
             apply_parallel_linears(self.module, self.tp_axis, self._weight_grads, self._routes_own_tokens)
         self._use_float8(plan)
@@ -158,8 +128,8 @@ class DecoderStage:
         self._offload = self.offload_type(world.device)
         self.layer_activations = activations_by_lane(self.layer_types, world.device)
         self._save_less(plan)
-        self.is_sharded = apply_fsdp(self.module, world, strategy.zero, plan)
-        self.parameters: dict[str, Tensor] = self._allocate_parameters(plan, param_files)
+        self.shard(strategy.zero, plan, index)
+        self.parameters = self.allocate_parameters(plan, param_files)
         self.layouts = {layout.name: layout for layout in stage_layouts(spec, plan, index, world.at)}
         self._replicated = tp_partial_grad_copies(spec, self.layouts, plan.mesh(index), strategy.sp)
         self.param_offload.kept_gradients = frozenset(self._replicated)
@@ -171,11 +141,6 @@ class DecoderStage:
         self.activation_dtype = DTYPES[plan.precision]
         self.inputs: StageInputs | None = None
         self._losses = torch.zeros(NUM_LOSSES, dtype=torch.float64, device=world.device)
-        has_replicas = strategy.zero != "z1" and plan.mesh(index).dp_replicate > 1
-        completes = (has_replicas or plan.grad_shard_size is not None) and plan.reduces_replicas_once
-        self.last_backward = LastBackward(self.module, completes, self.zero == "z1" and self.overlaps_data_parallel)
-        self.backward_updates = BackwardUpdates(())
-        """Layers that the host updates within a step's last backward, where any are."""
         self.vocab: VocabShard | None = None
         if has_vocab_shard(plan, index):
             ends = plan.pp_rank(0), plan.pp_rank(plan.stages_per_replica - 1)
@@ -207,22 +172,6 @@ class DecoderStage:
             elif tier != "none":
                 self.layer_activations["host_copy" if tier == "activations" else "disk"].track_layer(block)
         self.layer_activations["disk"].late_layers = len(plan.late_written_layers(self.index, self.spec.num_layers))
-
-    def _allocate_parameters(self, plan: Plan, files: FileStore | None) -> dict[str, Tensor]:
-        """Give the parameters memory, where the plan has them, and return them by name."""
-        self.param_offload = self.param_offload_type(self.world.device, DTYPES[plan.precision], files)
-        if plan.offloads_params:
-            self.param_offload.attach(self.module, plan.param_tier)
-        self._materialize()
-        return local_parameters(self.module, plan.schedule_entry.is_asynchronous) | self.param_offload.materialize()
-
-    def _materialize(self) -> None:
-        materialize(self.module, self.world.device, [one.group for one in self.param_offload.groups])
-
-    @property
-    def overlaps_data_parallel(self) -> bool:
-        """True if z1's gather and reduction run beside the first forward and the last backward of a step."""
-        return self.world.device.type in self.overlapping_devices and self.world.plan.overlaps_data_parallel
 
     def reset_parameters(self, seed: int) -> None:
         """Set every parameter to its initial value."""
@@ -490,12 +439,6 @@ class DecoderStage:
         links = self._offload.link, self.layer_activations["host_copy"].link, self.param_offload.link
         return sum(link.copied_bytes for link in links)
 
-    @property
-    def device_parameter_bytes(self) -> int:
-        """Bytes of the parameters on the device, without copies for a pass."""
-        away = self.param_offload.values()
-        return sum(local.nbytes for name, local in self.parameters.items() if name not in away)
-
     @cached_property
     def default_slices(self) -> tuple[range, ...]:
         """Slices of sequences of full length."""
@@ -533,45 +476,6 @@ class DecoderStage:
         if self._slices is not None:
             return len(self.default_slices[micro_batch % len(self.default_slices)])
         return self.micro_batch_shape[1]
-
-    def unshard(self) -> None:
-        unshard(self.module, waits=not self.overlaps_data_parallel)
-
-    def reshard(self) -> None:
-        reshard(self.module)
-
-    def reduce_gradients(self) -> None:
-        reduce_gradients(self.module)
-
-    # ------------------------------------------------------------------------------------------------------------------
-    # Gradients
-
-    def all_reduce_replicated_grads(self) -> None:
-        """All-reduce, over the tensor-parallel ranks, the gradients of parameters of which several hold a copy and each
-        has seen only a part of the data."""
-        if self.tp_axis is not None:
-            self.attach_local_gradients()
-            all_reduce_replicated_grads(self.tp_axis, self.parameters, self._replicated, self.world.device)
-
-    def attach_local_gradients(self) -> None:
-        """Set `.grad` of each local parameter to this rank's shard of the reduced gradient, but for those that the host
-        updates within the last backward."""
-        taken = self.backward_updates.names
-        attach_local_gradients(self.module, {name: own for name, own in self.parameters.items() if name not in taken})
-        self.param_offload.attach_gradients()
-
-    def zero_grad(self) -> None:
-        """Drop the step's gradients; where graphs add to them, set them to zero."""
-        self.last_backward.begin_step()
-        drop_partial_reductions(self.module)
-        self.param_offload.drop_gradients()
-        if self.pass_graphs is not None and self.pass_graphs.keeps_gradients:
-            held = [*self.module.parameters(), *self.parameters.values()]
-            torch._foreach_zero_([tensor.grad for tensor in held if tensor.grad is not None])
-            return
-        self.module.zero_grad(set_to_none=True)
-        for local in self.parameters.values():
-            local.grad = None
 
     def pop_router_load(self) -> Tensor | None:
         """Return the choices of each expert since the last call and the number of dropped ones, summed over this rank's

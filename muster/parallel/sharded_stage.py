@@ -1,0 +1,119 @@
+"""Parameters and gradients of a stage at run time, sharded over the data-parallel ranks that share them."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from muster.model.decoder import Decoder
+from muster.model.dtypes import DTYPES
+from muster.parallel.axis import TensorAxis
+from muster.parallel.backward_updates import BackwardUpdates
+from muster.parallel.file_store import FileStore
+from muster.parallel.fsdp import (
+    LastBackward,
+    apply_fsdp,
+    attach_local_gradients,
+    drop_partial_reductions,
+    local_parameters,
+    materialize,
+    reduce_gradients,
+    reshard,
+    unshard,
+)
+from muster.parallel.param_offload import ParamOffload
+from muster.parallel.tensor_parallel import all_reduce_replicated_grads
+from muster.parallel.world import World
+from muster.spec.layer_strategy import ZeroLevel
+from muster.spec.plan import Plan
+
+if TYPE_CHECKING:
+    from muster.parallel.cuda_graphs import PassGraphs
+
+
+class ShardedStage:
+    """Module of a stage with this rank's shards of its parameters, and the communication that gathers these and reduces
+    their gradients."""
+
+    module: Decoder
+    world: World
+    tp_axis: TensorAxis | None
+    parameters: dict[str, Tensor]
+    """This rank's shard of each parameter."""
+    param_offload: ParamOffload
+    param_offload_type = ParamOffload
+    overlapping_devices = frozenset({"cuda"})
+    """Types of devices whose collectives run beside passes."""
+    pass_graphs: "PassGraphs | None" = None
+    """Graphs that passes are replayed from once they are captured."""
+    _replicated: dict[str, int]
+    """Copies that tensor-parallel ranks hold, each of other data, by the parameters that have such."""
+
+    def shard(self, zero: ZeroLevel, plan: Plan, index: int) -> None:
+        """Shard the module over its data-parallel ranks."""
+        apply_fsdp(self.module, self.world, zero, plan)
+        # A rank that shares its parameters with no other reduces in its backwards: see `apply_fsdp`.
+        self.zero: ZeroLevel = zero if self.world.groups.data_mesh() is not None else "z2"
+        has_replicas = zero != "z1" and plan.mesh(index).dp_replicate > 1
+        completes = (has_replicas or plan.grad_shard_size is not None) and plan.reduces_replicas_once
+        self.last_backward = LastBackward(self.module, completes, self.zero == "z1" and self.overlaps_data_parallel)
+        self.backward_updates = BackwardUpdates(())
+        """Layers that the host updates within a step's last backward, where any are."""
+
+    def allocate_parameters(self, plan: Plan, files: FileStore | None) -> dict[str, Tensor]:
+        """Give the parameters memory, where the plan has them, and return them by name."""
+        self.param_offload = self.param_offload_type(self.world.device, DTYPES[plan.precision], files)
+        if plan.offloads_params:
+            self.param_offload.attach(self.module, plan.param_tier)
+        self._materialize()
+        return local_parameters(self.module, plan.schedule_entry.is_asynchronous) | self.param_offload.materialize()
+
+    def _materialize(self) -> None:
+        materialize(self.module, self.world.device, [one.group for one in self.param_offload.groups])
+
+    @property
+    def overlaps_data_parallel(self) -> bool:
+        """True if z1's gather and reduction run beside the first forward and the last backward of a step."""
+        return self.world.device.type in self.overlapping_devices and self.world.plan.overlaps_data_parallel
+
+    @property
+    def device_parameter_bytes(self) -> int:
+        """Bytes of the parameters on the device, without copies for a pass."""
+        away = self.param_offload.values()
+        return sum(local.nbytes for name, local in self.parameters.items() if name not in away)
+
+    def unshard(self) -> None:
+        unshard(self.module, waits=not self.overlaps_data_parallel)
+
+    def reshard(self) -> None:
+        reshard(self.module)
+
+    def reduce_gradients(self) -> None:
+        reduce_gradients(self.module)
+
+    def all_reduce_replicated_grads(self) -> None:
+        """All-reduce, over the tensor-parallel ranks, the gradients of parameters of which several hold a copy and each
+        has seen only a part of the data."""
+        if self.tp_axis is not None:
+            self.attach_local_gradients()
+            all_reduce_replicated_grads(self.tp_axis, self.parameters, self._replicated, self.world.device)
+
+    def attach_local_gradients(self) -> None:
+        """Set `.grad` of each local parameter to this rank's shard of the reduced gradient, but for those that the host
+        updates within the last backward."""
+        taken = self.backward_updates.names
+        attach_local_gradients(self.module, {name: own for name, own in self.parameters.items() if name not in taken})
+        self.param_offload.attach_gradients()
+
+    def zero_grad(self) -> None:
+        """Drop the step's gradients; where graphs add to them, set them to zero."""
+        self.last_backward.begin_step()
+        drop_partial_reductions(self.module)
+        self.param_offload.drop_gradients()
+        if self.pass_graphs is not None and self.pass_graphs.keeps_gradients:
+            held = [*self.module.parameters(), *self.parameters.values()]
+            torch._foreach_zero_([tensor.grad for tensor in held if tensor.grad is not None])
+            return
+        self.module.zero_grad(set_to_none=True)
+        for local in self.parameters.values():
+            local.grad = None
