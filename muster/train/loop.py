@@ -8,31 +8,26 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-from muster.checkpoint.checkpoint_dir import checkpoint_path, find_latest, step_of
-from muster.checkpoint.initial_weights import load_initial_weights
-from muster.checkpoint.load import fill_shards
-from muster.checkpoint.local_shard import LocalShard
-from muster.checkpoint.manifest import Manifest, read_manifest
+from muster.checkpoint.checkpoint_dir import checkpoint_path
 from muster.config.attempt_files import attempt_files
 from muster.config.load_config import plan_yaml
 from muster.config.run_config import RunConfig
 from muster.config.yaml_writer import write_atomically
 from muster.data.dataset import SampleStream, StreamHash, sample_digest
 from muster.launch.rank_errors import EXIT_STOPPED
-from muster.parallel.allocation_meter import host_memory
 from muster.parallel.op_profile import StageProfile
 from muster.parallel.world import World
-from muster.report.approximation import Approximation, write_approximation
+from muster.report.approximation import write_approximation
 from muster.report.run_files import MEETINGS_FILE, RECOVERIES_FILE, STRAGGLERS_FILE, SWARM_FILE, read_metrics
 from muster.report.wall_time import append_attempt, attempt_row
 from muster.schedule.build import build_program
 from muster.simulate.simulator import simulate
-from muster.spec.errors import ConfigError, MusterError
+from muster.spec.errors import MusterError
 from muster.spec.plan import Plan
 from muster.train.async_pipeline import AsyncPipeline
 from muster.train.best_checkpoint import ValidationTracker
 from muster.train.callbacks import Callbacks
-from muster.train.checkfree import KeptState, RecoveredState, begin_rebuilt_stages, recover_state, recovery_lines
+from muster.train.checkfree import KeptState
 from muster.train.checkpoint_manager import CHECKPOINTS_FOLDER, CheckpointManager
 from muster.train.console import TrainingDisplay
 from muster.train.device_metrics import DeviceMetrics
@@ -40,10 +35,10 @@ from muster.train.expert_load_log import ExpertLoadLog
 from muster.train.finalize import finalize, print_plan
 from muster.train.gradient_check import GradientCheck
 from muster.train.grouped_kernels import use_measured_kernels
-from muster.train.in_memory_checkpoint import LOAD_TIMEOUT, load_in_memory_checkpoint, open_in_memory_checkpoint
+from muster.train.in_memory_checkpoint import open_in_memory_checkpoint
+from muster.train.load_state import StateLoader
 from muster.train.memory_limit import MemoryLimit
 from muster.train.metrics import MetricsLog, metrics_row, null_non_finite, write_text
-from muster.train.new_state import find_new_state
 from muster.train.post_validation import PostValidation
 from muster.train.run_directory import begin_attempt, explain_write_errors
 from muster.train.schedule_refinement import refine_schedule_from_profile
@@ -456,118 +451,38 @@ class TrainingLoop:
         }
 
     def _resume(self) -> None:
-        """Resume from the last checkpoint, if there is one; otherwise load the initial weights, if they are given."""
-        if (recovered := self._recover_from_ranks()) is not None:
-            self._take_up(recovered.step, recovered.counters)
-            begin_rebuilt_stages(self.trainer.updater, recovered, self.config.train.checkfree_lr_scale)
-        elif (manifest := self._load_in_memory_checkpoint() or self._load_latest()) is not None:
-            self._take_up(manifest.step, manifest.counters)
-            new = find_new_state(manifest, self.config)
-            self.trainer.updater.optimizer.begin_state(new.parameters, new.average)
-            if self.is_main and (lines := new.lines(manifest.step)):
-                print(*lines, sep="\n", flush=True)
-        elif (place := self.config.train.init_from) is not None:
-            load_initial_weights(Path(place), self.config.model, self.trainer.weights_to_load())
-            self.trainer.restore(0, {"samples_consumed": 0})
+        """Go on from the newest state that there is, and leave steps after it out of the records."""
+        kept, self.carried.kept = self.carried.kept, None
+        own = self.config, self.trainer, self.world, self.run_dir
+        loaded = StateLoader(*own, self.in_memory_checkpoint).load(kept)
+        if loaded.counters is not None:
+            self._take_up(loaded.counters)
         self._keep_counters()
         if self.is_main and self.config.train.recovery == "checkfree" and self.world.generation:
-            back = Approximation(went_back_to=self.trainer.step_count)
-            about = back if recovered is None else recovered.approximation
-            write_approximation(self.run_dir, self.world.generation, about)
+            write_approximation(self.run_dir, self.world.generation, loaded.approximation)
         if self.in_memory_checkpoint is not None and self.config.train.elastic:
             self.in_memory_checkpoint.begin_after(self.trainer.step_count, self.world.all_gather_object)
         if self.is_main:
             begin_attempt(self.run_dir)
             self._record_attempt()
-            self.metrics.truncate_after(self.trainer.step_count)
-            self.meetings.truncate_after(self.trainer.step_count)
-            self.straggler_log.truncate_after(self.trainer.step_count)
-            self.swarm_log.truncate_after(self.trainer.step_count)
+            for log in (self.metrics, self.meetings, self.straggler_log, self.swarm_log):
+                log.truncate_after(self.trainer.step_count)
 
-    def _take_up(self, step: int, counters: Mapping[str, Any]) -> None:
-        """Take up the counters after a step, whose state is there."""
-        self.trainer.restore(step, counters)
+    def _take_up(self, counters: Mapping[str, Any]) -> None:
+        """Take up the loop's counters after the step that the trainer is at."""
         self.stream.state = counters["stream_hash"]
         # Checkpoints of early versions don't have this counter.
-        self.tokens_seen = counters.get("tokens_seen", step * self.config.workload.tokens_per_step)
+        self.tokens_seen = counters.get("tokens_seen", self.trainer.step_count * self.config.workload.tokens_per_step)
         if (state := counters.get("validation")) is not None and self.validation.is_used:
             self.validation.load(state)
             if self.config.train.keep_best and self.validation.best_loss is not None:
                 self.checkpoint_manager.keep_best(self.validation.best_step)
-
-    def _recover_from_ranks(self) -> RecoveredState | None:
-        """Go on with what the ranks hold of the generation before, where they keep no copies; None where they can't."""
-        train, generation = self.config.train, self.world.generation
-        if train.recovery != "checkfree" or not generation:
-            return None
-        self.world.heartbeat.update("load")
-        tensors = {shard.name: shard.tensor.detach() for shard in self.trainer.local_shards()}
-        own = self.config.model.num_layers, train.checkfree_weights
-        kept, self.carried.kept = self.carried.kept, None
-        recovered = recover_state(self.world, kept, tensors, *own)
-        if kept is not None and recovered is not None:
-            self.trainer.updater.layer_grad_norm = kept.grad_norm
-        if self.is_main:
-            print(*recovery_lines(recovered, train.checkfree_lr_scale), sep="\n", flush=True)
-        return recovered
 
     def _record_attempt(self) -> None:
         """Note when this attempt goes on, and which steps it repeats."""
         row = attempt_row(self.started_at, time(), self.trainer.step_count, self.metrics.path, self.world.generation)
         with explain_write_errors(self.run_dir):
             append_attempt(self.run_dir, row)
-
-    @host_memory()
-    def _load_in_memory_checkpoint(self) -> Manifest | None:
-        """Load the in-memory checkpoint if it is the newest."""
-        if self.in_memory_checkpoint is None:
-            return None
-        max_step = self.config.train.num_steps
-        return load_in_memory_checkpoint(
-            self.world, self.in_memory_checkpoint, self.run_dir, self._stored_shards, max_step
-        )
-
-    def _stored_shards(self, manifest: Manifest) -> list[LocalShard]:
-        """Return this rank's shards that a checkpoint has to hold."""
-        self.trainer.take_expert_placement(manifest)
-        self.trainer.updater.prepare_to_load(manifest)
-        return find_new_state(manifest, self.config).stored(self.trainer.shards_to_load(manifest.step))
-
-    def _load_latest(self) -> Manifest | None:
-        """Load the last checkpoint on disk; a damaged one is reported, and the one before it is taken."""
-        root = self.run_dir / CHECKPOINTS_FOLDER
-        damaged: list[Path] = []
-        last_problem = ""
-        while (latest := self.world.broadcast_object(find_latest(root, excluded=damaged))) is not None:
-            manifest, problem = self._try_load(latest)
-            everyone = self.world.all_gather_object_via_store(f"load {latest.name}", problem, LOAD_TIMEOUT)
-            problem = next((text for text in everyone if text), None)
-            if problem is None:
-                if damaged and self.is_main:
-                    step = step_of(latest)
-                    lost = f"steps {step + 1} to {step_of(damaged[0])} are repeated"
-                    print(f"resuming {self.run_dir} after step {step}: {lost}", flush=True)
-                return manifest
-            damaged.append(latest)
-            last_problem = problem
-            if self.is_main:
-                print(f"skipped a damaged checkpoint: {problem}", flush=True)
-        if damaged:
-            raise MusterError(f"{self.run_dir} has no checkpoint to resume from ({last_problem}): --fresh starts anew")
-        return None
-
-    @host_memory()
-    def _try_load(self, folder: Path) -> tuple[Manifest | None, str | None]:
-        """Load a checkpoint; returns its manifest, or the reason why this rank could not load it."""
-        self.world.heartbeat.update("load")
-        try:
-            manifest = read_manifest(folder)
-            fill_shards(folder, manifest, self._stored_shards(manifest))
-            return manifest, None
-        except ConfigError:
-            raise
-        except MusterError as error:
-            return None, str(error)
 
     def _stop_after_skips(self, result: StepResult, reason: str) -> None:
         """Stop after too many consecutive skipped steps, the last one for `reason`, and save the state before them."""
