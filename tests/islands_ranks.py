@@ -1,6 +1,7 @@
 """Ranks of the tests of islands: a run beside an emulator that trains the islands one after another."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from muster.data.path_stream import PathStream, route_samples
 from muster.data.sample_order import positions_at
 from muster.layout.island_bytes import BLOCKS, Compression, island_exchange_bytes, island_reduce_bytes
 from muster.layout.module_paths import ModulePaths
+from muster.optim.outer.factor_ranks import FactorRanks
 from muster.parallel import change_exchange, island_exchange
 from muster.parallel.axis import IslandAxis
 from muster.parallel.change_exchange import right_start
@@ -59,6 +61,10 @@ class SerialIslands:
         self.co2_momentum = {name: torch.zeros_like(x) for name, x in self.global_.items()}
         self.changes: dict[int, dict[str, Tensor]] = {}
         self.errors = [{name: torch.zeros_like(x) for name, x in self.global_.items()} for _ in range(islands)]
+        self.world = world
+        self.measured: dict[str, list[float]] = {}
+        self.used_ranks: list[dict[str, int]] = []
+        """Ranks of the factors of each matrix' part on this rank, by exchange."""
         self.losses: list[list[float]] = []
         self.distances: list[float] = []
 
@@ -155,6 +161,7 @@ class SerialIslands:
     def _begin(self, fragment: int) -> None:
         with torch.no_grad():
             mean = {}
+            self.used_ranks.append({})
             for name in self._names(fragment):
                 found = [self.global_[name] - trainer.updater.parameters[name] for trainer in self.trainers]
                 mean[name] = self._low_rank_mean(name, found) if self.outer.low_rank else _mean(found)
@@ -163,7 +170,9 @@ class SerialIslands:
     def _low_rank_mean(self, name: str, changes: list[Tensor]) -> Tensor:
         """PowerSGD with error feedback as its paper has it (arXiv:1905.13727, algorithms 1 and 2), but for the matrix
         that it begins with."""
-        rank = self.outer.low_rank
+        rank = self._rank(name)
+        if changes[0].dim() == 2:
+            self.used_ranks[-1][name] = rank
         if changes[0].dim() != 2 or rank * sum(changes[0].shape) >= changes[0].numel():
             return _mean(changes)
         errors = [own[name] for own in self.errors]
@@ -177,10 +186,32 @@ class SerialIslands:
             error.copy_(matrix - p @ q.mT)
         return p @ _mean(own).mT
 
+    def _rank(self, name: str) -> int:
+        """Mean of the ranks of the last mean changes, as DiLoCoX has it (arXiv:2506.21263 §2.4)."""
+        assert self.outer.low_rank is not None
+        window = self.outer.rank_window
+        last = self.measured.get(name, [])[-window:] if window else []
+        return self.outer.low_rank if not window or len(last) < window else max(1, math.ceil(sum(last) / window))
+
+    def _measure(self, changes: dict[str, Tensor]) -> None:
+        """Measure the numerical ranks of mean changes: of a matrix' parts the mean, by elements."""
+        parts = {
+            name: (int(torch.linalg.matrix_rank(x, rtol=self.outer.rank_tolerance)), x.numel())
+            for name, x in changes.items()
+            if x.dim() == 2 and self.outer.low_rank and self.outer.low_rank * sum(x.shape) < x.numel()
+        }
+        everyone = self.world.all_gather_object(parts)
+        for name in {name for one in everyone for name in one}:
+            found = [one[name] for one in everyone if name in one]
+            mean = sum(rank * numel for rank, numel in found) / sum(numel for _, numel in found)
+            self.measured.setdefault(name, []).append(mean)
+
     def _end(self, fragment: int) -> None:
         outer = self.outer
         with torch.no_grad():
             changes = self.changes.pop(fragment)
+            if outer.rank_window:
+                self._measure(changes)
             for name, gradient in changes.items():
                 self.global_[name].grad = gradient
             self.optimizer.step()
@@ -344,6 +375,9 @@ def _bug(kind: str | None) -> Iterator[None]:
     elif kind == "paths share data":
         with patch.object(PathStream, "global_samples", lambda self, index: index):
             yield
+    elif kind == "ranks stay":
+        with patch.object(FactorRanks, "rank_of", lambda self, name: self.config.low_rank):
+            yield
     elif kind == "error lost":
         with patch.object(change_exchange.ChangeExchange, "_remember", lambda self, lost: None):
             yield
@@ -362,7 +396,10 @@ def compare_with_emulator(rank: int, world_size: int, store: dist.Store, payload
             with open_world(store, rank, plan.world_size, plan, 2 * generation) as world:
                 with _bug(case.get("bug")):
                     trainer = Trainer(config, plan, world, open_data(config, cache))
-                    losses = [trainer.step().loss for _ in range(config.train.num_steps)]
+                    sent = [0]
+                    assert world.groups.islands is not None
+                    with _counted(sent, world.groups.islands):
+                        losses = [trainer.step().loss for _ in range(config.train.num_steps)]
                 assert trainer.outer is not None
                 validation = trainer.evaluator.mean_loss(2) or 0.0
                 ours = {name: x.detach().clone() for name, x in trainer.updater.parameters.items()}
@@ -374,6 +411,9 @@ def compare_with_emulator(rank: int, world_size: int, store: dist.Store, payload
                     "meetings": [(one.step, one.fragment) for one in meetings],
                     "distance": meetings[0].distance,
                     "sent_bytes": meetings[0].sent_bytes,
+                    "sent_by_meeting": [one.sent_bytes for one in meetings],
+                    "counted_bytes": sent[0],
+                    "ranks": [dict(one.ranks) for one in meetings],
                     "numel": sum(state[name].numel() for name in trainer.outer.names[meetings[0].fragment]),
                 }
         if rank < inner.world_size:
@@ -386,6 +426,7 @@ def compare_with_emulator(rank: int, world_size: int, store: dist.Store, payload
                 found["momentum"] = _largest_difference(momentum, serial.momentum)
                 if isinstance(serial, SerialPaths):
                     found["validation"] = abs(validation - serial.validation_loss(2 * config.train.global_batch_size))
+                found["used_ranks"] = serial.used_ranks
                 found["islands"] = 0.0
                 for island, other in enumerate(serial.trainers):
                     theirs = everyone[island * inner.world_size + rank]
@@ -464,11 +505,11 @@ def exchange_factors(rank: int, world_size: int, store: dist.Store, payload: dic
             everyone = [_changes(island) for island in range(world_size)]
             momenta = {name: torch.zeros_like(change) for name, change in everyone[0].items()}
             exchanged = change_exchange.ChangeExchange(config, axis, momenta)
-            starts = change_exchange.start_matrices(config, 3, dict.fromkeys(momenta, (0, 0)), momenta)
+            starts = change_exchange.start_matrices(lambda name: 4, 3, dict.fromkeys(momenta, (0, 0)), momenta)
             sent = [0]
             with _counted(sent, axis):
                 means = exchanged.mean(everyone[rank], starts)
-            formula = island_exchange_bytes(FACTORED.values(), world_size, how, 4, 8)
+            formula = island_exchange_bytes(((shape, 4) for shape in FACTORED.values()), world_size, how, 8)
             results.append({"sent": sent[0], "formula": formula})
             for name, mean in means.items():
                 total = exchanged.errors[name].clone()

@@ -36,6 +36,7 @@ DILOCOX = {"method": "dilocox", "every": 3}
 CO2 = {"method": "co2", "every": 2, "momentum_clip": 0.004}
 DIPACO = {"method": "dipaco", "every": 3, "route_tokens": 4, "reroute_every": 8}
 LOW_RANK = {"method": "dilocox", "every": 2, "low_rank": 3}
+ADAPTIVE = {"method": "diloco", "every": 2, "low_rank": 8, "rank_window": 2, "rank_tolerance": 0.3}
 EXACT = {"loss": 0.0, "outer": 0.0, "momentum": 0.0, "islands": 0.0}
 
 
@@ -62,6 +63,9 @@ def test_islands_train_as_a_serial_emulator_does_to_the_bit(tmp_path: Path) -> N
         ("isl2", CO2, "fp64"),
         ("isl2-tp2", LOW_RANK, "fp64"),
         ("isl2", LOW_RANK, "fp64", {"bug": "error lost"}),
+        ("isl2-tp2", ADAPTIVE, "fp64"),
+        ("isl2", ADAPTIVE | {"method": "dilocox", "rank_window": 1}, "fp64"),
+        ("isl2", ADAPTIVE, "fp64", {"bug": "ranks stay"}),
         ("isl2", DILOCO, "fp32", {"bug": "sum for mean"}),
         ("isl2", DILOCO, "fp32", {"bug": "momentum lost"}),
         ("isl2", STREAMING | {"every": 2, "delay": 0, "warmup_steps": 3}, "fp32"),
@@ -74,10 +78,15 @@ def test_islands_train_as_a_serial_emulator_does_to_the_bit(tmp_path: Path) -> N
             if "loss" in found:
                 differences = {key: found[key] for key in EXACT}
                 # CO2's mean parameters are x' − (x' − x̄) and matmuls of low rank have other strides: both round.
-                if case["outer"] in (CO2, LOW_RANK):
+                if case["outer"] == CO2 or "low_rank" in case["outer"]:
                     assert ("bug" in case) == (max(differences.values()) > 1e-12), (case, differences)
                     continue
                 assert ("bug" in case) == (differences != EXACT), (case, differences)
+    for index, case in enumerate(cases):
+        found = ranks[0][index]
+        assert found["counted_bytes"] == sum(found["sent_by_meeting"]), case
+        if "rank_window" in case["outer"] and "bug" not in case:
+            _check_ranks(found)
     diloco = ranks[0][0]
     assert diloco["meetings"] == [[3, 0], [6, 0], [7, 0]]
     assert diloco["distance"] > 0
@@ -85,6 +94,16 @@ def test_islands_train_as_a_serial_emulator_does_to_the_bit(tmp_path: Path) -> N
     assert ranks[0][3]["meetings"] == [[2, 0], [4, 1], [6, 0], [7, 0], [7, 1]]
     # Two rounds of two steps after the warm-up of two; the last exchange of all ends with its own round.
     assert ranks[0][5]["meetings"] == [[1, 0], [2, 0], [6, 0], [7, 0], [7, 0]]
+
+
+def _check_ranks(found: dict[str, Any]) -> None:
+    """Check that ranks of factors were those of the emulator, and fell, and bytes with them."""
+    used = [{name: rank for name, rank in ranks.items() if name in found["used_ranks"][0]} for ranks in found["ranks"]]
+    assert used == found["used_ranks"]
+    assert set(used[0].values()) == {8}
+    assert all(rank <= 8 for rank in used[-1].values())
+    assert min(used[-1].values()) < 8
+    assert found["sent_by_meeting"][-1] < found["sent_by_meeting"][0]
 
 
 def test_paths_through_modules_train_as_a_serial_emulator_does_to_the_bit(tmp_path: Path) -> None:
@@ -178,6 +197,7 @@ def test_runs_resume_within_a_round_to_the_bit_and_under_another_inner_plan(tmp_
         ("isl2-pp2", DILOCOX | {"warmup_steps": 1}, "fp32", {"at": 5}),
         ("isl2", CO2, "fp64", {"at": 4, "then": "isl2-tp2"}),
         ("isl2-dp2-z1", LOW_RANK | {"compression": "int4"}, "fp32", {"at": 3}),
+        ("isl2-tp2", ADAPTIVE | {"method": "dilocox", "rank_window": 1, "compression": "int4"}, "fp32", {"at": 5}),
         ("isl4", DIPACO | {"modules": (2, 2)}, "fp32", {"at": 4}),
         ("isl2-dp2-z3", DIPACO, "fp64", {"at": 4, "then": "isl2-pp2"}),
     )
@@ -330,6 +350,8 @@ def test_a_round_waits_for_what_its_delay_does_not_hide() -> None:
         ({"method": "co2", "optimizer": "nesterov"}, "optimizer nesterov is not CO2's"),
         ({"delay": 1}, "delay 1 is for methods streaming, dilocox and co2"),
         ({"modules": [1, 2]}, "is for method dipaco, not for diloco"),
+        ({"rank_window": 2}, "rank_window has no rank to begin with"),
+        ({"low_rank": 4, "rank_tolerance": 0.1}, "rank_tolerance 0.1 is for ranks that adapt"),
         ({"method": "dipaco", "low_rank": 4}, "low_rank and error_feedback aren't built for dipaco"),
         ({"method": "dipaco", "reroute_every": 8}, "reroute_every 8 is shorter than the route_tokens 32"),
     ],

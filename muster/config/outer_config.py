@@ -52,6 +52,11 @@ class OuterConfig(Frozen):
     low_rank: PositiveInt | None = None
     """Rank of the two factors as which changes of matrices travel, where these are smaller (PowerSGD,
     arXiv:1905.13727); not given: changes travel whole. `compression` is then that of the factors."""
+    rank_window: PositiveInt | None = None
+    """Mean changes of a matrix whose mean numerical rank is the rank of its next factors (adaptive compression of
+    arXiv:2506.21263): beginning with `low_rank`, ranks fall as changes lose rank; not given: `low_rank` throughout."""
+    rank_tolerance: Fraction = 0.05
+    """rank_window: share of a mean change's largest singular value, above which singular values count as its rank."""
     error_feedback: bool = False
     """Add to each change what compression and low rank lost of the island's change before (arXiv:1901.09847), which
     takes a copy of the parameters. true if not given under low_rank, and under dilocox with compression."""
@@ -116,6 +121,12 @@ class OuterConfig(Frozen):
             )
         if self.error_feedback and self.compression == "none" and self.low_rank is None:
             raise ValueError("error_feedback has nothing to add: expected a compression or a low_rank beside it")
+        if self.rank_window is not None and self.low_rank is None:
+            raise ValueError("rank_window has no rank to begin with: expected low_rank beside it")
+        if self.rank_window is None and self.rank_tolerance != 0.05:
+            raise ValueError(
+                f"rank_tolerance {self.rank_tolerance} is for ranks that adapt: expected rank_window beside it"
+            )
         self._check_peers()
         self._check_modules()
         if self.method == "co2" and self.optimizer != "sgd":

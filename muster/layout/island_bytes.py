@@ -14,9 +14,13 @@ BLOCKS: dict[Compression, int] = {"int8": 1024, "int4": 64}
 
 def island_chunk(numel: int, islands: int, compression: Compression) -> int:
     """Return the elements of the part of a tensor that each island owns in an all-reduce: whole blocks of integers."""
-    chunk = -(-numel // islands)
+    return whole_blocks(-(-numel // islands), compression)
+
+
+def whole_blocks(numel: int, compression: Compression) -> int:
+    """Return the elements of the whole blocks that hold `numel`."""
     block = BLOCKS.get(compression, 1)
-    return -(-chunk // block) * block
+    return -(-numel // block) * block
 
 
 def encoded_bytes(numel: int, compression: Compression, element_bytes: int = 4) -> int:
@@ -54,27 +58,30 @@ def exchanged_shape(layout: TensorLayout) -> tuple[int, ...]:
     return layout.boxes[0].size if len(layout.boxes) == 1 else (layout.numel,)
 
 
-def exchanged_numels(shapes: Iterable[tuple[int, ...]], rank: int | None) -> tuple[int, int]:
-    """Return the elements of the two all-reduces that exchange changes of these shapes: first what travels whole with
-    the left factors (m, rank), then the right factors (n, rank) (arXiv:1905.13727, algorithm 1)."""
+def exchanged_numels(
+    changes: Iterable[tuple[tuple[int, ...], int | None]], compression: Compression
+) -> tuple[int, int]:
+    """Return the elements of the two all-reduces that exchange changes of these shapes and ranks: first what travels
+    whole with the left factors (m, rank), then the right factors (n, rank) (arXiv:1905.13727, algorithm 1). Each
+    travels in blocks of its own, so that ranks of an island with copies of one get the same bits."""
     first = second = 0
-    for shape in shapes:
+    for shape, rank in changes:
         if travels_in_factors(shape, rank):
             assert rank is not None
-            first += shape[0] * rank
-            second += shape[1] * rank
+            first += whole_blocks(shape[0] * rank, compression)
+            second += whole_blocks(shape[1] * rank, compression)
         else:
-            first += math.prod(shape)
+            first += whole_blocks(math.prod(shape), compression)
     return first, second
 
 
 def island_exchange_bytes(
-    shapes: Iterable[tuple[int, ...]],
+    changes: Iterable[tuple[tuple[int, ...], int | None]],
     islands: int,
     compression: Compression,
-    rank: int | None = None,
     element_bytes: int = 4,
 ) -> int:
-    """Return the bytes that a rank sends to exchange changes of these shapes, factors of `rank` among them."""
-    numels = exchanged_numels(shapes, rank)
+    """Return the bytes that a rank sends to exchange changes of these shapes, each with the rank of its factors where
+    it travels in such."""
+    numels = exchanged_numels(changes, compression)
     return sum(island_reduce_bytes(numel, islands, compression, element_bytes) for numel in numels)

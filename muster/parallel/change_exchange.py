@@ -1,12 +1,13 @@
 """Exchange of parameter changes between islands: whole or as factors of low rank, with what that lost before."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from muster.config.outer_config import OuterConfig
-from muster.layout.island_bytes import travels_in_factors
+from muster.layout.island_bytes import Compression, travels_in_factors, whole_blocks
 from muster.model.init import keyed_generator
 from muster.parallel.axis import IslandAxis
 from muster.parallel.island_exchange import mean_over_islands
@@ -28,6 +29,8 @@ class ChangeExchange:
             {name: torch.zeros_like(x) for name, x in parameters.items()} if config.error_feedback else {}
         )
         """Losses of the exchanges before in this island's changes, by parameter."""
+        self.measured_ranks: dict[str, int] = {}
+        """Numerical rank of the last mean of each change that travelled in factors (rank_window)."""
 
     @property
     def state_bytes(self) -> int:
@@ -52,6 +55,9 @@ class ChangeExchange:
             rights = {name: changes[name].mT @ left for name, left in lefts.items()}
             second, lost = self._average(rights)
             means |= {name: left @ second[name].mT for name, left in lefts.items()}
+            if self.config.rank_window is not None:  # P is orthonormal: P · Qᵀ has the singular values of Q
+                tolerance = self.config.rank_tolerance
+                self.measured_ranks |= {name: numerical_rank(right, tolerance) for name, right in second.items()}
             if self.errors:
                 sent = {name: left @ (rights[name] - lost[name]).mT for name, left in lefts.items()}
                 self._remember({name: changes[name] - part for name, part in sent.items()})
@@ -61,10 +67,11 @@ class ChangeExchange:
         """Return the means of tensors in one exchange, and with error feedback what it lost of each."""
         if not values:
             return {}, {}
-        flat = torch.cat([value.flatten() for value in values.values()])
+        flat = flatten_in_blocks(values.values(), self.config.compression)
         error = torch.empty_like(flat) if self.errors else None
         mean = mean_over_islands(flat, self.axis, self.config.compression, error)
-        return _unflatten(mean, values), {} if error is None else _unflatten(error, values)
+        how = self.config.compression
+        return unflatten(mean, values, how), {} if error is None else unflatten(error, values, how)
 
     def _remember(self, lost: Mapping[str, Tensor]) -> None:
         """Keep what an exchange has lost of this island's changes for the next one."""
@@ -88,15 +95,26 @@ def right_start(name: str, step: int, offset: tuple[int, ...], rank: int, moment
 
 
 def start_matrices(
-    config: OuterConfig, step: int, offsets: Mapping[str, tuple[int, ...]], momenta: Mapping[str, Tensor]
+    rank_of: Callable[[str], int | None],
+    step: int,
+    offsets: Mapping[str, tuple[int, ...]],
+    momenta: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Return `right_start` of each parameter whose change travels in factors."""
-    rank = config.low_rank
+    """Return `right_start` of each parameter whose change travels in factors. `rank_of`: their rank by parameter."""
+    ranks = {name: rank_of(name) for name in momenta}
     return {
-        name: right_start(name, step, offsets[name], rank, momentum)
-        for name, momentum in momenta.items()
-        if rank is not None and travels_in_factors(tuple(momentum.shape), rank)
+        name: right_start(name, step, offsets[name], rank, momenta[name])
+        for name, rank in ranks.items()
+        if rank is not None and travels_in_factors(tuple(momenta[name].shape), rank)
     }
+
+
+def numerical_rank(x_MN: Tensor, tolerance: float) -> int:
+    """Return the number of singular values above `tolerance` times the largest; 0 for zeros and for NaN."""
+    if not bool(x_MN.isfinite().all()):
+        return 0
+    values = torch.linalg.svdvals(x_MN.float())
+    return int((values > tolerance * values[0]).sum())
 
 
 def orthonormal_columns(x_MR: Tensor) -> Tensor:
@@ -104,6 +122,19 @@ def orthonormal_columns(x_MR: Tensor) -> Tensor:
     return torch.linalg.qr(x_MR).Q
 
 
-def _unflatten(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    parts = flat.split([value.numel() for value in like.values()])
-    return {name: part.view(value.shape) for (name, value), part in zip(like.items(), parts, strict=True)}
+def flatten_in_blocks(values: Iterable[Tensor], compression: Compression) -> Tensor:
+    """Return tensors one after another, each followed by zeros to the end of its last block of integers.
+
+    No scale is so shared by two tensors: one of which several ranks of an island have copies would otherwise differ
+    between these after an exchange, by its neighbours.
+    """
+    flat = [value.flatten() for value in values]
+    return torch.cat([pad(one, (0, whole_blocks(one.numel(), compression) - one.numel())) for one in flat])
+
+
+def unflatten(flat: Tensor, like: Mapping[str, Tensor], compression: Compression) -> dict[str, Tensor]:
+    """Return the tensors that `flatten_in_blocks` has made one of, in the shapes of `like`."""
+    parts = flat.split([whole_blocks(value.numel(), compression) for value in like.values()])
+    return {
+        name: part[: value.numel()].view(value.shape) for (name, value), part in zip(like.items(), parts, strict=True)
+    }

@@ -10,7 +10,7 @@ from muster.config.outer_config import OuterConfig
 from muster.layout.island_bytes import Compression, island_chunk
 from muster.layout.module_paths import ModulePaths
 from muster.parallel.axis import IslandAxis
-from muster.parallel.change_exchange import ChangeExchange
+from muster.parallel.change_exchange import ChangeExchange, flatten_in_blocks, unflatten
 from muster.parallel.island_exchange import decode, encode
 
 
@@ -35,10 +35,9 @@ class ModuleExchange(ChangeExchange):
         """Return the mean of each change over the islands that share it, the same bits on all of these."""
         means = dict(changes)
         for names in self.paths.exchanged(list(changes)):
-            flat = torch.cat([changes[name].flatten() for name in names])
-            mean = means_over_members(flat, self.axis, self.config.compression, self._weights(names[0]))
-            parts = mean.split([changes[name].numel() for name in names])
-            means |= {name: part.view(changes[name].shape) for name, part in zip(names, parts, strict=True)}
+            shared, how = {name: changes[name] for name in names}, self.config.compression
+            flat = flatten_in_blocks(shared.values(), how)
+            means |= unflatten(means_over_members(flat, self.axis, how, self._weights(names[0])), shared, how)
         return means
 
     def _weights(self, name: str) -> list[dict[int, int]]:

@@ -59,9 +59,11 @@ def meetings_note(meetings: Sequence[Mapping[str, Any]]) -> str | None:
     if samples := first.get("path_samples"):
         shares = ", ".join(f"{one / sum(samples):.0%}" for one in samples)
         paths = f"; they train {pluralize(len(samples), 'path')}, to which the router sends {shares} of the samples"
+    ranks = [sum(row["ranks"].values()) / len(row["ranks"]) for row in (first, last) if row.get("ranks")]
+    fell = f"; the mean rank of factors was {ranks[0]:.1f} at first, {ranks[1]:.1f} at last" if ranks else ""
     return (
         f"islands met {pluralize(len(meetings), 'time')}, from step {first['step']} to {last['step']}: they were"
         f" {relative_length(first, 'distance')} of the parameters' length apart from their mean at first,"
         f" {relative_length(last, 'distance')} at last; rank 0 waited {format_seconds(waited_s)} for them in all and"
-        f" sent {format_bytes(sum(row['sent_bytes'] for row in meetings))}{paths}"
+        f" sent {format_bytes(sum(row['sent_bytes'] for row in meetings))}{paths}{fell}"
     )

@@ -55,7 +55,8 @@ def headline_figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
             "round",
             f"{format_seconds(whole.round_s)} for {pluralize(whole.outer.every, 'step')} ({whole.outer.method}),"
             f" {format_seconds(whole.exposed_s)} of it waiting for other islands; a rank sends"
-            f" {format_bytes(whole.sent_bytes)}",
+            f" {format_bytes(whole.sent_bytes)}"
+            + (f" at rank {whole.outer.low_rank}, and less once ranks fall" if whole.outer.rank_window else ""),
         )
         if whole.outer.warmup_steps:
             yield "warm-up", f"{pluralize(whole.outer.warmup_steps, 'step')} of {format_seconds(whole.warmup_step_s)}"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -20,6 +20,7 @@ from muster.layout.host_updates import layer_of
 from muster.layout.island_bytes import exchanged_shape, island_exchange_bytes
 from muster.optim.outer.base import OuterParameter
 from muster.optim.outer.build import build_outer_method
+from muster.optim.outer.factor_ranks import FactorRanks
 from muster.parallel.axis import IslandAxis
 from muster.parallel.change_exchange import ChangeExchange, start_matrices
 from muster.parallel.module_exchange import ModuleExchange
@@ -27,6 +28,7 @@ from muster.parallel.world import World
 from muster.schedule.action import Action, Kind
 from muster.schedule.outer_steps import OuterEvents, fragment_of, outer_events, pending_fragments
 from muster.spec.errors import MusterError
+from muster.spec.model import parameter_shapes
 from muster.train.parameter_updater import ParameterUpdater
 from muster.train.path_routing import module_paths
 
@@ -57,6 +59,8 @@ class Meeting:
     """Islands whose changes were averaged."""
     path_samples: tuple[int, ...] = ()
     """Training samples of each path (dipaco)."""
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """Rank of the factors of each matrix' change (rank_window)."""
 
 
 @dataclass
@@ -66,8 +70,11 @@ class OuterExchange:
     change: Tensor
     """Mean change of this rank's part of the fragment, flat."""
     sums: list[float]
-    """(squared distances, squared change, squared norm, stop requested, loss of each island), over all ranks."""
+    """(squared distances, squared change, squared norm, stop requested, loss of each island), over all ranks; with
+    rank_window then for each matrix the numerical rank of its mean change, times elements, and the elements."""
     transfer_s: float = 0.0
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """Rank of the factors of each matrix (rank_window)."""
 
 
 class OuterUpdater:
@@ -100,6 +107,8 @@ class OuterUpdater:
             for exchange in range(self.config.num_exchanges)
         ]
         """Parameters of each exchange's fragment of which this rank holds a part, the same on all islands."""
+        self.matrices = self._matrices(config) if self.config.rank_window is not None else []
+        """Matrices of each exchange's fragment in the whole model."""
         self._thread = ThreadPoolExecutor(1, "outer")
         self._pending: dict[int, Future[OuterExchange]] = {}
         self._arrived: dict[int, tuple[OuterExchange, float]] = {}
@@ -114,8 +123,18 @@ class OuterUpdater:
         assert world.groups.islands is not None, "the plan has no islands"
         return world.groups.islands
 
+    def _matrices(self, config: RunConfig) -> list[list[str]]:
+        shapes = {name: shape for name, shape in parameter_shapes(config.model) if not is_frozen(config.optim, name)}
+        names = [name for name, shape in shapes.items() if len(shape) == 2]
+        by_fragment = [
+            [name for name in names if fragment_of(self.config, layer_of(name)) == fragment]
+            for fragment in range(self.config.fragments)
+        ]
+        return [by_fragment[exchange % self.config.fragments] for exchange in range(self.config.num_exchanges)]
+
     def reset(self) -> None:
         """Begin anew from the islands' present parameters, which are equal."""
+        self.ranks = FactorRanks(self.config)
         self.parameters = {
             name: OuterParameter(
                 self.updater.parameters[name].detach().clone(),
@@ -160,17 +179,18 @@ class OuterUpdater:
             changes = {name: self.parameters[name].value - self.updater.parameters[name] for name in names}
             momenta = {name: self.parameters[name].momentum for name in names if len(layouts[name].boxes) == 1}
             offsets = {name: layouts[name].boxes[0].start for name in momenta}
-            starts = start_matrices(self.config, state.step, offsets, momenta)
+            starts = start_matrices(self.ranks.rank_of, state.step, offsets, momenta)
         is_first = self.world.rank % self.world.plan.island_size == 0
         losses = [state.loss if is_first and n == self.axis.index else 0.0 for n in range(self.axis.size)]
         squares = sum(
             float(self.parameters[name].value.double().square().sum()) / layouts[name].num_copies for name in names
         )
         told = [squares / self.axis.size, float(is_first and state.stop_requested), *losses]
-        self._pending[action.slice] = self._thread.submit(self._exchange, changes, starts, told)
+        ranks = self.ranks.ranks_of(self.matrices[action.slice]) if self.matrices else {}
+        self._pending[action.slice] = self._thread.submit(self._exchange, changes, starts, told, ranks)
 
     def _exchange(
-        self, changes: Mapping[str, Tensor], starts: Mapping[str, Tensor], told: list[float]
+        self, changes: Mapping[str, Tensor], starts: Mapping[str, Tensor], told: list[float], ranks: Mapping[str, int]
     ) -> OuterExchange:
         start_s = perf_counter()
         device = self.world.device
@@ -184,9 +204,15 @@ class OuterUpdater:
                 sums[0] += float((change - means[name]).double().square().sum()) / copies
                 sums[1] += float(means[name].double().square().sum()) / copies / self.axis.size
             mean = torch.cat([means[name].flatten() for name in changes])
-        everyone = torch.tensor([*sums, *told], dtype=torch.float64, device=device)
+        sizes = [changes[name].numel() if name in starts else 0 for name in ranks]
+        measured = [
+            value
+            for name, size in zip(ranks, sizes, strict=True)
+            for value in (self.exchange.measured_ranks[name] * size if size else 0.0, size)
+        ]
+        everyone = torch.tensor([*sums, *told, *measured], dtype=torch.float64, device=device)
         dist.all_reduce(everyone, group=self.axis.everyone)
-        return OuterExchange(mean, everyone.tolist(), perf_counter() - start_s)
+        return OuterExchange(mean, everyone.tolist(), perf_counter() - start_s, ranks)
 
     def _synchronize(self) -> None:
         """Let the thread of the exchanges see what another stream has computed."""
@@ -226,8 +252,16 @@ class OuterUpdater:
                 self.method.update(outer, change.view_as(outer.value))
                 self.method.merge(local, outer.value)
             self._refresh()
+        if exchange.ranks and meeting.step > self.config.warmup_steps:
+            self._record_ranks(self.matrices[action.slice], exchange.sums[4 + self.axis.size :])
         self.stop_requested |= exchange.sums[3] > 0
         self._meetings.append(meeting)
+
+    def _record_ranks(self, names: Sequence[str], measured: Sequence[float]) -> None:
+        """Remember the numerical ranks of matrices: of the parts of one their mean, by elements."""
+        for name, total, numel in zip(names, measured[::2], measured[1::2], strict=True):
+            if numel:
+                self.ranks.record(name, total / numel)
 
     def _refresh(self) -> None:
         """Let what was made of parameters be made anew: copies of tied weights, and gathered parameters."""
@@ -236,10 +270,12 @@ class OuterUpdater:
             stage.reshard()
 
     def _meeting(self, fragment: int, exchange: OuterExchange, wait_s: float) -> Meeting:
-        distances, change, norm, _, *losses = exchange.sums
+        distances, change, norm = exchange.sums[:3]
+        losses = exchange.sums[4 : 4 + self.axis.size]
         names = self.names[fragment]
         element = self.parameters[names[0]].value.element_size() if names else 0
-        sizes = self.axis.size, self.config.compression, self.config.low_rank, element
+        shapes = {name: exchanged_shape(self.updater.layouts[name]) for name in names}
+        ranks = exchange.ranks if self.matrices else dict.fromkeys(names, self.config.low_rank)
         return Meeting(
             step=self.updater.state.step,
             fragment=fragment % self.config.fragments,
@@ -248,13 +284,16 @@ class OuterUpdater:
             norm=math.sqrt(norm),
             losses=tuple(losses),
             sent_bytes=sum(
-                island_exchange_bytes([exchanged_shape(self.updater.layouts[name]) for name in part], *sizes)
+                island_exchange_bytes(
+                    ((shapes[name], ranks.get(name)) for name in part), self.axis.size, self.config.compression, element
+                )
                 for part in self.paths.exchanged(names)
             ),
             transfer_s=exchange.transfer_s,
             wait_s=wait_s,
             peers=self.axis.size,
             path_samples=tuple(self.shard_sizes) if self.paths.num_paths > 1 else (),
+            ranks=exchange.ranks,
         )
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -341,14 +380,22 @@ class OuterUpdater:
         return found
 
     def counters(self) -> dict[str, Any]:
-        """Counters of a checkpoint's manifest: the sums of exchanges that are over and not yet used."""
+        """Counters of a checkpoint's manifest: the sums of exchanges that are over and not yet used, and the ranks of
+        factors."""
         self._settle()
-        return {"pending": {str(fragment): future.result().sums for fragment, future in self._pending.items()}}
+        pending = {str(fragment): future.result() for fragment, future in self._pending.items()}
+        found: dict[str, Any] = {"pending": {fragment: exchange.sums for fragment, exchange in pending.items()}}
+        if self.matrices:
+            found["measured_ranks"] = dict(self.ranks.measured)
+            found["pending_ranks"] = {fragment: dict(exchange.ranks) for fragment, exchange in pending.items()}
+        return found
 
     def restore(self, counters: Mapping[str, Any]) -> None:
         """Take up the counters of a checkpoint whose shards have been loaded."""
         for fragment, sums in counters["pending"].items():
-            self._pending[int(fragment)].result().sums = sums
+            exchange = self._pending[int(fragment)].result()
+            exchange.sums, exchange.ranks = sums, counters.get("pending_ranks", {}).get(fragment, {})
+        self.ranks.restore(counters.get("measured_ranks", {}))
         self.stop_requested = False
         with torch.no_grad():
             self._refresh()

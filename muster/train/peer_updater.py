@@ -139,7 +139,7 @@ class PeerUpdater(OuterUpdater):
             return {name: one.value - parameters[name] for name, one in self.parameters.items()}
 
     def _exchange(
-        self, changes: Mapping[str, Tensor], starts: Mapping[str, Tensor], told: list[float]
+        self, changes: Mapping[str, Tensor], starts: Mapping[str, Tensor], told: list[float], ranks: Mapping[str, int]
     ) -> OuterExchange:
         """Exchange changes with the other peers, and step the outer optimizer, while the rank waits. Raises Stopped;
         MusterError where the changes are not finite, so that they reach no other peer."""

@@ -31,7 +31,7 @@ class IslandRound:
     transfers_s: tuple[float, ...]
     """Seconds of the exchange of each fragment, of the pipeline rank that takes longest."""
     sent_bytes: int
-    """Bytes that the rank that sends most sends in a round."""
+    """Bytes that the rank that sends most sends in a round; with ranks that adapt, in a first one, with `low_rank`."""
 
     @property
     def exposed_s(self) -> float:
@@ -58,6 +58,7 @@ class IslandRound:
             "exposed_s": self.exposed_s,
             "transfers_s": list(self.transfers_s),
             "sent_bytes": self.sent_bytes,
+            "ranks_adapt": self.outer.rank_window is not None,
             "warmup_steps": self.outer.warmup_steps,
             "warmup_step_s": self.warmup_step_s if self.outer.warmup_steps else None,
         }
@@ -93,7 +94,7 @@ def island_round(
             [
                 island_reduce_bytes(numel, plan.islands, outer.compression, element)
                 for names in paths.exchanged(list(part))
-                for numel in exchanged_numels([part[name] for name in names], outer.low_rank)
+                for numel in exchanged_numels(((part[name], outer.low_rank) for name in names), outer.compression)
             ]
             for part in shapes
         ]
