@@ -13,6 +13,8 @@ from unittest.mock import Mock
 import pytest
 
 from muster.cli.main import main
+from muster.config.load_config import load_run_config
+from muster.config.swarm_config import SwarmConfig
 from muster.launch.peers.channel import create_secret
 from muster.launch.swarm.connections import PeerConnections
 from muster.launch.swarm.peer import SwarmPeer
@@ -20,6 +22,7 @@ from muster.launch.swarm.step_passes import Pass, StepPasses
 from muster.launch.swarm.wiring import PeerTimes, StageWiring, choose_move, stage_for
 from muster.report.swarm import draw_swarm, swarm_note
 from muster.spec.errors import MusterError
+from muster.train.resume_check import config_changes
 from tests.ranks import run_ranks
 from tests.toy_peers import free_ports
 from tests.train_runs import QUICK, Command, assert_one_sentence, train
@@ -250,6 +253,12 @@ def test_a_peer_without_address_or_secret_is_told_so(tmp_path: Path, capsys: pyt
     assert "copy the one that muster coordinator, or the trainer of a swarm, has made" in capsys.readouterr().err
 
 
+def test_a_run_goes_on_with_a_swarm_or_without() -> None:
+    alone = load_run_config("tiny", None, []).config
+    with_swarm = alone.model_copy(update={"swarm": SwarmConfig(stages=4)})
+    assert config_changes(alone, with_swarm) == config_changes(with_swarm, alone) == []
+
+
 def test_who_does_not_know_the_secret_is_refused_both_ways(flags: tuple[str | Path, ...], tmp_path: Path) -> None:
     host, _, port = str(flags[flags.index("--swarm.listen") + 1]).partition(":")
     create_secret(tmp_path / "run.secret")
@@ -263,7 +272,7 @@ def test_who_does_not_know_the_secret_is_refused_both_ways(flags: tuple[str | Pa
         with _serve(flags, tmp_path) as peer:
             ended = peer.wait()
         connections.close()
-    assert_one_sentence(ended, 1, "has another secret: give all peers a copy of its secret file")
+    assert_one_sentence(ended, 2, "has another secret: give all peers a copy of its secret file")
     assert any("it is no peer of Muster" in line for line in said), said
     assert any("it doesn't know the run's secret" in line for line in said), said
 
@@ -299,3 +308,6 @@ def test_a_run_and_its_peers_end_resume_and_report(flags: tuple[str | Path, ...]
         for run in (swarm, alone)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    goes_on = train(*plain[:place], *QUICK, *length, "--train.steps", "8", "--run", swarm)
+    assert goes_on.code == 0, goes_on
+    assert len((swarm / "metrics.jsonl").read_text().splitlines()) == 8

@@ -61,6 +61,7 @@ CHANGEABLE_KEYS = (
     "outer.coordinator",
     "outer.secret_file",
     "outer.announce",
+    "swarm",
     *(f"swarm.{key}" for key in SwarmConfig.model_fields),
 )
 """Keys that may change on resuming: they affect neither the model, the sample stream nor the optimization."""
@@ -156,7 +157,11 @@ def config_changes(before: RunConfig, after: RunConfig) -> list[str]:
     places = (with_absolute_paths(without_data_locations(config)) for config in (before, after))
     old, new = (config.model_dump(mode="json", exclude={"plugins"}) for config in places)
     sections = [key for key in old if {type(old[key]), type(new[key])} == {dict, type(None)}]
-    changed = [f"section {key} {'is new' if old[key] is None else 'is left out'}" for key in sections]
+    changed = [
+        f"section {key} {'is new' if old[key] is None else 'is left out'}"
+        for key in sections
+        if key not in CHANGEABLE_KEYS
+    ]
     old, new = (_flatten({key: tree[key] for key in tree if key not in sections}) for tree in (old, new))
     changed += [
         f"{key} was {old.get(key)}, now {new.get(key)}"

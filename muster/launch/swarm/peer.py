@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from muster.launch.peers.channel import Message, RefusedError, connect
+from muster.launch.peers.channel import Channel, Message, RefusedError, connect
 from muster.launch.peers.client import listen_for_peers
 from muster.launch.peers.links import Address, LinkError, PeerListener, Ring, fetch_state, open_ring
 from muster.launch.peers.packets import Packets
-from muster.spec.errors import MusterError
+from muster.spec.errors import ConfigError, MusterError
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 """Times before the trainer is tried again; each is twice the one before."""
@@ -105,12 +105,12 @@ class SwarmPeer:
 
     def run(self, is_stopping: Callable[[], bool] = lambda: False) -> bool:
         """Serve until the run is over; returns False where it was asked to stop before. A trainer that is gone is
-        looked for until it is back. Raises MusterError where the secret is another, or a pass fails."""
+        looked for until it is back. Raises ConfigError where the secret is another, MusterError where a pass fails."""
         wait_s, told = _FIRST_WAIT_S, ""
         while not is_stopping():
             problem = ""
             try:
-                self._packets = Packets(connect(self._trainer, self._secret))
+                self._packets = Packets(self._connect())
                 wait_s, told = _FIRST_WAIT_S, ""
                 if self._serve(self._packets, is_stopping):
                     return True
@@ -128,6 +128,12 @@ class SwarmPeer:
             time.sleep(wait_s * random.uniform(0.5, 1.0))
             wait_s = min(_LONGEST_WAIT_S, 2 * wait_s)
         return False
+
+    def _connect(self) -> Channel:
+        try:
+            return connect(self._trainer, self._secret)
+        except RefusedError as error:
+            raise ConfigError(str(error)) from None
 
     def close(self) -> None:
         """Accept no further connections."""
