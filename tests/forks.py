@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
+import gc
 import importlib
 import json
 import os
@@ -88,6 +89,7 @@ def serve(place: str, ready: int) -> int:
         importlib.import_module(module.name)
     for name in ("muster.train.worker", "muster.train.verify.rank", "muster.checkpoint.writer_process"):
         importlib.import_module(name)
+    gc.freeze()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(place)
         listener.listen(64)
@@ -180,7 +182,8 @@ def _run(program: str, words: Sequence[str], environment: Mapping[str, str], kee
         return 0
     sys.path[0] = os.getcwd()
     if program != "muster":
-        sys.modules.pop(program, None)  # as in a new interpreter, it is `__main__` only
+        for module in (program, *words[:1]):  # as in a new interpreter, they are `__main__` only
+            sys.modules.pop(module, None)
     runpy.run_module(program, run_name="__main__", alter_sys=True)
     return 0
 

@@ -16,6 +16,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib
 import importlib.util
 import json
@@ -162,6 +163,7 @@ def _serve() -> None:
     """The nursery: for each job the process number of its parent, then how that ended."""
     importlib.import_module("torch._dynamo")
     importlib.import_module("muster.train.loop")
+    gc.freeze()  # the collector of a forked process would write to, and so copy, all that was imported
     for line in sys.stdin:
         asked = json.loads(line)
         if isinstance(asked, str):

@@ -93,7 +93,7 @@ def launch(
 def rank_command(module: str, folder: Path, world_size: int) -> Callable[[int, str], list[str]]:
     """Return a function from a rank's number, -1 for a spare, and the store's endpoint to the command of a module that
     calls `rank_main`."""
-    python = [sys.executable, "-X", "faulthandler", "-m", module, str(folder)]
+    python = [sys.executable, "-X", "faulthandler", "-m", "muster.launch.rank_module", module, str(folder)]
 
     def command(rank: int, store: str) -> list[str]:
         place = ["--rank", str(rank)] if rank >= 0 else ["--spare"]

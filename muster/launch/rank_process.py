@@ -1,6 +1,7 @@
 """Entry point of a rank's process: joins the launcher's store and runs a body."""
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -34,6 +35,8 @@ def member_main(body: Callable[[Path, dist.Store, LauncherWords], int]) -> int:
     A spare has `--spare` in place of `--rank R`: it waits, with all modules of its body imported, until the launcher
     gives it a lost rank's place.
     """
+    gc.freeze()  # modules live as long as the process
+    gc.enable()
     forgive_standard_streams()
     parser = argparse.ArgumentParser()
     parser.add_argument("run_dir", type=Path)

@@ -1,8 +1,6 @@
 """Compilation of decoder blocks with torch.compile, one by one: blocks with equal code share the compiled result."""
 
 import torch
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.exc import InvalidCxxCompiler
 from torch.utils._triton import has_triton
 
 from muster.model.attention import Attention, core_attention
@@ -48,6 +46,9 @@ def compile_blocks(module: Decoder, device: torch.device) -> None:
             " set compile to false"
         )
     if device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler  # a second of imports that only compilation needs
+        from torch._inductor.exc import InvalidCxxCompiler
+
         try:
             get_cpp_compiler()
         except InvalidCxxCompiler:

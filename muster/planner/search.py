@@ -23,7 +23,7 @@ from muster.planner.search_budget import SearchBudget, simulation_work
 from muster.planner.search_phases import best_first, local_search, probe, seed
 from muster.planner.search_result import ROUNDING_TOLERANCE, SearchResult, total_counts
 from muster.planner.space import draft_plans, mesh_shapes, schedule_choices
-from muster.schedule.gc_pause import gc_paused
+from muster.spec.gc_pause import gc_paused
 from muster.spec.plan import Plan
 
 NUM_PARTS = 4

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
-from muster.schedule.gc_pause import gc_paused
 from muster.schedule.makespan_bound import OptimalityGap, lower_bound_s
 from muster.schedule.order_search import OrderSearch, explore, improve
 from muster.schedule.schedule import Schedule
@@ -12,6 +11,7 @@ from muster.schedule.schedule_spec import ScheduleSpec
 from muster.schedule.search_problem import SearchProblem, make_search_problem, pass_codes, schedule_from_passes
 from muster.schedule.timing import Timing, time_schedule
 from muster.spec.errors import InfeasibleError
+from muster.spec.gc_pause import gc_paused
 from muster.spec.stage_placement import bidirectional_placement, looped_placement, wave_placement
 
 _EPSILON = 1e-9

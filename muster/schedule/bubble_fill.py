@@ -11,10 +11,10 @@ from heapq import heappop, heappush
 from math import inf
 
 from muster.schedule.action import Action, Kind
-from muster.schedule.gc_pause import gc_paused
 from muster.schedule.program import ProgramError
 from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import ScheduleSpec
+from muster.spec.gc_pause import gc_paused
 
 _BEHIND_ALL = 1 << 40
 """Number larger than that of any action: puts a queue behind all others."""

@@ -20,12 +20,12 @@ from muster.schedule.action import (
 )
 from muster.schedule.buffer_liveness import PASSES, BufferLiveness
 from muster.schedule.dry_run import dry_run
-from muster.schedule.gc_pause import gc_paused
 from muster.schedule.paths import wrong_path
 from muster.schedule.peer_check import check_collectives, check_outer_steps, check_transfers
 from muster.schedule.program import Program, ProgramError, Wait, stages_of_action
 from muster.schedule.timing import WHY_AFTER, wrong_pair
 from muster.schedule.versions import check_versions
+from muster.spec.gc_pause import gc_paused
 from muster.spec.units import pluralize
 
 __all__ = ["ProgramError", "CheckReport", "check"]

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from muster.schedule.action import Action, Kind
-from muster.schedule.gc_pause import gc_paused
 from muster.schedule.makespan_bound import lower_bound_s
 from muster.schedule.order_search import OrderSearch, explore, improve
 from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import ScheduleSpec
 from muster.schedule.search_problem import make_search_problem, schedule_from_passes
+from muster.spec.gc_pause import gc_paused
 
 EXPLORE_PASSES = 60_000
 """Passes to schedule while rules are explored."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 from muster.schedule.action import COPY_LANES, KINDS, LANES, Action, Kind, Lane
 from muster.schedule.active_stages import add_active_stages
-from muster.schedule.gc_pause import gc_paused
 from muster.schedule.host_update import PARTS_AHEAD, carried_order, copy_order, shared_copy_order
 from muster.schedule.offload import PassCopies, add_copy_lane, add_pass_copies
 from muster.schedule.outer_steps import NO_EXCHANGE, OuterEvents
@@ -14,6 +13,7 @@ from muster.schedule.schedule import Schedule
 from muster.schedule.transfers import Transfers, lanes_with_transfers, schedule_transfers
 from muster.schedule.versions import add_versioned_steps
 from muster.schedule.vocab_passes import VocabSchedule, VocabTimes, add_vocab_passes
+from muster.spec.gc_pause import gc_paused
 from muster.spec.layer_strategy import Tier, ZeroLevel
 
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from muster.cost.time.op_times import OpTimes
 from muster.schedule.action import LANES, Action, Lane
-from muster.schedule.gc_pause import gc_paused
 from muster.schedule.program import Instruction, Program, ProgramError, participants
 from muster.simulate.breakdown import spans_of
 from muster.simulate.pairs import paired_durations_s
@@ -18,6 +17,7 @@ from muster.simulate.shared_cores import simulate_on_shared_cores
 from muster.simulate.spans import P2P, Column, RankSpans, time_by_part
 from muster.simulate.timeline import Event, Timeline
 from muster.simulate.transfers import NO_TRANSFER, SEVERAL_WAITS, Transfers
+from muster.spec.gc_pause import gc_paused
 
 
 def simulate(program: Program, times: OpTimes) -> Timeline:

@@ -12,11 +12,11 @@ from typing import Literal, get_args
 
 from muster.cost.time.cost_cache import CostCache
 from muster.schedule.build import build_program, program_key
-from muster.schedule.gc_pause import gc_paused
 from muster.schedule.program import Program
 from muster.simulate.predict import predict
 from muster.spec.device import DeviceSpec
 from muster.spec.errors import MusterError
+from muster.spec.gc_pause import gc_paused
 from muster.spec.layer_strategy import Recompute
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
