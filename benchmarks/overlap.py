@@ -176,7 +176,7 @@ def pass_of_layers(
         axis.link, axis.turns, axis.seconds = link, turns if link.overlaps else None, 0.0 if backward else seconds
         run_layers = DominoLayers(turns) if turns is not None and link.overlaps else module.run_layers
         run_layers = module._through_ladder if module.is_ladder else run_layers
-        x_BSD = torch.zeros(SEQUENCES, POSITIONS, MODEL.hidden_size, requires_grad=True)
+        x_BSD = torch.zeros(SEQUENCES, POSITIONS, model.boundary_size(1), requires_grad=True)
         made: list[Tensor] = []
 
         def forward() -> None:
@@ -219,6 +219,20 @@ def ladder_cases(ratio: float) -> Iterator[Case]:
         alone = 2 * LAYERS * turn_s, 2 * LAYERS * message_s
         predicted_s = without_slowdown(LAYERS * layer_s + end_s, sum(alone))
         yield Case(f"ladder, {words}", *alone, pass_of_layers(None, ratio * one_s, backward, model), predicted_s)
+
+
+def kraken_cases(ratio: float) -> Iterator[Case]:
+    """Yield layers of two sub-layers side by side, whose sum of streams travels beside attention in each layer but the
+    first, in the forward and in the backward."""
+    model = MODEL.model_copy(update={"parallel_sublayers": 2})
+    for words, backward, one_s in (("forward", False, FORWARD_S), ("backward", True, INPUT_S + WEIGHT_S)):
+        turn_s, message_s, sums = SEQUENCES * one_s, SEQUENCES * ratio * one_s, LAYERS - 1
+        layer = PassCost(2 * turn_s)
+        layer.add_overlapped("tp", message_s, turn_s)
+        alone = 2 * LAYERS * turn_s, sums * message_s
+        predicted_s = 2 * turn_s + sums * (layer.compute_s + layer.exposed_s["tp"])
+        run = pass_of_layers(None, ratio * one_s, backward, model)
+        yield Case(f"sub-layers, {words}", *alone, run, without_slowdown(predicted_s, sum(alone)))
 
 
 def without_slowdown(seconds: float, alone_s: float) -> float:
@@ -356,6 +370,7 @@ def gather_cases(ratio: float) -> Iterator[Case]:
 MECHANISMS: dict[str, Callable[[float], Iterator[Case]]] = {
     "tensor-parallel": tensor_parallel_cases,
     "ladder": ladder_cases,
+    "kraken": kraken_cases,
     "async-tp": ring_cases,
     "pairs": pair_cases,
     "experts": expert_cases,

@@ -80,6 +80,7 @@ from muster.train.schedule_refinement import refine_schedule_from_profile
 from muster.train.trainer import Trainer
 from tests.emulated_symmetric_memory import gradients_out_of_order, symmetric_memory
 from tests.faults_of_units import UNIT_FAULTS
+from tests.kraken_faults import KRAKEN_FAULTS
 from tests.ladder_faults import LADDER_FAULTS
 from tests.optim_ranks import plain_newton_schulz
 from tests.recorded_graphs import one_pair_for_all, recorded_graphs, stale_inputs
@@ -293,6 +294,11 @@ FAMILIES |= {
 LORA_DROPOUT = AdapterSpec(r=3, lora_alpha=6, target_modules=("all-linear",), lora_dropout=0.2)
 FAMILIES["lora dropout"] = {"adapter": LORA_DROPOUT, "out_bias": True}
 FAMILIES |= {f"{family} ladder": FAMILIES[family] | {"residual": "ladder"} for family in ("llama", "gpt2", "qwen3")}
+FAMILIES |= {
+    f"{family} kraken{count}": FAMILIES[family] | {"parallel_sublayers": count}
+    for family in ("llama", "gpt2", "qwen3")
+    for count in (2, 4)
+}
 MTP_FACTOR = 0.7
 FAMILIES |= {
     f"{family} mtp": FAMILIES[family] | {"mtp_layers": layers, "mtp_loss_scaling_factor": MTP_FACTOR}
@@ -1331,6 +1337,7 @@ def stale_copies() -> Iterator[None]:
 
 FAULTS = {
     **LADDER_FAULTS,
+    **KRAKEN_FAULTS,
     **UNIT_FAULTS,
     "lost sums": lost_sums,
     "stale copies": stale_copies,

@@ -28,6 +28,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "test_parity.py",
         "test_domino.py",
         "test_ladder.py",
+        "test_kraken.py",
         "test_versions.py",
         "test_skippipe.py",
         "test_active_stages.py",

@@ -44,6 +44,7 @@ LONG = (
     "low-rank",
     "memory",
     "experts",
+    "parallel-sublayers",
     "offload-optimizer",
     "offload-parameters",
     "linear-attention",

@@ -173,9 +173,12 @@ def test_what_a_ladder_is_without_is_said() -> None:
     spec = ModelSpec.model_validate(known)
     for name, sentence in (
         ("tp2-sp-fp32", "sp of a model with residual ladder (the all-gather before a sub-layer would queue"),
-        ("tp2-domino-mb2-fp32", "tp_overlap domino (whose collectives travel beside the next sub-layer anyhow)"),
+        (
+            "tp2-domino-mb2-fp32",
+            "tp_overlap domino of a model with residual ladder (whose collectives travel beside the next",
+        ),
         ("dp1-tile2-fp32", "sequence_tiles of a model with residual ladder"),
-        ("pp2-oact-fp32", "offload of activations (it has no parity test yet)"),
+        ("pp2-oact-fp32", "offload of activations of a model with residual ladder (it has no parity test yet)"),
     ):
         assert any(found.startswith(sentence) for found in unsupported_features(parse_plan_name(name), spec)), name
 

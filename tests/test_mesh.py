@@ -103,7 +103,7 @@ def filled(shape: tuple[int, ...], boxes: list[Box]) -> np.ndarray:
 @settings(deadline=None)
 @given(plans)
 def test_over_a_boundary_every_rank_gets_its_part_once_from_those_who_have_it(plan: Plan):
-    sequences = plan.micro_batch_size * plan.mesh(0).dp_size
+    shape = plan.micro_batch_size * plan.mesh(0).dp_size, SEQ_LEN, MODEL.hidden_size
     for source in range(plan.num_stages):
         for target in {source - 1, source + 1} & set(range(plan.num_stages)):
             sent = stage_transfers(MODEL, plan, SEQ_LEN, source, target)
@@ -112,10 +112,10 @@ def test_over_a_boundary_every_rank_gets_its_part_once_from_those_who_have_it(pl
                 continue
             for message in sent:
                 own = hidden_state_box(MODEL, plan, SEQ_LEN, source, coordinates_of(plan, message.source))
-                assert (filled((sequences, SEQ_LEN), [own])[message.box.slices] == 1).all()
+                assert (filled(shape, [own])[message.box.slices] == 1).all()
             for rank, at in ranks_of_pp_rank(plan, plan.pp_rank(target)):
-                wanted = filled((sequences, SEQ_LEN), [hidden_state_box(MODEL, plan, SEQ_LEN, target, at)])
-                came = filled((sequences, SEQ_LEN), [message.box for message in sent if message.target == rank])
+                wanted = filled(shape, [hidden_state_box(MODEL, plan, SEQ_LEN, target, at)])
+                came = filled(shape, [message.box for message in sent if message.target == rank])
                 assert (came == wanted).all()
             assert len({message[:2] for message in sent}) == len(sent)
 

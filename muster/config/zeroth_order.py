@@ -51,7 +51,7 @@ def require_zeroth_order_runs(config: RunConfig) -> None:
         for has, what in (
             (model.moe is not None, "no parity test with experts yet"),
             (model.mtp_layers > 0, "no parity test with multi-token prediction yet"),
-            (model.residual == "ladder", "no parity test with residual ladder yet"),
+            (model.other_stream is not None, f"no parity test with {model.other_stream} yet"),
             (model.architecture is not None, "no parity test with a plugin's layers yet"),
         )
         if has

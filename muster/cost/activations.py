@@ -70,18 +70,24 @@ class PassSizes:
         return max(1, self.tokens * self.mesh.sequence_shards // self.seq_len)
 
     @property
+    def streams(self) -> int:
+        """Residual streams on the rank."""
+        return self.model.local_sublayers(self.mesh.tp)
+
+    @property
     def hidden_bytes(self) -> int:
-        """Bytes of the hidden state on the rank, sharded along the sequence under sequence parallelism."""
-        return self.hidden_tokens * self.local_model.hidden_size * compute_bytes(self.precision)
+        """Bytes of the hidden state between layers on the rank, sharded along the sequence under sequence parallelism;
+        of sub-layers side by side all of the rank's streams."""
+        return self.hidden_tokens * self.streams * self.local_model.hidden_size * compute_bytes(self.precision)
 
     @property
     def message_bytes(self) -> int:
         """Bytes of what a pipeline stage passes to the next."""
-        return self.hidden_bytes // self.model.hidden_size * self.model.boundary_size
+        return self.hidden_tokens * self.model.boundary_size(self.mesh.tp) * compute_bytes(self.precision)
 
     @property
     def full_hidden_bytes(self) -> int:
-        """Bytes of the hidden state of all `tokens`."""
+        """Bytes of the hidden state of all `tokens` that embedding and head have."""
         return self.tokens * self.local_model.hidden_size * compute_bytes(self.precision)
 
     @property
@@ -201,11 +207,17 @@ def ladder_saved_bytes(sizes: PassSizes, layer: int, recompute: Recompute) -> in
     return -sizes.hidden_bytes * (layer == 0)
 
 
+def conjunction_saved_bytes(sizes: PassSizes) -> int:
+    """Return the bytes of all streams on the rank that the linear layer behind the last layer saves; 0 where there is
+    one stream."""
+    return sizes.hidden_bytes * (sizes.model.parallel_sublayers > 1)
+
+
 def boundary_saved_bytes(spec: ModelSpec, plan: Plan, stage: int, sizes: PassSizes) -> int:
     """Return the bytes of a stage's input that its first layer doesn't save, but the message holds: of a ladder the
     pending output."""
     is_held = plan.strategy(plan.layers(stage, spec.num_layers).start).recompute != "full"
-    return (spec.boundary_size // spec.hidden_size - 1) * sizes.hidden_bytes * (is_held and not plan.is_first(stage))
+    return (sizes.message_bytes - sizes.hidden_bytes) * (is_held and not plan.is_first(stage))
 
 
 def adapter_saved_bytes(sizes: PassSizes) -> int:
@@ -503,7 +515,7 @@ def layer_norm_saved_bytes(sizes: PassSizes) -> int:
     first linear layers. Attention and MLP in parallel have one input. The norm before tiles is computed with them.
     """
     own, size = sizes.local_model, sizes.hidden_bytes
-    statistics = norm_saved_bytes(own, sizes.hidden_tokens, sizes.precision) - 2 * size
+    statistics = sizes.streams * norm_saved_bytes(own, sizes.hidden_tokens, sizes.precision) - 2 * size
     inputs = (1 if own.parallel_residual else 2) * size
     norms = own.has_pre_norms * (2 if sizes.sequence_tiles == 1 else 1) + 2 * own.has_post_norms
     return inputs + norms * (size + statistics)

@@ -5,7 +5,7 @@ same bytes at the calls.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from muster.config.freezing import is_frozen
@@ -168,7 +168,7 @@ def tensor_axis_bytes(
     `async_tp` splits the collectives of the forward matmuls, and the all-gather in the backward of an exit, into p2p
     sends of tp − 1 chunks. Full recompute repeats a layer's forward; without `async_tp` only up to its last matmul, so
     that one exit isn't repeated unless a norm of the output needs it. Tiles repeat the MLP's entry and exit, and the
-    head's entry. A ladder repeats no exits.
+    head's entry. Ladders and sub-layers side by side have sums of their own (`_sums_of_streams`).
     """
     sent, tp = Counter[str](), plan.mesh(stage).tp
     if tp == 1:
@@ -192,8 +192,8 @@ def tensor_axis_bytes(
     is_async, is_tiled = strategy.tp_overlap == "async_tp", plan.sequence_tiles > 1
     entries_again = 2 * again - skipped_again
     exits_again = again + (again - skipped_again) * (spec.has_post_norms or is_async)
-    if spec.residual == "ladder":  # of a layer that the backward repeats, nothing reads the sums
-        exits_again = 0
+    if spec.other_stream is not None:
+        entering, leaving, exits_again = _sums_of_streams(spec, plan, layers, entering, leaving)
     if is_tiled:  # each MLP once more, and the head; full recompute stops before the MLP unless a norm reads its output
         entries_again = again * (1 + spec.has_post_norms) + len(layers) + last
         exits_again = again * (1 + spec.has_post_norms) + len(layers)
@@ -231,6 +231,24 @@ def tensor_axis_bytes(
         sent["all_reduce"] += count * last * (1 + is_tiled) * 3 * positions * master_bytes(plan.precision)
     sent["all_reduce"] += _copied_gradient_bytes(spec, plan, stage, at, optim)
     return sent
+
+
+def _sums_of_streams(
+    spec: ModelSpec, plan: Plan, layers: Sequence[int], entering: int, leaving: int
+) -> tuple[int, int, int]:
+    """Return the entries, exits and repeated exits of layers of a ladder or of sub-layers side by side, given the first
+    two of ordinary ones and of the head.
+
+    Of a ladder nothing reads the sums that a backward would repeat. Sub-layers side by side have a sum of their streams
+    before each MLP but the model's first, and one of gradients; the streams' gradients are summed at the embedding, and
+    the conjunction leaves.
+    """
+    if spec.parallel_sublayers == 1:
+        return entering, leaving, 0
+    sums = [layer for layer in layers if layer > 0]
+    begins, ends = len(sums) < len(layers), spec.num_layers - 1 in layers
+    again = sum(plan.strategy(layer).recompute == "full" for layer in sums)
+    return len(sums) + begins + ends, len(sums) + ends, again
 
 
 def _copied_gradient_bytes(
@@ -360,8 +378,8 @@ def pipeline_bytes(
         ends = [(Kind.SEND_F, other, times) for (one, other), times in pairs.items() if one == stage]
         ends += [(Kind.SEND_B, other, times) for (other, one), times in pairs.items() if one == stage]
     for kind, other, times in ends:
-        positions = _sent_numel(rank, stage_transfers(spec, plan, workload.seq_len, stage, other))
-        sent[kind] += positions * times * spec.boundary_size * compute_bytes(plan.precision)
+        numel = _sent_numel(rank, stage_transfers(spec, plan, workload.seq_len, stage, other))
+        sent[kind] += numel * times * compute_bytes(plan.precision)
     is_summed = spec.embeds_on_last_stage and not plan.vocab_parallel and not is_frozen(optim, "embed.weight")
     if (other := plan.tied_embedding_peer(stage)) is not None and is_summed:
         sent[Kind.ALL_REDUCE_TIED] = _sent_numel(rank, tied_grad_transfers(spec, plan, stage, other)) * master_bytes(

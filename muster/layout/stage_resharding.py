@@ -41,24 +41,28 @@ def box_transfers(held: Mapping[int, Box], wanted: Mapping[int, Box]) -> list[Bo
 
 
 def hidden_state_box(spec: ModelSpec, plan: Plan, seq_len: int, stage: int, at: MeshCoordinates) -> Box:
-    """Return the sequences and positions of a micro-batch's hidden state that the rank at `at` works on in a stage.
+    """Return the sequences, positions and elements of a micro-batch's hidden state that the rank at `at` works on in a
+    stage.
 
-    Tensor-parallel ranks all have the same, or under sequence parallelism a part of the positions each. Positions are
-    numbered in the order in which context-parallel ranks keep them (`kept_positions`), the same on all stages.
+    Tensor-parallel ranks all have the same, or under sequence parallelism a part of the positions each; of sub-layers
+    side by side the streams of their own ones. Positions are numbered in the order in which context-parallel ranks keep
+    them (`kept_positions`), the same on all stages.
     """
     rows = plan.local_micro_batch_size(stage)
     mesh = plan.mesh(stage)
     parts = mesh.tp if plan.strategy(plan.layers(stage, spec.num_layers).start).sp else 1
     length = seq_len // mesh.sequence_shards // parts
     part = at.cp * parts + (at.tp if parts > 1 else 0)
-    return Box((dp_index_of(plan, at) * rows, part * length), (rows, length))
+    width = spec.boundary_size(mesh.tp)
+    first = at.tp * width if spec.parallel_sublayers > 1 else 0
+    return Box((dp_index_of(plan, at) * rows, part * length, first), (rows, length, width))
 
 
 def stage_transfers(
     spec: ModelSpec, plan: Plan, seq_len: int, source: int, target: int, island: int = 0
 ) -> list[BoxTransfer]:
     """Return the transfers between neighbouring stages of an island for each micro-batch: the hidden state to the next
-    stage, its gradient to the one before. Every position of a box has `boundary_size` elements.
+    stage, its gradient to the one before.
 
     Nothing is sent between stages on the same ranks.
     """

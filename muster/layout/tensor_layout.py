@@ -86,7 +86,8 @@ def tp_shard(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, index:
     Sharded are rows of q, k, v, gate, up, head and embedding, of decays of linear attention, and of the matrices that
     project latent vectors up, with their biases, attention sinks, and columns of o and down, of each of the stacked
     experts too; norms, routers, matrices that make latent vectors, the first of two matrices for decays, the biases of
-    o and down and learned positions are replicated. Query and key/value heads stay whole; with more ranks than
+    o and down and learned positions are replicated; of sub-layers side by side each rank has whole ones, with their
+    norms and biases. Query and key/value heads stay whole; with more ranks than
     key/value heads, neighbours hold the same one. Vocabulary entries and inner widths that `tp` doesn't divide give the
     last ranks fewer. Norms over all heads together are sharded as the rows of q and k. Of an adapter or a low-rank
     layer, the matrix at the cut side is sharded as a weight: B of q, columns of A of o; the other is replicated. Of a
@@ -96,7 +97,8 @@ def tp_shard(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, index:
     whole = Box((0,) * len(shape), shape)
     if tp == 1:
         return whole, 1, 0
-    if _is_whole(kind, leaf):
+    is_of_streams = _is_of_streams(spec, kind, leaf)
+    if _is_whole(kind, leaf) and not is_of_streams:
         return whole, tp, index
     is_linear = spec.has_linear_attention_parameter(name)
     if kind in ("k", "v") and tp > spec.num_kv_heads and not is_linear:
@@ -104,10 +106,17 @@ def tp_shard(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, index:
         return _cut(whole, 0, index // copies * spec.head_dim, spec.head_dim), copies, index % copies
     # Heads of linear attention stay whole too, as tp divides their number.
     unit = 1 if is_linear else _head_width(spec, kind)
+    if is_of_streams or kind == "conjunction":
+        unit = spec.hidden_size
     dim = _tensor_dim(name, shape)
     each = elements_per_entry(name) if dim == len(shape) - 1 else 1
     start, count = chunk_bounds(shape[dim] * each // unit, tp, index)
     return _cut(whole, dim, start * unit // each, count * unit // each), 1, 0
+
+
+def _is_of_streams(spec: ModelSpec, kind: str, leaf: str) -> bool:
+    """Return True for a vector that has a part for each of the streams of sub-layers side by side."""
+    return spec.parallel_sublayers > 1 and (kind in _LAYER_NORMS or kind in ("o", "down") and leaf == "bias")
 
 
 def _head_width(spec: ModelSpec, kind: str) -> int:

@@ -20,6 +20,7 @@ from muster.model.dtypes import DTYPES
 from muster.model.experts import MoeMlp, local_linears
 from muster.model.further_tokens import FurtherTokens
 from muster.model.kernels import mlp_activation, soft_cap
+from muster.model.kraken import Streams, add_to_streams, make_sublayers
 from muster.model.ladder import Ladder, LadderState
 from muster.model.latent_attention import LatentAttention
 from muster.model.linear_attention import LinearAttention
@@ -144,6 +145,36 @@ class LadderLayer(Layer):
         return self.ladder.step(state, lambda x_BSD: self.mlp(x_BSD, self.mlp_norm))
 
 
+class KrakenLayer(Layer):
+    """A decoder layer of sub-layers side by side (`muster.model.kraken`), on streams (B, S, E). Tensor parallelism
+    replaces `streams`."""
+
+    streams = Streams()
+
+    def __init__(self, spec: ModelSpec, layer: int, router_state: RouterState | None = None) -> None:
+        super().__init__(spec, layer, router_state)
+        make_sublayers(self, spec.parallel_sublayers)
+        self.width, self.is_first = spec.hidden_size, layer == 0
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        mask: Tensor | None,
+        documents: Documents | None = None,
+        dropout: LayerDropout | None = None,
+    ) -> Tensor:
+        x_BSE = x_BSD
+        started = None if self.is_first else self.streams.start_sum(x_BSE, self.width)
+        y_BSE = self.attn(x_BSE, self.attn_norm, cos, sin, mask, documents, dropout)
+        if started is None:
+            z_BSE = add_to_streams(y_BSE, x_BSE[..., : self.width])
+        else:
+            z_BSE = self.streams.add_sum(y_BSE, started)
+        return self.mlp(z_BSE, self.mlp_norm).add_(y_BSE).add_(x_BSE)
+
+
 class MtpLayer(Layer):
     """A layer that predicts one token further: it joins the hidden state with the embedding of the next token, passes
     both through a layer like the last one, and returns the normed hidden state that the head reads (arXiv:2412.19437
@@ -185,19 +216,22 @@ class Decoder(nn.Module):
 
     Without `has_vocab`, embedding and head are left out: the decoder takes hidden states, and returns them (after the
     norm if `last`). Between stages of a model with `residual: ladder` hidden states are (B, S, 2 D): the residual
-    stream, and the output of the last MLP.
+    stream, and the output of the last MLP; with `parallel_sublayers` they are (B, S, k D), a stream of each sub-layer.
 
     Parameters have the names, shapes and order of `muster.spec.model.stage_parameter_shapes`. A tied head uses
     `embed.weight`; a last stage that is not the first holds a copy of its own under that name. The module may be built
     on the meta device. Its values are PyTorch's defaults until `muster.model.init.init_stage` sets them. Tensor
     parallelism replaces `embed_tokens` (tokens and weight (V, D) to hidden states), `project_logits` (hidden states
-    and weight (V, D) to logits), `run_layers` and `ladder`.
+    and weight (V, D) to logits), `run_layers`, `ladder`, `streams` and `join_streams` (streams and the conjunction to
+    hidden states).
     """
 
     embed_tokens = staticmethod(F.embedding)
     project_logits = staticmethod(F.linear)
     run_layers = staticmethod(run_layers)
     ladder = Ladder()
+    streams = Streams()
+    join_streams = staticmethod(project_out)
 
     def __init__(self, spec: ModelSpec, layers: range, first: bool, last: bool, has_vocab: bool = True) -> None:
         super().__init__()
@@ -213,7 +247,10 @@ class Decoder(nn.Module):
         self.positions = nn.Embedding(spec.max_positions or 0, spec.hidden_size) if learned else None
         plugin = plugin_model(spec)
         self.is_ladder = spec.residual == "ladder"
-        kind = LadderLayer if self.is_ladder else Layer
+        self.has_streams = spec.parallel_sublayers > 1
+        self.sublayers = spec.parallel_sublayers
+        """Sub-layers of each layer on this device, which tensor parallelism divides."""
+        kind = LadderLayer if self.is_ladder else KrakenLayer if self.sublayers > 1 else Layer
         make = partial(kind, router_state=self.router_state) if plugin is None else partial(make_plugin_layer, plugin)
         self.layers = nn.ModuleDict({str(layer): make(spec, layer) for layer in layers})
         self.position_state.knows_attention = plugin is None
@@ -230,6 +267,9 @@ class Decoder(nn.Module):
         self.logit_softcap = spec.logit_softcap
         self.caps_logits = True
         """False: `forward` returns logits without their soft cap, for a loss that caps them itself."""
+        has_conjunction = last and spec.parallel_sublayers > 1
+        width = spec.hidden_size * spec.parallel_sublayers
+        self.conjunction = nn.Linear(width, spec.hidden_size, bias=spec.out_bias) if has_conjunction else None
         self.norm = make_norm(spec) if last else None
         self.mtp = nn.ModuleList(MtpLayer(spec, layer, self.router_state) for layer in spec.last_layers(last))
         self.head = None
@@ -284,7 +324,10 @@ class Decoder(nn.Module):
         constants = self._constants(x_BSD, layers)
         if self.is_ladder:
             return self._through_ladder(list(layers.values()), x_BSD, constants)
-        return self.run_layers(list(layers.values()), x_BSD, constants)
+        if self.has_streams and self.begins_model:
+            x_BSD = self.streams.begin(x_BSD, self.sublayers)
+        x_BSD = self.run_layers(list(layers.values()), x_BSD, constants)
+        return x_BSD if self.conjunction is None else self.join_streams(x_BSD, self.conjunction)
 
     def _through_ladder(self, layers: Sequence[Layer], x: Tensor, constants: Iterable[tuple[Any, ...]]) -> Tensor:
         state = self.ladder.begin(x) if self.begins_model else self.ladder.from_boundary(x)

@@ -458,7 +458,7 @@ class DecoderStage(ShardedStage):
     def receive_buffer(self, micro_batch: int) -> Tensor:
         length = self._seq_len(micro_batch) // self._sequence_shards
         rows = self.micro_batch_shape[0] * (POINTS if self._is_perturbed else 1)  # those of both points
-        shape = (rows, length, self.spec.boundary_size)
+        shape = (rows, length, self.spec.boundary_size(self.world.plan.mesh(self.index).tp))
         return torch.empty(shape, dtype=self.activation_dtype, device=self.world.device)
 
     @property

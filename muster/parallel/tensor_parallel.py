@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from muster.model.adapters import LoraLinear
 from muster.model.attention import Attention
-from muster.model.decoder import Decoder, LadderLayer, MtpLayer
+from muster.model.decoder import Decoder, KrakenLayer, LadderLayer, MtpLayer
 from muster.model.dropout import InputDropout
 from muster.model.experts import Experts, MoeMlp
 from muster.model.four_bit import FourBitWeight, dense
@@ -32,6 +32,7 @@ from muster.model.low_rank import LowRankLinear, first_matrix
 from muster.model.plugin_layer import PROJECT_IN, PROJECT_OUT
 from muster.parallel.axis import PendingTensor, TensorAxis
 from muster.parallel.domino import DominoLayers
+from muster.parallel.kraken import ParallelStreams, sublayer_linear, sublayer_linears
 from muster.parallel.ladder import ParallelLadder
 from muster.parallel.symmetric_memory import all_gather_linears, row_backward, row_forward
 from muster.parallel.vocab_loss import exp_and_sums, local_rows, whole_vocab_loss
@@ -470,6 +471,15 @@ def apply_parallel_linears(
         for part in module.modules():
             if isinstance(part, Decoder | LadderLayer):
                 part.ladder = ladder
+    if module.has_streams:
+        linears = dict.fromkeys(PROJECT_IN, partial(sublayer_linears, weight_grads))
+        linears |= dict.fromkeys(PROJECT_OUT, partial(sublayer_linear, weight_grads))
+        module.join_streams = partial(row_parallel_linear, axis, weight_grads)  # type: ignore[assignment]
+        if axis is not None:
+            module.sublayers //= axis.size
+            for part in module.modules():
+                if isinstance(part, Decoder | KrakenLayer):
+                    part.streams = ParallelStreams(axis)
     for part in module.modules():
         for name, linear in linears.items():
             if hasattr(part, name):

@@ -17,14 +17,37 @@ from muster.model.grouped_matmul import Segments, grouped_weight_grad
 
 
 class _DeferredGrad(NamedTuple):
-    """Operands of a deferred gradient: that of `weight_OI` is grad_NO^T @ x_NI, that of `bias_O` the sum of grad_NO
-    over N. With `segments` the weight is stacked, and each of its matrices has the rows of one segment."""
+    """Operands of a deferred gradient: that of `weight_OI` is grad_NO^T @ x_NI (`weight_grad`), that of `bias_O` the
+    sum of grad_NO over N. With `segments` the weight is stacked: each of its matrices has the rows of one segment."""
 
     weight_OI: Tensor
     bias_O: Tensor | None
     x_NI: Tensor
     grad_NO: Tensor
     segments: Segments | None = None
+
+
+Operands = tuple[Tensor, Tensor, Tensor]
+
+
+def sublayer_operands(weight_OI: Tensor, x_NI: Tensor, grad_NO: Tensor) -> Iterator[Operands]:
+    """Yield the matrix, the input and the output's gradient of each linear layer that a weight has: of an ordinary one
+    these, of sub-layers side by side (`muster.model.kraken.SublayerLinear`) their parts. Only those have an input, or
+    an output, that is wider than the weight."""
+    outputs, inputs = weight_OI.shape
+    count = x_NI.shape[1] // inputs * (grad_NO.shape[1] // outputs)
+    matrices = weight_OI.chunk(count, 0 if x_NI.shape[1] > inputs else 1)
+    return zip(matrices, x_NI.chunk(count, 1), grad_NO.chunk(count, 1), strict=True)
+
+
+def weight_grad(weight_OI: Tensor, x_NI: Tensor, grad_NO: Tensor) -> Tensor:
+    """Return the gradient of a weight."""
+    if x_NI.shape[1] == weight_OI.shape[1] and grad_NO.shape[1] == weight_OI.shape[0]:
+        return grad_NO.t() @ x_NI
+    made = torch.empty_like(weight_OI)
+    for part, x, grad in sublayer_operands(made, x_NI, grad_NO):
+        torch.mm(grad.t(), x, out=part)
+    return made
 
 
 class WeightGradStore:
@@ -50,7 +73,8 @@ class WeightGradStore:
         missing bias."""
         trains_weight, trains_bias = weight_OI.requires_grad, bias_O is not None and bias_O.requires_grad
         if self._open is None or not (trains_weight or trains_bias):
-            return grad_NO.t() @ x_NI if trains_weight else None, grad_NO.sum(0) if trains_bias else None
+            grad_weight = weight_grad(weight_OI, x_NI, grad_NO) if trains_weight else None
+            return grad_weight, grad_NO.sum(0) if trains_bias else None
         self._open.append(_DeferredGrad(weight_OI, bias_O, x_NI, grad_NO))
         return None, None
 
@@ -80,9 +104,10 @@ class WeightGradStore:
                     take(weight_OI)
             elif weight_OI.requires_grad:
                 if weight_OI.grad is None:
-                    weight_OI.grad = grad_NO.t() @ x_NI
+                    weight_OI.grad = weight_grad(weight_OI, x_NI, grad_NO)
                 else:
-                    weight_OI.grad.addmm_(grad_NO.t(), x_NI)
+                    for part, x, grad in sublayer_operands(weight_OI.grad, x_NI, grad_NO):
+                        part.addmm_(grad.t(), x)
                 take(weight_OI)
             if bias_O is not None and bias_O.requires_grad:
                 bias_O.grad = grad_NO.sum(0) if bias_O.grad is None else bias_O.grad.add_(grad_NO.sum(0))

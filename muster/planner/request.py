@@ -116,9 +116,9 @@ class PlanRequest:
 
     def shards_positions(self, tp: int, cp: int) -> bool:
         """Return True if plans with these degrees have sequence parallelism: as is fixed, or else wherever tp cuts
-        positions evenly, but for a ladder, which hides its sums without."""
+        positions evenly, but for a ladder and sub-layers side by side, which hide their sums without."""
         divides = tp > 1 and self.workload.seq_len % (tp * cp) == 0
-        return self.fixed.get("sp", divides and self.model.residual != "ladder")
+        return self.fixed.get("sp", divides and self.model.other_stream is None)
 
     def admits(self, name: str, value: object) -> bool:
         """Return True if a field may have this value."""

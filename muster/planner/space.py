@@ -137,8 +137,11 @@ def domain_devices(request: PlanRequest) -> int:
 
 
 def divides_heads(model: ModelSpec, tp: int) -> bool:
-    """Return True if each tensor-parallel rank gets whole heads, and whole key/value heads or a copy of one."""
+    """Return True if each tensor-parallel rank gets whole heads, and whole key/value heads or a copy of one; of
+    sub-layers side by side whole ones."""
     kv_heads = model.num_kv_heads
+    if model.parallel_sublayers > 1 and model.parallel_sublayers % tp:
+        return False
     return model.num_heads % tp == 0 and max(tp, kv_heads) % min(tp, kv_heads) == 0
 
 

@@ -284,12 +284,14 @@ class Prediction:
         return has_backward and compiles(self.plan, self.model, self.cluster.device.kind, self.framework)
 
     @property
-    def tp_overlap(self) -> Literal["ring", "symmetric_memory", "domino", "ladder"] | None:
-        """Way of the chunks of asynchronous tensor parallelism on the first stage, or domino, or the model's ladder;
+    def tp_overlap(self) -> Literal["ring", "symmetric_memory", "domino", "ladder", "kraken"] | None:
+        """Way of the chunks of asynchronous tensor parallelism on the first stage, or domino, or the model's own way;
         None without any."""
         kind = self.plan.default_strategy.tp_overlap
         if self.model.residual == "ladder" and self.plan.mesh(0).tp > 1:
             return "ladder"
+        if self.model.parallel_sublayers > 1 and self.plan.mesh(0).tp > 1:
+            return "kraken"
         if kind == "none" or self.plan.mesh(0).tp == 1:
             return None
         if kind == "domino":

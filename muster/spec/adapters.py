@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, PositiveInt, field_validat
 from muster.spec.base import Fraction, Frozen, Positive
 from muster.spec.suggest import did_you_mean
 
-ROW_PARALLEL = ("o", "down")
+ROW_PARALLEL = ("o", "down", "conjunction")
 """Linear layers that lead back to the hidden state: tensor parallelism cuts their columns, and those of their A."""
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 """Linear layers of a decoder layer that may have an adapter."""

@@ -35,6 +35,6 @@ def compiles(plan: Plan, model: ModelSpec, device_kind: str, framework: Framewor
     has_opaque_parts = model.moe is not None or model.linear_attention is not None or model.has_dropout
     has_opaque_parts = has_opaque_parts or model.adapter is not None or model.low_rank is not None
     has_opaque_parts = has_opaque_parts or model.attention_sinks or model.mtp_layers > 0
-    has_opaque_parts = has_opaque_parts or model.residual == "ladder"
+    has_opaque_parts = has_opaque_parts or model.other_stream is not None
     is_default = framework.compiles_by_default and device_kind == "gpu" and not has_opaque_parts
     return is_default and not any(has(plan) for has, _ in AGAINST_COMPILE)

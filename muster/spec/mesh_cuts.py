@@ -35,6 +35,12 @@ def _width(mesh: Mesh, model: ModelSpec) -> Iterator[str]:
     if mesh.tp not in legal:
         heads = f"{pluralize(model.num_heads, 'head')} and {pluralize(model.num_kv_heads, 'key/value head')}"
         yield f"tp {mesh.tp} doesn't divide the model's {heads}: legal are {', '.join(map(str, legal))}"
+    if model.parallel_sublayers % mesh.tp and model.parallel_sublayers > 1:
+        legal = ", ".join(map(str, divisors(model.parallel_sublayers)))
+        yield (
+            f"tp {mesh.tp} doesn't divide the model's parallel_sublayers {model.parallel_sublayers}, each of which lies"
+            f" on one rank: legal are {legal}"
+        )
     if (linear := model.linear_attention) is not None and gcd(linear.num_key_heads, linear.num_value_heads) % mesh.tp:
         heads = f"{pluralize(linear.num_key_heads, 'key head')} and {pluralize(linear.num_value_heads, 'value head')}"
         yield f"tp {mesh.tp} doesn't divide the {heads} of linear attention"

@@ -21,6 +21,7 @@ from muster.spec.model_components import (
     RopeScaling,
 )
 from muster.spec.plugin_model import plugin_model
+from muster.spec.residual_streams import check_other_stream, check_sublayers
 
 DROPOUT_RATES = ("hidden_dropout", "attention_dropout", "embedding_dropout")
 """Fields of a ModelSpec that matter in training alone."""
@@ -88,6 +89,9 @@ class ModelSpec(Frozen):
     """Residual stream that attention and MLP read. standard: with the outputs of all before them. ladder: without the
     output of the one right before, whose tensor-parallel all-reduce travels meanwhile (Ladder Residual,
     arXiv:2501.06589)."""
+    parallel_sublayers: PositiveInt = 1
+    """Sub-layers side by side in each layer (Kraken, arXiv:2408.07802): each has a residual stream, an equal part of
+    heads and MLP, and reads, before its MLP, the sum of all streams. 1: an ordinary layer."""
     activation: Activation = "silu"
     """Activation function of the MLP."""
     gated: bool = True
@@ -191,7 +195,9 @@ class ModelSpec(Frozen):
         if self.parallel_residual and self.norm_placement != "pre":
             raise ValueError(f"parallel_residual needs norm_placement pre, got {self.norm_placement}")
         if self.residual == "ladder":
-            _check_ladder(self)
+            check_other_stream(self)
+        if self.parallel_sublayers > 1:
+            check_sublayers(self)
         if self.position == "learned" and self.max_positions is None:
             raise ValueError("learned positions need max_positions, the length of the longest sequence")
         if self.rope_scaling is not None and self.position != "rope":
@@ -239,10 +245,20 @@ class ModelSpec(Frozen):
         return self.norm_placement != "pre"
 
     @property
-    def boundary_size(self) -> int:
-        """Elements of a position that one pipeline stage passes to the next: the residual stream, and in a ladder the
-        output of the last MLP, which isn't a part of it yet."""
-        return self.hidden_size * (2 if self.residual == "ladder" else 1)
+    def other_stream(self) -> str | None:
+        """Words for how layers read or write the residual stream where they do so otherwise than in order."""
+        if self.residual != "standard":
+            return f"residual {self.residual}"
+        return f"parallel_sublayers {self.parallel_sublayers}" if self.parallel_sublayers > 1 else None
+
+    def boundary_size(self, tp: int) -> int:
+        """Return the elements of a position that a rank of one pipeline stage passes to the next: the residual stream,
+        and in a ladder the output of the last MLP, which isn't a part of it yet; or the streams of its sub-layers."""
+        return self.hidden_size * (2 if self.residual == "ladder" else self.local_sublayers(tp))
+
+    def local_sublayers(self, tp: int) -> int:
+        """Return the sub-layers of each layer that one of `tp` tensor-parallel ranks has."""
+        return max(1, self.parallel_sublayers // tp)
 
     @property
     def rotary_width(self) -> int:
@@ -331,19 +347,6 @@ def _check_latent_attention(spec: ModelSpec, mla: MlaSpec) -> None:
     wrong += ["nope_layers"] if spec.nope_layers else []
     if wrong:
         raise ValueError(f"latent attention (mla) is without {wrong[0]}: leave it out")
-
-
-def _check_ladder(spec: ModelSpec) -> None:
-    """Raise ValueError where a ladder of what the model has isn't known."""
-    found = [
-        field
-        for field in ("architecture", "moe", "mla", "linear_attention", "mtp_layers", "adapter", "low_rank")
-        if getattr(spec, field)
-    ]
-    found += [field for field in ("parallel_residual", "hidden_dropout") if getattr(spec, field)]
-    found += [] if spec.norm_placement == "pre" else [f"norm_placement {spec.norm_placement}"]
-    if found:
-        raise ValueError(f"residual ladder with {found[0]} isn't known: leave one of them out")
 
 
 def _check_targets(spec: ModelSpec, section: str, what: str, targets: Sequence[str]) -> None:
@@ -435,6 +438,9 @@ def stage_parameter_shapes(spec: ModelSpec, layers: range, first: bool, last: bo
     for layer in layers:
         yield from layer_parameter_shapes(spec, layer)
     if last:
+        if spec.parallel_sublayers > 1:
+            width = spec.hidden_size * spec.parallel_sublayers
+            yield from _linear("conjunction", spec.out_bias, spec.hidden_size, width)
         yield from _norm(spec, "norm")
         for layer in spec.last_layers():
             yield from _mtp(spec, layer)
@@ -453,8 +459,9 @@ def _layer(spec: ModelSpec, layer: int, prefix: str) -> NamedShapes:
     if (plugin := plugin_model(spec)) is not None:
         yield from ((prefix + name, shape) for name, shape in plugin.parameter_shapes(spec))
         return
+    streams = spec.parallel_sublayers
     if spec.has_pre_norms:
-        yield from _norm(spec, prefix + "attn_norm")
+        yield from _norm(spec, prefix + "attn_norm", streams)
     if spec.has_linear_attention(layer):
         yield from _linear_attention(spec, prefix + "attn.")
     elif spec.mla is not None:
@@ -464,7 +471,7 @@ def _layer(spec: ModelSpec, layer: int, prefix: str) -> NamedShapes:
     if spec.has_post_norms:
         yield from _norm(spec, prefix + "attn_post_norm")
     if spec.has_pre_norms:
-        yield from _norm(spec, prefix + "mlp_norm")
+        yield from _norm(spec, prefix + "mlp_norm", streams)
     if spec.has_shortcut(layer):
         yield from _norm(spec, prefix + "shortcut_norm")
     if spec.has_experts(layer):
@@ -486,16 +493,18 @@ def _mtp(spec: ModelSpec, layer: int) -> NamedShapes:
     yield from _norm(spec, prefix + "norm")
 
 
-def _norm(spec: ModelSpec, name: str) -> NamedShapes:
-    yield name + ".weight", (spec.hidden_size,)
+def _norm(spec: ModelSpec, name: str, streams: int = 1) -> NamedShapes:
+    """Yield the parameters of a norm, of all streams side by side."""
+    yield name + ".weight", (spec.hidden_size * streams,)
     if spec.norm == "layer":
-        yield name + ".bias", (spec.hidden_size,)
+        yield name + ".bias", (spec.hidden_size * streams,)
 
 
-def _linear(name: str, bias: bool, *shape: int) -> NamedShapes:
+def _linear(name: str, bias: bool, *shape: int, streams: int = 1) -> NamedShapes:
+    """Yield the parameters of a linear layer, with a bias for each stream that it writes to."""
     yield name + ".weight", shape
     if bias:
-        yield name + ".bias", shape[:-1]
+        yield name + ".bias", (*shape[:-2], shape[-2] * streams)
 
 
 def _attention(spec: ModelSpec, prefix: str) -> NamedShapes:
@@ -509,7 +518,7 @@ def _attention(spec: ModelSpec, prefix: str) -> NamedShapes:
         per_head = spec.qk_norm_width == "head"
         yield prefix + "q_norm.weight", (spec.head_dim if per_head else q_width,)
         yield prefix + "k_norm.weight", (spec.head_dim if per_head else kv_width,)
-    yield from _linear(prefix + "o", spec.out_bias, spec.hidden_size, q_width)
+    yield from _linear(prefix + "o", spec.out_bias, spec.hidden_size, q_width, streams=spec.parallel_sublayers)
 
 
 def _latent_attention(spec: ModelSpec, mla: MlaSpec, prefix: str) -> NamedShapes:
@@ -563,7 +572,8 @@ def _delta_rule(spec: ModelSpec, linear: LinearAttentionSpec, prefix: str) -> Na
 def _mlp(spec: ModelSpec, prefix: str, inner: int, *experts: int) -> NamedShapes:
     for name in ("gate", "up") if spec.gated else ("up",):
         yield from _linear(prefix + name, spec.mlp_bias, *experts, inner, spec.hidden_size)
-    yield from _linear(prefix + "down", spec.mlp_bias, *experts, spec.hidden_size, inner)
+    shape = *experts, spec.hidden_size, inner
+    yield from _linear(prefix + "down", spec.mlp_bias, *shape, streams=spec.parallel_sublayers)
 
 
 def _experts(spec: ModelSpec, prefix: str) -> NamedShapes:

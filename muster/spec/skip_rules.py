@@ -95,6 +95,6 @@ SKIP_RUNTIME_RULES: tuple[Rule, ...] = (
 def skip_rules_of(model: ModelSpec) -> tuple[Rule, ...]:
     """Return the rules for a model whose gradients or loads are those of all micro-batches, or whose layers need those
     before them."""
-    of_all = model.moe, model.adapter, model.mtp_layers, model.architecture, model.residual != "standard"
-    what = "experts, adapters, multi-token prediction, a ladder residual or a plugin's layers"
+    of_all = model.moe, model.adapter, model.mtp_layers, model.architecture, model.other_stream
+    what = "experts, adapters, multi-token prediction, a ladder residual, sub-layers side by side or a plugin's layers"
     return (_rule(lambda plan: True, f"{what} {_UNTESTED}"),) if any(of_all) else ()

@@ -12,7 +12,6 @@ from muster.spec.domino_rules import DOMINO_RULES, domino_rules_of
 from muster.spec.errors import InfeasibleError
 from muster.spec.expert_kinds import DISPATCHERS
 from muster.spec.four_bit_rules import four_bit_rules_of
-from muster.spec.ladder_rules import ladder_rules_of
 from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.mesh import Mesh
 from muster.spec.mesh_axes import MESH_AXIS_TABLE, SUPPORTED_AXES, MeshAxis
@@ -22,6 +21,7 @@ from muster.spec.plan import PREDICTED_PRECISIONS, Plan
 from muster.spec.rules import Rule, as_by_default, broken_rules, in_every_layer, setting
 from muster.spec.shard_level_rules import SHARD_LEVEL_RUNTIME_RULES
 from muster.spec.skip_rules import SKIP_RUNTIME_RULES, skip_rules_of
+from muster.spec.stream_rules import stream_rules_of
 
 __all__ = [
     "EXPERT_RULES",
@@ -567,7 +567,7 @@ def runtime_rules(model: ModelSpec | None) -> tuple[Rule, ...]:
         *(_graphs_rule(lambda plan: True, sentence) for sentence in against_cuda_graphs(model)),
         *param_offload_rules_of(model),
         *domino_rules_of(model),
-        *(*ladder_rules_of(model), *skip_rules_of(model)),
+        *(*stream_rules_of(model), *skip_rules_of(model)),
         *four_bit_rules_of(model),
         *(LOW_RANK_RULES if model.low_rank is not None else ()),
         *(ADAPTER_RULES if model.adapter is not None else ()),

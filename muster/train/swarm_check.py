@@ -66,6 +66,6 @@ def _why_no_model(config: RunConfig) -> str | None:
         return "loads and losses of routers aren't gathered from peers"
     if model.adapter is not None:
         return "adapters have no parity test with swarms"
-    if model.residual == "ladder":
-        return "residual ladder has no parity test with swarms"
+    if model.other_stream is not None:
+        return f"{model.other_stream} has no parity test with swarms"
     return None

@@ -207,7 +207,8 @@ class _StagePeaks(BackwardPeaks):
             rows, sent = sizes.routed_row_bytes, dispatched_bytes(sizes)
             made = max(made, rows) if how != "full" else max(rows + made, 3 * rows)
             made += sent
-        moved = sizes.hidden_bytes if sizes.mesh.tp > 1 else 0
+        # Of sub-layers side by side, attention's output is apart from the sum that the MLP reads.
+        moved = sizes.hidden_bytes if sizes.mesh.tp > 1 or sizes.model.parallel_sublayers > 1 else 0
         if sizes.hidden_tokens < sizes.tokens and sizes.tokens > sizes.seq_len:
             moved += sizes.full_hidden_bytes  # a reduce-scatter gathers each rank's part of several sequences
         attention = self._attention_workspace(layer, backward=False) - saved_mlp_bytes(sizes, layer)
@@ -215,7 +216,7 @@ class _StagePeaks(BackwardPeaks):
             made = (2 + sizes.local_model.gated) * product
             tile = self._of_tile(made + 2 * sizes.full_hidden_bytes + moved)
             return max(tile + sizes.hidden_bytes - self.stage.last_norm_bytes, attention)
-        return max(made + sizes.full_hidden_bytes + moved, attention)
+        return max(made + max(sizes.full_hidden_bytes, sizes.hidden_bytes) + moved, attention)
 
     def last_backward(self, is_first: bool = True) -> list[PeakCandidate]:
         """Return the further moments of a step's last B where it reduces under z1: a bucket's gradients are copied to a

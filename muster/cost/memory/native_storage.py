@@ -13,6 +13,7 @@ from muster.config.optimizer_state import is_zeroth_order, mean_state_bytes
 from muster.cost.activations import (
     PassSizes,
     boundary_saved_bytes,
+    conjunction_saved_bytes,
     further_activation_bytes,
     layer_activation_bytes,
     loss_saved_bytes,
@@ -354,10 +355,12 @@ class NativeStorage:
 
     @property
     def last_norm_bytes(self) -> int:
-        """Bytes that the last norm saves; its output only under a head of this stage. 0 on other stages."""
+        """Bytes that the last norm saves, and the linear layer that makes its input of streams; its output only under a
+        head of this stage. 0 on other stages."""
         if not self.plan.is_last(self.index):
             return 0
         saved = norm_saved_bytes(self.spec, self.sizes.hidden_tokens, self.plan.precision)
+        saved += conjunction_saved_bytes(self.sizes)
         return saved if self.has_head else saved - self.sizes.hidden_bytes
 
     def freezes(self, name: str) -> bool:
@@ -371,6 +374,8 @@ class NativeStorage:
         gradient = self.sizes.message_bytes * (not self.plan.is_first(self.index))  # of the stage's input
         projected = 3 * self.mtp_layers * self.sizes.hidden_bytes  # inputs and output gradients of `eh_proj`
         layers = sum(map(self.deferred_layer_bytes, self.layers))
+        if conjunction := conjunction_saved_bytes(self.sizes) * self.plan.is_last(self.index):
+            projected += conjunction + self.sizes.full_hidden_bytes
         return MemoryTerms(activations=layers + projected + gradient, logits=logits)
 
     def deferred_layer_bytes(self, layer: int) -> int:
@@ -382,7 +387,7 @@ class NativeStorage:
             width = narrow + own.num_heads * (mla.qk_head_dim + values)
         if own.has_linear_attention(layer):
             width = deferred_width(sizes)
-        ends = 4 * sizes.full_hidden_bytes
+        ends = 4 * max(sizes.full_hidden_bytes, sizes.hidden_bytes)
         if (moe := own.moe) is not None and own.has_experts(layer):  # rows of experts, and those of shared ones
             ends = (2 + 2 * bool(moe.shared_size)) * sizes.full_hidden_bytes + 2 * sizes.routed_row_bytes
         linear = ends + sizes.tokens * width * self.compute_size

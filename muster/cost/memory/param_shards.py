@@ -265,7 +265,7 @@ def _param_numels(spec: ModelSpec, mesh: Mesh, name: str, shape: tuple[int, ...]
 
 def _shard_by_tp(spec: ModelSpec, name: str, size: list[int], tp: int) -> None:
     """Change `size` to that on the first of `tp` ranks, as `muster.layout.tensor_layout.tp_shard` does."""
-    if is_adapter(name) or is_low_rank(name):
+    if is_adapter(name) or is_low_rank(name) or spec.parallel_sublayers > 1:
         size[:] = tp_shard(spec, name, tuple(size), tp, 0)[0].size
         return
     kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]

@@ -21,6 +21,7 @@ from muster.config.optimizer_state import (
 from muster.config.outer_config import OuterConfig
 from muster.cost.activations import (
     boundary_saved_bytes,
+    conjunction_saved_bytes,
     further_activation_bytes,
     layer_activation_bytes,
     loss_saved_bytes,
@@ -305,6 +306,7 @@ def activation_bytes(
         total += sizes.tokens * (_INDEX_BYTES + (sizes.mesh.tp > 1))
     if plan.is_last(stage):
         logits = loss_saved_bytes(sizes.local_model, sizes.tokens, precision)
-        total += norm + (1 + spec.mtp_layers) * (logits if plan.sequence_tiles == 1 else 0)
+        total += norm + conjunction_saved_bytes(sizes)
+        total += (1 + spec.mtp_layers) * (logits if plan.sequence_tiles == 1 else 0)
         total += spec.mtp_layers * further_activation_bytes(sizes, plan.strategy(spec.num_layers - 1).recompute)
     return total

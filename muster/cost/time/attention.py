@@ -53,7 +53,8 @@ def add_self_attention(at: LayerContext, part: SublayerCost, window: int | None)
         model.num_heads * model.head_dim / tp,
         model.num_kv_heads * model.head_dim / min(tp, model.num_kv_heads),
     )
-    add_tp_entry(at, part)
+    if model.parallel_sublayers == 1:
+        add_tp_entry(at, part)
     hidden = model.hidden_size
     widths = {"q": (q_width, hidden), "k": (kv_width, hidden), "v": (kv_width, hidden), "o": (hidden, q_width)}
     part.add_linears(at, tokens, {name: widths[name] for name in ("q", "k", "v")}, follows_norm=model.has_pre_norms)
@@ -79,7 +80,8 @@ def add_self_attention(at: LayerContext, part: SublayerCost, window: int | None)
         part.add_elementwise(at, forward, backward, SINK_KERNELS)
     part.add_linears(at, tokens, {"o": widths["o"]})
     add_adapters(at, part, widths)
-    add_tp_exit(at, part)
+    if model.parallel_sublayers == 1:
+        add_tp_exit(at, part)
 
 
 def add_latent_attention(at: LayerContext, part: SublayerCost) -> None:

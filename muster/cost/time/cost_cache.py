@@ -25,6 +25,8 @@ class LayerKind(NamedTuple):
     experts: bool
     linear_attention: bool
     window: int | None
+    sums_streams: bool = False
+    """True for a layer that sums the streams of sub-layers side by side."""
 
 
 class StageKinds(NamedTuple):
@@ -47,7 +49,7 @@ class CostTables:
     framework: FrameworkTraits
     layer_types: tuple[int, ...]
     """For each layer of the model, the index of the first layer of the same architecture (experts, linear attention,
-    window)."""
+    window, a sum of streams)."""
     device_types: tuple[int, ...]
     """For each node group of the cluster, the index of the first group with the same device."""
     comm_groups: dict[tuple, CommGroup] = field(default_factory=dict)
@@ -124,7 +126,13 @@ class CostCache:
 def _layer_types(model: ModelSpec) -> tuple[int, ...]:
     layers = range(model.num_layers)
     types = [
-        (model.has_experts(layer), model.has_linear_attention(layer), model.attention_window(layer)) for layer in layers
+        (
+            model.has_experts(layer),
+            model.has_linear_attention(layer),
+            model.attention_window(layer),
+            model.parallel_sublayers > 1 and layer > 0,
+        )
+        for layer in layers
     ]
     return tuple(types.index(layer_type) for layer_type in types)
 

@@ -8,6 +8,7 @@ from muster.cost.time.collectives import all_gather_s, all_reduce_s
 from muster.cost.time.expert_parallel import add_expert_exchange, add_experts
 from muster.cost.time.host_time import add_host_time, with_host_time
 from muster.cost.time.kernels import matmul_s, stream_s
+from muster.cost.time.kraken import add_conjunction, add_first_streams, add_sum_of_streams, passes_of_sublayers
 from muster.cost.time.ladder import passes_of_ladder
 from muster.cost.time.mlp import add_mlp
 from muster.cost.time.pass_cost import PassCost
@@ -46,6 +47,8 @@ def layer_passes(at: LayerContext, layer: int) -> LayerPasses:
     attention, mlp = _sublayers(at, layer)
     if at.model.residual == "ladder" and at.tp.size > 1:
         return passes_of_ladder(attention, mlp, _recompute_cost(at, attention, mlp))
+    if at.model.parallel_sublayers > 1:
+        return passes_of_sublayers(at, attention, mlp, _recompute_cost(at, attention, mlp), layer)
     return LayerPasses(
         attention.forward + mlp.forward,
         attention.input_grads + mlp.input_grads,
@@ -73,6 +76,8 @@ def _sublayers(at: LayerContext, layer: int) -> tuple[SublayerCost, SublayerCost
     add_norm_and_residual(at.tile, mlp)
     if model.has_shortcut(layer):  # the norm that routed experts read, and the sum with shared ones
         add_norm_and_residual(at, mlp)
+    if model.parallel_sublayers > 1:
+        add_sum_of_streams(at, mlp)
     mlp.repeat_for_tiles(at, (2 + model.gated) * model.intermediate_size * model.hidden_size / at.tp.size)
     add_host_time(at, attention, mlp, model.has_experts(layer))
     if model.has_experts(layer):
@@ -117,6 +122,8 @@ def head_passes(at: LayerContext, vocab_rows: float) -> LayerPasses:
     norm = SublayerCost()
     numbers = at.norm_tokens * at.model.hidden_size * at.element_bytes
     norm.add_elementwise(at, 2 * numbers, 3 * numbers, 1)
+    if at.model.parallel_sublayers > 1:
+        add_conjunction(at, norm)
     part, again = _head_and_loss(at.tile, vocab_rows), PassCost()
     if at.sequence_tiles > 1:  # its loss makes the gradient when it is repeated
         again = part.forward * at.sequence_tiles
@@ -199,4 +206,6 @@ def embedding_passes(at: LayerContext) -> LayerPasses:
     part.weight_grads.add(stream_s(at.device, numbers * (at.element_bytes + 2 * at.framework.grad_bytes)), 3)
     add_tp_exit(at, part)
     add_dropout(at, part, at.norm_tokens * at.model.hidden_size, at.model.embedding_dropout)
+    if at.model.parallel_sublayers > 1:
+        add_first_streams(at, part)
     return LayerPasses(part.forward, part.input_grads, part.weight_grads, PassCost())

@@ -15,12 +15,15 @@ its result is written, and its inputs are read and their gradients written."""
 
 
 def add_mlp(at: LayerContext, part: SublayerCost, inner: float) -> None:
-    """Add an MLP of inner width `inner`, with the collectives of tensor parallelism around it."""
-    add_tp_entry(at, part, 1 + at.model.gated)
+    """Add an MLP of inner width `inner`, with the collectives of tensor parallelism around it; those of sub-layers side
+    by side have none."""
+    if at.model.parallel_sublayers == 1:
+        add_tp_entry(at, part, 1 + at.model.gated)
     inner, hidden = inner / at.tp.size, at.model.hidden_size
     add_mlp_matmuls(at, part, at.tokens, inner)
     add_adapters(at, part, {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)})
-    add_tp_exit(at, part)
+    if at.model.parallel_sublayers == 1:
+        add_tp_exit(at, part)
 
 
 def add_mlp_matmuls(at: LayerContext, part: SublayerCost, tokens: float, inner: float, experts: float = 1) -> None:

@@ -96,7 +96,8 @@ class ParamCommunication:
     def _local_numel(self, name: str, shape: Sequence[int]) -> float:
         """Return the elements of one parameter on one rank."""
         if len(shape) == 1:
-            return prod(shape)
+            is_shared = self.model.parallel_sublayers > 1 and name.startswith("layers.")
+            return prod(shape) / (self.mesh.tp if is_shared else 1)
         if ".experts." in name:
             return prod(shape) / (self.mesh.ep * self.mesh.etp)
         words = name in ("embed.weight", "head.weight")

@@ -532,7 +532,7 @@ def p2p_times_between(setting: PlacedPlan, before: int, stage: int) -> tuple[P2P
 def _p2p_time(setting: PlacedPlan, pair: CommGroup, source: int, mesh: Mesh, sp: bool) -> P2PTime:
     split = mesh.tp if sp or setting.framework.scatter_gather_p2p else 1
     tokens = setting.micro_batch_size(source) * setting.workload.seq_len / mesh.sequence_shards / split
-    size = tokens * setting.model.boundary_size * compute_bytes(setting.plan.precision)
+    size = tokens * setting.model.boundary_size(mesh.tp) * compute_bytes(setting.plan.precision)
     return P2PTime(p2p_s(pair, size), size / _link_bytes_per_s(pair))
 
 
@@ -543,9 +543,9 @@ def _resharding_p2p_time(setting: PlacedPlan, source: int, target: int) -> P2PTi
     decides.
     """
     plan, seconds, start_s = setting.plan, defaultdict[tuple[str, int], float](float), 0.0
-    position_bytes = setting.model.boundary_size * compute_bytes(plan.precision) / plan.mesh(target).sequence_shards
+    element_bytes = compute_bytes(plan.precision) / plan.mesh(target).sequence_shards
     for message in stage_transfers(setting.model, plan, setting.workload.seq_len, source, target):
-        pair, size = setting.pair(message.source, message.target), message.box.numel * position_bytes
+        pair, size = setting.pair(message.source, message.target), message.box.numel * element_bytes
         wire_s = size / _link_bytes_per_s(pair)
         start_s = max(start_s, p2p_s(pair, size) - wire_s)
         seconds["out", message.source] += wire_s

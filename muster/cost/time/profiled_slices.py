@@ -1,11 +1,12 @@
-"""Times of a layer in two slices of a micro-batch (`tp_overlap: domino`), or of a ladder, on a machine that has been
-profiled."""
+"""Times of a layer in two slices of a micro-batch (`tp_overlap: domino`), of a ladder, or of sub-layers side by side,
+on a machine that has been profiled."""
 
 from math import prod
 from typing import Protocol
 
 from muster.cost.time.alternating_turns import alternating_s
 from muster.cost.time.batch_slices import slices_s
+from muster.cost.time.pass_cost import PassCost
 from muster.cost.time.profiled_cost import ProfiledCost
 from muster.cost.time.rate_interpolation import RateInterpolator
 from muster.layout.batch_slices import batch_slices
@@ -23,13 +24,20 @@ class _Passes(Protocol):
 
     def of_rows(self, rows: int) -> "_Passes": ...
 
+    def sum_of_streams_s(self) -> float: ...
+
     def layer(
         self, parts: dict[str, tuple[int, ...]], recompute: str, is_linear: bool, has_experts: bool
     ) -> ProfiledCost: ...
 
 
 def layer_of_slices(
-    passes: _Passes, parts: dict[str, tuple[int, ...]], recompute: str, is_linear: bool, has_experts: bool
+    passes: _Passes,
+    parts: dict[str, tuple[int, ...]],
+    recompute: str,
+    is_linear: bool,
+    has_experts: bool,
+    sums_streams: bool,
 ) -> ProfiledCost:
     """Return the cost of a layer with these parameters, in slices under domino, whose gradients of matrices are added.
 
@@ -38,6 +46,8 @@ def layer_of_slices(
     key = recompute, is_linear, has_experts
     if passes.model.residual == "ladder":
         return _layer_of_ladder(passes, passes.layer(parts, *key))
+    if sums_streams:
+        return _layer_of_sublayers(passes, parts, recompute)
     if passes.strategy.tp_overlap != "domino" or passes.mesh.tp == 1:
         return passes.layer(parts, *key)
     total = ProfiledCost()
@@ -66,4 +76,23 @@ def _layer_of_ladder(passes: _Passes, total: ProfiledCost) -> ProfiledCost:
         (backward_s, total.backward_exposed_s),
     ):
         exposed_s["tp"] = alternating_s([(computed_s / 2, exposed_s["tp"] / 2, 0.0)] * 2)[0] - computed_s
+    return total
+
+
+def _layer_of_sublayers(passes: _Passes, parts: dict[str, tuple[int, ...]], recompute: str) -> ProfiledCost:
+    """Return the cost of a layer whose sum of streams travels beside attention, forward and backward, and beside what
+    full recompute repeats of it."""
+    total, sum_s = passes.layer(parts, recompute, False, False), passes.sum_of_streams_s()
+    attention = passes.layer(
+        {name: shape for name, shape in parts.items() if name.startswith("attn")}, "none", False, False
+    )
+    hides_s = 0.0 if passes.rates.machine.cores else 1.0
+    backward_s = attention.input_grad_s + attention.weight_grad_s
+    forward, backward = PassCost(), PassCost()
+    forward.add_overlapped("tp", sum_s, hides_s * attention.forward_s)
+    backward.add_overlapped("tp", sum_s, hides_s * backward_s)
+    if recompute == "full":
+        backward.add_overlapped("tp", sum_s, hides_s * attention.forward_s)
+    total.forward_exposed_s["tp"] += forward.exposed_s.get("tp", 0.0)
+    total.backward_exposed_s["tp"] += backward.exposed_s.get("tp", 0.0)
     return total

@@ -31,6 +31,7 @@ from muster.layout.island_bytes import encoded_element_bytes
 from muster.layout.tensor_layout import chunk_bounds, is_expert, stage_shards, stages_on, state_shard_ranks
 from muster.schedule.action import Kind
 from muster.schedule.offload import LAYER_COPIES
+from muster.spec.adapters import ROW_PARALLEL
 from muster.spec.context_kinds import CONTEXT_KINDS
 from muster.spec.errors import InfeasibleError
 from muster.spec.four_bit import cut_weights, has_four_bits
@@ -159,8 +160,10 @@ class _StagePasses:
         self.rows, self.seq_len = rows or plan.local_micro_batch_size(stage), workload.seq_len
         self.tokens = self.rows * self.seq_len // self.mesh.cp
         self.sequence_shards = self.mesh.tp if self.strategy.sp else 1
+        self.streams = model.local_sublayers(self.mesh.tp)
+        """Residual streams on this rank."""
         self.hidden_elements = self.tokens // self.sequence_shards * model.hidden_size
-        """Elements of the hidden state on this rank."""
+        """Elements of a stream of the hidden state on this rank."""
         self.size = compute_bytes(plan.precision)
         self.param_shapes: dict[str, dict[str, tuple[int, ...]]] = {}
         """Layer (or "" for parameters of none) → name within it → shape."""
@@ -174,7 +177,8 @@ class _StagePasses:
         cost, known = ProfiledCost(), {}
         for index, layer in enumerate(self.layers):
             has_experts = self.model.has_experts(layer)
-            key = self.plan.strategy(layer).recompute, self.model.has_linear_attention(layer), has_experts
+            sums = self.mesh.tp > 1 and self.model.parallel_sublayers > 1 and layer > 0
+            key = self.plan.strategy(layer).recompute, self.model.has_linear_attention(layer), has_experts, sums
             if key not in known:
                 known[key] = layer_of_slices(self, self.param_shapes[str(layer)], *key)
             has_backward, share = (True, 1.0) if self.trained is None else self.trained.layers[index]
@@ -238,17 +242,21 @@ class _StagePasses:
         rates, cost, d = self.rates, ProfiledCost(), self.model.head_dim
         for name, shape in parts.items():
             if len(shape) == 2 and not is_expert(name):
-                self._add_linear(cost, shape)
+                is_cut_along_input = name.split(".")[-2] in ROW_PARALLEL
+                for _ in range(self.streams):
+                    self._add_linear(cost, _narrow(shape, self.streams, is_cut_along_input))
         self._add_dequantization(cost, parts)
         norms = sum(name.endswith("norm.weight") for name in parts)
         heads, kv_heads = (_outputs(parts, f"attn.{one}") // d for one in ("q", "k"))
         inner = next((found for name in _UP_PROJECTIONS if (found := _outputs(parts, name))), 0)
         turned = (heads, kv_heads) if self.model.position == "rope" and not is_linear else ()
         for direction in ("forward", "backward"):
-            cheap_s = norms * rates.kernel(f"norm {direction}", self.hidden_elements)
+            cheap_s = norms * self.streams * rates.kernel(f"norm {direction}", self.hidden_elements)
             # An activation without a gate moves about half of the bytes of one with a gate.
             cheap_s += rates.kernel(f"gated {direction}", self.tokens * inner) / (1 if self.model.gated else 2)
-            time_s = cheap_s + 2 * rates.kernel("add", self.hidden_elements)
+            # Of sub-layers side by side one sum more, that of all streams and attention's outputs.
+            sums = 2 + (self.model.parallel_sublayers > 1)
+            time_s = cheap_s + sums * rates.kernel("add", self.streams * self.hidden_elements)
             time_s += sum(rates.kernel(f"rotary {direction}", self.tokens * count * d) for count in turned)
             time_s += self._recurrence_s(direction) if is_linear else self._attention_s(direction, heads, d)
             is_piecewise = self.model.attention_softcap is not None or self.model.attention_dropout
@@ -372,12 +380,16 @@ class _StagePasses:
         cost.input_grad_s += self.rates.matmul("input", self.tokens, inner, outer)
         cost.weight_grad_s += self.rates.matmul("weight", self.tokens, inner, outer)
 
+    def sum_of_streams_s(self) -> float:
+        """Return the seconds in which tensor-parallel ranks sum something as large as a stream."""
+        return self.rates.collective("all_reduce", self.mesh.tp, self.tokens * self.model.hidden_size * self.size)
+
     def _add_tensor(self, cost: ProfiledCost, again: bool, routes_own_tokens: bool) -> None:
         """Add the tensor-parallel collectives of a layer's two sublayers (see `comm_volume.tensor_axis_bytes`). Where
         each rank routes its own tokens, experts have none under sequence parallelism, else a gather of results and one
         of gradients."""
         tp, whole = self.mesh.tp, self.tokens * self.model.hidden_size * self.size
-        if tp == 1:
+        if tp == 1 or self.model.parallel_sublayers > 1:
             return
         collective, forward, backward = self.rates.collective, cost.forward_exposed_s, cost.backward_exposed_s
         if self.sequence_shards > 1:
@@ -416,7 +428,12 @@ class _StagePasses:
             cost.forward_exposed_s["tp"] += rates.collective(
                 "all_reduce", tp, self.hidden_elements * self.sequence_shards * self.size
             )
+            if self.model.parallel_sublayers > 1 and tp > 1:
+                cost.backward_exposed_s["tp"] += self.sum_of_streams_s()
         if self.plan.is_last(self.stage):
+            if (conjunction := parts.get("conjunction.weight")) is not None:
+                self._add_linear(cost, conjunction)
+                cost.forward_exposed_s["tp"] += self.sum_of_streams_s() if tp > 1 else 0.0
             cost.forward_s += rates.kernel("norm forward", self.hidden_elements)
             cost.input_grad_s += rates.kernel("norm backward", self.hidden_elements)
             head = parts["head.weight" if "head.weight" in parts else "embed.weight"]
@@ -514,6 +531,12 @@ class _StagePasses:
 # Between passes
 
 
+def _narrow(shape: tuple[int, ...], count: int, is_cut_along_input: bool) -> tuple[int, ...]:
+    """Return the shape of one of `count` matrices that a weight has side by side."""
+    outer, inner = shape
+    return (outer, inner // count) if is_cut_along_input else (outer // count, inner)
+
+
 def _outputs(parts: dict[str, tuple[int, ...]], module: str) -> int:
     """Return the outputs of a linear layer on the rank; 0 where the layer has none of this name."""
     shape = parts.get(f"{module}.weight") or parts.get(f"{module}.low_rank_B.weight")
@@ -527,7 +550,7 @@ def _p2p_times(
     for stage, other in plan.hops:
         cut = plan.mesh(stage).tp if plan.default_strategy.sp else 1
         positions = plan.local_micro_batch_size(stage) * workload.seq_len // plan.mesh(stage).cp // cut
-        count = positions * model.boundary_size * compute_bytes(plan.precision)
+        count = positions * model.boundary_size(plan.mesh(stage).tp) * compute_bytes(plan.precision)
         hop = P2PTime(rates.contention(storage_level(plan, stage)) * rates.collective("send", 2, count))
         found[stage, other] = found[other, stage] = hop
     return found

@@ -237,6 +237,7 @@ class PlacedPlan:
             model.has_experts(layer),
             model.has_linear_attention(layer),
             model.attention_window(layer),
+            model.parallel_sublayers > 1 and layer > 0,
         )
 
     # ------------------------------------------------------------------------------------------------------------------

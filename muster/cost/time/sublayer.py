@@ -11,6 +11,7 @@ from muster.cost.time.kernels import batched_matmul_s, grouped_matmul_s, matmul_
 from muster.cost.time.pass_cost import PassCost
 from muster.cost.time.pass_pairs import RowExchange
 from muster.cost.time.scaled_casts import matmul_rate, operand_cast_bytes
+from muster.spec.adapters import ROW_PARALLEL
 from muster.spec.context_kinds import ContextRanks
 from muster.spec.device import DeviceSpec
 from muster.spec.device_precision import matmul_precision
@@ -142,8 +143,13 @@ class LayerContext:
         return replace(self, sequences=self.sequences / 2, strategy=strategy)
 
     @property
+    def streams(self) -> int:
+        """Residual streams on the rank."""
+        return self.model.local_sublayers(self.tp.size)
+
+    @property
     def hidden_bytes(self) -> float:
-        """Bytes of the hidden state of a micro-batch, over all tensor-parallel ranks."""
+        """Bytes of the hidden state of a micro-batch, over all tensor-parallel ranks; of one stream."""
         return self.tokens * self.model.hidden_size * self.element_bytes
 
 
@@ -273,10 +279,15 @@ class SublayerCost:
         self, at: LayerContext, tokens: float, widths: dict[str, tuple[float, float]], follows_norm: bool = False
     ) -> None:
         """Add linear layers of a decoder layer that share their input of `tokens` rows, by name with their output and
-        input widths on the rank; those of low rank as two narrow ones each."""
+        input widths on the rank; those of low rank as two narrow ones each, of sub-layers side by side one each."""
         ranks = at.model.low_rank_ranks
         whole = [width for name, width in widths.items() if name not in ranks]
-        if whole:
+        if at.streams > 1:
+            for name, (outputs, inputs) in widths.items():
+                narrow = (outputs, inputs / at.streams) if name in ROW_PARALLEL else (outputs / at.streams, inputs)
+                for _ in range(at.streams):
+                    self.add_linear(at, tokens, *narrow)
+        elif whole:
             outputs, inputs = sum(width for width, _ in whole), whole[0][1]
             self.add_linear(at, tokens, outputs, inputs, num_linears=len(whole), follows_norm=follows_norm)
         for name in (name for name in widths if name in ranks):
@@ -415,8 +426,10 @@ def add_norm_and_residual(at: LayerContext, part: SublayerCost) -> None:
     Norms of the output aren't recomputed. The backward moves three times an element for each. Dropout stores a byte per
     element.
     """
-    numbers = at.norm_tokens * at.model.hidden_size
+    numbers = at.norm_tokens * at.model.hidden_size * at.streams
     forward, backward = norm_bytes(at, at.model.norm)
+    if at.streams > 1:  # norms of several streams are put side by side
+        forward, backward = forward + 2 * at.element_bytes, backward + 2 * at.element_bytes
     kept = numbers * (1 if at.framework.fused_elementwise else 6) if at.framework.dropout else 0.0
     kernels = 1 if forward < EAGER_NORM_BYTES[0] else 8
     if at.model.has_pre_norms:

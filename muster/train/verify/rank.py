@@ -110,7 +110,7 @@ class TracingTrainer(Trainer):
         if at.tp and not cut_along_sequence and not cut_along_width:
             return  # its neighbours have the same
         words, *_ = tp_shard(spec, "head.weight", (spec.vocab_size, spec.hidden_size), tp, at.tp)
-        column = words.start[0] if cut_along_width else 0
+        column = (words.start[0] if part == "head" else at.tp * output.shape[2]) if cut_along_width else 0
         first = at.tp * output.shape[1] if cut_along_sequence else 0
         held = range(first, first + output.shape[1])
         if (groups := self.batch_loader.fed_groups) is not None:

@@ -60,13 +60,15 @@ class Sketches:
     def __init__(self, spec: ModelSpec, workload: Workload, device: torch.device) -> None:
         self._parts, self._workload = traced_parts(spec), workload
         self._vocab_size = spec.vocab_size
-        self._hidden_size = spec.hidden_size
+        self._hidden_size, self._streams_size = spec.hidden_size, spec.hidden_size * spec.parallel_sublayers
         shape = (len(self._parts), workload.global_batch_size, NUM_DRAWS)
         self.values = torch.zeros(shape, dtype=torch.float64, device=device)
 
     def whole_shape(self, part: str) -> tuple[int, int]:
         """Return positions and width of a part's output on one process."""
-        return self._workload.seq_len, self._vocab_size if part == "head" else self._hidden_size
+        in_streams = part.endswith((".attn", ".mlp"))
+        width = self._vocab_size if part == "head" else self._streams_size if in_streams else self._hidden_size
+        return self._workload.seq_len, width
 
     @torch.no_grad()
     def add(self, part: str, x_BSW: Tensor, sample: int, position: int = 0, column: int = 0) -> None:
