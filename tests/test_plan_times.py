@@ -4,7 +4,8 @@ import pytest
 
 from muster.config.cluster_files import load_cluster, load_device, load_link
 from muster.config.named_model import load_model
-from muster.cost.time.collectives import all_gather_s, all_reduce_s, all_to_all_s, make_comm_group
+from muster.cost.comm_volume import tensor_axis_bytes
+from muster.cost.time.collectives import all_gather_s, all_reduce_s, all_to_all_s, make_comm_group, reduce_scatter_s
 from muster.cost.time.kernels import flash_attention_s, matmul_s
 from muster.cost.time.plan_times import place_plan, plan_times
 from muster.cost.time.rank_placement import PlacedPlan
@@ -53,6 +54,28 @@ def test_a_pass_takes_what_its_products_take_and_more():
     ideal_s = 2 * numbers * 4096 / 989.4e12
     assert 1.2 < times.seconds["F", 0] / ideal_s < 2.0
     assert 1.8 < times.seconds["B", 0] / times.seconds["F", 0] < 2.4
+
+
+@pytest.mark.parametrize("words", ["", "-sp", "-sp-asynctp"])
+def test_full_recompute_takes_the_time_of_the_collectives_that_it_repeats(words):
+    """Those that a test counts in a run (test_comm_volume.py): all but the one at a layer's end."""
+    work, cluster, size = Workload(seq_len=2048, global_batch_size=8), load_cluster("8xh100"), 2048 * 4096 * 2
+    group, plain = make_comm_group(cluster, range(8)), parse_plan_name(f"tp8{words}-bf16")
+    plans = plain, parse_plan_name(f"tp8{words}-rfull-bf16")
+    sent = [tensor_axis_bytes(LLAMA, plan, work, 0, coordinates_of(plan, 0)) for plan in plans]
+    exposed = [plan_times(LLAMA, plan, work, cluster).exposed_s["B", 0]["tp"] for plan in plans]
+    if words == "-sp-asynctp":  # a ring of chunks repeats as many as the forward has
+        forward_s = plan_times(LLAMA, plain, work, cluster).exposed_s["F", 0]["tp"]
+        assert 0.9 * forward_s < exposed[1] - exposed[0] < forward_s
+        return
+    calls = {
+        kind: (sent[1][kind] - sent[0][kind]) / (8 * size / (8 if kind == "all_gather" else 1))
+        for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    }
+    assert calls == {"all_gather": 64 * bool(words), "reduce_scatter": 32 * bool(words), "all_reduce": 32 * (not words)}
+    seconds = {"all_gather": all_gather_s, "reduce_scatter": reduce_scatter_s, "all_reduce": all_reduce_s}
+    expected_s = sum(count * seconds[kind](group, size) for kind, count in calls.items())
+    assert exposed[1] - exposed[0] == pytest.approx(expected_s)
 
 
 @pytest.mark.parametrize(("recompute", "share"), [("full", 1.0), ("elementwise", 0.15), ("every_second_matmul", 0.5)])

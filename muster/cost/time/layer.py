@@ -97,8 +97,13 @@ def _recompute_cost(at: LayerContext, attention: SublayerCost, mlp: SublayerCost
     match at.strategy.recompute:
         case "full":
             whole = attention.forward + mlp.forward
-            stops_early = at.framework.early_stop_recompute and not at.model.has_post_norms
-            return whole + mlp.last_matmul * -1 if stops_early else whole
+            # Chunks of asynchronous tensor parallelism are one with the last matmul, which saves its input behind them.
+            in_chunks = at.framework.async_tp or at.strategy.tp_overlap == "async_tp"
+            if not at.framework.early_stop_recompute or at.model.has_post_norms or in_chunks:
+                return whole
+            if mlp.exit_s:
+                whole.exposed_s["tp"] -= mlp.exit_s
+            return whole + mlp.last_matmul * -1
         case "core_attention":
             return with_host_time(at, attention.attention_core, "attention")
         case "elementwise":

@@ -242,9 +242,9 @@ class _StagePasses:
         rates, cost, d = self.rates, ProfiledCost(), self.model.head_dim
         for name, shape in parts.items():
             if len(shape) == 2 and not is_expert(name):
-                is_cut_along_input = name.split(".")[-2] in ROW_PARALLEL
+                narrow = _narrow(shape, self.streams, name.split(".")[-2] in ROW_PARALLEL)
                 for _ in range(self.streams):
-                    self._add_linear(cost, _narrow(shape, self.streams, is_cut_along_input))
+                    self._add_linear(cost, narrow)
         self._add_dequantization(cost, parts)
         norms = sum(name.endswith("norm.weight") for name in parts)
         heads, kv_heads = (_outputs(parts, f"attn.{one}") // d for one in ("q", "k"))
@@ -254,9 +254,8 @@ class _StagePasses:
             cheap_s = norms * self.streams * rates.kernel(f"norm {direction}", self.hidden_elements)
             # An activation without a gate moves about half of the bytes of one with a gate.
             cheap_s += rates.kernel(f"gated {direction}", self.tokens * inner) / (1 if self.model.gated else 2)
-            # Of sub-layers side by side one sum more, that of all streams and attention's outputs.
-            sums = 2 + (self.model.parallel_sublayers > 1)
-            time_s = cheap_s + sums * rates.kernel("add", self.streams * self.hidden_elements)
+            added = (2 + (self.model.parallel_sublayers > 1)) * self.streams
+            time_s = cheap_s + added * rates.kernel("add", self.hidden_elements)
             time_s += sum(rates.kernel(f"rotary {direction}", self.tokens * count * d) for count in turned)
             time_s += self._recurrence_s(direction) if is_linear else self._attention_s(direction, heads, d)
             is_piecewise = self.model.attention_softcap is not None or self.model.attention_dropout
@@ -394,12 +393,13 @@ class _StagePasses:
         collective, forward, backward = self.rates.collective, cost.forward_exposed_s, cost.backward_exposed_s
         if self.sequence_shards > 1:
             gather_s, scatter_s = collective("all_gather", tp, whole // tp), collective("reduce_scatter", tp, whole)
-            sublayers = 2 - routes_own_tokens
+            sublayers, last_s = 2 - routes_own_tokens, scatter_s * (not routes_own_tokens)
             forward["tp"] += sublayers * (gather_s + scatter_s)
             backward["tp"] += sublayers * (2 * gather_s + scatter_s)
         else:
             sum_s = collective("all_reduce", tp, whole)
             second_s = collective("all_gather", tp, whole // tp) if routes_own_tokens else sum_s
+            last_s = second_s
             forward["tp"] += sum_s + second_s
             backward["tp"] += sum_s + second_s
         if self.model.qk_norm and self.model.qk_norm_width == "projection":
@@ -407,7 +407,8 @@ class _StagePasses:
             forward["tp"] += sum_s
             backward["tp"] += sum_s
         if again and self.model.residual != "ladder":  # which repeats no sums
-            backward["tp"] += forward["tp"]
+            ends_early = not self.model.has_post_norms and self.strategy.tp_overlap != "async_tp"
+            backward["tp"] += forward["tp"] - ends_early * last_s
         elif self.plan.sequence_tiles > 1:
             backward["tp"] += forward["tp"] / 2
 

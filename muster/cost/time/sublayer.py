@@ -188,6 +188,8 @@ class SublayerCost:
         self.forward, self.input_grads, self.weight_grads = PassCost(), PassCost(), PassCost()
         self.last_matmul = PassCost()
         """Last matmul of the forward."""
+        self.exit_s = 0.0
+        """Seconds of the collective behind that matmul, which recompute doesn't repeat."""
         self.attention_core, self.matmuls, self.elementwise = PassCost(), PassCost(), PassCost()
         """Parts of the forward: the core attention, the matmuls, the elementwise operators."""
         self.latent_up_projections = PassCost()
@@ -363,12 +365,13 @@ def add_tp_exit(at: LayerContext, part: SublayerCost) -> None:
     """
     if at.tp.size == 1:
         return
-    size = at.hidden_bytes
+    size, before_s = at.hidden_bytes, part.forward.exposed_s.get("tp", 0.0)
     if at.strategy.sp:
         _add_tp_collective(at, part.forward, reduce_scatter_s(at.tp, size), scatter_copies)
         _add_tp_collective(at, part.input_grads, all_gather_s(at.tp, size), partial(gather_copies, keeps_whole=True))
     else:
         part.forward.add_exposed("tp", all_reduce_s(at.tp, size))
+    part.exit_s = part.forward.exposed_s.get("tp", 0.0) - before_s
 
 
 def _add_tp_collective(
