@@ -5,6 +5,7 @@ import pytest
 from muster.config.cluster_files import load_cluster
 from muster.cost.flops import forward_flops_per_token
 from muster.cost.host_updates import disk_rates
+from muster.cost.time import alternating_turns
 from muster.cost.time.plan_times import plan_times
 from muster.cost.time.profiled_times import overhead_name, profiled_times
 from muster.cost.time.rate_interpolation import RateInterpolator
@@ -197,3 +198,23 @@ def test_a_profile_is_a_cluster_file(tmp_path):
     plan = parse_plan_name("dp1-ooptd-fp32")
     times = plan_times(SMALL, plan, WORKLOAD, read)
     assert times.seconds["WRITE_STATE", 0] == pytest.approx(3 * times.seconds["READ_STATE", 0])
+
+
+@pytest.mark.parametrize(("residual", "words"), [("ladder", "tp2"), ("standard", "tp2-domino-mb2")])
+def test_the_last_collective_of_layers_that_take_turns_is_exposed(monkeypatch, residual, words):
+    """Once a pass, however many layers there are, on a device whose collectives take no cores."""
+    monkeypatch.setattr(alternating_turns, "OVERLAP_SLOWDOWN", 0.0)
+    rates = machine().model_copy(update={"cores": 0})
+    plan = parse_plan_name(f"{words}-fp32")
+
+    def constant_s(model: ModelSpec, plan: Plan) -> float:
+        """Exposed seconds of a forward that don't grow with the layers."""
+        found = []
+        for layers in (8, 16):
+            longer = model.model_copy(update={"num_layers": layers})
+            found.append(profiled_times(longer, plan, WORKLOAD, rates).exposed_s["F", 0]["tp"])
+        return 2 * found[0] - found[1]
+
+    plain = parse_plan_name(f"{words.replace('-domino', '')}-fp32")
+    end_s = constant_s(SMALL.model_copy(update={"residual": residual}), plan) - constant_s(SMALL, plain)
+    assert end_s == pytest.approx(64 * 64 * 4 / BYTES_PER_S, rel=1e-3)

@@ -1,6 +1,8 @@
 """Times of a layer in two slices of a micro-batch (`tp_overlap: domino`), of a ladder, or of sub-layers side by side,
 on a machine that has been profiled."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from typing import Protocol
 
@@ -10,6 +12,7 @@ from muster.cost.time.pass_cost import PassCost
 from muster.cost.time.profiled_cost import ProfiledCost
 from muster.cost.time.rate_interpolation import RateInterpolator
 from muster.layout.batch_slices import batch_slices
+from muster.spec.adapters import ROW_PARALLEL
 from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.mesh import Mesh
 from muster.spec.model import ModelSpec
@@ -56,27 +59,34 @@ def layer_of_slices(
     total.weight_grad_s += passes.rates.kernel("add", sum(prod(shape) for shape in parts.values() if len(shape) > 1))
     if passes.rates.machine.cores:
         return total
-    backward_s = total.input_grad_s + total.weight_grad_s
-    for computed_s, exposed_s in (
-        (total.forward_s, total.forward_exposed_s),
-        (backward_s, total.backward_exposed_s),
-    ):
-        turns = [computed_s / 4] * 2, [exposed_s["tp"] / 4] * 2  # two of each slice
-        exposed_s["tp"] = slices_s(*turns)[0] - computed_s
-    return total
+    return _in_turns(total, lambda computed_s, sums_s: slices_s([computed_s / 4] * 2, [sums_s / 4] * 2))  # two a slice
 
 
 def _layer_of_ladder(passes: _Passes, total: ProfiledCost) -> ProfiledCost:
     """Return the cost of a layer of a ladder, of which all is given as if nothing overlapped; on a CPU nothing does."""
     if passes.mesh.tp == 1 or passes.rates.machine.cores:
         return total
-    backward_s = total.input_grad_s + total.weight_grad_s
+    return _in_turns(total, lambda computed_s, sums_s: alternating_s([(computed_s / 2, sums_s / 2, 0.0)] * 2))
+
+
+def _in_turns(total: ProfiledCost, run: Callable[[float, float], tuple[float, float]]) -> ProfiledCost:
+    """Return the cost of a layer whose collectives travel beside its compute: of the seconds of both, `run` makes those
+    of one layer of many and those at the end of them."""
+    ends_s = []
     for computed_s, exposed_s in (
         (total.forward_s, total.forward_exposed_s),
-        (backward_s, total.backward_exposed_s),
+        (total.input_grad_s + total.weight_grad_s, total.backward_exposed_s),
     ):
-        exposed_s["tp"] = alternating_s([(computed_s / 2, exposed_s["tp"] / 2, 0.0)] * 2)[0] - computed_s
-    return total
+        each_s, end_s = run(computed_s, exposed_s["tp"])
+        exposed_s["tp"] = each_s - computed_s
+        ends_s.append(end_s)
+    return replace(total, ends_s=(ends_s[0], ends_s[1]))
+
+
+def matrix_of_sublayer(name: str, shape: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Return the shape of one of `count` matrices that the weight of this name has side by side."""
+    outer, inner = shape
+    return (outer, inner // count) if name.split(".")[-2] in ROW_PARALLEL else (outer // count, inner)
 
 
 def _layer_of_sublayers(passes: _Passes, parts: dict[str, tuple[int, ...]], recompute: str) -> ProfiledCost:

@@ -22,7 +22,7 @@ from muster.cost.time.attention import SOFT_CAP_BYTES
 from muster.cost.time.op_times import OpTimes, P2PTime
 from muster.cost.time.profiled_cost import ProfiledCost
 from muster.cost.time.profiled_experts import add_experts
-from muster.cost.time.profiled_slices import layer_of_slices
+from muster.cost.time.profiled_slices import layer_of_slices, matrix_of_sublayer
 from muster.cost.time.profiled_updates import adamw_numel, host_update_times
 from muster.cost.time.rate_interpolation import RateInterpolator
 from muster.cost.time.trained_parts import trained_parts
@@ -31,7 +31,6 @@ from muster.layout.island_bytes import encoded_element_bytes
 from muster.layout.tensor_layout import chunk_bounds, is_expert, stage_shards, stages_on, state_shard_ranks
 from muster.schedule.action import Kind
 from muster.schedule.offload import LAYER_COPIES
-from muster.spec.adapters import ROW_PARALLEL
 from muster.spec.context_kinds import CONTEXT_KINDS
 from muster.spec.errors import InfeasibleError
 from muster.spec.four_bit import cut_weights, has_four_bits
@@ -183,6 +182,8 @@ class _StagePasses:
                 known[key] = layer_of_slices(self, self.param_shapes[str(layer)], *key)
             has_backward, share = (True, 1.0) if self.trained is None else self.trained.layers[index]
             cost.add(known[key].with_backward(has_backward, share * has_backward))
+        if known:
+            cost.add_end_of_run(next(iter(known.values())), self.trained is None or self.trained.layers[0][0])
         cost.add(self._embedding_and_head(self.param_shapes.get("", {})))
         self._add_sharding(cost)
         forward_s, backward_s = self._overhead(Kind.F), self._overhead(Kind.B)
@@ -242,9 +243,8 @@ class _StagePasses:
         rates, cost, d = self.rates, ProfiledCost(), self.model.head_dim
         for name, shape in parts.items():
             if len(shape) == 2 and not is_expert(name):
-                narrow = _narrow(shape, self.streams, name.split(".")[-2] in ROW_PARALLEL)
                 for _ in range(self.streams):
-                    self._add_linear(cost, narrow)
+                    self._add_linear(cost, matrix_of_sublayer(name, shape, self.streams))
         self._add_dequantization(cost, parts)
         norms = sum(name.endswith("norm.weight") for name in parts)
         heads, kv_heads = (_outputs(parts, f"attn.{one}") // d for one in ("q", "k"))
@@ -530,12 +530,6 @@ class _StagePasses:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Between passes
-
-
-def _narrow(shape: tuple[int, ...], count: int, is_cut_along_input: bool) -> tuple[int, ...]:
-    """Return the shape of one of `count` matrices that a weight has side by side."""
-    outer, inner = shape
-    return (outer, inner // count) if is_cut_along_input else (outer // count, inner)
 
 
 def _outputs(parts: dict[str, tuple[int, ...]], module: str) -> int:
