@@ -35,3 +35,16 @@ def test_a_plan_that_promises_much_is_simulated_before_as_many_as_are_shown_are_
     frontier.best = frontier.best[-1:]
     assert frontier._is_promising(frontier.best[0].plan, frontier.best[0].value / 2)
     assert not frontier._is_promising(frontier.best[0].plan, frontier.best[0].value)
+
+
+def test_tensor_parallelism_is_tried_without_sequence_parallelism():
+    """Where all-reduces hide behind gradients of weights, and gathers of hidden states wouldn't; not where norms of all
+    positions on every rank take longer than that."""
+    for cluster, sp in (("8xh100", False), ("8xa100", True)):
+        request = _request("llama3-8b", cluster, 1024, 64, tp=8, micro_batch_size=4)
+        frontier = Frontier(PlanEvaluator(request), 5, 5)
+        frontier.expand()
+        probe(frontier, 0.0)
+        assert all(one.plan.default_strategy.sp for one in frontier.best)
+        assert any(not worked for worked in local_search(frontier))
+        assert frontier.best[0].plan.default_strategy.sp == sp
