@@ -32,6 +32,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "test_versions.py",
         "test_skippipe.py",
         "test_active_stages.py",
+        "test_eager_reduction.py",
         "test_shard_levels.py",
         "test_grad_reduce.py",
         "test_dropout.py",

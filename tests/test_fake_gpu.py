@@ -115,6 +115,7 @@ def fake_factories(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adamw, "FUSED_DEVICES", (DEVICE.type,))
     monkeypatch.setattr(FakeStage, "overlapping_devices", frozenset({DEVICE.type}))
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     monkeypatch.setattr(Documents, "from_positions", staticmethod(two_documents))
     monkeypatch.setattr(varlen_attention, "gpu_kernel", lambda: variable_lengths)
     for module in (varlen_attention, positions):

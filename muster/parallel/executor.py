@@ -7,10 +7,11 @@ from torch import Tensor
 
 from muster.launch.heartbeat import PAGE_BYTES, Heartbeat
 from muster.parallel.axis import PendingTensor
-from muster.parallel.device_clock import HostClock, RecordBesideHost, StepClock, StepRecord, TimedInstruction
+from muster.parallel.device_clock import HostClock, Mark, RecordBesideHost, StepClock, StepRecord, TimedInstruction
 from muster.parallel.flight_recorder import flight_record
 from muster.parallel.host_lane import HostLane
 from muster.parallel.p2p import P2PRoute, PendingReceive
+from muster.parallel.pending_reduction import PendingReduction
 from muster.parallel.stage_interface import Stage
 from muster.parallel.turns import Turns
 from muster.parallel.vocab_parallel import VocabShard
@@ -28,7 +29,7 @@ from muster.schedule.action import (
 from muster.schedule.program import Instruction, Program, Wait
 from muster.schedule.send_completion import completed_sends
 
-Handler = Callable[[Action], PendingTensor | None]
+Handler = Callable[[Action], PendingTensor | PendingReduction | None]
 
 
 class Executor:
@@ -92,7 +93,9 @@ class Executor:
             Kind.UNSHARD: lambda instruction: self.stages[instruction.action.stage].unshard(),
             Kind.RESHARD: lambda instruction: self.stages[instruction.action.stage].reshard(),
             Kind.ALL_REDUCE_TP: lambda instruction: self.stages[instruction.action.stage].all_reduce_replicated_grads(),
-            Kind.REDUCE_GRAD: lambda instruction: self.stages[instruction.action.stage].reduce_gradients(),
+            Kind.REDUCE_GRAD: lambda instruction: self._run_handler(
+                instruction, lambda action: self.stages[action.stage].reduce_gradients()
+            ),
         }
         if vocab is not None:
             for kind, run_pass in vocab.passes.items():
@@ -124,8 +127,10 @@ class Executor:
 
     def _run(self) -> StepRecord:
         self._cursor: dict[Lane, int] = dict.fromkeys(LANES, 0)
-        self._pending: dict[Wait, PendingReceive | PendingTensor] = {}
+        self._pending: dict[Wait, PendingReceive | PendingTensor | PendingReduction] = {}
         """Communication that has started and overlaps with compute."""
+        self._begun: dict[Wait, Mark] = {}
+        """Reductions of gradients that have begun since the last pass, with the moment."""
         self._pending_copies: dict[Wait, Callable[[], None]] = {}
         self._pending_sends: dict[int, list[tuple[dist.Work, Tensor]]] = {}
         """Sends that are not known to be complete, by their index in the p2p lane."""
@@ -153,6 +158,9 @@ class Executor:
     # Order
 
     def _start_ready(self) -> None:
+        for pending in self._pending.values():
+            if isinstance(pending, PendingReduction):
+                pending.release()
         for lane in LANES[1:]:
             instructions = self.lanes[lane]
             while self._cursor[lane] < len(instructions):
@@ -169,17 +177,21 @@ class Executor:
             self._start_ready()  # copies back that waited for the same ones away
         self._cursor[lane] = index + 1
         self._report_start(instruction.action)
+        if lane == "compute":
+            self._begun.clear()
         if lane == "compute" and instruction.action in self.program.pairs:
             self._run_pair(instruction, self.lanes[lane][index + 1])
             return
-        start = self._clock.mark()
+        start, own = self._clock.mark(), Wait(lane, index)
         self._handlers[instruction.action.kind](instruction)
         if instruction.action.kind == Kind.GRAD_NORM:  # whose result the host has read
             self._clock.mark_idle()
-        if instruction.action.kind not in RECEIVES and not KINDS[instruction.action.kind].overlapped:
+        if own in self._pending and instruction.action.kind == Kind.REDUCE_GRAD:
+            self._begun[own] = start
+        elif instruction.action.kind not in RECEIVES and not KINDS[instruction.action.kind].overlapped:
             self._timed.append((lane, instruction.action, start, self._clock.mark()))
         if self._host_lane is not None and lane == "compute":
-            self._host_lane.note_over(Wait(lane, index))
+            self._host_lane.note_over(own)
 
     def _is_complete(self, wait: Wait) -> bool:
         if self._host_lane is not None and self._host_lane.walks(wait):
@@ -208,7 +220,7 @@ class Executor:
         self._complete_one(wait)
 
     def _complete_one(self, wait: Wait) -> None:
-        start = self._clock.mark()
+        start = self._begun.pop(wait) if wait in self._begun else self._clock.mark()
         action = self.lanes[wait.lane][wait.index].action
         self._report_start(action, True)
         result = self._pending.pop(wait).wait()

@@ -19,7 +19,7 @@ from muster.layout.tensor_layout import is_expert, state_shard_dim
 from muster.model.decoder import Decoder
 from muster.model.dtypes import DTYPES
 from muster.model.experts import Experts
-from muster.parallel.grad_reduce import AllToAllReduceScatter
+from muster.parallel.grad_reduce import AllToAllReduceScatter, DeferrableReduceScatter
 from muster.parallel.master_weights import MasterWeights, master_weights
 from muster.parallel.shard_levels import LeveledCollectives, leveled_collectives
 from muster.parallel.world import World
@@ -64,13 +64,19 @@ def apply_fsdp(module: Decoder, world: World, zero: ZeroLevel, plan: Plan) -> bo
     for bucket in buckets:
         fully_shard(bucket, mesh=mesh, reshard_after_forward=zero == "z3", mp_policy=policy, shard_placement_fn=place)
     fully_shard(module, mesh=mesh, reshard_after_forward=None if zero == "z3" else False, mp_policy=policy)
+    reduce_scatter = None
+    if plan.grad_reduce_dtype == "bf16":
+        reduce_scatter = AllToAllReduceScatter()
+    elif zero == "z1" and world.device.type == "cpu":
+        reduce_scatter = DeferrableReduceScatter()
+    module.reduce_scatter = reduce_scatter  # type: ignore[assignment]
     for part in fsdp_modules(module):
         # The loss is already divided by the global number of labels: gradients are summed, never averaged.
         if mesh.size() > 1:  # alone, a division by 1 would take a copy
             part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
-        if plan.grad_reduce_dtype == "bf16":
-            part.set_custom_reduce_scatter(AllToAllReduceScatter())  # type: ignore[arg-type]
+        if reduce_scatter is not None:
+            part.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
         if zero != "z3":
             part.set_reshard_after_backward(False, recurse=False)
         # A GPU overlaps the all-gather on its own stream; a CPU only if the call doesn't wait.
@@ -182,21 +188,10 @@ def reshard(module: nn.Module) -> None:
 
 
 def reduce_in_next_backward(module: nn.Module) -> None:
-    """Let the next backward reduce-scatter the gradients that each rank has accumulated, each group once it is complete
-    (z1)."""
+    """Let the next backward start to reduce-scatter the gradients that each rank has accumulated, each group once it is
+    complete; `PendingReduction` waits for the end (z1)."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(True)
-        module.set_is_last_backward(True)
-
-
-def reduce_gradients(module: nn.Module) -> None:
-    """Reduce-scatter the gradients that each rank has accumulated over its micro-batches, but for those that its last
-    backward has reduced (z1)."""
-    if isinstance(module, FSDPModule):
-        reduce_in_next_backward(module)
-        finish_backward(module)
-        module.set_requires_gradient_sync(False)
-        module.set_is_last_backward(False)
 
 
 @contextmanager
@@ -266,14 +261,28 @@ def finish_backward(module: nn.Module) -> None:
     if (masters := master_weights(module)) is not None:
         masters.add_gradients()
     if isinstance(module, FSDPModule):
-        root = _state(module)
-        for state in reversed(root._state_ctx.all_states):
-            for group in _groups(state):
-                for parameter in group.fsdp_params:  # gradients from I have the master weights' dtype, those from W not
-                    parameter.accumulate_unsharded_grad_if_needed()
-                    parameter.to_accumulated_grad_if_needed()
-                group.post_backward()
-        root._root_post_backward_final_callback()
+        for _ in process_gradients(module):
+            pass
+        _state(module)._root_post_backward_final_callback()
+
+
+def process_gradients(module: FSDPModule) -> Iterator[Any]:  # of a private type
+    """Process the groups' gradients as `finish_backward` does, and yield each group; nothing waits for reductions."""
+    for state in reversed(_state(module)._state_ctx.all_states):
+        for group in _groups(state):
+            for parameter in group.fsdp_params:  # gradients from I have the master weights' dtype, those from W not
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+            group.post_backward()
+            yield group
+
+
+def wait_for_reductions(module: FSDPModule) -> None:
+    """Wait for the reductions that have been started in streams of the device, as the end of a step's last backward
+    does."""
+    module.set_is_last_backward(True)
+    _state(module)._root_post_backward_final_callback()
+    module.set_is_last_backward(False)
 
 
 def fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:

@@ -160,7 +160,7 @@ def _time_reductions(
 ) -> None:
     """Time the reductions of gradients that a micro-batch has left, those of the stages `beside` with its backward."""
     for index, stage in sorted(stages.items()):
-        reduce = stage.reduce_gradients
+        reduce = partial(_reduce, stage)
         if index in beside:
             stage.forward(0, _input(stage, 0))
             reduce = partial(_reduce_beside_backward, stage)
@@ -183,7 +183,13 @@ def _gather_beside_forward(stage: DecoderStage) -> None:
 def _reduce_beside_backward(stage: DecoderStage) -> None:
     reduce_in_next_backward(stage.module)
     stage.backward(0, _output_gradient(stage, 0))
-    stage.reduce_gradients()
+    _reduce(stage)
+
+
+def _reduce(stage: DecoderStage) -> None:
+    pending = stage.reduce_gradients()
+    if pending is not None:
+        pending.wait()
 
 
 def _input(stage: DecoderStage, part: int) -> torch.Tensor | None:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from muster.model.decoder import Decoder
 from muster.model.dtypes import DTYPES
@@ -17,11 +18,11 @@ from muster.parallel.fsdp import (
     drop_partial_reductions,
     local_parameters,
     materialize,
-    reduce_gradients,
     reshard,
     unshard,
 )
 from muster.parallel.param_offload import ParamOffload
+from muster.parallel.pending_reduction import PendingReduction
 from muster.parallel.tensor_parallel import all_reduce_replicated_grads
 from muster.parallel.world import World
 from muster.spec.layer_strategy import ZeroLevel
@@ -88,8 +89,11 @@ class ShardedStage:
     def reshard(self) -> None:
         reshard(self.module)
 
-    def reduce_gradients(self) -> None:
-        reduce_gradients(self.module)
+    def reduce_gradients(self) -> PendingReduction | None:
+        """Start to reduce the gradients over the data-parallel ranks; None where a single rank has them."""
+        if not isinstance(self.module, FSDPModule):
+            return None
+        return PendingReduction(self.module, self.world.plan, self.world.device.type in self.overlapping_devices)
 
     def all_reduce_replicated_grads(self) -> None:
         """All-reduce, over the tensor-parallel ranks, the gradients of parameters of which several hold a copy and each

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from muster.parallel.pending_reduction import PendingReduction
 from muster.schedule.action import Kind, Lane
 
 
@@ -58,8 +59,8 @@ class Stage(Protocol):
     def reshard(self) -> None:
         """Drop the gathered parameters."""
 
-    def reduce_gradients(self) -> None:
-        """Reduce the gradients over the data-parallel ranks."""
+    def reduce_gradients(self) -> PendingReduction | None:
+        """Start to reduce the gradients over the data-parallel ranks; None where that is over."""
 
     def all_reduce_replicated_grads(self) -> None:
         """All-reduce the gradients of weights that tensor-parallel ranks hold copies of."""
