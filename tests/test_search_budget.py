@@ -191,7 +191,8 @@ def test_coroutines_keep_their_state_on_any_process(monkeypatch: pytest.MonkeyPa
 def test_no_process_outlives_the_one_that_it_works_for() -> None:
     """Killed, it closes its pipes, and its child ends."""
     script = (
-        "import os, sys, time\n"
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # shells' background jobs begin ignoring it
         "from muster.planner.lockstep import run_in_lockstep\n"
         "def part():\n"
         "    while True: yield os.getpid()\n"

@@ -57,13 +57,9 @@ class Coordinator:
 
     def _serve(self, connection: socket.socket) -> None:
         """Let a caller in, and listen to it until it is gone."""
+        host, name, has_left, channel = "", "", False, None
         try:
             host = connection.getpeername()[0]
-        except OSError:
-            connection.close()
-            return
-        name, has_left, channel = "", False, None
-        try:
             channel = accept(connection, self._secret)
             channel.set_timeout(self.settings.silence_s)
             hello = channel.receive_message()
@@ -77,7 +73,7 @@ class Coordinator:
         except (KeyError, TypeError, ValueError):
             self._log(f"refused a connection from {host}: it sends what no peer sends")
         except OSError:
-            pass
+            connection.close()
         if channel is not None:
             self._leave(name, channel, has_left)
             channel.close()

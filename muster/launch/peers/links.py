@@ -138,12 +138,9 @@ class PeerListener:
             return self._links.pop((generation, name))
 
     def _serve(self, connection: socket.socket) -> None:
+        host = ""
         try:
             host = connection.getpeername()[0]
-        except OSError:
-            connection.close()
-            return
-        try:
             channel = accept(connection, self._secret)
             channel.set_timeout(LINK_TIMEOUT_S)
             wanted = channel.receive_message()

@@ -96,13 +96,9 @@ class PeerConnections:
 
     def _serve(self, connection: socket.socket) -> None:
         """Let a caller in, and pass on what it says until it is gone."""
-        peer = None
+        host, peer = "", None
         try:
             host = connection.getpeername()[0]
-        except OSError:
-            connection.close()
-            return
-        try:
             packets = Packets(accept(connection, self._secret))
             packets.channel.set_timeout(self._silence_s)
             hello, _ = packets.receive()
