@@ -30,23 +30,31 @@ from benchmarks.sleeping_stages import ExchangingStage, turns_of
 from muster.cost.time.alternating_turns import alternating_s
 from muster.cost.time.batch_slices import slices_s
 from muster.cost.time.expert_parallel import chunked_s
+from muster.cost.time.op_times import OpTimes
 from muster.cost.time.pass_cost import OVERLAP_SLOWDOWN, PassCost
 from muster.cost.time.pass_pairs import pair_s
 from muster.cost.time.sublayer import add_in_chunks
+from muster.layout.update_buckets import update_buckets
 from muster.model.decoder import Decoder
 from muster.model.grouped_matmul import Segments
 from muster.parallel import axis as axes
 from muster.parallel.axis import ExpertAxis, PendingTensor, TensorAxis
 from muster.parallel.domino import DominoLayers
 from muster.parallel.ep_all_to_all import AllToAll
+from muster.parallel.executor import Executor
 from muster.parallel.stage import DecoderStage
 from muster.parallel.tensor_parallel import apply_parallel_linears
 from muster.parallel.turns import Turns
 from muster.parallel.weight_grad_store import WeightGradStore
 from muster.parallel.world import fake_world
+from muster.schedule.action import Kind
+from muster.schedule.build import build_program
+from muster.schedule.program import Instruction, Program, Wait
+from muster.simulate.simulator import simulate
 from muster.spec.expert_kinds import ExpertDispatch
 from muster.spec.model import ModelSpec
 from muster.spec.plan_name import parse_plan_name
+from muster.spec.workload import Workload
 
 LAYERS, SEQUENCES, POSITIONS = 6, 4, 8
 MODEL = ModelSpec(
@@ -58,6 +66,8 @@ sets out, and of the gradients of weights behind that."""
 RING, RING_MATMUL_S = 8, 0.4
 """Ranks of a ring, and seconds of the matmul of what all of them have."""
 CHUNKS, EXPERT_TOKENS, EXPERT_COMPUTE_S = 8, 256, 2.0
+STEP_S = 0.7
+"""Seconds of an optimizer step."""
 CPU = torch.device("cpu")
 
 
@@ -367,6 +377,52 @@ def gather_cases(ratio: float) -> Iterator[Case]:
         yield Case(f"z3's gathers, {words}", compute_s, ratio * compute_s, run, predicted_s)
 
 
+def step_cases(ratio: float) -> Iterator[Case]:
+    """Yield an optimizer step bucket by bucket, each gathered beside the updates behind it, as instructions of a
+    Program; its times are simulated."""
+    plan = parse_plan_name("dp2-z1-stepgather-fp32")
+    program = steps_of(build_program(plan, MODEL, Workload(seq_len=POSITIONS, global_batch_size=2)))
+    stage = DecoderStage(MODEL, fake_world(plan, 0, FakeStore()), 0, POSITIONS, seed=0)
+    buckets = update_buckets(plan, MODEL, 0)
+    update_s, gather_s = STEP_S / len(buckets), ratio * STEP_S / len(buckets)
+    parts = [stage.module, *stage.module.blocks()]
+    gathers = [SlowAllGather(gather_s) for _ in parts]
+    for part, own in zip(parts, gathers, strict=True):
+        part.set_custom_all_gather(own)  # type: ignore[operator]
+    handlers: dict[Kind, Any] = {
+        Kind.CLIP: lambda action: None,
+        Kind.STEP_BUCKET: lambda action: time.sleep(update_s),
+        Kind.UNSHARD_BUCKET: lambda action: stage.unshard_bucket(buckets[action.slice]),
+        Kind.STEP: lambda action: stage.unshard(),  # which waits, as the next step's does
+    }
+    executor = Executor(program, 0, 0, {0: stage}, {}, handlers)
+
+    def run(link: Link) -> float:
+        stage.reshard()
+        for own in gathers:
+            own.link = link
+        return timed(executor.run)
+
+    times = {Kind.STEP_BUCKET: update_s, Kind.UNSHARD_BUCKET: gather_s}
+    own_s: dict[tuple[str, int], tuple[float, ...]] = {(kind, 0): (s,) * len(buckets) for kind, s in times.items()}
+    predicted_s = simulate(program, OpTimes({}, bucket_s=own_s)).makespan_s
+    yield Case("gathers beside the optimizer step", STEP_S, ratio * STEP_S, run, predicted_s)
+
+
+def steps_of(program: Program) -> Program:
+    """Return the end of a one-rank Program, behind its gradient norm."""
+    lanes = program.ranks[0]
+    compute = [item.action.kind for item in lanes["compute"]].index(Kind.CLIP)
+    gathers = [item.action.kind for item in lanes["collective"]].index(Kind.UNSHARD_BUCKET)
+
+    def moved(items: Sequence[Instruction]) -> tuple[Instruction, ...]:
+        waits = (tuple(Wait(lane, n - compute) for lane, n in item.waits if lane == "compute") for item in items)
+        return tuple(item._replace(waits=own) for item, own in zip(items, waits, strict=True))
+
+    rank = {"compute": moved(lanes["compute"][compute:]), "collective": moved(lanes["collective"][gathers:])}
+    return replace(program, ranks=(rank,), transfers=None)  # type: ignore[arg-type]
+
+
 MECHANISMS: dict[str, Callable[[float], Iterator[Case]]] = {
     "tensor-parallel": tensor_parallel_cases,
     "ladder": ladder_cases,
@@ -375,6 +431,7 @@ MECHANISMS: dict[str, Callable[[float], Iterator[Case]]] = {
     "pairs": pair_cases,
     "experts": expert_cases,
     "z3": gather_cases,
+    "step": step_cases,
 }
 
 # ----------------------------------------------------------------------------------------------------------------------

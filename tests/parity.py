@@ -30,6 +30,7 @@ from muster.data.prepare import PrepareOptions, open_or_prepare
 from muster.data.store import TokenStore
 from muster.data.tokenizer import ByteTokenizer
 from muster.layout.context_parallel import AttentionBlock, packed_blocks
+from muster.layout.update_buckets import update_buckets
 from muster.model import block_attention, varlen_attention
 from muster.model.attention_sinks import add_sinks_
 from muster.model.block_attention import MergedAttention, block_forward, block_scores
@@ -1335,11 +1336,26 @@ def stale_copies() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def gathered_before_the_update() -> Iterator[None]:
+    """A bucket is gathered for the next step before it is updated."""
+    step_bucket = ParameterUpdater.step_bucket
+
+    def faulty(self: ParameterUpdater, stage: int, bucket: int) -> None:
+        layers = update_buckets(self.world.plan, self.config.model, stage)[bucket]
+        self.stages[stage].unshard_bucket(layers)
+        step_bucket(self, stage, bucket)
+
+    with patch.object(ParameterUpdater, "step_bucket", faulty):
+        yield
+
+
 FAULTS = {
     **LADDER_FAULTS,
     **KRAKEN_FAULTS,
     **UNIT_FAULTS,
     "lost sums": lost_sums,
+    "gathered before the update": gathered_before_the_update,
     "stale copies": stale_copies,
     "symmetric memory": symmetric_memory,
     "gradients out of order": gradients_out_of_order,

@@ -33,6 +33,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "test_skippipe.py",
         "test_active_stages.py",
         "test_eager_reduction.py",
+        "test_bucket_steps.py",
         "test_shard_levels.py",
         "test_grad_reduce.py",
         "test_dropout.py",

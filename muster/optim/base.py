@@ -66,6 +66,21 @@ class Optimizer(ABC):
             self._update(lr)
         self.step_count += 1
 
+    def step_part(self, names: Collection[str], lr: float) -> None:
+        """Take the step for some parameters alone, where each element's update depends on its own history; `end_step`
+        ends it once all have been updated."""
+        others = {name: param.grad for name, param in self.params.items() if name not in names}
+        for name in others:
+            self.params[name].grad = None
+        with torch.no_grad():
+            self._update(lr)
+        for name, gradient in others.items():
+            self.params[name].grad = gradient
+
+    def end_step(self) -> None:
+        """Count the step that `step_part` has taken for all parameters."""
+        self.step_count += 1
+
     @abstractmethod
     def _update(self, lr: float) -> None: ...
 

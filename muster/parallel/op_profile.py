@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from muster.cost.time.bucket_steps import with_bucket_steps
 from muster.cost.time.op_times import OpTimes
 from muster.layout.host_updates import part_sizes_of
 from muster.model.dropout import sample_keys
@@ -123,7 +124,7 @@ def profile_stages(
             disk = (item.action for item in program.ranks[world.at.pp].get("disk", ()))
             copied = {(action.kind, action.stage, action.slice) for action in (*host_copies, *disk)}
             _time_host_updates(clock, updates, copied, handlers, copies or {})
-        clock.time_together((Kind.STEP, -1), lambda: handlers[Kind.STEP](Action(Kind.STEP)))
+        clock.time_together((Kind.STEP, -1), partial(_step, [item.action for item in compute], handlers))
         for stage in stages.values():
             stage.param_offload.forget_updates()
     processes = tuple(world.plan.mesh(pp_rank).num_ranks for pp_rank in range(world.plan.pp))
@@ -134,6 +135,7 @@ def profile_stages(
     slices = _times_of_slices(merged, p2p_s, next(iter(stages.values())))
     sizes = part_sizes_of(next(iter(stages.values())).spec, world.plan)
     times = OpTimes(whole, p2p_s, cores, processes, slices=slices, pairs_s=pairs_s, part_sizes=sizes)
+    times = with_bucket_steps(times, world.plan, next(iter(stages.values())).spec)
     return StageProfile(times, gradients, saved, offloaded, vocab_bytes)
 
 
@@ -184,6 +186,13 @@ def _reduce_beside_backward(stage: DecoderStage) -> None:
     reduce_in_next_backward(stage.module)
     stage.backward(0, _output_gradient(stage, 0))
     _reduce(stage)
+
+
+def _step(compute: Sequence[Action], handlers: Mapping[Kind, Callable[[Action], object]]) -> None:
+    """Run an optimizer step, bucket by bucket where the Program does."""
+    buckets = [action for action in compute if action.kind == Kind.STEP_BUCKET]
+    for action in (*[Action(Kind.CLIP)] * bool(buckets), *buckets, Action(Kind.STEP)):
+        handlers[action.kind](action)
 
 
 def _reduce(stage: DecoderStage) -> None:

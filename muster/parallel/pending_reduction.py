@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
 
-from muster.parallel.fsdp import process_gradients, reduce_in_next_backward, wait_for_reductions
+from muster.parallel.fsdp import process_gradients, wait_for_reductions
 from muster.parallel.grad_reduce import DeferrableReduceScatter
 from muster.spec.plan import Plan
 
@@ -26,7 +26,7 @@ class PendingReduction:
         if not has_streams and found is not None and _leaves_sums(plan):
             self._reduce_scatter = found
             found.pending = []
-        reduce_in_next_backward(module)
+        module.set_requires_gradient_sync(True)
         for group in process_gradients(module):
             if has_streams:
                 _leave_input(group.comm_ctx)

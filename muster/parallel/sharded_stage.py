@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from muster.model.decoder import Decoder
 from muster.model.dtypes import DTYPES
@@ -58,6 +58,7 @@ class ShardedStage:
         has_replicas = zero != "z1" and plan.mesh(index).dp_replicate > 1
         completes = (has_replicas or plan.grad_shard_size is not None) and plan.reduces_replicas_once
         self.last_backward = LastBackward(self.module, completes, self.zero == "z1" and self.overlaps_data_parallel)
+        self._gathers_ahead: list[UnshardHandle] = []
         self.backward_updates = BackwardUpdates(())
         """Layers that the host updates within a step's last backward, where any are."""
 
@@ -83,10 +84,27 @@ class ShardedStage:
         away = self.param_offload.values()
         return sum(local.nbytes for name, local in self.parameters.items() if name not in away)
 
+    def unshard_bucket(self, layers: range) -> None:
+        """Start to gather a bucket's updated parameters for the next step, whose UNSHARD waits: those of the layers at
+        these places in the stage, or without any those outside of layers."""
+        part = list(self.module.blocks())[layers.start] if layers else self.module
+        handle = part.unshard(async_op=True)  # type: ignore[operator]
+        if handle is not None:
+            self._gathers_ahead.append(handle)
+
+    @property
+    def is_gathered_ahead(self) -> bool:
+        """True while parameters of the next step are gathered, or under way."""
+        return bool(self._gathers_ahead)
+
     def unshard(self) -> None:
+        self._gathers_ahead.clear()
         unshard(self.module, waits=not self.overlaps_data_parallel)
 
     def reshard(self) -> None:
+        for gather in self._gathers_ahead:
+            gather.wait()
+        self._gathers_ahead.clear()
         reshard(self.module)
 
     def reduce_gradients(self) -> PendingReduction | None:

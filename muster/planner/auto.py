@@ -6,6 +6,7 @@ from math import inf
 from pathlib import Path
 from shutil import disk_usage
 
+from muster.config.bucket_steps import require_bucket_steps
 from muster.config.load_config import ResolvedConfig, derived_value_lines
 from muster.config.local_machine import (
     PROFILE_FILE,
@@ -253,6 +254,7 @@ def _require_parts_run(config: RunConfig) -> None:
             )
     tiers = {strategy.offload_optimizer for strategy in plan.strategies} - {"none"}
     require_zeroth_order_runs(config)
+    require_bucket_steps(config)
     if plan.schedule_entry.skips_stages and is_zeroth_order(optim):
         raise InfeasibleError(
             f"optim.name {optim.name} has no gradients that stages could average over the micro-batches that they see:"

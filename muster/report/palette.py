@@ -6,7 +6,7 @@ simulated colour blindness and the contrast of the text on them.
 
 from dataclasses import dataclass
 
-from muster.schedule.action import COPIES, HOST_LANE_UPDATES, Kind
+from muster.schedule.action import COPIES, PART_UPDATES, Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ PALE_TEXT = "#1d2126"
 
 
 _GATHERS = (Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP, Kind.ALL_REDUCE_REPLICAS, Kind.ALL_REDUCE_TIED)
-_GATHERS += (Kind.RESHARD, Kind.OUTER_REDUCE, Kind.OUTER_WAIT, Kind.MOVE_EXPERTS)
+_GATHERS += (Kind.UNSHARD_BUCKET, Kind.RESHARD, Kind.OUTER_REDUCE, Kind.OUTER_WAIT, Kind.MOVE_EXPERTS)
 """Kinds that share the colour of collectives."""
 
 PAINTS = (
@@ -50,7 +50,7 @@ PAINTS = (
         "gradient norm, optimizer step",
         (
             *(Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.GRAD_NORM_BESIDE),
-            *(Kind.CLIP, Kind.UPDATE, Kind.DEVICE_UPDATE, *HOST_LANE_UPDATES, Kind.STEP, Kind.OUTER_STEP),
+            *(Kind.CLIP, *PART_UPDATES, Kind.STEP_BUCKET, Kind.STEP, Kind.OUTER_STEP),
         ),
         "#2b2f36",
         "#ffffff",

@@ -72,6 +72,8 @@ class Kind(StrEnum):
     OFFLOAD_STATE = "OFFLOAD_STATE"
     RELOAD_PARAM = "RELOAD_PARAM"
     WRITE_STATE = "WRITE_STATE"
+    STEP_BUCKET = "STEP_BUCKET"
+    UNSHARD_BUCKET = "UNSHARD_BUCKET"
     STEP = "STEP"
     MOVE_EXPERTS = "MOVE_EXPERTS"
     OUTER_REDUCE = "OUTER_REDUCE"
@@ -103,6 +105,7 @@ class KindTraits:
     | `n` | updated parameters of that part in host memory |
     | `t` | optimizer state of that part on the device, copied from host memory |
     | `u` | the same after its update |
+    | `b` | updated parameters of one bucket (the slice of its action), sharded |
 
     Under vocabulary parallelism each pipeline rank has, for each micro-batch: `e` its shard's word embeddings, `h` the
     hidden state under the head, `s` its part of the logit statistics, `l` the exponentials of its logits, `z` the
@@ -218,6 +221,10 @@ KINDS: dict[Kind, KindTraits] = {
     Kind.RELOAD_PARAM: KindTraits("host_copy", "copy a part's parameters back to the device", reads="n", frees="n"),
     Kind.READ_STATE: KindTraits("disk", "read a part's optimizer state from disk", makes="v"),
     Kind.WRITE_STATE: KindTraits("disk", "write a part's optimizer state to disk", reads="v", frees="v"),
+    Kind.STEP_BUCKET: KindTraits("compute", "optimizer step of a bucket of a stage's parameters", makes="b"),
+    Kind.UNSHARD_BUCKET: KindTraits(
+        "collective", "all-gather of a bucket's updated parameters, for the next step's passes", reads="b", frees="b"
+    ),
     Kind.STEP: KindTraits("compute", "optimizer step"),
     Kind.MOVE_EXPERTS: KindTraits(
         "collective", "exchange of experts and their optimizer state between ranks, where their load asks for it"
@@ -259,6 +266,8 @@ HOST_UPDATE_KINDS = (
 PARAMETER_KINDS = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD)
 """Instructions on a stage's parameters or gradients for a unit of its passes, whose number is the slice of their
 action."""
+BUCKET_KINDS = (Kind.STEP_BUCKET, Kind.UNSHARD_BUCKET)
+"""Instructions on one bucket of a stage's parameters, which is the slice of their action."""
 OUTER_KINDS = (Kind.OUTER_REDUCE, Kind.OUTER_WAIT, Kind.OUTER_STEP)
 """Instructions between islands on one fragment of the parameters, which is the slice of their action."""
 

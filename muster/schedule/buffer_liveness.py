@@ -33,6 +33,7 @@ _BUFFER_NAMES = {
     "n": ("the updated parameters in host memory", Kind.UPDATE),
     "t": ("the optimizer state on the device", Kind.RELOAD_STATE),
     "u": ("the updated optimizer state on the device", Kind.DEVICE_UPDATE),
+    "b": ("the updated parameters", Kind.STEP_BUCKET),
 }
 """Description of each buffer, and the kind that makes it."""
 
@@ -57,6 +58,7 @@ _GRADIENT_ORDER = {
     Kind.ALL_REDUCE_TIED: 4,
 }
 _GRADIENT_ORDER |= {Kind.GRAD_NORM: 5, Kind.GRAD_NORM_ASYNC: 5, Kind.GRAD_NORM_BESIDE: 5, Kind.CLIP: 6, Kind.STEP: 8}
+_GRADIENT_ORDER[Kind.STEP_BUCKET] = 7
 _GRADIENT_ORDER |= dict.fromkeys((Kind.MOVE_EXPERTS, *OUTER_KINDS), 9)
 _GRADIENT_ORDER |= dict.fromkeys((Kind.OFFLOAD_GRAD, Kind.UPDATE, Kind.RELOAD_PARAM, Kind.WRITE_STATE), 7)
 _GRADIENT_ORDER |= dict.fromkeys(

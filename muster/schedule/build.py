@@ -9,6 +9,7 @@ from muster.config.optim_config import OptimConfig, UpdateTime
 from muster.config.optimizer_state import is_zeroth_order
 from muster.layout.host_updates import device_updates, relative_part_sizes
 from muster.layout.tensor_layout import tp_partial_grad_copies
+from muster.layout.update_buckets import update_buckets
 from muster.schedule.action import Kind
 from muster.schedule.active_stages import count_units
 from muster.schedule.forward_only import forward_only
@@ -179,6 +180,9 @@ def _lowering_options(
         train=train,
         has_backward=has_backward,
         max_active_stages=plan.max_active_stages,
+        update_buckets=tuple(len(update_buckets(plan, model, stage)) for stage in stages)
+        if plan.overlap_param_gather_with_optimizer_step and train
+        else (),
         copies_params=any(map(plan.copies_params, plan.distinct_meshes)),
     )
 

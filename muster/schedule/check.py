@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from muster.schedule.action import (
     BACKWARDS,
+    BUCKET_KINDS,
     HOST_UPDATE_KINDS,
     KINDS,
     LANES,
@@ -92,7 +93,7 @@ def _check_shape(program: Program) -> None:
             late = [one for one in actions if one[2] >= program.num_micro_batches]
             if late:
                 raise ProgramError(_out_of_range(program, rank, str(late[0])))
-            numbered = (*HOST_UPDATE_KINDS, *OUTER_KINDS, *PARAMETER_KINDS)
+            numbered = (*HOST_UPDATE_KINDS, *OUTER_KINDS, *PARAMETER_KINDS, *BUCKET_KINDS)
             beyond = [one for one in actions if not 0 <= one[3] < program.num_slices and one[0] not in numbered]
             if beyond:
                 slices = pluralize(program.num_slices, "slice")

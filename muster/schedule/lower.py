@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from muster.schedule.action import COPY_LANES, KINDS, LANES, Action, Kind, Lane
 from muster.schedule.active_stages import add_active_stages
+from muster.schedule.bucket_steps import add_bucket_steps
 from muster.schedule.host_update import PARTS_AHEAD, carried_order, copy_order, shared_copy_order
 from muster.schedule.offload import PassCopies, add_copy_lane, add_pass_copies
 from muster.schedule.outer_steps import NO_EXCHANGE, OuterEvents
@@ -64,6 +65,9 @@ class LoweringOptions:
     """False where passes are forwards alone: no gradients are reduced."""
     max_active_stages: int | None = None
     """Stages of a rank, at most, that are gathered at a time, for units of passes; None: as `zero` says."""
+    update_buckets: tuple[int, ...] = ()
+    """Buckets of each stage's parameters that are updated one after another, each gathered for the next step beside the
+    updates behind it; empty: the optimizer updates all at once, and the next step gathers."""
     copies_params: bool = False
     """True if under z3 a step begins with copies of the parameters, from which passes gather them."""
 
@@ -356,6 +360,8 @@ def add_step(draft: ProgramDraft, options: LoweringOptions) -> None:
         early = add_backward_updates(draft, rank, options) if any(options.backward_updates) else []
         norm = draft.add(rank, Action(kind), after)
         updated = add_host_updates(draft, rank, options, norm) if any(options.host_updates) else []
+        if options.update_buckets:
+            updated = add_bucket_steps(draft, rank, options, norm)
         draft.add(rank, Action(Kind.STEP), [*early, *updated] if updated else [*early, norm])
 
 

@@ -62,11 +62,11 @@ _KINDS_BY_PART = {
     "send": (P2P, Kind.EMB_REDUCE, Kind.HIDDEN_BCAST, Kind.LOGIT_STATS, Kind.EMB_GRAD_BCAST, *COPIES),
     "gather": (
         *(Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP, Kind.ALL_REDUCE_REPLICAS, Kind.ALL_REDUCE_TIED),
-        *(Kind.RESHARD, Kind.OUTER_WAIT, Kind.MOVE_EXPERTS),
+        *(Kind.UNSHARD_BUCKET, Kind.RESHARD, Kind.OUTER_WAIT, Kind.MOVE_EXPERTS),
     ),
     "optimizer": (
         *(Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.GRAD_NORM_BESIDE),
-        *(Kind.CLIP, Kind.UPDATE, Kind.DEVICE_UPDATE, *HOST_LANE_UPDATES, Kind.STEP, Kind.OUTER_STEP),
+        *(Kind.CLIP, Kind.UPDATE, Kind.DEVICE_UPDATE, *HOST_LANE_UPDATES, Kind.STEP_BUCKET, Kind.STEP, Kind.OUTER_STEP),
     ),
     "bubble": (BUBBLE,),
 }

@@ -20,7 +20,7 @@ from muster.cost.time.plan_times import data_ranks_by_kind, place_plan, plan_tim
 from muster.cost.time.sublayer import copies_chunks
 from muster.cost.uncertainty import COVERAGE, ErrorInterval, step_time_interval
 from muster.layout.mesh import coordinates_of, rank_at
-from muster.schedule.action import HOST_LANE_UPDATES, Action, Kind
+from muster.schedule.action import PART_UPDATES, Action, Kind
 from muster.schedule.build import build_program
 from muster.schedule.program import Program
 from muster.schedule.resolve import resolve_schedule
@@ -58,6 +58,7 @@ _AXIS_BY_KIND: dict[str, str] = dict.fromkeys(
 )
 _AXIS_BY_KIND |= {
     Kind.UNSHARD: "dp",
+    Kind.UNSHARD_BUCKET: "dp",
     Kind.REDUCE_GRAD: "dp",
     Kind.ALL_REDUCE_TP: "tp",
     Kind.GRAD_NORM: "world",
@@ -83,7 +84,7 @@ _AXIS_BY_KIND |= {
     Kind.MOVE_EXPERTS: "ep",
 }
 """Kind of communication → axis on which it runs."""
-_STEP_KINDS = (Kind.CLIP, Kind.UPDATE, Kind.DEVICE_UPDATE, *HOST_LANE_UPDATES, Kind.STEP, Kind.OUTER_STEP)
+_STEP_KINDS = (Kind.CLIP, *PART_UPDATES, Kind.STEP_BUCKET, Kind.STEP, Kind.OUTER_STEP)
 """Compute of the optimizer step."""
 
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-from muster.spec.active_stage_rules import ACTIVE_STAGE_LEGAL_RULES
 from muster.spec.asynchronous_rules import ASYNCHRONOUS_LEGAL_RULES, few_micro_batches
 from muster.spec.context_rules import CONTEXT_RULES
 from muster.spec.domino_rules import DOMINO_LEGAL_RULES
 from muster.spec.errors import InfeasibleError
 from muster.spec.expert_rules import DISPATCHER_RULES
+from muster.spec.gather_rules import GATHER_LEGAL_RULES
 from muster.spec.mesh import Mesh
 from muster.spec.mesh_axes import MESH_AXES, SEQUENCE_AXES
 from muster.spec.mesh_cuts import cut_violations, homeless_experts, with_placed_experts
@@ -381,7 +381,7 @@ LEGAL_RULES: tuple[Rule, ...] = (
     ),
     *DISPATCHER_RULES,
     *SHARD_LEVEL_LEGAL_RULES,
-    *ACTIVE_STAGE_LEGAL_RULES,
+    *GATHER_LEGAL_RULES,
     *ASYNCHRONOUS_LEGAL_RULES,
     *SKIP_LEGAL_RULES,
 )

@@ -191,6 +191,9 @@ class Plan(Frozen):
     """Optimizer steps don't wait for the gradient norm of all ranks: a rank steps once its own gradients are complete,
     and rolls back where the step should have been clipped or skipped (arXiv:2401.10241 §4). It costs a second copy of
     its parameters, optimizer state and gradients."""
+    overlap_param_gather_with_optimizer_step: bool = False
+    """Under z1 and z2 buckets of parameters are updated one after another, each gathered for the next step beside the
+    updates of those behind it (Megatron-LM's word; Holmes's overlapped optimizer, arXiv:2312.03549)."""
     axis_order: tuple[str, ...] = MESH_AXES
     """Mesh axes, outermost first."""
 
@@ -578,6 +581,7 @@ _ADDED_LATER = (
     *("expert_placement", "ep_redundant_experts", "ep_dispatch_dtype", "ep_lsh_rate", "islands"),
     *("param_shard_size", "grad_shard_size", "quantized_weights", "quantized_gradients", "grad_reduce_dtype"),
     *("flush_every", "skip_ratio", "min_visits", "swaps_stages", "max_active_stages"),
+    "overlap_param_gather_with_optimizer_step",
 )
 """Fields of a plan that are younger than the hashes in files."""
 

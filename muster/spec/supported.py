@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from math import gcd
 
-from muster.spec.active_stage_rules import ACTIVE_STAGE_RUNTIME_RULES
 from muster.spec.asynchronous_rules import ASYNCHRONOUS_MODEL_RULES, ASYNCHRONOUS_RUNTIME_RULES
 from muster.spec.compilation import AGAINST_COMPILE
 from muster.spec.cuda_graphs import AGAINST_CUDA_GRAPHS, against_cuda_graphs
@@ -12,6 +11,7 @@ from muster.spec.domino_rules import DOMINO_RULES, domino_rules_of
 from muster.spec.errors import InfeasibleError
 from muster.spec.expert_kinds import DISPATCHERS
 from muster.spec.four_bit_rules import four_bit_rules_of
+from muster.spec.gather_rules import GATHER_RUNTIME_RULES
 from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.mesh import Mesh
 from muster.spec.mesh_axes import MESH_AXIS_TABLE, SUPPORTED_AXES, MeshAxis
@@ -92,7 +92,7 @@ RUNTIME_RULES: tuple[Rule, ...] = (
     *PARAM_OFFLOAD_RULES,
     *DOMINO_RULES,
     *SHARD_LEVEL_RUNTIME_RULES,
-    *ACTIVE_STAGE_RUNTIME_RULES,
+    *GATHER_RUNTIME_RULES,
     Rule(
         lambda plan: any(s.recompute not in SUPPORTED_RECOMPUTE for s in plan.strategies),
         "recompute of attention alone or of every second matmul (the runtime knows none, elementwise and full)",

@@ -17,6 +17,7 @@ from muster.config.run_config import RunConfig
 from muster.layout.host_updates import device_updates, host_update_parts
 from muster.layout.mesh import dp_index_of
 from muster.layout.tensor_layout import TensorLayout
+from muster.layout.update_buckets import bucket_of, update_buckets
 from muster.model.perturbation import Direction
 from muster.model.routing import update_expert_bias
 from muster.optim.base import Optimizer, Slope, StateStarts
@@ -100,6 +101,8 @@ class ParameterUpdater:
             if (group := stages[key[0]].param_offload.group_of(names)) is not None
         }
         """Groups of parameters off the device, by stage and part."""
+        self._buckets = self._find_buckets(plan) if plan.overlap_param_gather_with_optimizer_step else {}
+        """Names of the parameters of each bucket, by stage and number, where these are updated one after another."""
         self._store: StateStore | None = None
         for stage in stages.values():
             stage.param_offload.before_emptying = lambda: self.hooks.before_update()
@@ -115,6 +118,19 @@ class ParameterUpdater:
                 part for part, layer in enumerate(plan.host_updated_layers(index, num_layers)) if layer is not None
             )
             watch_gradients(stage, [self._host_parts[index, part] for part in layers])
+
+    def _find_buckets(self, plan: Plan) -> dict[tuple[int, int], list[str]]:
+        model = self.config.model
+        found = {
+            (index, bucket): list[str]()
+            for index in self.stages
+            for bucket in range(len(update_buckets(plan, model, index)))
+        }
+        for index, stage in self.stages.items():
+            for name, layout in stage.layouts.items():
+                if self.layouts[name] is layout:  # a tied copy follows its original
+                    found[index, bucket_of(plan, model, index, name)].append(name)
+        return found
 
     def reset(self) -> None:
         """Make the optimizer, the skipped steps and the loss scale as new, for parameters that have been reset."""
@@ -240,7 +256,7 @@ class ParameterUpdater:
     def apply(self) -> None:
         """Clip the gradients and step the optimizer, unless the step is skipped; then drop the gradients."""
         if self.state.skip_reason is None:
-            if not self._host_parts:
+            if not self._host_parts and not self._buckets:
                 self.clip()
             self._defer_updates()
             self.optimizer_step()
@@ -410,10 +426,22 @@ class ParameterUpdater:
     def optimizer_step(self) -> None:
         """Step the optimizer with the gradients as they are."""
         self.hooks.before_update()
-        scale = next((self.lr_scales[stage] for stage in self.stages if stage in self.lr_scales), 1.0)
-        self.optimizer.step(self.state.learning_rate * scale)
+        if self._buckets:
+            self.optimizer.end_step()
+        else:
+            self.optimizer.step(self.state.learning_rate * self._lr_scale)
         self.sync_tied_copies()
         self.balance_experts()
+
+    @property
+    def _lr_scale(self) -> float:
+        return next((self.lr_scales[stage] for stage in self.stages if stage in self.lr_scales), 1.0)
+
+    def step_bucket(self, stage: int, bucket: int) -> None:
+        """Update a bucket of a stage's parameters with clipped gradients, unless the step is skipped."""
+        if self.state.skip_reason is None:
+            self.optimizer.step_part(self._buckets[stage, bucket], self.state.learning_rate * self._lr_scale)
+            self.sync_tied_copies()
 
     def begin_delayed_step(self) -> None:
         """Prepare a step in which the host updates parameters with the gradients of the step before."""
@@ -455,7 +483,8 @@ class ParameterUpdater:
         """Free the gradients and the gathered parameters, which are out of date after a step."""
         for stage in self.stages.values():
             stage.zero_grad()
-            stage.reshard()
+            if not stage.is_gathered_ahead:
+                stage.reshard()
 
     def sync_tied_copies(self) -> None:
         """Copy each updated weight to the last stage's copy of it on this rank."""
@@ -527,6 +556,9 @@ class ParameterUpdater:
     def restore(self, step: int, counters: Mapping[str, Any]) -> None:
         """Take up the counters of a checkpoint after `step` steps, whose shards have been loaded."""
         self.sync_tied_copies()
+        for stage in self.stages.values():
+            if stage.is_gathered_ahead:  # what was there before
+                stage.reshard()
         if isinstance(self.optimizer, HostOptimizer) and self.optimizer.pending is not None:
             self.optimizer.take_parameters()
         if "skips" in counters:

@@ -16,6 +16,7 @@ from muster.config.run_config import RunConfig
 from muster.data.dataset import SampleStream
 from muster.layout.mesh import dp_index_of, rank_at
 from muster.layout.tensor_layout import stages_on
+from muster.layout.update_buckets import update_buckets
 from muster.optim.lr import lr_at_step
 from muster.parallel.axis import PendingTensor
 from muster.parallel.cuda_graphs import PassGraphs, has_cuda_graphs
@@ -106,6 +107,8 @@ class Trainer:
             Kind.HOST_UPDATE: lambda action: self.updater.update_part(action.stage, action.slice),
             Kind.DEVICE_UPDATE: lambda action: self.updater.update_part_on_device(action.stage, action.slice),
             Kind.LATE_UPDATE: lambda action: self.updater.catch_up_part(action.stage, action.slice),
+            Kind.STEP_BUCKET: lambda action: self.updater.step_bucket(action.stage, action.slice),
+            Kind.UNSHARD_BUCKET: self._gather_bucket,
             Kind.STEP: self._update_parameters,
             Kind.MOVE_EXPERTS: self._move_experts,
             Kind.ALL_REDUCE_TIED: self._reduce_tied_gradients,
@@ -481,6 +484,10 @@ class Trainer:
 
     def _update_parameters(self, action: Action) -> None:
         self.updater.apply()
+
+    def _gather_bucket(self, action: Action) -> None:
+        layers = update_buckets(self.plan, self.config.model, action.stage)[action.slice]
+        self.stages[action.stage].unshard_bucket(layers)
 
     def _move_experts(self, action: Action) -> None:
         assert self.expert_mover is not None

@@ -50,6 +50,8 @@ class OpTimes:
     part_sizes: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     """Stage → size of each part that host and device share the updates of (`relative_part_sizes`), which takes so many
     times the `seconds` of its instructions."""
+    bucket_s: Mapping[tuple[str, int], tuple[float, ...]] = field(default_factory=dict)
+    """(kind, stage) → s of each bucket of its parameters, where these are updated one after another."""
     slices: tuple["OpTimes", ...] = ()
     """Times of the passes, copies and transfers of each slice of sequences, where they are cut; empty: those above."""
 
@@ -61,6 +63,8 @@ class OpTimes:
             action = action._replace(kind=Kind.UPDATE)
         elif action.kind == Kind.GRAD_NORM_BESIDE:
             action = action._replace(kind=Kind.GRAD_NORM)
+        if (buckets := self.bucket_s.get((action.kind, action.stage))) is not None:
+            return buckets[action.slice]
         found = self.seconds.get((action.kind, action.stage))
         if found is not None and self.part_sizes and action.kind in _TIMES_BY_SIZE:
             return found * self.part_sizes[action.stage][action.slice]

@@ -23,6 +23,7 @@ from muster.cost.param_offload import offloaded_params
 from muster.cost.perturbation import as_one_forward, perturbation_bytes
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.cost.sequence_slices import slice_workloads
+from muster.cost.time.bucket_steps import with_bucket_steps
 from muster.cost.time.collectives import CommGroup, all_reduce_s, p2p_s
 from muster.cost.time.cost_cache import CostCache
 from muster.cost.time.kernels import matmul_s, stream_s
@@ -88,6 +89,7 @@ def plan_times(
     if is_zeroth_order(optim):
         return _times_at_points(model, plan, workload, *own, cache, optim)
     times = _micro_batch_times(model, plan, workload, *own, cache, optim, update_time)
+    times = with_bucket_steps(times, plan, model)
     if plan.sequence_slices == 1:
         return times
     # Cost tables are for one sequence length and one number of positions before it.

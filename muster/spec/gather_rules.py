@@ -1,0 +1,98 @@
+"""Rules for plans that gather parameters for units of passes under z3 (`active1`), or beside the optimizer step under
+z1 and z2 (`stepgather`)."""
+
+from collections.abc import Callable
+
+from muster.spec.plan import Plan
+from muster.spec.rules import Rule, setting
+
+_EVERY_PASS = setting(max_active_stages=None)
+_AFTER_STEP = setting(overlap_param_gather_with_optimizer_step=False)
+
+GATHER_LEGAL_RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda plan: plan.max_active_stages is not None and any(strategy.zero != "z3" for strategy in plan.strategies),
+        "max_active_stages (activeN) belongs to z3, which alone drops parameters before the step ends",
+        _EVERY_PASS,
+    ),
+    Rule(
+        lambda plan: plan.max_active_stages is not None and plan.max_active_stages >= plan.vpp,
+        lambda plan: (
+            f"max_active_stages {plan.max_active_stages} keeps the parameters of all {plan.vpp} stages of a rank"
+            " gathered: expected fewer, or z1, which does so"
+            if plan.vpp > 1
+            else "max_active_stages (activeN) needs several stages on each pipeline rank (ppNvK), which have one: leave"
+            " it out"
+        ),
+        _EVERY_PASS,
+    ),
+    Rule(
+        lambda plan: plan.max_active_stages is not None and plan.has_shard_levels,
+        "max_active_stages (activeN) gathers parameters from all ranks for units of passes, zpNgM from few for each",
+        _EVERY_PASS,
+    ),
+    Rule(
+        lambda plan: (
+            plan.overlap_param_gather_with_optimizer_step and any(strategy.zero == "z3" for strategy in plan.strategies)
+        ),
+        "stepgather is for z1 and z2, under which parameters are gathered once a step; z3 gathers them in every pass",
+        _AFTER_STEP,
+    ),
+    Rule(
+        lambda plan: (
+            plan.overlap_param_gather_with_optimizer_step
+            and all(mesh.state_shards == 1 for mesh in plan.distinct_meshes)
+        ),
+        "stepgather is for parameters whose optimizer state ranks share, but dp_shard and cp are 1",
+        _AFTER_STEP,
+    ),
+)
+"""Combinations that have no meaning."""
+
+
+_BESIDE_STEP: tuple[tuple[Callable[[Plan], bool], str], ...] = (
+    (
+        lambda plan: plan.offloads_params or any(one.offload_optimizer != "none" for one in plan.strategies),
+        "oparam or oopt (whose updates have an order of their own)",
+    ),
+    (lambda plan: plan.schedule_entry.is_asynchronous, "an asynchronous schedule (whose weights have versions)"),
+    (lambda plan: plan.post_validation, "post_validation (whose updates may be taken back)"),
+    (lambda plan: plan.islands > 1, "islands (whose outer steps change parameters behind the step)"),
+    (lambda plan: plan.cuda_graphs, "cuda_graphs (whose passes keep their parameters in place)"),
+    (lambda plan: plan.vocab_parallel, "vocab_parallel (it has no parity test yet)"),
+    (lambda plan: plan.dynamic_context_parallel, "cpdyn (it has no parity test yet)"),
+    (lambda plan: plan.skip_ratio > 0, "micro-batches that skip stages (it has no parity test yet)"),
+    (lambda plan: any(mesh.ep > 1 for mesh in plan.distinct_meshes), "expert parallelism (it has no parity test yet)"),
+)
+"""Things that can't be beside gathers during the optimizer step, each with a few words."""
+
+
+def _rule(has: Callable[[Plan], bool], what: str) -> Rule:
+    return Rule(lambda plan: plan.max_active_stages is not None and has(plan), f"activeN with {what}", _EVERY_PASS)
+
+
+GATHER_RUNTIME_RULES: tuple[Rule, ...] = (
+    _rule(lambda plan: plan.pipeline_replicas > 1, "two replicas of the model (it has no parity test yet)"),
+    _rule(
+        lambda plan: any(mesh.ep > 1 for mesh in plan.distinct_meshes),
+        "expert parallelism (it has no parity test yet)",
+    ),
+    _rule(
+        lambda plan: plan.offloads_params or any(one.offload_optimizer != "none" for one in plan.strategies),
+        "oparam or oopt (it has no parity test yet)",
+    ),
+    _rule(lambda plan: plan.dynamic_context_parallel, "cpdyn (it has no parity test yet)"),
+    _rule(lambda plan: plan.cuda_graphs, "cuda_graphs (whose passes keep their parameters in place)"),
+    _rule(lambda plan: plan.post_validation, "post_validation (it has no parity test yet)"),
+    _rule(lambda plan: plan.skip_ratio > 0, "micro-batches that skip stages (it has no parity test yet)"),
+    _rule(lambda plan: plan.islands > 1, "islands (it has no parity test yet)"),
+    *(
+        Rule(
+            lambda plan, has=has: plan.overlap_param_gather_with_optimizer_step and has(plan),  # type: ignore[misc]
+            f"stepgather with {what}",
+            _AFTER_STEP,
+        )
+        for has, what in _BESIDE_STEP
+    ),
+)
+"""Things that can't be beside such units, or such gathers, in a plan for any model."""
