@@ -66,8 +66,10 @@ def generation_memory(
     tokens = texts * prompt_positions
     shared = tokens * (prompt_positions + 2 * spec.rotary_width * 4)  # mask of visible keys; sines and cosines
     work = shared + max(_attention_work(spec, plan, tokens), _mlp_work(spec, plan, tokens))
-    if spec.residual == "ladder":  # the output of the sub-layer before, and its sum with the stream
-        work += 2 * tokens * spec.hidden_size * size
+    if spec.other_stream is not None:
+        # The output of the sub-layer before, and its sum with the stream; or the sum of streams and attention's output,
+        # and of each further stream of the rank that, and what an ordinary layer has of its one.
+        work += (5 * spec.local_sublayers(plan.tp) - 3) * tokens * spec.hidden_size * size
     logits = texts * spec.vocab_size * (size + (size < 4) * 4 + (plan.tp > 1) * size)
     hidden = tokens * spec.hidden_size * size
     return GenerationMemory(resident, buffers, cache, max(work, logits + hidden), host)
