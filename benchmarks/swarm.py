@@ -24,8 +24,9 @@ from muster.launch.peers.links import Ring
 from muster.launch.swarm.driver import SwarmDriver
 from muster.launch.swarm.peer import SwarmPeer
 from muster.launch.swarm.settings import SwarmSettings
-from muster.launch.swarm.step_passes import Pass
-from muster.launch.swarm.wiring import Method
+from muster.schedule.swarm.step_passes import Pass
+from muster.schedule.swarm.wiring import Method
+from muster.simulate.swarm import SimulatedPeer, SwarmSimulator, settled_step, stage_rate
 
 STAGES = 2
 SPEEDS = (1, 2, 4)
@@ -96,6 +97,16 @@ def serve(name: str, port: int, secret: Path, forward_s: float) -> None:
     SwarmPeer(*own, log=lambda line: None).run()
 
 
+def pass_places(micro_batches: int) -> dict[Pass, int]:
+    """Return the passes of a step with their places."""
+    return {
+        Pass(kind, stage, n): 2 * n + (kind == "F")
+        for stage in range(STAGES)
+        for n in range(micro_batches)
+        for kind in ("F", "B")
+    }
+
+
 @dataclass
 class Swarm:
     """A trainer with its peers, `peers`: time of a forward by name."""
@@ -133,16 +144,21 @@ class Swarm:
         """Kill a peer as by kill −9."""
         os.kill(self.processes[name].pid, signal.SIGKILL)
 
+    def predicted(self, micro_batches: int) -> tuple[float, float]:
+        """Return the micro-batches a second of a step as `muster predict` simulates it, and their bound."""
+        peers = [
+            SimulatedPeer(name, peer.stage or 0, self.peers[name], 2 * self.peers[name])
+            for name, peer in self.driver.peers.items()
+        ]
+        carried = {(kind, stage): (HIDDEN_BYTES, HIDDEN_BYTES) for kind in ("F", "B") for stage in range(STAGES)}
+        found = settled_step(SwarmSimulator(pass_places(micro_batches), peers, carried, method=self.wiring))
+        bound = min(stage_rate([peer for peer in peers if peer.stage == stage]) for stage in range(STAGES))
+        return micro_batches / max(found.stage_s.values()), bound
+
     def step(self, micro_batches: int) -> float:
         """Return the seconds of a step."""
         start_s = time.perf_counter()
-        order = {
-            Pass(kind, stage, n): 2 * n + (kind == "F")
-            for stage in range(STAGES)
-            for n in range(micro_batches)
-            for kind in ("F", "B")
-        }
-        self.driver.run_step(order, self._source)
+        self.driver.run_step(pass_places(micro_batches), self._source)
         self.driver.commit({})
         return time.perf_counter() - start_s
 
@@ -159,7 +175,6 @@ def measure_wiring(wiring: Method, micro_batches: int, steps: int, pass_s: float
     """Return a row: peers of speed 1, 2 and 4 on each of two stages."""
     # A new peer serves the stage with the fewest, so that pairs of the same speed part.
     peers = {f"{speed}{side}": pass_s / speed for speed in SPEEDS for side in "ab"}
-    bound = sum(SPEEDS) / (3 * pass_s)
     with Swarm(peers, wiring) as swarm:
         stages = {name: peer.stage for name, peer in swarm.driver.peers.items()}
         assert all(stages[f"{speed}a"] != stages[f"{speed}b"] for speed in SPEEDS), stages
@@ -167,8 +182,10 @@ def measure_wiring(wiring: Method, micro_batches: int, steps: int, pass_s: float
         swarm.done()
         rate = micro_batches * steps / sum(swarm.step(micro_batches) for _ in range(steps))
         done = swarm.done()
+        predicted, bound = swarm.predicted(micro_batches)
     shares = ":".join(str(sum(done[f"{speed}{side}"] for side in "ab") // (2 * steps)) for speed in SPEEDS)
-    return [wiring.replace("_", " "), f"{rate:.1f}", f"{bound:.1f}", f"{rate / bound:.2f}", shares]
+    own = f"{rate:.1f}", f"{predicted:.1f}", f"{bound:.1f}", f"{rate / bound:.2f}"
+    return [wiring.replace("_", " "), *own, shares]
 
 
 def measure_rebalancing(every: int, micro_batches: int, steps: int, pass_s: float) -> list[str]:
@@ -182,9 +199,11 @@ def measure_rebalancing(every: int, micro_batches: int, steps: int, pass_s: floa
             swarm.step(micro_batches)
         rate = micro_batches * steps / sum(swarm.step(micro_batches) for _ in range(steps))
         counts = Counter(peer.stage for peer in swarm.driver.peers.values())
+        predicted, _ = swarm.predicted(micro_batches)
     bound = 2 / (3 * pass_s / 2)
     name = "peers move" if every else "peers stay"
-    return [name, f"{rate:.1f}", f"{bound:.1f}", f"{rate / bound:.2f}", f"{counts[0]} + {counts[1]} peers"]
+    own = f"{rate:.1f}", f"{predicted:.1f}", f"{bound:.1f}", f"{rate / bound:.2f}"
+    return [name, *own, f"{counts[0]} + {counts[1]} peers"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -203,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def print_table(first: str, last: str, rows: list[list[str]]) -> None:
     """Print rows under their heads."""
-    heads = [first, "micro-batches/s", "bound", "share", last]
+    heads = [first, "micro-batches/s", "predicted", "bound", "share", last]
     for row in [heads, ["---"] * len(heads), *rows]:
         print(f"| {' | '.join(row)} |", flush=True)
 

@@ -18,9 +18,9 @@ from muster.config.run_config import RunConfig
 from muster.launch.peers import links
 from muster.launch.peers.channel import Message, load_secret
 from muster.launch.peers.packets import Packets
-from muster.launch.swarm.ledger import Ledger, Unit
 from muster.launch.swarm.peer import StageWorker, SwarmPeer
-from muster.launch.swarm.step_passes import StepPasses
+from muster.schedule.swarm.ledger import Ledger, Unit
+from muster.schedule.swarm.step_passes import StepPasses
 from muster.train.swarm_worker import SwarmStage
 
 _CONTEXT = multiprocessing.get_context("fork")

@@ -18,9 +18,10 @@ from muster.config.swarm_config import SwarmConfig
 from muster.launch.peers.channel import create_secret
 from muster.launch.swarm.connections import PeerConnections
 from muster.launch.swarm.peer import SwarmPeer
-from muster.launch.swarm.step_passes import Pass, StepPasses
-from muster.launch.swarm.wiring import PeerTimes, StageWiring, choose_move, stage_for
 from muster.report.swarm import draw_swarm, swarm_note
+from muster.schedule.swarm.step_passes import Pass, StepPasses
+from muster.schedule.swarm.wiring import Method, PeerTimes, StageWiring, choose_move, stage_for
+from muster.simulate.swarm import ANSWER_BYTES, SimulatedPeer, SwarmPasses, SwarmSimulator, settled_step
 from muster.spec.errors import MusterError
 from muster.train.resume_check import config_changes
 from tests.ranks import run_ranks
@@ -311,3 +312,61 @@ def test_a_run_and_its_peers_end_resume_and_report(flags: tuple[str | Path, ...]
     goes_on = train(*plain[:place], *QUICK, *length, "--train.steps", "8", "--run", swarm)
     assert goes_on.code == 0, goes_on
     assert len((swarm / "metrics.jsonl").read_text().splitlines()) == 8
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Predictions
+
+RUN_FILE = """
+model: {preset: llama3.2-1b, tied_embeddings: false}
+parallel: mb1
+train: {seq_len: 2048, global_batch_size: 64}
+swarm: {stages: 2}
+"""
+
+
+def _simulated(method: Method = "throughput", **line: Any) -> tuple[float, SwarmPasses]:
+    """Return the micro-batches a second of peers of speed 1, 2 and 4 on each of two stages, and what became of them."""
+    order = {Pass(kind, stage, n): 2 * n + (kind == "F") for stage in (0, 1) for n in range(56) for kind in ("F", "B")}
+    peers = [SimulatedPeer(f"{n}-{speed}", n, 1 / speed, 2 / speed, **line) for n in (0, 1) for speed in (1, 2, 4)]
+    carried = {(kind, stage): (10_000, 10_000) for kind in ("F", "B") for stage in (0, 1)}
+    found = settled_step(SwarmSimulator(order, peers, carried, method=method))
+    assert sum(sum(done.values()) for done in found.done.values()) == 4 * 56
+    return 56 / max(found.stage_s.values()), found
+
+
+def test_a_simulated_step_gives_peers_work_by_their_speed_and_is_bound_by_lines() -> None:
+    bound = 7 / 3
+    rate, found = _simulated()
+    assert 0.85 * bound < rate < bound
+    assert [found.done[f"0-{speed}"]["B"] for speed in (1, 2, 4)] == [8, 16, 32]
+    in_turn, _ = _simulated("round_robin")
+    assert in_turn < rate / 2
+    slow, found = _simulated(bytes_per_s=20_000.0, uses_trainer_line=True)
+    assert slow < 20_000 * 56 / max(found.trainer_bytes.values()) < rate
+    assert set(found.trainer_bytes.values()) == {4 * 56 * (10_000 + ANSWER_BYTES)}
+
+
+def test_a_swarm_is_predicted_with_what_binds_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN_FILE)
+    asked = ["predict", "--plan", str(file), "--cluster"]
+    assert main([*asked, "6xh100"]) == 0
+    shown = capsys.readouterr().out
+    assert "llama3.2-1b in 2 stages on 6 peers, trainer's plan dp1-mb1-bf16: 64 micro-batches a step" in shown
+    assert "binds     the peers of stage 1" in shown
+    assert main([*asked, "6xh100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step_time_s"] == pytest.approx(found["passes_s"] + found["sums_s"] + found["update_s"])
+    assert sum(peer["micro_batches"] for peer in found["peers"]) == 2 * 64
+    # Each micro-batch's hidden states and their gradients, (1, 2048, 2048) in 2 bytes, once on each stage's lines.
+    carried = sum(peer["pass_bytes"] for peer in found["peers"] if peer["stage"] == 0)
+    assert carried == pytest.approx(64 * 2 * 2048 * 2048 * 2, rel=0.01)
+    assert main([*asked, "8xh100+8xa100", "--json"]) == 0
+    unequal = json.loads(capsys.readouterr().out)
+    (h100,) = {peer["forward_s"] for peer in unequal["peers"] if peer["stage"] == 0 and "h100" in peer["device"]}
+    (a100,) = {peer["forward_s"] for peer in unequal["peers"] if peer["stage"] == 0 and "a100" in peer["device"]}
+    assert h100 < a100
+    for cluster, code, words in (("1xh100", 3, "fewer than the 2 stages"), ("6xh100 --compile", 2, "--compile isn't")):
+        assert main([*asked, *cluster.split()]) == code
+        assert words in capsys.readouterr().err

@@ -262,6 +262,20 @@ def test_torchrun_is_refused(
     assert capfd.readouterr().err.endswith("run it without torchrun\n")
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--swarm.stages", "2"), "leave the section swarm out (gradients of swarms are compared with one process by"),
+        (("--outer.coordinator", "host-a:1", "--outer.secret_file", "x"), "leave outer.coordinator out (two peers are"),
+    ],
+)
+def test_peers_are_refused(
+    temporary: Path, capfd: pytest.CaptureFixture[str], flags: tuple[str, ...], words: str
+) -> None:
+    assert main(["verify", "--preset", "tiny", *flags]) == 2
+    assert words in capfd.readouterr().err
+
+
 def test_fp16_is_refused(temporary: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--preset", "tiny", "--precision", "fp16"]) == 3
     assert "can't compare fp16, as its reference doesn't scale the loss; give one of fp64, " in capfd.readouterr().err

@@ -368,6 +368,8 @@ def predict(
     file whose plan is `auto` is planned for the cluster first. Raises ConfigError, InfeasibleError.
     """
     given, devices = resolve_plan_input(plan), _in_node_order(resolve_cluster(cluster), node_order)
+    if given.swarm is not None:
+        raise ConfigError(f"{plan} has a section swarm: expected muster.api.swarms.predict_swarm, or muster predict")
     spec, spread, optim = resolve_planned_model(model, plan, given), given.plan, given.optim
     if adapter is not None:
         spec, optim = with_adapter(spec, adapter, optim)

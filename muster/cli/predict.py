@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muster.api.defaults import MICRO_BATCHES_PER_PIPELINE_RANK
+from muster.api.defaults import FRAMEWORK_NAMES, MICRO_BATCHES_PER_PIPELINE_RANK
 from muster.cli.parser import Parser, split_overrides
 from muster.cli.planning_flags import (
     add_planning_flags,
@@ -15,7 +15,7 @@ from muster.cli.planning_flags import (
     require_flags,
     unit_warnings_shown,
 )
-from muster.spec.errors import InfeasibleError, MusterError
+from muster.spec.errors import ConfigError, InfeasibleError, MusterError
 
 if TYPE_CHECKING:
     from muster.planner.training_cost import TrainingCost
@@ -28,6 +28,8 @@ MAX_DRAWN_EVENTS = 20_000
 def run(arguments: list[str]) -> int:
     """Predict. Returns the exit code: 3, for infeasible, where the plan doesn't fit in memory."""
     args = _parse(arguments)
+    if _has_swarm(args):
+        return _run_swarm(args)
     with unit_warnings_shown():
         prediction = _predict(args)
     training = _training_cost(args, prediction)
@@ -77,6 +79,28 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     args.outer = outer_steps_of(overrides)
     require_flags(args, {"cluster": "64xh100", "plan": "dp8-tp4-pp2"})
     return args
+
+
+def _has_swarm(args: argparse.Namespace) -> bool:
+    from muster.api.inputs import resolve_plan_input
+
+    return resolve_plan_input(args.plan).swarm is not None
+
+
+def _run_swarm(args: argparse.Namespace) -> int:
+    """Predict a step of the swarm of a run file; the devices of the cluster are its peers. Returns the exit code."""
+    from muster.api.swarms import predict_swarm
+    from muster.report.swarm_prediction import swarm_prediction_lines
+
+    for flag in ("trace", "html", "tokens", "compile", "node_order", "expert_load", "adapter", "outer"):
+        if getattr(args, flag) is not None:
+            raise ConfigError(f"--{flag.replace('_', '-')} isn't built for predictions of swarms: leave it out")
+    if args.framework != FRAMEWORK_NAMES[0]:
+        raise ConfigError(f"--framework {args.framework} has no swarms: leave it out")
+    with unit_warnings_shown():
+        found = predict_swarm(args.model, args.cluster, args.plan, args.seq_len, args.global_batch)
+    print(json.dumps(found.to_json(), indent=2) if args.json else "\n".join(swarm_prediction_lines(found)))
+    return InfeasibleError.exit_code if found.fits is False else 0
 
 
 def _predict(args: argparse.Namespace) -> "Prediction":

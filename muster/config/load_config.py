@@ -25,6 +25,7 @@ from muster.config.run_config import RunConfig, TrainConfig
 from muster.config.run_length import steps_from_epochs, steps_from_tokens
 from muster.config.run_paths import with_absolute_paths
 from muster.config.step_law import STEP_LAW_SOURCE, derived_value_line, step_law_values
+from muster.config.swarm_config import SwarmConfig
 from muster.config.yaml_writer import write_atomically, yaml_text
 from muster.plugins.loader import plugin_path, resolve_plugin
 from muster.plugins.registry import find_component
@@ -166,6 +167,7 @@ class PlanInput:
     """Time at which the host updates parameters."""
     rebalance_experts_every: int = 0
     """Steps between moves of experts; 0: they stay."""
+    swarm: SwarmConfig | None = None
 
 
 def load_plan_input(path: Path) -> PlanInput:
@@ -199,6 +201,7 @@ def load_plan_input(path: Path) -> PlanInput:
         _section(merged, "outer", OuterConfig, {}),
         "after_passes" if train is None else train.update_time,
         0 if train is None else train.rebalance_experts_every,
+        _section(merged, "swarm", SwarmConfig, {}),
     )
 
 

@@ -14,14 +14,13 @@ from muster.launch.peers.channel import create_secret
 from muster.launch.peers.client import Stopped
 from muster.launch.swarm.driver import StepSums, SwarmDriver
 from muster.launch.swarm.settings import SwarmSettings
-from muster.launch.swarm.step_passes import Pass
 from muster.parallel.device_clock import HostRecord
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World
 from muster.schedule.action import Action, Kind
 from muster.schedule.build import build_program
 from muster.schedule.check import check
-from muster.schedule.program import Program
+from muster.schedule.swarm.step_passes import pass_order
 from muster.simulate.timeline import Event
 from muster.spec.endpoint import SWARM_PORT, parse_endpoint
 from muster.spec.errors import MusterError
@@ -30,18 +29,6 @@ from muster.train.swarm_worker import fill_stage_state, pack_inputs, stage_param
 
 MAX_BEAT_S = 1.0
 BEATS_IN_SILENCE = 5
-
-
-def pass_order(program: Program) -> dict[Pass, int]:
-    """Return the passes of a Program with their places: those of a stage in its order, and those of all stages by it.
-    Its sends and receives are what the trainer carries; sums and updates follow all passes."""
-    found = {}
-    for lanes in program.ranks:
-        for place, item in enumerate(lanes["compute"]):
-            kind, stage, micro_batch = item.action[:3]
-            if kind in (Kind.F, Kind.B):
-                found[Pass("F" if kind == Kind.F else "B", stage, micro_batch)] = place
-    return found
 
 
 class Swarm:

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from muster.launch.network import ConnectionAcceptor
 from muster.launch.peers.channel import Message, RefusedError, accept
 from muster.launch.peers.packets import Packets
-from muster.launch.swarm.step_passes import Pass
+from muster.schedule.swarm.step_passes import Pass
 
 
 @dataclass(eq=False)

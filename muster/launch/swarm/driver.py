@@ -14,8 +14,8 @@ from muster.launch.peers.channel import Message
 from muster.launch.peers.client import Stopped
 from muster.launch.swarm.connections import Peer, PeerConnections
 from muster.launch.swarm.settings import SwarmSettings
-from muster.launch.swarm.step_passes import Pass, StepPasses
-from muster.launch.swarm.wiring import StageWiring, choose_move, stage_for
+from muster.schedule.swarm.step_passes import Pass, StepPasses
+from muster.schedule.swarm.wiring import StageWiring, choose_move, stage_for
 from muster.spec.errors import MusterError
 
 MAX_LINK_FAILURES = 2

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from muster.launch.swarm.wiring import Method
+from muster.schedule.swarm.wiring import Method
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,15 @@ def verify(
             f"muster verify can't compare train.training_step {config.train.training_step}, which its reference lacks"
         )
     if config.swarm is not None:
-        raise ConfigError("muster verify compares plans on ranks that it starts itself: leave the section swarm out")
+        raise ConfigError(
+            "muster verify compares plans on ranks that it starts itself: leave the section swarm out (gradients of"
+            " swarms are compared with one process by tests/test_swarm.py)"
+        )
+    if config.outer is not None and config.outer.coordinator is not None:
+        raise ConfigError(
+            "muster verify compares plans on ranks that it starts itself: leave outer.coordinator out (two peers are"
+            " compared with the islands of one plan by tests/test_peer_runs.py)"
+        )
     plans = [
         resolve_schedule(plan, config.model, config.workload) for plan in {plan.hash: plan for plan in plans}.values()
     ]

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from muster.launch.swarm.ledger import Ledger, Unit
+from muster.schedule.action import Kind
+from muster.schedule.program import Program
+from muster.schedule.swarm.ledger import Ledger, Unit
 
 PassKind = Literal["F", "B"]
 
@@ -22,6 +24,18 @@ class Pass(NamedTuple):
     def unit(self) -> Unit:
         """Its stage and micro-batch."""
         return self.stage, self.micro_batch
+
+
+def pass_order(program: Program) -> dict[Pass, int]:
+    """Return the passes of a Program with their places: those of a stage in its order, and those of all stages by it.
+    Its sends and receives are what the trainer carries; sums and updates follow all passes."""
+    found = {}
+    for lanes in program.ranks:
+        for place, item in enumerate(lanes["compute"]):
+            kind, stage, micro_batch = item.action[:3]
+            if kind in (Kind.F, Kind.B):
+                found[Pass("F" if kind == Kind.F else "B", stage, micro_batch)] = place
+    return found
 
 
 @dataclass
