@@ -51,17 +51,19 @@ class Network:
         """Takes the cable out: no packet says so to the other side."""
         assert ip("-n", self._spaces[node], "link", "set", "cable", "down")
 
-    def inside(self, node: int) -> tuple[str, ...]:
-        """Return the command prefix that runs a command on a node."""
-        shell = f'hostname {HOSTS[node]} && exec "$@"'
-        return ("ip", "netns", "exec", self._spaces[node], "unshare", "--uts", "sh", "-c", shell, "sh")
+    def inside(self, node: int, own_memory: bool = False) -> tuple[str, ...]:
+        """Return the command prefix that runs a command on a node, with `own_memory` with a /dev/shm that is gone with
+        its processes."""
+        memory = "mount -t tmpfs tmpfs /dev/shm && " if own_memory else ""
+        shell = f'{memory}hostname {HOSTS[node]} && exec "$@"'
+        return ("ip", "netns", "exec", self._spaces[node], "unshare", "--uts", "--mount", "sh", "-c", shell, "sh")
 
-    def launcher(self, node: int, *words: str | Path, **more: Any) -> Command:
+    def launcher(self, node: int, *words: str | Path, own_memory: bool = False, **more: Any) -> Command:
         """`muster train`, or another verb, as one of two nodes."""
         place = ("--nodes", "2", "--node-rank", str(node), "--rendezvous", ADDRESSES[0])
         given = {str(word) for word in words}
         kept = [pair for pair in zip(place[::2], place[1::2], strict=True) if pair[0] not in given]
-        return Command(*(word for pair in kept for word in pair), *words, before=self.inside(node), **more)
+        return Command(*(word for pair in kept for word in pair), *words, before=self.inside(node, own_memory), **more)
 
 
 def ip(*words: str) -> bool:

@@ -45,6 +45,9 @@ class Faults:
     def __init__(self, job: Command, run: Path, seed: str) -> None:
         self._job, self._run, self._chance = job, run, random.Random(seed)
 
+    def _launchers(self) -> list[Command]:
+        return [self._job]
+
     def cause(self, kind: str) -> None:
         """Makes one fault happen."""
         self._pause()
@@ -73,7 +76,7 @@ class Faults:
 
     def _victims(self, count: int) -> list[int]:
         """Different processes that train, or are about to."""
-        while len(found := sorted(pid for pid in children(self._job) if is_rank(pid))) < count:
+        while len(found := sorted(pid for one in self._launchers() for pid in children(one) if is_rank(pid))) < count:
             self._job.be_patient(f"not {count} ranks")
         return self._chance.sample(found, count)
 
@@ -99,6 +102,30 @@ class Faults:
         except ProcessLookupError:
             return False
         return True
+
+
+class FaultsOfNodes(Faults):
+    """Faults of a job of two launchers, of which the second may be lost with its ranks and is then started again."""
+
+    KINDS = (*Faults.KINDS, "launcher")
+
+    def __init__(
+        self, job: Command, second: Command, start_second: Callable[[], Command], run: Path, seed: str
+    ) -> None:
+        super().__init__(job, run, seed)
+        self.second, self._start_second = second, start_second
+
+    def _launchers(self) -> list[Command]:
+        return [self._job, self.second]
+
+    def cause(self, kind: str) -> None:
+        if kind != "launcher":
+            super().cause(kind)
+            return
+        self._pause()
+        self.second.kill()
+        self._pause()
+        self.second = self._start_second()
 
 
 def children(job: Command) -> list[int]:

@@ -67,6 +67,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     # `PYTEST_ARGS="--faults 100"` for more of them
     "random-faults": ("test_elastic.py::test_runs_under_random_faults_have_every_loss_of_an_undisturbed_one",),
     "fewer-ranks": ("test_elastic.py::test_runs_without_spares_shrink_and_grow_under_random_faults",),
+    "lost-nodes": ("test_elastic_nodes.py",),
     "gradient-checks": ("test_gradient_check.py",),
     "hangs": ("test_hang.py", "test_doctor.py"),
     "nodes": ("test_nodes.py", "test_profile_nodes.py", "test_ring_order.py"),

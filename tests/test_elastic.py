@@ -535,7 +535,6 @@ def test_a_rank_that_is_lost_while_all_start_is_replaced(plan: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--nodes", "2", "--node-rank", "0", "--rendezvous", "127.0.0.1"], "one launcher that starts all ranks"),
         (["--parallel", "dp1"], "a single rank leaves none that could go on"),
         (["--parallel", "isl2-dp2"], "islands are steps apart"),
         (["--train.in_memory_checkpoint_every", "2"], "leave in_memory_checkpoint_every out"),

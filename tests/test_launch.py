@@ -16,7 +16,7 @@ import pytest
 from muster.launch.launcher import launch, open_store
 from muster.launch.rank_errors import EXIT_STOPPED, make_rank_error, read_rank_error, run_guarded
 from muster.launch.rank_monitor import RankMonitor, process_state
-from muster.launch.supervisor import RankProcess, poll_process
+from muster.launch.supervised_rank import RankProcess
 from muster.spec.errors import ConfigError, MusterError
 from tests.ranks import run_ranks
 from tests.train_runs import LIMIT_S
@@ -275,7 +275,7 @@ def test_a_process_that_still_dies_is_not_seen_alive() -> None:
     assert process.stdin is not None
     rank = RankProcess(0, process, watched, last_alive=0.0)
     try:
-        poll_process(rank)
+        rank.poll()
         assert rank.last_alive > 0
         process.stdin.write(b"\n")
         process.stdin.close()
@@ -283,7 +283,7 @@ def test_a_process_that_still_dies_is_not_seen_alive() -> None:
             assert state != "X"
             time.sleep(0.001)
         rank.last_alive = 0.0
-        poll_process(rank)
+        rank.poll()
         assert (rank.last_alive, rank.exit_code) == (0.0, None)
     finally:
         process.kill()

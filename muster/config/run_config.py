@@ -176,7 +176,8 @@ class TrainConfig(Frozen):
     plans within it, with state in host memory and on disk where nothing else fits. None: all of it."""
     elastic: bool = False
     """Go on in the same processes when a rank is lost: a spare takes its place, and all redo the step under way, from
-    the state after the step before, of which each rank keeps a copy in its node's memory. On one node's CPUs."""
+    the state after the step before, of which each rank keeps a copy in its node's memory and, with several nodes, in
+    that of the next. On CPUs."""
     spares: NonNegativeInt = 1
     """Processes that wait to take the place of lost ranks, under `train.elastic`. 0: the ranks that are left go on
     under a plan with fewer, where there is one for the batch, until new processes are ready."""

@@ -13,8 +13,10 @@ import torch.distributed as dist
 
 from muster.launch.exit_status import ExitStatus
 from muster.launch.network import address_family, format_endpoint
+from muster.launch.nodes.elastic_nodes import ElasticNodes
 from muster.launch.nodes.launcher_group import LauncherGroup
 from muster.launch.nodes.node_supervisor import NodeSupervisor
+from muster.launch.nodes.rank_agent import RankAgent
 from muster.launch.nodes.rendezvous_config import rank_environment
 from muster.launch.open_files import require_open_files
 from muster.launch.rank_errors import error_path, hang_path, log_path
@@ -46,37 +48,37 @@ def launch(
     kills. No rank outlives this call.
 
     With `elastic` the ranks that are left go on when others are lost (`recovery.py`); the command of a spare is that
-    for rank -1, and its module calls `member_main`. Not with a `group`.
+    for rank -1, and its module calls `member_main`.
 
     With a `group` each node's launcher calls this for its own `num_ranks` ranks, with a run directory on a shared file
-    system; all return the same status.
+    system; all return the same status, unless node 0 is lost.
 
     Must run in the main thread. Raises MusterError when the run directory can't be written or a rank can't be started.
     """
-    if group is None:
-        require_open_files(num_ranks)
+    store = None
+    if group is None or group.is_coordinator:
+        require_open_files(num_ranks * (1 if group is None else group.num_nodes))
         _remove_previous_outcome(run_dir)
-        store = open_store()
+        store = open_store() if group is None else open_store(address=group.address)
         address = format_endpoint(store.host, store.port)
-        supervisor = RankSupervisor(run_dir, grace_s, hang_timeout_s)
-        if elastic is not None:
-            supervisor = ElasticSupervisor(run_dir, grace_s, hang_timeout_s, elastic)
-        ranks = range(num_ranks)
-        environment = {}
-    else:
-        if group.is_coordinator:
-            require_open_files(num_ranks * group.num_nodes)
-            _remove_previous_outcome(run_dir)
-            store = open_store(address=group.address)
-            address = format_endpoint(store.host, store.port)
+        if group is not None:
             group.send("start", store=address)
-        else:
-            address = group.wait_for("start", _STORE_TIMEOUT_S)[0]["store"]
-        supervisor = NodeSupervisor(run_dir, grace_s, hang_timeout_s, group, num_ranks)
-        ranks = supervisor.local_ranks
-        environment = rank_environment(group.config, group.interface)
+    else:
+        address = group.wait_for("start", _STORE_TIMEOUT_S)[0]["store"]
+    first = 0 if group is None else group.node_rank * num_ranks
+    environment = {} if group is None else rank_environment(group.config, group.interface)
+    own = run_dir, grace_s, hang_timeout_s
+    if group is None:
+        supervisor = RankSupervisor(*own) if elastic is None else ElasticSupervisor(*own, elastic)
+    elif elastic is None:
+        supervisor = NodeSupervisor(*own, group, num_ranks)
+    elif group.is_coordinator:
+        supervisor = ElasticNodes(*own, elastic, group, num_ranks, address)
+    else:
+        supervisor = RankAgent(*own, group)
     with _forward_signals(supervisor):
         try:
+            ranks = range(first, first + num_ranks)
             supervisor.start(lambda rank: command_for_rank(rank, address), ranks, environment)
             begin = time.monotonic()
             while supervisor.poll():

@@ -25,6 +25,10 @@ class Membership:
     world_size: int
     at_step_end: bool = False
     """True where no rank was lost: the ranks of the generation before finish a step first, all the same one."""
+    local_rank: int | None = None
+    """Number of the rank on its node; None: `rank`."""
+    local_world_size: int | None = None
+    """Ranks that its node has at the start; None: `world_size`."""
 
     @property
     def is_spare(self) -> bool:

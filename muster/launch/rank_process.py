@@ -63,7 +63,9 @@ def member_main(body: Callable[[Path, dist.Store, LauncherWords], int]) -> int:
 
 def take_place(run_dir: Path, place: Membership) -> None:
     """Make this process look like the rank of its new place: its number on this machine, and its output."""
-    os.environ |= {"LOCAL_RANK": str(place.rank), "LOCAL_WORLD_SIZE": str(place.world_size)}
+    number = place.rank if place.local_rank is None else place.local_rank
+    size = place.local_world_size or place.world_size
+    os.environ |= {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(size)}
     sys.stdout.flush()
     sys.stderr.flush()
     if place.rank:

@@ -8,7 +8,6 @@ ready, from the end of a step on.
 
 import json
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +21,8 @@ from muster.launch.heartbeat import SHORT_PHASES
 from muster.launch.launcher_words import Membership, word_of
 from muster.launch.rank_errors import error_path
 from muster.launch.restarts import wait_before
-from muster.launch.supervisor import RankProcess, RankSupervisor, poll_process
+from muster.launch.supervised_rank import SupervisedRank
+from muster.launch.supervisor import RankSupervisor
 from muster.report.approximation import Approximation, pop_approximation
 from muster.report.recoveries import LossCause
 from muster.report.run_files import RECOVERIES_FILE, read_metrics
@@ -72,15 +72,15 @@ class Recovery:
 
 
 class ElasticSupervisor(RankSupervisor):
-    """Supervisor of one machine's ranks that replaces lost ones by spares, or lets fewer ranks go on until others are
-    ready."""
+    """Supervisor that replaces lost ranks by spares, or lets fewer ranks go on until others are ready. Its ranks run on
+    this machine."""
 
     def __init__(self, run_dir: Path, grace_s: float, hang_timeout_s: float | None, elastic: Elasticity) -> None:
         super().__init__(run_dir, grace_s, hang_timeout_s)
         self._elastic = elastic
         self.terminal_fds = os.dup(1), os.dup(2)
-        self._spares: list[RankProcess] = []
-        self._lost: list[RankProcess] = []
+        self._spares: list[SupervisedRank] = []
+        self._lost: list[SupervisedRank] = []
         """Ranks that others have replaced."""
         self._generation = self._in_a_row = 0
         self._under_way: Recovery | None = None
@@ -92,8 +92,6 @@ class ElasticSupervisor(RankSupervisor):
         """Steps that each rank had finished when it began to train in the newest generation."""
         self._recoveries: list[Recovery] = []
         self._earlier = read_metrics(run_dir / RECOVERIES_FILE)
-        self._hangs: dict[int, RankFault] = {}
-        """Faults of ranks that were killed because they held up the others, by process."""
         self._is_over = False
 
     def start(
@@ -109,17 +107,27 @@ class ElasticSupervisor(RankSupervisor):
         """Start the spares that are missing, and processes for the places of lost ranks that nobody has taken."""
         self._lost += [spare for spare in self._spares if spare.exit_code is not None]
         self._spares = [spare for spare in self._spares if spare.exit_code is None]
-        while len(self._spares) < self._elastic.num_spares + self._num_ranks - len(self.ranks):
+        missing = self._elastic.num_spares + self._num_ranks - len(self.ranks) - len(self._spares)
+        for _ in range(min(missing, self._room())):
             self._spares.append(self._start_spare())
 
-    def _start_spare(self) -> RankProcess:
+    def _start_spare(self) -> SupervisedRank:
+        """Start a process that waits for a place."""
         return self._start_process(-1, self._command_for_rank(-1), self._environment)
+
+    def _room(self) -> int:
+        """Return how many more processes there may be."""
+        alive = [*self.running(), *self._waiting_spares()]
+        return self._num_ranks + self._elastic.num_spares - len(alive)
+
+    def _waiting_spares(self) -> list[SupervisedRank]:
+        """Return the processes that wait for a place, or will once they have started."""
+        return [spare for spare in self._spares if spare.exit_code is None]
 
     def _recover(self) -> None:
         """Replace the ranks that have failed, if the others can go on; otherwise tell these that nothing follows."""
-        for spare in self._spares:
-            if spare.exit_code is None:
-                poll_process(spare)
+        for spare in self._waiting_spares():
+            spare.poll()
         self._follow()
         failed = [rank for rank in self.ranks if rank.failed]
         if self._is_over:
@@ -135,7 +143,7 @@ class ElasticSupervisor(RankSupervisor):
         else:
             self._shrink(failed, reason, size)
 
-    def _reason_to_go_on(self, failed: list[RankProcess]) -> str | None:
+    def _reason_to_go_on(self, failed: list[SupervisedRank]) -> str | None:
         """Return the reason why ranks were lost; None where the others can't go on, or would only lose more."""
         if self.stop_requested or self.kill_requested or self.hang_fault is not None:
             return None
@@ -143,21 +151,23 @@ class ElasticSupervisor(RankSupervisor):
             return None  # some have ended well
         if self._in_a_row == MAX_RECOVERIES_IN_A_ROW:
             return None
-        hang = next((self._hangs[rank.process.pid] for rank in failed if rank.process.pid in self._hangs), None)
+        hang = next((rank.fault for rank in failed if rank.fault is not None), None)
         status = determine_exit_status(self.rank_exits(failed), False, False, hang)
         return status.reason if status.restartable else None
 
-    def _smaller_size(self, failed: list[RankProcess]) -> int | None:
+    def _smaller_size(self, failed: list[SupervisedRank]) -> int | None:
         """Return the most ranks that can go on without the failed ones; None where these are replaced."""
-        if self._elastic.num_spares or len(self._ready_spares()) >= len(failed):
+        ready = len(self._ready_spares())
+        started = len(self._waiting_spares()) + self._room() if self._elastic.num_spares else ready
+        if started >= len(failed):
             return None
-        left = len(self.running())
+        left = len(self.running()) + ready
         return max((size for size in self._elastic.smaller_sizes if size <= left), default=None)
 
     def _let_ranks_return(self) -> None:
         """Let more ranks go on from the end of a step, once there are processes for the places of lost ones."""
         if self._announced is not None:
-            statuses = [rank.monitor.page.read() for rank in self.ranks]
+            statuses = [rank.status() for rank in self.ranks]
             if any(s is not None and (s.phase == "join" or s.generation == self._generation) for s in statuses):
                 self._admit(self._announced)
             return
@@ -170,7 +180,7 @@ class ElasticSupervisor(RankSupervisor):
             self._next_start = time.monotonic() + wait_before(self._num_starts + 1)
             self._start_spares()
         ready = self._ready_spares()
-        if len(ready) < sum(spare.exit_code is None for spare in self._spares):
+        if len(ready) < len(self._waiting_spares()):
             return  # one larger generation after the other would cost more than to wait for all
         sizes = *self._elastic.smaller_sizes, self._num_ranks
         size = max((size for size in sizes if size <= len(self.ranks) + len(ready)), default=0)
@@ -184,7 +194,7 @@ class ElasticSupervisor(RankSupervisor):
         self._announced = Recovery(time.time(), self._generation, self._last_step(), [], [], reason, size)
         print(f"{reason}: {pluralize(size, 'rank')} go on after this step (generation {self._generation})", flush=True)
         for rank in self.ranks:
-            rank.tell(word_of(Membership(self._generation, rank.rank, size, at_step_end=True)))
+            rank.tell(word_of(self._membership(rank, size, at_step_end=True)))
         self._recoveries.append(self._announced)
         self._write_record()
 
@@ -194,49 +204,54 @@ class ElasticSupervisor(RankSupervisor):
         self._under_way, self._announced, self._first_steps = announced, None, {}
         for number in range(len(self.ranks), announced.world_size):
             spare = self._take_spare()
-            spare.rank = spare.monitor.rank = number
+            spare.renumber(number)
             self.ranks.append(spare)
             error_path(self.run_dir, number).unlink(missing_ok=True)
-            spare.tell(word_of(Membership(self._generation, number, announced.world_size)))
+            spare.tell(word_of(self._membership(spare, announced.world_size)))
         self._write_record()
+
+    def _membership(self, rank: SupervisedRank, size: int, at_step_end: bool = False) -> Membership:
+        """Return a rank's place in the newest generation, which has `size` ranks."""
+        return Membership(self._generation, rank.rank, size, at_step_end)
 
     def _last_step(self) -> int:
         """Return the last step that all ranks had finished, as far as they have told."""
-        steps = [status.step for rank in self.ranks if (status := rank.monitor.page.read()) is not None]
+        steps = [status.step for rank in self.ranks if (status := rank.status()) is not None]
         return min(filter(None, steps), default=0)  # a spare that has no step yet has not told any
 
-    def _replace(self, failed: list[RankProcess], reason: str) -> None:
+    def _replace(self, failed: list[SupervisedRank], reason: str) -> None:
         """Give the places of failed ranks to spares, and tell all ranks of the next generation."""
         lost = [rank.rank for rank in failed]
         who = "a spare takes its place" if len(lost) == 1 else f"spares take the places of {numbered('rank', lost)}"
         others = ", and the other ranks go on" if self.running() else ""
         self._begin_generation(failed, f"{reason}: {who}{others}", reason, len(self.ranks))
         for rank in failed:
-            spare = self._take_spare()
-            spare.rank = spare.monitor.rank = rank.rank
+            spare = self._take_spare(rank.node)
+            spare.renumber(rank.rank)
             self.ranks[self.ranks.index(rank)] = spare
             self._lost.append(rank)
         self._tell_places()
 
-    def _shrink(self, failed: list[RankProcess], reason: str, size: int) -> None:
+    def _shrink(self, failed: list[SupervisedRank], reason: str, size: int) -> None:
         """Let `size` of the ranks that are left go on, with the first numbers; others wait as spares."""
         left = self.running()
         waiting = left[size:]
+        joining = [self._take_spare() for _ in range(size - len(left))]
         word = f"{reason}: {pluralize(size, 'rank')} {'goes' if size == 1 else 'go'} on"
         if waiting:
             word += ", another waits as a spare" if len(waiting) == 1 else f", {len(waiting)} others wait as spares"
         self._begin_generation(failed, word, reason, size)
         self._lost += failed
-        self.ranks = left[:size]
+        self.ranks = sorted([*left[:size], *joining], key=lambda rank: rank.node)
         for number, rank in enumerate(self.ranks):
-            rank.rank = rank.monitor.rank = number
+            rank.renumber(number)
         for rank in waiting:
-            rank.rank = rank.monitor.rank = -1
-            rank.tell(word_of(Membership(self._generation, -1, size)))
+            rank.renumber(-1)
+            rank.tell(word_of(self._membership(rank, size)))
         self._spares += waiting
         self._tell_places()
 
-    def _begin_generation(self, failed: list[RankProcess], word: str, reason: str, size: int) -> None:
+    def _begin_generation(self, failed: list[SupervisedRank], word: str, reason: str, size: int) -> None:
         """Record that ranks were lost, and say what follows."""
         self._generation += 1
         self._in_a_row += 1
@@ -251,31 +266,31 @@ class ElasticSupervisor(RankSupervisor):
         for rank in lost:
             error_path(self.run_dir, rank).unlink(missing_ok=True)
 
-    def _cause(self, failed: RankProcess) -> LossCause:
+    def _cause(self, failed: SupervisedRank) -> LossCause:
         """Return why a rank is lost."""
-        if failed.process.pid in self._hangs:
+        if failed.fault is not None:
             return "hung"
         (end,) = self.rank_exits([failed])
-        return "dead" if end.reported is None else end.reported.cause
+        error = end.reported or end.observed
+        return "dead" if error is None else error.cause
 
     def _tell_places(self) -> None:
         """Tell all ranks their places in the newest generation."""
         for rank in self.running():
-            rank.tell(word_of(Membership(self._generation, rank.rank, len(self.ranks))))
+            rank.tell(word_of(self._membership(rank, len(self.ranks))))
         self._write_record()
 
-    def _take_spare(self) -> RankProcess:
-        """Return a spare that is ready, one that starts, or a new one."""
-        waiting = [spare for spare in self._spares if spare.exit_code is None]
-        if not waiting:
+    def _take_spare(self, node: int = 0) -> SupervisedRank:
+        """Return a spare that is ready, one that starts, or a new one; of several the first on `node`."""
+        if not (waiting := self._ready_spares() or self._waiting_spares()):
             return self._start_spare()
-        spare = next(iter(self._ready_spares()), waiting[0])
+        spare = next((one for one in waiting if one.node == node), waiting[0])
         self._spares.remove(spare)
         return spare
 
-    def _ready_spares(self) -> list[RankProcess]:
+    def _ready_spares(self) -> list[SupervisedRank]:
         """Return the processes that have started and wait for a place."""
-        return [spare for spare in self._spares if spare.exit_code is None and spare.monitor.page.read() is not None]
+        return [spare for spare in self._waiting_spares() if spare.status() is not None]
 
     def _follow(self) -> None:
         """Notice when all ranks have joined the newest generation, and when they have finished a step in it."""
@@ -285,7 +300,7 @@ class ElasticSupervisor(RankSupervisor):
         joined = {
             rank.rank: status
             for rank in self.ranks
-            if (status := rank.monitor.page.read()) is not None and status.generation == self._generation
+            if (status := rank.status()) is not None and status.generation == self._generation
         }
         if len(joined) < len(self.ranks):
             if passed_s > JOIN_TIMEOUT_S:
@@ -316,7 +331,7 @@ class ElasticSupervisor(RankSupervisor):
             if self._elastic.num_spares:
                 self._start_spares()
 
-    def _give_up_waiting(self, late: list[RankProcess], reason: str) -> None:
+    def _give_up_waiting(self, late: list[SupervisedRank], reason: str) -> None:
         """Kill ranks that have not joined the newest generation in time, so that they are replaced."""
         sentence = f"did not join the other ranks within {JOIN_TIMEOUT_S:.0f} s after {reason}"
         for rank in late:
@@ -326,10 +341,10 @@ class ElasticSupervisor(RankSupervisor):
             else:
                 self._kill_hung(rank, fault)
 
-    def _kill_hung(self, rank: RankProcess, fault: RankFault) -> None:
+    def _kill_hung(self, rank: SupervisedRank, fault: RankFault) -> None:
         """Kill a rank that the others wait for, so that it is replaced."""
-        self._hangs[rank.process.pid] = fault
-        os.killpg(rank.process.pid, signal.SIGKILL)
+        rank.fault = fault
+        rank.kill()
 
     def diagnose_if_hung(self, snapshots: list[RankSnapshot]) -> None:
         """Diagnose a hang if there is one; the rank that the others wait for is killed, and so replaced."""

@@ -6,56 +6,21 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from muster.launch.exit_status import ExitStatus, RankExit, collect_rank_exit, determine_exit_status
+from muster.launch.exit_status import ExitStatus, RankExit, determine_exit_status
 from muster.launch.hang_diagnosis import RankFault, RankSnapshot, diagnose, format_snapshots
 from muster.launch.heartbeat import HEARTBEAT_FD_VARIABLE
 from muster.launch.oom_kills import oom_kill_count
 from muster.launch.output_streams import TERMINAL_FDS_VARIABLE
-from muster.launch.rank_errors import EXIT_STOPPED, hang_path, log_path
+from muster.launch.rank_errors import hang_path, log_path
 from muster.launch.rank_monitor import SNAPSHOT_INTERVAL_S, RankMonitor, is_hung
+from muster.launch.supervised_rank import RankProcess, SupervisedRank
 from muster.spec.errors import MusterError
 
 POLL_INTERVAL_S = 0.05
-_PF_EXITING = 0x4
-"""Linux's flag of a thread that exits (PF_EXITING)."""
 _REAP_TIMEOUT_S = 10.0
 """Longest wait for a killed process to disappear; only one that hangs in the kernel needs more."""
-
-
-@dataclass
-class RankProcess:
-    """One started process and, once it has ended, its exit code."""
-
-    rank: int
-    process: subprocess.Popen[bytes]
-    monitor: RankMonitor
-    last_alive: float
-    """Last time at which it was known to run, in seconds since the epoch."""
-    exit_code: int | None = None
-    """Exit code, or minus the signal that killed it."""
-    killed: bool = False
-    """True when this launcher killed it."""
-
-    @property
-    def failed(self) -> bool:
-        return self.exit_code not in (None, 0, EXIT_STOPPED)
-
-    def tell(self, word: bytes) -> None:
-        """Send a word to the process; one that has ended needs none."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):
-            self.process.stdin.write(word)
-            self.process.stdin.flush()
-
-    def close(self) -> None:
-        """Free what this launcher holds for a process that has ended."""
-        self.monitor.page.close()
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
 
 
 class RankSupervisor:
@@ -67,7 +32,7 @@ class RankSupervisor:
     """Copies of this process's outputs for ranks that may become rank 0 later."""
 
     def __init__(self, run_dir: Path, grace_s: float, hang_timeout_s: float | None) -> None:
-        self.ranks: list[RankProcess] = []
+        self.ranks: list[SupervisedRank] = []
         self.run_dir = run_dir
         self.hang_timeout_s = hang_timeout_s
         self.stop_requested = False
@@ -114,12 +79,12 @@ class RankSupervisor:
     def poll(self) -> bool:
         """Notice ended ranks, requests and hangs, and act on them; False when no rank runs any more."""
         for rank in self.running():
-            poll_process(rank)
+            rank.poll()
         self._recover()
         if self.stop_requested and not self._stop_sent:
             self._stop_sent = True
             for rank in self.running():
-                os.kill(rank.process.pid, signal.SIGTERM)
+                rank.send_signal(signal.SIGTERM)
         self._take_snapshots()
         if self.failed:
             self.start_grace_period()
@@ -144,7 +109,7 @@ class RankSupervisor:
         if self.hang_timeout_s is None or self.hang_fault or time.monotonic() < self._next_snapshot:
             return
         self._next_snapshot = time.monotonic() + SNAPSHOT_INTERVAL_S
-        self.check_for_hang([rank.monitor.snapshot(self.hang_timeout_s) for rank in self.running()])
+        self.check_for_hang([rank.snapshot(self.hang_timeout_s) for rank in self.running()])
 
     def check_for_hang(self, snapshots: list[RankSnapshot]) -> None:
         """Check for a hang, from snapshots of this machine's ranks; a single machine has all ranks."""
@@ -163,12 +128,12 @@ class RankSupervisor:
         limit = time.monotonic() + _REAP_TIMEOUT_S
         while self.running() and time.monotonic() < limit:
             for rank in self.running():
-                poll_process(rank)
+                rank.poll()
             time.sleep(POLL_INTERVAL_S / 10)
         for rank in self.ranks:
             rank.close()
 
-    def running(self) -> list[RankProcess]:
+    def running(self) -> list[SupervisedRank]:
         """Return the ranks that have not ended."""
         return [rank for rank in self.ranks if rank.exit_code is None]
 
@@ -176,55 +141,15 @@ class RankSupervisor:
         """Kill the processes that still run."""
         for rank in self.running():
             rank.killed = True
-            os.killpg(rank.process.pid, signal.SIGKILL)
+            rank.kill()
 
-    def rank_exits(self, ranks: Sequence[RankProcess] | None = None) -> list[RankExit]:
-        """Return how `ranks` ended; those here by default."""
+    def rank_exits(self, ranks: Sequence[SupervisedRank] | None = None) -> list[RankExit]:
+        """Return how `ranks` ended; all of this launcher by default."""
         kills = oom_kill_count()
         out_of_memory = None if kills is None else kills != self._earlier_oom_kills
-        return [
-            collect_rank_exit(
-                self.run_dir,
-                rank.rank,
-                _exit_code(rank),
-                rank.killed,
-                rank.last_alive,
-                self.stop_requested,
-                out_of_memory,
-            )
-            for rank in (self.ranks if ranks is None else ranks)
-        ]
+        asked = self.ranks if ranks is None else ranks
+        return [rank.end(self.run_dir, self.stop_requested, out_of_memory) for rank in asked]
 
     def exit_status(self) -> ExitStatus:
         """Return how the job ended."""
         return determine_exit_status(self.rank_exits(), self.stop_requested, self.kill_requested, self.hang_fault)
-
-
-def poll_process(rank: RankProcess) -> None:
-    """Notice whether the process has ended; if so, kill the rest of its group, then reap it, which frees its number."""
-    pid = rank.process.pid
-    now = time.time()
-    if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        if not _is_exiting(pid):
-            rank.last_alive = now
-        return
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-    rank.exit_code = rank.process.wait()
-
-
-def _is_exiting(pid: int) -> bool:
-    """Return whether the main thread of a process has begun to exit.
-
-    Such a process can't be reaped before its last thread has ended, but its connections may be closed by then, so that
-    other ranks notice.
-    """
-    try:
-        return bool(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6]) & _PF_EXITING)
-    except OSError:  # without /proc: a process that has not been reaped counts as running
-        return False
-
-
-def _exit_code(rank: RankProcess) -> int:
-    """Return the exit code; a process that hangs in the kernel counts as killed."""
-    return -signal.SIGKILL if rank.exit_code is None else rank.exit_code

@@ -9,8 +9,8 @@ from muster.report.approximation import approximation_from_json
 from muster.report.run_files import RECOVERIES_FILE, read_metrics
 from muster.spec.units import pluralize
 
-LossCause = Literal["dead", "hung", "slow", "wrong results"]
-"""Cause of the loss of a rank: its process ended, or its place was taken from it."""
+LossCause = Literal["dead", "hung", "slow", "wrong results", "node lost"]
+"""Cause of the loss of a rank: its process ended, its place was taken from it, or it is gone with its node."""
 Row = Mapping[str, Any]
 _MOST_TOLD = 5
 """Recoveries whose reasons a note tells."""

@@ -19,7 +19,7 @@ from muster.config.run_config import RunConfig
 from muster.config.yaml_writer import write_atomically
 from muster.data.dataset import SampleStream
 from muster.launch.heartbeat import open_heartbeat
-from muster.launch.launcher_words import LauncherWords, Membership
+from muster.launch.launcher_words import WORD_TIMEOUT_S, LauncherWords, Membership
 from muster.launch.rank_errors import says_only_that_a_rank_is_lost
 from muster.launch.rank_process import take_place
 from muster.parallel.connections import Connections
@@ -32,6 +32,8 @@ from muster.train.data import open_dataset
 from muster.train.loop import Carried, TrainingLoop
 from muster.train.memory_limit import limit_of_run
 
+_NOTICE_S = 1.0
+"""Time in which a launcher tells of a loss, from which any error may follow, such as that a copy can't be fetched."""
 _FIRST_PLAN_KEY = "plan of the first generation"
 """Key in the launcher's store."""
 
@@ -97,7 +99,7 @@ class _Rank:
     def _take_plan(self, place: Membership) -> None:
         """Take the plan for as many ranks as there are now."""
         self._plan = self._plans[place.world_size]
-        os.environ["LOCAL_WORLD_SIZE"] = str(place.world_size)
+        os.environ["LOCAL_WORLD_SIZE"] = str(place.local_world_size or place.world_size)
         if place.rank == 0:
             write_atomically(attempt_files(self._run_dir).plan, plan_yaml(self._plan))
             print(f"plan      {format_plan_name(self._plan)}", flush=True)
@@ -141,9 +143,8 @@ class _Rank:
         """Return whether the error only follows from the loss of another rank, after which another generation comes."""
         if not self._config.train.elastic:
             return False
-        if self._words.has_next(generation):
-            return True
-        return says_only_that_a_rank_is_lost(error) and self._words.next_after(generation) is not None
+        limit_s = WORD_TIMEOUT_S if says_only_that_a_rank_is_lost(error) else _NOTICE_S
+        return self._words.next_after(generation, limit_s) is not None
 
     def _abandon(self) -> None:
         """Leave the former generation's training, and take over its plan, whose schedule it may have refined."""

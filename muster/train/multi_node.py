@@ -22,7 +22,7 @@ from muster.report.run_files import last_step
 from muster.train.config_consistency import ranks_per_node, training_facts
 from muster.train.data import open_dataset
 from muster.train.preflight import TrainOptions, require_device
-from muster.train.prepare import PREPARE_TIMEOUT, WORKER, prepare
+from muster.train.prepare import PREPARE_TIMEOUT, WORKER, prepare, prepare_for_losses
 from muster.train.run_directory import locked_run_dir
 
 _DATA_TIMEOUT = timedelta(hours=2)
@@ -46,23 +46,29 @@ def train_on_nodes(resolved: ResolvedConfig, options: TrainOptions, nodes: Rende
 def _train_once(resolved: ResolvedConfig, options: TrainOptions, nodes: RendezvousConfig) -> ExitStatus:
     """Meet the launchers of the other nodes and train until the ranks end, all of them or one too early."""
     ranks = ranks_per_node(resolved, options.nproc, nodes.num_nodes)
+    train = resolved.config.train
+    sizes: tuple[int, ...] = ()
     try:
         with rendezvous(nodes, training_facts(resolved, ranks)) as group, ExitStack() as held:
             if group.is_coordinator:
                 _check_nodes(group)
-                held.enter_context(locked_run_dir(options.run_dir, resolved.config.train.remote_checkpoint_dir))
+                held.enter_context(locked_run_dir(options.run_dir, train.remote_checkpoint_dir))
                 chosen = choose_plan(resolved, ranks * nodes.num_nodes, nodes.num_nodes)
                 if not prepare(resolved, chosen, options):
                     raise JobEnded(0, f"{options.run_dir} is finished")
+                if train.elastic:
+                    sizes = prepare_for_losses(resolved, chosen.plan, options.run_dir, nodes.num_nodes)
                 group.send("prepared", mark=write_marker(options.run_dir))
                 group.wait_for("ready", _DATA_TIMEOUT.total_seconds())
             else:
                 _follow_node_0(group, resolved, options)
             from muster.launch.launcher import launch, rank_command
+            from muster.launch.recovery import Elasticity
 
             command = rank_command(WORKER, options.run_dir, ranks * nodes.num_nodes)
-            hang_s = resolved.config.train.hang_timeout_s
-            return launch(command, ranks, options.run_dir, hang_timeout_s=hang_s, group=group)
+            elastic = Elasticity(train.spares, sizes) if train.elastic else None
+            hang_s = train.hang_timeout_s
+            return launch(command, ranks, options.run_dir, hang_timeout_s=hang_s, group=group, elastic=elastic)
     except JobEnded as over:
         if over.code == 0:
             print(over.reason)

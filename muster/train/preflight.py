@@ -86,7 +86,7 @@ class Preflight:
 def dry_run(resolved: ResolvedConfig, options: TrainOptions) -> tuple[ChosenPlan, Preflight]:
     """Check everything that a run checks before it starts ranks, and write nothing. Raises as a run does."""
     check_launcher_environment(options.nodes)
-    require_one_launcher(resolved.config, options)
+    require_launcher(resolved.config)
     if options.nodes is None:
         chosen = choose_plan(resolved, options.nproc)
     else:
@@ -341,12 +341,12 @@ def require_peer_plan(plan: Plan) -> None:
         raise InfeasibleError(f"outer.coordinator doesn't go with plan {format_plan_name(plan)}: {reason}")
 
 
-def require_one_launcher(config: RunConfig, options: TrainOptions) -> None:
-    """Raise ConfigError where `train.elastic` is on in a job of several launchers, before they wait for each other."""
-    if config.train.elastic and (options.nodes is not None or "TORCHELASTIC_RUN_ID" in os.environ):
+def require_launcher(config: RunConfig) -> None:
+    """Raise ConfigError where `train.elastic` is on under torchrun, whose agent ends all ranks when one is lost."""
+    if config.train.elastic and "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError(
-            "train.elastic needs one launcher that starts all ranks: leave out --nodes and torchrun, or take"
-            " train.restarts, which starts the ranks of all nodes again"
+            "train.elastic needs Muster's launchers, as torchrun's ends all ranks when one is lost: leave out torchrun"
+            " (--nodes starts ranks on several nodes), or take train.restarts, which starts all ranks again"
         )
 
 

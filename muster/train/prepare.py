@@ -4,10 +4,14 @@ Torch takes seconds to import, so a request that is refused, or a run that is fi
 """
 
 from datetime import timedelta
+from pathlib import Path
 
+from muster.config.attempt_files import write_plans_for_losses
 from muster.config.grouped_matmul_file import keep_grouped_rates
 from muster.config.load_config import ResolvedConfig, write_attempt_files
 from muster.planner.auto import ChosenPlan
+from muster.planner.plans_for_losses import plans_for_losses
+from muster.spec.plan import Plan
 from muster.train.preflight import TrainOptions, preflight
 from muster.train.resume_point import record_in_memory_identity
 from muster.train.run_directory import explain_write_errors, remove_last_exit, remove_previous_results
@@ -42,3 +46,12 @@ def prepare(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOptions)
         write_attempt_files(kept, passed.plan, run_dir, resumes)
         record_in_memory_identity(run_dir, config, passed.dataset, resumes)
     return True
+
+
+def prepare_for_losses(resolved: ResolvedConfig, plan: Plan, run_dir: Path, num_nodes: int = 1) -> tuple[int, ...]:
+    """Write the plans with which fewer ranks would go on; returns their numbers of ranks, none where spares wait for
+    whatever may be lost at once: one node's spares don't replace another node."""
+    plans = {} if resolved.config.train.spares and num_nodes == 1 else plans_for_losses(resolved, plan)
+    with explain_write_errors(run_dir):
+        write_plans_for_losses(run_dir, plans)
+    return tuple(plans)

@@ -5,20 +5,16 @@ import signal
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 
-from muster.config.attempt_files import write_plans_for_losses
 from muster.config.load_config import ResolvedConfig
 from muster.launch.output_streams import ignore_output_errors
 from muster.launch.rank_errors import EXIT_STOPPED
 from muster.launch.restarts import Restarts
 from muster.planner.auto import choose_plan
-from muster.planner.plans_for_losses import plans_for_losses
 from muster.report.run_files import last_step
-from muster.spec.plan import Plan
-from muster.train.preflight import TrainOptions, check_launcher_environment, require_one_launcher
-from muster.train.prepare import WORKER, prepare
-from muster.train.run_directory import explain_write_errors, locked_run_dir
+from muster.train.preflight import TrainOptions, check_launcher_environment, require_launcher
+from muster.train.prepare import WORKER, prepare, prepare_for_losses
+from muster.train.run_directory import locked_run_dir
 
 if find_spec("torch") is None:
     raise ModuleNotFoundError("No module named 'torch'", name="torch")
@@ -34,7 +30,7 @@ def train(resolved: ResolvedConfig, options: TrainOptions) -> int:
 
 
 def _train(resolved: ResolvedConfig, options: TrainOptions) -> int:
-    require_one_launcher(resolved.config, options)
+    require_launcher(resolved.config)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from muster.train.torchrun import train_under_torchrun
 
@@ -57,18 +53,10 @@ def _train(resolved: ResolvedConfig, options: TrainOptions) -> int:
 
             hang_s, elastic = train_config.hang_timeout_s, None
             if train_config.elastic:
-                elastic = Elasticity(train_config.spares, _prepare_for_losses(resolved, chosen.plan, options.run_dir))
+                elastic = Elasticity(train_config.spares, prepare_for_losses(resolved, chosen.plan, options.run_dir))
             command = rank_command(WORKER, options.run_dir, world_size)
             status = launch(command, world_size, options.run_dir, hang_timeout_s=hang_s, elastic=elastic)
             if not restarts.wait_for_next(status):
                 return restarts.explained(status).report()
             options = replace(options, fresh=False)
     return 0
-
-
-def _prepare_for_losses(resolved: ResolvedConfig, plan: Plan, run_dir: Path) -> tuple[int, ...]:
-    """Write the plans with which fewer ranks would go on; returns their numbers of ranks, none where spares wait."""
-    plans = {} if resolved.config.train.spares else plans_for_losses(resolved, plan)
-    with explain_write_errors(run_dir):
-        write_plans_for_losses(run_dir, plans)
-    return tuple(plans)

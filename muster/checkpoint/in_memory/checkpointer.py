@@ -26,6 +26,9 @@ AllGather = Callable[[T], Sequence[T]]
 
 NUM_VERSIONS = 2
 """Number of in-memory checkpoints that exist at once: one is removed when the next is complete on all nodes."""
+_PART_TIMEOUT_S = 30.0
+"""Time for which the sending of a part may stall after each step: more than launchers need to find that a node is
+silent, less than ranks have to join the next generation."""
 
 
 class InMemoryCheckpointer:
@@ -125,7 +128,7 @@ class InMemoryCheckpointer:
     def save_part(
         self, step: int, header: Callable[[], dict[str, Any]], world_size: int, write: Callable[[Path], None]
     ) -> None:
-        """Save this rank's part of one step, without a word to the other ranks.
+        """Save this rank's part of one step here and on the next node, without a word to the other ranks.
 
         To be called after every step, and before this rank lets the others finish the next one. So when a rank has
         finished a step, all have saved the one before, and older ones can go.
@@ -134,7 +137,9 @@ class InMemoryCheckpointer:
             self.directory.remove_steps(lambda other: other < step - 1)
             head = StepHeader(attempt=self.attempt, world_size=world_size, about=header())
             self.directory.begin_parts(step, head)
-        write(self.directory.step_dir(step))
+        write(folder := self.directory.step_dir(step))
+        if self.partner_address is not None:
+            send_to_partner(folder, self.rank, self.partner_address, _PART_TIMEOUT_S)
 
     def begin_after(self, step: int, all_gather: AllGather[Any]) -> None:
         """Remove what parts other attempts have left of steps but `step`, from which all ranks go on; all call it."""
@@ -163,13 +168,15 @@ class InMemoryCheckpointer:
         self.directory.release()
 
 
-def send_to_partner(folder: Path, rank: int, address: transport.PeerAddress) -> None:
+def send_to_partner(
+    folder: Path, rank: int, address: transport.PeerAddress, timeout_s: float = transport.TIMEOUT_S
+) -> None:
     """Send a rank's files in a folder to the node that keeps the second copy. Raises MusterError."""
     for path in (folder / rank_file_name(rank), rank_index_path(folder, rank)):
         if not path.exists():  # the rank has nothing to write
             continue
         try:
-            transport.put(address, f"{folder.name}/{path.name}", path)
+            transport.put(address, f"{folder.name}/{path.name}", path, timeout_s)
         except OSError as error:
             words = error.strerror or str(error)
             raise MusterError(f"rank {rank}'s part could not be copied to {address.host}: {words}") from error

@@ -19,6 +19,9 @@ from muster.launch.network import ConnectionAcceptor, address_family
 TIMEOUT_S = 120.0
 """Time for which a connection may stall."""
 _CHUNK_BYTES = 4 << 20
+_BEGUN_TOGETHER = ".tmp"
+"""Suffix of the folder of a step that all nodes have begun before anyone sends; the ranks of other steps may not have
+begun yet here."""
 _NAME = re.compile(r"step-\d{8,}(\.tmp)?/rank-\d{5,}\.(safetensors|json)")
 
 
@@ -59,6 +62,8 @@ class FileServer:
 def _receive_file(connection: socket.socket, lines: Any, path: Path, request: dict[str, Any]) -> str:
     """Receive a file: write the bytes that follow the request."""
     rest, buffer = int(request["nbytes"]), memoryview(bytearray(_CHUNK_BYTES))
+    if path.parent.suffix != _BEGUN_TOGETHER:
+        path.parent.mkdir(exist_ok=True)
     with open(path, "wb", buffering=0) as file:
         if rest and hasattr(os, "posix_fallocate"):  # fail at once if there is too little space
             os.posix_fallocate(file.fileno(), 0, rest)
@@ -84,9 +89,15 @@ def _send_range(connection: socket.socket, lines: Any, path: Path, request: dict
 _HANDLERS = {"put": _receive_file, "get": _send_range}
 
 
-def put(address: PeerAddress, name: str, path: Path) -> None:
-    """Send a file, to be stored as `name` below the server's folder. Raises OSError."""
-    with open(path, "rb") as file, _request(address, "put", name, nbytes=os.fstat(file.fileno()).st_size) as connection:
+def put(address: PeerAddress, name: str, path: Path, timeout_s: float = TIMEOUT_S) -> None:
+    """Send a file, to be stored as `name` below the server's folder.
+
+    Raises OSError; ConnectionError where the server is gone.
+    """
+    with (
+        open(path, "rb") as file,
+        _request(address, "put", name, timeout_s, nbytes=os.fstat(file.fileno()).st_size) as connection,
+    ):
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server's answer has the reason
             connection.sendfile(file)
         with connection.makefile("rb") as lines:
@@ -96,25 +107,30 @@ def put(address: PeerAddress, name: str, path: Path) -> None:
 def get(address: PeerAddress, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
     """Fill buffers in order with the bytes from `offset` on of the server's file `name`. Raises OSError."""
     nbytes = sum(len(buffer) for buffer in buffers)
-    with _request(address, "get", name, offset=offset, nbytes=nbytes) as connection, connection.makefile("rb") as lines:
+    with (
+        _request(address, "get", name, TIMEOUT_S, offset=offset, nbytes=nbytes) as connection,
+        connection.makefile("rb") as lines,
+    ):
         _require_ok(lines)
         for buffer in buffers:
             while buffer:
                 if not (count := lines.readinto1(buffer)):
-                    raise OSError(None, "the connection ended too early")
+                    raise ConnectionError("the connection ended too early")
                 buffer = buffer[count:]
 
 
-def _request(address: PeerAddress, action: str, name: str, **fields: int) -> socket.socket:
-    connection = socket.create_connection((address.host, address.port), timeout=TIMEOUT_S)
+def _request(address: PeerAddress, action: str, name: str, timeout_s: float, **fields: int) -> socket.socket:
+    connection = socket.create_connection((address.host, address.port), timeout=timeout_s)
     connection.sendall(json.dumps({"word": address.token, "do": action, "name": name, **fields}).encode() + b"\n")
     return connection
 
 
 def _require_ok(lines: Any) -> None:
     answer = lines.readline(4096).decode(errors="replace").strip()
+    if not answer:
+        raise ConnectionError("the connection ended too early")
     if answer != "ok":
-        raise OSError(None, answer or "the connection ended too early")
+        raise OSError(None, answer)
 
 
 def _parse_object(line: bytes) -> dict[str, Any]:

@@ -17,8 +17,8 @@ CLOSE_TIMEOUT_S = 2.0
 
 
 class LauncherConnection:
-    """One end of a connection. A thread reads, and puts (node, message) into an inbox; the kind `gone` means that the
-    other end has closed."""
+    """One end of a connection. A thread reads, and puts (node, message) into an inbox, nothing more once this end has
+    been closed; the kind `gone` means that the other end has closed."""
 
     def __init__(self, connection: socket.socket, node: int, inbox: "queue.SimpleQueue[tuple[int, Message]]") -> None:
         self.node = node
@@ -26,6 +26,7 @@ class LauncherConnection:
         """Time of the last message from the other end, on this machine's monotonic clock."""
         self._connection = connection
         self._inbox = inbox
+        self._is_closed = False
         # Messages wait here for a thread that sends them, since sending blocks when the network is cut.
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         connection.settimeout(None)
@@ -47,6 +48,7 @@ class LauncherConnection:
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Send the queued messages, for `timeout_s` at most, and close."""
+        self._is_closed = True
         self.finish_sending()
         self._sender.join(max(0.0, timeout_s))
         self._connection.close()
@@ -67,10 +69,14 @@ class LauncherConnection:
                 if message["kind"] == "clock":
                     self.send("clock is", sent=message["sent"], time=time.time())
                 elif message["kind"] == "clock is":
-                    self._inbox.put((self.node, message | {"received": time.time()}))
+                    self._put(message | {"received": time.time()})
                 elif message["kind"] != "beat":
-                    self._inbox.put((self.node, message))
-        self._inbox.put((self.node, {"kind": "gone"}))
+                    self._put(message)
+        self._put({"kind": "gone"})
+
+    def _put(self, message: Message) -> None:
+        if not self._is_closed:  # another launcher may have the node's number by now
+            self._inbox.put((self.node, message))
 
 
 def close_connections(connections: Collection[LauncherConnection]) -> None:

@@ -86,6 +86,11 @@ class LauncherGroup:
         for connection in list(self.connections.values()):
             connection.send(kind, **content)
 
+    def send_to(self, node: int, kind: str, **content: Any) -> None:
+        """Send a message to one node; it is dropped where that is gone. Only node 0 calls it."""
+        if connection := self.connections.get(node):
+            connection.send(kind, **content)
+
     def receive(self, timeout_s: float = 0.0) -> list[tuple[int, Message]]:
         """Return the messages received since the last call, as (node, message); waits for the first one if `timeout_s`
         is given.
@@ -144,8 +149,7 @@ class LauncherGroup:
         All nodes call it; node 0 gets the sentences of all.
         """
         if self.is_coordinator:
-            rows = [vars(member) | {"facts": {}} for member in self.nodes.values()]
-            self.send("members", members=rows)
+            self.send("members", members=self.member_rows())
         else:
             rows = self.wait_for("members", timeout_s)[0]["members"]
             self.nodes |= {row["node"]: NodeInfo(**row) for row in rows if row["node"] != self.node_rank}
@@ -166,6 +170,11 @@ class LauncherGroup:
         return problems + [
             text for answer in self.wait_for("reached", timeout_s).values() for text in answer["problems"]
         ]
+
+    def member_rows(self) -> list[dict[str, Any]]:
+        """Return what the nodes that are there have to know of each other, on node 0."""
+        there = [self.node_rank, *self.connections]
+        return [vars(self.nodes[node]) | {"facts": {}} for node in there]
 
     def close(self) -> None:
         """Close the listener and all connections."""
@@ -190,10 +199,12 @@ class LauncherGroup:
         paused = now - self._last_check
         self._last_check = now
         if paused > SUSPENSION_S:
-            for connection in self.connections.values():
+            for connection in list(self.connections.values()):
                 connection.last_received = min(now, connection.last_received + paused)
         return [
-            node for node, connection in self.connections.items() if now - connection.last_received > SILENCE_TIMEOUT_S
+            node
+            for node, connection in list(self.connections.items())
+            if now - connection.last_received > SILENCE_TIMEOUT_S
         ]
 
     def _send_heartbeats(self) -> None:

@@ -57,7 +57,6 @@ class NodeSupervisor(RankSupervisor):
         super().__init__(run_dir, grace_s, hang_timeout_s)
         self._group = group
         self._num_ranks = num_ranks
-        self.local_ranks = range(group.node_rank * num_ranks, (group.node_rank + 1) * num_ranks)
         self._remote_nodes = RemoteNodes()
         self._node_exits: dict[int, list[RankExit]] = {}
         """Ends of the ranks, by node, of nodes whose ranks have all ended or that are gone."""

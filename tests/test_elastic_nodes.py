@@ -1,0 +1,226 @@
+"""Recovery over several nodes: ranks and whole nodes are lost and come back while the others go on."""
+
+import os
+import random
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from muster.cli.main import main
+from muster.report.recoveries import recoveries_note
+from tests.nodes import HOSTS, Network, network
+from tests.random_faults import HANG_S, FaultsOfNodes
+from tests.test_elastic import RANK, recoveries, whole_beside
+from tests.test_launch import assert_gone
+from tests.train_runs import QUICK, Command, assert_one_sentence, exit_of, free_port, rows_of, sample_hash
+
+HOST = socket.gethostname()
+SMALL = ("--preset", "tiny", *QUICK, "--train.seq_len", "32", "--train.global_batch_size", "12")
+
+
+def counting(run: Path, node: int, port: int, *words: str) -> Command:
+    """A launcher of two whose ranks, two on each node, only count steps."""
+    place = ("--nodes", "2", "--node-rank", str(node), "--rendezvous", f"127.0.0.1:{port}")
+    before = (sys.executable, "-m", "tests.counting_node")
+    plan = ("--parallel", "dp4-z1", "--train.elastic", "true", "--train.spares", "0")
+    return Command(*SMALL, *plan, *place, "--run", run, *words, before=before)
+
+
+def wait_until_whole(run: Path, rows: int, size: int, job: Command) -> None:
+    """Returns once that many losses and returns of ranks have ended, the last with `size` ranks."""
+    while not (len(found := recoveries(run)) >= rows and found[-1]["recovered_s"] is not None):
+        job.be_patient(f"{rows} recoveries")
+    assert found[-1]["world_size"] == size, found
+
+
+def test_ranks_and_launchers_of_another_node_are_lost_and_come_back(tmp_path: Path) -> None:
+    run, port = tmp_path / "run", free_port()
+    (tmp_path / "rank.py").write_text(RANK)
+    with counting(run, 0, port) as first, counting(run, 1, port) as second:
+        first.wait_for(run / "logs" / "rank-3.txt")
+        (run / "killed-3").touch()
+        wait_until_whole(run, 2, 4, first)
+        second.kill()
+        wait_until_whole(run, 3, 2, first)
+        with counting(run, 1, port, "--optim.lr", "0.5") as other:
+            refused = other.wait()
+        with counting(run, 1, port) as back:
+            wait_until_whole(run, 4, 4, first)
+            (run / "end").touch()
+            ended = [first.wait(), back.wait()]
+    assert [(one.code, one.err) for one in ended] == [(0, ""), (0, "")], ended
+    found = [(row["ranks"], row["causes"], row["world_size"]) for row in recoveries(run)]
+    lost = ["node lost", "node lost"]
+    assert found == [([3], ["dead"], 3), ([], [], 4), ([2, 3], lost, 2), ([], [], 4)]
+    differs = f"node 1 on {HOST} has another configuration than node 0 on {HOST} (optim.lr 0.5, not 0.003): give all"
+    assert_one_sentence(refused, 2, differs)
+    out = ended[0].out
+    assert f"rank 3 on {HOST} was killed by signal 9 (SIGKILL): 3 ranks go on (generation 1)" in out
+    assert f"rank 2 on {HOST} is gone with node 1 on {HOST}: the connection to its launcher closed without" in out
+    assert differs in out
+    assert f"node 1 on {HOST} is back\n" in out
+    assert "2 lost ranks came back: 4 ranks go on after this step (generation 4)" in out
+    assert "2 recoveries and 2 returns of lost ranks without a restart" in (recoveries_note(run) or "")
+
+
+def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert main(["train", "--preset", "tiny", "--train.elastic", "true"]) == 2
+    assert "train.elastic needs Muster's launchers, as torchrun's ends all ranks" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training, each node a network namespace with a host name and a memory of its own
+
+
+@pytest.fixture
+def nodes() -> Iterator[Network]:
+    with network() as found:
+        yield found
+
+
+class Pair:
+    """Launchers of two nodes, which train with the same words."""
+
+    def __init__(self, nodes: Network, run: Path, *words: str, hold_after: tuple[int, ...] = ()) -> None:
+        self._nodes, self._words = nodes, (*words, "--train.elastic", "true", "--run", str(run))
+        self._places = [run.parent / name for name in HOSTS]
+        for place in self._places:
+            place.mkdir()
+        self.first = self.start(0, hold_after)
+        self.second = self.start(1)
+
+    def start(self, node: int, hold_after: tuple[int, ...] = ()) -> Command:
+        place = self._places[node]
+        return self._nodes.launcher(node, *self._words, own_memory=True, cwd=place, hold_after=hold_after)
+
+    def __enter__(self) -> "Pair":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in (self.first, self.second):
+            one.__exit__()
+
+
+def assert_nearly_same(run: Path, whole: Path, exact: bool = False) -> None:
+    for ours, theirs in zip(rows_of(run), rows_of(whole), strict=True):
+        assert ours["step"] == theirs["step"]
+        for key in ("train/loss", "train/grad_norm"):
+            assert ours[key] == (theirs[key] if exact else pytest.approx(theirs[key], rel=1e-9)), (key, ours["step"])
+    assert sample_hash(run) == sample_hash(whole)
+
+
+@pytest.mark.soak
+def test_a_run_on_two_nodes_loses_a_rank_and_a_node_and_has_the_same_losses(nodes: Network, tmp_path: Path) -> None:
+    """The memory of the node that is lost is lost, too."""
+    run = tmp_path / "run"
+    words = (*SMALL, "--parallel", "dp4-z1-fp64", "--train.steps", "15", "--train.spares", "0")
+    whole = whole_beside(run, list(words))
+    with Pair(nodes, run, *words, hold_after=(3, 6, 9, 12)) as pair:
+        first = pair.first
+        first.wait_for_step(3)
+        os.kill(pair.second.ranks()[2], signal.SIGKILL)
+        first.go_on(3)
+        while len(recoveries(run)) < 2:  # step 6 is held until another process is ready
+            first.be_patient("nobody came back")
+        first.go_on(6)
+        first.wait_for_step(9)
+        pair.second.kill()
+        pair.second = pair.start(1)
+        first.go_on(9)
+        while len(recoveries(run)) < 4:
+            first.be_patient("the node did not come back")
+        first.go_on(12)
+        ended = [first.wait(), pair.second.wait()]
+    assert [(one.code, one.err) for one in ended] == [(0, ""), (0, "")], ended
+    found = [(row["ranks"], row["causes"], row["world_size"]) for row in recoveries(run)]
+    assert found == [([2], ["dead"], 3), ([], [], 4), ([2, 3], ["node lost"] * 2, 2), ([], [], 4)]
+    assert "in the memory of 2 nodes, each with the part of the one before" in ended[0].out
+    assert f"resuming {run} after step 9 from memory" in ended[0].out, "no step but the one under way is done again"
+    assert "node 1 on node-b is back" in ended[0].out
+    assert_nearly_same(run, whole)
+
+
+@pytest.mark.soak
+def test_spares_take_the_places_of_a_node(nodes: Network, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = (*SMALL, "--parallel", "pp2-dp2", "--train.steps", "9", "--train.spares", "2")
+    whole = whole_beside(run, list(words))
+    with Pair(nodes, run, *words, hold_after=(3,)) as pair:
+        pair.first.wait_for_step(3)
+        pair.second.kill()
+        pair.first.go_on(3)
+        ended = pair.first.wait()
+    assert (ended.code, ended.err) == (0, ""), ended
+    assert [(row["ranks"], row["world_size"]) for row in recoveries(run)] == [([2, 3], 4)]
+    assert ": spares take the places of ranks 2 and 3, and the other ranks go on (generation 1)" in ended.out
+    assert_nearly_same(run, whole, exact=True)
+
+
+@pytest.mark.soak
+def test_the_first_node_takes_the_store_with_it(nodes: Network, tmp_path: Path) -> None:
+    """The others end, or wait for it, and go on from their memory."""
+    run = tmp_path / "run"
+    words = (*SMALL, "--parallel", "dp2", "--train.steps", "12", "--train.save_every", "2", "--train.restarts", "1")
+    whole = whole_beside(run, list(words))
+    with Pair(nodes, run, *words, hold_after=(5,)) as pair:
+        pair.first.wait_for_step(5)
+        ranks = list((pair.first.ranks() | pair.second.ranks()).values())
+        pair.first.kill()
+        said = pair.second.hear("restart 1 of 1, after step ")
+        assert_gone(ranks)
+        pair.first = pair.start(0)
+        ended = [pair.first.wait(), pair.second.wait()]
+    assert "after step 5: node 0 on node-a is gone, and with it the store in which ranks meet: " in said
+    assert [(one.code, one.err) for one in ended] == [(0, ""), (0, "")], ended
+    assert f"resuming {run} after step 5 from memory" in ended[0].out
+    assert_nearly_same(run, whole, exact=True)
+
+
+@pytest.mark.soak
+def test_a_node_whose_network_is_cut_is_lost(nodes: Network, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = (*SMALL, "--parallel", "dp4-z1-fp64", "--train.steps", "9", "--train.spares", "0")
+    whole = whole_beside(run, list(words))
+    with Pair(nodes, run, *words, hold_after=(3,)) as pair:
+        pair.first.wait_for_step(3)
+        nodes.cut(1)
+        pair.first.go_on(3)
+        ended = [pair.first.wait(), pair.second.wait()]
+    silent = "its launcher has been silent for 15 s"
+    assert (ended[0].code, ended[0].err) == (0, ""), ended[0]
+    assert f"rank 2 on node-b is gone with node 1 on node-b: {silent}" in ended[0].out
+    gone = "error: node 0 on node-a is gone, and with it the store in which ranks meet"
+    assert_one_sentence(ended[1], 1, f"{gone}: {silent}")
+    assert exit_of(run)["code"] == 0
+    assert_nearly_same(run, whole)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("plan", "spares"), [("dp4-z1-fp64", 0), ("pp2-dp2-fp64", 0), ("dp4-fp64", 2)])
+def test_runs_on_two_nodes_have_the_losses_of_undisturbed_ones_under_random_faults(
+    plan: str, spares: int, nodes: Network, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    count: int = request.config.option.faults
+    words = [*SMALL, "--parallel", plan, "--train.spares", str(spares)]
+    words += ["--train.steps", str(20 + 3 * count), "--train.save_every", "5"]
+    run, seed = tmp_path / "run", f"{plan} {spares} {count}"
+    whole = whole_beside(run, words)
+    chance, told = random.Random(seed), []
+    with Pair(nodes, run, *words, "--train.hang_timeout_s", str(HANG_S)) as pair:
+        faults = FaultsOfNodes(pair.first, pair.second, lambda: pair.start(1), run, seed)
+        try:
+            for number in range(count):
+                pair.first.wait_for_step(2 + 3 * number)
+                told.append("launcher" if number == 1 else chance.choice(FaultsOfNodes.KINDS))
+                faults.cause(told[-1])
+                pair.second = faults.second
+            ended = [pair.first.wait(), pair.second.wait()]
+        except AssertionError as error:
+            raise AssertionError(f"after {', '.join(told)}: {error}\n{recoveries(run)}") from error
+    assert [(one.code, one.err) for one in ended] == [(0, ""), (0, "")], f"{told}\n{ended}"
+    assert_nearly_same(run, whole)
