@@ -64,6 +64,27 @@ def assert_ranks_are_forecast(spec: ModelSpec, plan: Plan, workload: Workload, o
         )
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "seq_len", "micro_batches"),
+    [
+        ("tp8", 8192, 1),
+        ("tp8-rfull", 8192, 2),
+        ("tp8-relem", 8192, 2),
+        ("tp4", 8192, 1),
+        ("tp8-fp32", 4096, 1),
+        ("dp2-tp4-z1-rfull", 8192, 2),
+        ("dp2-tp8-z2", 8192, 1),
+        ("tp8-pp2", 8192, 2),
+        ("tp8", 4096, 1),
+    ],
+)
+def test_norms_of_all_positions_are_forecast(name: str, seq_len: int, micro_batches: int) -> None:
+    """Without sequence parallelism and with few words the norm before an MLP is the fullest moment."""
+    spec = SHORT_LLAMA.model_copy(update={"vocab_size": 1024})
+    assert_forecast_is_accounting(spec, name, seq_len, micro_batches, only_ends=True)
+
+
 @pytest.mark.parametrize(
     ("name", "seq_len", "micro_batches"),
     [

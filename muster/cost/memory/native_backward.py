@@ -22,6 +22,7 @@ from muster.cost.memory.band_pieces import band_workspace, has_bands
 from muster.cost.memory.kernel_workspace import KernelWorkspace
 from muster.cost.memory.linear_attention import recurrence_workspace
 from muster.cost.memory.native_storage import NativeStorage
+from muster.cost.memory.norm_backward import last_norm_workspace, mlp_norm_workspace
 from muster.cost.memory.param_shards import NO_PARAMS, ParamShard
 from muster.cost.memory.piecewise_attention import piece_workspace
 from muster.cost.memory.stage_memory import PeakCandidate
@@ -150,6 +151,10 @@ class BackwardPeaks:
         head = 0 if self._adds_head_at_once else self._head_bytes
         moments = [self._head_backward(self._head_bytes)] if self.stage.has_head else self._hidden_gradient()
         moments += self._tile_of_head() if self.stage.has_head and self._is_tiled else []
+        if self.stage.has_head and not self._is_tiled and not self.stage.mtp_layers:
+            normed = MemoryTerms(workspace=last_norm_workspace(self.stage, self._norm_workspace) + head)
+            normed += self._after_heads(0) + MemoryTerms(gathered_parameters=self._bucket_bytes(1))
+            moments.append(PeakCandidate("last norm", normed + self._left(len(self.layers)), self._head_sum_bytes))
         for index in self._indices_of_interest():
             # The head's gradient of further tokens waits for that of the model itself.
             is_further = index < self.stage.mtp_layers
@@ -272,6 +277,10 @@ class BackwardPeaks:
             again = further_activation_bytes(self.sizes, "none") - self.stage.further_bytes
         work = MemoryTerms(workspace=self._backward_workspace(layer, weights) + again - received)
         moments = [PeakCandidate(_layer_position(index), base + inside + work, first)]
+        if weights and not self._is_tiled and self._norm_workspace > 2 * self.sizes.hidden_bytes:
+            normed, own = mlp_norm_workspace(self.stage, layer, self._norm_workspace, self._adds_in_place)
+            norm_work = MemoryTerms(workspace=normed - received)
+            moments.append(PeakCandidate("norm before an MLP", base + inside + norm_work, first + own))
         if not weights:
             kept = self.stage.deferred_layer_bytes(layer) - self.stage.layer_activation_bytes(layer)
             norm = MemoryTerms(activations=kept, workspace=self._norm_workspace)
@@ -446,12 +455,13 @@ class BackwardPeaks:
 
     @property
     def _norm_workspace(self) -> int:
-        """Temporary bytes of a norm's backward: gradients of its output and input, and float32 copies if not fused."""
-        sizes = self.sizes
+        """Temporary bytes of a norm's backward: gradients of its output and input, and if not fused two products in the
+        master dtype, with copies of input and gradient where these are in another."""
+        sizes, tensors = self.sizes, 4 if self.compute_size < self.master_size else 2
         copies = (
             0
             if self.kernel_workspace.fused_norm and not sizes.local_model.norm_unit_offset
-            else 4 * sizes.hidden_tokens * sizes.local_model.hidden_size * self.master_size
+            else tensors * sizes.hidden_tokens * sizes.local_model.hidden_size * self.master_size
         )
         return copies + 2 * sizes.hidden_bytes
 
