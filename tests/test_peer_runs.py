@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from muster.api.verbs import predict
+from muster.config.outer_config import OuterConfig
 from muster.launch.peers.channel import create_secret
 from muster.launch.peers.coordinator import Coordinator
 from tests.toy_peers import QUICK
@@ -124,3 +126,22 @@ def test_runs_are_killed_leave_and_come_back(meeting: Meeting) -> None:
     assert ended.code == 0, ended
     assert steps(meeting.folder / "a") == list(range(1, 41))
     assert_equal_states(shared_state(meeting.folder / "a", 40), shared_state(meeting.folder / "b", 40))
+
+
+def test_a_round_of_peers_is_predicted_as_that_of_islands_with_their_batches(tmp_path: Path) -> None:
+    file = tmp_path / "peer.yaml"
+    file.write_text(
+        "model: {preset: llama3.2-1b}\nparallel: mb1\ntrain: {seq_len: 2048, global_batch_size: 16}\n"
+        "outer: {coordinator: 'host-a:29600', secret_file: run.secret, every: 50, compression: int8}\n"
+    )
+    peers = predict(None, "4xh100", file)
+    outer = OuterConfig(every=50, compression="int8")
+    islands = predict("llama3.2-1b", "4xh100", "isl4-mb1", seq_len=2048, global_batch=64, outer=outer)
+    assert peers.round is not None
+    assert islands.round is not None
+    assert peers.round.round_s == islands.round.round_s > 50 * peers.step_time_s
+    assert peers.round.sent_bytes == islands.round.sent_bytes
+    assert [one.total for one in peers.memory] == [one.total for one in islands.memory]
+    alone = predict(None, "1xh100", file)
+    assert alone.round is None
+    assert alone.step_time_s == pytest.approx(peers.step_time_s, rel=0.01)

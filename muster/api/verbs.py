@@ -20,7 +20,7 @@ from muster.api.inputs import (
     resolve_planned_model,
 )
 from muster.config.adapter_text import with_adapter
-from muster.config.load_config import load_run_config
+from muster.config.load_config import PlanInput, load_run_config
 from muster.config.outer_config import OuterConfig
 from muster.config.routing_load_file import parse_routing_load
 from muster.planner.answer import PlanAnswer, answer_request
@@ -342,6 +342,13 @@ def _in_node_order(cluster: ClusterSpec, node_order: str | Sequence[int] | None)
     return reorder_nodes(cluster, order)
 
 
+def _num_peers(given: PlanInput, plan: Plan, cluster: ClusterSpec) -> int:
+    """Return the devices of a cluster that are peers of a coordinator (`outer.coordinator`), whose rounds are those of
+    as many islands; 1 for other runs."""
+    is_peer = given.outer is not None and given.outer.coordinator is not None
+    return cluster.num_devices if is_peer and plan.world_size == 1 else 1
+
+
 def predict(
     model: str | Path | ModelSpec | None,
     cluster: str | Path | ClusterSpec,
@@ -360,7 +367,7 @@ def predict(
     `muster predict`.
 
     A run file that is given as the plan also supplies model, sequence length, batch, optimizer and outer steps where
-    these are None.
+    these are None. Where it has outer.coordinator, each device of the cluster is a peer with such a batch.
     `outer`: outer steps of a plan with islands. `compile`: as the plan says where it is None. `node_order`: the
     cluster's nodes in the order of their ranks, as `muster plan` names it; None: as listed. `expert_load`: a run
     directory, its expert-load.json, or `zipf:1.0`; None: an even one. `adapter`: as in `lora:r=16`, the only parameters
@@ -375,10 +382,13 @@ def predict(
         spec, optim = with_adapter(spec, adapter, optim)
     if given.is_auto:
         spread = _planned(Path(str(plan)), devices, seq_len, global_batch)
+    num_peers = _num_peers(given, spread, devices)
+    spread = spread.model_copy(update={"islands": num_peers}) if num_peers > 1 else spread
     if compile is not None:
         spread = spread.model_copy(update={"compile": compile})
     length = given.seq_len if seq_len is None else seq_len
     batch = given.global_batch_size if global_batch is None else global_batch
+    batch = None if batch is None else batch * num_peers  # a peer's batch is its own
     workload = default_workload(spread, default_seq_len(length, spec), batch)
     if expert_load is not None:
         workload = workload.model_copy(update={"expert_load": parse_routing_load(str(expert_load), spec)})
