@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 
-from muster.config.attempt_files import attempt_files
+from muster.config.attempt_files import current_files
 from muster.config.load_config import ResolvedConfig, load_plan
 from muster.launch.exit_status import ExitStatus
 from muster.launch.nodes.handshake import require_same
@@ -94,6 +94,6 @@ def _follow_node_0(group: LauncherGroup, resolved: ResolvedConfig, options: Trai
     group.check_connectivity()
     mark = group.wait_for("prepared", PREPARE_TIMEOUT.total_seconds())[0]["mark"]
     require_marker(options.run_dir, mark, str(group.local_node), str(group.nodes[0]))
-    require_device(load_plan(attempt_files(options.run_dir).plan))
+    require_device(load_plan(current_files(options.run_dir).plan))
     open_dataset(resolved.config, options.run_dir)
     group.send("ready")
