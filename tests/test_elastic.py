@@ -56,6 +56,8 @@ from muster.spec.errors import MusterError
 folder, size, place = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 words = LauncherWords(Membership(0, place, size) if place >= 0 else None)
 words.listen()
+if place < 0 and (folder / "slow").exists():
+    time.sleep(3)
 page = open_heartbeat()
 
 def body():
@@ -227,6 +229,13 @@ def test_a_rank_that_does_not_join_again_is_replaced(tmp_path: Path, monkeypatch
     rows = recoveries(tmp_path)
     assert any((row["ranks"], row["causes"]) == ([0], ["hung"]) for row in rows), rows
     assert any("did not join the other ranks within 1 s after rank 1 on " in row["reason"] for row in rows)
+
+
+def test_a_process_that_starts_slowly_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "JOIN_TIMEOUT_S", 1.0)
+    status = run_job(tmp_path, iter(["slow killed-1", "end"]), Elasticity(0))
+    assert (status.code, status.reason) == (0, "finished")
+    assert [(row["ranks"], row["causes"]) for row in recoveries(tmp_path)] == [([1], ["dead"])]
 
 
 def test_ranks_that_never_join_again_end_the_job_with_a_sentence(

@@ -33,6 +33,8 @@ MAX_RECOVERIES_IN_A_ROW = 3
 JOIN_TIMEOUT_S = 60.0
 """Longest time from a loss until all ranks have joined the next generation, after which those that haven't are lost,
 too."""
+START_TIMEOUT_S = 300.0
+"""The same where the others wait for processes that import their modules still, which takes long on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class ElasticSupervisor(RankSupervisor):
         """Return of ranks that begins when the others have finished a step."""
         self._num_starts, self._next_start = 0, 0.0
         """Times at which new processes were started for lost ranks, and the earliest time of the next."""
+        self._last_start = 0.0
+        """Time at which a rank that the others wait for was last seen to import its modules."""
         self._first_steps: dict[int, int] = {}
         """Steps that each rank had finished when it began to train in the newest generation."""
         self._recoveries: list[Recovery] = []
@@ -303,8 +307,14 @@ class ElasticSupervisor(RankSupervisor):
             if (status := rank.status()) is not None and status.generation == self._generation
         }
         if len(joined) < len(self.ranks):
-            if passed_s > JOIN_TIMEOUT_S:
-                self._give_up_waiting([rank for rank in self.running() if rank.rank not in joined], under_way.reason)
+            late = [rank for rank in self.running() if rank.rank not in joined]
+            if any(rank.status() is None for rank in late):
+                self._last_start = time.time()
+                limit_s, waited_s = START_TIMEOUT_S, passed_s
+            else:
+                limit_s, waited_s = JOIN_TIMEOUT_S, time.time() - max(self._last_start, under_way.time)
+            if waited_s > limit_s:
+                self._give_up_waiting(late, limit_s, under_way.reason)
             return
         if under_way.joined_s is None:
             under_way.joined_s = passed_s
@@ -331,10 +341,12 @@ class ElasticSupervisor(RankSupervisor):
             if self._elastic.num_spares:
                 self._start_spares()
 
-    def _give_up_waiting(self, late: list[SupervisedRank], reason: str) -> None:
-        """Kill ranks that have not joined the newest generation in time, so that they are replaced."""
-        sentence = f"did not join the other ranks within {JOIN_TIMEOUT_S:.0f} s after {reason}"
-        for rank in late:
+    def _give_up_waiting(self, late: list[SupervisedRank], limit_s: float, reason: str) -> None:
+        """Kill ranks that have not joined the newest generation in time, so that they are replaced: those that the
+        others wait for, if they can be told apart."""
+        sentence = f"did not join the other ranks within {limit_s:.0f} s after {reason}"
+        absent = [rank for rank in late if (status := rank.status()) is None or status.phase != "join"]
+        for rank in absent or late:
             fault = RankFault(rank.rank, socket.gethostname(), sentence)
             if self._in_a_row == MAX_RECOVERIES_IN_A_ROW:
                 self.hang_fault = self.hang_fault or fault
