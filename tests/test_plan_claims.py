@@ -9,6 +9,7 @@ import pytest
 from plan_claims import assert_claims_hold, assert_nothing_is_better
 from test_planner import instance
 
+import muster.api.verbs
 from muster.config.cluster_files import load_cluster
 from muster.config.named_model import load_model
 from muster.planner.alternatives import Alternative, FirstPlan, compare_alternative, find_alternative
@@ -34,6 +35,7 @@ from muster.spec.device import LinkSpec
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import DEEPSPEED, MEGATRON, runs_schedule
 from muster.spec.layer_strategy import LayerOverride, LayerStrategy
+from muster.spec.legality import plan_violations
 from muster.spec.plan import Plan, StageSpec
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
@@ -268,6 +270,16 @@ def test_a_required_schedule_of_pipelines_asks_for_a_pipeline() -> None:
         assert schedule_options(required, 1) == []
         assert schedule_options(required, 2)
     assert schedule_options(replace(request, fixed={"schedule": "1f1b"}), 1) == [("1f1b", 1)]
+
+
+@pytest.mark.parametrize("words", ["z1-stepgather", "z2-stepgather", "z1-gbf16"])
+def test_what_needs_sharded_state_is_planned_where_replicas_come_first(words: str) -> None:
+    """Replicas are the first data sharding that is tried, and share no state that could be gathered or reduced."""
+    found = muster.api.verbs.plan("tiny", "2xh100", seq_len=128, global_batch=24, require=words, effort=0.1)
+    for prediction in found.predictions:
+        request = found.answer.result.evaluator.request
+        assert not plan_violations(prediction.plan, request.model, request.workload, 2)
+        assert prediction.plan.dp_shard == 2
 
 
 def test_eager_plans_are_told_from_compiled_ones() -> None:

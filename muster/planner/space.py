@@ -217,7 +217,7 @@ def draft_plans(
     Where the choice balances layers or splits the batch, that is yet to be done (`PlanEvaluator.complete_draft`).
     `is_wanted` says which data shardings to make plans for.
     """
-    first = None
+    legal: dict[tuple[bool, ZeroLevel], bool] = {}
     for sharding in data_shardings(request, choice.shape):
         if choice.uneven_batch and sharding[2] != "z1":
             continue
@@ -226,12 +226,15 @@ def draft_plans(
         for axis_order in axis_orders(request, choice.shape):
             for recompute in recompute_modes(request):
                 plan = plan_of_choice(request, choice, sharding, axis_order, recompute)
-                # Data sharding, recompute and order of axes don't decide whether a plan is legal: one check serves all.
-                if first is None and plan_violations(
-                    plan, request.model, request.workload, request.cluster.num_devices
-                ):
-                    return
-                first = first or plan
+                # Whether a plan is legal depends on whether ranks share state, and on what is sharded; numbers of
+                # ranks, recompute and the order of axes don't decide it: one check serves all that differ in these.
+                kind = sharding[1] * choice.shape.cp > 1, sharding[2]
+                if kind not in legal:
+                    legal[kind] = not plan_violations(
+                        plan, request.model, request.workload, request.cluster.num_devices
+                    )
+                if not legal[kind]:
+                    continue
                 if request.is_simple_enough(plan) and (choice.uneven_batch or is_admitted(request, plan)):
                     yield plan
 
