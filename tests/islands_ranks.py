@@ -34,6 +34,7 @@ from muster.schedule.outer_steps import outer_events as real_events
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 from muster.train import outer_updater
+from muster.train.step_state import StepHooks
 from muster.train.trainer import Trainer
 from tests.parity import open_data, small_run
 
@@ -450,7 +451,8 @@ def resume(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any
         whole: dict[str, Tensor] = {}
         if rank < first.world_size:
             with open_world(store, rank, first.world_size, first, 2 * number) as world:
-                trainer = Trainer(config, first, world, open_data(config, cache))
+                stopping = StepHooks(stop_requested=lambda: True)  # which the run that goes on must not remember
+                trainer = Trainer(config, first, world, open_data(config, cache), stopping)
                 for _ in range(case["at"]):
                     trainer.step()
                 info = {"plan": first.model_dump(mode="json"), "model": config.model.model_dump(mode="json")}
@@ -477,6 +479,7 @@ def resume(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any
                 trainer.restore(case["at"], manifest.counters)
                 again = [trainer.step().loss for _ in range(config.train.num_steps - case["at"])]
                 assert trainer.outer is not None
+                assert not trainer.outer.stop_requested
                 found: dict[str, Any] = {}
                 if rank == 0 or first == second:
                     found["loss"] = max(abs(a - b) for a, b in zip(losses, again, strict=True))

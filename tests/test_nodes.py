@@ -205,7 +205,12 @@ def test_what_differs_is_told_with_the_node() -> None:
             "node 1 on node-b has another configuration than node 0 on node-a (train.steps 5, not 4): give all nodes",
         ),
     }
-    for key, (value, words) in changes.items():
+    changed = [(key, *change) for key, change in changes.items()]
+    for config_there, words in (({**config, "swarm": {"stages": 2}}, "with"), ({"seed": 1, "parallel": {}}, "without")):
+        section = "swarm" if words == "with" else "train"
+        words = f"node 1 on node-b has another configuration than node 0 on node-a ({words} section {section}): give"
+        changed.append(("config", config_there, words))
+    for key, value, words in changed:
         (said,) = node_differences(first, member(1, **{**a, "config": config, key: value}))
         assert said.startswith(words), said
     assert [*node_differences(first, member(1, job="doctor"))] == [

@@ -394,7 +394,8 @@ class OuterUpdater:
         """Take up the counters of a checkpoint whose shards have been loaded."""
         for fragment, sums in counters["pending"].items():
             exchange = self._pending[int(fragment)].result()
-            exchange.sums, exchange.ranks = sums, counters.get("pending_ranks", {}).get(fragment, {})
+            exchange.sums = [*sums[:3], 0.0, *sums[4:]]  # a stop that was requested of the former processes is over
+            exchange.ranks = counters.get("pending_ranks", {}).get(fragment, {})
         self.ranks.restore(counters.get("measured_ranks", {}))
         self.stop_requested = False
         with torch.no_grad():

@@ -117,6 +117,8 @@ class ElasticNodes(ElasticSupervisor):
                 self._joined.add(node)
                 self._num_starts, self._next_start = 0, 0.0
                 print(f"{self._group.nodes[node]} is back", flush=True)
+                if self._elastic.num_spares:
+                    self._start_spares()
 
     def _lose(self, node: int, reason: str) -> None:
         """Take a node, whose launcher is gone, for lost with its processes."""
@@ -127,6 +129,8 @@ class ElasticNodes(ElasticSupervisor):
             connection.close(_FAREWELL_S)
         if node not in self._joined:
             print(f"{name} has left again: {reason}", flush=True)
+        elif all(rank.node != node for rank in self.running()):
+            print(f"{name}, on which no rank was, is gone: {reason}", flush=True)
         self._joined.discard(node)
         for rank in self._remote.values():
             if rank.node == node:

@@ -58,15 +58,16 @@ _COMPARED_FACTS = (
 
 def config_differences(first: dict[str, Any], other: dict[str, Any]) -> Iterator[str]:
     """Yield the differences of two configurations, except for the plan, which is compared by itself."""
-    for section in first:
-        if section == "parallel" or first[section] == other[section]:
-            continue
-        if not isinstance(first[section], dict):
-            yield f"{section} {other[section]}, not {first[section]}"
-            continue
-        for key in first[section]:
-            if first[section][key] != other[section].get(key):
-                yield f"{section}.{key} {other[section].get(key)}, not {first[section][key]}"
+    for section in sorted((first | other).keys() - {"parallel"}):
+        a, b = first.get(section), other.get(section)
+        if isinstance(a, dict) and isinstance(b, dict):
+            for key in sorted(a | b):
+                if a.get(key) != b.get(key):
+                    yield f"{section}.{key} {b.get(key)}, not {a.get(key)}"
+        elif isinstance(a, dict) or isinstance(b, dict):
+            yield f"{'without' if b is None else 'with'} section {section}"
+        elif a != b:
+            yield f"{section} {b}, not {a}"
 
 
 @cache
