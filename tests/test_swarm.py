@@ -24,6 +24,7 @@ from muster.schedule.swarm.wiring import Method, PeerTimes, StageWiring, choose_
 from muster.simulate.swarm import ANSWER_BYTES, SimulatedPeer, SwarmPasses, SwarmSimulator, settled_step
 from muster.spec.errors import MusterError
 from muster.train.resume_check import config_changes
+from muster.train.swarm_check import require_swarm
 from tests.ranks import run_ranks
 from tests.toy_peers import free_ports
 from tests.train_runs import QUICK, Command, assert_one_sentence, train
@@ -367,6 +368,47 @@ def test_a_swarm_is_predicted_with_what_binds_it(tmp_path: Path, capsys: pytest.
     (h100,) = {peer["forward_s"] for peer in unequal["peers"] if peer["stage"] == 0 and "h100" in peer["device"]}
     (a100,) = {peer["forward_s"] for peer in unequal["peers"] if peer["stage"] == 0 and "a100" in peer["device"]}
     assert h100 < a100
-    for cluster, code, words in (("1xh100", 3, "fewer than the 2 stages"), ("6xh100 --compile", 2, "--compile isn't")):
-        assert main([*asked, *cluster.split()]) == code
+    assert main([*asked, "2xh100", "--global-batch", "1"]) == 0
+    assert "dp1-mb1-bf16: 1 micro-batch a step" in capsys.readouterr().out
+    for flags, code, words in (
+        ("1xh100", 3, "the cluster has 1 device, fewer than the 2 stages"),
+        ("6xh100 --compile", 2, "--compile isn't built for predictions of swarms"),
+        ("6xh100 --mtbf 5", 2, "--mtbf isn't"),
+        ("6xh100 --restart-time 5", 2, "--restart-time isn't"),
+        ("6xh100 --spares 0", 2, "--spares isn't"),
+        ("6xh100 --outer.every 50", 2, "--outer.every isn't"),
+    ):
+        assert main([*asked, *flags.split()]) == code
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("plan", "more", "words"),
+    [
+        ("mb1-l16", "", "swarm.stages cuts the model"),
+        ("pp1v2-szbv", "", "swarm.stages cuts the model"),
+        ("pp1v2-sinterleaved", "", "swarm.stages cuts the model"),
+        ("mb1-szbh1", "", "leave out schedule zb-h1"),
+        ("mb1-s2bp1f1b", "", "leave out schedule 2bp-1f1b"),
+        ("mb1-sgpipe", "", "leave out schedule gpipe"),
+        ("mb1-spipedream", "", "leave out schedule pipedream"),
+        ("mb1-sauto", "", "leave out schedule auto"),
+        ("mb1-vocab", "", "vocab needs collectives"),
+        ("mb1", "optim: {name: mezo}", "optim.name mezo isn't built for swarms"),
+        ("mb1", "outer: {every: 50}", "outer isn't built for swarms"),
+        ("mb1", "train.update_in_backward: true", "train.update_in_backward isn't"),
+        ("mb1", "train.elastic: true", "train.elastic isn't"),
+        ("mb1", "train.in_memory_checkpoint_every: 5", "train.in_memory_checkpoint_every isn't"),
+    ],
+)
+def test_a_swarm_is_predicted_only_where_it_trains(
+    plan: str, more: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN_FILE.replace("mb1", f"{plan}-bf16") + more)
+    config = load_run_config("tiny", file, []).config
+    with pytest.raises(MusterError) as found:
+        require_swarm(config, config.parallel, False)
+    assert words in str(found.value)
+    assert main(["predict", "--plan", str(file), "--cluster", "4xh100"]) == found.value.exit_code
+    assert capsys.readouterr().err.splitlines() == [f"muster: {found.value}"]

@@ -9,13 +9,12 @@ from muster.api.inputs import (
     resolve_plan_input,
     resolve_planned_model,
 )
-from muster.config.swarm_rules import why_no_model, why_no_trainer_plan
+from muster.config.swarm_rules import require_swarm_goes_with
 from muster.simulate.predict_swarm import SwarmPrediction
 from muster.simulate.predict_swarm import predict_swarm as predict_step
 from muster.spec.cluster import ClusterSpec
-from muster.spec.errors import ConfigError, InfeasibleError
+from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
-from muster.spec.plan_name import format_plan_name
 
 
 def predict_swarm(
@@ -33,10 +32,8 @@ def predict_swarm(
     if given.is_auto:
         raise ConfigError(f"{run_file} leaves the plan to auto: expected the trainer's own, such as parallel: mb1")
     spec = resolve_planned_model(model, run_file, given)
-    if reason := why_no_trainer_plan(given.swarm, spec, given.plan):
-        raise InfeasibleError(f"swarm doesn't go with plan {format_plan_name(given.plan)}: {reason}")
-    if reason := why_no_model(spec):
-        raise InfeasibleError(f"swarm doesn't go with model {spec.name}: {reason}")
+    own = given.train, given.optim, given.outer, given.has_plugins
+    require_swarm_goes_with(given.swarm, spec, given.plan, *own)
     length = given.seq_len if seq_len is None else seq_len
     batch = given.global_batch_size if global_batch is None else global_batch
     workload = default_workload(given.plan, default_seq_len(length, spec), batch)

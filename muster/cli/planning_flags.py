@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from muster.config.outer_config import OuterConfig
     from muster.planner.training_cost import TrainingConditions
 
+TRAINING_FLAGS = ("tokens", "mtbf", "batch_ramp", "recovery", "restart_time", "spares", "repair_time")
+"""Attributes of the flags that `add_training_flags` adds; None where a flag isn't given."""
+
 
 def outer_steps_of(overrides: list[Override]) -> "OuterConfig | None":
     """Return the outer steps that flags such as `--outer.every 50` give. Raises ConfigError for other sections."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from muster.api.defaults import FRAMEWORK_NAMES, MICRO_BATCHES_PER_PIPELINE_RANK
 from muster.cli.parser import Parser, split_overrides
 from muster.cli.planning_flags import (
+    TRAINING_FLAGS,
     add_planning_flags,
     add_training_flags,
     conditions_of,
@@ -77,6 +78,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     rest, overrides = split_overrides(arguments)
     args = parser.parse(rest)
     args.outer = outer_steps_of(overrides)
+    args.given_keys = [key for key, _ in overrides]
     require_flags(args, {"cluster": "64xh100", "plan": "dp8-tp4-pp2"})
     return args
 
@@ -92,9 +94,10 @@ def _run_swarm(args: argparse.Namespace) -> int:
     from muster.api.swarms import predict_swarm
     from muster.report.swarm_prediction import swarm_prediction_lines
 
-    for flag in ("trace", "html", "tokens", "compile", "node_order", "expert_load", "adapter", "outer"):
-        if getattr(args, flag) is not None:
-            raise ConfigError(f"--{flag.replace('_', '-')} isn't built for predictions of swarms: leave it out")
+    flags = ("trace", "html", "compile", "node_order", "expert_load", "adapter", *TRAINING_FLAGS)
+    given = [flag.replace("_", "-") for flag in flags if getattr(args, flag) is not None]
+    for flag in (*given, *args.given_keys):
+        raise ConfigError(f"--{flag} isn't built for predictions of swarms: leave it out")
     if args.framework != FRAMEWORK_NAMES[0]:
         raise ConfigError(f"--framework {args.framework} has no swarms: leave it out")
     with unit_warnings_shown():

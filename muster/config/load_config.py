@@ -168,6 +168,9 @@ class PlanInput:
     rebalance_experts_every: int = 0
     """Steps between moves of experts; 0: they stay."""
     swarm: SwarmConfig | None = None
+    train: TrainConfig | None = None
+    """The whole section, with a step, a sequence length and a batch of 1 where the file leaves these out."""
+    has_plugins: bool = False
 
 
 def load_plan_input(path: Path) -> PlanInput:
@@ -202,6 +205,8 @@ def load_plan_input(path: Path) -> PlanInput:
         "after_passes" if train is None else train.update_time,
         0 if train is None else train.rebalance_experts_every,
         _section(merged, "swarm", SwarmConfig, {}),
+        train,
+        bool(merged.values.get("plugins")),
     )
 
 

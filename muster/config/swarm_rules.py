@@ -1,10 +1,48 @@
-"""Plans and models whose stages a swarm of peers can serve."""
+"""Runs whose stages a swarm of peers can serve; training and prediction refuse the others by the same rules."""
 
+from muster.config.optim_config import OptimConfig
+from muster.config.optimizer_state import is_zeroth_order
+from muster.config.outer_config import OuterConfig
+from muster.config.run_config import TrainConfig
 from muster.config.swarm_config import SwarmConfig
+from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Plan
+from muster.spec.plan import DEFAULT_SCHEDULE, Plan
+from muster.spec.plan_name import format_plan_name
 
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16")
+
+
+def require_swarm_goes_with(
+    swarm: SwarmConfig,
+    model: ModelSpec,
+    plan: Plan,
+    train: TrainConfig | None,
+    optim: OptimConfig | None,
+    outer: OuterConfig | None,
+    has_plugins: bool,
+) -> None:
+    """Raise InfeasibleError where a plan or a model doesn't go with a swarm, ConfigError where another key doesn't;
+    None stands for a section that a run file leaves out."""
+    if reason := why_no_trainer_plan(swarm, model, plan):
+        raise InfeasibleError(f"swarm doesn't go with plan {format_plan_name(plan)}: {reason}")
+    if reason := why_no_model(model):
+        raise InfeasibleError(f"swarm doesn't go with model {model.name}: {reason}")
+    wanted = {"outer": outer is not None, "plugins": has_plugins}
+    if train is not None:
+        wanted |= {
+            "train.elastic": train.elastic,
+            "train.in_memory_checkpoint_every": train.in_memory_checkpoint_every > 0,
+            "train.training_step": train.training_step is not None,
+            "train.loss": train.loss is not None,
+            "train.delayed_update": train.delayed_update,
+            "train.update_in_backward": train.update_in_backward,
+        }
+    if optim is not None:
+        wanted |= {"optim.freeze": bool(optim.freeze), f"optim.name {optim.name}": is_zeroth_order(optim)}
+    for key, is_set in wanted.items():
+        if is_set:
+            raise ConfigError(f"{key} isn't built for swarms: leave it out, or take a plan without section swarm")
 
 
 def why_no_trainer_plan(swarm: SwarmConfig, model: ModelSpec, plan: Plan) -> str | None:
@@ -15,6 +53,15 @@ def why_no_trainer_plan(swarm: SwarmConfig, model: ModelSpec, plan: Plan) -> str
             f"it has {plan.world_size} ranks, and peers, each a single rank, take their place: expected one, such as"
             f" mb{plan.micro_batch_size}, and swarm.stages in the place of pp"
         )
+    if plan.vpp > 1 or plan.stages:
+        return "swarm.stages cuts the model, evenly: leave out the stages of the plan (v after pp, and l)"
+    if plan.schedule != DEFAULT_SCHEDULE:
+        return (
+            f"its trainer sends passes as they become ready, in the order of {DEFAULT_SCHEDULE}: leave out schedule"
+            f" {plan.schedule}"
+        )
+    if plan.vocab_parallel:
+        return "vocab needs collectives among the stages, which peers of a swarm don't have: leave it out"
     if stages > layers:
         return f"swarm.stages {stages} are more than the model's {layers} layers: expected at most {layers}"
     if plan.precision not in PRECISIONS:

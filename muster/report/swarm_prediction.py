@@ -17,7 +17,7 @@ def swarm_prediction_lines(found: SwarmPrediction) -> Iterator[str]:
     yield (
         f"swarm     {found.model.name} in {pluralize(found.plan.pp, 'stage')} on"
         f" {pluralize(len(found.peers), 'peer')}, trainer's plan {format_plan_name(trainer)}:"
-        f" {micro_batches:,} micro-batches a step"
+        f" {pluralize(micro_batches, 'micro-batch')} a step"
     )
     yield f"cluster   {found.cluster.name or found.cluster.device.name}, with the trainer on its first node"
     yield (

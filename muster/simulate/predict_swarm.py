@@ -24,6 +24,7 @@ from muster.spec.cluster import ClusterSpec, NodeGroup
 from muster.spec.errors import InfeasibleError
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
+from muster.spec.units import pluralize
 from muster.spec.workload import Workload
 
 _PROBE_BYTES = 1 << 20
@@ -126,8 +127,8 @@ def predict_swarm(
     stages = swarm.stages
     if cluster.num_devices < stages:
         raise InfeasibleError(
-            f"{cluster.num_devices} devices are fewer than the {stages} stages that swarms serve: expected a device for"
-            " each, or a lower swarm.stages"
+            f"the cluster has {pluralize(cluster.num_devices, 'device')}, fewer than the {stages} stages that swarms"
+            " serve: expected a device for each, or a lower swarm.stages"
         )
     if cluster.device.shared_cores:
         raise InfeasibleError(
@@ -216,7 +217,7 @@ class _StageTimes:
         self._times = plan_times(model, plan, workload, cluster, optim=optim)
         self._forecast = forecast_memory(model, plan, workload, cluster, program, optim=optim).ranks
         self._held = [min(plan.pp - stage, plan.num_micro_batches(workload)) for stage in range(plan.pp)]
-        """Micro-batches whose activations the forecast has, those of 1f1b."""
+        """Micro-batches whose activations the forecast has: those of 1f1b, the schedule of every trainer's plan."""
 
     def passes_s(self, stage: int) -> tuple[float, float]:
         """Return the seconds of a forward and of a backward."""

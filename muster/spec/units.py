@@ -43,7 +43,7 @@ def numbered(thing: str, numbers: Sequence[int]) -> str:
 
 def pluralize(number: int, thing: str) -> str:
     """Return a count with its noun: `1 process`, `2 processes`."""
-    plural = thing + ("es" if thing.endswith("s") else "s")
+    plural = thing + ("es" if thing.endswith(("s", "ch")) else "s")
     return f"{number:,} {thing if number == 1 else plural}"
 
 
