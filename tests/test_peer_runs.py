@@ -15,6 +15,7 @@ from muster.api.verbs import predict
 from muster.config.outer_config import OuterConfig
 from muster.launch.peers.channel import create_secret
 from muster.launch.peers.coordinator import Coordinator
+from muster.spec.errors import MusterError
 from tests.toy_peers import QUICK
 from tests.train_runs import AT_ONCE, Command, assert_one_sentence, steps, train
 from tests.train_runs import QUICK as QUICK_END
@@ -145,3 +146,12 @@ def test_a_round_of_peers_is_predicted_as_that_of_islands_with_their_batches(tmp
     alone = predict(None, "1xh100", file)
     assert alone.round is None
     assert alone.step_time_s == pytest.approx(peers.step_time_s, rel=0.01)
+    for plan, words in (
+        ("dp4", "outer.coordinator doesn't go with plan dp4-mb1-bf16: it has 4 ranks"),
+        ("isl2-mb1", "each peer is an island already"),
+        ("auto", "leaves the plan to auto: expected that of a peer, such as parallel: mb1"),
+    ):
+        other = tmp_path / "other.yaml"
+        other.write_text(file.read_text().replace("parallel: mb1", f"parallel: {plan}"))
+        with pytest.raises(MusterError, match=words):
+            predict(None, "4xh100", other)

@@ -15,6 +15,7 @@ from muster.config.freezing import frozen_numel
 from muster.config.load_config import ResolvedConfig, derived_value_lines, with_steps_from_epochs
 from muster.config.optimizer_state import is_zeroth_order
 from muster.config.outer_config import OuterConfig
+from muster.config.peer_rules import require_peer_plan
 from muster.config.run_config import RunConfig
 from muster.config.yaml_writer import write_atomically, yaml_text
 from muster.data.dataset import SampleStream
@@ -326,19 +327,6 @@ def require_settings_of_islands(config: RunConfig, plan: Plan) -> None:
             raise ConfigError(
                 f"{key} {value} doesn't go with islands yet: leave it out, or take a plan without islands"
             )
-
-
-def require_peer_plan(plan: Plan) -> None:
-    """Raise InfeasibleError where a plan can't be that of a peer of a coordinator."""
-    reason = None
-    if plan.islands > 1:
-        reason = "each peer is an island already: leave out isl"
-    elif plan.world_size > 1:
-        reason = f"it has {plan.world_size} ranks, and peers of several ranks aren't built: expected one"
-    elif plan.post_validation or plan.offloads_params or any(s.offload_optimizer != "none" for s in plan.strategies):
-        reason = "post_validation, oopt and oparam have no parity test with peers: leave them out"
-    if reason is not None:
-        raise InfeasibleError(f"outer.coordinator doesn't go with plan {format_plan_name(plan)}: {reason}")
 
 
 def require_launcher(config: RunConfig) -> None:

@@ -1,0 +1,18 @@
+"""Plans that a peer of a coordinator can run; training and prediction refuse the others by the same rule."""
+
+from muster.spec.errors import InfeasibleError
+from muster.spec.plan import Plan
+from muster.spec.plan_name import format_plan_name
+
+
+def require_peer_plan(plan: Plan) -> None:
+    """Raise InfeasibleError where a plan can't be that of a peer of a coordinator."""
+    reason = None
+    if plan.islands > 1:
+        reason = "each peer is an island already: leave out isl"
+    elif plan.world_size > 1:
+        reason = f"it has {plan.world_size} ranks, and peers of several ranks aren't built: expected one"
+    elif plan.post_validation or plan.offloads_params or any(s.offload_optimizer != "none" for s in plan.strategies):
+        reason = "post_validation, oopt and oparam have no parity test with peers: leave them out"
+    if reason is not None:
+        raise InfeasibleError(f"outer.coordinator doesn't go with plan {format_plan_name(plan)}: {reason}")
