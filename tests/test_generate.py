@@ -221,7 +221,7 @@ def test_a_directory_of_another_program_is_run_as_it_is_stored(dtype: str, tmp_p
         (
             ["WHOLE", "--plan", "pp2-tp2"],
             3,
-            "with pp2: only tp can distribute it, and oparam keep",
+            "with pp2: only tp can distribute it, and oparam keeps",
         ),
         (
             ["WHOLE", "--plan", "tp3"],

@@ -18,7 +18,7 @@ def require_generation_supported(plan: Plan, model: ModelSpec) -> None:
         away = {"offload_param": "host", "offload_param_ratio": strategy.offload_param_ratio}
     can = Plan(tp=plan.tp, precision=plan.precision, micro_batch_size=plan.micro_batch_size)
     can = can.model_copy(update={"default_strategy": can.default_strategy.model_copy(update=away)})
-    _require(plan, can, model, "generate text", "only tp can distribute it, and oparam keep layers in host memory")
+    _require(plan, can, model, "generate text", "only tp can distribute it, and oparam keeps layers in host memory")
 
 
 def require_evaluation_supported(plan: Plan, model: ModelSpec) -> None:
