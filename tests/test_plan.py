@@ -188,6 +188,8 @@ def test_a_plan_beyond_names_ends_in_its_hash(plan):
         ("pq4", "unknown part 'pq4'; did you mean '"),
         ("dp2-szbb", "unknown part 'szbb'; did you mean 'szbv'"),
         ("bf32", "did you mean 'fp32'"),
+        ("dp2-z1-stepgathr", "unknown part 'stepgathr'; did you mean 'stepgather'"),
+        ("dp2-z1-gbf6", "did you mean 'gbf16'"),
         ("", "unknown part ''"),
         ("dp2--pp2", "unknown part ''"),
         ("DP2", "unknown part 'DP2'"),

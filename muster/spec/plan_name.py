@@ -454,6 +454,7 @@ def _suggestion(token: str) -> str:
         *(one for one in PRECISIONS if one not in PREDICTED_PRECISIONS),
     ]
     fixed += ["s" + word for word in _schedule_names()]
+    fixed += [part.shown for part in _NAME_PARTS if part.shown.isalnum() and part.shown.islower()]
     numbered = [
         word + (number[0] if number else "N") for word in ("isl", "dp", *_NAMED_AXES, "epover", "mb", "tile", "slice")
     ]
