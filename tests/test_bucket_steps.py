@@ -6,13 +6,20 @@ from typing import Any
 
 import pytest
 
+from muster.api.verbs import predict
+from muster.config.load_config import load_run_config
+from muster.config.named_model import load_model
 from muster.cost.time.op_times import OpTimes
+from muster.planner.auto import resolve_plan
 from muster.schedule.build import build_program
 from muster.schedule.check import check
 from muster.schedule.program import Program, ProgramError
 from muster.schedule.resolve import resolve_schedule
 from muster.simulate.simulator import simulate
+from muster.spec.errors import InfeasibleError
+from muster.spec.nearest_plans import nearest_plans, require_runnable
 from muster.spec.plan_name import format_plan_name, parse_plan_name
+from muster.spec.workload import Workload
 from tests.parity import small_run
 from tests.stream_check import StreamCheck
 from tests.test_fake_gpu import fake_factories, watch_step
@@ -86,8 +93,44 @@ def test_a_gather_before_its_update_is_refused() -> None:
         check(replace(program, ranks=({**lanes, "collective": tuple(gathers)},)))
 
 
-def test_a_name_says_it_and_what_cannot_run_is_refused() -> None:
+def test_a_name_says_it() -> None:
     plan = parse_plan_name("dp2-mb1-z1-stepgather-bf16")
     assert plan.overlap_param_gather_with_optimizer_step
     assert format_plan_name(plan) == "dp2-mb1-z1-stepgather-bf16"
     assert plan.hash != parse_plan_name("dp2-mb1-z1-bf16").hash
+
+
+def test_the_nearest_plan_to_one_under_z3_has_z1_and_gathers_beside_the_step() -> None:
+    model, workload = load_model("tiny"), Workload(seq_len=128, global_batch_size=24)
+    (first, *others) = nearest_plans(parse_plan_name("dp2-stepgather"), model, workload, 2)
+    assert format_plan_name(first) == "dp2-mb1-z1-stepgather-bf16"
+    assert not any(plan.overlap_param_gather_with_optimizer_step for plan in others)
+    (units, *_) = nearest_plans(parse_plan_name("dp2-pp2v2-sinterleaved-active1-stepgather"), model, workload, 4)
+    assert format_plan_name(units) == "dp2-pp2v2-mb1-active1-sinterleaved-bf16"
+
+
+def test_a_prediction_says_of_experts_what_a_run_refuses() -> None:
+    plan, sentence = "dp2-z1-mb4-stepgather", "stepgather with experts (whose biases move behind the update)"
+    found = predict("tiny-moe", "2xh100", plan, seq_len=128, global_batch=24)
+    assert found.not_yet == [f"{sentence} can't be run yet"]
+    with pytest.raises(InfeasibleError) as refused:
+        require_runnable(parse_plan_name(plan), found.model, found.workload, 2)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ("optim: {name: muon}", "optim.name muon: take adamw"),
+        ("optim: {ema_decay: 0.9}", "optim.ema_decay, whose average follows all updates: set it to 0"),
+        ("train: {elastic: true}", "train.elastic (it has no parity test yet): leave stepgather out"),
+    ],
+)
+def test_a_prediction_refuses_the_run_files_that_a_run_refuses(tmp_path: Path, changes: str, sentence: str) -> None:
+    (file := tmp_path / "run.yaml").write_text(f"extends: tiny\nparallel: dp2-z1-stepgather\n{changes}\n")
+    with pytest.raises(InfeasibleError) as predicted:
+        predict(None, "2xh100", file)
+    assert sentence in str(predicted.value)
+    with pytest.raises(InfeasibleError) as executed:
+        resolve_plan(load_run_config(None, file, ()), 2)
+    assert str(predicted.value) in str(executed.value)

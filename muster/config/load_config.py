@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from muster.catalog import names
 from muster.config.attempt_files import attempt_files
+from muster.config.bucket_steps import require_bucket_steps
 from muster.config.config_layers import (
     ConfigLayer,
     current_layer,
@@ -174,8 +175,10 @@ class PlanInput:
 
 
 def load_plan_input(path: Path) -> PlanInput:
-    """Load a plan.yaml, or the plan and the step of a run file, which may lack data and anything else. Raises
-    ConfigError."""
+    """Load a plan.yaml, or the plan and the step of a run file, which may lack data and anything else.
+
+    Raises ConfigError, and InfeasibleError where the run file's optimizer can't take the plan's steps.
+    """
     layer = read_file_layer(path)
     if not any(key.partition(".")[0] in _RUN_SECTIONS for key in layer.values):
         return PlanInput(load_plan(path))
@@ -194,8 +197,10 @@ def load_plan_input(path: Path) -> PlanInput:
         model = model.model_copy(update={"adapter": adapter})
     if model is not None and model.adapter is not None:
         optim = freeze_for_adapter(optim or OptimConfig(lr=1.0))
+    plan = _section(merged, "parallel", Plan, {}) or Plan()
+    require_bucket_steps(plan, optim, train)
     return PlanInput(
-        _section(merged, "parallel", Plan, {}) or Plan(),
+        plan,
         model,
         train.seq_len if train is not None and "train.seq_len" in merged.values else None,
         train.global_batch_size if train is not None and "train.global_batch_size" in merged.values else None,

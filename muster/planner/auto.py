@@ -254,7 +254,7 @@ def _require_parts_run(config: RunConfig) -> None:
             )
     tiers = {strategy.offload_optimizer for strategy in plan.strategies} - {"none"}
     require_zeroth_order_runs(config)
-    require_bucket_steps(config)
+    require_bucket_steps(plan, optim, train)
     if plan.schedule_entry.skips_stages and is_zeroth_order(optim):
         raise InfeasibleError(
             f"optim.name {optim.name} has no gradients that stages could average over the micro-batches that they see:"

@@ -3,11 +3,24 @@ z1 and z2 (`stepgather`)."""
 
 from collections.abc import Callable
 
+from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
-from muster.spec.rules import Rule, setting
+from muster.spec.rules import Rule, in_every_layer, setting
 
 _EVERY_PASS = setting(max_active_stages=None)
 _AFTER_STEP = setting(overlap_param_gather_with_optimizer_step=False)
+_Z1 = in_every_layer(lambda strategy: strategy.model_copy(update={"zero": "z1"}))
+
+
+def _shares_no_state(plan: Plan) -> bool:
+    return all(mesh.state_shards == 1 for mesh in plan.distinct_meshes)
+
+
+def _with_z1(plan: Plan) -> Plan:
+    """Return the plan under z1, which `stepgather` is for; without `stepgather` where other parts rule z1 out."""
+    needs_z3 = plan.max_active_stages is not None or plan.has_shard_levels
+    return _AFTER_STEP(plan) if needs_z3 or _shares_no_state(plan) else _Z1(plan)
+
 
 GATHER_LEGAL_RULES: tuple[Rule, ...] = (
     Rule(
@@ -36,13 +49,10 @@ GATHER_LEGAL_RULES: tuple[Rule, ...] = (
             plan.overlap_param_gather_with_optimizer_step and any(strategy.zero == "z3" for strategy in plan.strategies)
         ),
         "stepgather is for z1 and z2, under which parameters are gathered once a step; z3 gathers them in every pass",
-        _AFTER_STEP,
+        _with_z1,
     ),
     Rule(
-        lambda plan: (
-            plan.overlap_param_gather_with_optimizer_step
-            and all(mesh.state_shards == 1 for mesh in plan.distinct_meshes)
-        ),
+        lambda plan: plan.overlap_param_gather_with_optimizer_step and _shares_no_state(plan),
         "stepgather is for parameters whose optimizer state ranks share, but dp_shard and cp are 1",
         _AFTER_STEP,
     ),
@@ -62,7 +72,6 @@ _BESIDE_STEP: tuple[tuple[Callable[[Plan], bool], str], ...] = (
     (lambda plan: plan.vocab_parallel, "vocab_parallel (it has no parity test yet)"),
     (lambda plan: plan.dynamic_context_parallel, "cpdyn (it has no parity test yet)"),
     (lambda plan: plan.skip_ratio > 0, "micro-batches that skip stages (it has no parity test yet)"),
-    (lambda plan: any(mesh.ep > 1 for mesh in plan.distinct_meshes), "expert parallelism (it has no parity test yet)"),
 )
 """Things that can't be beside gathers during the optimizer step, each with a few words."""
 
@@ -96,3 +105,16 @@ GATHER_RUNTIME_RULES: tuple[Rule, ...] = (
     ),
 )
 """Things that can't be beside such units, or such gathers, in a plan for any model."""
+
+
+def gather_rules_of(model: ModelSpec) -> tuple[Rule, ...]:
+    """Return the rules of plans for a model whose parameters can't be updated bucket by bucket."""
+    parts = (
+        (model.moe is not None, "experts (whose biases move behind the update)"),
+        (model.adapter is not None, "an adapter (it has no parity test yet)"),
+    )
+    return tuple(
+        Rule(lambda plan: plan.overlap_param_gather_with_optimizer_step, f"stepgather with {what}", _AFTER_STEP)
+        for is_there, what in parts
+        if is_there
+    )

@@ -11,7 +11,7 @@ from muster.spec.domino_rules import DOMINO_RULES, domino_rules_of
 from muster.spec.errors import InfeasibleError
 from muster.spec.expert_kinds import DISPATCHERS
 from muster.spec.four_bit_rules import four_bit_rules_of
-from muster.spec.gather_rules import GATHER_RUNTIME_RULES
+from muster.spec.gather_rules import GATHER_RUNTIME_RULES, gather_rules_of
 from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.mesh import Mesh
 from muster.spec.mesh_axes import MESH_AXIS_TABLE, SUPPORTED_AXES, MeshAxis
@@ -567,7 +567,7 @@ def runtime_rules(model: ModelSpec | None) -> tuple[Rule, ...]:
         *(_graphs_rule(lambda plan: True, sentence) for sentence in against_cuda_graphs(model)),
         *param_offload_rules_of(model),
         *domino_rules_of(model),
-        *(*stream_rules_of(model), *skip_rules_of(model)),
+        *(*stream_rules_of(model), *skip_rules_of(model), *gather_rules_of(model)),
         *four_bit_rules_of(model),
         *(LOW_RANK_RULES if model.low_rank is not None else ()),
         *(ADAPTER_RULES if model.adapter is not None else ()),
