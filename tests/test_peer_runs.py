@@ -155,3 +155,9 @@ def test_a_round_of_peers_is_predicted_as_that_of_islands_with_their_batches(tmp
         other.write_text(file.read_text().replace("parallel: mb1", f"parallel: {plan}"))
         with pytest.raises(MusterError, match=words):
             predict(None, "4xh100", other)
+    with pytest.raises(MusterError, match="outer is for plans with islands, and dp4-mb1-bf16 has none"):
+        predict("llama3.2-1b", "4xh100", "dp4-mb1", outer=outer)
+    at = outer.model_copy(update={"coordinator": "host-a:29600"})
+    by_flags = predict("llama3.2-1b", "4xh100", "mb1", seq_len=2048, global_batch=16, outer=at)
+    assert by_flags.round is not None
+    assert by_flags.round.round_s == pytest.approx(50 * by_flags.step_time_s, rel=0.2)

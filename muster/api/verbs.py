@@ -20,9 +20,9 @@ from muster.api.inputs import (
     resolve_planned_model,
 )
 from muster.config.adapter_text import with_adapter
-from muster.config.load_config import PlanInput, load_run_config
+from muster.config.load_config import load_run_config
 from muster.config.outer_config import OuterConfig
-from muster.config.peer_rules import require_peer_plan
+from muster.config.outer_rules import require_plan_with_outer_steps
 from muster.config.routing_load_file import parse_routing_load
 from muster.planner.answer import PlanAnswer, answer_request
 from muster.planner.auto import plan_for_cluster, require_delayed_updates, require_updates_in_backward
@@ -343,15 +343,9 @@ def _in_node_order(cluster: ClusterSpec, node_order: str | Sequence[int] | None)
     return reorder_nodes(cluster, order)
 
 
-def _num_peers(given: PlanInput, plan: str | Path | Plan, cluster: ClusterSpec) -> int:
-    """Return the devices of a cluster that are peers of a coordinator (`outer.coordinator`), whose rounds are those of
-    as many islands; 1 for other runs. Raises ConfigError, InfeasibleError where a peer can't run the plan."""
-    if given.outer is None or given.outer.coordinator is None:
-        return 1
-    if given.is_auto:
-        raise ConfigError(f"{plan} leaves the plan to auto: expected that of a peer, such as parallel: mb1")
-    require_peer_plan(given.plan)
-    return cluster.num_devices
+def _has_peers(outer: OuterConfig | None) -> bool:
+    """Return whether the devices of a cluster are peers of a coordinator, whose rounds are those of as many islands."""
+    return outer is not None and outer.coordinator is not None
 
 
 def predict(
@@ -385,9 +379,13 @@ def predict(
     spec, spread, optim = resolve_planned_model(model, plan, given), given.plan, given.optim
     if adapter is not None:
         spec, optim = with_adapter(spec, adapter, optim)
-    num_peers = _num_peers(given, plan, devices)
+    outer = outer or given.outer
+    if given.is_auto and _has_peers(outer):
+        raise ConfigError(f"{plan} leaves the plan to auto: expected that of a peer, such as parallel: mb1")
     if given.is_auto:
         spread = _planned(Path(str(plan)), devices, seq_len, global_batch)
+    require_plan_with_outer_steps(outer, spread)
+    num_peers = devices.num_devices if _has_peers(outer) else 1
     spread = spread.model_copy(update={"islands": num_peers}) if num_peers > 1 else spread
     if compile is not None:
         spread = spread.model_copy(update={"compile": compile})
@@ -408,7 +406,7 @@ def predict(
         devices,
         framework=_resolve_framework(framework, devices),
         optim=optim,
-        outer=outer or given.outer,
+        outer=outer,
         update_time=given.update_time,
         rebalance_experts_every=given.rebalance_experts_every,
     )

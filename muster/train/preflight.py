@@ -15,7 +15,7 @@ from muster.config.freezing import frozen_numel
 from muster.config.load_config import ResolvedConfig, derived_value_lines, with_steps_from_epochs
 from muster.config.optimizer_state import is_zeroth_order
 from muster.config.outer_config import OuterConfig
-from muster.config.peer_rules import require_peer_plan
+from muster.config.outer_rules import require_plan_with_outer_steps
 from muster.config.run_config import RunConfig
 from muster.config.yaml_writer import write_atomically, yaml_text
 from muster.data.dataset import SampleStream
@@ -303,15 +303,10 @@ def _open_data(config: RunConfig, run_dir: Path, is_trial: bool) -> SampleStream
 
 def require_settings_of_islands(config: RunConfig, plan: Plan) -> None:
     """Raise ConfigError where outer steps and islands don't go together, or a key doesn't go with islands."""
+    require_plan_with_outer_steps(config.outer, plan)
     if config.outer is not None and config.outer.coordinator is not None:
-        require_peer_plan(plan)
         load_secret(Path(config.outer.secret_file or ""))
     elif plan.islands == 1:
-        if config.outer is not None:
-            raise ConfigError(
-                f"outer is for plans with islands, and {format_plan_name(plan)} has none: expected a plan such as"
-                f" isl2-{format_plan_name(plan)}, an outer.coordinator, or no section outer"
-            )
         return
     paths = prod((config.outer or OuterConfig()).modules)
     if plan.islands % paths:
