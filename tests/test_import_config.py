@@ -115,6 +115,28 @@ def test_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert said["origins"]["optim.beta2"] == "default of Megatron-LM"
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "is_kept"),
+    [
+        ("--bf16", "--bf16", True),
+        ("--use-distributed-optimizer", "--use-torch-fsdp2", False),
+        ("--num-layers 32", "--num-layers 32 --num-experts 8", False),
+        ("GPUS=8", "GPUS=4", False),  # one data-parallel rank
+    ],
+)
+def test_megatron_gathers_beside_the_step_where_muster_can(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, is_kept: bool
+) -> None:
+    option = "overlap-param-gather-with-optimizer-step"
+    text = MEGATRON.replace(old, new).replace("--lr 3.0", f"--overlap-param-gather --{option} --lr 3.0")
+    config, said = imported(tmp_path, capsys, "gpt.sh", text)
+    assert config.parallel.overlap_param_gather_with_optimizer_step == is_kept
+    left = {one["option"]: one["reason"] for one in said["not_carried"]}
+    assert left["overlap-param-gather"] == "always on in Muster"
+    assert left.get(option, "").startswith("" if is_kept else "stepgather needs z1 or z2")
+    assert (option in left) != is_kept
+
+
 def test_torchtitan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, said = imported(tmp_path, capsys, "job.toml", TITAN, "--nproc", "64")
     assert config.model.num_layers == 32

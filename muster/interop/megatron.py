@@ -176,7 +176,20 @@ def _plan(found: ConfigConversion, nproc: int | None) -> None:
     precision = "fp8" if found.take("fp8-format") else precision
     found.put("parallel.precision", precision, "fp8-format", "bf16", "fp16")
     _chunks(found, sizes["pp"])
+    _gathers_beside_step(found)
     _recompute(found)
+
+
+def _gathers_beside_step(found: ConfigConversion) -> None:
+    """Put the gathers of parameters beside the optimizer step where Muster's plans can have them."""
+    option, values = "overlap-param-gather-with-optimizer-step", found.values
+    if not found.take(option):
+        return
+    shards = values.get("parallel.dp_shard", 1) * values["parallel.cp"]
+    if values["parallel.default_strategy.zero"] == "z3" or shards == 1 or "model.moe.num_experts" in values:
+        found.drop(option, "stepgather needs z1 or z2, optimizer state over several ranks, and a model without experts")
+    else:
+        found.put("parallel.overlap_param_gather_with_optimizer_step", True, option)
 
 
 def _data_parallel(
