@@ -32,6 +32,7 @@ from muster.report.plan_answer import print_answer
 from muster.report.plans import plan_names
 from muster.spec.cluster import ClusterSpec, NetworkTier
 from muster.spec.device import LinkSpec
+from muster.spec.errors import InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import DEEPSPEED, MEGATRON, runs_schedule
 from muster.spec.layer_strategy import LayerOverride, LayerStrategy
@@ -272,7 +273,7 @@ def test_a_required_schedule_of_pipelines_asks_for_a_pipeline() -> None:
     assert schedule_options(replace(request, fixed={"schedule": "1f1b"}), 1) == [("1f1b", 1)]
 
 
-@pytest.mark.parametrize("words", ["z1-stepgather", "z2-stepgather", "z1-gbf16"])
+@pytest.mark.parametrize("words", ["z1-stepgather", "stepgather", "gbf16"])
 def test_what_needs_sharded_state_is_planned_where_replicas_come_first(words: str) -> None:
     """Replicas are the first data sharding that is tried, and share no state that could be gathered or reduced."""
     found = muster.api.verbs.plan("tiny", "2xh100", seq_len=128, global_batch=24, require=words, effort=0.1)
@@ -280,6 +281,15 @@ def test_what_needs_sharded_state_is_planned_where_replicas_come_first(words: st
         request = found.answer.result.evaluator.request
         assert not plan_violations(prediction.plan, request.model, request.workload, 2)
         assert prediction.plan.dp_shard == 2
+
+
+def test_the_reason_against_gathers_beside_the_step_is_not_a_sharding_level_that_nobody_asked_for() -> None:
+    with pytest.raises(InfeasibleError, match="with stepgather, stepgather with experts"):
+        muster.api.verbs.plan("tiny-moe", "2xh100", seq_len=128, global_batch=24, require="stepgather", effort=0.1)
+    with pytest.raises(
+        InfeasibleError, match="with stepgather, stepgather is for parameters whose optimizer state ranks"
+    ):
+        muster.api.verbs.plan("tiny", "1xh100", seq_len=128, global_batch=24, require="stepgather", effort=0.1)
 
 
 def test_eager_plans_are_told_from_compiled_ones() -> None:

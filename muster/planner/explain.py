@@ -96,6 +96,8 @@ def _explain_fixed_illegal(request: PlanRequest) -> str:
     required = request.fixed_text or "what is required"
     fields = {name: value for name, value in request.fixed.items() if name in Plan.model_fields}
     strategy = {name: value for name, value in request.fixed.items() if name not in fields}
+    if fields.get("overlap_param_gather_with_optimizer_step"):
+        strategy = {"zero": "z1", **strategy}  # a search tries it under z1 and z2 alone
     if stages := fields.get("stages"):
         fields = {"pp": max(1, len(stages) // fields.get("vpp", 1)), **fields}
     cut = prod(fields.get(axis, 1) for axis in ("tp", "pp", "cp", "dp_replicate"))
