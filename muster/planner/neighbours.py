@@ -48,13 +48,13 @@ def single_changes(plan: Plan, request: PlanRequest) -> Iterator[Change]:
 
 
 def _all_changes(plan: Plan, request: PlanRequest) -> Iterator[Change]:
-    for axis in ("tp", "pp", "cp"):
-        for grows in (True, False):
-            yield from _degree_change(plan, request, axis, grows)
     if plan.tp > 1 and request.model.other_stream is None:
         sp = not plan.default_strategy.sp
         changed = _with_fastest_dispatcher(_with_strategy(plan, sp=sp), request)
         yield Change("tensor parallelism with sp" if sp else "tensor parallelism without sp", changed)
+    for axis in ("tp", "pp", "cp"):
+        for grows in (True, False):
+            yield from _degree_change(plan, request, axis, grows)
     for degree in (plan.ep * 2, plan.ep // 2):
         moe = request.model.moe
         if moe is not None and degree and moe.num_experts % degree == 0 and plan.ep % min(degree, plan.ep) == 0:
