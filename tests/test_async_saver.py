@@ -66,6 +66,8 @@ def test_tensors_may_change_when_they_are_copied_and_not_before(
             stages={},
             optimizer=optimizer,
             state=no_step(),
+            _buckets={},
+            _lr_scale=1.0,
             sync_tied_copies=lambda: None,
             balance_experts=lambda: None,
         )

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
@@ -155,8 +156,8 @@ def test_weights_of_neighbours() -> None:
 
 def test_a_rebuilt_stage_learns_faster() -> None:
     for stages, rate in (({1: None}, 0.6), ({2: None}, 0.5)):
-        updater = MagicMock(lr_scales={1: 1.2}, stages=stages)
-        updater.state.learning_rate = 0.5
+        updater = MagicMock(lr_scales={1: 1.2}, stages=stages, _buckets={})
+        updater.state.learning_rate, updater._lr_scale = 0.5, cast(Any, ParameterUpdater._lr_scale).fget(updater)
         ParameterUpdater.optimizer_step(updater)
         updater.optimizer.step.assert_called_once_with(rate)
 

@@ -277,7 +277,8 @@ class BackwardPeaks:
             again = further_activation_bytes(self.sizes, "none") - self.stage.further_bytes
         work = MemoryTerms(workspace=self._backward_workspace(layer, weights) + again - received)
         moments = [PeakCandidate(_layer_position(index), base + inside + work, first)]
-        if weights and not self._is_tiled and self._norm_workspace > 2 * self.sizes.hidden_bytes:
+        is_frozen = self.stage.freezes(f"{layer_prefix(self.stage.spec, layer)}mlp.down.weight")
+        if weights and not is_frozen and not self._is_tiled and self._norm_workspace > 2 * self.sizes.hidden_bytes:
             normed, own = mlp_norm_workspace(self.stage, layer, self._norm_workspace, self._adds_in_place)
             norm_work = MemoryTerms(workspace=normed - received)
             moments.append(PeakCandidate("norm before an MLP", base + inside + norm_work, first + own))
