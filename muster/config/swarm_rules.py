@@ -24,9 +24,9 @@ def require_swarm_goes_with(
 ) -> None:
     """Raise InfeasibleError where a plan or a model doesn't go with a swarm, ConfigError where another key doesn't;
     None stands for a section that a run file leaves out."""
-    if reason := why_no_trainer_plan(swarm, model, plan):
+    if reason := _why_no_trainer_plan(swarm, model, plan):
         raise InfeasibleError(f"swarm doesn't go with plan {format_plan_name(plan)}: {reason}")
-    if reason := why_no_model(model):
+    if reason := _why_no_model(model):
         raise InfeasibleError(f"swarm doesn't go with model {model.name}: {reason}")
     wanted = {"outer": outer is not None, "plugins": has_plugins}
     if train is not None:
@@ -45,7 +45,12 @@ def require_swarm_goes_with(
             raise ConfigError(f"{key} isn't built for swarms: leave it out, or take a plan without section swarm")
 
 
-def why_no_trainer_plan(swarm: SwarmConfig, model: ModelSpec, plan: Plan) -> str | None:
+def cut_into_stages(plan: Plan, stages: int) -> Plan:
+    """Return the plan whose Program a swarm executes: the trainer's, cut into the stages that swarms serve."""
+    return Plan.model_validate(plan.model_dump() | {"pp": stages})
+
+
+def _why_no_trainer_plan(swarm: SwarmConfig, model: ModelSpec, plan: Plan) -> str | None:
     """Return why a plan can't be that of a swarm's trainer, or None."""
     stages, layers = swarm.stages, model.num_layers
     if plan.world_size > 1:
@@ -73,7 +78,7 @@ def why_no_trainer_plan(swarm: SwarmConfig, model: ModelSpec, plan: Plan) -> str
     return None
 
 
-def why_no_model(model: ModelSpec) -> str | None:
+def _why_no_model(model: ModelSpec) -> str | None:
     """Return why the stages of a model can't be served by swarms, or None."""
     if model.embeds_on_last_stage:
         return "its embedding is on two stages (tied, or for multi-token prediction), whose gradients aren't joined"

@@ -9,6 +9,7 @@ from typing import Any
 
 from muster.config.optim_config import OptimConfig
 from muster.config.swarm_config import SwarmConfig
+from muster.config.swarm_rules import cut_into_stages
 from muster.cost.memory.forecast import forecast_memory
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.cost.time.collectives import CommGroup, all_reduce_s, make_comm_group, p2p_s
@@ -134,7 +135,7 @@ def predict_swarm(
         raise InfeasibleError(
             "peers of a swarm that share the cores of a machine aren't predicted: give a cluster of devices"
         )
-    plan = Plan.model_validate(plan.model_dump() | {"pp": stages})
+    plan = cut_into_stages(plan, stages)
     program = build_program(plan, model, workload, optim=optim)
     kinds = {index: _StageTimes(model, plan, workload, group, optim) for index, group in enumerate(cluster.groups)}
     places = [cluster.locate(rank) for rank in range(cluster.num_devices)]

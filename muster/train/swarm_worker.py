@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from muster.config.run_config import RunConfig
+from muster.config.swarm_rules import cut_into_stages
 from muster.launch.peers.channel import Message
 from muster.launch.peers.links import Ring
 from muster.layout.mesh import coordinates_of
@@ -34,9 +35,9 @@ _HIDDEN = "hidden"
 
 
 def stages_plan(config: RunConfig) -> Plan:
-    """Return the plan whose Program a swarm executes: the run's, cut into the stages that swarms serve."""
+    """Return the plan whose Program a run's swarm executes."""
     assert config.swarm is not None
-    return Plan.model_validate(config.parallel.model_dump() | {"pp": config.swarm.stages})
+    return cut_into_stages(config.parallel, config.swarm.stages)
 
 
 def make_stage(welcome: Message) -> "SwarmStage":
