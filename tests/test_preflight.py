@@ -203,6 +203,8 @@ def assert_they_agree(seed: int, folder: Path, capfd: pytest.CaptureFixture[str]
         code = main(words)
         error = capfd.readouterr().err
         assert (dry, dry_error) == (code, error), f"seed {seed}: {(folder / 'run.yaml').read_text()}"
+        empty = [path for path in folder.rglob(".lock") if list(path.parent.iterdir()) == [path]]
+        assert all(path.parent in before for path in empty), "a refused run leaves no directory without files"
         return None if code else words
 
 

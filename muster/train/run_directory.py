@@ -5,7 +5,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -28,15 +28,37 @@ _LOCK = ".lock"
 def locked_run_dir(run_dir: Path, remote_checkpoint_dir: str | None = None) -> Iterator[None]:
     """Lock the run directory, and the remote checkpoint directory if there is one, for one job.
 
-    Raises MusterError when another job holds one of them.
+    A directory that is new and has got no file by the end, as of a refused request, is removed. Raises MusterError when
+    another job holds one of them.
     """
-    with explain_write_errors(run_dir):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / _LOCK).open("w")
-    with lock:
-        _lock(lock, run_dir)
-        with hold_remote_lock(remote_checkpoint_dir, run_dir):
-            yield
+    is_new = not run_dir.exists()
+    with _open_locked(run_dir):
+        try:
+            with hold_remote_lock(remote_checkpoint_dir, run_dir):
+                yield
+        finally:
+            if is_new:
+                with suppress(OSError):
+                    _remove_without_files(run_dir)
+
+
+def _remove_without_files(run_dir: Path) -> None:
+    if [path.name for path in run_dir.iterdir()] == [_LOCK]:
+        (run_dir / _LOCK).unlink()
+        run_dir.rmdir()
+
+
+def _open_locked(run_dir: Path) -> IO[str]:
+    """Return the open lock file of a run directory, which is made. Raises MusterError when another job holds it."""
+    while True:
+        with explain_write_errors(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError), ExitStack() as opened:  # removed by a job that ended at this moment
+                lock = opened.enter_context((run_dir / _LOCK).open("w"))
+                _lock(lock, run_dir)
+                if os.path.samestat(os.fstat(lock.fileno()), (run_dir / _LOCK).stat()):
+                    opened.pop_all()
+                    return lock
 
 
 def require_unlocked(run_dir: Path) -> None:
