@@ -103,6 +103,14 @@ def test_what_a_peer_can_not_be_is_refused(meeting: Meeting, flags: tuple[str, .
 
 
 @pytest.mark.soak
+def test_a_run_with_another_secret_than_the_coordinator_ends(meeting: Meeting) -> None:
+    meeting.start()
+    create_secret(meeting.folder / "other")
+    ended = train(*meeting.flags("a"), "--train.steps", "2", "--outer.secret_file", meeting.folder / "other")
+    assert_one_sentence(ended, 2, f"127.0.0.1:{meeting.port} has another secret", "a copy of its secret file")
+
+
+@pytest.mark.soak
 def test_runs_are_killed_leave_and_come_back(meeting: Meeting) -> None:
     meeting.start(min_peers=2)
     length = "--train.steps", "40", "--train.global_batch_size", "2", "--train.save_every", "3", *AT_ONCE

@@ -281,6 +281,23 @@ def test_a_peer_of_another_run_is_refused(group: Group) -> None:
         other.join()
 
 
+def test_another_secret_ends_a_peer_unless_it_was_let_in_before(group: Group) -> None:
+    stranger = group.add(ToyState("b"), secret=bytes(32))
+    with pytest.raises(ConfigError, match="has another secret: give all peers a copy"):
+        stranger.join(lambda: len(group.log) > 4)
+    state = ToyState("a")
+    client = group.add(state)
+    client.join()
+    group.coordinator.close()
+    impostor = Coordinator(socket.create_server(group.address), bytes(32), QUICK, group.log.append)
+    assert wait_for(lambda: any("has another secret" in line for line in group.log)), group.log
+    impostor.close()
+    group.log.clear()
+    group.coordinator = Coordinator(socket.create_server(group.address), SECRET, QUICK, group.log.append)
+    state.train()
+    assert client.meet().weight == 1
+
+
 def wait_for(is_reached, timeout_s: float = 30) -> bool:
     done = threading.Event()
     for _ in range(int(timeout_s / 0.02)):

@@ -99,6 +99,8 @@ class PeerClient:
         self._ring: Ring | None = None
         self._aborted = 0
         self._refusal = ""
+        """Sentence with which the run ends."""
+        self._was_welcome = False
         self._closed = threading.Event()
         for target in (self._stay_connected, self._beat):
             threading.Thread(target=target, name="peer", daemon=True).start()
@@ -207,7 +209,7 @@ class PeerClient:
     def _next_order(self, is_stopping: Callable[[], bool]) -> Message:
         while True:
             if self._refusal:
-                raise ConfigError(f"the coordinator has refused this run: {self._refusal}")
+                raise ConfigError(self._refusal)
             if is_stopping():
                 raise Stopped
             with contextlib.suppress(queue.Empty):
@@ -238,7 +240,7 @@ class PeerClient:
         while not self._closed.is_set():
             channel, problem = None, ""
             try:
-                channel = connect(self._coordinator, self._secret)
+                channel = self._connect()
                 channel.set_timeout(self._settings.silence_s)
                 self._introduce(channel)
                 self._read_orders(channel)
@@ -260,6 +262,16 @@ class PeerClient:
             self._closed.wait(wait_s * random.uniform(0.5, 1.0))
             wait_s = min(_LONGEST_WAIT_S, 2 * wait_s)
 
+    def _connect(self) -> Channel:
+        """Connect to the coordinator. Another secret than this peer's ends the run, unless the coordinator has let it
+        in before: then something else answers in its place, until it is back."""
+        try:
+            return connect(self._coordinator, self._secret)
+        except RefusedError as error:
+            if not self._was_welcome:
+                self._refusal = str(error)
+            raise
+
     def _introduce(self, channel: Channel) -> None:
         host, port = self._announce or (channel.local_host(), self._socket.getsockname()[1])
         with self._lock:
@@ -271,10 +283,11 @@ class PeerClient:
         while True:
             order = channel.receive_message()
             if order["do"] == "welcome":
+                self._was_welcome = True
                 self._settings = replace(self._settings, beat_s=order["beat_s"], silence_s=order["silence_s"])
                 channel.set_timeout(self._settings.silence_s)
             elif order["do"] == "refuse":
-                self._refusal = order["reason"]
+                self._refusal = f"the coordinator has refused this run: {order['reason']}"
                 return
             elif order["do"] != "beat":
                 if order["do"] == "abort":
