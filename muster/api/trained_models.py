@@ -173,8 +173,8 @@ def _generation_request(
     require_generation_supported(spread, model.model)
     if window is not None and spread.default_strategy.offload_param == "none":
         raise ConfigError(
-            f"window {window} is the number of layers on the device of those in host memory: expected a plan with"
-            f" oparam, got {plan}"
+            f"window {window} is the number of layers on the device of those in host memory or on disk: expected a plan"
+            f" with oparam or oparamd, got {plan}"
         )
     return verb.GenerationRequest(
         trained_model=model,

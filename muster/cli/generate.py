@@ -110,13 +110,14 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--plan",
         default="dp1",
         metavar="PLAN",
-        help="plan, such as tp2 (two processes), bf16 (precision) or oparam (layers in host memory) (default: dp1)",
+        help="plan, such as tp2 (two processes), bf16 (precision), oparam or oparamd (layers in host memory, on disk)"
+        " (default: dp1)",
     )
     parser.add_argument(
         "--window",
         type=positive_int,
         metavar="N",
-        help="layers on the device at once of those that oparam keeps in host memory (default: 2)",
+        help="layers on the device at once of those that oparam or oparamd keep elsewhere (default: 2)",
     )
     parser.add_argument("--memory-limit", metavar="SIZE", help="memory that may be taken of each device, such as 20GB")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

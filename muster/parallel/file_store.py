@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from tempfile import gettempdir, mkstemp
 
@@ -25,12 +26,17 @@ from muster.spec.formatting import format_bytes
 class FileStore:
     """One rank's file. A thread reads and writes, in the order of the requests, beside the rank's own."""
 
-    def __init__(self, folder: Path | None, content: str, word: str) -> None:
+    def __init__(self, folder: Path | None, content: str, word: str, resumes: bool = True) -> None:
         """Open a file in a folder, which is made where it doesn't exist; None: in the system's for temporary files.
 
-        `content` says in messages what the file holds, `word` which part of the plan's name wants it.
+        `content` says in messages what the file holds, `word` which part of the plan's name wants it, `resumes` if a
+        process that is started again goes on from a checkpoint.
         """
         self.content, self._word = content, word
+        self.remedy = "and start it again: it goes on from its last checkpoint, if there is one"
+        """Advice at the end of an error."""
+        if not resumes:
+            self.remedy = "or name another folder in TMPDIR"
         self._folder = folder or Path(gettempdir())
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -78,8 +84,7 @@ class FileStore:
     def _failure(self, what: str, error: OSError) -> MusterError:
         return MusterError(
             f"{self.content} on disk can't be {what} in {self._folder}: {error.strerror or error}; make room"
-            f" there, or leave {self._word} out of the plan, and start it again: it goes on from its last checkpoint,"
-            " if there is one"
+            f" there, or leave {self._word} out of the plan, {self.remedy}"
         )
 
     def close(self) -> None:
@@ -111,8 +116,13 @@ class FileSlot:
         if self._store.transfer(_bytes_of(tensors), self._start, writes=False) != self._checksums:
             raise MusterError(
                 f"{self._store.content} on disk isn't what was written there (its CRC-32 differs): look for errors of"
-                " the disk, and let the run go on from its last checkpoint"
+                f" the disk, {self._store.remedy}"
             )
+
+    def start_read(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """Start to fill tensors beside the caller's work; the returned function waits for the end, and raises as `read`
+        does."""
+        return self._store.submit(partial(self.read, tensors))
 
     def free(self) -> None:
         """Let others have the place, once what has been submitted so far is done."""

@@ -1,6 +1,6 @@
 """Decoder for text generation: whole, or a tensor-parallel rank's shard of it."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from muster.parallel.tensor_parallel import (
 from muster.parallel.weight_grad_store import WeightGradStore
 from muster.parallel.weight_shards import shard_weights
 from muster.spec.expert_kinds import ExpertDispatch
+from muster.spec.layer_strategy import Tier
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan, Precision
 
@@ -30,11 +31,11 @@ def build_inference_decoder(
     device: torch.device,
     axis: TensorAxis | None,
     experts: ExpertAxis | None = None,
-    away: Collection[int] = (),
+    away: Mapping[int, Tier] | None = None,
 ) -> tuple[Decoder, dict[str, TensorLayout]]:
     """Build a decoder with all layers in the dtype of `precision`, uninitialised, and return it with this rank's layout
     of each parameter. Ranks of `axis` have slices of every expert, or those of `experts`, the same ranks, some whole
-    experts each. Layers that are `away` lie in host memory (`LayerWindow`)."""
+    experts each. Layers that are `away` lie in host memory or on disk (`LayerWindow`)."""
     with torch.device("meta"):
         module = Decoder(spec, range(spec.num_layers), first=True, last=True)
     module.to(DTYPES[precision]).requires_grad_(False)

@@ -10,15 +10,17 @@ from muster.spec.workload import Workload
 
 
 def require_generation_supported(plan: Plan, model: ModelSpec) -> None:
-    """Raise InfeasibleError unless the plan, which may set tp, a precision, and parameters in host memory, can generate
-    text with the model."""
+    """Raise InfeasibleError unless the plan, which may set tp, a precision, and parameters in host memory or on disk,
+    can generate text with the model."""
     strategy = plan.default_strategy
     away = {}
     if strategy.offload_param != "none":
-        away = {"offload_param": "host", "offload_param_ratio": strategy.offload_param_ratio}
+        away = {"offload_param": strategy.offload_param, "offload_param_ratio": strategy.offload_param_ratio}
     can = Plan(tp=plan.tp, precision=plan.precision, micro_batch_size=plan.micro_batch_size)
     can = can.model_copy(update={"default_strategy": can.default_strategy.model_copy(update=away)})
-    _require(plan, can, model, "generate text", "only tp can distribute it, and oparam keeps layers in host memory")
+    _require(
+        plan, can, model, "generate text", "only tp can distribute it, and oparam or oparamd keep layers off the device"
+    )
 
 
 def require_evaluation_supported(plan: Plan, model: ModelSpec) -> None:

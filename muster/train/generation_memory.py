@@ -43,8 +43,10 @@ def limit_of_request(request: "GenerationRequest", device: torch.device) -> Memo
 
 def _advice(request: "GenerationRequest", texts: int, prompt_positions: int) -> str:
     """Return what to change: the nearest plan and window that fit, if there are any."""
+    strategy = request.plan.default_strategy
+    tier = "host" if strategy.offload_param == "none" else strategy.offload_param
     for window in (2, 1):
-        away = request.plan.default_strategy.model_copy(update={"offload_param": "host", "offload_param_ratio": 1.0})
+        away = strategy.model_copy(update={"offload_param": tier, "offload_param_ratio": 1.0})
         plan: Plan = request.plan.model_copy(update={"default_strategy": away})
         found = request.model_copy(update={"plan": plan, "window": window})
         if forecast(found, texts, prompt_positions).device <= (request.memory_limit_bytes or 0):

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,12 +23,13 @@ from muster.data.dataset import Dataset, SampleStream
 from muster.data.invalid_rows import InvalidRow
 from muster.data.tokenizer import Tokenizer, bos_before
 from muster.data.tokenizer_files import stop_ids
+from muster.layout.host_updates import layer_of
 from muster.model.dtypes import DTYPES
 from muster.model.generation import generate
 from muster.parallel.allocation_meter import host_memory
 from muster.parallel.axis import ExpertAxis, TensorAxis
 from muster.parallel.inference import all_gather_logits, build_inference_decoder
-from muster.parallel.layer_window import LayerWindow
+from muster.parallel.layer_window import LayerWindow, write_disk_layers
 from muster.plugins.loader import require_unchanged_plugins
 from muster.spec.base import Frozen
 from muster.spec.errors import ConfigError, MusterError
@@ -79,7 +80,7 @@ class GenerationRequest(Frozen):
     system: str | None = None
     """System message before the user's, in a chat."""
     window: int = 2
-    """Layers on the device at once of those that the plan keeps in host memory."""
+    """Layers on the device at once of those that the plan keeps in host memory or on disk."""
     memory_limit_bytes: int | None = None
     """Most memory of each device that may be taken."""
 
@@ -228,10 +229,15 @@ class TextGenerator:
         own = source.model, request.plan.precision, device, axis, experts
         self.model, layouts = build_inference_decoder(*own, away)
         parameters = self.model.named_parameters()
-        pieces = [LocalShard(f"model/{name}", layouts[name], parameter) for name, parameter in parameters]
-        with host_memory():  # what is read before it is copied to its place
-            load_initial_weights(source.weights, source.model, pieces)
-        self.window = LayerWindow(self.model, device, away, request.window)
+        pieces = {name: LocalShard(f"model/{name}", layouts[name], parameter) for name, parameter in parameters}
+
+        def load(names: Collection[str]) -> None:
+            with host_memory():  # what is read before it is copied to its place
+                load_initial_weights(source.weights, source.model, [pieces[name] for name in names])
+
+        load([name for name in pieces if away.get(layer_of(name)) != "disk"])
+        slots = write_disk_layers(self.model, away, load)
+        self.window = LayerWindow(self.model, device, away, request.window, slots)
         self._gather = None if axis is None else partial(all_gather_logits, axis, source.model.vocab_size)
 
     def texts(self, prompts: list[list[int]]) -> list[str]:

@@ -8,6 +8,7 @@ from muster.layout.host_updates import layer_of
 from muster.layout.mesh import MeshCoordinates
 from muster.layout.tensor_layout import TensorLayout, stage_layouts
 from muster.spec.four_bit import part_bytes
+from muster.spec.layer_strategy import Tier
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 
@@ -28,6 +29,8 @@ class GenerationMemory(NamedTuple):
     """Most bytes beside these, in the forward of the prompts."""
     host: int
     """Parameters in host memory."""
+    disk: int
+    """Parameters on disk."""
 
     @property
     def device(self) -> int:
@@ -35,9 +38,10 @@ class GenerationMemory(NamedTuple):
         return self.weights + self.window + self.cache + self.work
 
 
-def away_layers(spec: ModelSpec, plan: Plan) -> list[int]:
-    """Return the layers whose parameters wait in host memory for their turn."""
-    return [layer for layer in range(spec.num_layers) if plan.param_tier(layer) == "host"]
+def away_layers(spec: ModelSpec, plan: Plan) -> dict[int, Tier]:
+    """Return the layers whose parameters wait for their turn, each with their place."""
+    tiers = {layer: plan.param_tier(layer) for layer in range(spec.num_layers)}
+    return {layer: tier for layer, tier in tiers.items() if tier != "none"}
 
 
 def generation_memory(
@@ -51,16 +55,15 @@ def generation_memory(
     def bytes_of(layout: TensorLayout) -> int:
         return layout.numel * (part_bytes(layout.name) or size)
 
-    away = set(away_layers(spec, plan))
+    away = away_layers(spec, plan)
     padded: dict[int, int] = dict.fromkeys(away, 0)
-    resident = host = 0
+    num_bytes: dict[Tier, int] = {"none": 0, "host": 0, "disk": 0}
     for layout in layouts:
         layer = layer_of(layout.name)
-        if layer in away:
-            host += bytes_of(layout)
+        tier: Tier = "none" if layer is None else away.get(layer, "none")
+        num_bytes[tier] += bytes_of(layout)
+        if layer in padded:
             padded[layer] += ceil(bytes_of(layout) / WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT
-        else:
-            resident += bytes_of(layout)
     buffers = min(window, len(away)) * max(padded.values(), default=0)
     cache = texts * sum(_cached_bytes(spec, plan, layer, positions) for layer in range(spec.num_layers))
     tokens = texts * prompt_positions
@@ -72,7 +75,8 @@ def generation_memory(
         work += (5 * spec.local_sublayers(plan.tp) - 3) * tokens * spec.hidden_size * size
     logits = texts * spec.vocab_size * (size + (size < 4) * 4 + (plan.tp > 1) * size)
     hidden = tokens * spec.hidden_size * size
-    return GenerationMemory(resident, buffers, cache, max(work, logits + hidden), host)
+    work = max(work, logits + hidden)
+    return GenerationMemory(num_bytes["none"], buffers, cache, work, num_bytes["host"], num_bytes["disk"])
 
 
 def _cached_bytes(spec: ModelSpec, plan: Plan, layer: int, positions: int) -> int:
