@@ -235,8 +235,8 @@ class TextGenerator:
             with host_memory():  # what is read before it is copied to its place
                 load_initial_weights(source.weights, source.model, [pieces[name] for name in names])
 
-        load([name for name in pieces if away.get(layer_of(name)) != "disk"])
         slots = write_disk_layers(self.model, away, load)
+        load([name for name in pieces if layer_of(name) not in slots])
         self.window = LayerWindow(self.model, device, away, request.window, slots)
         self._gather = None if axis is None else partial(all_gather_logits, axis, source.model.vocab_size)
 

@@ -40,8 +40,7 @@ class GenerationMemory(NamedTuple):
 
 def away_layers(spec: ModelSpec, plan: Plan) -> dict[int, Tier]:
     """Return the layers whose parameters wait for their turn, each with their place."""
-    tiers = {layer: plan.param_tier(layer) for layer in range(spec.num_layers)}
-    return {layer: tier for layer, tier in tiers.items() if tier != "none"}
+    return {layer: tier for layer in range(spec.num_layers) if (tier := plan.param_tier(layer)) != "none"}
 
 
 def generation_memory(
