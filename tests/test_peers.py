@@ -31,19 +31,22 @@ def channel_pair(secret: bytes = SECRET) -> tuple[Channel, Channel]:
         return accept(listener.accept()[0], SECRET), calling.result()
 
 
-def ring_of(size: int) -> list[Ring]:
+def ring_of(size: int, connections: int = 1) -> list[Ring]:
     """A ring within this process."""
     names = [str(n) for n in range(size)]
     rings = [Ring(7, 3, names, name) for name in names]
     for one, other in zip(rings, [*rings[1:], *rings[:1]], strict=True) if size > 1 else ():
-        sender, receiver = channel_pair()
-        one.attach("next", sender)
-        other.attach("previous", receiver)
+        for number in range(connections):
+            sender, receiver = channel_pair()
+            one.attach("next", sender, number)
+            other.attach("previous", receiver, number)
     return rings
 
 
-def means_around(values: list[torch.Tensor], weights: list[int], compression: str = "none") -> list[torch.Tensor]:
-    rings = ring_of(len(values))
+def means_around(
+    values: list[torch.Tensor], weights: list[int], compression: str = "none", connections: int = 1
+) -> list[torch.Tensor]:
+    rings = ring_of(len(values), connections)
     with ThreadPoolExecutor(len(values)) as threads:
         return list(threads.map(lambda x, ring: ring_mean(x, ring, weights, compression), values, rings))  # type: ignore[arg-type]
 
@@ -86,13 +89,13 @@ def test_secrets_are_made_for_their_owner_alone_and_others_are_refused(tmp_path:
         load_secret(tmp_path / "other")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_means_around_a_ring_are_those_of_one_process_to_the_bit(size: int) -> None:
+@pytest.mark.parametrize(("size", "connections"), [(1, 1), (2, 1), (3, 1), (5, 1), (3, 2), (2, 5)])
+def test_means_around_a_ring_are_those_of_one_process_to_the_bit(size: int, connections: int) -> None:
     values = [torch.randn(1001) * 10.0**n for n in range(size)]
     before = [x.clone() for x in values]
     weights = [1] * size if size < 3 else [1, 0, *[1] * (size - 2)]
     expected = serial_mean(values, weights)
-    means = means_around(values, weights)
+    means = means_around(values, weights, connections=connections)
     assert all(torch.equal(mean, expected) for mean in means)
     assert all(map(torch.equal, before, values))
 
@@ -109,8 +112,9 @@ def test_compressed_means_are_the_same_everywhere_and_near(compression: str) -> 
     assert compression == "bf16" or (means[0] - exact).abs().max() > 0
 
 
-def test_peers_send_what_the_formula_says() -> None:
-    values, rings = [torch.randn(3 * BLOCKS["int8"])] * 3, ring_of(3)
+@pytest.mark.parametrize("connections", [1, 4])
+def test_peers_send_what_the_formula_says(connections: int) -> None:
+    values, rings = [torch.randn(3 * BLOCKS["int8"])] * 3, ring_of(3, connections)
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(lambda x, ring: ring_mean(x, ring, [1] * 3, "int8"), values, rings))
     assert {ring.sent_bytes for ring in rings} == {island_reduce_bytes(values[0].numel(), 3, "int8")}
@@ -123,6 +127,17 @@ def test_an_aborted_exchange_ends_at_once_and_leaves_its_inputs() -> None:
         running = [threads.submit(ring_mean, values[n], rings[n], [1] * 3, "none") for n in range(2)]
         rings[2].abort()
         for one in running:
+            with pytest.raises(LinkError):
+                one.result(timeout=30)
+    assert all(map(torch.equal, before, values))
+
+
+def test_one_lost_connection_of_several_ends_the_exchange_and_leaves_its_inputs() -> None:
+    values, rings = [torch.randn(1000) for _ in range(3)], ring_of(3, connections=3)
+    before = [x.clone() for x in values]
+    rings[1]._channels["next"][2].close()
+    with ThreadPoolExecutor(3) as threads:
+        for one in [threads.submit(ring_mean, values[n], rings[n], [1] * 3, "none") for n in range(3)]:
             with pytest.raises(LinkError):
                 one.result(timeout=30)
     assert all(map(torch.equal, before, values))
@@ -142,8 +157,9 @@ class Group:
         self.coordinator = Coordinator(listener, SECRET, QUICK, self.log.append)
         self.clients: list[PeerClient] = []
 
-    def add(self, state: ToyState, kind: type[ToyClient] = ToyClient, secret: bytes = SECRET) -> ToyClient:
-        client = kind(self.address, secret, "toy", state, state.name, log=self.log.append)
+    def add(self, state: ToyState, secret: bytes = SECRET, connections: int = 1) -> ToyClient:
+        own = self.address, secret, "toy", state, state.name
+        client = ToyClient(*own, log=self.log.append, connections=connections)
         self.clients.append(client)
         return client
 
@@ -193,6 +209,19 @@ def rounds_after_a_failure(group: Group, kind: type[ToyState]) -> list[ToyState]
             state.train()
         list(threads.map(lambda client: client.meet(), clients))
     return states
+
+
+def test_peers_with_links_of_other_numbers_of_connections_exchange(group: Group) -> None:
+    states = [ToyState(name) for name in "abc"]
+    clients = [group.add(state, connections=count) for state, count in zip(states, (1, 2, 5), strict=True)]
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda client: client.join(), clients))
+        for state in states:
+            state.train()
+        ended = list(threads.map(lambda client: client.meet(), clients))
+    assert [one.weight for one in ended] == [3] * 3
+    assert len({state.digest() for state in states}) == 1
+    assert len({one.sent_bytes for one in ended}) == 1
 
 
 def test_nobody_applies_a_result_that_not_all_have(group: Group) -> None:

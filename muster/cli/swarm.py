@@ -1,13 +1,14 @@
 """`muster swarm`: serve stages of a training that runs on another machine."""
 
+import argparse
 import os
 import signal
 import socket
 import threading
 from pathlib import Path
 
-from muster.cli.parser import Parser
-from muster.spec.endpoint import SWARM_PORT, parse_endpoint
+from muster.cli.parser import Parser, positive_int
+from muster.spec.endpoint import MAX_CONNECTIONS, SWARM_PORT, parse_endpoint
 from muster.spec.errors import ConfigError
 
 
@@ -32,6 +33,13 @@ def run(arguments: list[str]) -> int:
         metavar="HOST:PORT",
         help="address at which other peers reach this one (default: its own towards the training, any free port)",
     )
+    add(
+        "--connections",
+        type=_connections,
+        default=1,
+        metavar="N",
+        help="TCP connections by which it sends to the next peer of its stage (default: 1)",
+    )
     args = parser.parse(arguments)
     trainer = _endpoint("HOST:PORT", args.trainer, SWARM_PORT)
     announce = None if args.announce is None else _endpoint("--announce", args.announce)
@@ -45,13 +53,21 @@ def run(arguments: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
     name = f"{socket.gethostname()}-{os.urandom(3).hex()}"
-    peer = SwarmPeer(trainer, secret, name, make_stage, announce, lambda line: print(line, flush=True))
+    log = lambda line: print(line, flush=True)  # noqa: E731
+    peer = SwarmPeer(trainer, secret, name, make_stage, announce, log, connections=args.connections)
     print(f"{name} asks the training at {args.trainer} for a stage", flush=True)
     is_over = peer.run(stopping.is_set)
     peer.close()
     ended = "the training is over" if is_over else "left the training"
     print(f"{ended}; backwards done here: {peer.micro_batches:,}", flush=True)
     return 0
+
+
+def _connections(text: str) -> int:
+    count = positive_int(text)
+    if count > MAX_CONNECTIONS:
+        raise argparse.ArgumentTypeError(f"expected at most {MAX_CONNECTIONS} connections, got {count}")
+    return count
 
 
 def _endpoint(what: str, text: str, usual_port: int | None = None) -> tuple[str, int]:

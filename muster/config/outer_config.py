@@ -6,7 +6,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from muster.layout.island_bytes import Compression
 from muster.spec.base import Fraction, Frozen, Positive
-from muster.spec.endpoint import parse_endpoint
+from muster.spec.endpoint import MAX_CONNECTIONS, parse_endpoint
 from muster.spec.units import pluralize
 
 OuterMethodName = Literal["diloco", "streaming", "dilocox", "co2", "dipaco"]
@@ -87,6 +87,10 @@ class OuterConfig(Frozen):
     """Address HOST:PORT at which other peers reach this one; not given: that of its connection to the coordinator, with
     any free port."""
 
+    connections: Annotated[PositiveInt, Field(le=MAX_CONNECTIONS)] = 1
+    """TCP connections by which this peer sends to the next one in the ring, each an equal share: several, where a
+    single one is slower than the line (PCCL, arXiv:2505.14065)."""
+
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, data: Any) -> Any:
@@ -156,6 +160,8 @@ class OuterConfig(Frozen):
             for key in ("secret_file", "announce"):
                 if getattr(self, key) is not None:
                     raise ValueError(f"{key} is for peers of a coordinator: expected outer.coordinator beside it")
+            if self.connections > 1:
+                raise ValueError("connections are for peers of a coordinator: expected outer.coordinator beside them")
             return
         for key in ("coordinator", "announce"):
             if (value := getattr(self, key)) is not None:

@@ -4,6 +4,8 @@ import re
 
 SWARM_PORT = 29700
 """Port at which the trainer of a swarm listens, if none is given."""
+MAX_CONNECTIONS = 32
+"""Most TCP connections of a link between two peers; each has a thread at both ends."""
 
 
 def parse_endpoint(text: str, usual_port: int | None = None) -> tuple[str, int]:

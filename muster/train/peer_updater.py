@@ -84,6 +84,7 @@ class PeerUpdater(OuterUpdater):
             f"{socket.gethostname()}-{os.urandom(3).hex()}",
             None if announce is None else parse_endpoint(announce),
             lambda line: print(line, flush=True),
+            connections=self.config.connections,
         )
         print(f"waiting for the peers at {self.config.coordinator}, in round {self.shared.round + 1}", flush=True)
         try:

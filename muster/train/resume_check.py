@@ -61,6 +61,7 @@ CHANGEABLE_KEYS = (
     "outer.coordinator",
     "outer.secret_file",
     "outer.announce",
+    "outer.connections",
     "swarm",
     *(f"swarm.{key}" for key in SwarmConfig.model_fields),
 )

@@ -85,12 +85,15 @@ class PeerClient:
         announce: Address | None = None,
         log: Callable[[str], None] = print,
         listener: socket.socket | None = None,
+        connections: int = 1,
     ) -> None:
-        """`announce`: address at which other peers reach this one; None: its own towards the coordinator."""
+        """`announce`: address at which other peers reach this one; None: its own towards the coordinator.
+        `connections`: those by which it sends to the next peer of a ring."""
         self.name, self.shared, self._log = name, shared, log
         self._coordinator, self._secret, self._fingerprint, self._announce = coordinator, secret, fingerprint, announce
         self._socket = listener or listen_for_peers(coordinator, announce, "outer.announce")
         self._listener = PeerListener(self._socket, secret, shared.snapshot, log)
+        self._connections = connections
         self._settings = Settings()
         self._state = PeerState("idle", shared.round, shared.digest())
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -180,7 +183,8 @@ class PeerClient:
                 self._ring = ring
             addresses = {name: tuple(address) for name, address in order["addresses"].items()}
             is_over = lambda: self._aborted >= generation  # noqa: E731
-            open_ring(ring, addresses, self.name, self._secret, self._listener, is_over)
+            own = self.name, self._secret, self._listener, is_over, self._connections
+            open_ring(ring, addresses, *own)
             if is_over():
                 raise LinkError("", "the exchange was aborted")
             result = self.shared.reduce(ring, tuple(order["weights"][name] for name in order["ring"]))

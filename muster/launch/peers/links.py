@@ -1,15 +1,16 @@
 """A peer's side of the connections to other peers: the ring of one exchange, and states that are handed over."""
 
-import contextlib
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from hashlib import sha256
+from itertools import pairwise
 
 from muster.launch.network import ConnectionAcceptor
 from muster.launch.peers.channel import MAX_FRAME_BYTES, Channel, Frame, Message, RefusedError, accept, connect
+from muster.spec.endpoint import MAX_CONNECTIONS
 
 Address = tuple[str, int]
 LINK_TIMEOUT_S = 10.0
@@ -25,22 +26,24 @@ class LinkError(OSError):
 
 
 class Ring:
-    """A peer's two links in one exchange: it sends to the next peer, and receives from the one before."""
+    """A peer's two links in one exchange: it sends to the next peer, and receives from the one before. A link has one
+    or several connections, each of which carries an equal share of all that is sent."""
 
     def __init__(self, generation: int, round_: int, names: Sequence[str], own: str) -> None:
         self.generation, self.round = generation, round_
         self.size, self.index = len(names), names.index(own)
         self.next, self.previous = names[(self.index + 1) % self.size], names[self.index - 1]
         self.sent_bytes = 0
-        self._channels: dict[str, Channel] = {}
+        self._channels: dict[str, dict[int, Channel]] = {"next": {}, "previous": {}}
         self._is_aborted = False
         self._lock = threading.Lock()
-        self._sender = ThreadPoolExecutor(1, "ring")
+        self._threads = ThreadPoolExecutor(2 * MAX_CONNECTIONS, "ring")
 
-    def attach(self, neighbour: str, channel: Channel) -> None:
-        """Use a connection, named `next` or `previous`. Raises LinkError where the exchange was aborted."""
+    def attach(self, neighbour: str, channel: Channel, number: int = 0) -> None:
+        """Use a connection, of several the one with this number, to the neighbour named `next` or `previous`. Raises
+        LinkError where the exchange was aborted."""
         with self._lock:
-            self._channels[neighbour] = channel
+            self._channels[neighbour][number] = channel
             if self._is_aborted:
                 channel.close()
                 raise LinkError("", "the exchange was aborted")
@@ -49,39 +52,47 @@ class Ring:
         """End the exchange: whoever sends or receives in it raises LinkError."""
         with self._lock:
             self._is_aborted = True
-            channels = list(self._channels.values())
+            channels = [channel for one in self._channels.values() for channel in one.values()]
         for channel in channels:
             channel.close()
 
     def close(self) -> None:
         """Close the links after the exchange."""
         self.abort()
-        self._sender.shutdown(wait=False)
+        self._threads.shutdown(wait=False)
 
     def exchange(self, content: bytes | memoryview) -> bytes:
         """Send bytes to the next peer while as many come from the one before; returns these. Raises LinkError."""
-        sending: Future[None] = self._sender.submit(self._send, content)
-        try:
-            received = self._receive(len(content))
-        except BaseException:
+        sinks, sources = (self._numbered(neighbour) for neighbour in ("next", "previous"))
+        counts = [share.stop - share.start for share in _shares(len(content), len(sources))]
+        receiving = [self._threads.submit(self._receive, *one) for one in zip(sources, counts, strict=True)]
+        parts = [memoryview(content)[share] for share in _shares(len(content), len(sinks))]
+        sending = [self._threads.submit(self._send, *one) for one in zip(sinks, parts, strict=True)]
+        ended, _ = wait([*receiving, *sending], return_when=FIRST_EXCEPTION)
+        failed = next((one for one in (*receiving, *sending) if one in ended and one.exception()), None)
+        if failed is not None:
             self.abort()
-            with contextlib.suppress(OSError):
-                sending.result()
-            raise
-        sending.result()
-        return received
+            wait([*receiving, *sending])
+            failed.result()
+        return b"".join(one.result() for one in receiving)
 
-    def _send(self, content: bytes | memoryview) -> None:
+    def _numbered(self, neighbour: str) -> list[Channel]:
+        """Return a neighbour's connections by their numbers, which are the same at both ends."""
+        channels = self._channels[neighbour]
+        return [channels[number] for number in sorted(channels)]
+
+    def _send(self, channel: Channel, content: memoryview) -> None:
         try:
             for part in split(content):
-                self._channels["next"].send(part, self.generation, self.round)
-                self.sent_bytes += len(part)
+                channel.send(part, self.generation, self.round)
+                with self._lock:
+                    self.sent_bytes += len(part)
         except OSError as error:
             raise LinkError(self.next, error) from None
 
-    def _receive(self, count: int) -> bytes:
+    def _receive(self, channel: Channel, count: int) -> bytes:
         try:
-            return receive_parts(self._channels["previous"], count, self._check)
+            return receive_parts(channel, count, self._check)
         except (OSError, RefusedError) as error:
             raise LinkError(self.previous, error) from None
 
@@ -90,6 +101,12 @@ class Ring:
             raise RefusedError(
                 f"a frame of exchange {frame.generation}, round {frame.round}: expected {self.generation}"
             )
+
+
+def _shares(count: int, connections: int) -> list[slice]:
+    """Return the parts of `count` bytes that go over so many connections."""
+    ends = [count * n // connections for n in range(connections + 1)]
+    return [slice(*pair) for pair in pairwise(ends)]
 
 
 def split(content: bytes | memoryview) -> list[memoryview]:
@@ -118,24 +135,38 @@ class PeerListener:
     ) -> None:
         self._secret, self._snapshot, self._log = secret, snapshot, log
         self._came = threading.Condition()
-        self._links: dict[tuple[int, str], Channel] = {}
+        self._links: dict[tuple[int, str], list[Channel | None]] = {}
+        """Connections by exchange and peer; None: one that is still to come."""
         self._acceptor = ConnectionAcceptor(listener, self._serve, "peers")
 
     def close(self) -> None:
         """Accept no connections."""
         self._acceptor.close()
 
-    def take_link(self, generation: int, name: str, timeout_s: float, is_over: Callable[[], bool]) -> Channel:
-        """Return the connection from a peer for an exchange, once it is there. Raises LinkError."""
-        deadline = time.monotonic() + timeout_s
+    def take_link(self, generation: int, name: str, timeout_s: float, is_over: Callable[[], bool]) -> list[Channel]:
+        """Return the connections from a peer for an exchange by their numbers, once all are there. Raises LinkError."""
+        deadline, key = time.monotonic() + timeout_s, (generation, name)
         with self._came:
-            for key in [key for key in self._links if key[0] < generation]:
-                self._links.pop(key).close()
-            while (generation, name) not in self._links:
+            for former in [one for one in self._links if one[0] < generation]:
+                for channel in filter(None, self._links.pop(former)):
+                    channel.close()
+            while None in self._links.get(key, [None]):
                 if is_over() or time.monotonic() > deadline:
                     raise LinkError(name, "no connection has come")
                 self._came.wait(0.1)
-            return self._links.pop((generation, name))
+            return [channel for channel in self._links.pop(key) if channel is not None]
+
+    def _add_link(self, channel: Channel, wanted: Message) -> None:
+        """Keep a connection for the exchange that it is for. Raises KeyError, TypeError or ValueError."""
+        count, number = int(wanted["connections"]), int(wanted["number"])
+        if not 0 <= number < count <= MAX_CONNECTIONS:
+            raise ValueError(f"connection {number} of {count}: expected at most {MAX_CONNECTIONS}")
+        with self._came:
+            links = self._links.setdefault((int(wanted["generation"]), str(wanted["name"])), [None] * count)
+            if len(links) != count:
+                raise ValueError(f"a link of {count} connections: expected {len(links)}")
+            links[number] = channel
+            self._came.notify_all()
 
     def _serve(self, connection: socket.socket) -> None:
         host = ""
@@ -145,9 +176,7 @@ class PeerListener:
             channel.set_timeout(LINK_TIMEOUT_S)
             wanted = channel.receive_message()
             if wanted.get("want") == "link":
-                with self._came:
-                    self._links[int(wanted["generation"]), str(wanted["name"])] = channel
-                    self._came.notify_all()
+                self._add_link(channel, wanted)
                 return
             self._hand_over(channel)
             channel.close()
@@ -171,21 +200,29 @@ def open_ring(
     secret: bytes,
     listener: PeerListener,
     is_over: Callable[[], bool],
+    connections: int = 1,
 ) -> None:
-    """Connect a ring's links. Raises LinkError."""
+    """Connect a ring's links, that to the next peer by so many connections. Raises LinkError."""
     if ring.size == 1:
         return
-    try:
+
+    def call(number: int) -> None:
         channel = connect(addresses[ring.next], secret)
         channel.set_timeout(LINK_TIMEOUT_S)
-        ring.attach("next", channel)
-        channel.send_message({"want": "link", "generation": ring.generation, "name": own})
+        ring.attach("next", channel, number)
+        link = {"generation": ring.generation, "name": own, "number": number, "connections": connections}
+        channel.send_message({"want": "link"} | link)
+
+    try:
+        with ThreadPoolExecutor(connections) as threads:
+            list(threads.map(call, range(connections)))
     except LinkError:
         raise
     except (OSError, RefusedError, KeyError) as error:
         raise LinkError(ring.next, error) from None
     previous = listener.take_link(ring.generation, ring.previous, LINK_TIMEOUT_S, is_over)
-    ring.attach("previous", previous)
+    for number, channel in enumerate(previous):
+        ring.attach("previous", channel, number)
 
 
 def fetch_state(address: Address, secret: bytes, digest: str) -> bytes:

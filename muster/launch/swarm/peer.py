@@ -76,12 +76,14 @@ class SwarmPeer:
         announce: Address | None = None,
         log: Callable[[str], None] = print,
         silence_s: float = 10.0,
+        connections: int = 1,
     ) -> None:
-        """`announce`: address at which other peers reach this one; None: its own towards the trainer."""
+        """`announce`: address at which other peers reach this one; None: its own towards the trainer. `connections`:
+        those by which it sends to the next peer of its stage's ring."""
         self.name = name
         self._trainer, self._secret, self._announce, self._log = trainer, secret, announce, log
         self._make_worker = make_worker
-        self._silence_s = silence_s
+        self._silence_s, self._connections = silence_s, connections
         self._socket = listen_for_peers(trainer, announce, "--announce")
         self._listener = PeerListener(self._socket, secret, self._snapshot, log)
         self.worker: StageWorker | None = None
@@ -279,7 +281,8 @@ class SwarmPeer:
         is_over = lambda: self._aborted >= generation  # noqa: E731
         try:
             addresses = {name: tuple(address) for name, address in message["addresses"].items()}
-            open_ring(ring, addresses, self.name, self._secret, self._listener, is_over)
+            own = self.name, self._secret, self._listener, is_over, self._connections
+            open_ring(ring, addresses, *own)
             if is_over():
                 raise LinkError("", "the sum was given up")
             digest, squares = worker.reduce(ring)
