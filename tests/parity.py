@@ -333,7 +333,7 @@ def small_run(
         vocab_size=257,
         num_layers=layers,
         num_heads=4,
-        num_kv_heads=4 if "mla" in FAMILIES[family] else kv_heads,
+        num_kv_heads=4 if "mla" in sizes else max(kv_heads, sizes.get("parallel_sublayers", 1)),
         tied_embeddings=tied,
         **sizes,
     )

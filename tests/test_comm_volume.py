@@ -58,7 +58,7 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
         ("dp2-cp2a-z1", False, {"optim": "mezo", "family": "gpt2"}),
         ("tp4", False),
         ("tp2-pp2", True, {"family": "gpt2 ladder"}),
-        ("tp2-pp2", True, {"family": "gpt2 kraken4", "kv_heads": 4}),
+        ("tp2-pp2", True, {"family": "gpt2 kraken4"}),
         ("pp2-mb2-z1", False, {"family": "llama kraken2"}, unequal((3, {"tp": 2}), (1, {"dp_shard": 2}))),
         ("tp4-sp", False),
         ("tp2-sp-pp2", True),

@@ -26,7 +26,7 @@ from tests.test_memory_forecast import SHORT_LLAMA, assert_forecast_is_accountin
 from tests.test_parity import GRADIENT_TOLERANCE, by_layer, check_parity, run
 from tests.train_runs import QUICK, train
 
-FOUR: dict[str, Any] = {"family": "llama kraken4", "kv_heads": 4}
+FOUR: dict[str, Any] = {"family": "llama kraken4"}
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
         {"plan": "dp1", "profile": True},
@@ -48,11 +48,11 @@ CASES: dict[int, list[dict[str, Any]]] = {
     4: [
         {"plan": "tp2-pp2", "profile": True},
         {"plan": "tp2-pp2-rfull", "family": "gpt2 kraken2", "tied": True, "profile": True},
-        {"plan": "tp2-pp2-szbh1", "family": "gpt2 kraken4", "kv_heads": 4, "profile": True},
+        {"plan": "tp2-pp2-szbh1", "family": "gpt2 kraken4", "profile": True},
         {"plan": "tp2-pp2v2-sinterleaved-relem"},
         {"plan": "tp2-dp2-z3", "profile": True} | FOUR,
         {"plan": "tp2-dp2-z3-rfull", "family": "gpt2 kraken2"},
-        {"plan": "tp2-dp2-z2", "family": "qwen3 kraken4", "kv_heads": 4},
+        {"plan": "tp2-dp2-z2", "family": "qwen3 kraken4"},
         {"plan": "tp2-dp2-z1", "tied": True, "overlaps": True},
         {"plan": "tp2-dp2-z3", "changes": {"bucket_layers": 2}},
         {"plan": "tp4-rfull"} | FOUR,
