@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.cost.time.op_times import OpTimes, P2PTime
-from muster.schedule.action import parse_action
+from muster.schedule.action import Kind, parse_action
 from muster.schedule.lower import LoweringOptions, lower
 from muster.schedule.program import Program, ProgramError, parse_program
 from muster.schedule.registry import make_schedule
@@ -15,7 +16,7 @@ from muster.schedule.schedule_spec import ScheduleSpec
 from muster.simulate.breakdown import breakdown, spans_of
 from muster.simulate.shared_cores import simulate_on_shared_cores
 from muster.simulate.simulator import simulate, simulate_step
-from muster.simulate.spans import time_by_part
+from muster.simulate.spans import BUBBLE, RankSpans, time_by_part
 from muster.simulate.timeline import Event, Timeline, timeline_from_json, timeline_to_json
 
 many = settings(max_examples=60, deadline=None)
@@ -254,6 +255,16 @@ def test_a_measured_timeline_is_broken_down_alike():
             "compute STEP 115 115",
         )]  # fmt: skip
     assert breakdown(timeline("measured", 4, ",".join(rows))) == predicted
+
+
+def test_rounding_is_no_bubble() -> None:
+    """A rank that is always busy or waits for a copy has none, however the sums of times are rounded."""
+    for seed in range(20):
+        times_s = np.cumsum(np.random.default_rng(seed).random(31))
+        rank = RankSpans({Kind.F: 1.0}, times_s[:-1:2], times_s[1::2], [(Kind.LOAD_F, times_s[1:-1:2], times_s[2::2])])
+        parts_s = time_by_part([rank], float(times_s[0]), float(times_s[-1]))
+        assert parts_s[BUBBLE] == 0.0
+        assert parts_s[Kind.LOAD_F] == pytest.approx(np.diff(times_s)[1::2].sum())
 
 
 def test_waiting_for_another_rank_is_bubble_not_communication():

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 Column = NDArray[np.float64]
 
 P2P, BUBBLE = "hop", "bubble"
+_ROUNDING = 1e-12
+"""Part of a timeline's length below which what is left of a rank's idle time is rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,8 @@ def time_by_part(ranks: Iterable[RankSpans], first_s: float, last_s: float) -> d
             before_s = covered_s
             covered_s = float((np.interp(ends_s, edges, idle) - np.interp(begins_s, edges, idle)).sum())
             total_s[kind] += covered_s - before_s
-        total_s[BUBBLE] += float(idle[-1]) - covered_s
+        rest_s = float(idle[-1]) - covered_s
+        total_s[BUBBLE] += rest_s if rest_s > _ROUNDING * (last_s - first_s) else 0.0
     return {part: sum_s / count for part, sum_s in total_s.items()} if count else {}
 
 
