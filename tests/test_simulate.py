@@ -258,13 +258,16 @@ def test_a_measured_timeline_is_broken_down_alike():
 
 
 def test_rounding_is_no_bubble() -> None:
-    """A rank that is always busy or waits for a copy has none, however the sums of times are rounded."""
-    for seed in range(20):
-        times_s = np.cumsum(np.random.default_rng(seed).random(31))
-        rank = RankSpans({Kind.F: 1.0}, times_s[:-1:2], times_s[1::2], [(Kind.LOAD_F, times_s[1:-1:2], times_s[2::2])])
-        parts_s = time_by_part([rank], float(times_s[0]), float(times_s[-1]))
-        assert parts_s[BUBBLE] == 0.0
-        assert parts_s[Kind.LOAD_F] == pytest.approx(np.diff(times_s)[1::2].sum())
+    """A rank that is always busy, or waits for one of two copies, has none, though the second begins an ulp late."""
+    times_s = np.cumsum(np.random.default_rng(0).random(31))
+    begin_s, end_s = times_s[1:-1:2], times_s[2::2]
+    middle_s = (begin_s + end_s) / 2
+    waits = [(Kind.LOAD_F, begin_s, middle_s), (Kind.LOAD_B, np.nextafter(middle_s, end_s), end_s)]
+    parts_s = time_by_part(
+        [RankSpans({Kind.F: 1.0}, times_s[:-1:2], times_s[1::2], waits)], float(times_s[0]), float(times_s[-1])
+    )
+    assert parts_s[BUBBLE] == 0.0
+    assert parts_s[Kind.LOAD_F] + parts_s[Kind.LOAD_B] == pytest.approx((end_s - begin_s).sum())
 
 
 def test_waiting_for_another_rank_is_bubble_not_communication():
