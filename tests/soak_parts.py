@@ -1,5 +1,12 @@
 """Parts of `make soak`, each of at most ten minutes on two cores, and the soak tests that belong to each."""
 
+
+def _walk_from(first: int, count: int) -> tuple[str, ...]:
+    """Return the tests of some of the 24 pieces of the walk through all pairs of plans with context parallelism."""
+    name = "test_resume.py::test_each_word_of_context_parallelism_goes_on_under_each_other_one"
+    return tuple(f"{name}[{piece}]" for piece in range(first, first + count))
+
+
 PARTS: dict[str, tuple[str, ...]] = {
     "schedules": ("test_auto.py", "test_executed_schedules.py"),
     "claims": ("test_schedules.py", "test_plan_homes.py"),  # 80 s of one core
@@ -60,6 +67,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "data": ("test_packing.py", "test_eval.py", "test_tracking.py", "test_fine_tuning.py"),
     "resume": ("test_resume.py", "test_changed_resume.py", "test_delayed_update.py", "test_backward_updates.py"),
+    **{f"context-resume-{part + 1}": _walk_from(4 * part, 4) for part in range(6)},
     "kills": ("test_async_saver.py", "test_train.py", "test_remote_checkpoints.py", "test_in_memory_checkpoints.py"),
     "tiers": ("test_tier_faults.py", "test_train_faults.py"),
     "peers": ("test_peers.py", "test_peer_runs.py", "test_swarm.py"),
