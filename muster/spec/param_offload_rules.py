@@ -33,15 +33,17 @@ def _lacks_optimizer_tier(strategy: LayerStrategy) -> bool:
 def _with_optimizer_tier(strategy: LayerStrategy) -> LayerStrategy:
     if not _lacks_optimizer_tier(strategy):
         return strategy
-    changes = {"offload_optimizer": strategy.offload_param, "offload_optimizer_ratio": strategy.offload_param_ratio}
+    kept = strategy.offload_optimizer in _OPTIMIZER_TIERS[strategy.offload_param]
+    tier = strategy.offload_optimizer if kept else strategy.offload_param
+    changes = {"offload_optimizer": tier, "offload_optimizer_ratio": strategy.offload_param_ratio}
     return strategy.model_copy(update=changes)
 
 
 PARAM_OFFLOAD_RULES: tuple[Rule, ...] = (
     Rule(
         lambda plan: any(map(_lacks_optimizer_tier, plan.strategies)),
-        "offload of parameters (oparam) without that of the same layers' optimizer state (oopt; ooptd for oparamd: the"
-        " host updates parameters where they lie)",
+        "offload of parameters (oparam) without that of the optimizer's state (oopt; ooptd for oparamd), of the same"
+        " share of the layers or of all (the host updates parameters where they lie)",
         in_every_layer(_with_optimizer_tier),
     ),
     Rule(
