@@ -371,10 +371,10 @@ def gather_cases(ratio: float) -> Iterator[Case]:
                 own.link = link
             return timed(made[0].backward) if back else forward_s
 
-        first_s, cost = ratio * compute_s / LAYERS, PassCost()
-        cost.add_overlapped("dp", (LAYERS - 1) * first_s, compute_s)
-        predicted_s = without_slowdown(compute_s + first_s + cost.exposed_s["dp"], compute_s + LAYERS * first_s)
-        yield Case(f"z3's gathers, {words}", compute_s, ratio * compute_s, run, predicted_s)
+        messages_s, cost = ratio * compute_s, PassCost()
+        cost.add_layer_by_layer("dp", messages_s, 0.0, LAYERS, compute_s)
+        predicted_s = without_slowdown(compute_s + cost.exposed_s["dp"], compute_s + messages_s)
+        yield Case(f"z3's gathers, {words}", compute_s, messages_s, run, predicted_s)
 
 
 def step_cases(ratio: float) -> Iterator[Case]:

@@ -7,8 +7,10 @@ from muster.config.named_model import load_model
 from muster.cost.comm_volume import tensor_axis_bytes
 from muster.cost.time.collectives import all_gather_s, all_reduce_s, all_to_all_s, make_comm_group, reduce_scatter_s
 from muster.cost.time.kernels import flash_attention_s, matmul_s
+from muster.cost.time.pass_cost import OVERLAP_SLOWDOWN, PassCost
 from muster.cost.time.plan_times import place_plan, plan_times
 from muster.cost.time.rank_placement import PlacedPlan
+from muster.cost.time.sublayer import add_in_chunks
 from muster.layout.mesh import coordinates_of
 from muster.planner.space import PIPELINE_INNER_AXES
 from muster.schedule.action import KINDS
@@ -314,6 +316,33 @@ def test_collectives_in_parts_wait_less():
     whole = step_parts(FrameworkTraits(), plan, "8xh100")[1]["F", 0]["tp"]
     parts = step_parts(FrameworkTraits(async_tp=True), plan, "8xh100")[1]["F", 0]["tp"]
     assert 0.1 * whole < parts < 0.6 * whole
+
+
+def test_a_ranks_own_chunk_does_not_travel():
+    """Seven of eight parts of a matmul of 8 s have a transfer beside them: of 4 s all are hidden, of 16 s seven."""
+    for seconds, hidden_s in ((4.0, 4.0), (7.0, 7.0), (16.0, 7.0)):
+        cost = PassCost(8.0)
+        add_in_chunks(cost, seconds, 8.0, 8)
+        assert cost.exposed_s["tp"] == pytest.approx(seconds - (1 - OVERLAP_SLOWDOWN) * hidden_s)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("gather_s", "reduce_s"), [(0.3, 0.0), (0.0, 0.4), (3.0, 0.0), (0.2, 0.3), (0.7, 0.8), (3.0, 4.0)]
+)
+def test_layers_gathers_and_reductions_take_turns_on_a_link(layers, gather_s, reduce_s):
+    """As layers that each take a second, whose own transfers are followed one by one."""
+    time_s = gather_s
+    for layer in range(layers):
+        before_s = gather_s * (layer + 1 < layers)  # of the next layer
+        behind_s = reduce_s * (layer > 0)  # of the layer before
+        time_s += max(1.0, before_s + behind_s)
+    time_s += reduce_s
+    cost = PassCost(float(layers))
+    cost.add_layer_by_layer("dp", layers * gather_s, layers * reduce_s, layers, layers)
+    alone_s = layers * (1 + gather_s + reduce_s)
+    total_s = layers + cost.exposed_s["dp"]
+    assert total_s == pytest.approx((1 - OVERLAP_SLOWDOWN) * time_s + OVERLAP_SLOWDOWN * alone_s)
 
 
 def test_chunks_out_of_symmetric_memory_are_copied_and_added_on_the_device():

@@ -41,6 +41,19 @@ class PassCost:
         hidden_s = min(seconds, compute_s)
         self.add_exposed(axis, seconds - hidden_s + OVERLAP_SLOWDOWN * hidden_s)
 
+    def add_layer_by_layer(self, axis: str, before_s: float, after_s: float, layers: int, compute_s: float) -> None:
+        """Add what layers of `compute_s` seconds together send one after another over one link: `before_s` seconds
+        before they compute (gathers of parameters, each beside the layer before), `after_s` behind (reductions of
+        gradients, each beside the layer that follows).
+
+        Two gathers of 2 s, two layers of 1 s and two reductions of 2 s: 2 + max(1, 2) + max(1, 2) + 2 = 8 s. What comes
+        before the first layer and behind the last one is exposed.
+        """
+        layer_s, one_s, other_s = (seconds / layers for seconds in (compute_s, before_s, after_s))
+        hidden_s = min(layer_s, one_s) + max(0, layers - 2) * min(layer_s, one_s + other_s) + min(layer_s, other_s)
+        hidden_s *= layers > 1
+        self.add_exposed(axis, before_s + after_s - (1 - OVERLAP_SLOWDOWN) * hidden_s)
+
     def __add__(self, other: "PassCost") -> "PassCost":
         host_s = self.host_s + other.host_s
         total = PassCost(self.compute_s + other.compute_s, self.kernels + other.kernels, host_s, dict(self.exposed_s))

@@ -217,13 +217,13 @@ class StageTimes:
             forward = self._with_blocking_p2p(forward, 1)
             recompute = self._with_blocking_p2p(recompute, -1)
         backward = recompute + input_grads + weight_grads
-        yield "F", self._with_data_parallel(forward, gather_s)
+        yield "F", self._with_data_parallel(forward, gather_s, 0.0)
         # A recomputed layer stays gathered for its backward, unless each parameter is gathered by itself.
         gathers: float = 1 + (self.placed.framework.per_parameter_collectives and recompute.compute_s > 0)
         gathers *= 1.0 if self.trained is None else self.trained.backward_share
-        yield "B", self._with_data_parallel(backward, gathers * gather_s + reduce_s)
-        yield "I", self._with_data_parallel(recompute + input_grads, gathers * gather_s)
-        yield "W", self._with_data_parallel(weight_grads, reduce_s)
+        yield "B", self._with_data_parallel(backward, gathers * gather_s, reduce_s)
+        yield "I", self._with_data_parallel(recompute + input_grads, gathers * gather_s, 0.0)
+        yield "W", self._with_data_parallel(weight_grads, 0.0, reduce_s)
 
     def _compute(self) -> tuple[PassCost, PassCost, PassCost, PassCost]:
         """Return the cost of forward, input gradients, weight gradients and recompute of one micro-batch."""
@@ -317,23 +317,20 @@ class StageTimes:
             known[key] = layer_passes(replace(self.layer_context, strategy=kind.strategy), self._example_layers[kind])
         return known[key]
 
-    def _with_data_parallel(self, cost: PassCost, communication_s: float) -> PassCost:
-        """Add the gathers of parameters, or the reductions of gradients, of all layers to a pass.
+    def _with_data_parallel(self, cost: PassCost, gather_s: float, reduce_s: float) -> PassCost:
+        """Add the gathers of parameters and the reductions of gradients of all layers to a pass.
 
-        The first layer's gather (the last layer's reduction) is exposed, the others overlap with the compute where the
-        framework's do.
+        They overlap with the compute of the layer before or behind where the framework's do
+        (`PassCost.add_layer_by_layer`).
         """
-        if communication_s <= 0:
+        if gather_s + reduce_s <= 0:
             return cost
         total = cost + PassCost()
         if self.placed.framework.per_parameter_collectives or not self.placed.framework.overlap_fsdp:
-            total.add_exposed("dp", communication_s)
+            total.add_exposed("dp", gather_s + reduce_s)
             return total
-        first_s = communication_s / max(1, len(self.layers))
-        total.add_exposed("dp", first_s)
-        total.add_overlapped(
-            "dp", communication_s - first_s, cost.total_s(self.launch_s, self.placed.framework.blocking_launches)
-        )
+        compute_s = cost.total_s(self.launch_s, self.placed.framework.blocking_launches)
+        total.add_layer_by_layer("dp", gather_s, reduce_s, max(1, len(self.layers)), compute_s)
         return total
 
     def _with_blocking_p2p(self, cost: PassCost, step: int) -> PassCost:

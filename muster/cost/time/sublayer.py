@@ -379,11 +379,12 @@ def _add_tp_collective(
 ) -> None:
     """Add a collective before or after a matmul.
 
-    With asynchronous tensor parallelism it is divided into chunks, and all but the first overlap with the matmul.
+    With asynchronous tensor parallelism it is divided into chunks, which overlap with the matmul (`add_in_chunks`).
     `copies` gives what symmetric memory adds on so many ranks (`gather_copies`).
     """
     if at.framework.async_tp or at.strategy.tp_overlap == "async_tp":
-        add_in_chunks(spent, seconds, _overlapping_matmul_s(at), at.tp.size)
+        own_chunk_travels = at.framework.async_tp and not at.framework.symmetric_memory
+        add_in_chunks(spent, seconds, _overlapping_matmul_s(at), at.tp.size, own_chunk_travels)
         if copies_chunks(at.framework, at.tp):
             shards, kernels = copies(at.tp.size)
             spent.add(stream_s(at.device, shards * at.hidden_bytes / at.tp.size), kernels)
@@ -391,11 +392,21 @@ def _add_tp_collective(
         spent.add_exposed("tp", seconds)
 
 
-def add_in_chunks(spent: PassCost, seconds: float, matmul_s: float, ranks: int) -> None:
-    """Add a collective of asynchronous tensor parallelism: all of its chunks but the first overlap with the matmul."""
-    first_s = seconds / ranks
-    spent.add_exposed("tp", first_s)
-    spent.add_overlapped("tp", seconds - first_s, matmul_s)
+def add_in_chunks(
+    spent: PassCost, seconds: float, matmul_s: float, ranks: int, own_chunk_travels: bool = False
+) -> None:
+    """Add a collective of asynchronous tensor parallelism beside its matmul.
+
+    A rank's own chunk doesn't travel: a gather begins beside the matmul of this rank's shard, and a reduce-scatter ends
+    beside that of its own term. So `ranks` − 1 of as many parts of the matmul have a transfer beside them. Where it
+    does travel (`own_chunk_travels`: Transformer Engine reduce-scatters the result of a matmul part by part, the last
+    part behind all), one of `ranks` transfers has nothing beside it.
+    """
+    if own_chunk_travels:
+        spent.add_exposed("tp", seconds / ranks)
+        spent.add_overlapped("tp", seconds * (ranks - 1) / ranks, matmul_s)
+    else:
+        spent.add_overlapped("tp", seconds, matmul_s * (ranks - 1) / ranks)
 
 
 def copies_chunks(framework: FrameworkTraits, tp: CommGroup) -> bool:
