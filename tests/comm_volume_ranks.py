@@ -106,6 +106,8 @@ def count(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]
             kv_heads=fields.pop("kv_heads", 2),
             layers=fields.pop("layers", 4),
         )
+        optim = config.optim.model_copy(update={"freeze": tuple(fields.pop("freeze", config.optim.freeze))})
+        config = config.model_copy(update={"optim": optim})
         fault = FAULTS[fields.pop("fault", None)]
         plan = parse_plan_name(name, Plan(precision="fp32", micro_batch_size=1))
         plan = Plan.model_validate(plan.model_dump() | fields)

@@ -130,6 +130,17 @@ def assert_bytes_equal(num_ranks: int, cases: list[tuple[Any, ...]], tmp_path: P
             assert sum(case["counted"].get("world", {}).values()) > 0
 
 
+def test_a_frozen_embedding_has_no_gradient_to_sum(tmp_path: Path) -> None:
+    frozen = {"freeze": ("embed.weight",)}
+    plans: tuple[tuple[Any, ...], ...] = (
+        ("tp2-sp",),
+        ("tp2",),
+        ("tp2-sp", CHUNKED),
+        ("tp2", {"family": "qwen3 kraken2"}),
+    )
+    assert_bytes_equal(2, [(plan, False, *more, frozen) for plan, *more in plans], tmp_path)
+
+
 def test_buckets_gather_and_reduce_layers_together(tmp_path: Path) -> None:
     """Four layers and what belongs to none, four micro-batches: fewer collectives with the same bytes."""
     cases = [(plan, False, {"bucket_layers": size}) for plan in ("dp2", "dp2-z2", "dp2-z1") for size in (1, 3, 4)]

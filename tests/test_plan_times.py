@@ -27,6 +27,7 @@ from muster.spec.model_components import LinearAttentionSpec, MlaSpec, MoeSpec
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
+from tests.plans import unequal
 
 LLAMA = ModelSpec(
     vocab_size=32000, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, intermediate_size=14336
@@ -297,6 +298,15 @@ def test_logits_of_all_words_on_every_rank_cost_a_gather_and_a_whole_loss():
     tokens = 4096 * LLAMA.vocab_size
     assert whole[0]["F", 0] - own[0]["F", 0] > 30 * 7 / 8 * tokens / 2039e9
     assert whole[1]["F", 0]["tp"] - own[1]["F", 0]["tp"] > 2 * 7 / 8 * tokens / 300e9
+
+
+def test_stages_that_cut_a_micro_batch_differently_send_as_much_there_as_back():
+    """Halves of sequences and halves of positions: each rank sends a quarter to each of two ranks, in either
+    direction."""
+    stages = unequal((16, {"dp_shard": 2}), (16, {"cp": 2}))
+    plan = Plan.model_validate(parse_plan_name("pp2-mb1-bf16").model_dump() | stages)
+    times = plan_times(LLAMA, plan, WORKLOAD, load_cluster("4xh100")).p2p_times
+    assert times[0, 1] == times[1, 0]
 
 
 def test_sends_that_block_hold_up_the_passes_before_them():

@@ -179,12 +179,12 @@ def tensor_axis_bytes(
     layers, strategy = computed_layers(spec, plan, stage), plan.strategy(plan.layers(stage, spec.num_layers).start)
     further = len(spec.last_layers(plan.is_last(stage)))
     first, last = plan.is_first(stage) + further, plan.is_last(stage) + further  # embeddings and heads
+    first_back = first * (not is_frozen(optim, "embed.weight"))
     # Experts keep the whole hidden state that entered, and have no matmul that a ring could overlap. Where each rank
     # routes its own tokens, shared ones alone are entered.
     routed = [layer for layer in layers if spec.has_experts(layer)]
     own_tokens, shares = plan.routes_own_tokens(plan.mesh(stage)), spec.moe is not None and spec.moe.shared_size > 0
-    experts = routed if shares or not own_tokens else []
-    skipped = [] if experts else routed
+    experts, skipped = (routed, []) if shares or not own_tokens else ([], routed)
     entering, leaving = 2 * len(layers) - len(skipped) + last, 2 * len(layers) - len(skipped)
     again, experts_again, skipped_again = (
         sum(plan.strategy(layer).recompute == "full" for layer in some) for some in (layers, experts, skipped)
@@ -193,7 +193,7 @@ def tensor_axis_bytes(
     entries_again = 2 * again - skipped_again
     exits_again = again + (again - skipped_again) * (spec.has_post_norms or is_async)
     if spec.other_stream is not None:
-        entering, leaving, exits_again = _sums_of_streams(spec, plan, layers, entering, leaving)
+        entering, leaving, exits_again = _sums_of_streams(spec, plan, layers, entering, leaving, optim)
     if is_tiled:  # each MLP once more, and the head; full recompute stops before the MLP unless a norm reads its output
         entries_again = again * (1 + spec.has_post_norms) + len(layers) + last
         exits_again = again * (1 + spec.has_post_norms) + len(layers)
@@ -209,10 +209,10 @@ def tensor_axis_bytes(
     if is_async:
         sends = entering + 2 * leaving + entries_again + exits_again - 3 * len(experts) - 2 * experts_again
         sent["send"] += count * sends * (tp - 1) * (hidden // tp)
-        sent["all_gather"] += count * (entering + len(experts) + experts_again + first) * (hidden // tp)
+        sent["all_gather"] += count * (entering + len(experts) + experts_again + first_back) * (hidden // tp)
         sent["reduce_scatter"] += count * (entering + len(experts) + first) * hidden
     elif strategy.sp:
-        gathers = 2 * entering - len(experts) + leaving + first + entries_again
+        gathers = 2 * entering - len(experts) + leaving + first_back + entries_again
         sent["all_gather"] += count * gathers * (hidden // tp)
         sent["reduce_scatter"] += count * (entering + leaving + first + exits_again) * hidden
     else:
@@ -234,19 +234,19 @@ def tensor_axis_bytes(
 
 
 def _sums_of_streams(
-    spec: ModelSpec, plan: Plan, layers: Sequence[int], entering: int, leaving: int
+    spec: ModelSpec, plan: Plan, layers: Sequence[int], entering: int, leaving: int, optim: OptimConfig | None
 ) -> tuple[int, int, int]:
     """Return the entries, exits and repeated exits of layers of a ladder or of sub-layers side by side, given the first
     two of ordinary ones and of the head.
 
     Of a ladder nothing reads the sums that a backward would repeat. Sub-layers side by side have a sum of their streams
-    before each MLP but the model's first, and one of gradients; the streams' gradients are summed at the embedding, and
-    the conjunction leaves.
+    before each MLP but the model's first, and one of gradients; the streams' gradients are summed at the embedding
+    where it has one, and the conjunction leaves.
     """
     if spec.parallel_sublayers == 1:
         return entering, leaving, 0
     sums = [layer for layer in layers if layer > 0]
-    begins, ends = len(sums) < len(layers), spec.num_layers - 1 in layers
+    begins, ends = len(sums) < len(layers) and not is_frozen(optim, "embed.weight"), spec.num_layers - 1 in layers
     again = sum(plan.strategy(layer).recompute == "full" for layer in sums)
     return len(sums) + begins + ends, len(sums) + ends, again
 

@@ -545,7 +545,7 @@ def _resharding_p2p_time(setting: PlacedPlan, source: int, target: int) -> P2PTi
     decides.
     """
     plan, seconds, start_s = setting.plan, defaultdict[tuple[str, int], float](float), 0.0
-    element_bytes = compute_bytes(plan.precision) / plan.mesh(target).sequence_shards
+    element_bytes = compute_bytes(plan.precision)
     for message in stage_transfers(setting.model, plan, setting.workload.seq_len, source, target):
         pair, size = setting.pair(message.source, message.target), message.box.numel * element_bytes
         wire_s = size / _link_bytes_per_s(pair)
