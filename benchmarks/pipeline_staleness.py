@@ -30,6 +30,8 @@ WAYS: dict[str, tuple[str, bool, str]] = {
     "pipedream": ("pipedream", False, "none"),
     "pipedream, spike": ("pipedream", False, "spike"),
     "pipedream, predict": ("pipedream", False, "predict"),
+    "backprop": ("pipelined-backprop", False, "none"),
+    "backprop, spike": ("pipelined-backprop", False, "spike"),
     "2bw": ("pipedream-2bw", False, "none"),
     "2bw, spike": ("pipedream-2bw", False, "spike"),
     "2bw, predict": ("pipedream-2bw", False, "predict"),
@@ -52,7 +54,7 @@ def losses_of(name: str, args: argparse.Namespace) -> list[float]:
         keys["optim.weight_decay"] = 0.0
     config = _config(args.preset, keys)
     batch = config.train.global_batch_size
-    size = batch if schedule == "pipedream" else max(1, batch // args.pp)
+    size = batch if schedule in ("pipedream", "pipelined-backprop") else max(1, batch // args.pp)
     while batch % size:
         size -= 1
     plan = Plan(

@@ -56,6 +56,9 @@ def test_to_the_bit_as_the_serial_emulator(tmp_path: Path) -> None:
     faults = [{"plan": plan, "steps": 5, "fault": fault} for fault in FAULTS]
     faults += [{"plan": plan, "steps": 5, "fault": fault} | PREDICTED for fault in PREDICTED_FAULTS]
     sound = [{"plan": plan} | PREDICTED, {"plan": plan}, {"plan": "pp2-mb4-spipedream"} | late]
+    unstashed = {"plan": "pp2-mb4-spipelinedbackprop"} | late
+    sound.append(unstashed)
+    faults.append(unstashed | {"steps": 5, "fault": "stashed"})
     check_same(2, [*(case | {"steps": 5} for case in sound), *faults], tmp_path)
 
 
@@ -64,9 +67,11 @@ def test_to_the_bit_as_the_serial_emulator(tmp_path: Path) -> None:
 def test_to_the_bit_as_the_serial_emulator_in_more_cases(tmp_path: Path) -> None:
     late = {"optim": "sgd", "delay_compensation": "spike"}
     plans = ("pp2-mb2-spipedream2bw-flush4-fp64", "pp2-mb4-spipedream2bw-flush3-bf16", "pp2-mb8-spipedream-flush3-bf16")
+    check_same(2, [{"plan": "pp2-mb2-spipelinedbackprop-flush3-bf16"}], tmp_path)
     faults = [{"plan": "pp2-mb2-spipedream", "fault": fault} for fault in FAULTS]
     ahead = [{"plan": plan} | PREDICTED for plan in plans] + [{"plan": plans[0], "optim": "sgd"} | PREDICTED]
     check_same(2, [*({"plan": plan} for plan in plans), {"plan": plans[0]} | late, *ahead, *faults], tmp_path)
+    check_same(4, [{"plan": f"pp4-mb{size}-spipelinedbackprop-fp64"} for size in (8, 4, 2)], tmp_path)
     plans = ("pp4-spipedream2bw-flush5", "pp4-mb2-spipedream2bw-relem", "pp4-mb8-spipedream", "pp4-mb4-spipedream")
     check_same(4, [{"plan": plan} | more for plan in plans for more in ({}, PREDICTED)], tmp_path)
 
@@ -102,6 +107,8 @@ def test_delays_and_versions_are_those_of_the_papers() -> None:
         ("pp4-mb1-spipedream2bw", [1, 1, 1, 1], [2, 2, 2, 1]),
         ("pp4-mb8-spipedream", [3, 2, 1, 0], [4, 3, 2, 1]),
         ("pp4-mb4-spipedream", [2, 1, 1, 0], [3, 2, 2, 1]),
+        ("pp4-mb8-spipelinedbackprop", [3, 2, 1, 0], [1, 1, 1, 1]),
+        ("pp4-mb4-spipelinedbackprop", [2, 1, 1, 0], [1, 1, 1, 1]),
     ):
         program = program_of(name)
         check(program)
@@ -136,6 +143,14 @@ def test_what_a_program_does_wrong_is_found(old: str, new: str, said: str) -> No
         check(parse_program(text.replace(old, new, 1)))
 
 
+def test_backwards_without_stashing_use_the_newest_weights() -> None:
+    text = str(program_of("pp2-mb8-spipelinedbackprop-flush3"))
+    assert "0F1 0B0@p2p:2 STEPv1 0F2v1 0B1v1@" in text
+    said = "0B1 on rank 0 uses version 0 of the weights, but the newest is 1"
+    with pytest.raises(ProgramError, match=said):
+        check(parse_program(text.replace("0B1v1@", "0B1@", 1)))
+
+
 def test_weights_that_are_older_than_promised_are_found() -> None:
     """PipeDream's program under the name of 2BW, whose promise is a delay of one step."""
     text = str(program_of("pp4-mb8-spipedream-flush6")).replace("schedule=pipedream", "schedule=pipedream-2bw")
@@ -158,6 +173,7 @@ def test_memory_counts_versions_and_waiting_gradients() -> None:
     assert double["gradients"] == 2 * plain["gradients"]
     assert stashed["gradients"] == plain["gradients"]
     assert stashed["parameters"] == 2 * plain["parameters"]  # eight micro-batches a step: one older version
+    assert held("-spipelinedbackprop", 1)["parameters"] == plain["parameters"]
     assert held("-spipedream", 3)["parameters"] == held("", 3)["parameters"]
     predicted = held("-spipedream", 1, "predict")
     assert predicted["parameters"] == stashed["parameters"] + plain["parameters"]
@@ -174,6 +190,7 @@ def test_where_it_is_refused() -> None:
     assert "flush_every 4 is of asynchronous schedules" in said("pp2-flush4")
     assert "with several ranks for a stage" in said("dp2-pp2-spipedream2bw")
     assert "with another precision than fp64, fp32 and bf16" in said("pp2-spipedream2bw-fp16")
+    assert "recompute (which would repeat forwards" in said("pp2-spipelinedbackprop-relem")
     assert "experts, tied embeddings" in said("pp2-spipedream", MODEL.model_copy(update={"tied_embeddings": True}))
     assert said("pp4-spipedream2bw") == said("pp2-mb8-spipedream-bf16") == ""
     plan = parse_plan_name("pp2-spipedream2bw-flush4")

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muster.config.run_config import EvalConfig, RunConfig
+from muster.parallel.master_weights import master_weights
 from muster.parallel.stage import DecoderStage
 from muster.parallel.weight_versions import WeightVersions
 from muster.parallel.world import open_world
@@ -87,7 +88,26 @@ def not_predicted() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def stashed() -> Iterator[None]:
+    """Backwards use the weights of their forwards."""
+    init = WeightVersions.__init__
+
+    def faulty(self: WeightVersions, *args: Any) -> None:
+        init(self, *args[:3])
+
+    with patch.object(WeightVersions, "__init__", faulty), patch.object(WeightVersions, "enter", stale_enter):
+        yield
+
+
+def stale_enter(self: WeightVersions, micro_batch: int, version: int) -> None:
+    """Enter a version; a backward, that of its forward."""
+    version = self._in_flight.setdefault(micro_batch, version)
+    self._use(version)
+
+
 FAULTS = {
+    "stashed": stashed,
     None: nullcontext,
     "newest weights": newest_weights,
     "no stash": no_stash,
@@ -195,7 +215,7 @@ def _emulate(trainer: Trainer, plan: Plan) -> dict[str, Any]:
     def load(micro_batch: int | None) -> None:
         for name, tensor in parameters.items():
             number = since_flush if micro_batch is None else version(name, micro_batch)
-            tensor.copy_(versions[number][name])
+            tensor.data.copy_(versions[number][name])  # as autograd, which may have saved it, mustn't know
             if predicts and micro_batch is not None and number:
                 tensor.add_(tensor - versions[number - 1][name], alpha=delay(name))
         for stage in trainer.stages.values():
@@ -217,7 +237,17 @@ def _emulate(trainer: Trainer, plan: Plan) -> dict[str, Any]:
         load(micro_batch)
         return forward(micro_batch, x)
 
+    backward = stage.backward
+
+    def backward_of_version(micro_batch: int, gradient: Tensor | None) -> Tensor | None:
+        if plan.schedule == "pipelined-backprop":
+            load(None)
+            if (masters := master_weights(stage.module)) is not None:
+                masters.refresh()
+        return backward(micro_batch, gradient)
+
     stage.forward = forward_of_version  # type: ignore[method-assign]
+    stage.backward = backward_of_version  # type: ignore[method-assign]
     executor = trainer.make_executor(trainer.program, {Kind.STEP: step})
     results = []
     for count in range(trainer.config.train.num_steps):

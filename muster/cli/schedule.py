@@ -84,7 +84,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--steps",
         type=positive_int,
         metavar="N",
-        help="pipedream*: optimizer steps between two flushes (default: 3)",
+        help="pipedream*, pipelined-backprop: optimizer steps between two flushes (default: 3)",
     )
     add("--skip", metavar="R", help="skippipe: share of the stages that each micro-batch skips (default: 0.25)")
     add(

@@ -5,7 +5,10 @@ version of its forward (weight stashing: PipeDream, Narayanan et al. 2019, §3.3
 need keeps its memory, the next one is made in new memory, and the leaf is given the memory of the version that a pass
 uses. What passes have saved of a weight otherwise, such as a view, stays in the memory of its version.
 
-With weight prediction (A. Kosson et al., arXiv:2003.11666, whose weight form this is), passes use w(t) + D (w(t) −
+Without stashing (pipelined backpropagation; A. Kosson et al., arXiv:2003.11666 §2) the optimizer changes the weights in
+the memory that passes under way have saved, views included.
+
+With weight prediction (the same paper, whose weight form this is), passes use w(t) + D (w(t) −
 w(t − 1)) as version t: the weights that their gradients, D steps late, will be applied to, if updates go on as the last
 one. They have memory of their own; the optimizer changes the weights themselves.
 """
@@ -25,8 +28,13 @@ class WeightVersions:
     these tensors' precision, versions are of the copies that passes use.
     """
 
-    def __init__(self, module: nn.Module, local: Mapping[str, Tensor], predicted_steps: float = 0.0) -> None:
-        """`predicted_steps`: the steps by which the weights of passes are ahead of those that the optimizer changes."""
+    def __init__(
+        self, module: nn.Module, local: Mapping[str, Tensor], predicted_steps: float = 0.0, stashes: bool = True
+    ) -> None:
+        """`predicted_steps`: the steps by which the weights of passes are ahead of those that the optimizer changes;
+        `stashes`: False where no older version is kept, so that backwards read the newest weights."""
+        assert stashes or not predicted_steps, "predicted weights have memory of their own in each version"
+        self._stashes = stashes
         self._masters = master_weights(module)
         self._leaves = list(module.parameters())
         self._newest = [parameter.data for parameter in self._leaves]
@@ -53,11 +61,14 @@ class WeightVersions:
 
     def enter(self, micro_batch: int, version: int) -> None:
         """Let the weights be those of a version, for a forward or a backward of a micro-batch."""
-        self._in_flight[micro_batch] = version
-        self._use(version)
+        if self._stashes:
+            self._in_flight[micro_batch] = version
+            self._use(version)
 
     def leave(self, micro_batch: int) -> None:
         """Note that the backward of a micro-batch is over; a version that no other one needs is freed."""
+        if not self._stashes:
+            return
         version = self._in_flight.pop(micro_batch)
         self._use(self.newest)
         if version not in self._in_flight.values():
@@ -90,6 +101,8 @@ class WeightVersions:
             self._use(self.newest)
         elif self._masters is not None and self._before:
             self._masters.fill(self._before)
+        elif self._masters is not None and not self._stashes:
+            self._masters.refresh()  # in the memory that passes under way have saved
         self._before = {}
 
     @property

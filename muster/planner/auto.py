@@ -293,6 +293,11 @@ def _require_parts_run(config: RunConfig) -> None:
         )
     if plan.schedule_entry.is_asynchronous:
         _require_flushes_alone(config)
+        if config.optim.delay_compensation == "predict" and not plan.schedule_entry.stashes_weights:
+            raise InfeasibleError(
+                f"optim.delay_compensation predict makes weights for each version, which schedule {plan.schedule}"
+                " doesn't keep: set it to spike (sgd with momentum) or none, or take schedule pipedream"
+            )
         if plan.schedule_entry.steps_alone and (config.optim.clip_norm or train.spike_sigmas):
             key = "optim.clip_norm" if config.optim.clip_norm else "train.spike_sigmas"
             raise InfeasibleError(

@@ -1,6 +1,8 @@
 """Asynchronous 1F1B: steps follow each other without a flush, on versions of the weights (PipeDream)."""
 
-from muster.schedule.action import Action
+from collections.abc import Callable
+
+from muster.schedule.action import Action, Kind
 from muster.schedule.one_f_one_b import one_f_one_b
 from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import ScheduleSpec
@@ -38,12 +40,30 @@ def pipedream(spec: ScheduleSpec) -> Schedule:
     one, of which a rank keeps up to p − r. With one micro-batch in a step that is PipeDream's. Bubble
     (p − 1)(tF + tB) in all these steps together.
     """
+    return _stepping_alone(spec, "pipedream", lambda action, after: action.micro_batch - after)
+
+
+def pipelined_backprop(spec: ScheduleSpec) -> Schedule:
+    """`pipedream` without weight stashing: a backward uses the newest weights of its rank (A. Kosson et al., Pipelined
+    Backpropagation at Scale, arXiv:2003.11666 §2).
+
+    So the forward of micro-batch j on rank r uses version (j − (p − 1 − r)) // m, and its backward version j // m, made
+    by all micro-batches of the steps before.
+    """
+    return _stepping_alone(
+        spec, "pipelined-backprop", lambda action, after: action.micro_batch - after * (action.kind == Kind.F)
+    )
+
+
+def _stepping_alone(spec: ScheduleSpec, name: str, seen: Callable[[Action, int], int]) -> Schedule:
+    """Return 1F1B through all steps; `seen` gives the micro-batches whose gradients are in the weights of a pass, which
+    has so many ranks after it."""
     count, last = spec.num_micro_batches, spec.num_ranks - 1
     ranks = tuple(
-        tuple(action._replace(version=max((action.micro_batch - (last - rank)) // count, 0)) for action in order)
+        tuple(action._replace(version=max(seen(action, last - rank) // count, 0)) for action in order)
         for rank, order in enumerate(through_steps(spec))
     )
-    return Schedule("pipedream", tuple(range(last + 1)), count * spec.num_steps, ranks, num_steps=spec.num_steps)
+    return Schedule(name, tuple(range(last + 1)), count * spec.num_steps, ranks, num_steps=spec.num_steps)
 
 
 def through_steps(spec: ScheduleSpec) -> tuple[tuple[Action, ...], ...]:

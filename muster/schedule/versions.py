@@ -2,8 +2,8 @@
 
 Version 0 is that at the beginning of the Program, and the optimizer step number t, from 0, makes version t + 1. A
 forward uses the newest version of its rank; the backward of the same micro-batch uses the same one, which the rank
-keeps so long (weight stashing; Narayanan et al. 2019, PipeDream, §3.3). The *delay* of a pass of step t on version v
-is t − v.
+keeps so long (weight stashing; Narayanan et al. 2019, PipeDream, §3.3), or, in a schedule without stashing, the newest
+one. The *delay* of a pass of step t on version v is t − v.
 """
 
 from collections import Counter
@@ -35,9 +35,8 @@ def add_versioned_steps(draft: "ProgramDraft") -> None:
         last_backward: dict[int, int] = {}
         for index, item in enumerate(compute):
             action = item.action
-            if action.kind == Kind.F:
-                first_use.setdefault(action.version, index)
-            else:
+            first_use.setdefault(action.version, index)
+            if action.kind != Kind.F:
                 last_backward[action.micro_batch // per_step] = index
         versions = range(1, schedule.num_steps + 1)
         places = [first_use.get(version, len(compute)) for version in versions]
@@ -85,10 +84,12 @@ class VersionReport:
 def report_versions(program: Program, rank: int) -> VersionReport:
     """Return what a rank of a Program does with versions of the weights.
 
-    Raises ProgramError where a forward doesn't use the newest version, a backward not that of its forward, or where
-    versions are made out of turn.
+    Raises ProgramError where a forward doesn't use the newest version, a backward not that of its forward (the newest,
+    in a schedule without stashing), or where versions are made out of turn.
     """
     newest, most, delay = 0, 1, 0
+    entry = SCHEDULES.get(program.schedule)
+    stashes = entry is None or entry.stashes_weights
     used: dict[tuple[int, int], int] = {}
     """(stage, micro-batch) between forward and backward → version."""
     in_flight: Counter[int] = Counter()
@@ -99,13 +100,14 @@ def report_versions(program: Program, rank: int) -> VersionReport:
             if action.version != newest + 1:
                 raise ProgramError(f"{action} on rank {rank} comes after version {newest}: expected {newest + 1}")
             newest = action.version
-        elif action.kind == Kind.F:
+        elif action.kind == Kind.F or (action.kind in BACKWARDS and not stashes):
             if action.version != newest:
                 raise ProgramError(
                     f"{action} on rank {rank} uses version {action.version} of the weights, but the newest is {newest}"
                 )
-            used[place] = action.version
-            in_flight[action.version] += 1
+            if stashes:
+                used[place] = action.version
+                in_flight[action.version] += 1
             delay = max(delay, program.step_of(action) - action.version)
         elif action.kind in BACKWARDS and place in used:
             forward = used.pop(place)

@@ -71,6 +71,10 @@ ASYNCHRONOUS_RUNTIME_RULES: tuple[Rule, ...] = (
     _rule(lambda plan: plan.vocab_parallel, "vocab_parallel (its collectives are those of one step)"),
     _rule(lambda plan: plan.post_validation, "post_validation (the gradient norm has a step to arrive already)"),
     _rule(lambda plan: plan.sequence_slices > 1, f"sequence_slices {_UNTESTED}"),
+    _rule(
+        lambda plan: not plan.schedule_entry.stashes_weights and any(s.recompute != "none" for s in plan.strategies),
+        "recompute (which would repeat forwards on the newest weights): take schedule pipedream",
+    ),
     _rule(lambda plan: plan.cuda_graphs, "cuda_graphs (which remember the memory of one version)"),
     _rule(lambda plan: plan.compile is True, f"compile {_UNTESTED}"),
     _rule(

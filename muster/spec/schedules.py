@@ -90,6 +90,9 @@ class ScheduleEntry:
     steps_alone: bool = False
     """True if in an asynchronous schedule each rank steps as soon as its own gradients are complete: it can't know
     those of other ranks, so that nothing is clipped or skipped."""
+    stashes_weights: bool = True
+    """False if in an asynchronous schedule backwards use the newest weights, and not those of their forwards, which
+    ranks don't keep then."""
     min_micro_batches: Callable[[int], int] = lambda pp: 1
     """pp → fewest micro-batches of a step."""
     skips_stages: bool = False
@@ -294,6 +297,15 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         max_delay=lambda rank, pp, m: -((rank + 1 - pp) // m),
         mean_delay=lambda rank, pp, m: (pp - 1 - rank) / m,
         steps_alone=True,
+    ),
+    "pipelined-backprop": ScheduleEntry(
+        "pipedream:pipelined_backprop",
+        "pipedream without older weights: backwards use the newest; bubble (p−1)(tF+tB)/steps, memory p, weights once",
+        1,
+        max_delay=lambda rank, pp, m: -((rank + 1 - pp) // m),
+        mean_delay=lambda rank, pp, m: (pp - 1 - rank) / m,
+        steps_alone=True,
+        stashes_weights=False,
     ),
     "skippipe": ScheduleEntry(
         "skippipe:skippipe",

@@ -55,7 +55,8 @@ class AsyncPipeline:
         """Steps by which gradients of this rank's stage come late."""
         ahead = delay if trainer.config.optim.delay_compensation == "predict" else 0.0
         self.versions = {
-            index: WeightVersions(one.module, one.parameters, ahead) for index, one in trainer.stages.items()
+            index: WeightVersions(one.module, one.parameters, ahead, entry.stashes_weights)
+            for index, one in trainer.stages.items()
         }
         """Versions of the weights of this rank's stages."""
 

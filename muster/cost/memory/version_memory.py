@@ -20,14 +20,15 @@ def held_by_versions(
     A step's gradients wait for the optimizer step while those of the following one accumulate. From the optimizer step
     on, when the former are freed, there are older versions of the weights instead, as the passes use them; both at a
     time are there only within the optimizer step, when one micro-batch less is in flight than at other times. Where
-    ranks step alone, no gradients wait.
+    ranks step alone, no gradients wait; without stashing there are no older versions.
 
     Weight prediction (`optim.delay_compensation` predict) needs the weights before an update once more, in whose place
     are then, where passes don't use copies anyway, the weights that they use.
     """
     if not plan.schedule_entry.is_asynchronous:
         return dict(stages)
-    stashed, steps_alone = most_versions(actions) - 1, plan.schedule_entry.steps_alone
+    entry = plan.schedule_entry
+    stashed, steps_alone = (most_versions(actions) - 1) * entry.stashes_weights, entry.steps_alone
     found = {stage: _with_versions(memory, stashed, steps_alone) for stage, memory in stages.items()}
     if optim is not None and optim.delay_compensation == "predict":
         for stage, memory in stages.items():

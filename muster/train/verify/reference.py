@@ -214,6 +214,8 @@ class Reference:
             objective, *deeper = (loss + config.train.z_loss * z_loss for loss, z_loss in found)
             if deeper:
                 objective = objective + config.model.mtp_loss_scaling_factor * sum(deeper) / len(deeper)
+            if stale is not None:
+                stale.enter_backward(cast, dict(model.named_parameters()))
             if move is None:
                 (objective / num_valid).backward()
             total += float(found[0][0].detach())

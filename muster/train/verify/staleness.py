@@ -17,6 +17,7 @@ VERSION_OF: dict[str, Callable[[int, int, int, int], int]] = {
         (step * per_step + micro_batch - stages_after) // per_step, 0
     ),
 }
+VERSION_OF["pipelined-backprop"] = VERSION_OF["pipedream"]  # of forwards; backwards use the newest
 """Schedule → (step since the last flush, micro-batch of the step, micro-batches of a step, stages behind the own one) →
 version of the weights that the pass uses, where step t makes version t + 1."""
 
@@ -46,6 +47,7 @@ class StaleWeights:
             for layout in stage_layouts(model, plan, stage, coordinates_of(plan, plan.pp_rank(stage)))
         }
         entry = plan.schedule_entry
+        self._stashes = entry.stashes_weights
         self._delays = {
             name: entry.mean_delay(plan.num_stages - 1 - after, plan.pp, per_step)
             for name, after in self._stages_after.items()
@@ -78,6 +80,12 @@ class StaleWeights:
         if self._predicts and version:
             values = torch.add(values, values - self._versions[version - 1][name], alpha=self._delays[name])
         return _Version.apply(parameter, values)  # type: ignore[return-value]
+
+    def enter_backward(self, used: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+        """Put into the tensors that a forward has used what its backward uses: the newest weights, unless it uses the
+        same ones."""
+        for name, tensor in used.items() if not self._stashes else ():
+            tensor.data.copy_(parameters[name].data)
 
 
 class _Version(torch.autograd.Function):
