@@ -55,9 +55,9 @@ def test_to_the_bit_as_the_serial_emulator(tmp_path: Path) -> None:
     plan, late = "pp2-mb4-spipedream2bw-flush4", {"optim": "sgd", "delay_compensation": "spike"}
     faults = [{"plan": plan, "steps": 5, "fault": fault} for fault in FAULTS]
     faults += [{"plan": plan, "steps": 5, "fault": fault} | PREDICTED for fault in PREDICTED_FAULTS]
-    sound = [{"plan": plan} | PREDICTED, {"plan": plan}, {"plan": "pp2-mb4-spipedream"} | late]
     unstashed = {"plan": "pp2-mb4-spipelinedbackprop"} | late
-    sound.append(unstashed)
+    sound = [*({"plan": own} | PREDICTED for own in (plan, f"{plan}-bf16")), {"plan": plan}]
+    sound += [{"plan": "pp2-mb4-spipedream"} | late, unstashed]
     faults.append(unstashed | {"steps": 5, "fault": "stashed"})
     check_same(2, [*(case | {"steps": 5} for case in sound), *faults], tmp_path)
 

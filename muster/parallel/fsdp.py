@@ -152,11 +152,15 @@ def local_parameters(module: nn.Module, versioned: bool = False) -> dict[str, Te
 def attach_local_gradients(module: nn.Module, local: dict[str, Tensor]) -> None:
     """Set `.grad` of these local parameters to this rank's shard of the reduced gradient.
 
-    Gathered parameters are dropped first: only sharded ones have reduced gradients.
+    Gathered parameters are dropped first: only sharded ones have reduced gradients. Gradients of master weights are
+    there already; their copies are dropped, but where these stay in memory: passes may go on with them before the
+    update, and what they hold need not be the masters' values (`WeightVersions`).
     """
+    if (masters := master_weights(module)) is not None and masters.keeps_copies:
+        return
     reshard(module)
-    if master_weights(module) is not None:
-        return  # they are there already
+    if masters is not None:
+        return
     for name, parameter in module.named_parameters():
         if name not in local:
             continue
