@@ -33,6 +33,7 @@ def evaluate(
     samples: int = DEFAULT_SAMPLES,
     precision: str | None = None,
     plan: str = "dp1",
+    path: int | None = None,
 ) -> dict[str, dict[str, float]]:
     """Return loss, perplexity and number of tokens of a trained model by source, `all` among them; the arguments are
     the flags of `muster eval`.
@@ -58,6 +59,7 @@ def evaluate(
             on_invalid_row=on_invalid_row,
             precision=precision,
             plan=plan,
+            path=path,
         )
     )
 
@@ -89,6 +91,7 @@ def generate(
     plan: str = "dp1",
     window: int | None = None,
     memory_limit: int | str | None = None,
+    path: int | None = None,
 ) -> Generation:
     """Let a trained model continue prompts, or with `chat` answer them; the arguments are the flags of `muster
     generate`.
@@ -97,7 +100,7 @@ def generate(
     """
     texts = (prompts,) if isinstance(prompts, str) else tuple(prompts)
     drawing, memory = (temperature, top_k, top_p, seed), (window, memory_limit)
-    request = _generation_request(run, texts, tokens, drawing, stop, chat, system, plan, memory)
+    request = _generation_request(run, texts, tokens, drawing, stop, chat, system, plan, memory, path)
     found = import_torch_module("muster.train.generate").run_generation(request)
     model = request.trained_model
     return Generation(texts, tuple(found), model.checkpoint, model.step, request.plan)
@@ -117,16 +120,19 @@ def converse(
     plan: str = "dp1",
     window: int | None = None,
     memory_limit: int | str | None = None,
+    path: int | None = None,
 ) -> Iterator[str]:
     """Yield a trained model's answer to each line, the user's next message of one dialogue; otherwise as `generate`."""
     drawing, memory = (temperature, top_k, top_p, seed), (window, memory_limit)
-    request = _generation_request(run, (), tokens, drawing, stop, True, system, plan, memory)
+    request = _generation_request(run, (), tokens, drawing, stop, True, system, plan, memory, path)
+    if path is None and request.trained_model.paths.num_paths > 1:
+        raise ConfigError("a dialogue keeps to one of the model's paths: expected --path with its number, such as 0")
     if request.plan.world_size > 1:
         raise ConfigError(f"a dialogue runs in one process: expected a plan without tp, got {plan}")
     verb = import_torch_module("muster.train.text_generation")
     device = import_torch_module("muster.parallel.world").pick_device(0, 1)
     with import_torch_module("muster.train.generation_memory").limit_of_request(request, device):
-        generator = verb.TextGenerator(request, device)
+        generator = verb.TextGenerator(request, device, path=path or 0)
         messages = [] if system is None else [{"role": "system", "content": system}]
         for line in lines:
             messages.append({"role": "user", "content": line})
@@ -145,6 +151,7 @@ def _generation_request(
     system: str | None,
     plan: str,
     memory: tuple[int | None, int | str | None],
+    path: int | None,
 ) -> "GenerationRequest":
     """Return the request for texts; `drawing` is (temperature, top_k, top_p, seed), `memory` (window, limit). Raises
     ConfigError, InfeasibleError."""
@@ -171,6 +178,8 @@ def _generation_request(
     model = verb.find_trained_model(Path(run))
     spread = parse_plan_name(plan, Plan(precision=model.plan.precision))
     require_generation_supported(spread, model.model)
+    if path is not None:
+        model.require_path(path)
     if window is not None and spread.default_strategy.offload_param == "none":
         raise ConfigError(
             f"window {window} is the number of layers on the device of those in host memory or on disk: expected a plan"
@@ -187,6 +196,7 @@ def _generation_request(
         system=system,
         **({} if window is None else {"window": window}),
         memory_limit_bytes=None if limit is None else parse_bytes(str(limit), "--memory-limit"),
+        path=path,
     )
 
 

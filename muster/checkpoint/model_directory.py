@@ -1,7 +1,7 @@
 """Directories with a model's weights in any format: recognition, metadata, and weights by Muster's names."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -84,6 +84,8 @@ class ModelDirectory:
     """Directory of the model that a directory of adapters belongs to."""
     average: bool = False
     """True: its weights are the moving averages of those in a Muster checkpoint (`optim.ema_decay`)."""
+    module_of: Callable[[str], int] | None = None
+    """Module from which each parameter is, in a Muster checkpoint of several paths; None: the first of all."""
 
 
 def open_directory(path: Path, model: ModelSpec | None = None) -> ModelDirectory:
@@ -160,8 +162,10 @@ def held_weights(directory: ModelDirectory) -> TensorSource:
         check_shapes(directory.stored, hf_shapes(links), directory.folder)
         return from_weight_map(directory.stored, spec, links)
     prefix, shapes = _PARAMETER_PREFIX[directory.format], dict(stored_parameters(spec, parameter_shapes(spec)))
-    check_shapes(directory.stored, {prefix + name: shape for name, shape in shapes.items()}, directory.folder)
     names = {name: prefix + name for name in shapes}
+    if (module_of := directory.module_of) is not None:
+        names |= {name: f"modules/{module}/{prefix}{name}" for name in shapes if (module := module_of(name))}
+    check_shapes(directory.stored, {names[name]: shape for name, shape in shapes.items()}, directory.folder)
     if directory.average:  # frozen parameters have none: they are their own
         averages = {name: f"optim/{name}{_AVERAGE_SUFFIX}" for name in shapes}
         names |= {name: stored for name, stored in averages.items() if stored in directory.stored.metas}

@@ -33,6 +33,7 @@ def run(arguments: list[str]) -> int:
             samples=args.samples or DEFAULT_SAMPLES,
             precision=args.precision,
             plan=args.plan or "dp1",
+            path=args.path,
         )
     except ConfigError as error:
         raise (ConfigError(keys_as_flags(str(error), _FLAGS)) if args.source else error) from None
@@ -49,7 +50,7 @@ def _run_tasks(args: argparse.Namespace) -> int:
     if other := next(
         (
             key
-            for key in ("source", "tokenizer", "seq_len", "on_invalid_row", "precision", "plan")
+            for key in ("source", "tokenizer", "seq_len", "on_invalid_row", "precision", "plan", "path")
             if getattr(args, key) is not None
         ),
         None,
@@ -105,5 +106,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--tasks", metavar="A,B", help="tasks of lm-evaluation-harness, run on a Hugging Face directory"
     )
     parser.add_argument("--task-dir", type=Path, metavar="DIR", help="directory of further tasks")
+    parser.add_argument(
+        "--path",
+        type=int,
+        metavar="N",
+        help="path, counted from 0, that reads all samples, of a run with outer.method dipaco (default: the one"
+        " to which its router sends each part of a sample)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse(arguments)

@@ -19,7 +19,19 @@ def run(arguments: list[str]) -> int:
     from muster.spec.plan_name import format_plan_name
 
     start_s = perf_counter()
-    names = ("tokens", "temperature", "top_k", "top_p", "seed", "stop", "system", "plan", "window", "memory_limit")
+    names = (
+        "tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "seed",
+        "stop",
+        "system",
+        "plan",
+        "window",
+        "memory_limit",
+        "path",
+    )
     flags = {name: getattr(args, name) for name in names}
     try:
         if args.prompt is None:
@@ -120,6 +132,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help="layers on the device at once of those that oparam or oparamd keep elsewhere (default: 2)",
     )
     parser.add_argument("--memory-limit", metavar="SIZE", help="memory that may be taken of each device, such as 20GB")
+    parser.add_argument(
+        "--path",
+        type=int,
+        metavar="N",
+        help="path, counted from 0, that continues all prompts, of a run with outer.method dipaco (default: the one"
+        " to which its router sends each prompt)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse(arguments)
     if args.prompt is None and not args.chat:

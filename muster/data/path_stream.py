@@ -1,5 +1,6 @@
 """Samples of one path: the part of the stream that a router sends there, and validation samples by their parts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,12 +17,10 @@ _ROWS = 4096
 
 
 @dataclass(frozen=True, eq=False)
-class Routing:
-    """Path of each training sample, and the router of others."""
+class SampleRouter:
+    """Router of whole samples, and of the parts of validation samples."""
 
     router: PrefixRouter
-    paths_N: np.ndarray
-    """Path of the training samples in the order of the store: int16 [N]."""
     prefix: int
     """First tokens of a sample by which it is routed."""
     reroute_every: int
@@ -32,10 +31,49 @@ class Routing:
         """Number of paths."""
         return len(self.router.centroids_KD)
 
+    def path_of(self, tokens: Sequence[int]) -> int:
+        """Return the path of a text, by its first tokens; short ones are repeated, as in training."""
+        return int(self.router.route(_prefix(np.asarray(tokens), self.prefix)[None])[0])
+
+    def routes(self, tokens_BS: np.ndarray) -> np.ndarray:
+        """Return the path of each position: none, −1, for the first tokens, by which the first part is routed, and for
+        each later part that of the tokens before it (arXiv:2403.10616 §2.4.3)."""
+        prefix, every = self.prefix, self.reroute_every
+        routes_BS = np.full(tokens_BS.shape, -1)
+        for first in range(0, tokens_BS.shape[1], every):
+            seen = slice(0, prefix) if first == 0 else slice(first - prefix, first)
+            chosen_B = self.router.route(tokens_BS[:, seen])
+            routes_BS[:, max(first, prefix) : first + every] = chosen_B[:, None]
+        return routes_BS
+
+    def with_labels_of(self, path: int | None, batch: Batch) -> Batch:
+        """Return a batch with the labels of those parts alone for which a path is chosen; None: any path."""
+        routes_BS = self.routes(batch.tokens_BS)
+        labels_BS = np.where(routes_BS >= 0 if path is None else routes_BS == path, batch.labels_BS, IGNORE_INDEX)
+        return Batch(batch.tokens_BS, labels_BS, int((labels_BS != IGNORE_INDEX).sum()), batch.positions_BS)
+
+
+@dataclass(frozen=True, eq=False)
+class Routing(SampleRouter):
+    """Path of each training sample, and the router of others."""
+
+    paths_N: np.ndarray
+    """Path of the training samples in the order of the store: int16 [N]."""
+
     @property
     def sizes(self) -> tuple[int, ...]:
         """Training samples of each path."""
         return tuple(np.bincount(self.paths_N, minlength=self.num_paths).tolist())
+
+
+def fit_sample_router(
+    dataset: Dataset, paths: int, vocab_size: int, seed: int, prefix: int, reroute_every: int
+) -> SampleRouter:
+    """Fit a router to the training samples of a dataset, or to some of them where there are many."""
+    count = dataset.num_train_samples
+    fitted = np.unique(np.linspace(0, count - 1, min(count, FITTED_SAMPLES)).astype(np.int64))
+    router = fit_router(_prefixes(dataset, fitted, prefix), paths, vocab_size, seed)
+    return SampleRouter(router, prefix, reroute_every)
 
 
 def route_samples(dataset: Dataset, paths: int, vocab_size: int, seed: int, prefix: int, reroute_every: int) -> Routing:
@@ -43,12 +81,13 @@ def route_samples(dataset: Dataset, paths: int, vocab_size: int, seed: int, pref
 
     Raises ConfigError where a path gets no samples.
     """
-    count = dataset.num_train_samples
-    fitted = np.unique(np.linspace(0, count - 1, min(count, FITTED_SAMPLES)).astype(np.int64))
-    router = fit_router(_prefixes(dataset, fitted, prefix), paths, vocab_size, seed)
+    count, router = (
+        dataset.num_train_samples,
+        fit_sample_router(dataset, paths, vocab_size, seed, prefix, reroute_every),
+    )
     parts = (np.arange(first, min(first + _ROWS, count)) for first in range(0, count, _ROWS))
-    paths_N = np.concatenate([router.route(_prefixes(dataset, part, prefix)) for part in parts]).astype(np.int16)
-    routing = Routing(router, paths_N, prefix, reroute_every)
+    paths_N = np.concatenate([router.router.route(_prefixes(dataset, part, prefix)) for part in parts]).astype(np.int16)
+    routing = Routing(router.router, prefix, reroute_every, paths_N)
     if min(routing.sizes) == 0:
         raise ConfigError(
             f"outer.modules make {paths} paths, but the router gives samples to {np.count_nonzero(routing.sizes)} of"
@@ -62,7 +101,12 @@ def _prefixes(dataset: Dataset, positions: np.ndarray, prefix: int) -> np.ndarra
     windows = dataset.windows.train_windows(positions)
     starts, lengths = dataset.windows.starts(windows), np.minimum(dataset.windows.lengths(windows), prefix)
     rows = zip(starts.tolist(), lengths.tolist(), strict=True)
-    return np.stack([np.resize(dataset.store.read(start, start + length), prefix) for start, length in rows])
+    return np.stack([_prefix(dataset.store.read(start, start + length), prefix) for start, length in rows])
+
+
+def _prefix(tokens: np.ndarray, prefix: int) -> np.ndarray:
+    """Return so many first tokens, repeated where there are fewer."""
+    return np.resize(tokens[:prefix], prefix)
 
 
 class PathStream(SampleStream):
@@ -96,9 +140,7 @@ class PathStream(SampleStream):
     def rows(self, index: np.ndarray, validation: bool = False) -> Batch:
         if not validation:
             return self.dataset.rows(self.global_samples(index))
-        batch = self.dataset.rows(index, validation=True)
-        labels_BS = np.where(self._routes(batch.tokens_BS) == self.path, batch.labels_BS, IGNORE_INDEX)
-        return Batch(batch.tokens_BS, labels_BS, int((labels_BS != IGNORE_INDEX).sum()), batch.positions_BS)
+        return self.routing.with_labels_of(self.path, self.dataset.rows(index, validation=True))
 
     def global_samples(self, index: np.ndarray) -> np.ndarray:
         """Return the indices in the whole stream of this path's samples, counted from 0."""
@@ -117,14 +159,3 @@ class PathStream(SampleStream):
             kept = {old: samples for old, samples in self._epochs.items() if old == epoch - 1}
             self._epochs = kept | {epoch: np.flatnonzero(self.routing.paths_N[order] == self.path)}
         return self._epochs[epoch]
-
-    def _routes(self, tokens_BS: np.ndarray) -> np.ndarray:
-        """Return the path of each position: none, −1, for the first tokens, by which the first part is routed, and for
-        each later part that of the tokens before it (arXiv:2403.10616 §2.4.3)."""
-        prefix, every = self.routing.prefix, self.routing.reroute_every
-        routes_BS = np.full(tokens_BS.shape, -1)
-        for first in range(0, tokens_BS.shape[1], every):
-            seen = slice(0, prefix) if first == 0 else slice(first - prefix, first)
-            chosen_B = self.routing.router.route(tokens_BS[:, seen])
-            routes_BS[:, max(first, prefix) : first + every] = chosen_B[:, None]
-        return routes_BS

@@ -4,8 +4,8 @@ Data-parallel ranks share the batches of one process; tensor-parallel ranks hold
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from muster.config.named_model import HF_PREFIX, load_model
 from muster.config.run_config import DataConfig
 from muster.data.dataset import IGNORE_INDEX, Batch, Dataset, require_known_ids
 from muster.data.invalid_rows import InvalidRowPolicy
+from muster.data.path_stream import SampleRouter
 from muster.data.tokenizer import Tokenizer
 from muster.launch.rank_process import exit_process, rank_main
 from muster.layout.mesh import dp_index_of
@@ -44,7 +45,8 @@ from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan, Precision
 from muster.spec.plan_name import parse_plan_name
 from muster.train.data import open_dataset, open_token_store, require_vocab_size, run_tokenizer, token_store_folder
-from muster.train.text_generation import find_trained_model, stored_precision
+from muster.train.path_routing import run_router
+from muster.train.text_generation import TrainedModel, find_trained_model, stored_precision
 from muster.train.validation_loss import perplexity
 from muster.train.verb_ranks import REQUEST_FILE, run_on_ranks, write_result
 
@@ -73,6 +75,8 @@ class EvalOptions(Frozen):
     """Precision of weights and passes; None: the plan's, the run's, or that of the directory's weights."""
     plan: str = "dp1"
     """Name of a plan: its data-parallel ranks share the samples, its tensor-parallel ranks the layers."""
+    path: int | None = None
+    """Path that reads all samples, where a run has several; None: the one to which the run's router sends each part."""
 
     def data_config(self, own: DataConfig) -> DataConfig:
         """Return how `source` is read: as the model's own data, but for what these options say."""
@@ -108,14 +112,22 @@ class _Samples:
 
 
 @dataclass(frozen=True)
-class _Evaluation:
-    """Model on disk, the plan to run it under, and the samples by source."""
+class _Part:
+    """Weights on disk, and the samples by source whose loss they compute."""
 
-    spec: ModelSpec
-    plan: Plan
     load: Callable[[list[LocalShard]], object]
     """Function that reads the weights."""
     samples: Mapping[str, _Samples]
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """Model, the plan to run it under, and its weights: a part for each path of several, which read samples one after
+    another."""
+
+    spec: ModelSpec
+    plan: Plan
+    parts: Sequence[_Part]
 
 
 def evaluate(options: EvalOptions) -> dict[str, dict[str, float]]:
@@ -147,19 +159,28 @@ def _evaluate(opened: _Evaluation, device: torch.device, world: World | None = N
     axis = None if world is None else world.tensor_axis(opened.plan.default_strategy)
     experts = None if world is None else world.expert_axis()
     model, layouts = build_inference_decoder(opened.spec, opened.plan.precision, device, axis, experts)
-    opened.load([LocalShard(f"model/{name}", layouts[name], local) for name, local in model.named_parameters()])
+    shards = [LocalShard(f"model/{name}", layouts[name], local) for name, local in model.named_parameters()]
     model.caps_logits = False  # the loss caps them, in float32
     index, ranks = (0, 1) if world is None else (dp_index_of(opened.plan, world.at), opened.plan.mesh(0).dp_size)
-    found = {}
-    for name, samples in opened.samples.items():
-        total, count = _loss_sum(model, opened.spec.vocab_size, samples.batches(index, ranks), device, axis)
-        if world is not None:  # tensor-parallel ranks have the same sums
-            sums = torch.tensor([total, count], dtype=torch.float64, device=device) * (world.at.tp == 0)
-            dist.all_reduce(sums)
-            total, count = sums[0].item(), int(sums[1])
-        loss = total / max(1, count)
-        found[name] = {"loss": loss, "perplexity": perplexity(loss), "tokens": count}
-    return found
+    sums: dict[str, tuple[float, int]] = {}
+    for part in opened.parts:
+        part.load(shards)
+        for name, samples in part.samples.items():
+            total, count = _loss_sum(model, opened.spec.vocab_size, samples.batches(index, ranks), device, axis)
+            if world is not None:  # tensor-parallel ranks have the same sums
+                both = torch.tensor([total, count], dtype=torch.float64, device=device) * (world.at.tp == 0)
+                dist.all_reduce(both)
+                total, count = both[0].item(), int(both[1])
+            sums[name] = total, count
+    if len(opened.parts) > 1:
+        sums = {name: (total, count) for name, (total, count) in sums.items() if count}
+        sums = {"all": (sum(total for total, _ in sums.values()), sum(count for _, count in sums.values())), **sums}
+    return {name: _result(total, count) for name, (total, count) in sums.items()}
+
+
+def _result(total: float, count: int) -> dict[str, float]:
+    loss = total / max(1, count)
+    return {"loss": loss, "perplexity": perplexity(loss), "tokens": count}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -186,8 +207,12 @@ def _open(options: EvalOptions) -> _Evaluation:
     seq_len = options.seq_len or min(MAX_SEQ_LEN, spec.max_positions or MAX_SEQ_LEN)
     _require_positions(spec, seq_len)
     own = _open_whole_dataset(options.source, data, run_tokenizer(data), spec, seq_len, Path(".data"))
-    load_weights = partial(load_initial_weights, place, spec)
-    return _Evaluation(spec, plan, load_weights, {"all": _whole_samples(own, options.samples)})
+    if options.path is not None:
+        raise ConfigError(
+            f"--path {options.path} is one of several of a run, but {place} has a single one: leave it out"
+        )
+    part = _Part(partial(load_initial_weights, place, spec), {"all": _whole_samples(own, options.samples)})
+    return _Evaluation(spec, plan, [part])
 
 
 def _open_run(options: EvalOptions) -> _Evaluation:
@@ -199,17 +224,17 @@ def _open_run(options: EvalOptions) -> _Evaluation:
             )
     source = find_trained_model(options.model_path)
     plan = options.plan_for(source.model, source.plan.precision)
-    run_dir = source.checkpoint.parent.parent
+    run_dir = source.run_dir
     config = load_run_config(None, run_dir / "config.yaml", []).config
     seq_len = options.seq_len or config.train.seq_len
     _require_positions(source.model, seq_len)
-    load_weights = partial(load_initial_weights, source.weights, source.model)
     if options.source is not None:
         data = options.data_config(config.data)
         own = _open_whole_dataset(
             options.source, data, run_tokenizer(data), config.model, seq_len, token_store_folder(data, run_dir)
         )
-        return _Evaluation(source.model, plan, load_weights, {"all": _whole_samples(own, options.samples)})
+        samples = {"all": _whole_samples(own, options.samples)}
+        return _Evaluation(source.model, plan, _parts(source, options.path, samples, seq_len))
     dataset = open_dataset(
         config.model_copy(update={"train": config.train.model_copy(update={"seq_len": seq_len})}), run_dir
     )
@@ -221,7 +246,45 @@ def _open_run(options: EvalOptions) -> _Evaluation:
     }
     if not samples:
         raise ConfigError(f"{run_dir} holds nothing out (data.validation_split 0): name other data with --source")
-    return _Evaluation(source.model, plan, load_weights, samples)
+    return _Evaluation(source.model, plan, _parts(source, options.path, samples, seq_len))
+
+
+def _parts(source: TrainedModel, path: int | None, samples: Mapping[str, _Samples], seq_len: int) -> list[_Part]:
+    """Return the run's weights with the samples that they read: of several paths each with the parts of samples that
+    the run's router sends there, or one path with all of them. Raises ConfigError for a path that there isn't."""
+    paths = source.paths
+
+    def part(chosen: int, read: Mapping[str, _Samples]) -> _Part:
+        module_of = partial(paths.module_of, chosen)
+        return _Part(partial(load_initial_weights, source.weights, source.model, module_of=module_of), read)
+
+    if path is not None:
+        source.require_path(path)
+    if paths.num_paths == 1:
+        return [part(0, samples)]
+    router = run_router(source.run_dir)
+    if seq_len <= router.prefix:
+        raise ConfigError(
+            f"--seq-len {seq_len} leaves nothing of samples whose first {router.prefix} tokens (outer.route_tokens)"
+            f" choose the path: expected more than {router.prefix}"
+        )
+
+    def routed(to: int | None) -> _Samples:
+        return replace(samples["all"], read=partial(_read_routed, samples["all"].read, router, to))
+
+    if path is not None:
+        return [part(path, {"all": routed(None)})]
+    return [part(one, {f"path{one}": routed(one)}) for one in range(paths.num_paths)]
+
+
+def _read_routed(
+    read: Callable[[int, int], Batch], router: SampleRouter, path: int | None, first: int, count: int
+) -> Batch:
+    """Return those samples of a batch of which a part is sent to a path, with the labels of such parts."""
+    batch = router.with_labels_of(path, read(first, count))
+    rows = (batch.labels_BS != IGNORE_INDEX).any(1)
+    positions = None if batch.positions_BS is None else batch.positions_BS[rows]
+    return Batch(batch.tokens_BS[rows], batch.labels_BS[rows], batch.num_valid_tokens, positions)
 
 
 def _require_positions(spec: ModelSpec, seq_len: int) -> None:
@@ -261,6 +324,8 @@ def _loss_sum(
     """Return the cross-entropy summed over the labels that count, and their number."""
     total, count = 0.0, 0
     for batch in batches:
+        if not batch.num_valid_tokens:
+            continue
         require_known_ids(batch, vocab_size)
         filled = 1 + int(np.flatnonzero((batch.labels_BS != IGNORE_INDEX).any(0)).max(initial=0))
         tokens_BS, labels_BS = (

@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
+from math import prod
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from muster.data.invalid_rows import InvalidRow
 from muster.data.tokenizer import Tokenizer, bos_before
 from muster.data.tokenizer_files import stop_ids
 from muster.layout.host_updates import layer_of
+from muster.layout.module_paths import ModulePaths
 from muster.model.dtypes import DTYPES
 from muster.model.generation import generate
 from muster.parallel.allocation_meter import host_memory
@@ -38,6 +40,7 @@ from muster.spec.plan import PRECISIONS, Plan, Precision
 from muster.spec.text_generation import SamplingParams
 from muster.train.data import run_tokenizer
 from muster.train.generation_memory import limit_of_request, require_memory
+from muster.train.path_routing import module_paths, run_router
 
 _PROMPT_LENGTH, _PROMPT_TOKENS = 32, 128
 """Largest number of characters of a sample's prompt, and of the tokens that it is cut from."""
@@ -57,6 +60,26 @@ class TrainedModel(Frozen):
     """Data configuration with the tokenizer of its training."""
     average: bool = False
     """True: the moving averages of its weights."""
+    modules: tuple[int, ...] = (1,)
+    """Modules of each level of its layers, through which several paths go (dipaco)."""
+
+    @property
+    def paths(self) -> ModulePaths:
+        """Paths through its modules."""
+        return ModulePaths(self.modules, prod(self.modules), self.model.num_layers)
+
+    @property
+    def run_dir(self) -> Path:
+        """Run directory of the checkpoint."""
+        return self.checkpoint.parent.parent
+
+    def require_path(self, path: int) -> None:
+        """Raise ConfigError for a path that it doesn't have."""
+        count = self.paths.num_paths
+        if count == 1:
+            raise ConfigError(f"--path {path} is one of several, but {self.checkpoint} has a single one: leave it out")
+        if not 0 <= path < count:
+            raise ConfigError(f"--path {path}: {self.checkpoint} has {count}, expected 0 to {count - 1}")
 
     @property
     def weights(self) -> Path:
@@ -83,6 +106,8 @@ class GenerationRequest(Frozen):
     """Layers on the device at once of those that the plan keeps in host memory or on disk."""
     memory_limit_bytes: int | None = None
     """Most memory of each device that may be taken."""
+    path: int | None = None
+    """Path that continues all prompts, where there are several; None: the one to which the router sends each."""
 
 
 def find_trained_model(path: Path) -> TrainedModel:
@@ -111,13 +136,15 @@ def find_trained_model(path: Path) -> TrainedModel:
         print(f"muster: {problem}", file=sys.stderr)
     config, manifest = load_run_config(None, run_dir / "config.yaml", []).config, read_manifest(folder)
     require_unchanged_plugins(config.plugins)
+    plan = plan_from_tree(manifest.plan, "the checkpoint's plan")
     return TrainedModel(
         checkpoint=folder.resolve(),
         step=manifest.step,
         model=config.model,
         context_length=config.train.seq_len,
-        plan=plan_from_tree(manifest.plan, "the checkpoint's plan"),
+        plan=plan,
         data=config.data,
+        modules=module_paths(config, plan).modules,
     )
 
 
@@ -198,11 +225,27 @@ def generate_texts(
     """Return the continuation of each prompt. With an axis all of its ranks call it, and all get the same; `experts`:
     the same ranks, where each has some whole experts."""
     with limit_of_request(request, device):
-        generator = TextGenerator(request, device, axis, experts)
-        tokenizer, prompts = generator.tokenizer, request.prompts
-        if not request.chat:
-            return generator.texts([encode_prompt(prompt, tokenizer) for prompt in prompts])
-        return generator.texts([encode_dialogue(first_messages(one, request.system), tokenizer) for one in prompts])
+        tokenizer, prompts = run_tokenizer(request.trained_model.data), request.prompts
+        if request.chat:
+            ids = [encode_dialogue(first_messages(one, request.system), tokenizer) for one in prompts]
+        else:
+            ids = [encode_prompt(prompt, tokenizer) for prompt in prompts]
+        paths, texts = prompt_paths(request, ids), [""] * len(ids)
+        for path in sorted(set(paths)):
+            rows = [row for row, chosen in enumerate(paths) if chosen == path]
+            found = TextGenerator(request, device, axis, experts, path).texts([ids[row] for row in rows])
+            for row, text in zip(rows, found, strict=True):
+                texts[row] = text
+        return texts
+
+
+def prompt_paths(request: GenerationRequest, prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Return the path that continues each prompt, given as ids: 0 for a model of one path."""
+    model = request.trained_model
+    if request.path is not None or model.paths.num_paths == 1:
+        return [request.path or 0] * len(prompts)
+    router = run_router(model.run_dir)
+    return [router.path_of(prompt) for prompt in prompts]
 
 
 def first_messages(prompt: str, system: str | None) -> list[dict[str, str]]:
@@ -220,7 +263,9 @@ class TextGenerator:
         device: torch.device,
         axis: TensorAxis | None = None,
         experts: ExpertAxis | None = None,
+        path: int = 0,
     ) -> None:
+        """`path`: whose weights it reads, where the model has several."""
         source = request.trained_model
         self.request = request
         self.tokenizer = run_tokenizer(source.data)
@@ -229,11 +274,12 @@ class TextGenerator:
         own = source.model, request.plan.precision, device, axis, experts
         self.model, layouts = build_inference_decoder(*own, away)
         parameters = self.model.named_parameters()
+        module_of = partial(source.paths.module_of, path)
         pieces = {name: LocalShard(f"model/{name}", layouts[name], parameter) for name, parameter in parameters}
 
         def load(names: Collection[str]) -> None:
             with host_memory():  # what is read before it is copied to its place
-                load_initial_weights(source.weights, source.model, [pieces[name] for name in names])
+                load_initial_weights(source.weights, source.model, [pieces[name] for name in names], module_of)
 
         slots = write_disk_layers(self.model, away, load)
         load([name for name in pieces if layer_of(name) not in slots])

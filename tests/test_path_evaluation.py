@@ -1,0 +1,175 @@
+"""A run of several paths on disk: evaluated part by part on the path of each, and generated from prompt by prompt."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from muster.checkpoint.local_shard import LocalShard
+from muster.checkpoint.save import save
+from muster.cli.main import main
+from muster.config.load_config import ResolvedConfig, config_yaml
+from muster.config.outer_config import OuterConfig
+from muster.config.run_config import RunConfig
+from muster.data.dataset import Dataset
+from muster.data.path_stream import SampleRouter, route_samples
+from muster.data.tokenizer import ByteTokenizer
+from muster.layout.box import Box
+from muster.layout.module_paths import ModulePaths
+from muster.layout.tensor_layout import TensorLayout
+from muster.model.decoder import Decoder
+from muster.model.generation import generate
+from muster.parallel.inference import build_inference_decoder
+from muster.spec.model import parameter_shapes
+from muster.spec.plan_name import parse_plan_name
+from muster.spec.text_generation import SamplingParams
+from muster.train.data import open_dataset
+from tests.parity import small_run, start_value
+
+SAMPLES = 20
+PROMPTS = (
+    "import os\n",
+    "    return self",
+    "zzzz",
+    "# The end",
+    "    def x(self):",
+    "\n\n\n\n",
+    "0123456789",
+    "class A:",
+)
+
+
+@dataclass(frozen=True)
+class PathsRun:
+    """A run of four paths, and what it is made of."""
+
+    folder: Path
+    config: RunConfig
+    decoders: list[Decoder]
+    """Model of each path."""
+    router: SampleRouter
+
+
+@pytest.fixture(scope="module", name="run")
+def _run(tmp_path_factory: pytest.TempPathFactory) -> PathsRun:
+    """Random weights, those of two modules in each half of the layers; path p has module p mod 2 of the first half and
+    p div 2 of the second."""
+    folder = tmp_path_factory.mktemp("paths")
+    outer = OuterConfig.model_validate({"method": "dipaco", "modules": (2, 2), "route_tokens": 4, "reroute_every": 8})
+    config = small_run().model_copy(update={"outer": outer})
+    plan, spec = parse_plan_name("isl4-fp64"), config.model
+    values: dict[str, Tensor] = {}
+    for name, shape in parameter_shapes(spec):
+        modules = 2 if name.startswith("layers.") else 1
+        for module in range(modules):
+            stored = f"modules/{module}/model/{name}" if module else f"model/{name}"
+            values[stored] = 2 * start_value(spec, name, shape, seed=module).double()
+    shards = [LocalShard(name, _whole(name, tuple(value.shape)), value) for name, value in values.items()]
+    info = {"plan": plan.model_dump(mode="json"), "model": spec.model_dump(mode="json"), "counters": {}}
+    save(folder / "checkpoints", 3, shards, info, 0, 1, lambda problem: [problem])
+    (folder / "config.yaml").write_text(config_yaml(ResolvedConfig(config, {}, plan_is_auto=False), plan))
+
+    decoders = []
+    for path in range(4):
+        decoder, _ = build_inference_decoder(spec, "fp64", torch.device("cpu"), None)
+        for name, parameter in decoder.named_parameters():
+            layer = int(name.split(".")[1]) if name.startswith("layers.") else None
+            module = 0 if layer is None else path % 2 if layer < 2 else path // 2
+            parameter.data.copy_(values[f"modules/{module}/model/{name}" if module else f"model/{name}"])
+        decoders.append(decoder)
+    data = open_dataset(config, folder)
+    assert isinstance(data, Dataset)
+    return PathsRun(folder, config, decoders, route_samples(data, 4, 257, config.seed, 4, 8))
+
+
+def _whole(name: str, shape: tuple[int, ...]) -> TensorLayout:
+    return TensorLayout(name, shape, (Box((0,) * len(shape), shape),))
+
+
+def muster(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
+    capsys.readouterr()
+    assert main([*map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def reference(run: PathsRun, only: int | None = None) -> dict[str, tuple[float, int]]:
+    """Mean loss and number of labels of all paths and of each, one part of one sample after another."""
+    losses: dict[int, list[float]] = {path: [] for path in range(4)}
+    data = open_dataset(run.config, run.folder)
+    for sample in range(SAMPLES):
+        batch = data.validation_batch(sample, 1)
+        tokens, labels = (torch.from_numpy(array[0]) for array in (batch.tokens_BS, batch.labels_BS))
+        for seen, first, end in ((0, 4, 8), (4, 8, 16)):
+            path = run.router.path_of(tokens[seen : seen + 4].tolist()) if only is None else only
+            with torch.no_grad():
+                logits = run.decoders[path](tokens[None])[0]
+            losses[path] += cross_entropy(logits[first:end], labels[first:end], reduction="none").tolist()
+    every = [loss for path in losses.values() for loss in path]
+    of = {"all": every} | {f"path{path}": own for path, own in losses.items()}
+    return {name: (sum(own) / len(own), len(own)) for name, own in of.items() if own}
+
+
+def test_each_part_of_a_sample_is_evaluated_on_its_path(
+    run: PathsRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = reference(run)
+    assert len(expected) == 5  # labels on all four paths, or this shows little
+
+    def found(*flags: object) -> dict[str, tuple[float, int]]:
+        sources = muster(capsys, "eval", run.folder, "--samples", SAMPLES, *flags)["sources"]
+        return {name: (of["loss"], of["tokens"]) for name, of in sources.items()}
+
+    def agrees(ours: dict[str, tuple[float, int]], theirs: dict[str, tuple[float, int]]) -> bool:
+        return ours.keys() == theirs.keys() and all(ours[name] == pytest.approx(theirs[name]) for name in ours)
+
+    assert agrees(found(), expected)
+    assert agrees(found("--path", 2), {"all": reference(run, only=2)["all"]})
+
+    swapped = ModulePaths.module_of
+    monkeypatch.setattr(ModulePaths, "module_of", lambda self, island, name: swapped(self, 3 - island, name))
+    assert not agrees(found(), expected)
+
+
+def test_other_data_is_routed_as_the_run_routes_its_own(run: PathsRun, capsys: pytest.CaptureFixture[str]) -> None:
+    source, text = run.folder / "text.txt", ("".join(PROMPTS) * 10)[: 47 * 16]
+    source.write_text(text)
+    sources = muster(capsys, "eval", run.folder, "--source", source)["sources"]
+    routes_BS = run.router.routes(np.frombuffer(text.encode(), np.uint8).astype(np.int64).reshape(47, 16))
+    expected = {f"path{path}": int((routes_BS == path).sum()) for path in range(4)}
+    assert {name: of["tokens"] for name, of in sources.items()} == {"all": 47 * 12, **expected}
+
+
+def test_each_prompt_is_continued_on_its_path(run: PathsRun, capsys: pytest.CaptureFixture[str]) -> None:
+    def texts(*flags: object) -> list[str]:
+        prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+        found = muster(capsys, "generate", run.folder, *prompts, "--tokens", 6, "--temperature", 0, *flags)
+        return [one["text"] for one in found["texts"]]
+
+    by_path = [texts("--path", path) for path in range(4)]
+    ids, greedy, tokenizer = (
+        [list(prompt.encode()) for prompt in PROMPTS],
+        SamplingParams(temperature=0),
+        ByteTokenizer(),
+    )
+    for decoder, found in zip(run.decoders, by_path, strict=True):
+        expected = generate(decoder, ids, 6, greedy, 16, stop_ids=[tokenizer.eos_id])
+        assert found == [tokenizer.decode(new) for new in expected]
+    chosen = [run.router.path_of(prompt) for prompt in ids]
+    assert len(set(chosen)) > 1
+    assert len({tuple(found) for found in by_path}) == 4
+    assert texts() == [by_path[path][row] for row, path in enumerate(chosen)]
+
+
+def test_paths_that_there_are_not_are_refused(run: PathsRun, capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in (["eval", run.folder], ["generate", run.folder, "--prompt", "a"]):
+        assert main([*map(str, verb), "--path", "4"]) == 2
+        assert "has 4, expected 0 to 3" in capsys.readouterr().err
+    assert main(["eval", str(run.folder), "--seq-len", "4"]) == 2
+    assert "leaves nothing of samples whose first 4 tokens" in capsys.readouterr().err
+    assert main(["generate", str(run.folder), "--chat"]) == 2
+    assert "a dialogue keeps to one of the model's paths" in capsys.readouterr().err
