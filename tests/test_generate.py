@@ -221,7 +221,7 @@ def test_a_directory_of_another_program_is_run_as_it_is_stored(dtype: str, tmp_p
         (
             ["WHOLE", "--plan", "pp2-tp2"],
             3,
-            "with pp2: only tp can distribute it, and oparam keeps",
+            "with pp2: only tp can distribute it, and oparam or oparamd keep layers off",
         ),
         (
             ["WHOLE", "--plan", "tp3"],
@@ -231,7 +231,7 @@ def test_a_directory_of_another_program_is_run_as_it_is_stored(dtype: str, tmp_p
         (
             ["WHOLE", "--plan", "tp2-ep2s"],
             3,
-            "in host memory; nearest: tp2-mb1-fp32",
+            "keep layers off the device; nearest: tp2-mb1-fp32",
         ),
         (["WHOLE", "--top-p", "0"], 2, "--top-p 0.0: input should be greater than 0"),
         (["WHOLE", "--tokens", "none"], 2, "expected a whole number >= 1, got 'none'"),
