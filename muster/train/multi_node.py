@@ -1,6 +1,5 @@
 """`muster train` on several nodes: one launcher on each, which join into one job."""
 
-import os
 import signal
 import sys
 from contextlib import ExitStack
@@ -32,8 +31,6 @@ _DATA_TIMEOUT = timedelta(hours=2)
 def train_on_nodes(resolved: ResolvedConfig, options: TrainOptions, nodes: RendezvousConfig) -> int:
     """Train together with the launchers of the other nodes. Returns the exit code, the same on all."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED))  # until there are ranks
-    # Addresses without a name make PyTorch warn at each connection.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     run_dir = options.run_dir
     restarts = Restarts(run_dir, resolved.config.train.restarts, lambda: last_step(run_dir), nodes.node_rank == 0)
     while True:
