@@ -1,6 +1,7 @@
 """The simulator and the breakdown."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from muster.cost.time.op_times import OpTimes, P2PTime
 from muster.schedule.action import Kind, parse_action
+from muster.schedule.build import build_program
 from muster.schedule.lower import LoweringOptions, lower
 from muster.schedule.program import Program, ProgramError, parse_program
 from muster.schedule.registry import make_schedule
@@ -18,7 +20,11 @@ from muster.simulate.shared_cores import simulate_on_shared_cores
 from muster.simulate.simulator import simulate, simulate_step
 from muster.simulate.spans import BUBBLE, RankSpans, time_by_part
 from muster.simulate.timeline import Event, Timeline, timeline_from_json, timeline_to_json
+from muster.spec.model import ModelSpec
+from muster.spec.plan_name import parse_plan_name
+from muster.spec.workload import Workload
 
+MODEL = ModelSpec(vocab_size=32, hidden_size=8, num_layers=8, num_heads=2, num_kv_heads=2, intermediate_size=16)
 many = settings(max_examples=60, deadline=None)
 
 SECONDS = st.floats(0.1, 10)
@@ -221,6 +227,31 @@ def timeline(source, num_ranks: int, text: str) -> Timeline:
     rows = [row.split() for row in text.split(",")]
     events = [Event(int(rank), lane, parse_action(action), float(a), float(b)) for rank, lane, action, a, b in rows]
     return Timeline(source, num_ranks, tuple(events))
+
+
+@pytest.mark.parametrize(
+    "name", ["dp2-pp2v4-sinterleaved-active2", "dp2-pp2v2-sinterleaved-z1", "dp2-z1-stepgather", "dp2-pp2-z1"]
+)
+def test_compute_beside_parameters_and_gradients_is_slower(name: str) -> None:
+    """By a fifth of what the same step has beside each instruction without that; nothing else is."""
+    plan = parse_plan_name(name)
+    program = build_program(plan, MODEL, Workload(seq_len=8, global_batch_size=8))
+    seconds = {("F", -1): 1.0, ("B", -1): 2.0, ("UNSHARD", -1): 0.7, ("REDUCE_GRAD", -1): 1.3, ("STEP_BUCKET", -1): 0.5}
+    times = OpTimes(seconds | {("UNSHARD_BUCKET", -1): 0.6})
+    plain, slower = simulate(program, times), simulate_step(program, replace(times, overlap_slowdown=0.2))
+    travels = ("UNSHARD", "REDUCE_GRAD", "UNSHARD_BUCKET")
+    hidden_s = 0.0
+    for before, after in zip(plain.events, slower.timeline().events, strict=True):
+        beside_s = sum(
+            max(0.0, min(before.end_s, one.end_s) - max(before.start_s, one.start_s))
+            for one in plain.events
+            if one.rank == before.rank and one.action.kind in travels and before.lane == "compute"
+        )
+        hidden_s += beside_s
+        expected_s = before.end_s - before.start_s + 0.2 * beside_s
+        assert before.lane != "compute" or after.end_s - after.start_s == pytest.approx(expected_s)
+    assert (hidden_s > 0) == (name != "dp2-pp2-z1")
+    assert sum(slower.time_by_part().values()) == pytest.approx(slower.duration_s)
 
 
 def test_breakdown_of_a_step():

@@ -1,7 +1,7 @@
 """Simulator: the timeline of a Program whose instructions take given times."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -9,12 +9,12 @@ from itertools import repeat
 import numpy as np
 
 from muster.cost.time.op_times import OpTimes
-from muster.schedule.action import LANES, Action, Lane
+from muster.schedule.action import LANES, Action, Kind, Lane
 from muster.schedule.program import Instruction, Program, ProgramError, participants
 from muster.simulate.breakdown import spans_of
 from muster.simulate.pairs import paired_durations_s
 from muster.simulate.shared_cores import simulate_on_shared_cores
-from muster.simulate.spans import P2P, Column, RankSpans, time_by_part
+from muster.simulate.spans import P2P, Column, RankSpans, merge_spans, time_by_part
 from muster.simulate.timeline import Event, Timeline
 from muster.simulate.transfers import NO_TRANSFER, SEVERAL_WAITS, Transfers
 from muster.spec.gc_pause import gc_paused
@@ -31,6 +31,8 @@ def simulate(program: Program, times: OpTimes) -> Timeline:
     * Host copies of a rank run one after another, overlapped with the passes, each when its waits have ended.
     * Collectives of a rank run one after another. They end on all their ranks together, the longest of the ranks'
       durations after the last rank has arrived; each rank's event begins at its arrival.
+    * Compute beside gathers of parameters and reductions of gradients is slower by `times.overlap_slowdown`, by as much
+      of it as lies beside them without that.
     * With `times.cores` passes, the optimizer step and collectives share CPU cores (`muster.simulate.shared_cores`).
 
     Deterministic. Raises ProgramError if the Program deadlocks.
@@ -38,9 +40,7 @@ def simulate(program: Program, times: OpTimes) -> Timeline:
     if times.cores is not None or not program.once(_has_simple_waits):
         return simulate_on_shared_cores(program, times)
     with gc_paused():
-        run = _Simulation(program, times)
-        run.run()
-        return run.timeline()
+        return _run(program, times).timeline()
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +61,20 @@ def simulate_step(program: Program, times: OpTimes) -> SimulatedStep:
         parts = partial(_timeline_parts, timeline)
         return SimulatedStep(timeline.makespan_s, parts, lambda: timeline)
     with gc_paused():
-        run = _Simulation(program, times)
-        run.run()
+        run = _run(program, times)
         return SimulatedStep(run.last_s(), run.time_by_part, run.timeline)
+
+
+def _run(program: Program, times: OpTimes) -> "_Simulation":
+    """Return the finished simulation, a second one where collectives of the first lie beside compute and slow it."""
+    run = _Simulation(program, times)
+    run.run()
+    if times.overlap_slowdown:
+        extra_s = [times.overlap_slowdown * run.hidden_s(rank) for rank in range(program.num_ranks)]
+        if any(own_s.any() for own_s in extra_s):
+            run = _Simulation(program, times, extra_s)
+            run.run()
+    return run
 
 
 def _timeline_parts(timeline: Timeline) -> dict[str, float]:
@@ -87,6 +98,9 @@ def _awaited(program: Program) -> list[list[int]]:
     return [transfers.awaited(rank, lanes.get("compute", ())) for rank, lanes in enumerate(program.ranks)]
 
 
+_HIDDEN_KINDS = (Kind.UNSHARD, Kind.UNSHARD_BUCKET, Kind.REDUCE_GRAD)
+"""Collectives of parameters and gradients, which lie beside compute where a Program has them early or in parts."""
+
 _DEADLOCK = "the program deadlocks; muster.schedule.check.check says why"
 
 RankProcess = Iterator[int]
@@ -102,8 +116,9 @@ class _Simulation:
     knows when its sends begin; rank 1 then runs F0, B0, and rank 0 resumes at its B0.
     """
 
-    def __init__(self, program: Program, times: OpTimes) -> None:
-        self.program, self.times = program, times
+    def __init__(self, program: Program, times: OpTimes, extra_s: Sequence[Column] = ()) -> None:
+        """`extra_s`: per rank, the seconds that each of its compute instructions takes in addition."""
+        self.program, self.times, self.extra_s = program, times, extra_s
         self.begin_s: list[dict[Lane, list[float]]] = [{lane: [] for lane in LANES} for _ in program.ranks]
         self.end_s: list[dict[Lane, list[float]]] = [{lane: [] for lane in LANES} for _ in program.ranks]
         self.transfers = program.once(Transfers)
@@ -164,6 +179,18 @@ class _Simulation:
         with gc_paused():
             return time_by_part(self._spans(), 0.0, self.last_s())
 
+    def hidden_s(self, rank: int) -> Column:
+        """Return the seconds of each compute instruction of a rank beside which parameters or gradients travel."""
+        begin_s, end_s = (np.array(times_s[rank]["compute"]) for times_s in (self.begin_s, self.end_s))
+        collectives = zip(self.program.ranks[rank].get("collective", ()), self.collective_spans_s[rank], strict=True)
+        spans = np.array([span for item, span in collectives if item.action.kind in _HIDDEN_KINDS]).reshape(-1, 2)
+        begun_s, over_s = merge_spans(*spans.T)
+        if not len(begun_s):
+            return np.zeros(len(begin_s))
+        edges = np.column_stack((begun_s, over_s)).ravel()
+        travelled_s = np.column_stack((np.append(0.0, np.cumsum(over_s - begun_s)[:-1]), np.cumsum(over_s - begun_s)))
+        return np.interp(end_s, edges, travelled_s.ravel()) - np.interp(begin_s, edges, travelled_s.ravel())
+
     def _spans(self) -> Iterator[RankSpans]:
         """Yield the spans of each rank."""
         sent_s = np.array(self.sent_s)
@@ -177,6 +204,8 @@ class _Simulation:
             for index, time_s in paired_durations_s(self.program, self.times, rank).items():
                 action = compute[index].action
                 compute_s[action.kind] += time_s - self.times.duration_s(action)
+            for item, time_s in zip(compute, self.extra_s[rank], strict=True) if self.extra_s else ():
+                compute_s[item.action.kind] += time_s
             together = zip(lanes.get("collective", ()), self.collective_spans_s[rank], strict=True)
             waits: list[tuple[str, Column, Column]] = [
                 (item.action.kind, np.array([begin]), np.array([end])) for item, (begin, end) in together
@@ -298,7 +327,11 @@ class _Simulation:
         durations_s = self._durations_s(self.program.ranks[rank].get("compute", ()))
         for index, time_s in paired_durations_s(self.program, self.times, rank).items():
             durations_s[index] = time_s
-        return durations_s
+        return (
+            [own + more for own, more in zip(durations_s, self.extra_s[rank].tolist(), strict=True)]
+            if self.extra_s
+            else durations_s
+        )
 
     def _durations_s(self, instructions: tuple[Instruction, ...]) -> list[float]:
         kinds = self.program.timed_as(instructions)

@@ -52,6 +52,9 @@ class OpTimes:
     times the `seconds` of its instructions."""
     bucket_s: Mapping[tuple[str, int], tuple[float, ...]] = field(default_factory=dict)
     """(kind, stage) → s of each bucket of its parameters, where these are updated one after another."""
+    overlap_slowdown: float = 0.0
+    """Share by which compute is slower while parameters are gathered or gradients reduced beside it, in instructions of
+    their own; what is hidden within a pass, `seconds` have."""
     slices: tuple["OpTimes", ...] = ()
     """Times of the passes, copies and transfers of each slice of sequences, where they are cut; empty: those above."""
 

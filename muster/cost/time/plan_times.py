@@ -28,6 +28,7 @@ from muster.cost.time.collectives import CommGroup, all_reduce_s, p2p_s
 from muster.cost.time.cost_cache import CostCache
 from muster.cost.time.kernels import matmul_s, stream_s
 from muster.cost.time.op_times import OpTimes, P2PTime
+from muster.cost.time.pass_cost import OVERLAP_SLOWDOWN
 from muster.cost.time.profiled_times import profiled_times, streamed_s
 from muster.cost.time.rank_placement import PlacedPlan
 from muster.cost.time.scaled_casts import operand_cast_bytes
@@ -165,7 +166,10 @@ def _micro_batch_times(
     pairs_s = dict(_pair_times(setting, stages)) if setting.overlaps_pairs else {}
     shared = processes, pools
     sizes = part_sizes_of(model, plan)
-    return OpTimes(seconds, 0.0, cores, *shared, hops, exposed_s, pairs_s, part_sizes=sizes)
+    # Other programs' overlap is in the seconds of their gathers and reductions (`ParamCommunication.per_step_times`).
+    is_simulated = setting.framework.overlaps_whole_passes_only and cluster.device.kind != "cpu"
+    slowdown = OVERLAP_SLOWDOWN * is_simulated
+    return OpTimes(seconds, 0.0, cores, *shared, hops, exposed_s, pairs_s, part_sizes=sizes, overlap_slowdown=slowdown)
 
 
 def _pair_times(setting: PlacedPlan, stages: Sequence[StageTimes]) -> Iterator[tuple[tuple[int, int], float]]:
