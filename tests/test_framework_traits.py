@@ -159,6 +159,11 @@ def early_stop_recompute(patch: pytest.MonkeyPatch) -> bool:
     return repeated == 6 * LAYERS * MICRO_BATCHES
 
 
+def repeats_last_tp_matmul(patch: pytest.MonkeyPatch) -> bool:
+    repeated = len(step("tp2-rfull").where("mm")) - len(step("tp2").where("mm"))
+    return repeated == 7 * LAYERS * MICRO_BATCHES
+
+
 def gathered_logits(patch: pytest.MonkeyPatch) -> bool:
     return bool(step("tp2").where(GATHER))
 
@@ -356,7 +361,8 @@ CHECKS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
     check.__name__: check
     for check in (
         attention, fused_soft_cap, fused_swiglu_clamp, compiles_by_default, fused_elementwise, fused_norms, norm_casts,
-        fused_loss, loss_keeps_gradient, early_stop_recompute, gathered_logits, dropout, fused_grad_accumulation,
+        fused_loss, loss_keeps_gradient, early_stop_recompute, repeats_last_tp_matmul, gathered_logits, dropout,
+        fused_grad_accumulation,
         grad_bytes, all_reduce_grads, replica_reduce_once,
         overlap_grad_reduce, overlap_param_gather, overlaps_whole_passes_only, joint_ends,
         per_parameter_collectives, broadcast_updates, overlap_p2p,
@@ -374,6 +380,7 @@ OWN_STEPS = (
     "compiles_by_default",
     "grad_bytes",
     "early_stop_recompute",
+    "repeats_last_tp_matmul",
     "recasts_fp8",
 )
 """Traits whose check runs more steps than others need."""

@@ -52,6 +52,9 @@ class FrameworkTraits(Frozen):
     early_stop_recompute: bool = True
     """Full recompute stops once the backward has all that it needs: a layer's last matmul isn't repeated, as with
     torch's non-reentrant checkpoint; otherwise the whole layer is."""
+    repeats_last_tp_matmul: bool = False
+    """With tensor parallelism it is repeated even so: an autograd function around the matmul saves its input behind it.
+    The collective after it isn't."""
     gathered_logits: bool = False
     """The loss is composed of framework functions, in float32, on the logits of the complete vocabulary, which every
     tensor-parallel rank gathers (Aleph Alpha's scaling: lm_head.py, cross_entropy.py)."""

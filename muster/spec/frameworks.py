@@ -40,6 +40,7 @@ MUSTER = FrameworkTraits(
     cp_grad_bytes=4,
     recasts_fp8=True,
     experts_in_tp_region=True,
+    repeats_last_tp_matmul=True,
     overlap_pairs=True,
     symmetric_memory=True,
 )

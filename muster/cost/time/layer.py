@@ -103,7 +103,8 @@ def _recompute_cost(at: LayerContext, attention: SublayerCost, mlp: SublayerCost
                 return whole
             if mlp.exit_s:
                 whole.exposed_s["tp"] -= mlp.exit_s
-            return whole + mlp.last_matmul * -1
+            is_repeated = at.framework.repeats_last_tp_matmul and at.tp.size > 1
+            return whole if is_repeated else whole + mlp.last_matmul * -1
         case "core_attention":
             return with_host_time(at, attention.attention_core, "attention")
         case "elementwise":
