@@ -59,6 +59,14 @@ def test_a_pass_takes_what_its_products_take_and_more():
     assert 1.8 < times.seconds["B", 0] / times.seconds["F", 0] < 2.4
 
 
+def test_without_tensor_parallelism_its_overlap_changes_no_recompute() -> None:
+    """Frameworks that chunk collectives have none on one tp rank: the last matmul isn't repeated there, either."""
+    plan, cluster = parse_plan_name("dp8-rfull-bf16"), load_cluster("8xh100")
+    chunked = MEGATRON.model_copy(update={"async_tp": True})
+    found = [plan_times(LLAMA, plan, WORKLOAD, cluster, own).seconds for own in (MEGATRON, chunked)]
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("words", ["", "-sp", "-sp-asynctp"])
 def test_full_recompute_takes_the_time_of_the_collectives_that_it_repeats(words):
     """Those that a test counts in a run (test_comm_volume.py): all but the one at a layer's end."""

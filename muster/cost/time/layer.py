@@ -98,7 +98,7 @@ def _recompute_cost(at: LayerContext, attention: SublayerCost, mlp: SublayerCost
         case "full":
             whole = attention.forward + mlp.forward
             # Chunks of asynchronous tensor parallelism are one with the last matmul, which saves its input behind them.
-            in_chunks = at.framework.async_tp or at.strategy.tp_overlap == "async_tp"
+            in_chunks = at.tp.size > 1 and (at.framework.async_tp or at.strategy.tp_overlap == "async_tp")
             if not at.framework.early_stop_recompute or at.model.has_post_norms or in_chunks:
                 return whole
             if mlp.exit_s:
