@@ -70,7 +70,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail, instead of skipping, the tests that open pages in a browser when Chromium is not installed",
     )
-    parser.addoption("--faults", type=int, default=8, help="random faults of each run in the soak tests of lost ranks")
+    parser.addoption("--faults", type=int, default=60, help="random faults of each run in the soak tests of faults")
+    parser.addoption("--fault-seed", default="1", help="seed of these faults")
     parser.addoption("--soak-part", metavar="PART", help="run one part of the soak tests, by its name or number")
 
 

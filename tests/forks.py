@@ -85,11 +85,7 @@ _KEPT: list[tempfile.TemporaryDirectory] = []
 def serve(place: str, ready: int) -> int:
     """Forks a process for each command that is asked for at the socket `place`; closes `ready` once it listens."""
     _die_with_parent()
-    for module in pkgutil.iter_modules(muster.cli.__path__, "muster.cli."):
-        importlib.import_module(module.name)
-    for name in ("muster.train.worker", "muster.train.verify.rank", "muster.checkpoint.writer_process"):
-        importlib.import_module(name)
-    gc.freeze()
+    import_all()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(place)
         listener.listen(64)
@@ -102,6 +98,15 @@ def serve(place: str, ready: int) -> int:
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
+
+
+def import_all() -> None:
+    """Imports what commands need, so that none has to that is forked from here."""
+    for module in pkgutil.iter_modules(muster.cli.__path__, "muster.cli."):
+        importlib.import_module(module.name)
+    for name in ("muster.train.worker", "muster.train.verify.rank", "muster.checkpoint.writer_process"):
+        importlib.import_module(name)
+    gc.freeze()
 
 
 def _see_through(asking: socket.socket, listener: socket.socket) -> int:
@@ -140,7 +145,7 @@ def _be_command(asked: dict[str, Any], streams: list[int]) -> int:
 # In the forked processes
 
 
-class _Popen(subprocess.Popen):
+class ForkingPopen(subprocess.Popen):
     """Forks where an interpreter would be started for one of Muster's modules."""
 
     def __init__(self, args: Any, *others: Any, **more: Any) -> None:
@@ -174,7 +179,7 @@ def _run(program: str, words: Sequence[str], environment: Mapping[str, str], kee
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     faulthandler.enable(sys.stderr)
-    subprocess.Popen = _Popen  # type: ignore[misc]
+    subprocess.Popen = ForkingPopen  # type: ignore[misc]
     sys.argv = [program, *words]
     if program.endswith(".py"):
         sys.path[0] = str(Path(program).parent)

@@ -51,6 +51,10 @@ class Network:
         """Takes the cable out: no packet says so to the other side."""
         assert ip("-n", self._spaces[node], "link", "set", "cable", "down")
 
+    def mend(self, node: int) -> None:
+        """Puts the cable back."""
+        assert ip("-n", self._spaces[node], "link", "set", "cable", "up")
+
     def inside(self, node: int, own_memory: bool = False) -> tuple[str, ...]:
         """Return the command prefix that runs a command on a node, with `own_memory` with a /dev/shm that is gone with
         its processes."""
@@ -58,12 +62,15 @@ class Network:
         shell = f'{memory}hostname {HOSTS[node]} && exec "$@"'
         return ("ip", "netns", "exec", self._spaces[node], "unshare", "--uts", "--mount", "sh", "-c", shell, "sh")
 
-    def launcher(self, node: int, *words: str | Path, own_memory: bool = False, **more: Any) -> Command:
-        """`muster train`, or another verb, as one of two nodes."""
+    def launcher(
+        self, node: int, *words: str | Path, own_memory: bool = False, before: tuple[str, ...] = (), **more: Any
+    ) -> Command:
+        """`muster train`, or another verb, as one of two nodes; `before` begins its command line there."""
         place = ("--nodes", "2", "--node-rank", str(node), "--rendezvous", ADDRESSES[0])
         given = {str(word) for word in words}
         kept = [pair for pair in zip(place[::2], place[1::2], strict=True) if pair[0] not in given]
-        return Command(*(word for pair in kept for word in pair), *words, before=self.inside(node, own_memory), **more)
+        inside = (*self.inside(node, own_memory), *before)
+        return Command(*(word for pair in kept for word in pair), *words, before=inside, **more)
 
 
 def ip(*words: str) -> bool:

@@ -1,6 +1,11 @@
-"""Random faults of a training's ranks: killed, stopped or crashed, at a moment that is chosen by what a rank does."""
+"""Random faults of a training job, many in a row, drawn from a seed: its ranks are killed, crash, raise errors, stop or
+pause, at any moment or at one that is chosen by what a rank does; launchers are killed, and cables cut.
+
+Each fault waits until the job has finished steps after the one before.
+"""
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -12,11 +17,15 @@ from muster.launch.heartbeat import HeartbeatPage, RankStatus
 from muster.launch.rank_monitor import process_state
 from muster.report.run_files import read_metrics
 from muster.schedule.action import KINDS
+from tests.forking_launcher import FAIL
 from tests.train_runs import Command
 
 Moment = Callable[[int, RankStatus], bool]
 HANG_S = 6.0
 """What the runs take for `train.hang_timeout_s`."""
+_PATIENCE_S = 240.0
+"""Longest time without the event that is waited for: the job hangs."""
+_TAIL_BYTES = 1 << 14
 
 
 def in_compute(pid: int, status: RankStatus) -> bool:
@@ -27,9 +36,14 @@ def in_communication(pid: int, status: RankStatus) -> bool:
     return status.phase == "run" and (status.waiting or _lane(status) in ("p2p", "collective"))
 
 
-def in_commit(pid: int, status: RankStatus) -> bool:
+def in_copy(pid: int, status: RankStatus) -> bool:
     """True while a process writes its copy of a step."""
     return any("/muster-" in file and "/step-" in file for file in _open_files(pid))
+
+
+def in_commit(pid: int, status: RankStatus) -> bool:
+    """True while a rank takes part in a checkpoint on disk."""
+    return status.phase == "save" or any("/checkpoints/" in file for file in _open_files(pid))
 
 
 def _lane(status: RankStatus) -> str | None:
@@ -38,62 +52,138 @@ def _lane(status: RankStatus) -> str | None:
 
 
 class Faults:
-    """Faults of one running job, drawn from a seed."""
+    """Faults of one running job of `size` ranks."""
 
-    KINDS = ("kill", "crash", "stop", "compute", "communication", "commit", "recovery", "two")
+    KINDS = ("kill", "crash", "error", "stop", "pause", "compute", "communication", "copy", "commit", "recovery", "two")
+    MOMENTS = {"compute": in_compute, "communication": in_communication, "copy": in_copy, "commit": in_commit}
+    DEADLY = (signal.SIGKILL, signal.SIGSEGV, FAIL)
 
-    def __init__(self, job: Command, run: Path, seed: str) -> None:
-        self._job, self._run, self._chance = job, run, random.Random(seed)
+    def __init__(self, job: Command, run: Path, size: int, seed: str) -> None:
+        self._job, self._run, self._size, self._chance = job, run, size, random.Random(seed)
+        self._furthest = 0
+        self._coming: list[str] = []
+        self.caused: list[str] = []
+
+    def cause_many(self, count: int) -> None:
+        """Makes faults happen one after the other, and returns when the job has recovered from the last.
+
+        Raises AssertionError, with what was done, where it doesn't, or does more than one step again.
+        """
+        try:
+            self._wait(lambda: self._step() >= 2, "no second step")
+            while len(self.caused) < count:
+                self.caused.append(self._next_kind())
+                self._cause(self.caused[-1])
+                if self._chance.random() < 0.5:
+                    self._wait(lambda: len(self._members()) == self._size, "not as many ranks as before")
+        except AssertionError as error:
+            rows = "\n".join(map(str, self._recoveries()[-6:]))
+            raise AssertionError(f"after {', '.join(self.caused)}: {error}\n{rows}") from error
+
+    def _next_kind(self) -> str:
+        """Each kind as often as the others, in a random order."""
+        if not self._coming:
+            self._coming = self._chance.sample(self.KINDS, len(self.KINDS))
+        return self._coming.pop()
 
     def _launchers(self) -> list[Command]:
         return [self._job]
 
-    def cause(self, kind: str) -> None:
-        """Makes one fault happen."""
-        self._pause()
-        if kind in ("kill", "crash", "stop"):
-            ways = {"kill": signal.SIGKILL, "crash": signal.SIGSEGV, "stop": signal.SIGSTOP}
-            self._signal(self._victims(1)[0], ways[kind])
-        elif kind == "two":
-            for victim in self._victims(2):
-                self._signal(victim, signal.SIGKILL)
-        elif kind == "recovery":
-            begun = len(self.recoveries())
-            self._signal(self._victims(1)[0], signal.SIGKILL)
-            while len(self.recoveries()) == begun:
-                self._job.be_patient("no recovery")
-            self._pause()
-            self._signal(self._victims(1)[0], signal.SIGKILL)
-        else:
-            moments = {"compute": in_compute, "communication": in_communication, "commit": in_commit}
-            self._kill_in(moments[kind])
+    def _cause(self, kind: str) -> None:
+        if kind in self.MOMENTS:
+            self._kill_in(self.MOMENTS[kind])
+            self._wait_for_steps()
+            return
+        self._rest(0.3)
+        match kind:
+            case "two":
+                for victim in self._victims(2):
+                    self._signal(victim, self._chance.choice(self.DEADLY))
+            case "recovery":
+                begun, step = len(self._recoveries()), self._step()
+                self._signal(self._victims(1)[0], self._chance.choice(self.DEADLY))
+                self._wait(lambda: len(self._recoveries()) > begun or self._step() > step + 2, "no recovery")
+                self._rest(0.6)
+                self._signal(self._victims(1)[0], signal.SIGKILL)
+            case "stop" | "pause":
+                self._stop(self._victims(1)[0], for_good=kind == "stop")
+            case _:
+                ways = {"kill": signal.SIGKILL, "crash": signal.SIGSEGV, "error": FAIL}
+                self._signal(self._victims(1)[0], ways[kind])
+        self._wait_for_steps()
 
-    def recoveries(self) -> list[dict]:
+    def _stop(self, victim: int, for_good: bool) -> None:
+        """Stops a rank until the launcher has killed it, or for a moment."""
+        self._signal(victim, signal.SIGSTOP)
+        step = self._step()
+        if for_good:  # the others may not have needed it any more
+            self._wait(lambda: process_state(victim) in "XZ" or self._step() > step + 2, "nobody was missed")
+        else:
+            self._rest(1.0)
+        self._signal(victim, signal.SIGCONT)
+
+    def _wait_for_steps(self) -> None:
+        """Returns when the job has finished two steps more: what was lost is made up for."""
+        step = self._step()
+        self._wait(lambda: self._step() >= step + 2, f"no two steps after step {step}")
+
+    def _step(self) -> int:
+        """The last step in the run's metrics."""
+        step = last_step(self._run)
+        assert step >= self._furthest - 1, f"step {step} after step {self._furthest}: more than one is done again"
+        self._furthest = max(step, self._furthest)
+        return step
+
+    def _recoveries(self) -> list[dict]:
         return read_metrics(self._run / "recoveries.jsonl")
 
-    def _pause(self) -> None:
-        time.sleep(self._chance.uniform(0, 0.6))
+    def _wait(self, is_so: Callable[[], bool], problem: str) -> None:
+        limit = time.monotonic() + _PATIENCE_S
+        while not is_so():
+            for launcher in self._launchers():
+                if launcher.process.poll() is not None:
+                    raise AssertionError(f"{problem} before the end: {launcher.wait()}")
+            assert time.monotonic() < limit, f"{problem} within {_PATIENCE_S} s"
+            time.sleep(0.01)
+
+    def _rest(self, longest_s: float) -> None:
+        time.sleep(self._chance.uniform(0, longest_s))
+
+    def _members(self) -> list[int]:
+        """The processes of the newest generation of ranks."""
+        processes = [pid for one in self._launchers() for pid in children(one)]
+        statuses = {pid: status for pid in processes if (status := status_of(pid)) and status.phase != "start"}
+        newest = max((status.generation for status in statuses.values()), default=0)
+        return sorted(pid for pid, status in statuses.items() if status.generation == newest)
 
     def _victims(self, count: int) -> list[int]:
-        """Different processes that train, or are about to."""
-        while len(found := sorted(pid for one in self._launchers() for pid in children(one) if is_rank(pid))) < count:
-            self._job.be_patient(f"not {count} ranks")
+        """Different ranks."""
+        found: list[int] = []
+
+        def are_there() -> bool:
+            found[:] = self._members()
+            return len(found) >= count
+
+        self._wait(are_there, f"not {count} ranks")
         return self._chance.sample(found, count)
 
     def _kill_in(self, moment: Moment) -> None:
         """Kills a rank in the midst of what `moment` says: it stands still while it is looked at."""
-        while True:
-            self._job.be_patient("no such moment")
+
+        def is_killed() -> bool:
             victim = self._victims(1)[0]
             if not self._signal(victim, signal.SIGSTOP):
-                continue
-            while process_state(victim) not in "TX":
+                return False
+            while process_state(victim) not in "TXZ":
                 pass
             status = status_of(victim)
-            if status is not None and moment(victim, status):
-                self._signal(victim, signal.SIGKILL)
-                return
+            is_now = status is not None and moment(victim, status)
+            if is_now:
+                self._signal(victim, self._chance.choice(self.DEADLY))
             self._signal(victim, signal.SIGCONT)
+            return is_now
+
+        self._wait(is_killed, "no such moment")
 
     def _signal(self, pid: int, number: signal.Signals) -> bool:
         """False where the process has ended by itself."""
@@ -105,27 +195,54 @@ class Faults:
 
 
 class FaultsOfNodes(Faults):
-    """Faults of a job of two launchers, of which the second may be lost with its ranks and is then started again."""
+    """Faults of a job of two launchers, either of which may be lost with its ranks and is then started again."""
 
-    KINDS = (*Faults.KINDS, "launcher")
+    KINDS = (*Faults.KINDS, "launcher", "launcher", "coordinator", "coordinator", "cable")
 
     def __init__(
-        self, job: Command, second: Command, start_second: Callable[[], Command], run: Path, seed: str
+        self,
+        launchers: list[Command],
+        start: Callable[[int], Command],
+        set_cable: Callable[[bool], None],
+        run: Path,
+        size: int,
+        seed: str,
     ) -> None:
-        super().__init__(job, run, seed)
-        self.second, self._start_second = second, start_second
+        """`launchers` are those of nodes 0 and 1; the list is kept up to date. `start` starts one again, `set_cable`
+        takes out (False) or puts in the cable between them."""
+        super().__init__(launchers[0], run, size, seed)
+        self._both, self._start, self._set_cable = launchers, start, set_cable
 
     def _launchers(self) -> list[Command]:
-        return [self._job, self.second]
+        return self._both
 
-    def cause(self, kind: str) -> None:
-        if kind != "launcher":
-            super().cause(kind)
+    def _cause(self, kind: str) -> None:
+        if kind not in ("launcher", "coordinator", "cable"):
+            super()._cause(kind)
             return
-        self._pause()
-        self.second.kill()
-        self._pause()
-        self.second = self._start_second()
+        self._rest(0.3)
+        node = 0 if kind == "coordinator" else 1
+        if kind == "cable":
+            self._set_cable(False)
+            self._both[1].process.wait(_PATIENCE_S)
+            self._set_cable(True)
+        else:
+            self._both[node].kill()
+            self._both[node].process.wait(_PATIENCE_S)
+            self._rest(1.0)
+        self._both[node] = self._start(node)
+        self._wait_for_steps()
+
+
+def last_step(run: Path) -> int:
+    """The step of the last whole line of a run's metrics; 0: there is none."""
+    try:
+        with open(run / "metrics.jsonl", "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            *lines, _ = file.read().split(b"\n")
+    except OSError:
+        return 0
+    return json.loads(lines[-1])["step"] if lines else 0
 
 
 def children(job: Command) -> list[int]:
@@ -136,12 +253,6 @@ def children(job: Command) -> list[int]:
         ]
     except OSError:
         return []
-
-
-def is_rank(pid: int) -> bool:
-    """False for a process that starts, or waits as a spare."""
-    status = status_of(pid)
-    return status is not None and status.phase != "start"
 
 
 def status_of(pid: int) -> RankStatus | None:

@@ -7,6 +7,10 @@ def _walk_from(first: int, count: int) -> tuple[str, ...]:
     return tuple(f"{name}[{piece}]" for piece in range(first, first + count))
 
 
+_RANDOM_FAULTS = "test_random_faults.py::test_runs_under_random_faults_have_every_loss_of_an_undisturbed_one"
+FAULT_PLANS = ("dp4-z1", "dp4-z3", "tp2-dp2", "pp2-dp2-z1", "tp2-pp2", "pp4", "cp2-dp2")
+"""Plans of one node under which ranks are lost at random, with and without spares."""
+
 PARTS: dict[str, tuple[str, ...]] = {
     "schedules": ("test_auto.py", "test_executed_schedules.py"),
     "claims": ("test_schedules.py", "test_plan_homes.py"),  # 80 s of one core
@@ -72,9 +76,12 @@ PARTS: dict[str, tuple[str, ...]] = {
     "tiers": ("test_tier_faults.py", "test_train_faults.py"),
     "peers": ("test_peers.py", "test_peer_runs.py", "test_swarm.py"),
     "lost-ranks": ("test_elastic.py", "test_checkfree.py"),
-    # `PYTEST_ARGS="--faults 100"` for more of them
-    "random-faults": ("test_elastic.py::test_runs_under_random_faults_have_every_loss_of_an_undisturbed_one",),
-    "fewer-ranks": ("test_elastic.py::test_runs_without_spares_shrink_and_grow_under_random_faults",),
+    # `PYTEST_ARGS="--faults 5 --fault-seed 2"` for five others of each run
+    **{
+        f"random-faults-{plan}": tuple(f"{_RANDOM_FAULTS}[{plan}-{spares}]" for spares in (0, 2))
+        for plan in FAULT_PLANS
+    },
+    "random-faults-on-two-nodes": ("test_random_faults.py",),
     "lost-nodes": ("test_elastic_nodes.py",),
     "gradient-checks": ("test_gradient_check.py",),
     "hangs": ("test_hang.py", "test_doctor.py"),

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import random
 import signal
 import socket
 import sys
@@ -31,12 +30,11 @@ from muster.report.recoveries import loss_causes, recoveries_note, recoveries_of
 from muster.report.run_files import read_metrics
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
-from tests.random_faults import HANG_S, Faults, children, status_of
+from tests.random_faults import children, status_of
 from tests.train_runs import (
     LIMIT_S,
     QUICK,
     Command,
-    Ended,
     assert_one_sentence,
     assert_same_training,
     rows_of,
@@ -428,24 +426,6 @@ def test_a_run_without_spares_goes_on_with_fewer_ranks_until_all_are_back(tmp_pa
     assert sample_hash(run) == sample_hash(whole)
 
 
-def run_with_faults(run: Path, common: list[str], count: int, seed: str) -> tuple[Ended, list[str]]:
-    """A run with `count` random faults, each after three more steps, and what they were."""
-    chance = random.Random(seed)
-    told = []
-    with Command(*common, "--run", run, "--train.hang_timeout_s", str(HANG_S), "--train.elastic", "true") as job:
-        faults = Faults(job, run, seed)
-        try:
-            for number in range(count):
-                job.wait_for_step(2 + 3 * number)
-                told.append(chance.choice(Faults.KINDS))
-                faults.cause(told[-1])
-            return job.wait(), told
-        except AssertionError as error:
-            raise AssertionError(
-                f"after {', '.join(told)}: {error}\n{read_metrics(run / 'recoveries.jsonl')}"
-            ) from error
-
-
 def whole_beside(run: Path, common: list[str]) -> Path:
     """The same run, undisturbed."""
     assert train(*common, "--run", whole := run.with_name("whole")).code == 0
@@ -453,27 +433,6 @@ def whole_beside(run: Path, common: list[str]) -> Path:
 
 
 SMALL = ("--preset", "tiny", *QUICK, "--train.seq_len", "32", "--train.global_batch_size", "12")
-SOAK_PLANS = ("dp4", "dp4-z1", "dp4-z3", "pp2-dp2", "tp2-dp2", "pp2-dp2-z1", "pp4", "tp2-pp2")
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("plan", SOAK_PLANS)
-def test_runs_under_random_faults_have_every_loss_of_an_undisturbed_one(
-    plan: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    """Ranks are killed, crash or stop: at any moment, in a pass, a message, a copy, a recovery, and two at once."""
-    count: int = request.config.option.faults
-    common = [*SMALL, "--parallel", plan]
-    common += ["--train.steps", str(12 + 3 * count), "--train.save_every", "7", "--train.spares", "2"]
-    run = tmp_path / "run"
-    whole = whole_beside(run, common)
-    ended, told = run_with_faults(run, common, count, f"{plan} {count}")
-    assert (ended.code, ended.err) == (0, ""), f"{told}\n{ended.out}"
-    own = [(row["step"], row["train/loss"], row["train/grad_norm"]) for row in rows_of(run)]
-    assert own == [(row["step"], row["train/loss"], row["train/grad_norm"]) for row in rows_of(whole)], told
-    assert sample_hash(run) == sample_hash(whole)
-    attempts = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
-    assert all(one["lost_steps"] <= 1 for one in attempts), "at most the step under way is done again"
 
 
 @pytest.mark.soak
@@ -498,26 +457,6 @@ def test_a_spare_takes_the_place_of_a_slow_rank(tmp_path: Path) -> None:
     assert "the others to compute: a spare takes its place, and the other ranks go on (generation " in ended.out
     for ours, theirs in zip(rows_of(run), rows_of(whole), strict=True):
         assert (ours["step"], ours["train/loss"]) == (theirs["step"], theirs["train/loss"])
-    assert sample_hash(run) == sample_hash(whole)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("plan", ["dp4-z1-fp64", "dp3-z3-fp64", "pp2-dp2-fp64", "pp2-fp64", "pp4-fp64", "tp2-pp2-fp64"])
-def test_runs_without_spares_shrink_and_grow_under_random_faults(
-    plan: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    """Some ranks are lost while others come back."""
-    count: int = request.config.option.faults
-    common = [*SMALL, "--parallel", plan]
-    common += ["--train.steps", str(20 + 3 * count), "--train.save_every", "5", "--train.spares", "0"]
-    run = tmp_path / "run"
-    whole = whole_beside(run, common)
-    ended, told = run_with_faults(run, common, count, f"{plan} {count}")
-    assert (ended.code, ended.err) == (0, ""), f"{told}\n{ended.out}"
-    for ours, theirs in zip(rows_of(run), rows_of(whole), strict=True):
-        assert ours["step"] == theirs["step"]
-        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-10)
-        assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-9)
     assert sample_hash(run) == sample_hash(whole)
 
 

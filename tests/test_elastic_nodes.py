@@ -1,7 +1,6 @@
 """Recovery over several nodes: ranks and whole nodes are lost and come back while the others go on."""
 
 import os
-import random
 import signal
 import socket
 import sys
@@ -13,7 +12,6 @@ import pytest
 from muster.cli.main import main
 from muster.report.recoveries import recoveries_note
 from tests.nodes import HOSTS, Network, network
-from tests.random_faults import HANG_S, FaultsOfNodes
 from tests.test_elastic import RANK, recoveries, whole_beside
 from tests.test_launch import assert_gone
 from tests.train_runs import QUICK, Command, assert_one_sentence, exit_of, free_port, rows_of, sample_hash
@@ -197,30 +195,4 @@ def test_a_node_whose_network_is_cut_is_lost(nodes: Network, tmp_path: Path) -> 
     gone = "error: node 0 on node-a is gone, and with it the store in which ranks meet"
     assert_one_sentence(ended[1], 1, f"{gone}: {silent}")
     assert exit_of(run)["code"] == 0
-    assert_nearly_same(run, whole)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("plan", "spares"), [("dp4-z1-fp64", 0), ("pp2-dp2-fp64", 0), ("dp4-fp64", 2)])
-def test_runs_on_two_nodes_have_the_losses_of_undisturbed_ones_under_random_faults(
-    plan: str, spares: int, nodes: Network, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    count: int = request.config.option.faults
-    words = [*SMALL, "--parallel", plan, "--train.spares", str(spares)]
-    words += ["--train.steps", str(20 + 3 * count), "--train.save_every", "5"]
-    run, seed = tmp_path / "run", f"{plan} {spares} {count}"
-    whole = whole_beside(run, words)
-    chance, told = random.Random(seed), []
-    with Pair(nodes, run, *words, "--train.hang_timeout_s", str(HANG_S)) as pair:
-        faults = FaultsOfNodes(pair.first, pair.second, lambda: pair.start(1), run, seed)
-        try:
-            for number in range(count):
-                pair.first.wait_for_step(2 + 3 * number)
-                told.append("launcher" if number == 1 else chance.choice(FaultsOfNodes.KINDS))
-                faults.cause(told[-1])
-                pair.second = faults.second
-            ended = [pair.first.wait(), pair.second.wait()]
-        except AssertionError as error:
-            raise AssertionError(f"after {', '.join(told)}: {error}\n{recoveries(run)}") from error
-    assert [(one.code, one.err) for one in ended] == [(0, ""), (0, "")], f"{told}\n{ended}"
     assert_nearly_same(run, whole)

@@ -40,7 +40,8 @@ class Command:
     """A running `muster train`, under Muster's own launcher or as `torchrun` processes of torchrun.
 
     It makes no row of metrics after those of the steps `hold_after` until it may `go_on`, or is asked to stop.
-    `forked`, it starts sooner (see forks.py), but can't be held up or stopped, and has no `ranks`.
+    `forked`, it starts sooner (see forks.py), but can't be held up or stopped, and has no `ranks`. What it says is kept
+    for `wait`: in a pipe, which holds some hundred lines, or in files, added to `output`.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Command:
         verb: str = "train",
         hold_after: Sequence[int] = (),
         forked: bool = False,
+        output: Path | None = None,
     ) -> None:
         # Without `--`, torchrun would take --run for its own --run-path.
         elastic = [sys.executable, "-m", "torch.distributed.run", "--master-port", str(free_port())]
@@ -64,16 +66,21 @@ class Command:
         self._words = tempfile.TemporaryDirectory(prefix="held-")
         held = {"HELD_AFTER": " ".join(map(str, hold_after)), "HELD_IN": self._words.name} if hold_after else {}
         path = f"{ROOT}/tests/held{os.pathsep}{ROOT}" if hold_after else str(ROOT)
+        self._output = output
+        out, err = (open(f"{output}.{name}", "a") if output else subprocess.PIPE for name in ("out", "err"))  # noqa: SIM115
         self.process = subprocess.Popen(
             [*before, *python, verb, *map(str, arguments)],
             cwd=cwd or ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **held, **(env or {})},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=out,
+            stderr=err,
             text=True,
             start_new_session=True,
         )
+        for file in (out, err):
+            if not isinstance(file, int):
+                file.close()
 
     def __enter__(self) -> "Command":
         return self
@@ -95,9 +102,11 @@ class Command:
         """Lets it end by itself."""
         try:
             out, err = self.process.communicate(timeout=LIMIT_S)
+            if self._output:
+                out, err = (Path(f"{self._output}.{name}").read_text() for name in ("out", "err"))
         except subprocess.TimeoutExpired:
             self.kill()
-            out, err = self.process.communicate()
+            out, err = (said or "" for said in self.process.communicate())
             raise AssertionError(f"still ran after {LIMIT_S} s\n{out[-2000:]}\n{err[-2000:]}") from None
         return Ended(self.process.returncode, out, err, time.monotonic() - self._started)
 
