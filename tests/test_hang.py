@@ -12,17 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
 from muster.config.attempt_files import adopt_attempt_files, attempt_files, attempt_id
 from muster.config.yaml_writer import write_atomically
 from muster.launch.flight_records import GroupRecord, find_late_rank, format_records, parse_dump, read_records
-from muster.launch.hang_diagnosis import _WAITS_IN, RankSnapshot, diagnose, is_waiting, main_thread_frames
+from muster.launch.hang_diagnosis import _WAITS_IN, RankFault, RankSnapshot, diagnose, is_waiting, main_thread_frames
 from muster.launch.heartbeat import HEARTBEAT_FD_VARIABLE, PAGE_BYTES, Heartbeat, HeartbeatPage, RankStatus
 from muster.launch.launcher import launch
 from muster.launch.rank_errors import run_guarded
 from muster.launch.rank_monitor import RankMonitor, is_hung, snapshot_from_json, snapshot_to_json
+from muster.launch.recovery import Elasticity, ElasticSupervisor
 from muster.launch.watchdog import Watchdog, WatchdogConfig
 from muster.schedule.action import Action, Kind
 from muster.spec.errors import MusterError
@@ -308,6 +310,20 @@ def test_only_what_should_be_short_can_hang() -> None:
     assert not is_hung([still, seen(1, "validate")], 4)
     assert is_hung([seen(0, "load"), seen(1, "load", state="T")], 4), "one that is stopped holds up others everywhere"
     assert not is_hung([], 4)
+
+
+def test_survivors_of_a_loss_do_not_hang_for_having_waited_for_the_lost(tmp_path: Path) -> None:
+    """They have been told of the next generation, and have yet to leave the one before."""
+    supervisor = ElasticSupervisor(tmp_path, 1.0, 4.0, Elasticity(2))
+    (tmp_path / "logs").mkdir()
+    waiting = [seen(0, "run", waiting=True), seen(1, "run", waiting=True)]
+    lost = Mock(rank=2, last_alive=0.0, fault=RankFault(2, HOST, "never entered the all-reduce"))
+    supervisor._begin_generation([lost], "rank 2 is replaced", "rank 2 never entered the all-reduce", 2)
+    supervisor.diagnose_if_hung(waiting)
+    assert supervisor.hang_fault is None
+    supervisor._generation_start -= 5
+    supervisor.diagnose_if_hung(waiting)
+    assert supervisor.hang_fault is not None
 
 
 def test_time_without_looks_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

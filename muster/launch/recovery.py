@@ -85,6 +85,8 @@ class ElasticSupervisor(RankSupervisor):
         self._lost: list[SupervisedRank] = []
         """Ranks that others have replaced."""
         self._generation = self._in_a_row = 0
+        self._generation_start = 0.0
+        """Time of the last loss, on this machine's monotonic clock."""
         self._under_way: Recovery | None = None
         self._announced: Recovery | None = None
         """Return of ranks that begins when the others have finished a step."""
@@ -258,6 +260,7 @@ class ElasticSupervisor(RankSupervisor):
     def _begin_generation(self, failed: list[SupervisedRank], word: str, reason: str, size: int) -> None:
         """Record that ranks were lost, and say what follows."""
         self._generation += 1
+        self._generation_start = time.monotonic()
         self._in_a_row += 1
         lost = [rank.rank for rank in failed]
         begin = min(rank.last_alive for rank in failed)
@@ -359,7 +362,13 @@ class ElasticSupervisor(RankSupervisor):
         rank.kill()
 
     def diagnose_if_hung(self, snapshots: list[RankSnapshot]) -> None:
-        """Diagnose a hang if there is one; the rank that the others wait for is killed, and so replaced."""
+        """Diagnose a hang if there is one; the rank that the others wait for is killed, and so replaced.
+
+        Ranks that have just been told of a new generation may have waited long in the one before: they get as much time
+        again.
+        """
+        if time.monotonic() - self._generation_start < (self.hang_timeout_s or 0.0):
+            return
         super().diagnose_if_hung(snapshots)
         if self.hang_fault is None or self._in_a_row == MAX_RECOVERIES_IN_A_ROW:
             return
