@@ -4,9 +4,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from hashlib import sha256
 from itertools import pairwise
+from typing import Any
 
 from muster.launch.network import ConnectionAcceptor
 from muster.launch.peers.channel import MAX_FRAME_BYTES, Channel, Frame, Message, RefusedError, accept, connect
@@ -68,11 +69,12 @@ class Ring:
         receiving = [self._threads.submit(self._receive, *one) for one in zip(sources, counts, strict=True)]
         parts = [memoryview(content)[share] for share in _shares(len(content), len(sinks))]
         sending = [self._threads.submit(self._send, *one) for one in zip(sinks, parts, strict=True)]
-        ended, _ = wait([*receiving, *sending], return_when=FIRST_EXCEPTION)
-        failed = next((one for one in (*receiving, *sending) if one in ended and one.exception()), None)
+        both: list[Future[Any]] = [*receiving, *sending]
+        ended, _ = wait(both, return_when=FIRST_EXCEPTION)
+        failed = next((one for one in both if one in ended and one.exception()), None)
         if failed is not None:
             self.abort()
-            wait([*receiving, *sending])
+            wait(both)
             failed.result()
         return b"".join(one.result() for one in receiving)
 
