@@ -215,13 +215,14 @@ def test_peers_with_links_of_other_numbers_of_connections_exchange(group: Group)
     states = [ToyState(name) for name in "abc"]
     clients = [group.add(state, connections=count) for state, count in zip(states, (1, 2, 5), strict=True)]
     with ThreadPoolExecutor(3) as threads:
-        ended = list(threads.map(lambda client: client.join(), clients))
-        while [one.weight for one in ended] != [3] * 3:  # on a busy machine one may be too late for a round
-            for state in states:
-                state.train()
-            ended = list(threads.map(lambda client: client.meet(), clients))
+        list(threads.map(lambda client: client.join(), clients))
+        for state in states:
+            state.train()
+        ended = list(threads.map(lambda client: client.meet(), clients))
     assert len({state.digest() for state in states}) == 1
-    assert len({one.sent_bytes for one in ended}) == 1
+    present = [one for one in ended if not one.has_jumped]  # on a busy machine one may be too late for the exchange
+    assert len(present) >= 2
+    assert len({one.sent_bytes for one in present}) == 1
 
 
 def test_nobody_applies_a_result_that_not_all_have(group: Group) -> None:
