@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import threading
+from functools import partial
 from pathlib import Path
 
 from muster.cli.parser import Parser, positive_int
@@ -53,7 +54,7 @@ def run(arguments: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
     name = f"{socket.gethostname()}-{os.urandom(3).hex()}"
-    log = lambda line: print(line, flush=True)  # noqa: E731
+    log = partial(print, flush=True)
     peer = SwarmPeer(trainer, secret, name, make_stage, announce, log, connections=args.connections)
     print(f"{name} asks the training at {args.trainer} for a stage", flush=True)
     is_over = peer.run(stopping.is_set)

@@ -81,10 +81,8 @@ def route_samples(dataset: Dataset, paths: int, vocab_size: int, seed: int, pref
 
     Raises ConfigError where a path gets no samples.
     """
-    count, router = (
-        dataset.num_train_samples,
-        fit_sample_router(dataset, paths, vocab_size, seed, prefix, reroute_every),
-    )
+    count = dataset.num_train_samples
+    router = fit_sample_router(dataset, paths, vocab_size, seed, prefix, reroute_every)
     parts = (np.arange(first, min(first + _ROWS, count)) for first in range(0, count, _ROWS))
     paths_N = np.concatenate([router.router.route(_prefixes(dataset, part, prefix)) for part in parts]).astype(np.int16)
     routing = Routing(router.router, prefix, reroute_every, paths_N)

@@ -327,11 +327,9 @@ class _Simulation:
         durations_s = self._durations_s(self.program.ranks[rank].get("compute", ()))
         for index, time_s in paired_durations_s(self.program, self.times, rank).items():
             durations_s[index] = time_s
-        return (
-            [own + more for own, more in zip(durations_s, self.extra_s[rank].tolist(), strict=True)]
-            if self.extra_s
-            else durations_s
-        )
+        if not self.extra_s:
+            return durations_s
+        return [own + more for own, more in zip(durations_s, self.extra_s[rank].tolist(), strict=True)]
 
     def _durations_s(self, instructions: tuple[Instruction, ...]) -> list[float]:
         kinds = self.program.timed_as(instructions)
