@@ -3,7 +3,8 @@
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +20,7 @@ from muster.checkpoint.save import save
 from muster.config.outer_config import OuterConfig
 from muster.config.run_config import RunConfig
 from muster.data.dataset import Batch, Dataset
-from muster.data.path_stream import PathStream, route_samples
+from muster.data.path_stream import PathStream, SampleRouter, fit_sample_router, route_samples
 from muster.data.sample_order import positions_at
 from muster.layout.island_bytes import BLOCKS, Compression, island_exchange_bytes, island_reduce_bytes
 from muster.layout.module_paths import ModulePaths
@@ -33,7 +34,8 @@ from muster.schedule.outer_steps import OuterEvents
 from muster.schedule.outer_steps import outer_events as real_events
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
-from muster.train import outer_updater
+from muster.train import outer_updater, path_routing
+from muster.train.path_routing import PathRouting
 from muster.train.step_state import StepHooks
 from muster.train.trainer import Trainer
 from tests.parity import open_data, small_run
@@ -238,7 +240,7 @@ class SerialPaths(SerialIslands):
         """Module of each level on each path; the first level changes fastest."""
         data = open_data(config, cache)
         own = len(self.chosen), config.model.vocab_size, config.seed, self.outer.route_tokens
-        self.routing = route_samples(data, *own, self.outer.reroute_every)
+        self.routing = route_samples(data, fit_sample_router(data, *own, self.outer.reroute_every))
         routed = self.routing.paths_N
         self.shards = [
             np.flatnonzero(routed[positions_at(np.arange(count), count, config.seed)] == n)
@@ -376,6 +378,9 @@ def _bug(kind: str | None) -> Iterator[None]:
     elif kind == "paths share data":
         with patch.object(PathStream, "global_samples", lambda self, index: index):
             yield
+    elif kind == "router lost":
+        with patch.object(PathRouting, "restore", lambda self, counters: None):
+            yield
     elif kind == "ranks stay":
         with patch.object(FactorRanks, "rank_of", lambda self, name: self.config.low_rank):
             yield
@@ -384,6 +389,20 @@ def _bug(kind: str | None) -> Iterator[None]:
             yield
     else:
         raise AssertionError(kind)
+
+
+@contextmanager
+def _other_router() -> Iterator[None]:
+    """Fit a router whose paths are those of the true one, the other way round."""
+    real = path_routing.fit_run_router
+
+    def fit(config: RunConfig, dataset: Dataset) -> SampleRouter:
+        found = real(config, dataset)
+        router = replace(found.router, weights_KD=found.router.weights_KD[::-1], bias_K=found.router.bias_K[::-1])
+        return replace(found, router=router)
+
+    with patch.object(path_routing, "fit_run_router", fit):
+        yield
 
 
 def compare_with_emulator(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]) -> list[Any]:
@@ -473,10 +492,12 @@ def resume(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any
                 whole = {name: one.value.clone() for name, one in trainer.outer.parameters.items()}
         if rank < second.world_size:
             with open_world(store, rank, second.world_size, second, 2 * number + 1) as world:
-                trainer = Trainer(config, second, world, open_data(config, cache))
+                with _other_router() if case.get("fits_anew") else nullcontext():
+                    trainer = Trainer(config, second, world, open_data(config, cache))
                 (place,) = folder.glob("step-*")
                 manifest = load(place, trainer.shards_to_load(case["at"]))
-                trainer.restore(case["at"], manifest.counters)
+                with _bug(case.get("bug")):
+                    trainer.restore(case["at"], manifest.counters)
                 again = [trainer.step().loss for _ in range(config.train.num_steps - case["at"])]
                 assert trainer.outer is not None
                 assert not trainer.outer.stop_requested

@@ -17,7 +17,7 @@ from muster.config.load_config import ResolvedConfig, config_yaml
 from muster.config.outer_config import OuterConfig
 from muster.config.run_config import RunConfig
 from muster.data.dataset import Dataset
-from muster.data.path_stream import SampleRouter, route_samples
+from muster.data.path_stream import SampleRouter, fit_sample_router
 from muster.data.tokenizer import ByteTokenizer
 from muster.layout.box import Box
 from muster.layout.module_paths import ModulePaths
@@ -52,6 +52,8 @@ class PathsRun:
     config: RunConfig
     decoders: list[Decoder]
     """Model of each path."""
+    averages: list[Decoder]
+    """Moving average of each, of a module that several islands trained the mean of theirs."""
     router: SampleRouter
 
 
@@ -69,22 +71,41 @@ def _run(tmp_path_factory: pytest.TempPathFactory) -> PathsRun:
         for module in range(modules):
             stored = f"modules/{module}/model/{name}" if module else f"model/{name}"
             values[stored] = 2 * start_value(spec, name, shape, seed=module).double()
+    averages = {
+        f"islands/{island}/optim/{name}.ema": 2 * start_value(spec, name, shape, seed=10 + island).double()
+        for island in range(4)
+        for name, shape in parameter_shapes(spec)
+    }
+    values |= averages
     shards = [LocalShard(name, _whole(name, tuple(value.shape)), value) for name, value in values.items()]
-    info = {"plan": plan.model_dump(mode="json"), "model": spec.model_dump(mode="json"), "counters": {}}
+    data = open_dataset(config, folder)
+    assert isinstance(data, Dataset)
+    router = fit_sample_router(data, 4, 257, config.seed, 4, 8)
+    info = {
+        "plan": plan.model_dump(mode="json"),
+        "model": spec.model_dump(mode="json"),
+        "run": config.model_dump(mode="json"),
+        "counters": {"router": router.router.state()},
+    }
     save(folder / "checkpoints", 3, shards, info, 0, 1, lambda problem: [problem])
     (folder / "config.yaml").write_text(config_yaml(ResolvedConfig(config, {}, plan_is_auto=False), plan))
 
-    decoders = []
+    decoders, means = [], []
     for path in range(4):
-        decoder, _ = build_inference_decoder(spec, "fp64", torch.device("cpu"), None)
-        for name, parameter in decoder.named_parameters():
+        (decoder, _), (mean, _) = (build_inference_decoder(spec, "fp64", torch.device("cpu"), None) for _ in range(2))
+        for (name, parameter), (_, average) in zip(decoder.named_parameters(), mean.named_parameters(), strict=True):
             layer = int(name.split(".")[1]) if name.startswith("layers.") else None
-            module = 0 if layer is None else path % 2 if layer < 2 else path // 2
+            module = _module(path, layer)
             parameter.data.copy_(values[f"modules/{module}/model/{name}" if module else f"model/{name}"])
+            alike = [island for island in range(4) if _module(island, layer) == module]
+            average.data.copy_(sum(values[f"islands/{island}/optim/{name}.ema"] for island in alike) / len(alike))
         decoders.append(decoder)
-    data = open_dataset(config, folder)
-    assert isinstance(data, Dataset)
-    return PathsRun(folder, config, decoders, route_samples(data, 4, 257, config.seed, 4, 8))
+        means.append(mean)
+    return PathsRun(folder, config, decoders, means, router)
+
+
+def _module(path: int, layer: int | None) -> int:
+    return 0 if layer is None else path % 2 if layer < 2 else path // 2
 
 
 def _whole(name: str, shape: tuple[int, ...]) -> TensorLayout:
@@ -97,8 +118,11 @@ def muster(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def reference(run: PathsRun, only: int | None = None) -> dict[str, tuple[float, int]]:
+def reference(
+    run: PathsRun, only: int | None = None, decoders: list[Decoder] | None = None
+) -> dict[str, tuple[float, int]]:
     """Mean loss and number of labels of all paths and of each, one part of one sample after another."""
+    decoders = decoders or run.decoders
     losses: dict[int, list[float]] = {path: [] for path in range(4)}
     data = open_dataset(run.config, run.folder)
     for sample in range(SAMPLES):
@@ -107,7 +131,7 @@ def reference(run: PathsRun, only: int | None = None) -> dict[str, tuple[float, 
         for seen, first, end in ((0, 4, 8), (4, 8, 16)):
             path = run.router.path_of(tokens[seen : seen + 4].tolist()) if only is None else only
             with torch.no_grad():
-                logits = run.decoders[path](tokens[None])[0]
+                logits = decoders[path](tokens[None])[0]
             losses[path] += cross_entropy(logits[first:end], labels[first:end], reduction="none").tolist()
     every = [loss for path in losses.values() for loss in path]
     of = {"all": every} | {f"path{path}": own for path, own in losses.items()}
@@ -120,8 +144,8 @@ def test_each_part_of_a_sample_is_evaluated_on_its_path(
     expected = reference(run)
     assert len(expected) == 5  # labels on all four paths, or this shows little
 
-    def found(*flags: object) -> dict[str, tuple[float, int]]:
-        sources = muster(capsys, "eval", run.folder, "--samples", SAMPLES, *flags)["sources"]
+    def found(*flags: object, place: object = run.folder) -> dict[str, tuple[float, int]]:
+        sources = muster(capsys, "eval", place, "--samples", SAMPLES, *flags)["sources"]
         return {name: (of["loss"], of["tokens"]) for name, of in sources.items()}
 
     def agrees(ours: dict[str, tuple[float, int]], theirs: dict[str, tuple[float, int]]) -> bool:
@@ -129,6 +153,7 @@ def test_each_part_of_a_sample_is_evaluated_on_its_path(
 
     assert agrees(found(), expected)
     assert agrees(found("--path", 2), {"all": reference(run, only=2)["all"]})
+    assert agrees(found(place=f"{run.folder}@ema"), reference(run, decoders=run.averages))
 
     swapped = ModulePaths.module_of
     monkeypatch.setattr(ModulePaths, "module_of", lambda self, island, name: swapped(self, 3 - island, name))
@@ -163,6 +188,22 @@ def test_each_prompt_is_continued_on_its_path(run: PathsRun, capsys: pytest.Capt
     assert len(set(chosen)) > 1
     assert len({tuple(found) for found in by_path}) == 4
     assert texts() == [by_path[path][row] for row, path in enumerate(chosen)]
+
+
+def test_the_router_is_read_from_the_checkpoint_alone(
+    run: PathsRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*args: object, **keywords: object) -> Dataset:
+        raise AssertionError("the training's data were opened")
+
+    monkeypatch.setattr(Dataset, "__init__", none)
+    assert muster(capsys, "generate", run.folder, "--prompt", PROMPTS[0], "--tokens", 2)["texts"]
+    manifest = next((run.folder / "checkpoints").glob("step-*")) / "manifest.json"
+    content = manifest.read_text()
+    manifest.write_text(content.replace('"router":', '"other":'))
+    assert main(["generate", str(run.folder), "--prompt", "a"]) == 2
+    assert "has no router, which chooses the path of a text: choose it with --path N" in capsys.readouterr().err
+    manifest.write_text(content)
 
 
 def test_paths_that_there_are_not_are_refused(run: PathsRun, capsys: pytest.CaptureFixture[str]) -> None:

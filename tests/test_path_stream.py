@@ -1,5 +1,6 @@
 """Samples of paths: which of the stream each path trains on, and which labels of a validation sample it predicts."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from muster.data.dataset import IGNORE_INDEX
-from muster.data.path_stream import PathStream, route_samples
-from muster.data.prefix_router import PrefixRouter, fit_router
+from muster.data.dataset import IGNORE_INDEX, Dataset
+from muster.data.path_stream import PathStream, Routing, fit_sample_router, route_samples
+from muster.data.prefix_router import PrefixRouter, fit_router, saved_router
 from muster.layout.module_paths import ModulePaths
 from muster.spec.errors import ConfigError
 from tests.parity import open_data, small_run
+
+
+def routed(data: Dataset, paths: int) -> Routing:
+    return route_samples(data, fit_sample_router(data, paths, 257, 0, 4, 8))
 
 
 def test_routers_find_kinds_of_text_that_share_no_tokens() -> None:
@@ -25,11 +30,23 @@ def test_routers_find_kinds_of_text_that_share_no_tokens() -> None:
     assert len(set(paths_N.tolist())) == 3
     again = fit_router(tokens_NP, 3, 120, seed=7)
     assert np.array_equal(again.route(tokens_NP), paths_N)
+    distances_NK = [np.square(router.features(tokens_NP) - one).sum(1) for one in router.weights_KD / 2]
+    assert np.array_equal(np.argmin(distances_NK, 0), paths_N)  # of k-means, each kind's own centroid is the nearest
+
+
+def test_routers_are_kept_and_refuse_tokens_with_other_vectors() -> None:
+    tokens_NP = np.random.default_rng(1).integers(0, 120, (300, 32))
+    router = fit_router(tokens_NP, 3, 120, seed=7)
+    state = json.loads(json.dumps(router.state()))
+    assert np.array_equal(saved_router(state, 120, 7).scores(tokens_NP), router.scores(tokens_NP))
+    for vocab_size, seed in ((121, 7), (120, 8)):
+        with pytest.raises(ConfigError, match="the checkpoint's router reads tokens by other vectors"):
+            saved_router(state, vocab_size, seed)
 
 
 def test_paths_share_out_the_samples_of_each_epoch(tmp_path: Path) -> None:
     data = open_data(small_run(), str(tmp_path))
-    routing = route_samples(data, 3, 257, 0, 4, 8)
+    routing = routed(data, 3)
     streams = [PathStream(data, routing, path) for path in range(3)]
     count = data.num_train_samples
     assert sum(routing.sizes) == count
@@ -47,7 +64,7 @@ def test_paths_share_out_the_samples_of_each_epoch(tmp_path: Path) -> None:
 
 def test_each_label_of_a_validation_sample_is_predicted_on_one_path(tmp_path: Path) -> None:
     data = open_data(small_run(), str(tmp_path))
-    routing = route_samples(data, 2, 257, 0, 4, 8)
+    routing = routed(data, 2)
     index = np.arange(6)
     whole = data.rows(index, validation=True)
     parts = [PathStream(data, routing, path).rows(index, validation=True) for path in range(2)]
@@ -64,11 +81,11 @@ def test_each_label_of_a_validation_sample_is_predicted_on_one_path(tmp_path: Pa
 def test_paths_without_samples_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fit(*args: Any) -> PrefixRouter:
         router = fit_router(*args)
-        return replace(router, centroids_KD=router.centroids_KD * np.array([[1.0], [1e3]]))
+        return replace(router, bias_K=router.bias_K + np.array([1e3, 0.0]))
 
     monkeypatch.setattr("muster.data.path_stream.fit_router", fit)
     with pytest.raises(ConfigError, match="make 2 paths, but the router gives samples to 1 of them alone"):
-        route_samples(open_data(small_run(), str(tmp_path)), 2, 257, 0, 4, 8)
+        routed(open_data(small_run(), str(tmp_path)), 2)
 
 
 def test_modules_make_paths() -> None:

@@ -1,6 +1,6 @@
 """Initial weights from a directory of any format; each rank reads only its own shards."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,16 +67,14 @@ def _by_path(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def load_initial_weights(
-    path: Path, spec: ModelSpec, shards: Iterable[LocalShard], module_of: Callable[[str], int] | None = None
-) -> None:
+def load_initial_weights(path: Path, spec: ModelSpec, shards: Iterable[LocalShard], island: int = 0) -> None:
     """Fill the parameters among `shards` with the weights at `path`, converted to their dtypes. Adapters that weren't
     there, and factors of low-rank layers by a random solver, keep their values; the run's weights are merged with those
-    that it doesn't have. `module_of` chooses a path in a checkpoint of several: the module of each parameter.
+    that it doesn't have. Of a checkpoint of several paths they are those of the path that `island` trained.
 
     Raises as `open_directory` and `model_weights` do.
     """
-    directory = replace(_unless_other(open_directory(path), spec), module_of=module_of)
+    directory = replace(_unless_other(open_directory(path), spec), island=island)
     weights = weights_for(directory, spec)
     for shard in shards:
         group, _, name = shard.name.partition("/")

@@ -1,7 +1,8 @@
 """Directories with a model's weights in any format: recognition, metadata, and weights by Muster's names."""
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -36,13 +37,14 @@ from muster.checkpoint.formats.safetensors import SafetensorsFiles
 from muster.checkpoint.four_bit import DequantizedTensors
 from muster.checkpoint.hf_mapping import from_hf, from_weight_map
 from muster.checkpoint.manifest import MANIFEST, Manifest
-from muster.checkpoint.remapped import JoinedTensors, RenamedTensors, check_shapes
+from muster.checkpoint.remapped import JoinedTensors, MeanTensors, RenamedTensors, check_shapes
 from muster.checkpoint.tensors import TensorSource
 from muster.config.attempt_files import TOKENIZER_FOLDER
 from muster.config.migrations import migrate
 from muster.config.optimizer_state import EMA_STATE
 from muster.interop.hf_config import load_hf_model
 from muster.interop.weight_map import hf_shapes
+from muster.layout.module_paths import ModulePaths
 from muster.plugins.loader import PluginFile, load_plugins
 from muster.spec.errors import ConfigError, MusterError
 from muster.spec.four_bit import is_four_bit_part, stored_parameters
@@ -84,8 +86,10 @@ class ModelDirectory:
     """Directory of the model that a directory of adapters belongs to."""
     average: bool = False
     """True: its weights are the moving averages of those in a Muster checkpoint (`optim.ema_decay`)."""
-    module_of: Callable[[str], int] | None = None
-    """Module from which each parameter is, in a Muster checkpoint of several paths; None: the first of all."""
+    paths: ModulePaths = ModulePaths((1,), 1, 1)
+    """Paths that the islands of a Muster checkpoint trained."""
+    island: int = 0
+    """Island whose path its weights are."""
 
 
 def open_directory(path: Path, model: ModelSpec | None = None) -> ModelDirectory:
@@ -97,7 +101,7 @@ def open_directory(path: Path, model: ModelSpec | None = None) -> ModelDirectory
     place, average = split_average(path)
     if average:
         directory = open_directory(place, model)
-        if not any(name.startswith("optim/") and name.endswith(_AVERAGE_SUFFIX) for name in directory.stored.metas):
+        if not any(_AVERAGE_NAME.fullmatch(name) for name in directory.stored.metas):
             raise ConfigError(
                 f"{directory.folder} has no moving average of the weights: optim.ema_decay keeps one in training"
             )
@@ -163,13 +167,23 @@ def held_weights(directory: ModelDirectory) -> TensorSource:
         return from_weight_map(directory.stored, spec, links)
     prefix, shapes = _PARAMETER_PREFIX[directory.format], dict(stored_parameters(spec, parameter_shapes(spec)))
     names = {name: prefix + name for name in shapes}
-    if (module_of := directory.module_of) is not None:
-        names |= {name: f"modules/{module}/{prefix}{name}" for name in shapes if (module := module_of(name))}
+    modules = {name: directory.paths.module_of(directory.island, name) for name in shapes}
+    names |= {name: f"modules/{module}/{names[name]}" for name, module in modules.items() if module}
     check_shapes(directory.stored, {names[name]: shape for name, shape in shapes.items()}, directory.folder)
-    if directory.average:  # frozen parameters have none: they are their own
-        averages = {name: f"optim/{name}{_AVERAGE_SUFFIX}" for name in shapes}
-        names |= {name: stored for name, stored in averages.items() if stored in directory.stored.metas}
-    return RenamedTensors(directory.stored, names)
+    if not directory.average:
+        return RenamedTensors(directory.stored, names)
+    averages = {
+        name: [stored for stored in _averages_of(directory, name) if stored in directory.stored.metas]
+        for name in shapes
+    }
+    # Frozen parameters have no average: they are their own.
+    return MeanTensors(directory.stored, {name: averages[name] or [names[name]] for name in shapes})
+
+
+def _averages_of(directory: ModelDirectory, name: str) -> list[str]:
+    """Return the stored averages of a parameter: those of all islands that trained the same module."""
+    paths, own = directory.paths, f"optim/{name}{_AVERAGE_SUFFIX}"
+    return [own] if paths.islands == 1 else [f"islands/{n}/{own}" for n in paths.members(directory.island, name)]
 
 
 def state_tensors(directory: ModelDirectory) -> TensorSource:
@@ -189,6 +203,7 @@ def state_tensors(directory: ModelDirectory) -> TensorSource:
 
 
 _AVERAGE_SUFFIX = f".{EMA_STATE}"
+_AVERAGE_NAME = re.compile(rf"(islands/\d+/)?optim/.*{re.escape(_AVERAGE_SUFFIX)}")
 _PARAMETER_PREFIX = {"muster": "model/", "dcp": "model."}
 """Prefix of a parameter's stored name, by format."""
 
@@ -224,7 +239,15 @@ def _open_native(folder: Path, model: ModelSpec | None) -> ModelDirectory:
         counters=manifest.counters,
         manifest=manifest,
         run=run if (run / "config.yaml").exists() else None,
+        paths=_paths_of(manifest),
     )
+
+
+def _paths_of(manifest: Manifest) -> ModulePaths:
+    """Return the paths through the modules that a checkpoint holds."""
+    islands, outer = manifest.plan.get("islands", 1), manifest.run.get("outer") or {}
+    modules = tuple(outer.get("modules", (1,))) if islands > 1 else (1,)
+    return ModulePaths(modules, islands, manifest.model.get("num_layers", 1))
 
 
 def _open_peft(folder: Path, model: ModelSpec | None) -> ModelDirectory:

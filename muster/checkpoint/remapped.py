@@ -106,6 +106,21 @@ class RenamedTensors:
         return self._stored.read(self._names[name], box)
 
 
+class MeanTensors:
+    """Means of stored tensors of the same shape, given as name → stored names (a `TensorSource`)."""
+
+    def __init__(self, stored: TensorSource, names: Mapping[str, Sequence[str]]) -> None:
+        self._stored, self._names = stored, names
+        self.metas: Mapping[str, TensorMeta] = {wanted: stored.metas[own[0]] for wanted, own in names.items()}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        first, *others = self._names[name]
+        total = self._stored.read(first, box)
+        for other in others:
+            total += self._stored.read(other, box)
+        return total.div_(len(others) + 1) if others else total
+
+
 class JoinedTensors:
     """Tensors of several sources without a name in common (a `TensorSource`)."""
 

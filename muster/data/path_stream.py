@@ -29,7 +29,7 @@ class SampleRouter:
     @property
     def num_paths(self) -> int:
         """Number of paths."""
-        return len(self.router.centroids_KD)
+        return len(self.router.bias_K)
 
     def path_of(self, tokens: Sequence[int]) -> int:
         """Return the path of a text, by its first tokens; short ones are repeated, as in training."""
@@ -76,20 +76,16 @@ def fit_sample_router(
     return SampleRouter(router, prefix, reroute_every)
 
 
-def route_samples(dataset: Dataset, paths: int, vocab_size: int, seed: int, prefix: int, reroute_every: int) -> Routing:
-    """Fit a router to the dataset, and route all of its training samples by their first tokens.
-
-    Raises ConfigError where a path gets no samples.
-    """
-    count = dataset.num_train_samples
-    router = fit_sample_router(dataset, paths, vocab_size, seed, prefix, reroute_every)
+def route_samples(dataset: Dataset, router: SampleRouter) -> Routing:
+    """Route all training samples of a dataset by their first tokens. Raises ConfigError where a path gets none."""
+    count, prefix = dataset.num_train_samples, router.prefix
     parts = (np.arange(first, min(first + _ROWS, count)) for first in range(0, count, _ROWS))
     paths_N = np.concatenate([router.router.route(_prefixes(dataset, part, prefix)) for part in parts]).astype(np.int16)
-    routing = Routing(router.router, prefix, reroute_every, paths_N)
+    routing = Routing(router.router, prefix, router.reroute_every, paths_N)
     if min(routing.sizes) == 0:
         raise ConfigError(
-            f"outer.modules make {paths} paths, but the router gives samples to {np.count_nonzero(routing.sizes)} of"
-            f" them alone, among {count}: give fewer modules or more text"
+            f"outer.modules make {router.num_paths} paths, but the router gives samples to"
+            f" {np.count_nonzero(routing.sizes)} of them alone, among {count}: give fewer modules or more text"
         )
     return routing
 

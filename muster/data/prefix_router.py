@@ -1,10 +1,14 @@
 """Router of sequences to paths by their first tokens: k-means over bags of tokens (DiPaCo, arXiv:2403.10616 §2.4)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
 
 import numpy as np
 
 from muster.data.sample_order import random_key
+from muster.spec.errors import ConfigError
 
 DIMENSIONS = 64
 """Dimensions of features: bags of tokens, projected at random."""
@@ -14,25 +18,54 @@ ROUNDS = 25
 
 @dataclass(frozen=True, eq=False)
 class PrefixRouter:
-    """Nearest of some centroids to the bag of a few tokens, each of which stands for a fixed random vector."""
+    """Linear classifier of the bag of a few tokens, each of which stands for a fixed random vector. The nearest of some
+    centroids is one: −|x − c|² is 2 c · x − |c|² up to what all centroids have alike."""
 
     vectors_VD: np.ndarray
     """Vector of each token id."""
     mean_D: np.ndarray
     """Mean of the features that the router was fitted to, which is subtracted from all."""
-    centroids_KD: np.ndarray
+    weights_KD: np.ndarray
+    bias_K: np.ndarray
 
     def route(self, tokens_NP: np.ndarray) -> np.ndarray:
         """Return the path of each row of tokens: int64 [N]."""
-        features_ND = _features(self.vectors_VD, tokens_NP) - self.mean_D
-        return _nearest(features_ND, self.centroids_KD)
+        return self.scores(tokens_NP).argmax(1)
+
+    def scores(self, tokens_NP: np.ndarray) -> np.ndarray:
+        """Return how well each path fits each row of tokens: float32 [N, K]."""
+        return self.features(tokens_NP) @ self.weights_KD.T + self.bias_K
+
+    def features(self, tokens_NP: np.ndarray) -> np.ndarray:
+        """Return what is classified of each row of tokens: float32 [N, D]."""
+        return _features(self.vectors_VD, tokens_NP) - self.mean_D
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: all but the vectors of the tokens, which their seed makes anew, with a digest
+        of them."""
+        digest = sha256(self.vectors_VD.tobytes()).hexdigest()[:16]
+        parts = {"mean": self.mean_D, "weights": self.weights_KD, "bias": self.bias_K}
+        return {name: part.tolist() for name, part in parts.items()} | {"vectors": digest}
+
+
+def saved_router(state: Mapping[str, Any], vocab_size: int, seed: int) -> PrefixRouter:
+    """Return the router with a state. Raises ConfigError where its tokens had other vectors."""
+    mean_D, weights_KD, bias_K = (np.array(state[name], np.float32) for name in ("mean", "weights", "bias"))
+    vectors_VD = _token_vectors(vocab_size, np.random.default_rng(random_key(seed, "router")))
+    router = PrefixRouter(vectors_VD, mean_D, weights_KD, bias_K)
+    if (now := router.state()["vectors"]) != state["vectors"]:
+        raise ConfigError(
+            f"the checkpoint's router reads tokens by other vectors ({state['vectors']}, now {now}): give the same seed"
+            " and tokenizer, and the version of numpy that began the run"
+        )
+    return router
 
 
 def fit_router(tokens_NP: np.ndarray, paths: int, vocab_size: int, seed: int) -> PrefixRouter:
     """Return the router whose centroids k-means finds among rows of tokens (k-means++: D. Arthur and S. Vassilvitskii
     2007; S. Lloyd 1982). It is a pure function of its arguments, on machines of one kind."""
     draws = np.random.default_rng(random_key(seed, "router"))
-    vectors_VD = draws.standard_normal((vocab_size, DIMENSIONS), np.float32)
+    vectors_VD = _token_vectors(vocab_size, draws)
     features_ND = _features(vectors_VD, tokens_NP)
     mean_D = features_ND.mean(0)
     features_ND -= mean_D
@@ -45,7 +78,11 @@ def fit_router(tokens_NP: np.ndarray, paths: int, vocab_size: int, seed: int) ->
                 centroids_KD[path] = own_ND.mean(0)
         if np.array_equal(before_KD, centroids_KD):
             break
-    return PrefixRouter(vectors_VD, mean_D, centroids_KD)
+    return PrefixRouter(vectors_VD, mean_D, 2 * centroids_KD, -np.square(centroids_KD).sum(1))
+
+
+def _token_vectors(vocab_size: int, draws: np.random.Generator) -> np.ndarray:
+    return draws.standard_normal((vocab_size, DIMENSIONS), np.float32)
 
 
 def _features(vectors_VD: np.ndarray, tokens_NP: np.ndarray) -> np.ndarray:

@@ -55,6 +55,11 @@ class BatchLoader:
         self.last_fed: tuple[LocalBatch, tuple[Tensor, ...]] | None = None
         """Batch of the last step and the tokens of its micro-batches, before they were cut for the first stage."""
 
+    def use_dataset(self, dataset: SampleStream) -> None:
+        """Go on with the samples of another stream."""
+        self.dataset = dataset
+        self._prefetcher.forget()
+
     def next_batch(self, first: int, stride: int | None = None) -> LocalBatch:
         """Return the training batch that begins with global sample `first`; the following one, `stride` samples later
         (None: behind it), is read in the background."""

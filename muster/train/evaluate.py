@@ -45,7 +45,7 @@ from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan, Precision
 from muster.spec.plan_name import parse_plan_name
 from muster.train.data import open_dataset, open_token_store, require_vocab_size, run_tokenizer, token_store_folder
-from muster.train.path_routing import run_router
+from muster.train.path_routing import read_router
 from muster.train.text_generation import TrainedModel, find_trained_model, stored_precision
 from muster.train.validation_loss import perplexity
 from muster.train.verb_ranks import REQUEST_FILE, run_on_ranks, write_result
@@ -255,14 +255,13 @@ def _parts(source: TrainedModel, path: int | None, samples: Mapping[str, _Sample
     paths = source.paths
 
     def part(chosen: int, read: Mapping[str, _Samples]) -> _Part:
-        module_of = partial(paths.module_of, chosen)
-        return _Part(partial(load_initial_weights, source.weights, source.model, module_of=module_of), read)
+        return _Part(partial(load_initial_weights, source.weights, source.model, island=chosen), read)
 
     if path is not None:
         source.require_path(path)
     if paths.num_paths == 1:
         return [part(0, samples)]
-    router = run_router(source.run_dir)
+    router = read_router(source.checkpoint)
     if seq_len <= router.prefix:
         raise ConfigError(
             f"--seq-len {seq_len} leaves nothing of samples whose first {router.prefix} tokens (outer.route_tokens)"

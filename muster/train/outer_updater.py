@@ -149,6 +149,12 @@ class OuterUpdater:
         self.exchange = ModuleExchange(*own, self.paths, self.shard_sizes) if has_paths else ChangeExchange(*own)
         self._pending, self._arrived, self._meetings = {}, {}, []
 
+    def use_shard_sizes(self, sizes: Sequence[int]) -> None:
+        """Weight the exchanges to come by other numbers of training samples of the paths."""
+        self.shard_sizes = sizes
+        if isinstance(self.exchange, ModuleExchange):
+            self.exchange.sizes = sizes
+
     def events_after(self, step: int) -> OuterEvents:
         """Return the exchanges after a step."""
         return outer_events(self.config, step, self.last_step)

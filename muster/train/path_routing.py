@@ -1,18 +1,21 @@
 """Paths of a run's islands, and the samples that a router sends to each."""
 
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
+from typing import Any
 
+from muster.checkpoint.manifest import read_manifest
 from muster.config.load_config import load_run_config
 from muster.config.outer_config import OuterConfig
 from muster.config.run_config import RunConfig
 from muster.data.dataset import Dataset, SampleStream
 from muster.data.path_stream import PathStream, SampleRouter, fit_sample_router, route_samples
+from muster.data.prefix_router import saved_router
 from muster.layout.module_paths import ModulePaths
 from muster.parallel.world import World
 from muster.spec.errors import ConfigError
 from muster.spec.plan import Plan
-from muster.train.data import open_dataset
 
 
 def module_paths(config: RunConfig, plan: Plan) -> ModulePaths:
@@ -21,33 +24,63 @@ def module_paths(config: RunConfig, plan: Plan) -> ModulePaths:
     return ModulePaths(outer.modules if plan.islands > 1 else (1,), plan.islands, config.model.num_layers)
 
 
-def path_stream(
-    config: RunConfig, plan: Plan, world: World, dataset: SampleStream
-) -> tuple[SampleStream, tuple[int, ...]]:
-    """Return the samples of this rank's path, as rank 0 has routed them, and the number of training samples of each
-    path; with one path, or no data, the dataset itself.
+class PathRouting:
+    """The router of a run with several paths, and the samples that it sends to the path of this rank."""
 
-    Raises ConfigError for a dataset whose samples have no place in a token store.
-    """
-    paths = module_paths(config, plan)
-    if paths.num_paths == 1 or dataset is None:
-        return dataset, (1,) * paths.num_paths
-    if not isinstance(dataset, Dataset):
-        raise ConfigError("outer.method dipaco routes samples of a token store: expected a data.source that is one")
-    own = _router_arguments(config)
-    routing = world.broadcast_object(route_samples(dataset, *own) if world.rank == 0 else None)
-    assert routing is not None
-    return PathStream(dataset, routing, paths.path_of(world.at.island)), routing.sizes
+    def __init__(self, config: RunConfig, plan: Plan, world: World, dataset: SampleStream) -> None:
+        """With one path, or no data, the samples are the dataset. Raises ConfigError for a dataset whose samples have
+        no place in a token store."""
+        self.config, self.world, self.dataset = config, world, dataset
+        self.paths = module_paths(config, plan)
+        self.stream = dataset
+        """Samples of this rank's path."""
+        self.sizes: tuple[int, ...] = (1,) * self.paths.num_paths
+        """Training samples of each path."""
+        self._router: SampleRouter | None = None
+        if self.paths.num_paths == 1 or dataset is None:
+            return
+        if not isinstance(dataset, Dataset):
+            raise ConfigError("outer.method dipaco routes samples of a token store: expected a data.source that is one")
+        self._route(fit_run_router(config, dataset) if world.rank == 0 else None)
+
+    def _route(self, router: SampleRouter | None) -> None:
+        """Go on with the router of rank 0, which routes all samples; all ranks call it."""
+        assert isinstance(self.dataset, Dataset)
+        routing = self.world.broadcast_object(None if router is None else route_samples(self.dataset, router))
+        assert routing is not None
+        self._router, self.sizes = routing, routing.sizes
+        self.stream = PathStream(self.dataset, routing, self.paths.path_of(self.world.at.island))
+
+    def counters(self) -> dict[str, Any]:
+        """Return the router for a checkpoint's manifest."""
+        return {} if self._router is None else {"router": self._router.router.state()}
+
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        """Go on with the router of a checkpoint, where it has one; all ranks call it. Raises ConfigError for a router
+        that reads other tokens."""
+        if self._router is None or (state := counters.get("router")) is None:
+            return
+        if state != self._router.router.state():
+            router = _saved(self.config, state)
+            self._route(router if self.world.rank == 0 else None)
 
 
-def run_router(run_dir: Path) -> SampleRouter:
-    """Return the router of a run that trained several paths, fitted anew to the run's training samples."""
-    config = load_run_config(None, run_dir / "config.yaml", []).config
-    dataset = open_dataset(config, run_dir)
-    assert isinstance(dataset, Dataset)
-    return fit_sample_router(dataset, *_router_arguments(config))
-
-
-def _router_arguments(config: RunConfig) -> tuple[int, int, int, int, int]:
+def fit_run_router(config: RunConfig, dataset: Dataset) -> SampleRouter:
+    """Fit the router with which a run of several paths begins to its training samples."""
     outer = config.outer or OuterConfig()
-    return prod(outer.modules), config.model.vocab_size, config.seed, outer.route_tokens, outer.reroute_every
+    own = prod(outer.modules), config.model.vocab_size, config.seed, outer.route_tokens, outer.reroute_every
+    return fit_sample_router(dataset, *own)
+
+
+def read_router(checkpoint: Path) -> SampleRouter:
+    """Return the router in a checkpoint of a run that trained several paths. Raises ConfigError where there is none."""
+    config = load_run_config(None, checkpoint.parent.parent / "config.yaml", []).config
+    if (state := read_manifest(checkpoint).counters.get("router")) is None:
+        raise ConfigError(f"{checkpoint} has no router, which chooses the path of a text: choose it with --path N")
+    return _saved(config, state)
+
+
+def _saved(config: RunConfig, state: Mapping[str, Any]) -> SampleRouter:
+    outer = config.outer or OuterConfig()
+    router = saved_router(state, config.model.vocab_size, config.seed)
+    return SampleRouter(router, outer.route_tokens, outer.reroute_every)

@@ -47,6 +47,12 @@ class Prefetcher:
         self._thread: ThreadPoolExecutor | None = None
         self._next: tuple[tuple[int, int], Future[LocalBatch]] | None = None
 
+    def forget(self) -> None:
+        """Drop what was read ahead, since the samples are others now."""
+        if self._next is not None:
+            self._next[1].cancel()
+            self._next = None
+
     def take(self, first: int, count: int, stride: int | None = None) -> LocalBatch:
         """Return the batch of the global samples first … first + count; waits until it is read. The following one is
         expected `stride` samples later (None: behind it)."""

@@ -40,7 +40,7 @@ from muster.spec.plan import PRECISIONS, Plan, Precision
 from muster.spec.text_generation import SamplingParams
 from muster.train.data import run_tokenizer
 from muster.train.generation_memory import limit_of_request, require_memory
-from muster.train.path_routing import module_paths, run_router
+from muster.train.path_routing import module_paths, read_router
 
 _PROMPT_LENGTH, _PROMPT_TOKENS = 32, 128
 """Largest number of characters of a sample's prompt, and of the tokens that it is cut from."""
@@ -244,7 +244,7 @@ def prompt_paths(request: GenerationRequest, prompts: Sequence[Sequence[int]]) -
     model = request.trained_model
     if request.path is not None or model.paths.num_paths == 1:
         return [request.path or 0] * len(prompts)
-    router = run_router(model.run_dir)
+    router = read_router(model.checkpoint)
     return [router.path_of(prompt) for prompt in prompts]
 
 
@@ -274,12 +274,11 @@ class TextGenerator:
         own = source.model, request.plan.precision, device, axis, experts
         self.model, layouts = build_inference_decoder(*own, away)
         parameters = self.model.named_parameters()
-        module_of = partial(source.paths.module_of, path)
         pieces = {name: LocalShard(f"model/{name}", layouts[name], parameter) for name, parameter in parameters}
 
         def load(names: Collection[str]) -> None:
             with host_memory():  # what is read before it is copied to its place
-                load_initial_weights(source.weights, source.model, [pieces[name] for name in names], module_of)
+                load_initial_weights(source.weights, source.model, [pieces[name] for name in names], path)
 
         slots = write_disk_layers(self.model, away, load)
         load([name for name in pieces if layer_of(name) not in slots])

@@ -43,7 +43,7 @@ from muster.train.expert_mover import ExpertMover
 from muster.train.gradients import add_replica_gradients
 from muster.train.outer_updater import OuterUpdater
 from muster.train.parameter_updater import ParameterUpdater
-from muster.train.path_routing import path_stream
+from muster.train.path_routing import PathRouting
 from muster.train.peer_updater import PeerUpdater
 from muster.train.step_result import ExpertLoad, ExpertMoves, StepResult, expert_load
 from muster.train.step_state import StepHooks, StepState, no_step
@@ -88,8 +88,8 @@ class Trainer:
         }
         self._open_activation_store(hooks)
         self.updater = self.updater_type(config, plan, world, self.stages, hooks)
-        stream, shard_sizes = path_stream(config, plan, world, dataset)
-        self._open_others(shard_sizes)
+        self.path_routing = PathRouting(config, plan, world, dataset)
+        self._open_others(self.path_routing.sizes)
         moves = config.train.rebalance_experts_every and config.model.moe is not None
         self.expert_mover = ExpertMover(config, world, self.updater) if moves else None
         self._expert_moves: ExpertMoves | None = None
@@ -137,7 +137,7 @@ class Trainer:
         self._update_executors: dict[UpdateTime, Executor] = {}
         """Executors of steps in which the host updates parameters beside passes, by the time of that."""
         self._set_backwards_per_step()
-        self.batch_loader = BatchLoader(config, plan, world, stream, self.stages)
+        self.batch_loader = BatchLoader(config, plan, world, self.path_routing.stream, self.stages)
         self.evaluator = Evaluator(
             self.batch_loader,
             lambda has_heartbeat, count: self.make_executor(
@@ -527,6 +527,7 @@ class Trainer:
         if self.outer is not None:
             everyone = self.world.all_gather_object_via_store(f"counters {self.step_count}", own, COUNTERS_TIMEOUT)
             own |= {"islands": everyone[:: self.plan.island_size], "outer": self.outer.counters()}
+            own |= self.path_routing.counters()
         if self.expert_mover is not None:
             own |= self.expert_mover.counters()
         return {"samples_consumed": self.samples_consumed} | own
@@ -538,11 +539,19 @@ class Trainer:
         if self.outer is not None and "outer" in counters:
             counters = {**counters, **counters["islands"][self.world.at.island]}
             self.outer.restore(counters["outer"])
+            self.path_routing.restore(counters)
+            self._use_routing()
         elif self.outer is not None:
             self.outer.begin_from()
         if self.expert_mover is not None:
             self.expert_mover.restore(counters)
         self.updater.restore(step, counters)
+
+    def _use_routing(self) -> None:
+        """Go on with the samples that the router sends to this rank's path."""
+        assert self.outer is not None
+        self.outer.use_shard_sizes(self.path_routing.sizes)
+        self.batch_loader.use_dataset(self.path_routing.stream)
 
     def rewind(self, steps: int) -> None:
         """Count back over the last steps, which were skipped, so that the state is still that before them."""
