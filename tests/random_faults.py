@@ -10,7 +10,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from muster.launch.heartbeat import HeartbeatPage, RankStatus
@@ -78,7 +78,9 @@ class Faults:
                     self._wait(lambda: len(self._members()) == self._size, "not as many ranks as before")
         except AssertionError as error:
             rows = "\n".join(map(str, self._recoveries()[-6:]))
-            raise AssertionError(f"after {', '.join(self.caused)}: {error}\n{rows}") from error
+            processes = [pid for one in self._launchers() for pid in children(one)]
+            seen = "\n".join(f"process {pid}: {status_of(pid)}\n{stacks_of(pid)}" for pid in processes)
+            raise AssertionError(f"after {', '.join(self.caused)}: {error}\n{rows}\n{seen}") from error
 
     def _next_kind(self) -> str:
         """Each kind as often as the others, in a random order."""
@@ -257,15 +259,34 @@ def children(job: Command) -> list[int]:
 
 def status_of(pid: int) -> RankStatus | None:
     """What a process says of itself; None before it says something, and after its end."""
+    with _page_of(pid) as page:
+        return None if page is None else page.read()
+
+
+def stacks_of(pid: int) -> str:
+    """What a process is doing in each of its threads; nothing before it can tell."""
+    with _page_of(pid) as page:
+        if page is None or page.read() is None:
+            return ""
+        with contextlib.suppress(ProcessLookupError):
+            page.request_stacks(pid)
+            time.sleep(0.5)
+        return page.read_stacks()
+
+
+@contextlib.contextmanager
+def _page_of(pid: int) -> Iterator[HeartbeatPage | None]:
+    """A process's heartbeat page; None where it has none."""
+    page = None
     with contextlib.suppress(OSError):
         for fd in os.listdir(f"/proc/{pid}/fd"):
-            if "memfd:muster-rank" in os.readlink(f"/proc/{pid}/fd/{fd}"):
+            if page is None and "memfd:muster-rank" in os.readlink(f"/proc/{pid}/fd/{fd}"):
                 page = HeartbeatPage.of_process(pid, int(fd))
-                try:
-                    return page.read()
-                finally:
-                    page.close()
-    return None
+    try:
+        yield page
+    finally:
+        if page is not None:
+            page.close()
 
 
 def _open_files(pid: int) -> list[str]:

@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from muster.config import local_machine
+from muster.config.attempt_files import write_plans_for_losses
 from muster.config.load_config import load_run_config
 from muster.launch import recovery
 from muster.launch.exit_status import ExitStatus
@@ -30,6 +31,7 @@ from muster.report.recoveries import loss_causes, recoveries_note, recoveries_of
 from muster.report.run_files import read_metrics
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
+from muster.train import generations
 from tests.random_faults import children, status_of
 from tests.train_runs import (
     LIMIT_S,
@@ -264,9 +266,41 @@ def test_words_of_the_launcher() -> None:
     assert words.has_next(1)
     assert words.next_after(1, 0) == Membership(2, 2, 5, at_step_end=True)
     assert called.is_set(), "nothing is left at once for ranks that come back"
+    assert words.is_lost_after(0, 0) is False, "the newest generation comes after all have finished a step"
+    words.hear(word_of(Membership(3, 1, 3)))
+    assert words.is_lost_after(2, LIMIT_S)
     words.hear(word_of(None))
-    assert words.next_after(2, LIMIT_S) is None
-    assert words.current().generation == 2
+    assert words.next_after(3, LIMIT_S) is None
+    assert not words.is_lost_after(3, LIMIT_S)
+    assert words.current().generation == 3
+
+
+@pytest.mark.parametrize(("error", "limit_s"), [(ValueError("a fault"), 1), (ConnectionResetError("by a peer"), 30)])
+def test_a_rank_that_fails_before_lost_ones_come_back_ends_and_is_lost_itself(
+    error: Exception, limit_s: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The others leave together, after a step that it will never finish. After a loss it goes on."""
+    config = load_run_config("tiny", None, [("parallel", "dp2"), ("train.elastic", True)]).config
+    words, limits = LauncherWords(Membership(0, 1, 2)), list[float]()
+    write_plans_for_losses(tmp_path, {})
+    rank = generations._Rank(config, config.parallel, tmp_path, dist.HashStore(), words, None)  # type: ignore[arg-type]
+    is_lost_after = words.is_lost_after
+
+    def ask(generation: int, limit_s: float) -> bool:
+        limits.append(limit_s)
+        return is_lost_after(generation, 0)
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(words, "is_lost_after", ask)
+    monkeypatch.setattr(rank, "_train_in", fail)
+    words.hear(word_of(Membership(1, 1, 4, at_step_end=True)))
+    with pytest.raises(type(error)):
+        rank.train_once(Membership(0, 1, 2))
+    words.hear(word_of(Membership(2, 1, 2)))
+    assert rank.train_once(Membership(0, 1, 2)) is None
+    assert limits == [limit_s, limit_s]
 
 
 def test_only_connections_of_a_world_are_broken() -> None:

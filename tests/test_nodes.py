@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -311,7 +312,8 @@ def test_who_does_not_come_is_waited_for_a_while_only(
     assert said.get_nowait() == waiting.format(place=place)
 
 
-def test_two_that_take_one_place_are_refused(port: int) -> None:
+def test_two_that_take_one_place_are_refused(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_DEPARTURE_TIMEOUT_S", 0.0)
     go, begun = threading.Event(), threading.Event()
 
     def hub(team: LauncherGroup) -> str:
@@ -338,6 +340,38 @@ def test_two_that_take_one_place_are_refused(port: int) -> None:
     assert (
         f"could not listen on 127.0.0.1:{port} (Address already in use): another launcher may be node 0" in also_first
     )
+
+
+def test_a_launcher_may_come_before_the_end_of_the_one_before_is_noticed(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 0 stands still meanwhile, and then sees the next one first."""
+    begun, left, come = threading.Event(), threading.Event(), threading.Event()
+
+    def sleep(duration_s: float) -> None:
+        come.set()
+        time.sleep(duration_s)
+
+    monkeypatch.setattr(meeting, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+
+    def hub(team: LauncherGroup) -> list[str]:
+        begun.set()
+        left.wait(LONG_S)
+        come.wait(LONG_S)
+        ((node, gone),) = team.receive(LONG_S)
+        team.connections.pop(node).close()
+        return [gone["kind"], *(message["kind"] for _, message in team.receive(LONG_S))]
+
+    def one_after_the_other() -> str:
+        joined(request(port, 1), lambda _: begun.wait(LONG_S))()
+        come.clear()
+        left.set()
+        try:
+            return joined(request(port, 1), lambda _: "joined")()
+        finally:
+            come.set()
+
+    assert together(joined(request(port, 0), hub), one_after_the_other) == [["gone", "came"], "joined"]
 
 
 def test_what_listens_there_must_be_a_launcher(port: int) -> None:

@@ -87,6 +87,13 @@ class LauncherWords:
             self._heard.wait_for(lambda: self._is_over or self._has_next(generation), limit_s)
             return self._latest if self._has_next(generation) else None
 
+    def is_lost_after(self, generation: int, limit_s: float) -> bool:
+        """Wait until another generation begins at once, as after the loss of a rank; False when the job is over, or no
+        such word comes within `limit_s`."""
+        with self._heard:
+            self._heard.wait_for(lambda: self._is_over or self._begins_next(generation), limit_s)
+            return self._begins_next(generation)
+
     def has_next(self, generation: int) -> bool:
         """Return whether there is a later generation."""
         with self._heard:
@@ -103,10 +110,11 @@ class LauncherWords:
     def _has_next(self, generation: int) -> bool:
         return self._latest is not None and self._latest.generation > generation
 
+    def _begins_next(self, generation: int) -> bool:
+        return self._latest is not None and self._latest.generation > generation and not self._latest.at_step_end
+
     def _pop_on_next(self) -> Callable[[], None]:
-        if self._on_next is None or not self._has_next(self._on_next[0]):
-            return lambda: None
-        if self._latest is not None and self._latest.at_step_end:
+        if self._on_next is None or not self._begins_next(self._on_next[0]):
             return lambda: None
         (_, do), self._on_next = self._on_next, None
         return threading.Thread(target=do, name="next-generation", daemon=True).start

@@ -72,12 +72,14 @@ class _Rank:
         self._number: int | None = None
         """Number among the ranks of the generation before."""
         self._loop: TrainingLoop | None = None
+        self._has_left = False
+        """True once all ranks have finished the step after which they leave the present generation."""
 
     def train_once(self, place: Membership) -> int | None:
         """Train in one generation; returns the exit code, or None where another one follows."""
         if self._number not in (None, place.rank):
             take_place(self._run_dir, place)
-        self._number = place.rank
+        self._number, self._has_left = place.rank, False
         if place.world_size != self._plan.world_size:
             self._take_plan(place)
         self._carried.leave_requested = lambda: self._words.has_next(place.generation)
@@ -137,14 +139,23 @@ class _Rank:
                 )
             own = self._config, self._plan, world, self._dataset, self._run_dir, limit
             self._loop = TrainingLoop(*own, self._carried)
-            return self._loop.run()
+            code = self._loop.run()
+            self._has_left = code is None
+            return code
 
     def _is_followed(self, generation: int, error: Exception) -> bool:
-        """Return whether the error only follows from the loss of another rank, after which another generation comes."""
+        """Return whether the error only follows from the loss of another rank, or its leaving, after which another
+        generation comes.
+
+        One that begins at the end of a step follows on no error before: nobody would leave this one with a rank that
+        has failed in it.
+        """
         if not self._config.train.elastic:
             return False
-        limit_s = WORD_TIMEOUT_S if says_only_that_a_rank_is_lost(error) else _NOTICE_S
-        return self._words.next_after(generation, limit_s) is not None
+        is_by_others = says_only_that_a_rank_is_lost(error)
+        if is_by_others and self._has_left:
+            return True
+        return self._words.is_lost_after(generation, WORD_TIMEOUT_S if is_by_others else _NOTICE_S)
 
     def _abandon(self) -> None:
         """Leave the former generation's training, and take over its plan, whose schedule it may have refined."""

@@ -19,6 +19,10 @@ from muster.launch.rank_errors import EXIT_STOPPED
 from muster.spec.errors import MusterError
 
 _HELLO_TIMEOUT_S = 10.0
+_DEPARTURE_TIMEOUT_S = 5.0
+"""Longest time until the end of a launcher is noticed here after another one has come with its number; less than
+`_HELLO_TIMEOUT_S`, for which that one waits."""
+_DEPARTURE_INTERVAL_S = 0.05
 _RETRY_INTERVAL_S, _CONNECT_TIMEOUT_S = 0.5, 5.0
 _REPORT_INTERVAL_S = 30.0
 """Time between lines that name the nodes still missing."""
@@ -118,6 +122,7 @@ def _admit(group: LauncherGroup, connection: socket.socket) -> None:
     try:
         node = NodeInfo(**hello["member"])
         launcher = LauncherConnection(connection, int(node.node), group.inbox)
+        _wait_for_departure(group, launcher.node)
         with _admission_lock:
             refusal = _refusal_reason(group, hello)
             if refusal is None:
@@ -135,6 +140,14 @@ def _admit(group: LauncherGroup, connection: socket.socket) -> None:
         return
     launcher.start_reading()
     group.inbox.put((launcher.node, {"kind": "came"}))
+
+
+def _wait_for_departure(group: LauncherGroup, node: int) -> None:
+    """Wait until nobody has a number, for as long as its former launcher may have ended unnoticed: where this one stood
+    still meanwhile, the next one is here before it knows."""
+    limit = time.monotonic() + _DEPARTURE_TIMEOUT_S
+    while node in group.connections and time.monotonic() < limit:
+        time.sleep(_DEPARTURE_INTERVAL_S)
 
 
 def _refusal_reason(group: LauncherGroup, hello: Message) -> str | None:
