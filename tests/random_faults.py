@@ -11,6 +11,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from muster.launch.heartbeat import HeartbeatPage, RankStatus
@@ -197,9 +198,10 @@ class Faults:
 
 
 class FaultsOfNodes(Faults):
-    """Faults of a job of two launchers, either of which may be lost with its ranks and is then started again."""
+    """Faults of a job of two launchers, either of which may be lost with its ranks, and with a node's memory, and is
+    then started again; the one of the first node may also stand still for so long that the other takes it for lost."""
 
-    KINDS = (*Faults.KINDS, "launcher", "launcher", "coordinator", "coordinator", "cable")
+    KINDS = (*Faults.KINDS, "launcher", "launcher", "coordinator", "coordinator", "cable", "standstill")
 
     def __init__(
         self,
@@ -207,33 +209,59 @@ class FaultsOfNodes(Faults):
         start: Callable[[int], Command],
         set_cable: Callable[[bool], None],
         run: Path,
+        said: tuple[Path, Path],
         size: int,
         seed: str,
     ) -> None:
         """`launchers` are those of nodes 0 and 1; the list is kept up to date. `start` starts one again, `set_cable`
-        takes out (False) or puts in the cable between them."""
+        takes out (False) or puts in the cable between them; `said` are the files of what they print."""
         super().__init__(launchers[0], run, size, seed)
-        self._both, self._start, self._set_cable = launchers, start, set_cable
+        self._both, self._start, self._set_cable, self._said = launchers, start, set_cable, said
 
     def _launchers(self) -> list[Command]:
         return self._both
 
     def _cause(self, kind: str) -> None:
-        if kind not in ("launcher", "coordinator", "cable"):
+        if kind not in ("launcher", "coordinator", "cable", "standstill"):
             super()._cause(kind)
             return
         self._rest(0.3)
-        node = 0 if kind == "coordinator" else 1
-        if kind == "cable":
-            self._set_cable(False)
-            self._both[1].process.wait(_PATIENCE_S)
-            self._set_cable(True)
-        else:
-            self._both[node].kill()
-            self._both[node].process.wait(_PATIENCE_S)
-            self._rest(1.0)
-        self._both[node] = self._start(node)
+        meetings = self._count(0, "node 1 on node-b is back") + self._count(0, "nodes: node 0")
+        match kind:
+            case "cable":
+                self._part(partial(self._set_cable, False), partial(self._set_cable, True), nodes=(0, 1))
+            case "standstill":
+                first = self._both[0].process
+                self._part(
+                    partial(first.send_signal, signal.SIGSTOP), partial(first.send_signal, signal.SIGCONT), nodes=(1,)
+                )
+            case _:
+                node = 0 if kind == "coordinator" else 1
+                self._both[node].kill()
+                self._both[node].process.wait(_PATIENCE_S)
+                self._rest(1.0)
+                self._both[node] = self._start(node)
+        self._wait(
+            lambda: self._count(0, "node 1 on node-b is back") + self._count(0, "nodes: node 0") > meetings,
+            "the nodes are not together again",
+        )
         self._wait_for_steps()
+
+    def _part(self, begin: Callable[[], None], end: Callable[[], None], nodes: tuple[int, ...]) -> None:
+        """Keeps the launchers apart until those of `nodes` take the other for lost."""
+        lost = {node: self._count(node, "launcher has been silent") for node in nodes}
+        begin()
+        try:
+            self._wait(
+                lambda: all(self._count(node, "launcher has been silent") > count for node, count in lost.items()),
+                "nobody notices that a node is gone",
+            )
+        finally:
+            end()
+
+    def _count(self, node: int, words: str) -> int:
+        """How often a node's launcher has said something."""
+        return self._said[node].read_text().count(words)
 
 
 def last_step(run: Path) -> int:

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import queue
+import select
 import signal
 import socket
 import sys
@@ -387,6 +388,29 @@ def test_what_listens_there_must_be_a_launcher(port: int) -> None:
     assert str(found) == (
         f"what listens at 127.0.0.1:{port} is no launcher of Muster: give all nodes another --rendezvous"
     )
+
+
+def test_a_node_0_that_ends_or_stands_still_before_it_answers_is_asked_again(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speaks = iter([True, False, True])
+
+    def wait(readers: list, _: list, __: list, limit_s: float) -> tuple:
+        return select.select(readers, [], [], LONG_S) if next(speaks) else ([], [], [])
+
+    monkeypatch.setattr(meeting, "select", SimpleNamespace(select=wait))
+    with socket.create_server(("127.0.0.1", port)) as server:
+
+        def answer() -> None:
+            server.accept()[0].close()
+            (silent, _), (connection, _) = server.accept(), server.accept()
+            with silent, connection:
+                welcome = {"kind": "welcome", "member": vars(member(0))}
+                connection.sendall(json.dumps(welcome).encode() + b'\n{"kind": "start"}\n')
+                connection.recv(1 << 16)
+
+        found, _ = together(joined(request(port, 1), lambda team: team.wait_for("start", LONG_S)), answer)
+    assert found == {0: {"kind": "start"}}
 
 
 def test_strangers_at_the_door_disturb_nobody(port: int) -> None:

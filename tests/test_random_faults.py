@@ -108,7 +108,8 @@ def test_runs_on_two_nodes_under_random_faults_have_every_loss_of_an_undisturbed
 
     launchers = [start(0), start(1)]
     try:
-        faults = FaultsOfNodes(launchers, start, set_cable, run, 4, seed)
+        said = tuple(tmp_path / f"{host}.out" for host in HOSTS)
+        faults = FaultsOfNodes(launchers, start, set_cable, run, said, 4, seed)
         faults.cause_many(request.config.option.faults)
         stop(*launchers)
     finally:

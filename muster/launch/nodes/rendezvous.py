@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import socket
 import threading
 import time
@@ -209,11 +210,15 @@ def _connect_to_node_0(group: LauncherGroup) -> None:
     address = group.address
     where = format_endpoint(address, config.port)
     progress = _WaitReporter(config.timeout_s)
-    problem = ""
     while True:
         try:
             connection = socket.create_connection((address, config.port), _CONNECT_TIMEOUT_S)
-            break
+            node_0 = LauncherConnection(connection, 0, group.inbox)
+            node_0.send("hello", nodes=config.num_nodes, member=vars(group.local_node))
+            if _is_answered(connection):
+                break
+            node_0.close(timeout_s=0)
+            problem = "no answer"
         except OSError as error:
             problem = error.strerror or str(error)
         progress.report(
@@ -222,8 +227,6 @@ def _connect_to_node_0(group: LauncherGroup) -> None:
             " --node-rank 0, correct --rendezvous, open the port, or wait longer with --rendezvous-timeout",
         )
         time.sleep(_RETRY_INTERVAL_S)
-    node_0 = LauncherConnection(connection, 0, group.inbox)
-    node_0.send("hello", nodes=config.num_nodes, member=vars(group.local_node))
     answer = read_first_message(connection, _HELLO_TIMEOUT_S)
     if answer is None or answer["kind"] not in ("welcome", "over"):
         raise MusterError(f"what listens at {where} is no launcher of Muster: give all nodes another --rendezvous")
@@ -233,3 +236,12 @@ def _connect_to_node_0(group: LauncherGroup) -> None:
     group.connections[0] = node_0
     group.nodes[0] = NodeInfo(**answer["member"])
     node_0.start_reading()
+
+
+def _is_answered(connection: socket.socket) -> bool:
+    """Wait until node 0 says something; False where it ends first, or stands still."""
+    if not select.select([connection], [], [], _HELLO_TIMEOUT_S)[0]:
+        return False
+    with contextlib.suppress(OSError):
+        return bool(connection.recv(1, socket.MSG_PEEK))
+    return False
