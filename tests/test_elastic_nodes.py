@@ -6,10 +6,13 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from muster.cli.main import main
+from muster.launch.nodes.elastic_nodes import ElasticNodes
+from muster.launch.recovery import Elasticity
 from muster.report.recoveries import recoveries_note
 from tests.nodes import HOSTS, Network, network
 from tests.test_elastic import RANK, recoveries, whole_beside
@@ -63,6 +66,19 @@ def test_ranks_and_launchers_of_another_node_are_lost_and_come_back(tmp_path: Pa
     assert f"node 1 on {HOST} is back\n" in out
     assert "2 lost ranks came back: 4 ranks go on after this step (generation 4)" in out
     assert "2 recoveries and 2 returns of lost ranks without a restart" in (recoveries_note(run) or "")
+
+
+def test_a_launcher_that_fails_before_its_ranks_start_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    connection = SimpleNamespace(send=lambda *_, **__: None, close=lambda _: None)
+    group = SimpleNamespace(nodes={0: "node 0 on a"}, connections={1: connection}, node_rank=0)
+    nodes = ElasticNodes(tmp_path, 1.0, None, Elasticity(0), group, 2, "")  # type: ignore[arg-type]
+    group.nodes[1] = "node 1 on b"
+    for message in ({"kind": "failed", "code": 1, "reason": "no disk"}, {"kind": "gone"}):
+        nodes._handle(1, message)
+    nodes.shut_down()
+    assert capsys.readouterr().out == "node 1 on b has left again: no disk\n"
 
 
 def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,10 +123,12 @@ class ElasticNodes(ElasticSupervisor):
     def _lose(self, node: int, reason: str) -> None:
         """Take a node, whose launcher is gone, for lost with its processes."""
         name = str(self._group.nodes[node])
-        if connection := self._group.connections.pop(node, None):
-            # A launcher that was only silent, and hears again, has no part in the job any more.
-            connection.send("over", code=1, reason=f"the job goes on without {name}: {reason}")
-            connection.close(_FAREWELL_S)
+        connection = self._group.connections.pop(node, None)
+        if connection is None:
+            return  # it has said why it ends, and then closed its connection
+        # A launcher that was only silent, and hears again, has no part in the job any more.
+        connection.send("over", code=1, reason=f"the job goes on without {name}: {reason}")
+        connection.close(_FAREWELL_S)
         if node not in self._joined:
             print(f"{name} has left again: {reason}", flush=True)
         elif all(rank.node != node for rank in self.running()):
