@@ -196,9 +196,10 @@ class TrainConfig(Frozen):
     straggler_check_every: NonNegativeInt = 0
     """Steps between comparisons of the ranks' times, which name slow ranks, links, data and disks that two of them in a
     row have found; 0: none."""
-    straggler_action: Literal["tell", "replace"] = "tell"
+    straggler_action: Literal["tell", "replace", "replan"] = "tell"
     """Action for a rank that is slow to compute, or computes wrongly. tell: it is named. replace: under
-    `train.elastic` its process ends, and a spare takes its place, once for each place."""
+    `train.elastic` its process ends, and a spare takes its place, once for each place. replan: under `train.elastic`
+    all ranks go on under a plan with fewer layers, or a smaller share of the batch, for one that is slow to compute."""
     gradient_check_every: NonNegativeInt = 0
     """Steps between comparisons of gradients that all data-parallel ranks compute of one micro-batch, to the bit, which
     name ranks that compute wrongly; 0: none."""

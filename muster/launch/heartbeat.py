@@ -25,9 +25,9 @@ STACKS_BYTES = 1 << 17
 """Space behind the page for the stacks of the rank's threads, and the flight record."""
 STACKS_SIGNAL = signal.SIGUSR1
 """Signal at which a rank writes its stacks there, even while it waits in C++."""
-_HEADER = struct.Struct("<QqiiB12sHi")
-"""Number of updates, step, stage, micro-batch, waiting, phase, length of the instruction's kind, and generation; the
-kind follows."""
+_HEADER = struct.Struct("<QqiiB12sHiB")
+"""Number of updates, step, stage, micro-batch, waiting, phase, length of the instruction's kind, generation, and
+whether it asks for the next; the kind follows."""
 _WAITING_OFFSET = struct.calcsize("<Qqii")
 _DEVICE_OFFSET = PAGE_BYTES // 2
 _DEVICE_HEADER = struct.Struct("<BiiH")
@@ -56,6 +56,8 @@ class RankStatus:
     that has nothing to do."""
     generation: int = 0
     """Generation of ranks that it has joined, or is joining."""
+    asks_for_next: bool = False
+    """True where it asks for another generation after a step, for another plan."""
 
     @property
     def position(self) -> Action:
@@ -92,6 +94,7 @@ class Heartbeat:
         self._follower: threading.Thread | None = None
         self.step = 0
         self.generation = 0
+        self.asks_for_next = False
 
     def update(self, phase: str, action: Action = _NO_ACTION, waiting: bool = False) -> None:
         """Write what this rank begins now. Raises ValueError for a kind of instruction longer than the page."""
@@ -110,6 +113,7 @@ class Heartbeat:
             phase.encode(),
             len(kind),
             self.generation,
+            self.asks_for_next,
         )
         self._memory[_HEADER.size : _HEADER.size + len(kind)] = kind
 
@@ -209,14 +213,15 @@ class HeartbeatPage:
 
     def read(self) -> RankStatus | None:
         """Return the rank's last update; None before the first."""
-        num_updates, step, stage, micro_batch, waiting, phase, length, generation = _HEADER.unpack_from(self._memory)
+        header = _HEADER.unpack_from(self._memory)
+        num_updates, step, stage, micro_batch, waiting, phase, length, generation, asks = header
         if not num_updates:
             return None
         kind = self._memory[_HEADER.size : _HEADER.size + length].decode(errors="replace")
         phase_name = phase.rstrip(b"\0").decode()
         action = Action(cast(Kind, kind), stage, micro_batch)
         device_action = self._read_device_action()
-        return RankStatus(num_updates, step, phase_name, action, bool(waiting), device_action, generation)
+        return RankStatus(num_updates, step, phase_name, action, bool(waiting), device_action, generation, bool(asks))
 
     def _read_device_action(self) -> Action | None:
         is_known, stage, micro_batch, length = _DEVICE_HEADER.unpack_from(self._memory, _DEVICE_OFFSET)

@@ -49,7 +49,7 @@ class Elasticity:
 
 @dataclass
 class Recovery:
-    """One recovery from a loss, or return of lost ranks, as it stands in the run's record."""
+    """One recovery from a loss, return of lost ranks or change of the plan, as it stands in the run's record."""
 
     time: float
     """Time of the loss, or of the first rank's leaving its generation for one with more ranks, in seconds since
@@ -59,7 +59,7 @@ class Recovery:
     step: int
     """Last step that all ranks had finished, as far as they had told."""
     ranks: list[int]
-    """Lost ranks; none where ranks came back."""
+    """Lost ranks; none where ranks came back or changed their plan."""
     causes: list[LossCause]
     """Cause of the loss of each of `ranks`."""
     reason: str
@@ -69,6 +69,8 @@ class Recovery:
     """Seconds from `time` until all ranks had joined the next generation."""
     recovered_s: float | None = None
     """Seconds from `time` until the next step was finished; None: it never was."""
+    changes_plan: bool = False
+    """True where as many ranks go on under another plan, since one was slow."""
     approximation: Approximation | None = None
     """In what the state that the ranks go on with is approximate; None: it is that after `step`, to the bit."""
 
@@ -139,7 +141,7 @@ class ElasticSupervisor(RankSupervisor):
         if self._is_over:
             return
         if not failed:
-            self._let_ranks_return()
+            self._let_ranks_leave()
         elif (reason := self._reason_to_go_on(failed)) is None:
             self._is_over = True
             for rank in self.running():
@@ -170,17 +172,26 @@ class ElasticSupervisor(RankSupervisor):
         left = len(self.running()) + ready
         return max((size for size in self._elastic.smaller_sizes if size <= left), default=None)
 
-    def _let_ranks_return(self) -> None:
-        """Let more ranks go on from the end of a step, once there are processes for the places of lost ones."""
+    def _let_ranks_leave(self) -> None:
+        """Let ranks go on in another generation from the end of a step, where they ask for one or others are ready to
+        come back."""
         if self._announced is not None:
             statuses = [rank.status() for rank in self.ranks]
             if any(s is not None and (s.phase == "join" or s.generation == self._generation) for s in statuses):
                 self._admit(self._announced)
             return
-        if self._under_way is not None or len(self.ranks) == self._num_ranks or len(self.running()) < len(self.ranks):
+        if self._under_way is not None or len(self.running()) < len(self.ranks):
             return
         if self.stop_requested or self.kill_requested:
             return
+        statuses = (rank.status() for rank in self.ranks)
+        if any(s is not None and s.asks_for_next and s.generation == self._generation for s in statuses):
+            self._announce(len(self.ranks), "the plan changes around slow ranks", changes_plan=True)
+        elif len(self.ranks) < self._num_ranks:
+            self._let_ranks_return()
+
+    def _let_ranks_return(self) -> None:
+        """Let more ranks go on from the end of a step, once there are processes for the places of lost ones."""
         if time.monotonic() >= self._next_start:
             self._num_starts += 1
             self._next_start = time.monotonic() + wait_before(self._num_starts + 1)
@@ -191,13 +202,14 @@ class ElasticSupervisor(RankSupervisor):
         sizes = *self._elastic.smaller_sizes, self._num_ranks
         size = max((size for size in sizes if size <= len(self.ranks) + len(ready)), default=0)
         if size > len(self.ranks):
-            self._announce(size)
+            self._announce(size, f"{pluralize(size - len(self.ranks), 'lost rank')} came back")
 
-    def _announce(self, size: int) -> None:
+    def _announce(self, size: int, reason: str, changes_plan: bool = False) -> None:
         """Tell the ranks that `size` of them go on after a step."""
         self._generation += 1
-        reason = f"{pluralize(size - len(self.ranks), 'lost rank')} came back"
-        self._announced = Recovery(time.time(), self._generation, self._last_step(), [], [], reason, size)
+        self._announced = Recovery(
+            time.time(), self._generation, self._last_step(), [], [], reason, size, changes_plan=changes_plan
+        )
         print(f"{reason}: {pluralize(size, 'rank')} go on after this step (generation {self._generation})", flush=True)
         for rank in self.ranks:
             rank.tell(word_of(self._membership(rank, size, at_step_end=True)))

@@ -280,6 +280,13 @@ def _require_parts_run(config: RunConfig) -> None:
             " train.straggler_check_every or train.gradient_check_every above 0, train.elastic true and train.spares"
             " above 0"
         )
+    if train.straggler_action == "replan" and not (
+        train.straggler_check_every and train.elastic and train.recovery == "copy"
+    ):
+        raise InfeasibleError(
+            "train.straggler_action replan lets all ranks go on under another plan, from copies of their state: it"
+            " needs train.straggler_check_every above 0, train.elastic true and train.recovery copy"
+        )
     if optim.clip_by_previous_norm and (train.training_step is not None or plan.post_validation):
         raise InfeasibleError(
             "optim.clip_by_previous_norm clips a step by a norm that is known before, where a plugin's training step"

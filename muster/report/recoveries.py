@@ -32,8 +32,8 @@ def loss_causes(row: Row) -> Mapping[int, LossCause]:
 
 
 def recoveries_of(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return the recoveries and the returns of lost ranks, each as its rows: ranks that are lost before a recovery has
-    ended belong to it."""
+    """Return the recoveries, returns of lost ranks and changes of the plan, each as its rows: ranks that are lost
+    before a recovery has ended belong to it."""
     found: list[list[Row]] = [[row] for row in rows[:1]]
     for before, row in pairwise(rows):
         # An attempt begins with generation 0.
@@ -46,15 +46,18 @@ def recoveries_of(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def recoveries_note(run_dir: Path) -> str | None:
-    """Return a sentence about the losses and returns of ranks that took no restart; None where there were none."""
+    """Return a sentence about the losses and returns of ranks, and changes of the plan, that took no restart; None
+    where there were none."""
     found = recoveries_of(read_metrics(run_dir / RECOVERIES_FILE))
     if not found:
         return None
     told = "; ".join(map(_describe, found[-_MOST_TOLD:]))
     losses = sum(bool(rows[0]["ranks"]) for rows in found)
-    returns = len(found) - losses
+    changes = sum(rows[0].get("changes_plan", False) for rows in found)
+    returns = len(found) - losses - changes
     counts = [f"{losses} {'recovery' if losses == 1 else 'recoveries'}"] * bool(losses)
     counts += [f"{pluralize(returns, 'return')} of lost ranks"] * bool(returns)
+    counts += [f"{pluralize(changes, 'change')} of the plan"] * bool(changes)
     last = f", the last {_MOST_TOLD}" if len(found) > _MOST_TOLD else ""
     return f"{' and '.join(counts)} without a restart{last}: {told}"
 

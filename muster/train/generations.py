@@ -68,7 +68,9 @@ class _Rank:
         """Plans by their numbers of ranks."""
         self._dataset = data
         self._heartbeat = open_heartbeat()
-        self._carried = Carried(plan_refined=self._tell_spares)
+        self._carried = Carried(plan_refined=self._tell_spares, ask_for_plan=self._ask_for_plan)
+        self._asked_plan: Plan | None = None
+        """Plan of the next generation, on the rank 0 that has asked for it."""
         self._number: int | None = None
         """Number among the ranks of the generation before."""
         self._loop: TrainingLoop | None = None
@@ -80,8 +82,9 @@ class _Rank:
         if self._number not in (None, place.rank):
             take_place(self._run_dir, place)
         self._number, self._has_left = place.rank, False
-        if place.world_size != self._plan.world_size:
+        if self._asked_plan is not None or place.world_size != self._plan.world_size:
             self._take_plan(place)
+        self._heartbeat.asks_for_next = False
         self._carried.leave_requested = lambda: self._words.has_next(place.generation)
         connections = Connections(place.world_size)
         self._words.when_next(place.generation, connections.break_until_left)
@@ -99,19 +102,27 @@ class _Rank:
         return None
 
     def _take_plan(self, place: Membership) -> None:
-        """Take the plan for as many ranks as there are now."""
-        self._plan = self._plans[place.world_size]
+        """Take the plan that this rank has asked for, or that for as many ranks as there are now."""
+        asked, self._asked_plan = self._asked_plan, None
+        if asked is not None and asked.world_size == place.world_size and place.rank == 0:
+            self._plan = asked
+        else:
+            self._plan = self._plans[place.world_size]
         os.environ["LOCAL_WORLD_SIZE"] = str(place.local_world_size or place.world_size)
         if place.rank == 0:
             write_atomically(attempt_files(self._run_dir).plan, plan_yaml(self._plan))
             print(f"plan      {format_plan_name(self._plan)}", flush=True)
+
+    def _ask_for_plan(self, plan: Plan) -> None:
+        """Ask the launcher for another generation after a step, in which ranks follow this plan."""
+        self._asked_plan, self._heartbeat.asks_for_next = plan, True
 
     def _tell_spares(self, plan: Plan) -> None:
         """Tell processes that take a place later the plan of the first generation, whose schedule was refined."""
         self._store.set(_FIRST_PLAN_KEY, plan.model_dump_json())
 
     def _follow_rank_0(self, place: Membership, store: dist.Store) -> None:
-        """Take the plan of rank 0: a loss may have come before all ranks had the refined schedule."""
+        """Take the plan of rank 0: it may have changed it, or a loss may have come before all had the refined one."""
         if place.rank == 0:
             store.set("plan of rank 0", self._plan.model_dump_json())
         else:

@@ -13,10 +13,12 @@ from muster.config.attempt_files import attempt_files
 from muster.config.load_config import plan_yaml
 from muster.config.run_config import RunConfig
 from muster.config.yaml_writer import write_atomically
+from muster.cost.time.op_times import OpTimes
 from muster.data.dataset import SampleStream, StreamHash, sample_digest
 from muster.launch.rank_errors import EXIT_STOPPED
 from muster.parallel.op_profile import StageProfile
 from muster.parallel.world import World
+from muster.planner.slow_ranks import LEAST_GAIN, faster_plan, times_with_layers
 from muster.report.approximation import write_approximation
 from muster.report.run_files import MEETINGS_FILE, RECOVERIES_FILE, STRAGGLERS_FILE, SWARM_FILE, read_metrics
 from muster.report.wall_time import append_attempt, attempt_row
@@ -24,6 +26,7 @@ from muster.schedule.build import build_program
 from muster.simulate.simulator import simulate
 from muster.spec.errors import MusterError
 from muster.spec.plan import Plan
+from muster.spec.plan_name import format_plan_name
 from muster.train.async_pipeline import AsyncPipeline
 from muster.train.best_checkpoint import ValidationTracker
 from muster.train.callbacks import Callbacks
@@ -38,6 +41,7 @@ from muster.train.grouped_kernels import use_measured_kernels
 from muster.train.in_memory_checkpoint import open_in_memory_checkpoint
 from muster.train.load_state import StateLoader
 from muster.train.memory_limit import MemoryLimit
+from muster.train.memory_preflight import has_memory
 from muster.train.metrics import MetricsLog, metrics_row, null_non_finite, write_text
 from muster.train.post_validation import PostValidation
 from muster.train.run_directory import begin_attempt, explain_write_errors
@@ -57,12 +61,18 @@ class Carried:
     stop_requested: bool = False
     started_at: float = 0.0
     """Time at which the first generation was ready, in seconds since 1970; 0 before."""
-    profiles: dict[int, list[StageProfile]] = field(default_factory=dict)
-    """Profiles of all ranks, by rank, for each number of ranks that there has been."""
+    profiles: dict[str, list[StageProfile]] = field(default_factory=dict)
+    """Profiles of all ranks, by rank, for each plan that there has been, by its hash without a pinned order."""
     leave_requested: Callable[[], bool] = lambda: False
     """True once another generation follows at the end of a step."""
+    first_times: dict[int, tuple[Plan, OpTimes]] = field(default_factory=dict)
+    """Plan and times of the first profile for each number of ranks, taken before any was known to be slow."""
     plan_refined: Callable[[Plan], None] = lambda plan: None
     """Receiver of the plan once its schedule has been refined."""
+    has_replanned: bool = False
+    """True on the rank 0 that has changed the plan because of slow ranks."""
+    ask_for_plan: Callable[[Plan], None] = lambda plan: None
+    """Asks for another generation under this plan, on rank 0."""
     kept: KeptState | None = None
     """State of this rank's stage when its last generation ended, under `train.recovery` checkfree."""
 
@@ -171,7 +181,7 @@ class TrainingLoop:
         program = build_program(*own, update_time=self.config.train.update_time, optim=self.config.optim)
         predicted = None if profile is None else simulate(program, profile.times)
         if profile is not None and (every := self.config.train.straggler_check_every * (self.world.size > 1)):
-            self.stragglers = StragglerMonitor(self.trainer, profile.times, every, self.run_dir)
+            self.stragglers = StragglerMonitor(self.trainer, self._usual_times(profile), every, self.run_dir)
         if every := self.config.train.gradient_check_every:
             self.gradient_check = GradientCheck(self.trainer, every)
         self._resume()
@@ -223,12 +233,21 @@ class TrainingLoop:
             return None
         if not self.config.train.elastic:
             return self.trainer.profile()
-        carried = self.carried.profiles.get(self.world.size)
+        key = self.plan.model_copy(update={"pinned_schedule": None}).hash
+        carried = self.carried.profiles.get(key)
         known = self.world.all_gather_object(carried) if self.world.generation else []
         profiles = next((found for found in known if found), None)
         profiles = profiles or self.world.all_gather_object(self.trainer.profile())
-        self.carried.profiles[self.world.size] = profiles
+        self.carried.profiles[key] = profiles
         return profiles[self.world.rank]
+
+    def _usual_times(self, profile: StageProfile) -> OpTimes:
+        """Return the times of passes before any rank was slow, under this generation's plan; all ranks call it."""
+        own = self.carried.first_times.get(self.world.size)
+        known = self.world.all_gather_object(own) if self.world.generation else []
+        plan, times = next(filter(None, known), (self.plan, profile.times))
+        self.carried.first_times[self.world.size] = plan, times
+        return times_with_layers(self.config, times, plan, self.plan)
 
     def _train(self) -> int | None:
         trainer = self.trainer
@@ -375,6 +394,28 @@ class TrainingLoop:
                 if not is_replaceable(one, recoveries):
                     display.print_line(f"step {result.step}: nothing is done about the {one.subject}")
             end_if_replaceable(self.world.rank, check.new, recoveries)
+        if self.config.train.straggler_action == "replan" and self.is_main:
+            self._replan(check, result.step, display)
+
+    def _replan(self, check: StragglerCheck, step: int, display: TrainingDisplay) -> None:
+        """Ask for a plan around the ranks that compute slowly, or for one without regard to those that no longer do."""
+        monitor = self.stragglers
+        for one in check.new:
+            if one.kind != "compute":
+                display.print_line(f"step {step}: nothing is done about the {one.subject}")
+        if monitor is None or check.measured is None or not monitor.speeds_changed(check, self.carried.has_replanned):
+            return
+        found = faster_plan(self.config, self.plan, check.measured, lambda plan: has_memory(self.config, plan))
+        slow = [one for one in check.new if one.kind == "compute"]
+        if found is not None:
+            self.carried.has_replanned = True
+            self.carried.ask_for_plan(found.plan)
+            display.print_line(
+                f"step {step}: plan {format_plan_name(found.plan)} is {found.own_step_s / found.step_s:.2f} times as"
+                " fast by these speeds"
+            )
+        elif slow:
+            display.print_line(f"step {step}: no other layers or shares of the batch would be {LEAST_GAIN:.0%} faster")
 
     def _report_saves(self) -> None:
         """Tell callbacks of the checkpoints that are complete by now."""

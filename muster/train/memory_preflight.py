@@ -41,6 +41,15 @@ def require_memory(config: RunConfig, plan: Plan, num_nodes: int = 1) -> None:
         )
 
 
+def has_memory(config: RunConfig, plan: Plan) -> bool:
+    """Return whether the forecast of a plan fits, as `require_memory` has it."""
+    try:
+        require_memory(config, plan)
+    except InfeasibleError:
+        return False
+    return True
+
+
 def excess_of_limit(config: RunConfig, plan: Plan, held_bytes: int | None) -> InfeasibleError:
     """Return the error of a rank that has exceeded the run's memory limit, with the nearest plan that should fit.
 

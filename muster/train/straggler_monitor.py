@@ -11,6 +11,7 @@ from muster.launch.rank_errors import StragglerError
 from muster.layout.mesh import coordinates_of, dp_index_of
 from muster.parallel.rank_probes import probe_product, time_file, time_messages
 from muster.parallel.world import World
+from muster.planner.slow_ranks import MeasuredPasses
 from muster.report.recoveries import loss_causes
 from muster.schedule.action import Kind
 from muster.simulate.stragglers import (
@@ -37,6 +38,10 @@ class StragglerCheck(NamedTuple):
     sentences: list[str]
     """New stragglers and former ones, for people."""
     new: list[Straggler]
+    over: Sequence[Straggler] = ()
+    """Former stragglers."""
+    measured: MeasuredPasses | None = None
+    """Times of the ranks' passes; None where they weren't compared."""
 
 
 class StragglerMonitor:
@@ -49,10 +54,12 @@ class StragglerMonitor:
         self.world: World = trainer.world
         self.detector = StragglerDetector()
         self._results: deque[StepResult] = deque(maxlen=every)
+        self._num_checks = 0
         self._messages: tuple[float | None, ...] = ()
         """Times of the messages of the comparison before."""
         actions = (item.action for item in trainer.program.ranks[self.world.at.pp].get("compute", ()))
         keys = [(action.kind, action.stage) for action in actions if action.kind in PASSES]
+        self._times = times
         own_s = sum(times.seconds.get(key, times.seconds.get((key[0], -1), 0.0)) for key in keys)
         self._expected_s: list[float] = self.world.all_gather_object(own_s)
         shares_cores = times.cores is not None and self.world.size > times.cores
@@ -67,7 +74,26 @@ class StragglerMonitor:
         new, over = self.detector.update(find_stragglers(times, self._expected_s, self._comparable))
         told = [f"step {result.step}: straggler: {one}" for one in new]
         told += [f"step {result.step}: no straggler any more: {one.subject}" for one in over]
-        return StragglerCheck(self._row(result.step, times), told, new)
+        self._num_checks += 1
+        return StragglerCheck(self._row(result.step, times), told, new, over, self._measured(times))
+
+    def speeds_changed(self, check: StragglerCheck, has_replanned: bool) -> bool:
+        """Return whether ranks are known since this comparison to compute slowly, or no longer to do so.
+
+        `has_replanned`: the plan is one around slow ranks, of which the second comparison under it says whether they
+        still are.
+        """
+        if any(one.kind == "compute" for one in (*check.new, *check.over)):
+            return True
+        is_slow = any(one.kind == "compute" for one in self.detector.confirmed.values())
+        return has_replanned and self._num_checks == 2 and not is_slow
+
+    def _measured(self, times: list[RankTimes]) -> MeasuredPasses:
+        slowness = [1.0] * len(times)
+        for one in self.detector.confirmed.values():
+            for rank in one.ranks if one.kind == "compute" else ():
+                slowness[rank] = max(slowness[rank], one.ratio)
+        return MeasuredPasses(self._times, self._expected_s, [one.compute_s for one in times], slowness)
 
     def _own_times(self) -> RankTimes:
         steps = self.trainer.step_events()
