@@ -47,7 +47,7 @@ from tests.train_runs import (
 
 RANK = '''
 """A rank without torch: counts steps in each generation until it may end, or has to die."""
-import os, signal, sys, time
+import contextlib, os, signal, sys, time
 from pathlib import Path
 from muster.launch.heartbeat import open_heartbeat
 from muster.launch.launcher_words import LauncherWords, Membership
@@ -65,6 +65,8 @@ def body():
         now = words.current()
         rank = now.rank
         apart = folder / f"apart-{rank}"
+        if now.generation > page.generation:
+            page.asks_for_next = False
         if now.generation > 1:
             apart.unlink(missing_ok=True)
         if now.generation == 0 or not apart.exists():
@@ -74,6 +76,9 @@ def body():
         time.sleep(0.002)
         if (folder / "end").exists():
             return 0
+        with contextlib.suppress(FileNotFoundError):
+            (folder / f"asks-{rank}").unlink()
+            page.asks_for_next = True
         for word in ("killed", "error", "lasting"):
             order = folder / f"{word}-{rank}"
             if not order.exists():
@@ -116,14 +121,26 @@ def run_job(folder: Path, orders: Iterator[str], elastic: Elasticity = ONE_SPARE
 
 
 def is_whole(folder: Path, losses: int, size: int) -> bool:
-    """Tell whether the job has recovered from as many losses, and again has all its ranks."""
+    """Tell whether the job has recovered from as many losses, or changes of its plan, and again has all its ranks."""
     rows = recoveries(folder)
-    recovered = sum(row["recovered_s"] is not None and bool(row["ranks"]) for row in rows)
+    recovered = sum(row["recovered_s"] is not None and (bool(row["ranks"]) or row["changes_plan"]) for row in rows)
     return recovered >= losses and rows[-1]["world_size"] == size and rows[-1]["recovered_s"] is not None
 
 
 def recoveries(folder: Path) -> list[dict]:
     return read_metrics(folder / "recoveries.jsonl")
+
+
+def test_a_rank_asks_for_another_plan_without_a_loss(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    status = run_job(tmp_path, iter(["asks-0", "asks-2", "killed-1", "end"]))
+    assert status.code == 0
+    changes = recoveries(tmp_path)
+    assert [row["changes_plan"] for row in changes] == [True, True, False]
+    assert [row["ranks"] for row in changes] == [[], [], [1]]
+    assert [row["world_size"] for row in changes] == [3, 3, 3]
+    out = capfd.readouterr().out
+    assert out.count("the plan changes around slow ranks: 3 ranks go on after this step (generation ") == 2
+    assert "1 recovery and 2 changes of the plan without a restart" in (recoveries_note(tmp_path) or "")
 
 
 def test_lost_ranks_are_replaced_while_the_others_go_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -491,6 +508,36 @@ def test_a_spare_takes_the_place_of_a_slow_rank(tmp_path: Path) -> None:
     assert "the others to compute: a spare takes its place, and the other ranks go on (generation " in ended.out
     for ours, theirs in zip(rows_of(run), rows_of(whole), strict=True):
         assert (ours["step"], ours["train/loss"]) == (theirs["step"], theirs["train/loss"])
+    assert sample_hash(run) == sample_hash(whole)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("plan", ["dp2-mb1-z1-fp64", "pp2-mb1-fp64"])
+def test_the_plan_changes_around_a_slow_rank(plan: str, tmp_path: Path) -> None:
+    """One rank is stopped for three quarters of the time until the plan has changed; later it may change back."""
+    common = [*SMALL, "--parallel", plan, "--train.steps", "60"]
+    whole = whole_beside(run := tmp_path / "run", common)
+    checks = ["--train.straggler_check_every", "2", "--train.straggler_action", "replan"]
+    with Command(*common, *checks, "--run", run, "--train.elastic", "true") as job:
+        job.wait_for_step(3)
+        slow = job.ranks()[1]
+        while not recoveries(run):
+            os.kill(slow, signal.SIGSTOP)
+            time.sleep(0.03)
+            os.kill(slow, signal.SIGCONT)
+            job.be_patient("the plan did not change")
+            time.sleep(0.007)
+        ended = job.wait()
+    assert (ended.code, ended.err) == (0, ""), ended.out
+    assert all(row["changes_plan"] and not row["ranks"] for row in recoveries(run))
+    assert (
+        "times as fast by these speeds\nthe plan changes around slow ranks: 2 ranks go on after this step" in ended.out
+    )
+    assert "uneven" in ended.out if plan.startswith("dp2") else "-l" in ended.out
+    assert "of the plan without a restart: " in ended.out
+    for ours, theirs in zip(rows_of(run), rows_of(whole), strict=True):
+        assert ours["step"] == theirs["step"]
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-9)
     assert sample_hash(run) == sample_hash(whole)
 
 
