@@ -20,7 +20,7 @@ from muster.config.local_machine import (
 from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import is_zeroth_order, whole_matrix_shapes
 from muster.config.optimizers import OPTIMIZERS
-from muster.config.run_config import RunConfig, TrainConfig
+from muster.config.run_config import RunConfig
 from muster.config.zeroth_order import require_zeroth_order_runs
 from muster.layout.tensor_layout import tp_partial_grad_copies
 from muster.planner.evaluated_plan import EvaluatedPlan
@@ -32,6 +32,7 @@ from muster.planner.search_budget import SearchBudget
 from muster.planner.search_result import SearchResult
 from muster.planner.simple_first import find_simplest
 from muster.planner.simplicity import PREDICTION_ERROR
+from muster.planner.slow_ranks import require_straggler_action_runs
 from muster.planner.tiers import choose_tier, explain_no_tier, tier_words
 from muster.plugins.registry import get_component
 from muster.spec.cluster import ClusterSpec
@@ -268,7 +269,7 @@ def _require_parts_run(config: RunConfig) -> None:
         require_updates_in_backward(plan, config.model, optim, bool(train.spike_sigmas), config.outer is not None)
     if train.rebalance_experts_every:
         _require_moving_experts(config)
-    _require_straggler_action_runs(train, plan)
+    require_straggler_action_runs(train, plan)
     if optim.clip_by_previous_norm and (train.training_step is not None or plan.post_validation):
         raise InfeasibleError(
             "optim.clip_by_previous_norm clips a step by a norm that is known before, where a plugin's training step"
@@ -299,29 +300,6 @@ def _require_parts_run(config: RunConfig) -> None:
         raise InfeasibleError(
             f"train.training_step {train.training_step} sees the gradient norm of all ranks, which post_validation"
             " doesn't wait for: leave pv out"
-        )
-
-
-def _require_straggler_action_runs(train: TrainConfig, plan: Plan) -> None:
-    """Raise InfeasibleError where ranks' times can't be compared, or nothing could be done about slow ones."""
-    if train.straggler_check_every and plan.islands > 1:
-        raise InfeasibleError(
-            "train.straggler_check_every compares all ranks, for which islands would wait between their outer steps:"
-            " leave islN or train.straggler_check_every out"
-        )
-    checks = train.straggler_check_every or train.gradient_check_every
-    if train.straggler_action == "replace" and not (checks and train.elastic and train.spares):
-        raise InfeasibleError(
-            "train.straggler_action replace gives the place of a slow rank to a spare: it needs"
-            " train.straggler_check_every or train.gradient_check_every above 0, train.elastic true and train.spares"
-            " above 0"
-        )
-    if train.straggler_action == "replan" and not (
-        train.straggler_check_every and train.elastic and train.recovery == "copy"
-    ):
-        raise InfeasibleError(
-            "train.straggler_action replan lets all ranks go on under another plan, from copies of their state: it"
-            " needs train.straggler_check_every above 0, train.elastic true and train.recovery copy"
         )
 
 

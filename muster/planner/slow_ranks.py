@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from muster.config.run_config import RunConfig
+from muster.config.run_config import RunConfig, TrainConfig
 from muster.cost.flops import forward_flops_per_token
 from muster.cost.time.op_times import OpTimes
 from muster.layout.mesh import coordinates_of, dp_index_of
@@ -22,6 +22,7 @@ from muster.planner.bounds.pass_times import PassTimes, pass_times_of_op_times
 from muster.planner.bounds.step_bound import step_bound_s
 from muster.planner.uneven_batch import fastest_split
 from muster.schedule.action import Kind
+from muster.spec.errors import InfeasibleError
 from muster.spec.legality import plan_violations
 from muster.spec.plan import Plan, split_evenly
 from muster.spec.shares import normalize_shares
@@ -51,6 +52,29 @@ class FasterPlan:
     plan: Plan
     step_s: float
     own_step_s: float
+
+
+def require_straggler_action_runs(train: TrainConfig, plan: Plan) -> None:
+    """Raise InfeasibleError where ranks' times can't be compared, or nothing could be done about slow ones."""
+    if train.straggler_check_every and plan.islands > 1:
+        raise InfeasibleError(
+            "train.straggler_check_every compares all ranks, for which islands would wait between their outer steps:"
+            " leave islN or train.straggler_check_every out"
+        )
+    checks = train.straggler_check_every or train.gradient_check_every
+    if train.straggler_action == "replace" and not (checks and train.elastic and train.spares):
+        raise InfeasibleError(
+            "train.straggler_action replace gives the place of a slow rank to a spare: it needs"
+            " train.straggler_check_every or train.gradient_check_every above 0, train.elastic true and train.spares"
+            " above 0"
+        )
+    if train.straggler_action == "replan" and not (
+        train.straggler_check_every and train.elastic and train.recovery == "copy"
+    ):
+        raise InfeasibleError(
+            "train.straggler_action replan lets all ranks go on under another plan, from copies of their state: it"
+            " needs train.straggler_check_every above 0, train.elastic true and train.recovery copy"
+        )
 
 
 def faster_plan(
