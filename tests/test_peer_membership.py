@@ -33,6 +33,9 @@ def test_the_last_to_arrive_ends_a_round_and_joiners_have_no_weight() -> None:
     assert orders["a"] == orders["b"]
     assert orders["a"]["weights"] == {"a": 1, "b": 1, "c": 0}
     assert orders["a"]["trained"] == 3
+    assert members.decide(NOW) == orders
+    for name in "abc":
+        members.update(name, replace(IN, phase="exchanging", generation=orders["a"]["generation"]), NOW)
     assert members.decide(NOW) == {}
 
 
@@ -107,6 +110,39 @@ def test_peers_do_not_go_on_from_an_earlier_state_while_those_with_the_last_one_
     members.lose("b", NOW + 6, has_left=False)
     assert doings(members.decide(NOW + 17)) == {"a": "exchange"}
     assert any("rounds 5 to 6 are lost" in sentence for sentence in members.events)
+
+
+def test_a_peer_that_is_still_in_an_aborted_exchange_is_called_to_the_next() -> None:
+    members = group(a=IN, b=IN, c=IN)
+    first = members.decide(NOW)["a"]["generation"]
+    members.update("a", replace(IN, failed=first, suspect="b"), NOW)
+    assert members.decide(NOW) == {}
+    assert any("was aborted" in sentence for sentence in members.events)
+    second = members.decide(NOW + 5)["a"]["generation"]
+    assert second > first
+    members.update("b", replace(IN, phase="exchanging", generation=first, ring=("a", "b", "c")), NOW + 5)
+    orders = members.decide(NOW + 5)
+    assert orders.pop("b") == {"do": "abort", "generation": first}
+    members.update("b", replace(IN, failed=first), NOW + 5)
+    assert members.decide(NOW + 5)["b"] == orders["a"]
+    assert orders["a"]["generation"] == second
+
+
+def test_a_link_fails_once_in_an_exchange_whoever_says_so() -> None:
+    members = group(a=IN, b=IN, c=IN)
+    for now_s in (NOW, NOW + 10):
+        generation = members.decide(now_s)["a"]["generation"]
+        for name, suspect in (("a", "b"), ("b", "a"), ("c", "a"), ("c", "b")):
+            members.update(name, replace(IN, failed=generation, suspect=suspect), now_s)
+        assert members.decide(now_s) == {}
+        assert members.bad_links.keys() == {frozenset("ab")}
+    assert {*members.decide(NOW + 20)["a"]["ring"]} == {*"ac"}
+
+
+def test_a_restarted_coordinator_aborts_an_exchange_that_not_all_have_begun() -> None:
+    begun = replace(IN, phase="exchanging", generation=7, ring=("a", "b", "c"))
+    orders = group(a=begun, b=begun, c=IN).decide(NOW)
+    assert doings(orders) == dict.fromkeys("ab", "abort")
 
 
 def test_generations_of_a_restarted_coordinator_are_new() -> None:

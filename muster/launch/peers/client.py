@@ -143,7 +143,7 @@ class PeerClient:
                 members = tuple(order["members"])
                 self._report("training", members=members)
                 return Round(members, members.index(self.name), sent_bytes, has_jumped=has_jumped)
-            if order["do"] == "fetch" and order["digest"] != state.digest:
+            if order["do"] == "fetch" and order["round"] >= state.round and order["digest"] != state.digest:
                 has_jumped |= self._fetch(order)
             elif (
                 order["do"] == "exchange"

@@ -71,6 +71,8 @@ class Exchange:
 
     generation: int
     ring: tuple[str, ...]
+    order: Message = field(default_factory=dict)
+    """Order to begin it; empty where a former coordinator gave that."""
     broken: str = ""
     """Reason for which it can't end."""
 
@@ -91,13 +93,15 @@ class Membership:
     committed: list[int] = field(default_factory=list)
     """Last generations that all peers of the exchange had prepared."""
     bad_links: Counter[frozenset[str]] = field(default_factory=Counter)
-    """Failures of links between pairs of peers."""
+    """Failures of links between pairs of peers, at most one in an exchange."""
     events: list[str] = field(default_factory=list)
     """Sentences for the log since they were last read."""
     _arrived_s: float | None = None
     _generation: int = 0
     _aborted: int = 0
     """Last generation that was aborted."""
+    _blamed: int = 0
+    """Last generation of which it is known which link failed first."""
     _last_round: int = 0
     """Last round of which a peer had the state."""
     _last_round_s: float = 0.0
@@ -123,7 +127,8 @@ class Membership:
         if state.round > self._last_round:
             self._last_round, self._last_round_s = state.round, now_s
         self._generation = max(self._generation, state.generation, state.failed, state.committed)
-        if before is not None and state.failed != before.failed and state.suspect:
+        if before is not None and state.failed > max(before.failed, self._blamed) and state.suspect:
+            self._blamed = state.failed  # the other peers' links fail only because this one ends the exchange
             self.bad_links[frozenset((name, state.suspect))] += 1
 
     def lose(self, name: str, now_s: float, has_left: bool) -> None:
@@ -148,16 +153,30 @@ class Membership:
         if self._waits_for_former_peers(now_s):
             return {}
         self._adopt_exchange()
-        orders: dict[str, Message] = {}
         if self.exchange is not None and not self._end_exchange(self.exchange, now_s):
-            return orders
+            return self._orders_under_way(self.exchange)
+        return self._orders_after_an_exchange(0) or self._begin(now_s)
+
+    def _orders_under_way(self, exchange: Exchange) -> dict[str, Message]:
+        """Return the order for those peers of an exchange that haven't begun it. One that was too slow to hear of the
+        end of an exchange before is still in that one, where the others would wait for it until their links fail."""
+        orders = self._orders_after_an_exchange(exchange.generation)
+        for name in exchange.ring if exchange.order else ():
+            state = self.peers.get(name)
+            if state is not None and state.phase in ("idle", "arrived"):
+                orders[name] = exchange.order
+        return orders
+
+    def _orders_after_an_exchange(self, under_way: int) -> dict[str, Message]:
+        """Return the order for each peer in an exchange that has ended, unlike generation `under_way`."""
+        orders: dict[str, Message] = {}
         committed = {*self.committed, *(state.committed for state in self.peers.values())}
         for name, state in self.peers.items():
-            if state.phase == "prepared" and state.generation in committed:
-                orders[name] = {"do": "commit", "generation": state.generation}
-            elif state.phase in ("exchanging", "prepared"):
-                orders[name] = {"do": "abort", "generation": state.generation}
-        return orders or self._begin(now_s)
+            if state.generation == under_way or state.phase not in ("exchanging", "prepared"):
+                continue
+            is_applied = state.phase == "prepared" and state.generation in committed
+            orders[name] = {"do": "commit" if is_applied else "abort", "generation": state.generation}
+        return orders
 
     def _waits_for_former_peers(self, now_s: float) -> bool:
         """Return True after a start, until the peers of the round under way had time to come back."""
@@ -180,8 +199,9 @@ class Membership:
             last = max(under_way, key=lambda state: state.generation, default=None)
             if last is not None and last.generation > self._aborted:
                 self.exchange = Exchange(last.generation, last.ring)
-                if not {*last.ring} <= self.peers.keys():
-                    self.exchange.broken = "not all of its peers are there"
+                taking_part = {name for name, state in self.peers.items() if state.generation == last.generation}
+                if not {*last.ring} <= taking_part:
+                    self.exchange.broken = "not all of its peers are in it"
 
     def _end_exchange(self, exchange: Exchange, now_s: float) -> bool:
         """End the exchange under way where it can: by its result where all of its peers that are left have it, else
@@ -254,7 +274,6 @@ class Membership:
             return orders | dict.fromkeys(ready, order)
         self._generation = max(self._generation + 1, self.first_generation)
         ring = choose_ring([*arrived, *idle], self.bad_links, self.settings.min_peers)
-        self.exchange = Exchange(self._generation, ring)
         weights = {name: int(name in arrived) for name in ring}
         late = f", without {_names(training)} (late)" if training else ""
         cut = sorted({*ready} - {*ring})
@@ -265,6 +284,7 @@ class Membership:
         self.events.append(f"round {round_ + 1} ends with an exchange between {changes}{joins}{late}")
         order = {"do": "exchange", "generation": self._generation, "round": round_, "ring": ring, "weights": weights}
         order["trained"] = max(1, *(len(current[name].members) for name in arrived))
+        self.exchange = Exchange(self._generation, ring, order)
         return orders | dict.fromkeys(ring, order)
 
     def shared_state(self) -> tuple[int, str]:
