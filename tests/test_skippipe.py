@@ -2,16 +2,18 @@
 
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.config.cluster_files import load_cluster
+from muster.config.cluster_files import load_cluster, load_device
 from muster.cost.comm_volume import step_comm_bytes
 from muster.cost.flops import plan_flops_per_token
 from muster.cost.memory.forecast import forecast_memory
+from muster.planner.skip_paths import resolve_on_cluster
 from muster.schedule.action import Action, Kind
 from muster.schedule.build import build_program
 from muster.schedule.check import check
@@ -26,6 +28,7 @@ from muster.schedule.skippipe import hop_weights, place_on_links, skippipe
 from muster.schedule.timing import time_schedule
 from muster.simulate.breakdown import breakdown
 from muster.simulate.predict import predict
+from muster.spec.cluster import ClusterSpec, NodeGroup
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.legality import plan_violations
 from muster.spec.model import ModelSpec
@@ -120,7 +123,13 @@ def problems(draw: st.DrawFn) -> PathProblem:
         assert skipped > max(inner, 0) or wanted * inner > count * (inner - skipped) - inner
         skipped, visits = 0, count
     forward_s = tuple(draw(times) for _ in range(stages))
-    return PathProblem(forward_s, hop_s, placement, count, skipped, visits, draw(st.integers(1, 3)), limits.swaps)
+    shares = [[draw(st.floats(0, 1)) for _ in row] for row in hop_s]
+    busy_s = tuple(
+        tuple(0.0 if placement[a] == placement[b] else hop_s[a][b] * shares[a][b] for b in range(stages))
+        for a in range(stages)
+    )
+    most = draw(st.integers(1, 3))
+    return PathProblem(forward_s, hop_s, busy_s, placement, count, skipped, visits, most, limits.swaps)
 
 
 @settings(deadline=None, max_examples=60)
@@ -137,11 +146,14 @@ def test_no_path_breaks_a_limit(problem: PathProblem) -> None:
         assert not any(one and other for one, other in pairwise(back)), "only neighbours are swapped"
         assert sorted(stages) == sorted(_unswapped(stages))
         assert path.begin_s[0] == pytest.approx(number * problem.forward_s[0])
-        for (one, begin_s), (other, later_s) in pairwise(zip(stages, path.begin_s, strict=True)):
-            assert later_s >= begin_s + problem.forward_s[one] + problem.hop_s[one][other] - 1e-9
+        hops = zip(pairwise(stages), pairwise(path.begin_s), path.send_s, strict=True)
+        for (one, other), (begin_s, later_s), send_s in hops:
+            assert send_s >= begin_s + problem.forward_s[one] - 1e-9
+            assert later_s >= send_s + problem.hop_s[one][other] - 1e-9
     for stage in range(problem.num_stages):
         assert sum(stage in path.stages for path in paths) >= problem.min_visits
     assert most_at_once(problem, paths) <= problem.max_at_once
+    assert most_on_a_link(problem, paths) <= 1
 
 
 def _unswapped(stages: tuple[int, ...]) -> list[int]:
@@ -155,18 +167,36 @@ def _unswapped(stages: tuple[int, ...]) -> list[int]:
 
 
 def most_at_once(problem: PathProblem, paths: tuple[TimedPath, ...]) -> int:
-    """The most micro-batches on a rank at a time, looked at in the midst between any two moments."""
+    """The most micro-batches on a rank at a time."""
     stays = [
         (problem.placement[stage], begin_s, begin_s + problem.forward_s[stage])
         for path in paths
         for stage, begin_s in zip(path.stages, path.begin_s, strict=True)
     ]
+    return _most(problem, stays)
+
+
+def most_on_a_link(problem: PathProblem, paths: tuple[TimedPath, ...]) -> int:
+    """The most transfers on the outgoing link of a rank at a time."""
+    transfers = [
+        (problem.placement[one], begin_s, begin_s + problem.busy_s[one][other])
+        for path in paths
+        for (one, other), begin_s in zip(pairwise(path.stages), path.send_s, strict=True)
+    ]
+    return _most(problem, transfers)
+
+
+def _most(problem: PathProblem, stays: list[tuple[int, float, float]]) -> int:
+    """The most of a rank's stays at a time, looked at in the midst between any two moments."""
     moments = sorted({moment for _, *both in stays for moment in both})
     middles = [(one + other) / 2 for one, other in pairwise(moments) if other - one > 1e-9]
     return max(
-        sum(begin_s < middle < end_s for rank, begin_s, end_s in stays if rank == own)
-        for middle in middles
-        for own in set(problem.placement)
+        (
+            sum(begin_s < middle < end_s for rank, begin_s, end_s in stays if rank == own)
+            for middle in middles
+            for own in set(problem.placement)
+        ),
+        default=0,
     )
 
 
@@ -206,16 +236,61 @@ def test_each_limit_that_cannot_be_kept_is_named() -> None:
 
 def test_a_crowded_stage_is_left_to_some_of_the_micro_batches() -> None:
     """Both inner stages are as fast; while one has a micro-batch, the next takes the other."""
-    problem = PathProblem((1.0, 4.0, 4.0, 1.0), ((0.0,) * 4,) * 4, (0, 1, 2, 3), 4, 1, 1, 1, False)
+    none = ((0.0,) * 4,) * 4
+    problem = PathProblem((1.0, 4.0, 4.0, 1.0), none, none, (0, 1, 2, 3), 4, 1, 1, 1, False)
     paths = [path.stages for path in find_paths(problem)]
     assert [paths.count((0, stage, 3)) for stage in (1, 2)] == [2, 2]
 
 
 def test_the_faster_link_is_taken_as_often_as_other_stages_allow() -> None:
     hop_s = tuple(tuple(0.0 if 1 not in (a, b) else 50.0 for b in range(4)) for a in range(4))
-    problem = PathProblem((1.0,) * 4, hop_s, (0, 1, 2, 3), 8, 1, 2, 3, False)
+    problem = PathProblem((1.0,) * 4, hop_s, ((0.0,) * 4,) * 4, (0, 1, 2, 3), 8, 1, 2, 3, False)
     paths = [path.stages for path in find_paths(problem)]
     assert [paths.count((0, stage, 3)) for stage in (1, 2)] == [2, 6]
+
+
+def test_a_link_in_use_is_left_for_a_slower_one() -> None:
+    """The way by stage 1 is faster alone, but its link takes one micro-batch at a time, for three passes' time; where
+    links were free, all but those that stage 2 needs would take it."""
+    hop_s = ((0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 3.0), (0.0, 0.0, 0.0, 3.5), (0.0,) * 4)
+    for busy_s, wanted in ((((0.0,) * 4,) * 4, [7, 1]), (hop_s, [4, 4])):
+        problem = PathProblem((1.0,) * 4, hop_s, busy_s, (0, 1, 2, 3), 8, 1, 1, 3, False)
+        paths = [path.stages for path in find_paths(problem)]
+        assert [paths.count((0, stage, 3)) for stage in (1, 2)] == wanted
+
+
+@settings(deadline=None, max_examples=4)
+@given(st.integers(4, 5), st.sampled_from([0.25, 0.4]), st.integers(0, 999))
+def test_no_step_is_longer_than_with_nothing_skipped(ranks: int, ratio: float, seed: int) -> None:
+    check_never_longer(ranks, ratio, seed)
+
+
+@pytest.mark.soak
+@settings(deadline=None, max_examples=60)
+@given(st.integers(4, 8), st.floats(0.1, 0.5), st.integers(0, 9999))
+def test_no_step_is_longer_on_many_clusters(ranks: int, ratio: float, seed: int) -> None:
+    check_never_longer(ranks, ratio, seed)
+
+
+def check_never_longer(ranks: int, ratio: float, seed: int) -> None:
+    """On nodes whose links are drawn, the planner's answer takes no longer than its best plan that skips nothing."""
+    chance = Random(seed)
+    rates = [[1e12 if a == b else 1e6 * 100 ** chance.random() for b in range(ranks)] for a in range(ranks)]
+    device = load_device("a100-80-sxm")
+    assert device.node is not None
+    group = NodeGroup(
+        num_nodes=ranks, devices_per_node=1, device=device, intra=device.node.intra, nics=device.node.nics
+    )
+    latencies = ((1e-5,) * ranks,) * ranks
+    cluster = ClusterSpec(
+        name="drawn", groups=(group,), node_bandwidth_bytes_per_s=tuple(map(tuple, rates)), node_latency_s=latencies
+    )
+    step_s = []
+    for own in (0, ratio):
+        plan = resolve_on_cluster(parse_plan_name(f"pp{ranks}-mb1-skip{own}m0.1"), MODEL, WORKLOAD, cluster)
+        assert plan.skip_ratio in (0, own)
+        step_s.append(predict(MODEL, plan, WORKLOAD, cluster).step_time_s)
+    assert step_s[1] <= step_s[0]
 
 
 def test_stages_lie_where_links_are_fast() -> None:

@@ -199,7 +199,15 @@ def _with_skipped_stages(answer: PlanAnswer, fields: Mapping[str, Any]) -> PlanA
             " more micro-batches: require more pipeline ranks, or a recompute such as rfull"
         )
     found = evaluator.evaluate(plan)
-    search = replace(answer.search, result=replace(answer.result, best=[found]))
+    share = f"{fields['skip_ratio']:.0%} of the stages"
+    line = (
+        f"with {share} skipped by each micro-batch the step would be longer: this plan skips none"
+        if plan.skip_ratio < fields["skip_ratio"]
+        else f"each micro-batch skips {share}, which changes what is trained"
+    )
+    line += ": the best plan of 1F1B, with paths and places found for its times"
+    evaluator = evaluator.narrowed(replace(request, derived_lines=(*request.derived_lines, line)))
+    search = replace(answer.search, result=replace(answer.result, evaluator=evaluator, best=[found]))
     return replace(answer, search=search, against=FirstPlan(found, evaluator, found.value), fastest=found)
 
 

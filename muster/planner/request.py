@@ -202,7 +202,6 @@ def build_request(
         skip_fields=skip_fields,
         derived_lines=(
             *derived,
-            *_skip_lines(skip_fields),
             *substitutions(cluster, kind, template.fp8_recipe, framework.recasts_fp8),
         ),
     )
@@ -217,15 +216,6 @@ def _without_skips(fixed: dict[str, Any], fix: str) -> tuple[dict[str, Any], dic
         raise ConfigError(f"--require {fix}: stages are skipped in a pipeline: name its ranks, too, as in pp4-skip0.25")
     skips = {name: fixed[name] for name in ("schedule", "skip_ratio", "min_visits", "swaps_stages") if name in fixed}
     return {**{name: value for name, value in fixed.items() if name not in skips}, "schedule": DEFAULT_SCHEDULE}, skips
-
-
-def _skip_lines(skip_fields: Mapping[str, Any]) -> list[str]:
-    if not skip_fields:
-        return []
-    return [
-        f"each micro-batch skips {skip_fields['skip_ratio']:.0%} of the stages, which changes what is trained: the best"
-        " plan of 1F1B, with paths and places found for its times"
-    ]
 
 
 def with_placed_experts(request: PlanRequest, plan: Plan) -> Plan:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from muster.config.optim_config import OptimConfig
 from muster.cost.time.cost_cache import CostCache
+from muster.cost.time.op_times import P2PTime
 from muster.cost.time.plan_times import p2p_times_between, place_plan, plan_times
 from muster.schedule.resolve import pin_schedule, schedule_spec_of
 from muster.schedule.skippipe import skip_schedules
@@ -29,8 +30,9 @@ def resolve_on_cluster(
 ) -> Plan:
     """Return a plan of schedule skippipe with paths and places found for the times of a cluster's passes and links.
 
-    Of several schedules the one whose simulated step is shortest is taken. Where devices differ stages stay where they
-    are. Raises InfeasibleError where no paths keep to the plan's limits, or the plan doesn't fit the cluster.
+    Of several schedules the one whose simulated step is shortest is taken; where none that skips stages is shorter than
+    the best that skips none, that one, with a `skip_ratio` of 0. Where devices differ stages stay where they are.
+    Raises InfeasibleError where no paths keep to the plan's limits, or the plan doesn't fit the cluster.
     """
     cache = cache or CostCache()
     count = plan.num_micro_batches(workload)
@@ -43,18 +45,21 @@ def resolve_on_cluster(
     if cluster.device.rates is None:
         setting = place_plan(*own, cache=cache, optim=optim)
         ranks = range(plan.pp)
-        hop_s = {
-            (one, other): p2p_times_between(setting, one, other)[0].total_s
+        p2p_times = [
+            [P2PTime(0.0) if one == other else p2p_times_between(setting, one, other)[0] for other in ranks]
             for one in ranks
-            for other in ranks
-            if one != other
-        }
-        times = replace(times, link_s=[[hop_s.get((one, other), 0.0) for other in ranks] for one in ranks])
+        ]
+        times = replace(
+            times,
+            link_s=[[p2p.total_s for p2p in row] for row in p2p_times],
+            link_busy_s=[[p2p.send_busy_s for p2p in row] for row in p2p_times],
+        )
     places = () if cluster.is_uniform and plan.is_uniform else in_turn
-    found = (
-        plan.model_copy(update={"pinned_schedule": pin_schedule(schedule, "predicted")})
-        for schedule in skip_schedules(schedule_spec_of(plan, count, times, places))
-    )
+    found = [
+        one.model_copy(update={"pinned_schedule": pin_schedule(schedule, "predicted")})
+        for one in (plan.model_copy(update={"skip_ratio": ratio}) for ratio in sorted({0.0, plan.skip_ratio}))
+        for schedule in skip_schedules(schedule_spec_of(one, count, times, places))
+    ]
 
     def step_s(one: Plan) -> float:
         return predict(model, one, workload, cluster, framework=framework, cache=cache, optim=optim).step_time_s

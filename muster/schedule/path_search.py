@@ -1,7 +1,7 @@
 """Conflict-based search for the paths of micro-batches through a pipeline (SkipPipe, arXiv:2502.19913 §4).
 
 Each micro-batch alone has a fastest path, which A* finds. Together such paths collide: more micro-batches come to a
-rank than it may have at once, or too few see a stage. Conflict-based search (Sharon et al. 2015, Artificial
+rank than it may have at once, two want a rank's outgoing link, or too few see a stage. Conflict-based search (Sharon et al. 2015, Artificial
 Intelligence 219) resolves one collision at a time by a constraint on one of the micro-batches that take part, tries
 each of them, and plans that one anew. Of the constraint sets it takes up next the one with the fewest collisions left
 (greedy, Barer et al. 2014), which soon finds paths without any; they needn't be the fastest together. Paths planned one
@@ -11,7 +11,7 @@ micro-batch after another, each around those before it, always exist, and bound 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, pairwise
 from typing import NamedTuple
 
 from muster.schedule.schedule_spec import PathLimits
@@ -28,6 +28,8 @@ class TimedPath(NamedTuple):
 
     stages: tuple[int, ...]
     begin_s: tuple[float, ...]
+    send_s: tuple[float, ...]
+    """Seconds at which its transfer to each stage after the first begins."""
     end_s: float
 
 
@@ -38,7 +40,9 @@ class PathProblem:
     forward_s: tuple[float, ...]
     """Seconds of each stage's forward."""
     hop_s: tuple[tuple[float, ...], ...]
-    """Seconds from the end of a pass of one stage until its result is at another."""
+    """Seconds from the begin of a transfer from one stage until it is at another."""
+    busy_s: tuple[tuple[float, ...], ...]
+    """Seconds of it for which the outgoing link of the sender's rank is in use, by one transfer at a time."""
     placement: tuple[int, ...]
     """Rank of each stage."""
     num_micro_batches: int
@@ -102,7 +106,7 @@ class _Constraints(NamedTuple):
     """Constraints on one micro-batch."""
 
     closed: Mapping[int, Intervals] = {}
-    """Rank → times at which the micro-batch mustn't be there."""
+    """Rank, or `outgoing_link` of one → times at which the micro-batch mustn't be there."""
     required: frozenset[int] = frozenset()
     """Stages that it has to see."""
 
@@ -113,7 +117,7 @@ def fastest_path(
     """Return the path of one micro-batch that ends earliest (A*), None where its first pass mustn't be. Of paths that
     end at the same time it is one whose stages have the fewest `visits` so far.
 
-    It waits before it comes to a rank, so that an earlier end of a stage is never worse. Estimate of what is left: the
+    It waits before a link, and before it comes to a rank, so that an earlier end of a stage is never worse. Estimate of what is left: the
     fastest walk over as many stages, in any order.
     """
     first_s = micro_batch * problem.forward_s[0]
@@ -123,26 +127,29 @@ def fastest_path(
     rest_s = _least_rests(problem)
     begin_s = first_s + problem.forward_s[0]
     serial = count()
-    heap: list[tuple[float, int, int, float, tuple[int, int, int, int], tuple[tuple[int, float], ...]]]
-    heap = [(begin_s + rest_s[left][0], 0, next(serial), begin_s, (0, 0, -1, left), ((0, first_s),))]
+    heap: list[tuple[float, int, int, float, tuple[int, int, int, int], tuple[tuple[int, float, float], ...]]]
+    heap = [(begin_s + rest_s[left][0], 0, next(serial), begin_s, (0, 0, -1, left), ((0, first_s, first_s),))]
     seen: set[tuple[int, int, int, int]] = set()
     while heap:
         _, crowd, _, now_s, state, trail = heappop(heap)
         stage, floor, pending, left = state
         if left == 0:
-            return TimedPath(tuple(at for at, _ in trail), tuple(begin_s for _, begin_s in trail), now_s)
+            stages, begins_s, sends_s = zip(*trail, strict=True)
+            return TimedPath(stages, begins_s, sends_s[1:], now_s)
         if state in seen:
             continue
         seen.add(state)
+        link = constraints.closed.get(outgoing_link(problem.placement[stage]), ())
         for to, to_floor, to_pending in _next_stages(problem, floor, pending, left, constraints.required):
             closed = constraints.closed.get(problem.placement[to], ())
-            arrival_s = _earliest(now_s + problem.hop_s[stage][to], problem.forward_s[to], closed)
+            send_s = _earliest(now_s, problem.busy_s[stage][to], link)
+            arrival_s = _earliest(send_s + problem.hop_s[stage][to], problem.forward_s[to], closed)
             end_s = arrival_s + problem.forward_s[to]
             following = to, to_floor, to_pending, left - 1
             if following not in seen:
                 bound_s = round(end_s + rest_s[left - 1][to], 12)
                 met = crowd + (visits or {}).get(to, 0)
-                heappush(heap, (bound_s, met, next(serial), end_s, following, (*trail, (to, arrival_s))))
+                heappush(heap, (bound_s, met, next(serial), end_s, following, (*trail, (to, arrival_s, send_s))))
     return None
 
 
@@ -202,10 +209,24 @@ def _least_rests(problem: PathProblem) -> list[list[float]]:
 # All micro-batches
 
 
-def _stays(problem: PathProblem, path: TimedPath) -> Iterator[tuple[int, float, float]]:
-    """Yield the rank, the begin and the end of each pass of a path."""
+def outgoing_link(rank: int) -> int:
+    """Return the number of a rank's outgoing link beside those of the ranks."""
+    return -1 - rank
+
+
+def stays(problem: PathProblem, path: TimedPath) -> Iterator[tuple[int, float, float]]:
+    """Yield the rank of each pass of a path, and the outgoing link of each transfer, with its begin and its end there:
+    the first pass first."""
     for stage, begin_s in zip(path.stages, path.begin_s, strict=True):
         yield problem.placement[stage], begin_s, begin_s + problem.forward_s[stage]
+    for (stage, to), begin_s in zip(pairwise(path.stages), path.send_s, strict=True):
+        if busy_s := problem.busy_s[stage][to]:
+            yield outgoing_link(problem.placement[stage]), begin_s, begin_s + busy_s
+
+
+def capacity(problem: PathProblem, place: int) -> int:
+    """Return the most micro-batches that may be at a time on a rank, or on the outgoing link of one."""
+    return problem.max_at_once if place >= 0 else 1
 
 
 def _one_after_another(problem: PathProblem) -> tuple[TimedPath, ...]:
@@ -227,9 +248,9 @@ def _one_after_another(problem: PathProblem) -> tuple[TimedPath, ...]:
         urgent = sum(visits > after for visits in missing.values())
         ordered = sorted(missing, key=lambda stage: (-missing[stage], stage))
         required = frozenset(stage for stage in ordered[: max(excess, urgent, 0)] if missing[stage])
-        stays = [stay for path in paths for stay in list(_stays(problem, path))[1:]]
-        stays += [start for other, start in enumerate(starts) if other != number]
-        closed = {rank: _full_times(problem, stays, rank) for rank in set(problem.placement)}
+        known = [stay for path in paths for stay in list(stays(problem, path))[1:]]
+        known += [start for other, start in enumerate(starts) if other != number]
+        closed = {place: _full_times(known, place, capacity(problem, place)) for place, *_ in known}
         path = fastest_path(problem, number, _Constraints(closed, required), visits)
         assert path is not None, "a micro-batch can always wait until the ranks are free"
         paths.append(path)
@@ -239,14 +260,14 @@ def _one_after_another(problem: PathProblem) -> tuple[TimedPath, ...]:
     return tuple(paths)
 
 
-def _full_times(problem: PathProblem, stays: Sequence[tuple[int, float, float]], rank: int) -> Intervals:
-    """Return the times at which a rank has as many micro-batches as it may have."""
-    own = [(begin_s, end_s) for holder, begin_s, end_s in stays if holder == rank]
+def _full_times(known: Sequence[tuple[int, float, float]], place: int, most: int) -> Intervals:
+    """Return the times at which as many micro-batches as may be are on a rank or a link."""
+    own = [(begin_s, end_s) for holder, begin_s, end_s in known if holder == place]
     moments = sorted({moment for stay in own for moment in stay})
     full: list[tuple[float, float]] = []
     for one, other in zip(moments, moments[1:], strict=False):
         middle = (one + other) / 2
-        if sum(begin_s < middle < end_s for begin_s, end_s in own) >= problem.max_at_once:
+        if sum(begin_s < middle < end_s for begin_s, end_s in own) >= most:
             full.append((one, other))
     return tuple(full)
 
@@ -256,8 +277,9 @@ class Collision(NamedTuple):
 
     micro_batches: tuple[int, ...]
     stage: int
-    """Stage that too few of the others see; −1: more are on `rank` than it may have."""
-    rank: int = -1
+    """Stage that too few of the others see; −1: more are at `place` than may be."""
+    place: int = -1
+    """Rank, or `outgoing_link` of one."""
     begin_s: float = 0.0
     """Time at which the last of them comes there."""
     ends_s: tuple[float, ...] = ()
@@ -271,20 +293,20 @@ def collisions(problem: PathProblem, paths: Sequence[TimedPath]) -> list[Collisi
         absent = tuple(number for number, path in enumerate(paths) if stage not in path.stages)
         if len(paths) - len(absent) < problem.min_visits:
             found.append(Collision(absent, stage))
-    stays: dict[int, list[tuple[float, float, int]]] = {}
+    by_place: dict[int, list[tuple[float, float, int]]] = {}
     for number, path in enumerate(paths):
-        for rank, begin_s, end_s in _stays(problem, path):
-            stays.setdefault(rank, []).append((begin_s, end_s, number))
+        for at, begin_s, end_s in stays(problem, path):
+            by_place.setdefault(at, []).append((begin_s, end_s, number))
     crowds = []
-    for rank, own in stays.items():
+    for at, own in by_place.items():
         own.sort()
         present: list[tuple[float, float, int]] = []
         for stay in own:
             present = [other for other in present if other[1] > stay[0] + _EPSILON_S] + [stay]
-            if len(present) > problem.max_at_once:
+            if len(present) > capacity(problem, at):
                 ends = tuple(end_s for _, end_s, _ in present)
-                crowds.append(Collision(tuple(number for *_, number in present), -1, rank, stay[0], ends))
-    return found + sorted(crowds, key=lambda crowd: (crowd.begin_s, crowd.rank))
+                crowds.append(Collision(tuple(number for *_, number in present), -1, at, stay[0], ends))
+    return found + sorted(crowds, key=lambda crowd: (crowd.begin_s, crowd.place))
 
 
 def _conflict_based(problem: PathProblem, limit_s: float) -> tuple[TimedPath, ...] | None:
@@ -324,5 +346,5 @@ def _resolutions(
             continue
         others = [end_s for other, end_s in enumerate(collision.ends_s) if other != place]
         interval = collision.begin_s, min(others)
-        closed = {**own.closed, collision.rank: (*own.closed.get(collision.rank, ()), interval)}
+        closed = {**own.closed, collision.place: (*own.closed.get(collision.place, ()), interval)}
         yield number, own._replace(closed=closed)

@@ -59,6 +59,7 @@ def schedule_spec_of(
         memory_limit=plan.max_in_flight_micro_batches or plan.pp,
         replicas=plan.pipeline_replicas,
         link_s=tuple(map(tuple, times.link_s)),
+        link_busy_s=tuple(map(tuple, times.link_busy_s)),
         paths=PathLimits(plan.skip_ratio, plan.min_visits, plan.swaps_stages),
     )
 

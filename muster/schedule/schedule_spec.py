@@ -59,6 +59,8 @@ class ScheduleSpec:
     link_s: tuple[tuple[float, ...], ...] = ()
     """Seconds of a p2p transfer from each pipeline rank to each, for schedules that choose paths and places by them;
     empty: `p2p_s`."""
+    link_busy_s: tuple[tuple[float, ...], ...] = ()
+    """Seconds for which such a transfer occupies the sender's outgoing link, which has one at a time; empty: none."""
     paths: PathLimits | None = None
     """Limits of the paths of micro-batches that skip stages, in a schedule that has such; None: its defaults."""
 

@@ -43,11 +43,9 @@ def skip_schedules(spec: ScheduleSpec) -> Iterator[Schedule]:
     limits = spec.paths or PathLimits()
     skipped, min_visits = num_skipped(limits, spec.depth, spec.num_micro_batches)
     for placement in _placements(spec, skipped):
-        hop_s = tuple(tuple(_transfer_s(spec, one, other) for other in placement) for one in placement)
         tried: set[Paths] = set()
-        for most, swaps in product(MOST_AT_ONCE if skipped else MOST_AT_ONCE[:1], sorted({False, limits.swaps})):
-            own = spec.forward_s, hop_s, placement, spec.num_micro_batches, skipped, min_visits, most, swaps
-            paths = tuple(path.stages for path in find_paths(PathProblem(*own)))
+        for problem in _problems(spec, placement, skipped, min_visits):
+            paths = tuple(path.stages for path in find_paths(problem))
             if paths in tried:
                 continue
             tried.add(paths)
@@ -56,11 +54,37 @@ def skip_schedules(spec: ScheduleSpec) -> Iterator[Schedule]:
                 yield Schedule(_NAME, placement, spec.num_micro_batches, ranks, paths=paths)
 
 
+def _problems(spec: ScheduleSpec, placement: tuple[int, ...], skipped: int, min_visits: int) -> Iterator[PathProblem]:
+    """Yield what paths are to be found for: forwards and their transfers alone, as at the beginning of a step, and,
+    where links are known, each with the backward and the transfer of its way back, as in the midst of it."""
+    hop_s, busy_s = (
+        tuple(tuple(seconds(spec, one, other) for other in placement) for one in placement)
+        for seconds in (_transfer_s, _busy_s)
+    )
+    alone = spec.forward_s, hop_s, busy_s
+    passes_s = zip(spec.forward_s, spec.input_backward_s, spec.weight_backward_s, strict=True)
+    both_busy_s = tuple(
+        tuple(there_s + back_s for there_s, back_s in zip(row, column, strict=True))
+        for row, column in zip(busy_s, zip(*busy_s, strict=True), strict=True)
+    )
+    with_backwards = tuple(map(sum, passes_s)), hop_s, both_busy_s
+    times_s = [alone, with_backwards] if spec.link_busy_s and skipped else [alone]
+    at_once = MOST_AT_ONCE if skipped else MOST_AT_ONCE[:1]
+    swaps = sorted({False, bool(spec.paths and spec.paths.swaps)})
+    for most, swap, times in product(at_once, swaps, times_s):
+        yield PathProblem(*times, placement, spec.num_micro_batches, skipped, min_visits, most, swap)
+
+
 def _transfer_s(spec: ScheduleSpec, one: int, other: int) -> float:
     """Return the p2p seconds from one rank to another."""
     if one == other:
         return 0.0
     return spec.link_s[one][other] if spec.link_s else spec.p2p_s
+
+
+def _busy_s(spec: ScheduleSpec, one: int, other: int) -> float:
+    """Return the seconds for which a transfer from one rank to another occupies the first one's outgoing link."""
+    return spec.link_busy_s[one][other] if spec.link_busy_s and one != other else 0.0
 
 
 def _warm_ups(spec: ScheduleSpec) -> Iterator[tuple[int, ...]]:
@@ -154,7 +178,7 @@ def order_passes(
     Where swapped paths let stages without room wait for each other, the oldest forward goes on without it.
     """
     orders: list[list[Action]] = [[] for _ in range(spec.num_ranks)]
-    free_s = [0.0] * spec.num_ranks
+    free_s, link_free_s = [0.0] * spec.num_ranks, [0.0] * spec.num_ranks
     ready: list[dict[Action, float]] = [{} for _ in range(spec.num_ranks)]
     in_flight = [0] * spec.depth
     for micro_batch in range(spec.num_micro_batches):
@@ -181,8 +205,10 @@ def order_passes(
         in_flight[stage] += 1 if is_forward else -1
         other = stage_along(paths, stage, micro_batch, 1 if is_forward else -1)
         if other >= 0:
-            made = Action(action.kind, other, micro_batch)
-            ready[placement[other]][made] = end_s + _transfer_s(spec, rank, placement[other])
+            made, to = Action(action.kind, other, micro_batch), placement[other]
+            sent_s = end_s if to == rank else max(end_s, link_free_s[rank])
+            link_free_s[rank] = max(link_free_s[rank], sent_s + _busy_s(spec, rank, to))
+            ready[to][made] = sent_s + _transfer_s(spec, rank, to)
         elif is_forward:
             ready[rank][Action(Kind.B, stage, micro_batch)] = end_s
     return tuple(map(tuple, orders))

@@ -57,6 +57,8 @@ class PassTimes:
     """Time of a forward and a backward that run as one, as a share of that of both one after another."""
     link_s: Sequence[Sequence[float]] = ()
     """Seconds of a p2p transfer from each pipeline rank to each, where they differ; empty: `p2p_s`."""
+    link_busy_s: Sequence[Sequence[float]] = ()
+    """Seconds for which such a transfer occupies the sender's outgoing link, for searches of paths; empty: none."""
 
 
 WHY_AFTER = (
