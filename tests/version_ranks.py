@@ -51,13 +51,13 @@ def no_stash() -> Iterator[None]:
 @contextmanager
 def gradients_mixed() -> Iterator[None]:
     """A step's gradients stay among those of the following one."""
-    start = AsyncPipeline._start_norm_sum
+    set_aside = AsyncPipeline._set_aside
 
-    def faulty(self: AsyncPipeline, action: Action) -> Any:
+    def faulty(self: AsyncPipeline, step: Any) -> None:
         with patch.object(DecoderStage, "zero_grad"):
-            return start(self, action)
+            set_aside(self, step)
 
-    with patch.object(AsyncPipeline, "_start_norm_sum", faulty):
+    with patch.object(AsyncPipeline, "_set_aside", faulty):
         yield
 
 
@@ -198,7 +198,7 @@ def _emulate(trainer: Trainer, plan: Plan) -> dict[str, Any]:
     """Train step after step; a pass of step t, counted from the last flush, uses the weights before step t − delay."""
     parameters = trainer.updater.parameters
     versions: list[dict[str, Tensor]] = []
-    per_step = trainer.batch_loader.num_micro_batches
+    per_step = trainer.batch_loader.num_micro_batches // plan.dp_replicate
     layers = [plan.layers(stage, trainer.config.model.num_layers) for stage in range(plan.pp)]
     since_flush, predicts = 0, trainer.config.optim.delay_compensation == "predict"
 
@@ -234,7 +234,7 @@ def _emulate(trainer: Trainer, plan: Plan) -> dict[str, Any]:
     forward = stage.forward
 
     def forward_of_version(micro_batch: int, x: Tensor | None) -> Tensor:
-        load(micro_batch)
+        load(micro_batch % per_step)  # ranks number their own from 0, and one after the other has its share
         return forward(micro_batch, x)
 
     backward = stage.backward

@@ -75,6 +75,8 @@ class Executor:
         self.stages = stages
         self.versions: Mapping[int, WeightVersions] = {}
         """Versions of the stages' weights; to be set before an asynchronous Program runs."""
+        self.on_backward: Callable[[Action], None] = lambda action: None
+        """Function that is told of each backward of such a Program that is over."""
         self.routes = routes
         self._sends_completed_by = completed_sends(program, pp_rank)
         self._handlers: dict[Kind, Callable[[Instruction], None]] = {
@@ -158,9 +160,11 @@ class Executor:
     # Order
 
     def _start_ready(self) -> None:
-        for pending in self._pending.values():
+        for wait, pending in list(self._pending.items()):
             if isinstance(pending, PendingReduction):
                 pending.release()
+            elif wait.lane == "collective" and self._is_over(pending) and wait in self._pending:
+                self._complete(wait)  # so that what waits for it may begin
         for lane in LANES[1:]:
             instructions = self.lanes[lane]
             while self._cursor[lane] < len(instructions):
@@ -192,6 +196,10 @@ class Executor:
             self._timed.append((lane, instruction.action, start, self._clock.mark()))
         if self._host_lane is not None and lane == "compute":
             self._host_lane.note_over(own)
+
+    @staticmethod
+    def _is_over(pending: PendingReceive | PendingTensor) -> bool:
+        return isinstance(pending, PendingTensor) and all(work is None or work.is_completed() for work in pending.works)
 
     def _is_complete(self, wait: Wait) -> bool:
         if self._host_lane is not None and self._host_lane.walks(wait):
@@ -265,6 +273,7 @@ class Executor:
         d = backward(micro_batch, self._output_gradients.pop((stage, micro_batch), None))
         if self.program.num_steps > 1:
             self.versions[stage].leave(micro_batch)
+            self.on_backward(instruction.action)
         if d is None:
             return
         if self.program.is_first(stage):

@@ -41,6 +41,8 @@ class ProcessGroups:
             axis: _new_group(ranks_along(plan, at, (axis,))) for axis in STAGE_AXES if getattr(mesh, axis) > 1
         }
         """This rank's group by the axis within a stage along which it lies."""
+        self.replicas = self.by_axis.get(_REPLICATE)
+        """Ranks with the same parts of a stage's parameters and other data; None for one."""
         self.state_shards = self.by_axis.get(_SHARD)
         """Ranks that shard a stage's optimizer state, and by the ZeRO level gradients and parameters; None for one.
         Attention has a group of its own, whose collectives don't wait for those of parameters."""
@@ -69,7 +71,10 @@ class ProcessGroups:
     def data_mesh(self) -> DeviceMesh | None:
         """Return the mesh of ranks that hold the same stage and different data, as fully_shard takes it; None for a
         single rank, unless fully_shard gathers its parameters from where they lie off the device. Context-parallel
-        ranks see different tokens, too, so they shard as dp_shard does."""
+        ranks see different tokens, too, so they shard as dp_shard does. Under an asynchronous schedule ranks hold
+        whole weights, whose versions nothing gathers."""
+        if self._plan.schedule_entry.is_asynchronous:
+            return None
         if _REPLICATE in self.by_axis:
             replicas = (replace(self._at, dp_replicate=n) for n in range(self._plan.mesh(self._at.pp).dp_replicate))
             ranks = [sorted(ranks_along(self._plan, at, STATE_SHARD_AXES)) for at in replicas]

@@ -1,14 +1,16 @@
 """Parameters and gradients of a stage at run time, sharded over the data-parallel ranks that share them."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from muster.model.decoder import Decoder
 from muster.model.dtypes import DTYPES
-from muster.parallel.axis import TensorAxis
+from muster.parallel.axis import PendingTensor, TensorAxis
 from muster.parallel.backward_updates import BackwardUpdates
 from muster.parallel.file_store import FileStore
 from muster.parallel.fsdp import (
@@ -107,17 +109,27 @@ class ShardedStage:
         self._gathers_ahead.clear()
         reshard(self.module)
 
-    def reduce_gradients(self) -> PendingReduction | None:
+    def reduce_gradients(self) -> PendingReduction | PendingTensor | None:
         """Start to reduce the gradients over the data-parallel ranks; None where a single rank has them."""
         if not isinstance(self.module, FSDPModule):
-            return None
+            self.attach_local_gradients()
+            return self.sum_over_replicas([local.grad for local in self.parameters.values() if local.grad is not None])
         return PendingReduction(self.module, self.world.plan, self.world.device.type in self.overlapping_devices)
 
-    def all_reduce_replicated_grads(self) -> None:
+    def sum_over_replicas(self, gradients: Sequence[Tensor]) -> PendingTensor | None:
+        """Start to sum gradients, in place, over the ranks that hold the same whole weights; None for one rank."""
+        group = self.world.groups.replicas
+        if group is None:
+            return None
+        works = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]
+        return PendingTensor(works, lambda: torch.empty(0))
+
+    def all_reduce_replicated_grads(self, attached: bool = False) -> None:
         """All-reduce, over the tensor-parallel ranks, the gradients of parameters of which several hold a copy and each
-        has seen only a part of the data."""
+        has seen only a part of the data. `attached`: the local parameters have them."""
         if self.tp_axis is not None:
-            self.attach_local_gradients()
+            if not attached:
+                self.attach_local_gradients()
             all_reduce_replicated_grads(self.tp_axis, self.parameters, self._replicated, self.world.device)
 
     def attach_local_gradients(self) -> None:

@@ -287,8 +287,8 @@ class Action(NamedTuple):
     """Kind, stage and micro-batch of an instruction; it prints as `2F0`.
 
     `stage` or `micro_batch` is −1 for kinds without one; `slice` is for sequence pipelines, `version` for asynchronous
-    ones: the version of the weights that a pass uses, or that an optimizer step makes (with GRAD_NORM_BESIDE, whose
-    gradients it is made with). Version 0 is that at the beginning of the program.
+    ones: the version of the weights that a pass uses, or that an optimizer step makes (with GRAD_NORM_BESIDE,
+    REDUCE_GRAD and ALL_REDUCE_TP, whose gradients it is made with). Version 0 is that at the beginning of the program.
     """
 
     kind: Kind

@@ -183,6 +183,7 @@ def _lowering_options(
         update_buckets=tuple(len(update_buckets(plan, model, stage)) for stage in stages)
         if plan.overlap_param_gather_with_optimizer_step and train
         else (),
+        keeps_whole_weights=plan.schedule_entry.is_asynchronous,
         copies_params=any(map(plan.copies_params, plan.distinct_meshes)),
     )
 

@@ -69,7 +69,7 @@ class _RankState:
                 items = self.lanes[lane]
                 begun = self.begun
                 while begun[lane] < len(items) and self._is_ready(items[begun[lane]]):
-                    if lane in ("p2p", *BESIDE_LANES) or KINDS[items[begun[lane]].action.kind].overlapped:
+                    if lane in ("p2p", *BESIDE_LANES):
                         self._start(lane)
                     else:
                         yield from self._begin_next(lane)

@@ -68,6 +68,9 @@ class LoweringOptions:
     update_buckets: tuple[int, ...] = ()
     """Buckets of each stage's parameters that are updated one after another, each gathered for the next step beside the
     updates behind it; empty: the optimizer updates all at once, and the next step gathers."""
+    keeps_whole_weights: bool = False
+    """True if data-parallel ranks hold whole weights, which nothing gathers, and all-reduce their gradients once a
+    step."""
     copies_params: bool = False
     """True if under z3 a step begins with copies of the parameters, from which passes gather them."""
 
@@ -166,7 +169,16 @@ def lower(schedule: Schedule, options: LoweringOptions) -> Program:
                 lanes["compute"], lanes["host_copy"] = add_copy_lane(lanes["compute"], options.offload)
             add_copies_beside_passes(draft, options)
             if draft.schedule.num_steps > 1:
-                add_versioned_steps(draft)
+                of_stages = [
+                    (stage, kind)
+                    for stage in range(draft.schedule.num_stages)
+                    for kind, has in (
+                        (Kind.REDUCE_GRAD, options.is_sharded(stage)),
+                        (Kind.ALL_REDUCE_TP, options.tp_replicated_weights),
+                    )
+                    if has
+                ]
+                add_versioned_steps(draft, of_stages)
                 return draft.finish()
             if options.has_backward:
                 add_gradient_exchanges(draft, options)
@@ -267,7 +279,7 @@ def add_unshards(draft: ProgramDraft, options: LoweringOptions) -> None:
     if options.max_active_stages is not None:
         add_active_stages(draft, options)
         return
-    if options.zero == "z3" and not options.copies_params:
+    if (options.zero == "z3" and not options.copies_params) or options.keeps_whole_weights:
         return
     for rank, lanes in enumerate(draft.ranks):
         compute = lanes["compute"]
@@ -282,12 +294,13 @@ def add_unshards(draft: ProgramDraft, options: LoweringOptions) -> None:
 
 
 def add_grad_reductions(draft: ProgramDraft, options: LoweringOptions) -> None:
-    """Add REDUCE_GRAD for z1: one reduction per stage, after its last backward. z2 and z3 reduce inside the passes.
+    """Add REDUCE_GRAD for z1 and whole weights: one reduction per stage, after its last backward. z2 and z3 reduce
+    inside the passes.
 
     Under vocabulary parallelism it comes after all passes of the rank: vocabulary collectives that other ranks have not
     reached yet would stand before it.
     """
-    if options.zero == "z1":
+    if options.zero == "z1" or options.keeps_whole_weights:
         for rank, lanes in enumerate(draft.ranks):
             for stage, last in _last_backwards(lanes["compute"]).items():
                 if options.is_sharded(stage):

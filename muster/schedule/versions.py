@@ -7,6 +7,7 @@ one. The *delay* of a pass of step t on version v is t − v.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,13 @@ if TYPE_CHECKING:
     from muster.schedule.lower import ProgramDraft
 
 
-def add_versioned_steps(draft: "ProgramDraft") -> None:
-    """Add the gradient norm and the optimizer step of each of several steps without a flush between them.
+def add_versioned_steps(draft: "ProgramDraft", reductions: Sequence[tuple[int, Kind]] = ()) -> None:
+    """Add the gradient norm and the optimizer step of each of several steps without a flush between them, and before
+    them the `reductions`, by stage, of the step's gradients over ranks with other data.
 
-    The norm is all-reduced beside the passes that follow the step's last backward on a rank; the optimizer steps before
-    the first pass that uses the version which it makes, once the norm is there unless ranks step alone. All versions
-    that no pass uses are made at the end.
+    Reductions and the norm are under way beside the passes that follow the step's last backward on a rank; the
+    optimizer steps before the first pass that uses the version which it makes, once the norm is there, or, where ranks
+    step alone, the reduced gradients. All versions that no pass uses are made at the end.
     """
     schedule = draft.schedule
     entry = SCHEDULES.get(schedule.name)
@@ -51,14 +53,16 @@ def add_versioned_steps(draft: "ProgramDraft") -> None:
                 )
                 for item in lanes[lane]
             ]
-        norms = [
-            draft.add(rank, Action(Kind.GRAD_NORM_BESIDE, version=version), [_over(moved(last_backward[version - 1]))])
-            for version in versions
-        ]
-        steps = [
-            Instruction(Action(Kind.STEP, version=version), waits=() if steps_alone else (norm,))
-            for version, norm in zip(versions, norms, strict=True)
-        ]
+        steps = []
+        for version in versions:
+            complete = [_over(moved(last_backward[version - 1]))]
+            for stage, kind in reductions:
+                if schedule.placement[stage] == rank:
+                    complete = [draft.add(rank, Action(kind, stage, version=version), complete)]
+            norm = draft.add(rank, Action(Kind.GRAD_NORM_BESIDE, version=version), complete)
+            needed = norm if not steps_alone else complete[0]
+            step_waits = () if needed.lane == "compute" else (needed,)
+            steps.append(Instruction(Action(Kind.STEP, version=version), waits=step_waits))
         with_steps: list[Instruction] = []
         for index, item in enumerate(lanes["compute"]):
             with_steps += [step for step, place in zip(steps, places, strict=True) if place == index]
@@ -136,6 +140,7 @@ def check_versions(program: Program) -> None:
     if program.num_micro_batches % program.num_steps:
         raise ProgramError(f"{program.num_micro_batches} micro-batches don't spread over {program.num_steps} steps")
     entry = SCHEDULES.get(program.schedule)
+    _check_reductions(program)
     for rank in range(program.num_ranks):
         found = report_versions(program, rank)
         if entry is not None and entry.max_delay is not None:
@@ -146,3 +151,25 @@ def check_versions(program: Program) -> None:
                     f"rank {rank} computes gradients on weights that are {found.max_delay} steps old, but schedule"
                     f" {program.schedule} promises at most {bound}"
                 )
+
+
+def _check_reductions(program: Program) -> None:
+    """Check that gradients are reduced on all stages and in all steps, or nowhere. Raises ProgramError."""
+    for kind in (Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP):
+        found = {
+            item.action
+            for lanes in program.ranks
+            for item in lanes.get("collective", ())
+            if item.action.kind == kind
+        }
+        wanted = {
+            Action(kind, stage, version=version)
+            for stage in range(program.num_stages)
+            for version in range(1, program.num_steps + 1)
+        }
+        if found and (missing := wanted - found):
+            one = min(missing)
+            raise ProgramError(
+                f"{one} is missing on rank {program.placement[one.stage]}, though the gradients of other stages or"
+                " steps are reduced"
+            )

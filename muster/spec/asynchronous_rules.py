@@ -59,10 +59,19 @@ def _rule(has: Callable[[Plan], bool], what: str) -> Rule:
 _UNTESTED = "(it has no parity test yet)"
 
 ASYNCHRONOUS_RUNTIME_RULES: tuple[Rule, ...] = (
-    _rule(
-        lambda plan: any(mesh.num_ranks > 1 for mesh in plan.distinct_meshes),
-        "several ranks for a stage (versions of weights are kept where one rank holds a stage whole)",
+    Rule(
+        lambda plan: _is_asynchronous(plan) and any(mesh.dp_shard > 1 for mesh in plan.distinct_meshes),
+        lambda plan: (
+            f"schedule {plan.schedule} with sharded data parallelism (each rank keeps whole versions of its weights):"
+            " take replicas, as in dp2x1"
+        ),
+        lambda plan: plan.model_copy(update={"dp_replicate": plan.dp_replicate * plan.dp_shard, "dp_shard": 1}),
     ),
+    _rule(lambda plan: any(mesh.cp > 1 for mesh in plan.distinct_meshes), f"context parallelism {_UNTESTED}"),
+    _rule(lambda plan: len(plan.distinct_meshes) > 1, f"stages with degrees of their own {_UNTESTED}"),
+    _rule(lambda plan: bool(plan.uneven_micro_batches), f"uneven_micro_batches {_UNTESTED}"),
+    _rule(lambda plan: plan.grad_reduce_dtype != "fp32", f"grad_reduce_dtype {_UNTESTED}"),
+    _rule(lambda plan: any(s.tp_overlap != "none" for s in plan.strategies), f"tp_overlap {_UNTESTED}"),
     _rule(lambda plan: plan.islands > 1, f"islands {_UNTESTED}"),
     _rule(
         lambda plan: plan.precision not in ("fp64", "fp32", "bf16"),

@@ -2,10 +2,12 @@
 
 At a segment's end all ranks have the same version of the weights, and no pass is under way: that is where the run
 validates, saves and stops. Within it a step's gradients are set aside when they are complete, while those of the
-following step accumulate, until the optimizer step that makes the next version.
+following step accumulate, while they are reduced over the ranks with other data, until the optimizer step that makes
+the next version.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -13,7 +15,8 @@ import torch
 from torch import Tensor
 
 from muster.parallel.axis import PendingTensor
-from muster.parallel.executor import Executor
+from muster.parallel.executor import Executor, Handler
+from muster.parallel.stage import NUM_LOSSES
 from muster.parallel.stage_inputs import StageInputs, join_steps
 from muster.parallel.weight_versions import WeightVersions
 from muster.schedule.action import Action, Kind
@@ -32,9 +35,13 @@ class _StepUnderWay:
     fed: object
     """Samples that the batch loader fed, for their hash."""
     sums: Tensor = field(default_factory=lambda: torch.empty(0))
-    """Statistics of all ranks, once their all-reduce is over."""
+    """Statistics of this rank, and of all once their all-reduce is over."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Complete gradients of this rank that wait for their update."""
+    losses: Tensor = field(default_factory=lambda: torch.empty(0))
+    """Sums of the losses of its micro-batches on this rank."""
+    backwards: int = 0
+    """Backwards that are over."""
     total_skips: int = 0
     consecutive_skips: int = 0
 
@@ -100,9 +107,15 @@ class AsyncPipeline:
     def _executor(self, num_steps: int) -> Executor:
         if num_steps not in self._executors:
             check(program := self.trainer.program_of_steps(num_steps))
-            handlers = {Kind.GRAD_NORM_BESIDE: self._start_norm_sum, Kind.STEP: self._make_version}
+            handlers: dict[Kind, Handler] = {
+                Kind.REDUCE_GRAD: self._start_reduction,
+                Kind.ALL_REDUCE_TP: self._all_reduce_replicated,
+                Kind.GRAD_NORM_BESIDE: self._start_norm_sum,
+                Kind.STEP: self._make_version,
+            }
             executor = self._executors[num_steps] = self.trainer.make_executor(program, handlers)
             executor.versions = self.versions
+            executor.on_backward = self._note_backward
         return self._executors[num_steps]
 
     def _read_sums(self) -> None:
@@ -120,22 +133,65 @@ class AsyncPipeline:
     # ------------------------------------------------------------------------------------------------------------------
     # Instructions
 
-    def _start_norm_sum(self, action: Action) -> PendingTensor:
-        """Start to sum the statistics of a step whose gradients are complete on this rank, and set these aside."""
-        step = self._steps[action.version - 1]
-        self.updater.state = step.state
-        step.sums = self.updater.local_statistics()
+    def _note_backward(self, action: Action) -> None:
+        """Count a backward; behind the last one of a step on this rank, set aside its gradients and losses."""
+        per_step, stages = self.trainer.batch_loader.num_micro_batches, self.trainer.stages
+        step = self._steps[action.micro_batch // per_step]
+        step.backwards += 1
+        if step.backwards == per_step * len(stages):
+            self._set_aside(step)
+
+    def _set_aside(self, step: _StepUnderWay) -> None:
+        step.losses = torch.zeros(NUM_LOSSES, dtype=torch.float64, device=self.trainer.world.device)
+        for stage in self.trainer.stages.values():
+            stage.attach_local_gradients()
+            step.losses += stage.pop_losses()
         step.gradients = {n: local.grad for n, local in self.updater.parameters.items() if local.grad is not None}
         for stage in self.trainer.stages.values():
             stage.zero_grad()
+
+    @contextmanager
+    def _gradients_of(self, step: _StepUnderWay) -> Iterator[None]:
+        """Let the parameters have the gradients of a step in place of those that accumulate."""
+        parameters = self.updater.parameters
+        accumulating = {name: local.grad for name, local in parameters.items()}
+        for name, local in parameters.items():
+            local.grad = step.gradients.get(name)
+        try:
+            yield
+        finally:
+            for name, local in parameters.items():
+                local.grad = accumulating[name]
+
+    def _start_reduction(self, action: Action) -> PendingTensor | None:
+        """Start to sum a step's gradients over the ranks that hold the same weights."""
+        gradients, stage = self._steps[action.version - 1].gradients, self.trainer.stages[action.stage]
+        return stage.sum_over_replicas([gradients[name] for name in stage.parameters if name in gradients])
+
+    def _all_reduce_replicated(self, action: Action) -> None:
+        """Sum a step's gradients of weights of which tensor-parallel ranks hold copies."""
+        with self._gradients_of(self._steps[action.version - 1]):
+            self.trainer.stages[action.stage].all_reduce_replicated_grads(attached=True)
+
+    def _start_norm_sum(self, action: Action) -> PendingTensor:
+        """Start to sum the statistics of a step whose gradients are complete on all ranks with other data."""
+        step = self._steps[action.version - 1]
+        self._count_statistics(step)
         works = [self.trainer.world.all_reduce_async(step.sums)] if self.trainer.world.size > 1 else []
         return PendingTensor(works, lambda: step.sums)
+
+    def _count_statistics(self, step: _StepUnderWay) -> None:
+        """Fill a step's statistics from this rank's reduced gradients, once."""
+        self.updater.state = step.state
+        if not step.sums.numel():
+            with self._gradients_of(step):
+                step.sums = self.updater.local_statistics(step.losses)
 
     def _make_version(self, action: Action) -> None:
         """Step the optimizer with the gradients of a step, beside those of the following one."""
         step = self._steps[action.version - 1]
         updater = self.updater
-        updater.state = step.state
+        self._count_statistics(step)  # ranks that step alone may not have begun to sum them
         if not self._steps_alone:
             updater.decide_step(step.state, step.sums)
             step.total_skips = updater.step_skipper.total
@@ -143,14 +199,10 @@ class AsyncPipeline:
         for versions in self.versions.values():
             versions.begin_update()
         if step.state.skip_reason is None:
-            accumulating = {name: local.grad for name, local in updater.parameters.items()}
-            for name, local in updater.parameters.items():
-                local.grad = step.gradients.get(name)
-            if not self._steps_alone:
-                updater.clip()
-            updater.optimizer_step()
-            for name, local in updater.parameters.items():
-                local.grad = accumulating[name]
+            with self._gradients_of(step):
+                if not self._steps_alone:
+                    updater.clip()
+                updater.optimizer_step()
         for versions in self.versions.values():
             versions.end_update()
         step.gradients = {}

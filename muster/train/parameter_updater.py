@@ -175,16 +175,17 @@ class ParameterUpdater:
         else:
             self._read_sums(self.state, sums)
 
-    def local_statistics(self) -> Tensor:
+    def local_statistics(self, losses: Tensor | None = None) -> Tensor:
         """This rank's part of the statistics, from its complete gradients, which are unscaled on the way: float64 [10],
         or more in a model with experts.
 
         (squared gradient norm, or difference of the losses at the two points of a zeroth-order step; sums of the losses
         as `DecoderStage.pop_losses` has them; stop requested, leave requested, is saving, a save failed; what
-        `DecoderStage.pop_router_load` has).
+        `DecoderStage.pop_router_load` has). `losses`: the second of these, where they and the gradients have been taken
+        from the stages before.
         """
         sums = torch.zeros(NUM_STATISTICS, dtype=torch.float64, device=self.world.device)
-        for stage in self.stages.values():
+        for stage in self.stages.values() if losses is None else ():
             stage.attach_local_gradients()
         if self._sums_tied_copies:
             for copy, original in self._tied_copies:
@@ -201,7 +202,8 @@ class ParameterUpdater:
                 self._multiply_gradients(self.state.num_valid / seen, (self.stages[index],))
         for stage in self.stages.values():
             sums[0] += stage.pop_loss_difference() if self.is_zeroth_order else sum_of_squares(stage)
-            sums[1:6] += stage.pop_losses()
+            sums[1:6] += stage.pop_losses() if losses is None else 0
+        sums[1:6] += 0 if losses is None else losses
         sums[6] = self.hooks.stop_requested()
         sums[7] = self.hooks.leave_requested()
         sums[8], sums[9] = self.hooks.save_status()

@@ -38,9 +38,10 @@ class StaleWeights:
     """Versions of a whole model's weights on one process, since the last flush."""
 
     def __init__(self, plan: Plan, model: ModelSpec, per_step: int, num_steps: int, predicts: bool = False) -> None:
-        """`predicts`: passes use the weights that their gradients will be applied to, as the last update foretells."""
+        """`per_step`: micro-batches of a step, of all ranks with other data. `predicts`: passes use the weights that
+        their gradients will be applied to, as the last update foretells."""
         self._predicts = predicts
-        self._version_of, self._per_step = VERSION_OF[plan.schedule], per_step
+        self._version_of, self._per_step = VERSION_OF[plan.schedule], per_step // plan.dp_replicate
         self._stages_after = {
             layout.name: plan.num_stages - 1 - stage
             for stage in range(plan.num_stages)
@@ -49,7 +50,7 @@ class StaleWeights:
         entry = plan.schedule_entry
         self._stashes = entry.stashes_weights
         self._delays = {
-            name: entry.mean_delay(plan.num_stages - 1 - after, plan.pp, per_step)
+            name: entry.mean_delay(plan.num_stages - 1 - after, plan.pp, self._per_step)
             for name, after in self._stages_after.items()
         }
         sizes = list(segments(plan, num_steps))
@@ -75,7 +76,8 @@ class StaleWeights:
 
     def of_pass(self, name: str, parameter: Tensor, micro_batch: int) -> Tensor:
         """Return a parameter's values as a micro-batch uses them; its gradient goes to the parameter."""
-        version = self._version_of(self._step, micro_batch, self._per_step, self._stages_after[name])
+        own = micro_batch % self._per_step  # ranks number their own from 0, and one after the other has its share
+        version = self._version_of(self._step, own, self._per_step, self._stages_after[name])
         values = self._versions[version][name]
         if self._predicts and version:
             values = torch.add(values, values - self._versions[version - 1][name], alpha=self._delays[name])
