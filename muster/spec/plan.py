@@ -257,9 +257,9 @@ class Plan(Frozen):
     @property
     def overlaps_data_parallel(self) -> bool:
         """True if z1's gather and reduction can run beside the first forward and the last backward: where these are
-        whole, run operator by operator, and contain the vocabulary's layers, parameters stay on the device, and all
-        ranks shard them."""
-        apart = self.cuda_graphs or self.split_backward or self.vocab_parallel
+        whole, run operator by operator, and contain the vocabulary's layers, parameters stay on the device, all
+        ranks shard them, and steps don't follow each other without a flush."""
+        apart = self.cuda_graphs or self.split_backward or self.vocab_parallel or self.schedule_entry.is_asynchronous
         return not (apart or self.offloads_params or self.has_shard_levels)
 
     @property
@@ -534,10 +534,11 @@ class Plan(Frozen):
         return self.default_strategy.zero != "z3" or self.copies_params(mesh) or self.max_active_stages is not None
 
     def pass_strategy(self, layer: int) -> LayerStrategy:
-        """Return the strategy of one layer within passes: with `max_active_stages`, in which passes neither gather nor
-        reduce, that of z1."""
-        strategy = self.strategy(layer)
-        return strategy if self.max_active_stages is None else strategy.model_copy(update={"zero": "z1"})
+        """Return the strategy of one layer within passes: with `max_active_stages`, or under an asynchronous schedule,
+        in which passes neither gather nor reduce, that of z1."""
+        strategy, in_passes = self.strategy(layer), self.max_active_stages is None
+        in_passes &= not self.schedule_entry.is_asynchronous
+        return strategy if in_passes else strategy.model_copy(update={"zero": "z1"})
 
     @property
     def reduces_replicas_once(self) -> bool:

@@ -270,7 +270,7 @@ def _allocating_actions(lanes: Mapping[Lane, Sequence[Instruction]]) -> list[Act
     before: list[Action] = []
     begin = -1  # the lane is walked in order
     for action, _, waits in collectives:
-        if action[0] in _PLACED_COLLECTIVES:
+        if action[0] in _PLACED_COLLECTIVES and not action[4]:  # gradients of a version are summed where they are
             begin = max(begin, *(wait.index for wait in waits if wait.lane == "compute"), -1)
             (placed[passes[begin]] if begin >= 0 else before).append(action)
     compute = _insert_after(order_with_copies(passes, copied), placed)

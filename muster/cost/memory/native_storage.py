@@ -86,11 +86,11 @@ class NativeStorage:
         self.held_shards = on_device(self.param_shards, self.offloaded_params)
         """Parameters with the shards that are on the device between passes."""
         mesh = plan.mesh(stage)
-        self.is_single_rank = mesh.grad_sum_size == 1 and not plan.offloads_params
+        self.is_alone = mesh.grad_sum_size == 1 or plan.schedule_entry.is_asynchronous
+        """True if no other rank computes gradients of the same parameters, or those are summed where they are."""
+        self.is_single_rank = self.is_alone and not plan.offloads_params
         self.is_single_shard = mesh.state_shards == 1
         """True if no other rank holds a part of the same parameters: reductions over the shards are copies."""
-        self.is_alone = mesh.grad_sum_size == 1
-        """True if no other rank computes gradients of the same parameters."""
         self.is_unsharded = self.is_single_rank and self.compute_size == self.master_size
         """True if nothing is sharded: gradients are accumulated where they are computed."""
         self.has_master_copies = self.is_single_rank and not self.is_unsharded

@@ -127,7 +127,7 @@ def overhead_name(level: str, kind: str, part: str) -> str:
 def storage_level(plan: Plan, stage: int) -> str:
     """Return how the runtime stores a stage: `whole`, z1, z2 or z3, after `tensor` under tensor parallelism."""
     mesh = plan.mesh(stage)
-    is_single = mesh.grad_sum_size == 1 and not plan.offloads_params
+    is_single = (mesh.grad_sum_size == 1 or plan.schedule_entry.is_asynchronous) and not plan.offloads_params
     whole = is_single and compute_bytes(plan.precision) == master_bytes(plan.precision)
     level = "whole" if whole else "z2" if is_single else plan.pass_strategy(0).zero
     return f"tensor {level}" if mesh.tp > 1 else level
@@ -497,6 +497,8 @@ class _StagePasses:
             others = self.mesh.state_shards // ranks
         if self.mesh.grad_sum_size == 1 and not self.plan.offloads_params:
             return 0.0
+        if self.plan.schedule_entry.is_asynchronous:  # whole weights, whose gradients are summed where they are
+            return self.rates.collective("all_reduce", self.mesh.dp_replicate, numbers * wide)
         own = chunk_bounds(numbers, ranks, 0)[1]
         sent = numbers * grad_reduce_bytes(self.plan)
         time_s = self.rates.collective("reduce_scatter", ranks, sent) + self.rates.kernel("copy", numbers)

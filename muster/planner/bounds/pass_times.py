@@ -65,6 +65,7 @@ def pass_times_of_placed(placed: PlacedPlan) -> PassTimes:
     examples = example_stage_times(placed)
     kind_of = placed.stage_kinds.kind_by_stage
     kinds = (Kind.F, Kind.I, Kind.W) if plan.split_backward else (Kind.F, Kind.B)
+    is_late = plan.schedule_entry.is_asynchronous  # beside passes of the next step
     passes = np.array([[at.passes_s[kind] for kind in kinds] for at in examples])
     if placed.overlaps_pairs:  # bounds hold for passes that hide all that they exchange
         passes[:, :2] -= [at.rows_s for at in examples]
@@ -87,7 +88,7 @@ def pass_times_of_placed(placed: PlacedPlan) -> PassTimes:
             at.seconds[Kind.UNSHARD] if at and plan.gathers_before_passes(plan.mesh(first)) else 0.0
             for first, at in zip(firsts, shared, strict=True)
         ],
-        [at.seconds[Kind.REDUCE_GRAD] if at and zero == "z1" else 0.0 for at in shared],
+        [at.seconds[Kind.REDUCE_GRAD] if at and zero == "z1" and not is_late else 0.0 for at in shared],
         step_s + (0.0 if plan.post_validation else norm_s),
         crowd,
         np.array([at.recompute_is_additive for at in examples])[kind_of],
@@ -105,6 +106,7 @@ def _transfer_columns(placed: PlacedPlan) -> Column:
 def pass_times_of_op_times(plan: Plan, op_times: OpTimes) -> PassTimes:
     """Return the times of a plan whose instructions were timed."""
     placement, depth, zero = plan.placement, plan.stages_per_replica, plan.pass_strategy(0).zero
+    is_late = plan.schedule_entry.is_asynchronous
     stages = range(len(placement))
 
     def column(kind: Kind) -> Column:
@@ -132,7 +134,7 @@ def pass_times_of_op_times(plan: Plan, op_times: OpTimes) -> PassTimes:
             for first, is_sharded in ends
         ],
         [
-            op_times.duration_s(Action(Kind.REDUCE_GRAD, first)) if is_sharded and zero == "z1" else 0.0
+            op_times.duration_s(Action(Kind.REDUCE_GRAD, first)) if is_sharded and zero == "z1" and not is_late else 0.0
             for first, is_sharded in ends
         ],
         (0.0 if plan.post_validation else op_times.duration_s(Action(Kind.GRAD_NORM, -1)))

@@ -559,6 +559,7 @@ class MemoryBudget:
         """Return the order of allocations by rank if these stages offload."""
         key = self._schedule_key(plan)
         is_reduced, is_z1 = plan.mesh(0).grad_sum_size > 1, plan.default_strategy.zero == "z1"
+        is_reduced &= not plan.schedule_entry.is_asynchronous
         ends = is_reduced and plan.gathers_before_passes(plan.mesh(0)), is_reduced and is_z1
         if (*key, *ends, offloads) not in self._orders:
             schedule = self._schedule(plan)
