@@ -106,8 +106,42 @@ def stale_enter(self: WeightVersions, micro_batch: int, version: int) -> None:
     self._use(version)
 
 
+@contextmanager
+def not_reduced() -> Iterator[None]:
+    """Replicas keep their own gradients."""
+    with patch.object(DecoderStage, "sum_over_replicas", lambda self, gradients: None):
+        yield
+
+
+@contextmanager
+def versions_mixed() -> Iterator[None]:
+    """The second replica adds the gradients of the version before to those of the first."""
+    start = AsyncPipeline._start_reduction
+
+    def faulty(self: AsyncPipeline, action: Action) -> Any:
+        step = self._steps[action.version - 1]
+        own = {name: gradient.clone() for name, gradient in step.gradients.items()}
+        if self.trainer.world.at.dp_replicate and action.version > 1:
+            step.gradients = self.before  # type: ignore[attr-defined]
+        self.before = own  # type: ignore[attr-defined]
+        return start(self, action)
+
+    with patch.object(AsyncPipeline, "_start_reduction", faulty):
+        yield
+
+
+@contextmanager
+def copies_apart() -> Iterator[None]:
+    """Tensor-parallel ranks keep their own gradients of the weights that they have copies of."""
+    with patch.object(AsyncPipeline, "_all_reduce_replicated", lambda self, action: None):
+        yield
+
+
 FAULTS = {
     "stashed": stashed,
+    "not reduced": not_reduced,
+    "versions mixed": versions_mixed,
+    "copies apart": copies_apart,
     None: nullcontext,
     "newest weights": newest_weights,
     "no stash": no_stash,

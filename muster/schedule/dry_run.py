@@ -18,7 +18,7 @@ Nothing in these rules is a choice, so a run that ends once always ends.
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from muster.schedule.action import BESIDE_LANES, KINDS, LANES, Lane
+from muster.schedule.action import BESIDE_LANES, KINDS, LANES, Action, Kind, Lane
 from muster.schedule.program import Instruction, Program, ProgramError, Wait, participants
 
 Observer = Callable[[int, Instruction, bool], None]
@@ -88,7 +88,7 @@ class _RankState:
     def _is_ready(self, instruction: Instruction) -> bool:
         """Return True if all waits of the instruction are over."""
         for wait in instruction.waits:
-            beside = wait[0] in ("p2p", *BESIDE_LANES) or KINDS[self.lanes[wait[0]][wait[1]].action.kind].overlapped
+            beside = wait[0] in ("p2p", *BESIDE_LANES) or _is_overlapped(self.lanes[wait[0]][wait[1]].action)
             if not (wait in self.awaited if beside else wait[1] < self.completed[wait[0]]):
                 return False
         return True
@@ -104,7 +104,7 @@ class _RankState:
                 yield from self._complete(wait)
         self.starting.pop()
         self._start(lane)
-        if lane == "collective" and not KINDS[instruction.action.kind].overlapped:
+        if lane == "collective" and not _is_overlapped(instruction.action):
             while self.completed[lane] <= index:
                 yield Wait(lane, index)
 
@@ -200,3 +200,9 @@ def _wait_cycle(rank: _RankState) -> str:
         seen[rank.rank], following = rank.describe_block()
         rank = rank.ranks[following]
     return "; ".join(list(seen.values())[list(seen).index(rank.rank) :])
+
+
+def _is_overlapped(action: Action) -> bool:
+    """Return True if a collective is known to be over only where something waits for it: those that run beside passes,
+    as reductions of the gradients of a version do."""
+    return KINDS[action.kind].overlapped or (action.kind == Kind.REDUCE_GRAD and action.version > 0)

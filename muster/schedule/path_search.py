@@ -1,11 +1,12 @@
 """Conflict-based search for the paths of micro-batches through a pipeline (SkipPipe, arXiv:2502.19913 §4).
 
 Each micro-batch alone has a fastest path, which A* finds. Together such paths collide: more micro-batches come to a
-rank than it may have at once, two want a rank's outgoing link, or too few see a stage. Conflict-based search (Sharon et al. 2015, Artificial
-Intelligence 219) resolves one collision at a time by a constraint on one of the micro-batches that take part, tries
-each of them, and plans that one anew. Of the constraint sets it takes up next the one with the fewest collisions left
-(greedy, Barer et al. 2014), which soon finds paths without any; they needn't be the fastest together. Paths planned one
-micro-batch after another, each around those before it, always exist, and bound what the search has to beat.
+rank than it may have at once, two want a rank's outgoing link, or too few see a stage. Conflict-based search (Sharon et
+al. 2015, Artificial Intelligence 219) resolves one collision at a time by a constraint on one of the micro-batches that
+take part, tries each of them, and plans that one anew. Of the constraint sets it takes up next the one with the fewest
+collisions left (greedy, Barer et al. 2014), which soon finds paths without any; they needn't be the fastest together.
+Paths planned one micro-batch after another, each around those before it, always exist, and bound what the search has to
+beat.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -117,8 +118,8 @@ def fastest_path(
     """Return the path of one micro-batch that ends earliest (A*), None where its first pass mustn't be. Of paths that
     end at the same time it is one whose stages have the fewest `visits` so far.
 
-    It waits before a link, and before it comes to a rank, so that an earlier end of a stage is never worse. Estimate of what is left: the
-    fastest walk over as many stages, in any order.
+    It waits before a link, and before it comes to a rank, so that an earlier end of a stage is never worse. Estimate of
+    what is left: the fastest walk over as many stages, in any order.
     """
     first_s = micro_batch * problem.forward_s[0]
     if _earliest(first_s, problem.forward_s[0], constraints.closed.get(problem.placement[0], ())) > first_s:

@@ -157,10 +157,7 @@ def _check_reductions(program: Program) -> None:
     """Check that gradients are reduced on all stages and in all steps, or nowhere. Raises ProgramError."""
     for kind in (Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP):
         found = {
-            item.action
-            for lanes in program.ranks
-            for item in lanes.get("collective", ())
-            if item.action.kind == kind
+            item.action for lanes in program.ranks for item in lanes.get("collective", ()) if item.action.kind == kind
         }
         wanted = {
             Action(kind, stage, version=version)
