@@ -163,8 +163,8 @@ class Executor:
         for wait, pending in list(self._pending.items()):
             if isinstance(pending, PendingReduction):
                 pending.release()
-            elif wait.lane == "collective" and self._is_over(pending) and wait in self._pending:
-                self._complete(wait)  # so that what waits for it may begin
+            elif self.program.num_steps > 1 and self._is_over(pending) and wait in self._pending:
+                self._complete(wait)  # so that the sum of norms, which waits for reduced gradients, may begin
         for lane in LANES[1:]:
             instructions = self.lanes[lane]
             while self._cursor[lane] < len(instructions):
@@ -199,6 +199,7 @@ class Executor:
 
     @staticmethod
     def _is_over(pending: PendingReceive | PendingTensor) -> bool:
+        """Return True for a collective that is over."""
         return isinstance(pending, PendingTensor) and all(work is None or work.is_completed() for work in pending.works)
 
     def _is_complete(self, wait: Wait) -> bool:
