@@ -8,9 +8,11 @@ import pytest
 from muster.checkpoint.checkpoint_dir import find_latest
 from muster.config.cluster_files import load_cluster
 from muster.config.optim_config import OptimConfig
+from muster.cost.comm_volume import step_comm_bytes
 from muster.cost.memory.forecast import forecast_memory
 from muster.cost.time.op_times import OpTimes
 from muster.launch.rank_errors import EXIT_STOPPED
+from muster.layout.tensor_layout import rank_layouts
 from muster.report.run_files import read_metrics
 from muster.schedule.build import build_program
 from muster.schedule.check import check
@@ -244,6 +246,14 @@ def test_memory_counts_versions_and_waiting_gradients() -> None:
     assert held("-spipedream", 3)["parameters"] == held("", 3)["parameters"]
     predicted = held("-spipedream", 1, "predict")
     assert predicted["parameters"] == stashed["parameters"] + plain["parameters"]
+
+
+def test_replicas_sum_whole_gradients_once_a_step() -> None:
+    plan = parse_plan_name("dp2x1-pp2-mb1-spipedream2bw-fp32")
+    held = [sum(layout.numel for layout in rank_layouts(MODEL, plan, rank)) for rank in (0, plan.world_size - 1)]
+    sent = [step_comm_bytes(MODEL, plan, WORKLOAD, rank) for rank in (0, plan.world_size - 1)]
+    assert [one["dp_replicate"] for one in sent] == [{"all_reduce": 4 * numel} for numel in held]
+    assert all("dp_shard" not in one for one in sent)
 
 
 def test_where_it_is_refused() -> None:
