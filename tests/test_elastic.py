@@ -534,7 +534,7 @@ def test_the_plan_changes_around_a_slow_rank(plan: str, tmp_path: Path) -> None:
         "times as fast by these speeds\nthe plan changes around slow ranks: 2 ranks go on after this step" in ended.out
     )
     assert "uneven" in ended.out if plan.startswith("dp2") else "-l" in ended.out
-    assert "of the plan without a restart: " in ended.out
+    assert "of the plan without a restart" in ended.out
     for ours, theirs in zip(rows_of(run), rows_of(whole), strict=True):
         assert ours["step"] == theirs["step"]
         assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-9)

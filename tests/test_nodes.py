@@ -19,6 +19,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from muster.checkpoint.checkpoint_dir import find_damage, find_latest
 from muster.cli.main import main
@@ -28,7 +30,7 @@ from muster.launch.nodes import connection
 from muster.launch.nodes import launcher_group as teams
 from muster.launch.nodes import rendezvous as meeting
 from muster.launch.nodes.connection import LauncherConnection
-from muster.launch.nodes.connectivity import ProbeListener, find_unreachable
+from muster.launch.nodes.connectivity import ProbeListener, find_unreachable, nodes_to_reach
 from muster.launch.nodes.handshake import node_differences
 from muster.launch.nodes.launcher_group import JobEnded, LauncherGroup, NodeInfo
 from muster.launch.nodes.rendezvous import rendezvous
@@ -267,6 +269,39 @@ def test_two_launchers_meet_reach_each_other_and_compare_clocks(port: int, said:
         return joined(request(port, 1), other, torch="2")()
 
     assert together(joined(request(port, 0), hub), late) == [([0, 1], [], True), ([0, 1], [], "x")]
+
+
+@settings(deadline=None)
+@given(st.sets(st.integers(0, 5000), min_size=1, max_size=300))
+def test_many_nodes_try_few_others_and_each_is_tried(nodes: set[int]) -> None:
+    tries = {node: nodes_to_reach(node, nodes) for node in nodes}
+    if len(nodes) <= 16:
+        assert all(set(others) == nodes - {node} for node, others in tries.items())
+        return
+    most = (len(nodes) - 1).bit_length()
+    for node, others in tries.items():
+        assert len(set(others) - {node}) == len(others) == most
+        assert sum(node in tries[other] for other in nodes) == most
+
+
+def test_a_node_that_nobody_reaches_is_named_by_some_of_many(port: int, said: "queue.SimpleQueue[str]") -> None:
+    """18 launchers, of which the last answers at no port."""
+    count = 18
+
+    def check(team: LauncherGroup) -> list[str]:
+        if team.node_rank == count - 1:
+            team.probe_listener.close()
+        problems = team.check_connectivity(LONG_S)
+        if team.is_coordinator:
+            team.send("start")
+        else:
+            team.wait_for("start", LONG_S)
+        return problems
+
+    problems, *_ = together(*(joined(request(port, node, count), check) for node in range(count)))
+    named = [one for one in problems if f"does not reach node {count - 1} on " in one]
+    assert problems == named
+    assert 1 <= len(named) <= 5
 
 
 class Ticks:

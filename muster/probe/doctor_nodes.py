@@ -27,7 +27,7 @@ def run_node_checks(request: DoctorRequest, nodes: RendezvousConfig) -> Iterator
     try:
         with rendezvous(replace(nodes, timeout_s=min(nodes.timeout_s, request.limit_s)), facts) as team:
             if not team.is_coordinator:
-                team.check_connectivity(request.limit_s)
+                team.check_connectivity(request.limit_s, all_pairs=True)
                 yield from _check_ranks(team, request, able=False)
                 rows = team.wait_for("findings", request.limit_s)[0]["findings"]
                 yield from (CheckResult(**row) for row in rows)
@@ -63,7 +63,7 @@ def _check_nodes(team: LauncherGroup, request: DoctorRequest) -> Iterator[CheckR
     if not off:
         most = max(map(abs, team.clock_offset_s.values()))
         yield CheckResult("clocks", "ok", f"the nodes' clocks agree within {most:.3f} s")
-    problems = team.check_connectivity(request.limit_s)
+    problems = team.check_connectivity(request.limit_s, all_pairs=True)
     for sentence in problems:
         yield CheckResult("reach", "problem", sentence)
     if not problems:

@@ -69,8 +69,8 @@ class Carried:
     """Plan and times of the first profile for each number of ranks, taken before any was known to be slow."""
     plan_refined: Callable[[Plan], None] = lambda plan: None
     """Receiver of the plan once its schedule has been refined."""
-    has_replanned: bool = False
-    """True on the rank 0 that has changed the plan because of slow ranks."""
+    num_plan_changes: int = 0
+    """Changes of the plan because of slow ranks that this process has asked for, as rank 0."""
     ask_for_plan: Callable[[Plan], None] = lambda plan: None
     """Asks for another generation under this plan, on rank 0."""
     kept: KeptState | None = None
@@ -403,12 +403,12 @@ class TrainingLoop:
         for one in check.new:
             if one.kind != "compute":
                 display.print_line(f"step {step}: nothing is done about the {one.subject}")
-        if monitor is None or check.measured is None or not monitor.speeds_changed(check, self.carried.has_replanned):
+        if monitor is None or check.measured is None or not monitor.may_replan(self.carried.num_plan_changes):
             return
         found = faster_plan(self.config, self.plan, check.measured, lambda plan: has_memory(self.config, plan))
         slow = [one for one in check.new if one.kind == "compute"]
         if found is not None:
-            self.carried.has_replanned = True
+            self.carried.num_plan_changes += 1
             self.carried.ask_for_plan(found.plan)
             display.print_line(
                 f"step {step}: plan {format_plan_name(found.plan)} is {found.own_step_s / found.step_s:.2f} times as"

@@ -30,6 +30,10 @@ from muster.train.trainer import Trainer
 PASSES = frozenset((Kind.F, Kind.B, Kind.I, Kind.W, Kind.S, Kind.T))
 
 
+MOST_DOUBLINGS = 6
+"""Changes of the plan after which the next ones wait no longer."""
+
+
 class StragglerCheck(NamedTuple):
     """Comparison of all ranks' times."""
 
@@ -38,8 +42,6 @@ class StragglerCheck(NamedTuple):
     sentences: list[str]
     """New stragglers and former ones, for people."""
     new: list[Straggler]
-    over: Sequence[Straggler] = ()
-    """Former stragglers."""
     measured: MeasuredPasses | None = None
     """Times of the ranks' passes; None where they weren't compared."""
 
@@ -75,18 +77,17 @@ class StragglerMonitor:
         told = [f"step {result.step}: straggler: {one}" for one in new]
         told += [f"step {result.step}: no straggler any more: {one.subject}" for one in over]
         self._num_checks += 1
-        return StragglerCheck(self._row(result.step, times), told, new, over, self._measured(times))
+        return StragglerCheck(self._row(result.step, times), told, new, self._measured(times))
 
-    def speeds_changed(self, check: StragglerCheck, has_replanned: bool) -> bool:
-        """Return whether ranks are known since this comparison to compute slowly, or no longer to do so.
+    def may_replan(self, num_changes: int) -> bool:
+        """Return whether another plan may be looked for, after this many changes of the plan: where a rank computes
+        slowly, or one did before.
 
-        `has_replanned`: the plan is one around slow ranks, of which the second comparison under it says whether they
-        still are.
+        Each change waits for twice as many comparisons as the one before, the second for two, which say whether ranks
+        are still slow: noise that comes and goes costs little so.
         """
-        if any(one.kind == "compute" for one in (*check.new, *check.over)):
-            return True
         is_slow = any(one.kind == "compute" for one in self.detector.confirmed.values())
-        return has_replanned and self._num_checks == 2 and not is_slow
+        return (is_slow or num_changes > 0) and self._num_checks >= 2 ** min(num_changes, MOST_DOUBLINGS)
 
     def _measured(self, times: list[RankTimes]) -> MeasuredPasses:
         slowness = [1.0] * len(times)

@@ -8,12 +8,14 @@ bridge exists on every machine, so each node answers with its number.
 import contextlib
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from muster.launch.network import ConnectionAcceptor, address_family
 
 CONNECT_TIMEOUT_S = 8.0
 """Timeout of each connection."""
+MOST_NODES_IN_PAIRS = 16
+"""Most nodes of which each tries to reach every other."""
 
 
 class ProbeListener:
@@ -30,6 +32,20 @@ class ProbeListener:
     def _answer(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
             connection.sendall(b"muster node %d\n" % self._node)
+
+
+def nodes_to_reach(node: int, nodes: Collection[int]) -> list[int]:
+    """Return the others that a node tries to reach: all of them, or of more than `MOST_NODES_IN_PAIRS` those that come
+    1, 2, 4, 8 … places after it in a circle.
+
+    An address, an interface or a port is wrong for a node rather than for a pair, and each of n nodes is tried by about
+    log₂ n others; all pairs of a thousand nodes would be a million connections.
+    """
+    order = sorted(nodes)
+    if len(order) <= MOST_NODES_IN_PAIRS:
+        return [other for other in order if other != node]
+    place = order.index(node)
+    return [order[(place + (1 << power)) % len(order)] for power in range((len(order) - 1).bit_length())]
 
 
 def find_unreachable(others: Mapping[str, tuple[int, str, int]], local_address: str) -> dict[str, str]:

@@ -146,7 +146,7 @@ class ElasticNodes(ElasticSupervisor):
         send = partial(self._group.send_to, node)
         send("agreed")
         send("clock", sent=time.time())
-        send("members", members=self._group.member_rows())
+        send("members", members=self._group.member_rows(node))
         send("prepared", mark=write_marker(self.run_dir))
 
     def _refuse(self, node: int, reason: str, code: int = 1) -> None:

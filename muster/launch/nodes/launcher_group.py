@@ -14,7 +14,7 @@ from typing import Any
 
 from muster.launch.network import Interface, format_endpoint
 from muster.launch.nodes.connection import LauncherConnection, Message, close_connections
-from muster.launch.nodes.connectivity import ProbeListener, find_unreachable
+from muster.launch.nodes.connectivity import ProbeListener, find_unreachable, nodes_to_reach
 from muster.launch.nodes.rendezvous_config import RendezvousConfig
 from muster.launch.rank_errors import EXIT_STOPPED
 from muster.spec.errors import ConfigError, InfeasibleError, MusterError
@@ -143,19 +143,20 @@ class LauncherGroup:
                 offsets[node].append((taken, answer["time"] - answer["sent"] - taken / 2))
         self.clock_offset_s = {node: min(pairs)[1] for node, pairs in offsets.items()}
 
-    def check_connectivity(self, timeout_s: float = 30.0) -> list[str]:
+    def check_connectivity(self, timeout_s: float = 30.0, all_pairs: bool = False) -> list[str]:
         """Return a sentence for each pair of nodes that can't reach each other where their ranks will meet.
 
-        All nodes call it; node 0 gets the sentences of all.
+        All nodes call it, with the same `all_pairs`; node 0 gets the sentences of all. Without `all_pairs` a node tries
+        `nodes_to_reach`, and learns of these alone.
         """
         if self.is_coordinator:
-            self.send("members", members=self.member_rows())
+            for node in list(self.connections):
+                self.send_to(node, "members", members=self.member_rows(node, all_pairs))
+            rows = self.member_rows(self.node_rank, all_pairs)
         else:
             rows = self.wait_for("members", timeout_s)[0]["members"]
-            self.nodes |= {row["node"]: NodeInfo(**row) for row in rows if row["node"] != self.node_rank}
-        others = {
-            f"{one}": (one.node, one.address, one.port) for one in self.nodes.values() if one is not self.local_node
-        }
+            self.nodes |= {row["node"]: NodeInfo(**row) for row in rows}
+        others = {f"{self.nodes[row['node']]}": (row["node"], row["address"], row["port"]) for row in rows}
         problems = []
         for name, problem in find_unreachable(others, self.interface.address).items():
             problems.append(
@@ -171,10 +172,11 @@ class LauncherGroup:
             text for answer in self.wait_for("reached", timeout_s).values() for text in answer["problems"]
         ]
 
-    def member_rows(self) -> list[dict[str, Any]]:
-        """Return what the nodes that are there have to know of each other, on node 0."""
-        there = [self.node_rank, *self.connections]
-        return [vars(self.nodes[node]) | {"facts": {}} for node in there]
+    def member_rows(self, node: int, all_pairs: bool = False) -> list[dict[str, Any]]:
+        """Return what a node has to know of the others that it tries to reach, or of all others, on node 0."""
+        there = {self.node_rank, node, *self.connections}
+        wanted = sorted(there - {node}) if all_pairs else nodes_to_reach(node, there)
+        return [vars(self.nodes[other]) | {"facts": {}} for other in wanted]
 
     def close(self) -> None:
         """Close the listener and all connections."""
