@@ -9,6 +9,7 @@ connections take turns within each round, and the times are medians.
 import argparse
 import socket
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 
@@ -30,16 +31,22 @@ def channel_pair(rate: int | None) -> tuple[Channel, Channel]:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as thread:
         calling = thread.submit(connect, listener.getsockname(), secret)
         receiver, sender = accept(listener.accept()[0], secret), calling.result()
+    return limit_rate(sender, rate), receiver
+
+
+def limit_rate(channel: Channel, rate: int | None) -> Channel:
+    """Let a channel send so many bytes a second at the most; returns it."""
     if rate is not None:
-        sender._socket.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
-    return sender, receiver
+        channel._socket.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
+    return channel
 
 
-def exchange_s(values: list[torch.Tensor], connections: int, rate: int | None) -> float:
-    """Return the seconds in which peers compute the mean of their values, without those of connecting."""
+def exchange_s(values: list[torch.Tensor], connections: int, rates: Sequence[int | None]) -> float:
+    """Return the seconds in which peers compute the mean of their values, without those of connecting. `rates`: most
+    bytes a second of a connection from each peer to the next."""
     names = [str(n) for n in range(len(values))]
     rings = [Ring(1, 1, names, name) for name in names]
-    for one, other in zip(rings, [*rings[1:], *rings[:1]], strict=True):
+    for one, other, rate in zip(rings, [*rings[1:], *rings[:1]], rates, strict=True):
         for number in range(connections):
             sender, receiver = channel_pair(rate)
             one.attach("next", sender, number)
@@ -68,7 +75,7 @@ def main() -> None:
         times: dict[int, list[float]] = {count: [] for count in CONNECTIONS}
         for _ in range(args.rounds):
             for count, found in times.items():
-                found.append(exchange_s(values, count, rate))
+                found.append(exchange_s(values, count, [rate] * PEERS))
         limit = f"{args.rate:g} MB/s a connection" if rate else "no limit"
         print(f"{PEERS} peers, each sends {sent:.0f} MB, {limit}")
         for count, found in times.items():

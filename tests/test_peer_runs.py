@@ -12,9 +12,11 @@ import torch
 from safetensors import safe_open
 
 from muster.api.verbs import predict
+from muster.config.cluster_files import load_cluster, load_device
 from muster.config.outer_config import OuterConfig
 from muster.launch.peers.channel import create_secret
 from muster.launch.peers.coordinator import Coordinator
+from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import MusterError
 from tests.toy_peers import QUICK
 from tests.train_runs import AT_ONCE, Command, assert_one_sentence, steps, train
@@ -169,3 +171,23 @@ def test_a_round_of_peers_is_predicted_as_that_of_islands_with_their_batches(tmp
     by_flags = predict("llama3.2-1b", "4xh100", "mb1", seq_len=2048, global_batch=16, outer=at)
     assert by_flags.round is not None
     assert by_flags.round.round_s == pytest.approx(50 * by_flags.step_time_s, rel=0.2)
+
+
+def test_a_round_of_peers_is_predicted_with_the_ring_that_avoids_slow_links() -> None:
+    outer = OuterConfig(every=50).model_copy(update={"coordinator": "host-a:29600"})
+    slow = {frozenset((0, 1)), frozenset((2, 3))}
+
+    def round_s(slow_links: set[frozenset[int]]) -> float:
+        rates = tuple(
+            tuple(1e6 if frozenset((one, other)) in slow_links else 1e7 for other in range(4)) for one in range(4)
+        )
+        node = load_device("h100-sxm").node
+        assert node is not None
+        group = load_cluster("1xh100").groups[0].model_copy(update={"num_nodes": 4, "nics": node.nics})
+        cluster = ClusterSpec(name="sites", groups=(group,), node_bandwidth_bytes_per_s=rates)
+        found = predict("llama3.2-1b", cluster, "mb1", seq_len=2048, global_batch=16, outer=outer).round
+        assert found is not None
+        return found.round_s
+
+    assert round_s(slow) == round_s(set())
+    assert round_s({*slow, frozenset((0, 2))}) > 2 * round_s(set())

@@ -296,3 +296,22 @@ def test_a_training_with_islands_takes_its_rounds(in_rooms, capsys) -> None:
     assert found["training"]["steps_h"] == pytest.approx(
         found["training"]["steps"] * found["round"]["round_s"] / 30 / 3600
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "page"),
+    [
+        (("--swarm.stages", "2"), "swarm"),
+        (("--outer.every", "50", "--outer.coordinator", "host-a:29600"), "coordinator"),
+        (("--outer.secret_file", "run.secret"), "coordinator"),
+    ],
+)
+def test_plans_for_peers_are_refused_with_what_to_do_instead(
+    flags: tuple[str, ...], page: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", "tiny", "--cluster", "4xh100", *flags]) == 2
+    told = capsys.readouterr().err
+    assert (
+        f"give the run file to muster predict --plan FILE, which takes each device for a peer (docs/{page}.md)" in told
+    )
+    assert told.count("\n") == 1

@@ -29,7 +29,7 @@ from muster.optim.outer.build import build_outer_method
 from muster.train.peer_state import PeerState
 
 SIZES = (700, 33, 5)
-QUICK = Settings(beat_s=0.1, silence_s=3.0, reconnect_s=0.3, straggler_s=5.0)
+QUICK = Settings(beat_s=0.1, silence_s=3.0, reconnect_s=0.3, straggler_s=5.0, measure_every=5)
 """Settings under which tests need not wait for long."""
 
 

@@ -27,7 +27,7 @@ from muster.config.routing_load_file import parse_routing_load
 from muster.planner.answer import PlanAnswer, answer_request
 from muster.planner.auto import plan_for_cluster, require_delayed_updates, require_updates_in_backward
 from muster.planner.islands import island_counts, weighs_islands
-from muster.planner.node_order import reorder_nodes
+from muster.planner.node_order import reorder_nodes, with_ring_links
 from muster.planner.request import (
     OBJECTIVES,
     Objective,
@@ -385,6 +385,7 @@ def predict(
     if given.is_auto:
         spread = _planned(Path(str(plan)), devices, seq_len, global_batch)
     require_plan_with_outer_steps(outer, spread)
+    devices = with_ring_links(devices) if _has_peers(outer) else devices
     num_peers = devices.num_devices if _has_peers(outer) else 1
     spread = spread.model_copy(update={"islands": num_peers}) if num_peers > 1 else spread
     if compile is not None:

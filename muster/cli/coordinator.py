@@ -7,7 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
-from muster.cli.parser import Parser, positive_int
+from muster.cli.parser import Parser, positive_int, whole_number
 from muster.launch.network import format_endpoint, listen_at, local_address_for
 from muster.launch.peers.settings import Settings
 from muster.spec.endpoint import parse_endpoint
@@ -54,6 +54,14 @@ def run(arguments: list[str]) -> int:
         help="seconds from the end of a round on the first peer after which the others go on without the last"
         f" (default: {usual.straggler_s:g})",
     )
+    add(
+        "--measure-every",
+        type=whole_number,
+        default=usual.measure_every,
+        metavar="N",
+        help="rounds after which the bandwidth between peers is measured again, for the ring's order; 0: never"
+        f" (default: {usual.measure_every})",
+    )
     args = parser.parse(arguments)
     settings = Settings(
         min_peers=args.min_peers,
@@ -61,6 +69,7 @@ def run(arguments: list[str]) -> int:
         silence_s=args.silence,
         reconnect_s=min(usual.reconnect_s, args.silence / 2),
         straggler_s=args.straggler_timeout,
+        measure_every=args.measure_every,
     )
     from muster.launch.peers.channel import create_secret
     from muster.launch.peers.coordinator import Coordinator

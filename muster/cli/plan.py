@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -180,9 +181,21 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--json", action="store_true", help="print one JSON object")
     rest, overrides = split_overrides(arguments)
     args = parser.parse(rest)
+    _refuse_peers(key for key, _ in overrides)
     args.outer = outer_steps_of(overrides)
     _check_flags(args)
     return args
+
+
+def _refuse_peers(keys: Iterable[str]) -> None:
+    """Raise ConfigError for keys of runs with peers, which come and go, so that no plan can be for them."""
+    for key in keys:
+        page = "coordinator" if key in ("outer.coordinator", "outer.secret_file") else key.partition(".")[0]
+        if page in ("swarm", "coordinator"):
+            raise ConfigError(
+                f"--{key}: muster plan chooses plans of fixed ranks, not for peers that come and go: give the run file"
+                f" to muster predict --plan FILE, which takes each device for a peer (docs/{page}.md)"
+            )
 
 
 def _check_flags(args: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ from math import exp
 from random import Random
 from typing import Any
 
+from muster.layout.ring_order import ring_order, ring_value
 from muster.spec.cluster import ClusterSpec, NodeGroup
 
 MAX_PERMUTED_BLOCKS = 4
@@ -37,6 +38,18 @@ def reorder_nodes(cluster: ClusterSpec, order: Sequence[int]) -> ClusterSpec:
         if (matrix := getattr(cluster, name)) is not None:
             update[name] = tuple(tuple(matrix[one][other] for other in order) for one in order)
     return cluster.model_copy(update=update)
+
+
+def with_ring_links(cluster: ClusterSpec) -> ClusterSpec:
+    """Return the cluster as peers see it that exchange in a ring of its nodes: every link between two nodes is as fast
+    as the slowest of the ring that the coordinator of peers takes by measured links."""
+    matrix = cluster.node_bandwidth_bytes_per_s
+    if matrix is None:
+        return cluster
+    slowest = ring_value(matrix, ring_order(matrix))[0]
+    rows = enumerate(matrix)
+    rates = tuple(tuple(rate if one == other else slowest for other, rate in enumerate(row)) for one, row in rows)
+    return cluster.model_copy(update={"node_bandwidth_bytes_per_s": rates})
 
 
 def with_nodes(cluster: ClusterSpec, nodes: tuple[int, ...]) -> ClusterSpec:

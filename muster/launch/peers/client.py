@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 from muster.launch.network import address_family
+from muster.launch.peers.bandwidth import LinkMeasurement
 from muster.launch.peers.channel import Channel, Message, RefusedError, connect
 from muster.launch.peers.links import Address, LinkError, PeerListener, Ring, fetch_state, open_ring
 from muster.launch.peers.membership import PeerState, Phase
@@ -100,6 +101,7 @@ class PeerClient:
         self._lock = threading.RLock()
         self._channel: Channel | None = None
         self._ring: Ring | None = None
+        self._measurement: LinkMeasurement | None = None
         self._aborted = 0
         self._refusal = ""
         """Sentence with which the run ends."""
@@ -110,6 +112,7 @@ class PeerClient:
 
     def close(self) -> None:
         """Leave the others."""
+        self._end_measurement()
         with self._lock:
             self._closed.set()
             channel = self._channel
@@ -135,6 +138,7 @@ class PeerClient:
 
     def _next_round(self, phase: Phase, is_stopping: Callable[[], bool]) -> Round:
         has_jumped, sent_bytes = False, 0
+        self._end_measurement()
         self._report(phase, digest=self.shared.digest(), round=self.shared.round)
         while True:
             order = self._next_order(is_stopping)
@@ -296,7 +300,10 @@ class PeerClient:
             elif order["do"] != "beat":
                 if order["do"] == "abort":
                     self._abort(order["generation"])
-                self._orders.put(order)
+                if order["do"] == "measure":
+                    threading.Thread(target=self._measure, args=(order,), name="peer", daemon=True).start()
+                else:
+                    self._orders.put(order)
 
     def _abort(self, generation: int) -> None:
         """Leave an exchange, in whose midst another thread may be."""
@@ -305,6 +312,32 @@ class PeerClient:
             ring = self._ring
         if ring is not None and ring.generation <= generation:
             ring.abort()
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Measured links
+
+    def _measure(self, order: Message) -> None:
+        """Measure the link to another peer beside the training, and say what was found. The end of the round breaks it
+        off; then nothing is said, and it is made again in the next."""
+        measurement = LinkMeasurement(order["target"])
+        with self._lock:
+            if self._measurement is not None or self._state.phase != "training":
+                return
+            self._measurement = measurement
+        target, address = measurement.target, order["addresses"].get(measurement.target)
+        rate = 0.0 if address is None else measurement.run(tuple(address), self._secret, self._connections)
+        with self._lock:
+            self._measurement = None
+            if rate is not None:
+                state = self._state
+                others = [one for one in state.rates if one[0] in state.members and one[0] != target]
+                self._report(state.phase, rates=(*others, (target, rate, order["round"])))
+
+    def _end_measurement(self) -> None:
+        with self._lock:
+            measurement = self._measurement
+        if measurement is not None:
+            measurement.abort()
 
 
 def listen_for_peers(coordinator: Address, announce: Address | None, key: str) -> socket.socket:

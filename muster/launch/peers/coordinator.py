@@ -155,6 +155,7 @@ class Coordinator:
 
     def _completed(self, order: Message) -> Message:
         """Add the addresses of the peers that an order names."""
-        names = order["ring"] if order["do"] == "exchange" else [order["source"]] if order["do"] == "fetch" else []
+        one = order.get("source", order.get("target"))  # to fetch from, or to measure the link to
+        names = order["ring"] if order["do"] == "exchange" else [] if one is None else [one]
         addresses = {name: self._connected[name].address for name in names if name in self._connected}
         return order | {"addresses": addresses} if names else order

@@ -10,10 +10,10 @@ from itertools import pairwise
 from typing import Any
 
 from muster.launch.network import ConnectionAcceptor
+from muster.launch.peers.bandwidth import Address, answer_measurement
 from muster.launch.peers.channel import MAX_FRAME_BYTES, Channel, Frame, Message, RefusedError, accept, connect
 from muster.spec.endpoint import MAX_CONNECTIONS
 
-Address = tuple[str, int]
 LINK_TIMEOUT_S = 10.0
 """Time without a byte after which a link has failed."""
 
@@ -130,7 +130,7 @@ def receive_parts(channel: Channel, count: int, check: Callable[[Frame], None] =
 
 
 class PeerListener:
-    """Takes connections from other peers: links of rings, and requests for the shared state."""
+    """Takes connections from other peers: links of rings, their measurements, and requests for the shared state."""
 
     def __init__(
         self, listener: socket.socket, secret: bytes, snapshot: Callable[[], bytes], log: Callable[[str], None]
@@ -180,7 +180,10 @@ class PeerListener:
             if wanted.get("want") == "link":
                 self._add_link(channel, wanted)
                 return
-            self._hand_over(channel)
+            if wanted.get("want") == "measure":
+                answer_measurement(channel, int(wanted["bytes"]))
+            else:
+                self._hand_over(channel)
             channel.close()
         except (RefusedError, KeyError, TypeError, ValueError) as error:
             connection.close()

@@ -9,10 +9,12 @@ another peer; exchanging changes in a generation; prepared: it has the mean of a
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Literal, get_args
 
+from muster.launch.peers.bandwidth import without_noise
 from muster.launch.peers.channel import Message
 from muster.launch.peers.settings import Settings
 from muster.layout.ring_order import ring_order
@@ -46,6 +48,8 @@ class PeerState:
     """Last generation whose result was applied."""
     members: tuple[str, ...] = ()
     """Peers that began the present round together."""
+    rates: tuple[tuple[str, float, int], ...] = ()
+    """Peers that this one has measured its links to, with their bytes a second and the round of the measurement."""
 
     @classmethod
     def from_message(cls, message: Message) -> "PeerState":
@@ -55,6 +59,7 @@ class PeerState:
             fields[key] = tuple(map(str, fields[key]))
         for key in ("round", "generation", "failed", "committed"):
             fields[key] = int(fields[key])
+        fields["rates"] = tuple((str(name), float(rate), int(round_)) for name, rate, round_ in fields["rates"])
         if fields["phase"] not in PHASES:
             raise ValueError(fields["phase"])
         return cls(**fields)
@@ -264,7 +269,7 @@ class Membership:
         ready = sorted([*idle, *arrived])
         is_waiting = now_s < self._next_s or bool(self.lost_s) or (training and not is_late)
         if is_waiting or len(ready) < max(1, self.settings.min_peers):
-            return orders
+            return orders | (self._measure_order(training) if not arrived else {})
         self._arrived_s = None
         if not arrived:
             order = {"do": "begin", "round": round_, "members": ready}
@@ -273,7 +278,7 @@ class Membership:
             self._begun = order
             return orders | dict.fromkeys(ready, order)
         self._generation = max(self._generation + 1, self.first_generation)
-        ring = choose_ring([*arrived, *idle], self.bad_links, self.settings.min_peers)
+        ring = choose_ring([*arrived, *idle], self.bad_links, self.settings.min_peers, self.rates())
         weights = {name: int(name in arrived) for name in ring}
         late = f", without {_names(training)} (late)" if training else ""
         cut = sorted({*ready} - {*ring})
@@ -286,6 +291,22 @@ class Membership:
         order["trained"] = max(1, *(len(current[name].members) for name in arrived))
         self.exchange = Exchange(self._generation, ring, order)
         return orders | dict.fromkeys(ring, order)
+
+    def _measure_order(self, training: Sequence[str]) -> dict[str, Message]:
+        """Return the order to measure a link between two peers that train: the first that has not been measured for
+        long. One at a time, so that no two share a line; the next follows once the peer has said what it found."""
+        every = self.settings.measure_every
+        for name in training if every else ():
+            state = self.peers[name]
+            measured = {other: round_ for other, _, round_ in state.rates}
+            for other in training:
+                if other != name and state.round >= measured.get(other, -every) + every:
+                    return {name: {"do": "measure", "target": other, "round": state.round}}
+        return {}
+
+    def rates(self) -> dict[tuple[str, str], float]:
+        """Return the measured bytes a second from each peer to each other."""
+        return {(name, other): rate for name, state in self.peers.items() for other, rate, _ in state.rates}
 
     def shared_state(self) -> tuple[int, str]:
         """Return the round and the hash of the state that is the run's: the last round, and of different hashes the
@@ -306,15 +327,28 @@ class Membership:
         return order
 
 
-def choose_ring(names: Sequence[str], bad_links: Counter[frozenset[str]], min_peers: int) -> tuple[str, ...]:
+def choose_ring(
+    names: Sequence[str],
+    bad_links: Counter[frozenset[str]],
+    min_peers: int,
+    rates: Mapping[tuple[str, str], float] | None = None,
+) -> tuple[str, ...]:
     """Return the ring of peers that exchange: all, unless it would have a link that has failed twice in this round.
 
-    Then it is without one end of that link, the later in `names`. Raises ValueError without names.
+    Then it is without one end of that link, the later in `names`. Of the rings with the fewest failures it is the one
+    whose slowest link is the fastest by the measured `rates` in bytes a second; a link that was not measured counts as
+    the median of the others. Raises ValueError without names.
     """
+    known = {link: without_noise(rate) for link, rate in (rates or {}).items() if {*link} <= {*names}}
+    usual = median_low(known.values()) if known else 0.0
+
+    def value(one: str, other: str) -> float:
+        failures = bad_links[frozenset((one, other))]
+        return -failures if failures else known.get((one, other), usual)
+
     left = list(names)
     while True:
-        failures = [[bad_links[frozenset((one, other))] for other in left] for one in left]
-        order = [left[n] for n in ring_order([[-count for count in row] for row in failures])]
+        order = [left[n] for n in ring_order([[value(one, other) for other in left] for one in left])]
         links = zip(order, [*order[1:], *order[:1]], strict=True)
         bad = [link for link in links if bad_links[frozenset(link)] >= MAX_LINK_FAILURES]
         if not bad or len(left) <= min_peers:

@@ -16,3 +16,5 @@ class Settings:
     """Time that a peer whose connection is lost has to come back before the others go on without it."""
     straggler_s: float = 600.0
     """Longest wait for the last peers of a round once the first has arrived."""
+    measure_every: int = 20
+    """Rounds after which the bandwidth between peers is measured again; 0: it isn't measured."""
