@@ -160,11 +160,11 @@ class Executor:
     # Order
 
     def _start_ready(self) -> None:
-        for wait, pending in list(self._pending.items()):
+        for pending in self._pending.values():
             if isinstance(pending, PendingReduction):
                 pending.release()
-            elif self.program.num_steps > 1 and self._is_over(pending) and wait in self._pending:
-                self._complete(wait)  # so that the sum of norms, which waits for reduced gradients, may begin
+        if self.program.num_steps > 1:
+            self._complete_over()
         for lane in LANES[1:]:
             instructions = self.lanes[lane]
             while self._cursor[lane] < len(instructions):
@@ -197,10 +197,14 @@ class Executor:
         if self._host_lane is not None and lane == "compute":
             self._host_lane.note_over(own)
 
-    @staticmethod
-    def _is_over(pending: PendingReceive | PendingTensor) -> bool:
-        """Return True for a collective that is over."""
-        return isinstance(pending, PendingTensor) and all(work is None or work.is_completed() for work in pending.works)
+    def _complete_over(self) -> None:
+        """Complete the collectives that are over, in their order, so that what waits for them may begin: the sum of
+        norms, which waits for reduced gradients."""
+        for wait, pending in list(self._pending.items()):
+            if isinstance(pending, PendingTensor) and wait.lane == "collective":
+                if not all(work is None or work.is_completed() for work in pending.works):
+                    return
+                self._complete(wait)
 
     def _is_complete(self, wait: Wait) -> bool:
         if self._host_lane is not None and self._host_lane.walks(wait):
