@@ -26,7 +26,7 @@ from muster.checkpoint.checkpoint_dir import find_damage, find_latest
 from muster.cli.main import main
 from muster.launch import network as addresses
 from muster.launch.network import Interface, interfaces, local_address_for, local_interface, resolve, route_interface
-from muster.launch.nodes import connection
+from muster.launch.nodes import connection, rendezvous_config
 from muster.launch.nodes import launcher_group as teams
 from muster.launch.nodes import rendezvous as meeting
 from muster.launch.nodes.connection import LauncherConnection
@@ -423,6 +423,25 @@ def test_what_listens_there_must_be_a_launcher(port: int) -> None:
     assert str(found) == (
         f"what listens at 127.0.0.1:{port} is no launcher of Muster: give all nodes another --rendezvous"
     )
+
+
+def test_a_route_that_is_missing_after_a_loss_of_the_network_is_waited_for(
+    port: int, said: "queue.SimpleQueue[str]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = OSError(errno.ENETUNREACH, "Network is unreachable")
+    found = iter([problem, problem, problem, route_interface("127.0.0.1")])
+
+    def route(_: str) -> Interface:
+        if isinstance(answer := next(found), OSError):
+            raise answer
+        return answer
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(meeting, "time", Ticks())
+    monkeypatch.setattr(rendezvous_config, "route_interface", route)
+    (lost,) = together(joined(request(port, 1, limit_s=4)))
+    assert "waiting for a way to node 0: there is no route from here to node 0 at 127.0.0.1" in said.get_nowait()
+    assert "did not answer" in str(lost)
 
 
 def test_a_node_0_that_ends_or_stands_still_before_it_answers_is_asked_again(

@@ -11,13 +11,20 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from muster.launch.network import ConnectionAcceptor, address_family, format_endpoint, local_interface, resolve
+from muster.launch.network import (
+    ConnectionAcceptor,
+    Interface,
+    address_family,
+    format_endpoint,
+    local_interface,
+    resolve,
+)
 from muster.launch.nodes.connection import LauncherConnection, Message, read_first_message
 from muster.launch.nodes.connectivity import ProbeListener
 from muster.launch.nodes.launcher_group import JobEnded, LauncherGroup, NodeInfo, error_for_code
 from muster.launch.nodes.rendezvous_config import RendezvousConfig, data_interface, listening_address
 from muster.launch.rank_errors import EXIT_STOPPED
-from muster.spec.errors import MusterError
+from muster.spec.errors import ConfigError, MusterError
 
 _HELLO_TIMEOUT_S = 10.0
 _DEPARTURE_TIMEOUT_S = 5.0
@@ -67,8 +74,7 @@ def _make_group(config: RendezvousConfig, facts: dict[str, Any]) -> LauncherGrou
         interface = data_interface(config, address) if asked else local_interface(address)
         assert interface is not None
     else:
-        address = _resolve_with_retries(config)
-        interface = data_interface(config, address)
+        address, interface = _find_node_0(config)
     probe_listener = ProbeListener(config.node_rank, interface.address)
     local_node = NodeInfo(
         config.node_rank, socket.gethostname(), facts, interface.address, interface.name, probe_listener.port
@@ -78,14 +84,20 @@ def _make_group(config: RendezvousConfig, facts: dict[str, Any]) -> LauncherGrou
     return group
 
 
-def _resolve_with_retries(config: RendezvousConfig) -> str:
-    """Resolve node 0's name, which may be known only some time after machines have started together."""
+def _find_node_0(config: RendezvousConfig) -> tuple[str, Interface]:
+    """Return node 0's address and the interface of the route to it.
+
+    Both may be known only some time after machines have started together, or after a network has come back.
+    """
     progress = _WaitReporter(config.timeout_s)
     while True:
         try:
-            return resolve(config.host)
+            address = resolve(config.host)
+            return address, data_interface(config, address)
+        except ConfigError:
+            raise
         except MusterError as error:
-            progress.report(f"waiting for the address of {config.host}: {error}", str(error))
+            progress.report(f"waiting for a way to node 0: {error}", str(error))
         time.sleep(_RETRY_INTERVAL_S)
 
 
