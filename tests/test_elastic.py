@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -20,15 +21,18 @@ from muster.config.attempt_files import write_plans_for_losses
 from muster.config.load_config import load_run_config
 from muster.launch import recovery
 from muster.launch.exit_status import ExitStatus
+from muster.launch.hang_diagnosis import RankSnapshot
+from muster.launch.heartbeat import RankStatus
 from muster.launch.launcher import launch
 from muster.launch.launcher_words import LauncherWords, Membership, word_of
-from muster.launch.recovery import Elasticity
+from muster.launch.recovery import Elasticity, ElasticSupervisor, Recovery
 from muster.parallel.connections import Connections
 from muster.parallel.world import open_world
 from muster.planner import auto
 from muster.planner.plans_for_losses import plans_for_losses
 from muster.report.recoveries import loss_causes, recoveries_note, recoveries_of
 from muster.report.run_files import read_metrics
+from muster.schedule.action import Action, Kind
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 from muster.train import generations
@@ -255,6 +259,33 @@ def test_a_process_that_starts_slowly_is_waited_for(tmp_path: Path, monkeypatch:
     assert [(row["ranks"], row["causes"]) for row in recoveries(tmp_path)] == [([1], ["dead"])]
 
 
+def test_ranks_in_the_midst_of_joining_are_not_replaced_with_late_ones(tmp_path: Path) -> None:
+    killed: list[int] = []
+
+    def rank(number: int, phase: str, failed: bool = False) -> SimpleNamespace:
+        status = RankStatus(1, 3, phase, Action(Kind.F), False)
+        seen = RankSnapshot(number, "a", 0, "R", 0.0, status, "", "")
+        return SimpleNamespace(
+            rank=number,
+            exit_code=-9 if failed else None,
+            failed=failed,
+            status=lambda: status,
+            snapshot=lambda _: seen,
+            kill=lambda: killed.append(number),
+        )
+
+    job = ElasticSupervisor(tmp_path, 1.0, None, Elasticity(1))
+    job._generation, job._under_way = 1, Recovery(0.0, 1, 3, [2], ["dead"], "a loss", 2)
+    (tmp_path / "logs").mkdir()
+    for late in (rank(1, "run"), rank(1, "run", failed=True)):
+        job.ranks = [rank(0, "join"), late]  # type: ignore[list-item]
+        job._follow()
+    assert killed == [1], "and once it has ended, nobody else is"
+    assert "rank 1 on a, 0 s: " in (tmp_path / "logs" / "hang.txt").read_text()
+    job.ranks = []
+    job.shut_down()
+
+
 def test_ranks_that_never_join_again_end_the_job_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,7 +376,13 @@ def test_only_connections_of_a_world_are_broken() -> None:
             theirs.sendall(b"x")
             assert ours.recv(1) == b"x"
         socket.create_connection(listening.getsockname()).close()
-    for one in (*before, *own, *later):
+    left = Connections(2)
+    left.leave()
+    next_ones = connected()
+    left.break_until_left()  # as a thread does that begins late on a busy machine
+    next_ones[0].sendall(b"x")
+    assert next_ones[1].recv(1) == b"x"
+    for one in (*before, *own, *later, *next_ones):
         one.close()
 
 

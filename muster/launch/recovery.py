@@ -328,7 +328,7 @@ class ElasticSupervisor(RankSupervisor):
                 limit_s, waited_s = START_TIMEOUT_S, passed_s
             else:
                 limit_s, waited_s = JOIN_TIMEOUT_S, time.time() - max(self._last_start, under_way.time)
-            if waited_s > limit_s:
+            if waited_s > limit_s and not self.failed:  # those that have ended are replaced first
                 self._give_up_waiting(late, limit_s, under_way.reason)
             return
         if under_way.joined_s is None:
@@ -359,6 +359,7 @@ class ElasticSupervisor(RankSupervisor):
     def _give_up_waiting(self, late: list[SupervisedRank], limit_s: float, reason: str) -> None:
         """Kill ranks that have not joined the newest generation in time, so that they are replaced: those that the
         others wait for, if they can be told apart."""
+        self._write_activity([rank.snapshot(self.hang_timeout_s) for rank in self.running()])
         sentence = f"did not join the other ranks within {limit_s:.0f} s after {reason}"
         absent = [rank for rank in late if (status := rank.status()) is None or status.phase != "join"]
         for rank in absent or late:

@@ -119,8 +119,12 @@ class RankSupervisor:
         """Diagnose a hang if there is one, from snapshots of all ranks."""
         if self.hang_timeout_s is not None and not self.failed and is_hung(snapshots, self.hang_timeout_s):
             self.hang_fault = diagnose(snapshots)
-            with contextlib.suppress(OSError):
-                hang_path(self.run_dir).write_text(format_snapshots(snapshots))
+            self._write_activity(snapshots)
+
+    def _write_activity(self, snapshots: list[RankSnapshot]) -> None:
+        """Write what each rank is doing, for those who ask why nothing goes on."""
+        with contextlib.suppress(OSError):
+            hang_path(self.run_dir).write_text(format_snapshots(snapshots))
 
     def shut_down(self) -> None:
         """Kill the processes that still run and wait until they are gone."""

@@ -31,6 +31,7 @@ class Connections:
         self._own: frozenset[int] | None = None
         """Inodes of the sockets; None while they are being opened."""
         self._left = threading.Event()
+        self._breaking = threading.Lock()
         self._answered: set[int] = set()
         """Inodes of the listening sockets to which this process has connected in the stead of its peers."""
 
@@ -40,13 +41,18 @@ class Connections:
 
     def break_until_left(self) -> None:
         """Break the connections, and those that are still being opened, until `leave` is called."""
-        self._break()
-        while not self._left.wait(_REPEAT_S):
-            self._break()
+        while True:
+            with self._breaking:
+                if self._left.is_set():
+                    return
+                self._break()
+            self._left.wait(_REPEAT_S)
 
     def leave(self) -> None:
-        """Say that nobody waits on the connections any more."""
+        """Say that nobody waits on the connections any more; nothing that is opened afterwards is broken."""
         self._left.set()
+        with self._breaking:
+            pass
 
     def _break(self) -> None:
         for fd, inode in _open_sockets().items():
