@@ -104,7 +104,8 @@ def import_all() -> None:
     """Imports what commands need, so that none has to that is forked from here."""
     for module in pkgutil.iter_modules(muster.cli.__path__, "muster.cli."):
         importlib.import_module(module.name)
-    for name in ("muster.train.worker", "muster.train.verify.rank", "muster.checkpoint.writer_process"):
+    parts = ("muster.train.worker", "muster.train.verify.rank", "muster.checkpoint.writer_process", "torch._dynamo")
+    for name in parts:  # PyTorch imports the last with the first tensor that it initializes
         importlib.import_module(name)
     gc.freeze()
 

@@ -225,7 +225,12 @@ class FaultsOfNodes(Faults):
         if kind not in ("launcher", "coordinator", "cable", "standstill"):
             super()._cause(kind)
             return
+        self._wait(lambda: len(self._members()) == self._size, "not as many ranks as before")
+        self._wait_for_steps()  # by then each node has a copy of what the other holds, if there are ranks on both
         self._rest(0.3)
+        lost = 0 if kind == "coordinator" else 1
+        if not set(self._members()) & set(children(self._both[1 - lost])):  # all copies would be lost, too
+            lost, kind = 1 - lost, "launcher" if lost == 0 else "coordinator"
         meetings = self._count(0, "node 1 on node-b is back") + self._count(0, "nodes: node 0")
         match kind:
             case "cable":
@@ -236,11 +241,10 @@ class FaultsOfNodes(Faults):
                     partial(first.send_signal, signal.SIGSTOP), partial(first.send_signal, signal.SIGCONT), nodes=(1,)
                 )
             case _:
-                node = 0 if kind == "coordinator" else 1
-                self._both[node].kill()
-                self._both[node].process.wait(_PATIENCE_S)
+                self._both[lost].kill()
+                self._both[lost].process.wait(_PATIENCE_S)
                 self._rest(1.0)
-                self._both[node] = self._start(node)
+                self._both[lost] = self._start(lost)
         self._wait(
             lambda: self._count(0, "node 1 on node-b is back") + self._count(0, "nodes: node 0") > meetings,
             "the nodes are not together again",

@@ -382,7 +382,11 @@ def test_only_connections_of_a_world_are_broken() -> None:
     left.break_until_left()  # as a thread does that begins late on a busy machine
     next_ones[0].sendall(b"x")
     assert next_ones[1].recv(1) == b"x"
-    for one in (*before, *own, *later, *next_ones):
+    broken = Connections(2)
+    last_ones = connected()
+    broken.leave(break_first=True)
+    assert last_ones[1].recv(1) == b"", "and what is left after a loss is broken, whether or not the thread has begun"
+    for one in (*before, *own, *later, *next_ones, *last_ones):
         one.close()
 
 

@@ -81,6 +81,17 @@ def test_a_launcher_that_fails_before_its_ranks_start_is_told_once(
     assert capsys.readouterr().out == "node 1 on b has left again: no disk\n"
 
 
+def test_fewer_ranks_go_on_on_two_nodes(tmp_path: Path) -> None:
+    group = SimpleNamespace(nodes={}, connections={})
+    nodes = ElasticNodes(tmp_path, 1.0, None, Elasticity(0), group, 2, "")  # type: ignore[arg-type]
+    chosen = {}
+    for places, size in (((0, 0, 1), 2), ((0, 1, 1), 2), ((0, 0, 1), 1), ((1, 1), 1), ((0, 0, 0, 1, 1, 2), 3)):
+        left: list = [SimpleNamespace(node=node, number=number) for number, node in enumerate(places)]
+        chosen[places, size] = [rank.number for rank in nodes._choose(left, size)]
+    nodes.shut_down()
+    assert list(chosen.values()) == [[0, 2], [0, 1], [0], [0], [0, 1, 3]]
+
+
 def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     assert main(["train", "--preset", "tiny", "--train.elastic", "true"]) == 2

@@ -251,16 +251,17 @@ class ElasticSupervisor(RankSupervisor):
         self._tell_places()
 
     def _shrink(self, failed: list[SupervisedRank], reason: str, size: int) -> None:
-        """Let `size` of the ranks that are left go on, with the first numbers; others wait as spares."""
+        """Let `size` of the ranks that are left go on; others wait as spares."""
         left = self.running()
-        waiting = left[size:]
+        staying = self._choose(left, size)
+        waiting = [rank for rank in left if rank not in staying]
         joining = [self._take_spare() for _ in range(size - len(left))]
         word = f"{reason}: {pluralize(size, 'rank')} {'goes' if size == 1 else 'go'} on"
         if waiting:
             word += ", another waits as a spare" if len(waiting) == 1 else f", {len(waiting)} others wait as spares"
         self._begin_generation(failed, word, reason, size)
         self._lost += failed
-        self.ranks = sorted([*left[:size], *joining], key=lambda rank: rank.node)
+        self.ranks = sorted([*staying, *joining], key=lambda rank: rank.node)
         for number, rank in enumerate(self.ranks):
             rank.renumber(number)
         for rank in waiting:
@@ -268,6 +269,10 @@ class ElasticSupervisor(RankSupervisor):
             rank.tell(word_of(self._membership(rank, size)))
         self._spares += waiting
         self._tell_places()
+
+    def _choose(self, left: list[SupervisedRank], size: int) -> list[SupervisedRank]:
+        """Return those of the ranks that are left which go on where only `size` do."""
+        return left[:size]
 
     def _begin_generation(self, failed: list[SupervisedRank], word: str, reason: str, size: int) -> None:
         """Record that ranks were lost, and say what follows."""

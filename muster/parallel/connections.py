@@ -48,11 +48,16 @@ class Connections:
                 self._break()
             self._left.wait(_REPEAT_S)
 
-    def leave(self) -> None:
-        """Say that nobody waits on the connections any more; nothing that is opened afterwards is broken."""
+    def leave(self, break_first: bool = False) -> None:
+        """Say that nobody waits on the connections any more; nothing that is opened afterwards is broken.
+
+        With `break_first` they are broken now, so that whatever else is under way on them ends: a group is not freed
+        before, and keeps the interpreter's lock meanwhile.
+        """
         self._left.set()
         with self._breaking:
-            pass
+            if break_first:
+                self._break()
 
     def _break(self) -> None:
         for fd, inode in _open_sockets().items():

@@ -96,6 +96,7 @@ class _Rank:
         except Exception as error:
             if not self._is_followed(place.generation, error):
                 raise
+            connections.leave(break_first=not self._has_left)
         finally:
             connections.leave()
         self._abandon()

@@ -83,6 +83,15 @@ class ElasticNodes(ElasticSupervisor):
         local = neighbours.index(rank) if rank in neighbours else None
         return Membership(self._generation, rank.rank, size, at_step_end, local, self._ranks_per_node)
 
+    def _choose(self, left: list[SupervisedRank], size: int) -> list[SupervisedRank]:
+        """Return the first ranks, but one of another node as the last where all these are on one node: their copies
+        would be lost with it."""
+        first = left[:size]
+        elsewhere = next((rank for rank in left[size:] if rank.node != first[-1].node), None)
+        if elsewhere is None or size == 1 or first[0].node != first[-1].node:
+            return first
+        return [*first[:-1], elsewhere]
+
     def poll(self) -> bool:
         """Hear what the other nodes tell, and poll as `RankSupervisor.poll`."""
         for node, message in self._group.receive():
