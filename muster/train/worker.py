@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import torch
+import torch._dynamo  # PyTorch imports it with the first module that it makes: a spare has it by then
 import torch.distributed as dist
 
 from muster.config.attempt_files import current_files
