@@ -1,10 +1,12 @@
-"""Time from the death of a rank to the next finished step: in the same processes, by a restart of all, and by torchrun.
+"""Time from the death of a rank to the next finished step: in the same processes, by a restart of all, by torchrun, and
+of replicas under torchft.
 
     python benchmarks/recovery.py --plan dp4 --losses 5
 
 Kills ranks of a run of the preset `tiny`, one after the other: under `train.elastic`; under `train.restarts` with an
 in-memory checkpoint of each step; and under torchrun, which starts all ranks again, with a checkpoint of each step on
-disk. Prints seconds from the kill to the next step that is logged, as medians.
+disk. Prints seconds from the kill to the next step that is logged, as medians. Where torchft is installed, as many
+replicas of a plain loop go on without the one that is killed (`torchft_replicas.py`), with a smaller batch.
 """
 
 import argparse
@@ -16,9 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
+from benchmarks.torchft_replicas import kill_replicas
 from muster.report.run_files import read_metrics
 from muster.spec.plan_name import parse_plan_name
 
@@ -48,6 +52,10 @@ def main() -> None:
         print(f"{told}, {wait_s / first:.1f} times; a step takes {median(found.steps_s):.2f} s", flush=True)
         if joined := [row["joined_s"] for row in rows if row["joined_s"] is not None]:
             print(f"  all ranks together again after {median(joined):.2f} s ({spread(joined)})", flush=True)
+    if find_spec("torchft") is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            waits_s = kill_replicas(Path(folder), ranks, args.losses, PAUSE_S)
+        print(f"{ranks} replicas, torchft: next step after {median(waits_s):.2f} s ({spread(waits_s)})")
 
 
 class Measured:
