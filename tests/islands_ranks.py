@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from muster.checkpoint.checkpoint_dir import KEEP_LAST_TWO
 from muster.checkpoint.load import load
+from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.save import save
 from muster.config.outer_config import OuterConfig
 from muster.config.run_config import RunConfig
 from muster.data.dataset import Batch, Dataset
 from muster.data.path_stream import PathStream, SampleRouter, fit_sample_router, route_samples
+from muster.data.prefix_router import fit_classifier
 from muster.data.sample_order import positions_at
 from muster.layout.island_bytes import BLOCKS, Compression, island_exchange_bytes, island_reduce_bytes
 from muster.layout.module_paths import ModulePaths
@@ -28,14 +31,17 @@ from muster.optim.outer.factor_ranks import FactorRanks
 from muster.parallel import change_exchange, island_exchange
 from muster.parallel.axis import IslandAxis
 from muster.parallel.change_exchange import right_start
+from muster.parallel.inference import build_inference_decoder
 from muster.parallel.island_exchange import decode, encode, mean_over_islands
 from muster.parallel.world import open_world
 from muster.schedule.outer_steps import OuterEvents
 from muster.schedule.outer_steps import outer_events as real_events
+from muster.spec.errors import ConfigError
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 from muster.train import outer_updater, path_routing
 from muster.train.path_routing import PathRouting
+from muster.train.path_scores import PathScores
 from muster.train.step_state import StepHooks
 from muster.train.trainer import Trainer
 from tests.parity import open_data, small_run
@@ -65,6 +71,7 @@ class SerialIslands:
         self.changes: dict[int, dict[str, Tensor]] = {}
         self.errors = [{name: torch.zeros_like(x) for name, x in self.global_.items()} for _ in range(islands)]
         self.world = world
+        self.spec = config.model
         self.measured: dict[str, list[float]] = {}
         self.used_ranks: list[dict[str, int]] = []
         """Ranks of the factors of each matrix' part on this rank, by exchange."""
@@ -234,18 +241,14 @@ class SerialPaths(SerialIslands):
 
     def __init__(self, config: RunConfig, inner: Plan, islands: int, world: Any, cache: str) -> None:
         super().__init__(config, inner, islands, world, cache)
-        modules, count = self.outer.modules, self.trainers[0].dataset.num_train_samples
+        modules = self.outer.modules
         self.chosen = list(itertools.product(*(range(n) for n in reversed(modules))))
         self.chosen = [path[::-1] for path in self.chosen]
         """Module of each level on each path; the first level changes fastest."""
         data = open_data(config, cache)
         own = len(self.chosen), config.model.vocab_size, config.seed, self.outer.route_tokens
-        self.routing = route_samples(data, fit_sample_router(data, *own, self.outer.reroute_every))
-        routed = self.routing.paths_N
-        self.shards = [
-            np.flatnonzero(routed[positions_at(np.arange(count), count, config.seed)] == n)
-            for n in range(len(self.chosen))
-        ]
+        router = fit_sample_router(data, *own, self.outer.reroute_every)
+        self.route(router, data)
         self.copies = [{name: x.clone() for name, x in self.global_.items()} for _ in range(islands)]
         self.optimizers = [
             torch.optim.SGD(
@@ -254,8 +257,44 @@ class SerialPaths(SerialIslands):
             for own in self.copies
         ]
         self.global_, self.optimizer = self.copies[0], self.optimizers[0]
+
+    def route(self, router: SampleRouter, data: Dataset) -> None:
+        """Give each path its samples, in the order of the whole stream."""
+        self.routing = route_samples(data, router, self.outer.route_top)
+        count = data.num_train_samples
+        routed = self.routing.paths_NT[positions_at(np.arange(count), count, data.seed)]
+        self.shards = [np.flatnonzero((routed == n).any(1)) for n in range(len(self.chosen))]
         for island, trainer in enumerate(self.trainers):
-            trainer.batch_loader.dataset = _Listed(data, self.shards[island % len(self.chosen)])
+            trainer.batch_loader.use_dataset(_Listed(data, self.shards[island % len(self.chosen)]))
+
+    def reshard(self) -> None:
+        """Let the router learn from the losses of one sample after another on one whole path after another."""
+        dataset = self.trainers[0].dataset
+        assert isinstance(dataset, Dataset)
+        count, total = self.outer.scored_samples, dataset.num_train_samples
+        batch = dataset.rows(np.arange(total - count, total))
+        tokens, labels = (torch.from_numpy(array) for array in (batch.tokens_BS, batch.labels_BS))
+        prefix, losses = self.outer.route_tokens, torch.zeros(len(self.chosen), count, dtype=torch.float64)
+        plan = self.world.plan
+        for path in range(len(self.chosen)):
+            model, _ = build_inference_decoder(self.spec, plan.precision, torch.device("cpu"), None)
+            layouts = self.trainers[0].updater.layouts
+            own = [
+                (name, box, view)
+                for name, x in self.copies[path].items()
+                for box, view in LocalShard(name, layouts[name], x).box_views()
+            ]
+            whole = dict(model.named_parameters())
+            for name, box, view in itertools.chain(*self.world.all_gather_object(own)):
+                whole[name].data[box.slices] = view
+            for row in range(count):
+                with torch.no_grad():
+                    logits = model(tokens[row : row + 1])[0, prefix:]
+                losses[path, row] = cross_entropy(logits, labels[row, prefix:], reduction="sum")
+        best = torch.stack([own - own.mean() for own in losses]).argmin(0).numpy()
+        router = fit_classifier(self.routing.router, batch.tokens_BS[:, :prefix], best)
+        with suppress(ConfigError):  # a path without samples: the router stays
+            self.route(replace(self.routing, router=router), dataset)
 
     def run(self, steps: int) -> None:
         paths = len(self.chosen)
@@ -266,6 +305,8 @@ class SerialPaths(SerialIslands):
             self.losses.append([trainer.step().loss for trainer in self.trainers])
             if step % self.outer.every == 0 or step == steps:
                 self._meet_by_module()
+            if step in self.outer.reshard_at:
+                self.reshard()
 
     def validation_loss(self, samples: int) -> float:
         """Mean loss of the labels of some validation samples, each on the path that was chosen for it."""
@@ -377,6 +418,17 @@ def _bug(kind: str | None) -> Iterator[None]:
             yield
     elif kind == "paths share data":
         with patch.object(PathStream, "global_samples", lambda self, index: index):
+            yield
+    elif kind == "labels of another path":
+        real_losses = PathScores.losses
+        with patch.object(PathScores, "losses", lambda *arguments: real_losses(*arguments)[::-1]):
+            yield
+    elif kind == "stale router":
+        with patch.object(PathRouting, "reshard", lambda self, losses_of: None):
+            yield
+    elif kind == "one path a sample":
+        real_route = path_routing.route_samples
+        with patch.object(path_routing, "route_samples", lambda data, router, top: real_route(data, router)):
             yield
     elif kind == "router lost":
         with patch.object(PathRouting, "restore", lambda self, counters: None):

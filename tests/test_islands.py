@@ -35,6 +35,7 @@ STREAMING = {"method": "streaming", "every": 4, "fragments": 2, "delay": 1, "mix
 DILOCOX = {"method": "dilocox", "every": 3}
 CO2 = {"method": "co2", "every": 2, "momentum_clip": 0.004}
 DIPACO = {"method": "dipaco", "every": 3, "route_tokens": 4, "reroute_every": 8}
+RESHARDED = DIPACO | {"router": "discriminative", "reshard_at": (3, 6), "scored_samples": 50}
 LOW_RANK = {"method": "dilocox", "every": 2, "low_rank": 3}
 ADAPTIVE = {"method": "diloco", "every": 2, "low_rank": 8, "rank_window": 2, "rank_tolerance": 0.3}
 EXACT = {"loss": 0.0, "outer": 0.0, "momentum": 0.0, "islands": 0.0}
@@ -112,18 +113,39 @@ def test_paths_through_modules_train_as_a_serial_emulator_does_to_the_bit(tmp_pa
         ("isl4", DIPACO | {"modules": (2, 2)}, "fp64"),
         ("isl4", DIPACO | {"modules": (2, 1)}, "fp32"),
         ("isl2-pp2", DIPACO, "fp32", {"tied": True}),
+        ("isl2-dp2", RESHARDED, "fp64"),
+        ("isl4", RESHARDED | {"modules": (2, 2), "route_top": 2}, "fp64"),
+        ("isl2", RESHARDED, "fp64", {"bug": "labels of another path"}),
         ("isl2", DIPACO, "fp32", {"bug": "modules mixed"}),
         ("isl2", DIPACO, "fp32", {"bug": "paths share data"}),
     )
     ranks = _run(4, "compare_with_emulator", cases, tmp_path)
+    _check_paths(cases, ranks)
+    # Two islands exchange what both have: of four layers the first two, and the parameters outside layers.
+    assert ranks[0][0]["sent_bytes"] < 0.7 * 8 * ranks[0][0]["numel"]
+
+
+def _check_paths(cases: list[Any], ranks: list[list[dict[str, Any]]]) -> None:
     for index, case in enumerate(cases):
         for rank in ranks:
             found = rank[index]
             if "loss" in found:
                 assert ("bug" in case) == ({key: found[key] for key in EXACT} != EXACT), (case, found)
                 assert "bug" in case or found["validation"] < 1e-6, (case, found)
-    # Two islands exchange what both have: of four layers the first two, and the parameters outside layers.
-    assert ranks[0][0]["sent_bytes"] < 0.7 * 8 * ranks[0][0]["numel"]
+
+
+@pytest.mark.soak
+def test_routers_that_learn_are_those_of_a_serial_emulator(tmp_path: Path) -> None:
+    top = DIPACO | {"modules": (2, 2), "route_top": 3}
+    cases = _cases(
+        ("isl2-pp2", RESHARDED, "fp32"),
+        ("isl2-tp2", RESHARDED, "fp64"),
+        ("isl4", RESHARDED, "fp64"),
+        ("isl4", top, "fp64"),
+        ("isl4", top, "fp64", {"bug": "one path a sample"}),
+        ("isl2", RESHARDED, "fp64", {"bug": "stale router"}),
+    )
+    _check_paths(cases, _run(4, "compare_with_emulator", cases, tmp_path))
 
 
 def test_paths_through_one_module_a_level_are_diloco_to_the_bit(tmp_path: Path) -> None:
@@ -199,7 +221,8 @@ def test_runs_resume_within_a_round_to_the_bit_and_under_another_inner_plan(tmp_
         ("isl2-dp2-z1", LOW_RANK | {"compression": "int4"}, "fp32", {"at": 3}),
         ("isl2-tp2", ADAPTIVE | {"method": "dilocox", "rank_window": 1, "compression": "int4"}, "fp32", {"at": 5}),
         ("isl4", DIPACO | {"modules": (2, 2)}, "fp32", {"at": 4}),
-        ("isl2", DIPACO, "fp32", {"at": 4, "fits_anew": True}),
+        ("isl2", RESHARDED, "fp32", {"at": 2}),
+        ("isl2", RESHARDED, "fp32", {"at": 3, "fits_anew": True}),
         ("isl2", DIPACO, "fp32", {"at": 4, "fits_anew": True, "bug": "router lost"}),
         ("isl2-dp2-z3", DIPACO, "fp64", {"at": 4, "then": "isl2-pp2"}),
     )
@@ -355,6 +378,13 @@ def test_a_round_waits_for_what_its_delay_does_not_hide() -> None:
         ({"rank_window": 2}, "rank_window has no rank to begin with"),
         ({"low_rank": 4, "rank_tolerance": 0.1}, "rank_tolerance 0.1 is for ranks that adapt"),
         ({"method": "dipaco", "low_rank": 4}, "low_rank and error_feedback aren't built for dipaco"),
+        ({"method": "dipaco", "route_top": 2}, "route_top 2 sends each sample to all 2 paths"),
+        ({"method": "dipaco", "router": "discriminative"}, "reshard_at, the steps at which it learns, go together"),
+        ({"method": "dipaco", "reshard_at": [100]}, "reshard_at, the steps at which it learns, go together"),
+        (
+            {"method": "dipaco", "router": "discriminative", "reshard_at": [100], "warmup_steps": 20},
+            "reshard_at 100 is not the end of a round: expected warmup_steps 20 and a multiple of every 100",
+        ),
         ({"method": "dipaco", "reroute_every": 8}, "reroute_every 8 is shorter than the route_tokens 32"),
     ],
 )

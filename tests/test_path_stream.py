@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
 
 from muster.data.dataset import IGNORE_INDEX, Dataset
 from muster.data.path_stream import PathStream, Routing, fit_sample_router, route_samples
-from muster.data.prefix_router import PrefixRouter, fit_router, saved_router
+from muster.data.prefix_router import RIDGE, PrefixRouter, fit_classifier, fit_router, saved_router
 from muster.layout.module_paths import ModulePaths
 from muster.spec.errors import ConfigError
 from tests.parity import open_data, small_run
@@ -32,6 +34,37 @@ def test_routers_find_kinds_of_text_that_share_no_tokens() -> None:
     assert np.array_equal(again.route(tokens_NP), paths_N)
     distances_NK = [np.square(router.features(tokens_NP) - one).sum(1) for one in router.weights_KD / 2]
     assert np.array_equal(np.argmin(distances_NK, 0), paths_N)  # of k-means, each kind's own centroid is the nearest
+
+
+def test_classifiers_learn_the_best_path() -> None:
+    draws = np.random.default_rng(1)
+    tokens_NP = draws.integers(0, 120, (300, 32))
+    router = fit_router(tokens_NP, 3, 120, seed=7)
+    learnt = fit_classifier(router, tokens_NP, best_N := (tokens_NP[:, 0] % 3))
+    scores_NK = torch.from_numpy(learnt.scores(tokens_NP).astype(np.float64))
+    weights_KD = torch.from_numpy(learnt.weights_KD.astype(np.float64)).requires_grad_()
+    bias_K = torch.from_numpy(learnt.bias_K.astype(np.float64)).requires_grad_()
+    logits_NK = torch.from_numpy(router.features(tokens_NP).astype(np.float64)) @ weights_KD.T + bias_K
+    assert torch.allclose(logits_NK, scores_NK, atol=1e-4)
+    loss = cross_entropy(logits_NK, torch.from_numpy(best_N), reduction="sum") + RIDGE / 2 * weights_KD.square().sum()
+    loss.backward()
+    assert weights_KD.grad is not None
+    assert bias_K.grad is not None
+    assert max(weights_KD.grad.abs().max(), bias_K.grad.abs().max()) < 1e-3  # of a convex loss this is the minimum
+    assert (learnt.route(tokens_NP) == best_N).mean() > 1.3 * (router.route(tokens_NP) == best_N).mean()
+
+
+def test_samples_go_to_their_nearest_paths(tmp_path: Path) -> None:
+    data = open_data(small_run(), str(tmp_path))
+    router = fit_sample_router(data, 3, 257, 0, 4, 8)
+    one, two = route_samples(data, router), route_samples(data, router, top=2)
+    assert np.array_equal(one.paths_NT[:, 0], two.paths_NT[:, 0])
+    assert (two.paths_NT[:, 0] != two.paths_NT[:, 1]).all()
+    assert sum(two.sizes) == 2 * data.num_train_samples
+    every = np.concatenate(
+        [PathStream(data, two, path).global_samples(np.arange(two.sizes[path])) for path in range(3)]
+    )
+    assert np.array_equal(np.sort(every), np.repeat(np.arange(data.num_train_samples), 2))
 
 
 def test_routers_are_kept_and_refuse_tokens_with_other_vectors() -> None:

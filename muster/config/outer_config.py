@@ -1,5 +1,6 @@
 """The section `outer` of a run file: how and how often the islands of a plan meet."""
 
+from math import prod
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
@@ -15,7 +16,15 @@ OUTER_METHODS: tuple[OuterMethodName, ...] = get_args(OuterMethodName)
 _ONLY: dict[OuterMethodName, dict[str, Any]] = {
     "streaming": {"fragments": 1, "mixing": 0.0},
     "co2": {"staleness_penalty": 1.0, "momentum_clip": None},
-    "dipaco": {"modules": (1,), "route_tokens": 32, "reroute_every": 128},
+    "dipaco": {
+        "modules": (1,),
+        "route_tokens": 32,
+        "route_top": 1,
+        "router": "kmeans",
+        "reshard_at": (),
+        "scored_samples": 1024,
+        "reroute_every": 128,
+    },
 }
 """Keys that only one method reads, with the values that stand for DiLoCo."""
 DELAYED: tuple[OuterMethodName, ...] = ("dilocox", "co2")
@@ -76,6 +85,17 @@ class OuterConfig(Frozen):
     one of each, so that there are as many paths as their product. Islands are as many, or a multiple."""
     route_tokens: PositiveInt = 32
     """dipaco: first tokens of a sample by which it is sent to a path."""
+    route_top: PositiveInt = 1
+    """dipaco: nearest paths that train each sample, fewer than there are; validation takes the nearest alone."""
+    router: Literal["kmeans", "discriminative"] = "kmeans"
+    """dipaco: how samples are routed. kmeans: to the nearest of the clusters of their first tokens. discriminative: so
+    at first, and after the steps `reshard_at` by a linear classifier of the same features, which has learnt the path of
+    the lowest loss (arXiv:2403.10616 §2.4.2)."""
+    reshard_at: tuple[PositiveInt, ...] = ()
+    """discriminative: steps, each the end of a round, after which the router learns anew, and samples go where it sends
+    them."""
+    scored_samples: PositiveInt = 1024
+    """discriminative: training samples whose loss on each path the router learns from."""
     reroute_every: PositiveInt = 128
     """dipaco: positions of a validation sample after which its path is chosen anew, by the last `route_tokens`."""
     coordinator: str | None = None
@@ -149,6 +169,21 @@ class OuterConfig(Frozen):
     def _check_modules(self) -> None:
         if self.method == "dipaco" and (self.low_rank is not None or self.error_feedback):
             raise ValueError("low_rank and error_feedback aren't built for dipaco: leave them out")
+        if self.method == "dipaco" and 1 < self.route_top >= prod(self.modules):
+            raise ValueError(
+                f"route_top {self.route_top} sends each sample to all {prod(self.modules)} paths, which would then be"
+                " the same: expected fewer"
+            )
+        if (self.router == "discriminative") != bool(self.reshard_at):
+            raise ValueError(
+                "router discriminative and reshard_at, the steps at which it learns, go together: give both"
+            )
+        for step in self.reshard_at:
+            if step <= self.warmup_steps or (step - self.warmup_steps) % self.every:
+                raise ValueError(
+                    f"reshard_at {step} is not the end of a round: expected warmup_steps {self.warmup_steps} and a"
+                    f" multiple of every {self.every}"
+                )
         if self.reroute_every < self.route_tokens:
             raise ValueError(
                 f"reroute_every {self.reroute_every} is shorter than the route_tokens {self.route_tokens} that a new"

@@ -35,6 +35,25 @@ class SampleRouter:
         """Return the path of a text, by its first tokens; short ones are repeated, as in training."""
         return int(self.router.route(_prefix(np.asarray(tokens), self.prefix)[None])[0])
 
+    def next_part(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """Return the path of the last position of a text, and the number of positions up to the end of its part."""
+        part, place = divmod(len(tokens) - 1, self.reroute_every)
+        first = part * self.reroute_every
+        seen = tokens if part == 0 else tokens[first - self.prefix : first]
+        return self.path_of(seen), self.reroute_every - place
+
+    def every(self, positions: int | None) -> "SampleRouter":
+        """Return the router that chooses anew after another number of positions; None: after as many. Raises
+        ConfigError for fewer than it chooses by."""
+        if positions is None:
+            return self
+        if positions < self.prefix:
+            raise ConfigError(
+                f"--reroute-every {positions} is shorter than the {self.prefix} tokens (outer.route_tokens) that a new"
+                f" path is chosen by: expected {self.prefix} or more"
+            )
+        return SampleRouter(self.router, self.prefix, positions)
+
     def routes(self, tokens_BS: np.ndarray) -> np.ndarray:
         """Return the path of each position: none, −1, for the first tokens, by which the first part is routed, and for
         each later part that of the tokens before it (arXiv:2403.10616 §2.4.3)."""
@@ -57,13 +76,13 @@ class SampleRouter:
 class Routing(SampleRouter):
     """Path of each training sample, and the router of others."""
 
-    paths_N: np.ndarray
-    """Path of the training samples in the order of the store: int16 [N]."""
+    paths_NT: np.ndarray
+    """Paths that train each sample, the nearest first, in the order of the store: int16 [N, T]."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Training samples of each path."""
-        return tuple(np.bincount(self.paths_N, minlength=self.num_paths).tolist())
+        return tuple(np.bincount(self.paths_NT.ravel(), minlength=self.num_paths).tolist())
 
 
 def fit_sample_router(
@@ -72,16 +91,18 @@ def fit_sample_router(
     """Fit a router to the training samples of a dataset, or to some of them where there are many."""
     count = dataset.num_train_samples
     fitted = np.unique(np.linspace(0, count - 1, min(count, FITTED_SAMPLES)).astype(np.int64))
-    router = fit_router(_prefixes(dataset, fitted, prefix), paths, vocab_size, seed)
+    router = fit_router(prefixes_at(dataset, fitted, prefix), paths, vocab_size, seed)
     return SampleRouter(router, prefix, reroute_every)
 
 
-def route_samples(dataset: Dataset, router: SampleRouter) -> Routing:
-    """Route all training samples of a dataset by their first tokens. Raises ConfigError where a path gets none."""
+def route_samples(dataset: Dataset, router: SampleRouter, top: int = 1) -> Routing:
+    """Route all training samples of a dataset by their first tokens, each to its `top` nearest paths. Raises
+    ConfigError where a path gets none."""
     count, prefix = dataset.num_train_samples, router.prefix
     parts = (np.arange(first, min(first + _ROWS, count)) for first in range(0, count, _ROWS))
-    paths_N = np.concatenate([router.router.route(_prefixes(dataset, part, prefix)) for part in parts]).astype(np.int16)
-    routing = Routing(router.router, prefix, router.reroute_every, paths_N)
+    scores_NK = np.concatenate([router.router.scores(prefixes_at(dataset, part, prefix)) for part in parts])
+    paths_NT = np.argsort(-scores_NK, axis=1, kind="stable")[:, :top].astype(np.int16)
+    routing = Routing(router.router, prefix, router.reroute_every, paths_NT)
     if min(routing.sizes) == 0:
         raise ConfigError(
             f"outer.modules make {router.num_paths} paths, but the router gives samples to"
@@ -90,7 +111,7 @@ def route_samples(dataset: Dataset, router: SampleRouter) -> Routing:
     return routing
 
 
-def _prefixes(dataset: Dataset, positions: np.ndarray, prefix: int) -> np.ndarray:
+def prefixes_at(dataset: Dataset, positions: np.ndarray, prefix: int) -> np.ndarray:
     """Return the first tokens of training samples, by their positions in the store; short ones are repeated."""
     windows = dataset.windows.train_windows(positions)
     starts, lengths = dataset.windows.starts(windows), np.minimum(dataset.windows.lengths(windows), prefix)
@@ -151,5 +172,5 @@ class PathStream(SampleStream):
             count = self.num_train_samples
             order = positions_at(np.arange(epoch * count, (epoch + 1) * count), count, self.dataset.seed)
             kept = {old: samples for old, samples in self._epochs.items() if old == epoch - 1}
-            self._epochs = kept | {epoch: np.flatnonzero(self.routing.paths_N[order] == self.path)}
+            self._epochs = kept | {epoch: np.flatnonzero((self.routing.paths_NT[order] == self.path).any(1))}
         return self._epochs[epoch]

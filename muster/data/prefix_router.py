@@ -1,7 +1,8 @@
-"""Router of sequences to paths by their first tokens: k-means over bags of tokens (DiPaCo, arXiv:2403.10616 §2.4)."""
+"""Router of sequences to paths by their first tokens: k-means over bags of tokens, or a classifier that has learnt
+which path predicts a sequence best (DiPaCo, arXiv:2403.10616 §2.4)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
@@ -14,6 +15,10 @@ DIMENSIONS = 64
 """Dimensions of features: bags of tokens, projected at random."""
 ROUNDS = 25
 """Most rounds of Lloyd's algorithm."""
+RIDGE = 1.0
+"""Weight of the squared weights of a classifier beside the sum of its samples' losses."""
+CLASSIFIER_STEPS = 500
+"""Steps in which a classifier is fitted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +84,24 @@ def fit_router(tokens_NP: np.ndarray, paths: int, vocab_size: int, seed: int) ->
         if np.array_equal(before_KD, centroids_KD):
             break
     return PrefixRouter(vectors_VD, mean_D, 2 * centroids_KD, -np.square(centroids_KD).sum(1))
+
+
+def fit_classifier(router: PrefixRouter, tokens_NP: np.ndarray, best_N: np.ndarray) -> PrefixRouter:
+    """Return the router that predicts the best path of rows of tokens from a router's features: multinomial logistic
+    regression, by steps with a bound of its Hessian, of which none raises the loss (D. Böhning 1992)."""
+    features_ND = router.features(tokens_NP).astype(np.float64)
+    inputs_NI = np.concatenate([features_ND, np.ones((len(features_ND), 1))], 1)
+    targets_NK = np.eye(len(router.bias_K))[best_N]
+    ridge_II = RIDGE * np.diag([1.0] * features_ND.shape[1] + [0.0])
+    step_II = np.linalg.inv(0.5 * inputs_NI.T @ inputs_NI + ridge_II)
+    weights_IK = np.zeros((inputs_NI.shape[1], targets_NK.shape[1]))
+    for _ in range(CLASSIFIER_STEPS):
+        logits_NK = inputs_NI @ weights_IK
+        chances_NK = np.exp(logits_NK - logits_NK.max(1, keepdims=True))
+        chances_NK /= chances_NK.sum(1, keepdims=True)
+        weights_IK += step_II @ (inputs_NI.T @ (targets_NK - chances_NK) - ridge_II @ weights_IK)
+    weights_IK = weights_IK.astype(np.float32)
+    return replace(router, weights_KD=weights_IK[:-1].T, bias_K=weights_IK[-1])
 
 
 def _token_vectors(vocab_size: int, draws: np.random.Generator) -> np.ndarray:

@@ -57,8 +57,9 @@ def meetings_note(meetings: Sequence[Mapping[str, Any]]) -> str | None:
     waited_s = sum(row["wait_s"] for row in meetings)
     paths = ""
     if samples := first.get("path_samples"):
-        shares = ", ".join(f"{one / sum(samples):.0%}" for one in samples)
+        shares, now = (", ".join(f"{one / sum(of):.0%}" for one in of) for of in (samples, last["path_samples"]))
         paths = f"; they train {pluralize(len(samples), 'path')}, to which the router sends {shares} of the samples"
+        paths += "" if now == shares else f" at first, {now} at last"
     ranks = [sum(row["ranks"].values()) / len(row["ranks"]) for row in (first, last) if row.get("ranks")]
     fell = f"; the mean rank of factors was {ranks[0]:.1f} at first, {ranks[1]:.1f} at last" if ranks else ""
     return (

@@ -351,6 +351,8 @@ class TrainingLoop:
             display.print_line(
                 f"step {result.step} was skipped: {result.skip_reason} ({self._describe_samples(result.step, 1)})"
             )
+        if note := self.trainer.path_routing.pop_note():
+            display.print_line(f"step {result.step}: {note}")
         if self.is_main and result.expert_moves is not None and result.expert_moves.num_experts:
             display.print_line(f"step {result.step}: {result.expert_moves}")
         if self.stragglers is not None:

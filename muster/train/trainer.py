@@ -44,6 +44,7 @@ from muster.train.gradients import add_replica_gradients
 from muster.train.outer_updater import OuterUpdater
 from muster.train.parameter_updater import ParameterUpdater
 from muster.train.path_routing import PathRouting
+from muster.train.path_scores import PathScores
 from muster.train.peer_updater import PeerUpdater
 from muster.train.step_result import ExpertLoad, ExpertMoves, StepResult, expert_load
 from muster.train.step_state import StepHooks, StepState, no_step
@@ -324,6 +325,8 @@ class Trainer:
         if self._custom_step is not None:
             self._custom_step.run(executor.run)
         self.count_finished_step(record)
+        if self.path_routing.reshards_after(self.step_count):
+            self._reshard_paths()
         return self.result(state, perf_counter() - start_s, data_s)
 
     def run_instructions(self, executor: Executor) -> StepRecord:
@@ -546,6 +549,18 @@ class Trainer:
         if self.expert_mover is not None:
             self.expert_mover.restore(counters)
         self.updater.restore(step, counters)
+
+    def _reshard_paths(self) -> None:
+        """Share the samples out among the paths anew, by the paths' losses."""
+        assert self.outer is not None
+
+        def make_executor(program: Program) -> Executor:
+            return self.make_executor(program, has_heartbeat=False)
+
+        scores = PathScores(self.config, self.plan, self.world, self.stages, make_executor)
+        with self.outer.shared_parameters():
+            self.path_routing.reshard(scores.losses)
+        self._use_routing()
 
     def _use_routing(self) -> None:
         """Go on with the samples that the router sends to this rank's path."""
