@@ -119,7 +119,10 @@ def muster(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
 
 
 def reference(
-    run: PathsRun, only: int | None = None, decoders: list[Decoder] | None = None
+    run: PathsRun,
+    only: int | None = None,
+    decoders: list[Decoder] | None = None,
+    parts: tuple[tuple[int, int, int], ...] = ((0, 4, 8), (4, 8, 16)),
 ) -> dict[str, tuple[float, int]]:
     """Mean loss and number of labels of all paths and of each, one part of one sample after another."""
     decoders = decoders or run.decoders
@@ -128,7 +131,7 @@ def reference(
     for sample in range(SAMPLES):
         batch = data.validation_batch(sample, 1)
         tokens, labels = (torch.from_numpy(array[0]) for array in (batch.tokens_BS, batch.labels_BS))
-        for seen, first, end in ((0, 4, 8), (4, 8, 16)):
+        for seen, first, end in parts:
             path = run.router.path_of(tokens[seen : seen + 4].tolist()) if only is None else only
             with torch.no_grad():
                 logits = decoders[path](tokens[None])[0]
@@ -190,6 +193,43 @@ def test_each_prompt_is_continued_on_its_path(run: PathsRun, capsys: pytest.Capt
     assert texts() == [by_path[path][row] for row, path in enumerate(chosen)]
 
 
+def test_a_text_is_continued_part_by_part_on_the_path_of_each(
+    run: PathsRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def texts() -> list[str]:
+        prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+        flags = ("--tokens", 9, "--temperature", 0, "--reroute-every", 4)
+        return [one["text"] for one in muster(capsys, "generate", run.folder, *prompts, *flags)["texts"]]
+
+    expected, used = [], []
+    for prompt in PROMPTS:
+        ids, chosen, begin = list(prompt.encode()), [], 0
+        for made in range(9):
+            part = (len(ids) - 1) // 4
+            if made == 0 or (len(ids) - 1) % 4 == 0:
+                path = run.router.path_of(ids[4 * part - 4 : 4 * part] if part else ids[:4])
+                end = min(4 * part + 5, len(prompt) + 9)  # of the text with the part
+                begin = max(0, end - 1 - 16)
+            chosen.append(path)
+            with torch.no_grad():
+                ids.append(int(run.decoders[path](torch.tensor([ids[begin:]]))[0, -1].argmax()))
+        new = ids[len(prompt.encode()) :]
+        end = new.index(ByteTokenizer().eos_id) if ByteTokenizer().eos_id in new else len(new)
+        expected.append(ByteTokenizer().decode(new[:end]))
+        used.append(len(set(chosen[:end])))
+    assert max(used) > 1
+    assert texts() == expected
+    monkeypatch.setattr(SampleRouter, "next_part", lambda self, tokens: (self.path_of(tokens), 4))
+    assert texts() != expected
+
+
+def test_parts_of_other_lengths_are_evaluated(run: PathsRun, capsys: pytest.CaptureFixture[str]) -> None:
+    found = muster(capsys, "eval", run.folder, "--samples", SAMPLES, "--reroute-every", 4)["sources"]
+    expected = reference(run, parts=((0, 4, 8), (4, 8, 12), (8, 12, 16)))
+    assert {name: of["tokens"] for name, of in found.items()} == {name: count for name, (_, count) in expected.items()}
+    assert all(found[name]["loss"] == pytest.approx(loss) for name, (loss, _) in expected.items())
+
+
 def test_the_router_is_read_from_the_checkpoint_alone(
     run: PathsRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,5 +252,9 @@ def test_paths_that_there_are_not_are_refused(run: PathsRun, capsys: pytest.Capt
         assert "has 4, expected 0 to 3" in capsys.readouterr().err
     assert main(["eval", str(run.folder), "--seq-len", "4"]) == 2
     assert "leaves nothing of samples whose first 4 tokens" in capsys.readouterr().err
+    for flags, problem in ((["2"], "shorter than the 4 tokens"), (["8", "--path", "1"], "and --path 1 is one for all")):
+        for verb in (["eval", run.folder], ["generate", run.folder, "--prompt", "a"]):
+            assert main([*map(str, verb), "--reroute-every", *flags]) == 2
+            assert problem in capsys.readouterr().err
     assert main(["generate", str(run.folder), "--chat"]) == 2
     assert "a dialogue keeps to one of the model's paths" in capsys.readouterr().err

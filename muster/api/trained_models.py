@@ -34,6 +34,7 @@ def evaluate(
     precision: str | None = None,
     plan: str = "dp1",
     path: int | None = None,
+    reroute_every: int | None = None,
 ) -> dict[str, dict[str, float]]:
     """Return loss, perplexity and number of tokens of a trained model by source, `all` among them; the arguments are
     the flags of `muster eval`.
@@ -43,6 +44,7 @@ def evaluate(
     require_text("place", place, "a run, a checkpoint or a Hugging Face directory")
     require_positive_int("seq_len", seq_len)
     require_positive_int("samples", samples)
+    require_positive_int("reroute_every", reroute_every)
     if precision is not None and precision not in SUPPORTED_PRECISIONS:
         raise ConfigError(
             f"precision {precision!r}: expected one of {', '.join(SUPPORTED_PRECISIONS)}"
@@ -60,6 +62,7 @@ def evaluate(
             precision=precision,
             plan=plan,
             path=path,
+            reroute_every=reroute_every,
         )
     )
 
@@ -92,6 +95,7 @@ def generate(
     window: int | None = None,
     memory_limit: int | str | None = None,
     path: int | None = None,
+    reroute_every: int | None = None,
 ) -> Generation:
     """Let a trained model continue prompts, or with `chat` answer them; the arguments are the flags of `muster
     generate`.
@@ -100,7 +104,8 @@ def generate(
     """
     texts = (prompts,) if isinstance(prompts, str) else tuple(prompts)
     drawing, memory = (temperature, top_k, top_p, seed), (window, memory_limit)
-    request = _generation_request(run, texts, tokens, drawing, stop, chat, system, plan, memory, path)
+    paths = path, reroute_every
+    request = _generation_request(run, texts, tokens, drawing, stop, chat, system, plan, memory, paths)
     found = import_torch_module("muster.train.generate").run_generation(request)
     model = request.trained_model
     return Generation(texts, tuple(found), model.checkpoint, model.step, request.plan)
@@ -124,7 +129,7 @@ def converse(
 ) -> Iterator[str]:
     """Yield a trained model's answer to each line, the user's next message of one dialogue; otherwise as `generate`."""
     drawing, memory = (temperature, top_k, top_p, seed), (window, memory_limit)
-    request = _generation_request(run, (), tokens, drawing, stop, True, system, plan, memory, path)
+    request = _generation_request(run, (), tokens, drawing, stop, True, system, plan, memory, (path, None))
     if path is None and request.trained_model.paths.num_paths > 1:
         raise ConfigError("a dialogue keeps to one of the model's paths: expected --path with its number, such as 0")
     if request.plan.world_size > 1:
@@ -151,10 +156,10 @@ def _generation_request(
     system: str | None,
     plan: str,
     memory: tuple[int | None, int | str | None],
-    path: int | None,
+    paths: tuple[int | None, int | None],
 ) -> "GenerationRequest":
-    """Return the request for texts; `drawing` is (temperature, top_k, top_p, seed), `memory` (window, limit). Raises
-    ConfigError, InfeasibleError."""
+    """Return the request for texts; `drawing` is (temperature, top_k, top_p, seed), `memory` (window, limit),
+    `paths` (path, positions after which it is chosen anew). Raises ConfigError, InfeasibleError."""
     from muster.spec.inference_plans import require_generation_supported
     from muster.spec.plan_name import parse_plan_name
     from muster.spec.text_generation import SamplingParams
@@ -178,8 +183,11 @@ def _generation_request(
     model = verb.find_trained_model(Path(run))
     spread = parse_plan_name(plan, Plan(precision=model.plan.precision))
     require_generation_supported(spread, model.model)
+    path, reroute_every = paths
+    require_positive_int("reroute_every", reroute_every)
     if path is not None:
         model.require_path(path)
+    model.require_rerouting(reroute_every, path)
     if window is not None and spread.default_strategy.offload_param == "none":
         raise ConfigError(
             f"window {window} is the number of layers on the device of those in host memory or on disk: expected a plan"
@@ -197,6 +205,7 @@ def _generation_request(
         **({} if window is None else {"window": window}),
         memory_limit_bytes=None if limit is None else parse_bytes(str(limit), "--memory-limit"),
         path=path,
+        reroute_every=reroute_every,
     )
 
 

@@ -34,6 +34,7 @@ def run(arguments: list[str]) -> int:
             precision=args.precision,
             plan=args.plan or "dp1",
             path=args.path,
+            reroute_every=args.reroute_every,
         )
     except ConfigError as error:
         raise (ConfigError(keys_as_flags(str(error), _FLAGS)) if args.source else error) from None
@@ -50,7 +51,16 @@ def _run_tasks(args: argparse.Namespace) -> int:
     if other := next(
         (
             key
-            for key in ("source", "tokenizer", "seq_len", "on_invalid_row", "precision", "plan", "path")
+            for key in (
+                "source",
+                "tokenizer",
+                "seq_len",
+                "on_invalid_row",
+                "precision",
+                "plan",
+                "path",
+                "reroute_every",
+            )
             if getattr(args, key) is not None
         ),
         None,
@@ -112,6 +122,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         metavar="N",
         help="path, counted from 0, that reads all samples, of a run with outer.method dipaco (default: the one"
         " to which its router sends each part of a sample)",
+    )
+    parser.add_argument(
+        "--reroute-every",
+        type=positive_int,
+        metavar="N",
+        help="positions of a sample after which its path is chosen anew (default: the run's outer.reroute_every)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse(arguments)

@@ -32,13 +32,14 @@ def run(arguments: list[str]) -> int:
         "memory_limit",
         "path",
     )
+    again = {} if args.prompt is None else {"reroute_every": args.reroute_every}
     flags = {name: getattr(args, name) for name in names}
     try:
         if args.prompt is None:
             for answer in converse(args.run, _lines_of_a_person(), **flags):
                 print(answer, flush=True)
             return 0
-        found = generate(args.run, args.prompt, chat=args.chat, **flags)
+        found = generate(args.run, args.prompt, chat=args.chat, **flags, **again)
     except ConfigError as error:
         raise ConfigError(re.sub("^(temperature|top_[kp]|seed|stop|window)(?=[ :])", _as_flag, str(error))) from None
     if args.json:
@@ -139,12 +140,25 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help="path, counted from 0, that continues all prompts, of a run with outer.method dipaco (default: the one"
         " to which its router sends each prompt)",
     )
+    parser.add_argument(
+        "--reroute-every",
+        type=positive_int,
+        metavar="N",
+        help="positions of a text after which its path is chosen anew (default: the path of its beginning stays)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse(arguments)
+    _require_texts(args)
+    return args
+
+
+def _require_texts(args: argparse.Namespace) -> None:
+    """Raise ConfigError for flags of a dialogue without one, and of texts without any."""
     if args.prompt is None and not args.chat:
         raise ConfigError("generate needs a text to continue: give --prompt TEXT, or --chat for a dialogue")
     if args.prompt is None and args.json:
         raise ConfigError("--json prints one object at the end: give --prompt TEXT, since a dialogue has no end")
+    if args.prompt is None and args.reroute_every is not None:
+        raise ConfigError("a dialogue keeps to one of the model's paths: leave --reroute-every out, or give --prompt")
     if args.system is not None and not args.chat:
         raise ConfigError("--system is for a dialogue: give --chat, too")
-    return args

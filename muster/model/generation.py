@@ -22,21 +22,24 @@ def generate(
     stop_ids: Collection[int] = (),
     is_complete: Callable[[Sequence[int]], bool] | None = None,
     gather_vocab: Callable[[Tensor], Tensor] | None = None,
+    skipped: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Return at most `max_new_tokens` new token ids after each prompt, none from the first of `stop_ids` on.
 
     The continuation of a prompt doesn't depend on the others, and a draw depends on (seed, position in the text) alone.
     `is_complete` tells of new ids that nothing needs to follow them. The model sees at most `context` tokens: a longer
     text continues from the later half of them. `gather_vocab` turns a
-    tensor-parallel rank's logits into those of the whole vocabulary.
+    tensor-parallel rank's logits into those of the whole vocabulary. `skipped`: tokens of each text that lie before its
+    prompt, and count for positions alone.
 
     Raises ConfigError on a prompt that is empty or longer than `context`.
     """
     _check(prompts, context)
+    skipped = skipped or [0] * len(prompts)
     if model.has_plugin_layers and len(prompts) > 1:  # one by one, since such layers see the padding of a batch
         alone = [
-            generate(model, [prompt], max_new_tokens, sampling, context, stop_ids, is_complete, gather_vocab)
-            for prompt in prompts
+            generate(model, [prompt], max_new_tokens, sampling, context, stop_ids, is_complete, gather_vocab, [before])
+            for prompt, before in zip(prompts, skipped, strict=True)
         ]
         return [new for (new,) in alone]
     ends = frozenset(stop_ids)
@@ -56,8 +59,9 @@ def generate(
                 logits_BV = cache.read(_ids(model, new))
                 if gather_vocab is not None:
                     logits_BV = gather_vocab(logits_BV)
-                for text, logits_V in zip(texts, logits_BV.to(accumulation_dtype(logits_BV.dtype)).cpu(), strict=True):
-                    text.append(sample_token(logits_V, sampling, len(text)))
+                logits_BV = logits_BV.to(accumulation_dtype(logits_BV.dtype)).cpu()
+                for text, before, logits_V in zip(texts, skipped, logits_BV, strict=True):
+                    text.append(sample_token(logits_V, sampling, before + len(text)))
                 made += 1
                 new = [text[-1:] for text in texts]
                 if all(is_done(text[len(prompt) :]) for text, prompt in zip(texts, prompts, strict=True)):

@@ -77,6 +77,8 @@ class EvalOptions(Frozen):
     """Name of a plan: its data-parallel ranks share the samples, its tensor-parallel ranks the layers."""
     path: int | None = None
     """Path that reads all samples, where a run has several; None: the one to which the run's router sends each part."""
+    reroute_every: int | None = None
+    """Positions of a sample after which its path is chosen anew; None: the run's."""
 
     def data_config(self, own: DataConfig) -> DataConfig:
         """Return how `source` is read: as the model's own data, but for what these options say."""
@@ -234,7 +236,7 @@ def _open_run(options: EvalOptions) -> _Evaluation:
             options.source, data, run_tokenizer(data), config.model, seq_len, token_store_folder(data, run_dir)
         )
         samples = {"all": _whole_samples(own, options.samples)}
-        return _Evaluation(source.model, plan, _parts(source, options.path, samples, seq_len))
+        return _Evaluation(source.model, plan, _parts(source, options, samples, seq_len))
     dataset = open_dataset(
         config.model_copy(update={"train": config.train.model_copy(update={"seq_len": seq_len})}), run_dir
     )
@@ -246,13 +248,14 @@ def _open_run(options: EvalOptions) -> _Evaluation:
     }
     if not samples:
         raise ConfigError(f"{run_dir} holds nothing out (data.validation_split 0): name other data with --source")
-    return _Evaluation(source.model, plan, _parts(source, options.path, samples, seq_len))
+    return _Evaluation(source.model, plan, _parts(source, options, samples, seq_len))
 
 
-def _parts(source: TrainedModel, path: int | None, samples: Mapping[str, _Samples], seq_len: int) -> list[_Part]:
+def _parts(source: TrainedModel, options: EvalOptions, samples: Mapping[str, _Samples], seq_len: int) -> list[_Part]:
     """Return the run's weights with the samples that they read: of several paths each with the parts of samples that
     the run's router sends there, or one path with all of them. Raises ConfigError for a path that there isn't."""
-    paths = source.paths
+    paths, path = source.paths, options.path
+    source.require_rerouting(options.reroute_every, path)
 
     def part(chosen: int, read: Mapping[str, _Samples]) -> _Part:
         return _Part(partial(load_initial_weights, source.weights, source.model, island=chosen), read)
@@ -261,7 +264,7 @@ def _parts(source: TrainedModel, path: int | None, samples: Mapping[str, _Sample
         source.require_path(path)
     if paths.num_paths == 1:
         return [part(0, samples)]
-    router = read_router(source.checkpoint)
+    router = read_router(source.checkpoint).every(options.reroute_every)
     if seq_len <= router.prefix:
         raise ConfigError(
             f"--seq-len {seq_len} leaves nothing of samples whose first {router.prefix} tokens (outer.route_tokens)"

@@ -41,6 +41,7 @@ from muster.spec.text_generation import SamplingParams
 from muster.train.data import run_tokenizer
 from muster.train.generation_memory import limit_of_request, require_memory
 from muster.train.path_routing import module_paths, read_router
+from muster.train.rerouted_generation import generate_rerouted
 
 _PROMPT_LENGTH, _PROMPT_TOKENS = 32, 128
 """Largest number of characters of a sample's prompt, and of the tokens that it is cut from."""
@@ -81,6 +82,17 @@ class TrainedModel(Frozen):
         if not 0 <= path < count:
             raise ConfigError(f"--path {path}: {self.checkpoint} has {count}, expected 0 to {count - 1}")
 
+    def require_rerouting(self, positions: int | None, path: int | None) -> None:
+        """Raise ConfigError where its path can't be chosen anew after so many positions."""
+        if positions is None:
+            return
+        if self.paths.num_paths == 1:
+            raise ConfigError(
+                f"--reroute-every {positions} chooses among paths, but {self.checkpoint} has a single one: leave it out"
+            )
+        if path is not None:
+            raise ConfigError(f"--reroute-every {positions} chooses paths, and --path {path} is one for all: give one")
+
     @property
     def weights(self) -> Path:
         """Path at which `open_directory` finds its weights."""
@@ -108,6 +120,8 @@ class GenerationRequest(Frozen):
     """Most memory of each device that may be taken."""
     path: int | None = None
     """Path that continues all prompts, where there are several; None: the one to which the router sends each."""
+    reroute_every: int | None = None
+    """Positions of a text after which the router chooses its path anew; None: the path of its beginning stays."""
 
 
 def find_trained_model(path: Path) -> TrainedModel:
@@ -230,6 +244,11 @@ def generate_texts(
             ids = [encode_dialogue(first_messages(one, request.system), tokenizer) for one in prompts]
         else:
             ids = [encode_prompt(prompt, tokenizer) for prompt in prompts]
+        if request.reroute_every is not None:
+            router = read_router(request.trained_model.checkpoint).every(request.reroute_every)
+            return generate_rerouted(
+                request, router, ids, lambda path: TextGenerator(request, device, axis, experts, path)
+            )
         paths, texts = prompt_paths(request, ids), [""] * len(ids)
         for path in sorted(set(paths)):
             rows = [row for row, chosen in enumerate(paths) if chosen == path]
@@ -267,7 +286,7 @@ class TextGenerator:
     ) -> None:
         """`path`: whose weights it reads, where the model has several."""
         source = request.trained_model
-        self.request = request
+        self.request, self.path = request, path
         self.tokenizer = run_tokenizer(source.data)
         require_memory(request)
         away = away_layers(source.model, request.plan)
@@ -287,23 +306,32 @@ class TextGenerator:
 
     def texts(self, prompts: list[list[int]]) -> list[str]:
         """Return the continuation of each prompt, given as ids."""
-        stop = self.request.stop
+        return [self.text_of(new) for new in self.continue_ids(prompts, self.request.max_new_tokens)]
+
+    def continue_ids(
+        self, prompts: list[list[int]], count: int, skipped: Sequence[int] | None = None
+    ) -> list[list[int]]:
+        """Return at most `count` ids that continue each prompt; `skipped`: ids of each text before it."""
         require_memory(self.request, len(prompts), max(map(len, prompts)))
-
-        def is_complete(ids: Sequence[int]) -> bool:
-            return any(text in self.tokenizer.decode(ids) for text in stop)
-
-        found = generate(
+        return generate(
             self.model,
             prompts,
-            self.request.max_new_tokens,
+            count,
             self.request.sampling,
             self.request.trained_model.context_length,
             stop_ids=stop_ids(self.tokenizer),
-            is_complete=is_complete if stop else None,
+            is_complete=self.is_complete if self.request.stop else None,
             gather_vocab=self._gather,
+            skipped=skipped,
         )
-        return [_cut_before(self.tokenizer.decode(new), stop) for new in found]
+
+    def is_complete(self, ids: Sequence[int]) -> bool:
+        """Return whether new ids have one of the texts at which they end."""
+        return any(text in self.tokenizer.decode(ids) for text in self.request.stop)
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Return the text of new ids, which ends before such a text."""
+        return _cut_before(self.tokenizer.decode(ids), self.request.stop)
 
 
 def _cut_before(text: str, stop: Sequence[str]) -> str:
