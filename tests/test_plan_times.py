@@ -15,7 +15,7 @@ from muster.layout.mesh import coordinates_of
 from muster.planner.space import PIPELINE_INNER_AXES
 from muster.schedule.action import KINDS
 from muster.schedule.build import build_program
-from muster.spec.cluster import NetworkTier
+from muster.spec.cluster import ClusterSpec, NetworkTier, NodeGroup
 from muster.spec.device import Nics
 from muster.spec.errors import InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
@@ -508,3 +508,14 @@ def test_recipes_of_fp8_take_their_casts_and_the_devices_that_have_them():
     assert h100["mxfp8"] == step("h100", precision="bf16"), "which has no scales for blocks"
     assert h100["rowwise"] < h100["tensorwise"] < h100["mxfp8"]
     assert b200["mxfp8"] == b200["rowwise"] < b200["tensorwise"]
+
+
+def test_a_reduce_scatter_over_gloo_takes_as_long_as_an_all_reduce() -> None:
+    device, nics = load_device("cpu"), Nics(link=load_link("eth-25g"))
+    memory = device.node.intra  # type: ignore[union-attr]
+    nodes = NodeGroup(num_nodes=4, devices_per_node=1, device=device, intra=memory, nics=nics)
+    gloo = make_comm_group(ClusterSpec(name="cores", groups=(nodes,)), range(4))
+    size = 2.0**27
+    assert reduce_scatter_s(gloo, size) == all_reduce_s(gloo, size) > 1.9 * all_gather_s(gloo, size)
+    nccl = make_comm_group(load_cluster("32xh100"), range(0, 32, 8))
+    assert reduce_scatter_s(nccl, size) == all_gather_s(nccl, size)

@@ -38,6 +38,8 @@ class CommGroup:
     network_latency_s: float = 0.0
     network_message_s: float = 0.0
     """Time of a message over the network besides its bytes."""
+    reduces_by_gloo: bool = False
+    """True for ranks on CPUs: PyTorch's reduce-scatter over gloo is an all-reduce, of which each rank keeps its part."""
 
     @property
     def fabric_message_s(self) -> float:
@@ -70,9 +72,10 @@ def make_comm_group(cluster: ClusterSpec, ranks: Sequence[int]) -> CommGroup:
         counts[domain] = counts.get(domain, 0) + 1
     slowest = min((group.intra for group in groups), key=lambda link: link.bandwidth_bytes_per_s * link.efficiency)
     nodes = sorted({node for _, node in places})
+    by_gloo = any(group.device.kind == "cpu" for group in groups)
     if len(counts) == 1:
         link = _measured_link(cluster, nodes, _bridge_limited_link(cluster, ranks, groups[0], slowest))
-        return CommGroup(len(ranks), 1, len(ranks), link, None)
+        return CommGroup(len(ranks), 1, len(ranks), link, None, reduces_by_gloo=by_gloo)
     rates = [(_network_bytes_per_s(group), group) for group in groups]
     rate, group = min(rates, key=lambda pair: pair[0])
     network = group.nics.link if group.nics else None
@@ -94,7 +97,8 @@ def make_comm_group(cluster: ClusterSpec, ranks: Sequence[int]) -> CommGroup:
         latency_s = max(latencies[a][b] for a in nodes for b in nodes if a != b)
     link = network or slowest
     message_s = _message_s(link, link.latency_s)
-    return CommGroup(len(ranks), len(counts), max(counts.values()), slowest, network, rate, latency_s, message_s)
+    most = max(counts.values())
+    return CommGroup(len(ranks), len(counts), most, slowest, network, rate, latency_s, message_s, by_gloo)
 
 
 def _bridge_limited_link(cluster: ClusterSpec, ranks: Sequence[int], group: NodeGroup, link: LinkSpec) -> LinkSpec:
@@ -159,10 +163,11 @@ def sequential_broadcasts_s(group: CommGroup, size: float) -> float:
 
 
 def reduce_scatter_s(group: CommGroup, size: float) -> float:
-    """Return the seconds of a reduce-scatter of tensors of `size` bytes: those of `all_gather_s`, which it reverses."""
+    """Return the seconds of a reduce-scatter of tensors of `size` bytes: those of `all_gather_s`, which it reverses, but
+    over gloo those of an all-reduce around the ring."""
     if group.size == 1 or size <= 0:
         return 0.0
-    return _measured_s(group, "reduce_scatter", size) or _ring_s(group, size, 1)
+    return _measured_s(group, "reduce_scatter", size) or _ring_s(group, size, 2 if group.reduces_by_gloo else 1)
 
 
 def all_reduce_s(group: CommGroup, size: float) -> float:
