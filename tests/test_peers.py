@@ -263,6 +263,16 @@ def test_a_peer_that_was_left_out_of_a_round_is_in_the_next(group: Group) -> Non
     assert any("without c (links have failed)" in line for line in group.log), group.log
 
 
+def test_a_late_order_to_take_over_an_earlier_state_is_passed_over(group: Group) -> None:
+    state = ToyState("a")
+    client = group.add(state)
+    client.join()
+    state.train()
+    client._orders.put({"do": "fetch", "round": -1, "digest": "former", "source": "b", "addresses": {}})
+    assert client.meet().weight == 1
+    assert not any("could not be taken over" in line for line in group.log)
+
+
 def test_nobody_applies_a_result_that_not_all_have(group: Group) -> None:
     states = rounds_after_a_failure(group, ToyState)
     assert len({state.digest() for state in states}) == 1

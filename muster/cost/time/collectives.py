@@ -39,7 +39,7 @@ class CommGroup:
     network_message_s: float = 0.0
     """Time of a message over the network besides its bytes."""
     reduces_by_gloo: bool = False
-    """True for ranks on CPUs: PyTorch's reduce-scatter over gloo is an all-reduce, of which each rank keeps its part."""
+    """True for CPUs: PyTorch's reduce-scatter over gloo is an all-reduce, of which each rank keeps its part."""
 
     @property
     def fabric_message_s(self) -> float:
@@ -163,8 +163,8 @@ def sequential_broadcasts_s(group: CommGroup, size: float) -> float:
 
 
 def reduce_scatter_s(group: CommGroup, size: float) -> float:
-    """Return the seconds of a reduce-scatter of tensors of `size` bytes: those of `all_gather_s`, which it reverses, but
-    over gloo those of an all-reduce around the ring."""
+    """Return the seconds of a reduce-scatter of tensors of `size` bytes: those of `all_gather_s`, which it reverses,
+    and over gloo those of an all-reduce around the ring."""
     if group.size == 1 or size <= 0:
         return 0.0
     return _measured_s(group, "reduce_scatter", size) or _ring_s(group, size, 2 if group.reduces_by_gloo else 1)
