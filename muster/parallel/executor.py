@@ -30,6 +30,7 @@ from muster.schedule.program import Instruction, Program, Wait
 from muster.schedule.send_completion import completed_sends
 
 Handler = Callable[[Action], PendingTensor | PendingReduction | None]
+"""Executes one instruction that is not a stage's own; what it returns is still under way."""
 
 
 class Executor:

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from muster.parallel.axis import PendingTensor
 from muster.parallel.pending_reduction import PendingReduction
 from muster.schedule.action import Kind, Lane
 
@@ -59,7 +60,7 @@ class Stage(Protocol):
     def reshard(self) -> None:
         """Drop the gathered parameters."""
 
-    def reduce_gradients(self) -> PendingReduction | None:
+    def reduce_gradients(self) -> PendingReduction | PendingTensor | None:
         """Start to reduce the gradients over the data-parallel ranks; None where that is over."""
 
     def all_reduce_replicated_grads(self) -> None:

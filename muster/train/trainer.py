@@ -18,11 +18,10 @@ from muster.layout.mesh import dp_index_of, rank_at
 from muster.layout.tensor_layout import stages_on
 from muster.layout.update_buckets import update_buckets
 from muster.optim.lr import lr_at_step
-from muster.parallel.axis import PendingTensor
 from muster.parallel.cuda_graphs import PassGraphs, has_cuda_graphs
 from muster.parallel.device_clock import StepRecord, step_clock
 from muster.parallel.disk_activations import DiskActivations, activation_store
-from muster.parallel.executor import Executor
+from muster.parallel.executor import Executor, Handler
 from muster.parallel.op_profile import StageProfile, profile_stages
 from muster.parallel.p2p import stage_routes, tied_embedding_routes, variable_length_routes
 from muster.parallel.param_offload import param_store
@@ -55,8 +54,6 @@ COUNTERS_TIMEOUT = timedelta(minutes=30)
 KEPT_STEPS = 64
 """Last steps whose events are kept, for the measured timeline."""
 
-Handler = Callable[[Action], PendingTensor | None]
-"""Executes one instruction that is not a stage's own; what it returns is still under way."""
 Copy = Callable[[Action], Callable[[], None]]
 """Starts a copy; the function that it returns waits for the end."""
 
