@@ -187,14 +187,19 @@ def group():
 
 
 class FailsOnce(ToyState):
-    """State of a peer that loses its link when it has received all, and sent all that the others need."""
+    """State of a peer that loses its link when another has received all that it needs."""
 
     has_failed = False
+
+    def __init__(self, name: str, other_has_all: threading.Event) -> None:
+        super().__init__(name)
+        self.other_has_all = other_has_all
 
     def reduce(self, ring: Ring, weights: tuple[int, ...]) -> str:
         result = super().reduce(ring, weights)
         if not self.has_failed:
             self.has_failed = True
+            assert self.other_has_all.wait(timeout=30)
             raise LinkError(ring.next, "cut")
         return result
 
@@ -211,7 +216,16 @@ class AppliesEarly(ToyState):
 
 
 def rounds_after_a_failure(group: Group, kind: type[ToyState]) -> list[ToyState]:
-    states = [kind("a"), ToyState("b"), FailsOnce("c")]
+    has_all = threading.Event()
+    states = [first := kind("a"), ToyState("b"), FailsOnce("c", has_all)]
+    reduce = first.reduce
+
+    def reduce_and_tell(ring: Ring, weights: tuple[int, ...]) -> str:
+        result = reduce(ring, weights)
+        has_all.set()
+        return result
+
+    first.reduce = reduce_and_tell
     clients = [group.add(state) for state in states]
     group.join_all()
     for state in states:

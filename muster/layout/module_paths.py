@@ -65,4 +65,6 @@ class ModulePaths:
 
     def _level_of(self, name: str) -> int | None:
         layer = layer_of(name)
-        return None if layer is None else layer * len(self.modules) // self.num_layers
+        if layer is None or self.num_paths == 1:
+            return None
+        return layer * len(self.modules) // self.num_layers
