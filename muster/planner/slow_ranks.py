@@ -30,6 +30,9 @@ from muster.spec.shares import normalize_shares
 LEAST_GAIN = 0.05
 """Share of a step that another plan must save: ranks that change their plan read all state and are timed anew."""
 
+CHANGE_STEPS = 8.0
+"""Steps in whose time ranks change their plan, about: those that are left must save more."""
+
 
 @dataclass(frozen=True)
 class MeasuredPasses:

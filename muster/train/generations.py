@@ -7,6 +7,7 @@ as a rank that was there before.
 """
 
 import gc
+import json
 import os
 from pathlib import Path
 
@@ -69,6 +70,8 @@ class _Rank:
         self._dataset = data
         self._heartbeat = open_heartbeat()
         self._carried = Carried(plan_refined=self._tell_spares, ask_for_plan=self._ask_for_plan)
+        self._is_around = False
+        """True while ranks follow a plan around slow ones, which isn't kept for other generations of as many."""
         self._asked_plan: Plan | None = None
         """Plan of the next generation, on the rank 0 that has asked for it."""
         self._number: int | None = None
@@ -106,9 +109,9 @@ class _Rank:
         """Take the plan that this rank has asked for, or that for as many ranks as there are now."""
         asked, self._asked_plan = self._asked_plan, None
         if asked is not None and asked.world_size == place.world_size and place.rank == 0:
-            self._plan = asked
+            self._plan, self._is_around = asked, True
         else:
-            self._plan = self._plans[place.world_size]
+            self._plan, self._is_around = self._plans[place.world_size], False
         os.environ["LOCAL_WORLD_SIZE"] = str(place.local_world_size or place.world_size)
         if place.rank == 0:
             write_atomically(attempt_files(self._run_dir).plan, plan_yaml(self._plan))
@@ -125,9 +128,12 @@ class _Rank:
     def _follow_rank_0(self, place: Membership, store: dist.Store) -> None:
         """Take the plan of rank 0: it may have changed it, or a loss may have come before all had the refined one."""
         if place.rank == 0:
-            store.set("plan of rank 0", self._plan.model_dump_json())
-        else:
-            self._plan = self._plans[place.world_size] = Plan.model_validate_json(store.get("plan of rank 0"))
+            store.set("plan of rank 0", json.dumps([self._plan.model_dump(mode="json"), self._is_around]))
+            return
+        fields, self._is_around = json.loads(store.get("plan of rank 0"))
+        self._plan = Plan.model_validate(fields)
+        if not self._is_around:
+            self._plans[place.world_size] = self._plan
 
     def _train_in(self, place: Membership, connections: Connections) -> int | None:
         store = self._store
@@ -173,5 +179,7 @@ class _Rank:
         """Leave the former generation's training, and take over its plan, whose schedule it may have refined."""
         loop, self._loop = self._loop, None
         if loop is not None:
-            self._plan = self._plans[loop.plan.world_size] = loop.plan
+            self._plan = loop.plan
+            if not self._is_around:
+                self._plans[loop.plan.world_size] = loop.plan
             loop.abandon()

@@ -18,7 +18,7 @@ from muster.data.dataset import SampleStream, StreamHash, sample_digest
 from muster.launch.rank_errors import EXIT_STOPPED
 from muster.parallel.op_profile import StageProfile
 from muster.parallel.world import World
-from muster.planner.slow_ranks import LEAST_GAIN, faster_plan, times_with_layers
+from muster.planner.slow_ranks import CHANGE_STEPS, LEAST_GAIN, faster_plan, times_with_layers
 from muster.report.approximation import write_approximation
 from muster.report.run_files import MEETINGS_FILE, RECOVERIES_FILE, STRAGGLERS_FILE, SWARM_FILE, read_metrics
 from muster.report.wall_time import append_attempt, attempt_row
@@ -408,16 +408,21 @@ class TrainingLoop:
         if monitor is None or check.measured is None or not monitor.may_replan(self.carried.num_plan_changes):
             return
         found = faster_plan(self.config, self.plan, check.measured, lambda plan: has_memory(self.config, plan))
-        slow = [one for one in check.new if one.kind == "compute"]
-        if found is not None:
+        slow = [one for one in monitor.detector.confirmed.values() if one.kind == "compute"]
+        because = "; ".join(map(str, slow)) or "all ranks are about as fast"
+        steps_left = self.config.train.num_steps - step
+        if found is not None and steps_left * (found.own_step_s - found.step_s) > CHANGE_STEPS * found.own_step_s:
             self.carried.num_plan_changes += 1
             self.carried.ask_for_plan(found.plan)
             display.print_line(
-                f"step {step}: plan {format_plan_name(found.plan)} is {found.own_step_s / found.step_s:.2f} times as"
-                " fast by these speeds"
+                f"step {step}: {because}: plan {format_plan_name(found.plan)} is"
+                f" {found.own_step_s / found.step_s:.2f} times as fast"
             )
-        elif slow:
-            display.print_line(f"step {step}: no other layers or shares of the batch would be {LEAST_GAIN:.0%} faster")
+        elif any(one.kind == "compute" for one in check.new):
+            display.print_line(
+                f"step {step}: the plan stays: no other layers or shares of the batch that"
+                f" {format_plan_name(self.plan)} allows would save enough"
+            )
 
     def _report_saves(self) -> None:
         """Tell callbacks of the checkpoints that are complete by now."""
