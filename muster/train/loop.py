@@ -18,7 +18,7 @@ from muster.data.dataset import SampleStream, StreamHash, sample_digest
 from muster.launch.rank_errors import EXIT_STOPPED
 from muster.parallel.op_profile import StageProfile
 from muster.parallel.world import World
-from muster.planner.slow_ranks import CHANGE_STEPS, LEAST_GAIN, faster_plan, times_with_layers
+from muster.planner.slow_ranks import CHANGE_STEPS, faster_plan, times_with_layers
 from muster.report.approximation import write_approximation
 from muster.report.run_files import MEETINGS_FILE, RECOVERIES_FILE, STRAGGLERS_FILE, SWARM_FILE, read_metrics
 from muster.report.wall_time import append_attempt, attempt_row
