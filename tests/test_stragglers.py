@@ -12,6 +12,8 @@ from muster.parallel import rank_probes
 from muster.probe.doctor_ranks import check_rank_probes
 from muster.report.stragglers import draw_stragglers, straggler_note
 from muster.simulate.stragglers import (
+    SLOW_ON_SHARED_CORES,
+    Comparable,
     RankTimes,
     Straggler,
     StragglerDetector,
@@ -63,7 +65,7 @@ class Checks:
         return self.detector.update(find_stragglers(both, [0.2] * NUM_RANKS, self.units))
 
 
-def units_of(plan: str) -> list[list[tuple[int, ...]]]:
+def units_of(plan: str) -> list[Comparable]:
     return comparable_units(parse_plan_name(plan), [0.2] * NUM_RANKS, shares_cores=False)
 
 
@@ -103,6 +105,28 @@ def test_what_is_slow_is_named_within_20_steps(name, seed):
     assert [(one.kind, one.ranks) for one in over] == [(kind, ranks)]
 
 
+def test_noise_in_a_product_does_not_hide_a_slow_group() -> None:
+    """The product of one of its ranks takes longer than the others', by chance, in the one comparison or the other."""
+    group = {("compute_s", rank): 1.5 for rank in (2, 3)}
+    for first, second in ((2, None), (None, 3), (2, 3)):
+        checks = Checks("dp4-tp2-z1", 1)
+        checks.next(group | {("product_s", first): 1.4})
+        new, _ = checks.next(group | {("product_s", second): 1.4})
+        assert [one.ranks for one in new] == [(2, 3)]
+    checks = Checks("dp4-tp2-z1", 1)
+    named = [[one.ranks for one in checks.next(group | {("product_s", 3): 1.4})[0]] for _ in range(3)]
+    assert named == [[], [(3,)], []], "the rank whose product is slow is the cause"
+
+
+def test_each_time_of_a_slowness_has_its_steps() -> None:
+    one = {"kind": "compute", "ranks": [1], "text": "rank 1 is slow"}
+    rows = [{"step": step, "ranks": [{}], "stragglers": [one] * (step in (4, 6, 12))} for step in range(2, 16, 2)]
+    rows.insert(2, {"step": 5, "ranks": [], "stragglers": []})  # a comparison of gradients says nothing about times
+    assert straggler_note(rows) == "stragglers: rank 1 is slow (steps 4 to 6, step 12)"
+    often = [{"step": step, "ranks": [{}], "stragglers": [one] * (step % 2)} for step in range(1, 20)]
+    assert straggler_note(often) == "stragglers: rank 1 is slow (10 times, steps 1 to 19)"
+
+
 @pytest.mark.parametrize("plan", ["dp8-z1", "pp8", "dp4-tp2-z1"])
 def test_noise_gives_no_alarm_in_5000_steps(plan):
     checks = Checks(plan, 1)
@@ -116,10 +140,20 @@ def test_a_stage_with_more_layers_is_not_slow():
     assert find_stragglers(times, [0.2] * NUM_RANKS, units_of("pp8"))
 
 
-def test_ranks_that_share_cores_are_compared_within_their_stage():
+def test_ranks_that_share_cores_are_compared_within_their_stage_first():
     plan = parse_plan_name("dp2-pp2-z1")
-    assert comparable_units(plan, [0.1] * 4, shares_cores=True) == [[(0,), (1,)], [(2,), (3,)]]
-    assert comparable_units(plan, [0.1] * 4, shares_cores=False) == [[(0,), (1,), (2,), (3,)]]
+    everyone = [(0,), (1,), (2,), (3,)]
+    stages = [Comparable([(0,), (1,)]), Comparable([(2,), (3,)])]
+    shared = comparable_units(plan, [0.1] * 4, shares_cores=True)
+    assert shared == [*stages, Comparable(everyone, SLOW_ON_SHARED_CORES)]
+    assert comparable_units(plan, [0.1] * 4, shares_cores=False) == [Comparable(everyone)]
+    for ratio, slow in ((1.5, []), (2.5, [(3,)])):  # of the passes of a stage with a single rank, and of a product
+        pipeline = comparable_units(parse_plan_name("pp4"), [0.1] * 4, shares_cores=True)
+        for field in ("compute_s", "product_s"):
+            times = [replace(one, link_s=()) for one in [QUIET] * 4]
+            times[3] = replace(times[3], **{field: ratio * getattr(QUIET, field)})
+            found = find_stragglers(times, [0.1] * 4, pipeline, SLOW_ON_SHARED_CORES)
+            assert [one.ranks for one in found] == slow
 
 
 def test_ranks_name_the_same_stragglers():

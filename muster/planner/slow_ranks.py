@@ -21,10 +21,11 @@ from muster.planner.balance import balance_layers
 from muster.planner.bounds.pass_times import PassTimes, pass_times_of_op_times
 from muster.planner.bounds.step_bound import step_bound_s
 from muster.planner.uneven_batch import fastest_split
-from muster.schedule.action import Kind
+from muster.schedule.action import Action, Kind
 from muster.spec.errors import InfeasibleError
 from muster.spec.legality import plan_violations
 from muster.spec.plan import Plan, split_evenly
+from muster.spec.plan_name import format_plan_name
 from muster.spec.shares import normalize_shares
 
 LEAST_GAIN = 0.05
@@ -32,6 +33,8 @@ LEAST_GAIN = 0.05
 
 CHANGE_STEPS = 8.0
 """Steps in whose time ranks change their plan, about: those that are left must save more."""
+
+_LAYER_PASSES = (Kind.F, Kind.B, Kind.I, Kind.W)
 
 
 @dataclass(frozen=True)
@@ -80,11 +83,28 @@ def require_straggler_action_runs(train: TrainConfig, plan: Plan) -> None:
         )
 
 
+def fixed_plan_note(train: TrainConfig, plan: Plan) -> str | None:
+    """Return a sentence where `train.straggler_action` replan will change nothing; None where it may."""
+    if train.straggler_action != "replan" or can_split_otherwise(plan):
+        return None
+    return (
+        f"train.straggler_action replan will change nothing under {format_plan_name(plan)}: it moves layers between"
+        " stages and changes shares of the batch, which need a pipeline, or z1 over data-parallel ranks"
+    )
+
+
+def can_split_otherwise(plan: Plan) -> bool:
+    """Return whether a plan's kind allows other layers on its stages, or other shares of the batch."""
+    has_shares = plan.mesh(0).dp_size > 1 and plan.default_strategy.zero not in ("z2", "z3")
+    return plan.is_uniform and plan.pinned_schedule is None and (plan.stages_per_replica > 1 or has_shares)
+
+
 def faster_plan(
-    config: RunConfig, plan: Plan, measured: MeasuredPasses, fits: Callable[[Plan], bool]
+    config: RunConfig, plan: Plan, usual_plan: Plan, measured: MeasuredPasses, fits: Callable[[Plan], bool]
 ) -> FasterPlan | None:
-    """Return the fastest plan with other layers on its stages, other shares of the batch, or both; None where none
-    saves `LEAST_GAIN`, or where stages have ranks of their own or a pinned order.
+    """Return the fastest plan with other layers on its stages, other shares of the batch, or both; where no rank is
+    slow, the usual plan, which there is for as many ranks. None where that saves less than `LEAST_GAIN`, or where
+    stages have ranks of their own or a pinned order.
 
     `fits`: returns whether a plan's memory is there.
     """
@@ -92,6 +112,9 @@ def faster_plan(
         return None
     speeds = _MeasuredSpeeds(config, plan, measured)
     own_s = speeds.step_s(plan)
+    if max(measured.slowness) == 1:
+        usual_s = speeds.step_s(usual_plan)
+        return FasterPlan(usual_plan, usual_s, own_s) if usual_s < (1 - LEAST_GAIN) * own_s else None
     balanced = balance_layers(plan, config.model.num_layers, speeds.slowest_pipeline)
     found = (own_s, plan)
     for layers in filter(None, (plan, balanced)):
@@ -155,27 +178,67 @@ class _MeasuredSpeeds:
         return plan.model_copy(update={"uneven_micro_batches": shares})
 
 
-def times_with_layers(config: RunConfig, times: OpTimes, plan: Plan, other: Plan) -> OpTimes:
-    """Return the times of passes under a plan, given those under one that differs in its layers and shares alone."""
-    ratios = _work_ratios(config, plan, other)
-    passes = (Kind.F, Kind.B, Kind.I, Kind.W)
+def with_usual_ratios(config: RunConfig, profiled: OpTimes, plan: Plan, usual: OpTimes, usual_plan: Plan) -> OpTimes:
+    """Return profiled times of a plan's passes with the ratios between stages that those of another plan had.
+
+    A rank may be slow while its stage is profiled, and then its slowness would be what is expected of it. So layers
+    take as long beside one another as when the run began. What slowness has added is taken away: the stage that took
+    least over its usual time keeps its profile.
+    """
+    usual_s, own_s = _usual_stage_times(config, usual, usual_plan, plan), _stage_times(profiled, plan)
+    is_timed = (usual_s > 0) & (own_s > 0)
+    if not is_timed.any():
+        return profiled
+    factors = np.ones(plan.num_stages)
+    factors[is_timed] = usual_s[is_timed] / own_s[is_timed]
+    factors[is_timed] /= factors[is_timed].max()
     seconds = {
-        (kind, stage): one_s * (ratios[stage] if kind in passes and stage >= 0 else 1.0)
-        for (kind, stage), one_s in times.seconds.items()
+        (kind, stage): one_s * (factors[stage] if kind in _LAYER_PASSES and stage >= 0 else 1.0)
+        for (kind, stage), one_s in profiled.seconds.items()
     }
-    return replace(times, seconds=seconds)
+    return replace(profiled, seconds=seconds)
+
+
+def _stage_times(times: OpTimes, plan: Plan) -> np.ndarray:
+    """Return the seconds of the passes of one micro-batch through each stage."""
+    stages = range(plan.num_stages)
+    return np.array([sum(times.duration_s(Action(kind, stage)) for kind in _LAYER_PASSES) for stage in stages])
+
+
+def _usual_stage_times(config: RunConfig, usual: OpTimes, usual_plan: Plan, plan: Plan) -> np.ndarray:
+    """Return the times of a plan's stages, given those of another with the same layers on other stages: of the time of
+    a stage each layer, and the head, has its share of the FLOPs."""
+    layer, head = _layer_and_head_flops(config)
+    num_layers = config.model.num_layers
+    before = np.array(usual_plan.layer_counts(num_layers))
+    flops = layer * before
+    flops[-1] += head
+    copies_s = _stage_times(usual, usual_plan).reshape(usual_plan.pipeline_replicas, -1)
+    rates = copies_s.min(axis=0) / np.maximum(flops, 1)  # a rank of one replica may have been slow
+    layers_s = layer * np.repeat(rates, before)
+    ends = np.cumsum(plan.layer_counts(num_layers))
+    stages_s = np.array([part.sum() for part in np.split(layers_s, ends[:-1])])
+    stages_s[-1] += head * rates[-1]
+    return np.tile(stages_s, plan.pipeline_replicas)
+
+
+def _layer_and_head_flops(config: RunConfig) -> tuple[float, float]:
+    """Return the FLOPs per token of a forward of one layer, and of the head; layers count as alike."""
+    model, seq_len = config.model, config.workload.seq_len
+    head, layer = 0.0, forward_flops_per_token(model, seq_len)
+    if model.num_layers > 1:
+        whole = layer
+        layer -= forward_flops_per_token(model.model_copy(update={"num_layers": model.num_layers - 1}), seq_len)
+        head = max(0.0, whole - model.num_layers * layer)
+    return layer, head
 
 
 def _work_ratios(config: RunConfig, plan: Plan, other: Plan) -> np.ndarray:
     """Return the FLOPs of each stage under another plan over those under a plan; layers count as alike."""
-    model, seq_len = config.model, config.workload.seq_len
-    head, layer = 0, forward_flops_per_token(model, seq_len)
-    if model.num_layers > 1:
-        whole = layer
-        layer -= forward_flops_per_token(model.model_copy(update={"num_layers": model.num_layers - 1}), seq_len)
-        head = max(0, whole - model.num_layers * layer)
+    layer, head = _layer_and_head_flops(config)
     has_head = np.arange(plan.stages_per_replica) == plan.stages_per_replica - 1
-    before, after = (head * has_head + layer * np.array(one.layer_counts(model.num_layers)) for one in (plan, other))
+    counts = (np.array(one.layer_counts(config.model.num_layers)) for one in (plan, other))
+    before, after = (head * has_head + layer * count for count in counts)
     return np.tile(after / np.maximum(before, 1), plan.pipeline_replicas)
 
 
@@ -184,7 +247,7 @@ def _time_factors(plan: Plan, measured: MeasuredPasses) -> np.ndarray:
 
     Where passes wait for one another, as under z3, those of all ranks of a stage take as long as the slowest's, and
     before the first step it may have been slow already: a stage's own factor is the least that a rank shows once its
-    slowness is taken out.
+    slowness is taken out. Where no rank is slow, all are as fast as they usually are.
     """
     shape = plan.mesh(0).dp_size, plan.pp
     shown, slowness = np.full(shape, np.inf), np.ones(shape)
@@ -194,5 +257,7 @@ def _time_factors(plan: Plan, measured: MeasuredPasses) -> np.ndarray:
         if measured.expected_s[rank]:
             shown[cell] = min(shown[cell], measured.measured_s[rank] / measured.expected_s[rank])
         slowness[cell] = max(slowness[cell], measured.slowness[rank])
+    if (slowness == 1).all():
+        return slowness
     usual = (shown / slowness).min(axis=0)
     return np.where(np.isfinite(usual), usual, 1.0) * slowness

@@ -5,11 +5,15 @@ from statistics import median_low
 from typing import Any
 
 from muster.report.html import Html, element, join
+from muster.simulate.stragglers import StragglerKey
 from muster.spec.formatting import format_seconds
 from muster.spec.units import pluralize
 
 MOST_RANKS = 32
 """Most ranks in a table: more are unreadable, and are in stragglers.jsonl."""
+
+MOST_SPANS = 4
+"""Most times that something was slow which are named one by one."""
 
 Row = Mapping[str, Any]
 
@@ -37,18 +41,32 @@ def draw_stragglers(checks: Sequence[Row]) -> Html | None:
 
 
 def straggler_note(checks: Sequence[Row]) -> str | None:
-    """Return a sentence about the stragglers of a run; None without any."""
-    steps: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    texts: dict[tuple[str, tuple[int, ...]], str] = {}
+    """Return a sentence about the stragglers of a run, each with the steps of the comparisons from the one that named
+    it to the last that did, for each time that it was slow; None without any."""
+    spans: dict[StragglerKey, list[list[int]]] = {}
+    texts: dict[StragglerKey, str] = {}
+    last: dict[bool, set[StragglerKey]] = {}  # of the comparisons of times, and of those of gradients
     for row in checks:
+        has_times = bool(row["ranks"])
+        before, current = last.get(has_times, set()), set[StragglerKey]()
+        last[has_times] = current
         for one in row["stragglers"]:
             key = one["kind"], tuple(one["ranks"])
-            steps.setdefault(key, []).append(row["step"])
+            current.add(key)
             texts[key] = one["text"]
-    if not texts:
-        return None
-    told = (f"{text} (steps {steps[key][0]} to {steps[key][-1]})" for key, text in texts.items())
-    return f"stragglers: {'; '.join(told)}"
+            if key in before:
+                spans[key][-1][1] = row["step"]
+            else:
+                spans.setdefault(key, []).append([row["step"], row["step"]])
+    told = (f"{text} ({_name_spans(spans[key])})" for key, text in texts.items())
+    return f"stragglers: {'; '.join(told)}" if texts else None
+
+
+def _name_spans(spans: Sequence[Sequence[int]]) -> str:
+    """Name the steps of spans: `steps 10 to 20, step 40`."""
+    if len(spans) > MOST_SPANS:
+        return f"{len(spans)} times, steps {spans[0][0]} to {spans[-1][1]}"
+    return ", ".join(f"step {first}" if first == last else f"steps {first} to {last}" for first, last in spans)
 
 
 def _times_table(row: Row) -> Html:

@@ -9,20 +9,24 @@ Transfers form a matrix, a row for each sender and a column for each receiver, a
 cell is a link, a slow row a sender, a slow column a receiver.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import inf
 from statistics import median, median_low
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from muster.spec.units import numbered
 
 StragglerKind = Literal["compute", "data", "disk", "link", "sender", "receiver", "result", "gradient"]
+StragglerKey = tuple[StragglerKind, tuple[int, ...]]
+"""Kind and ranks, by which a straggler is known again."""
 
 WRONG: frozenset[StragglerKind] = frozenset(("result", "gradient"))
 """Kinds of ranks that compute wrongly, which count at once."""
 SLOW_COMPUTE = 1.2
 """Ratio to the other ranks from which passes, or a product of matrices, are slow."""
+SLOW_ON_SHARED_CORES = 2.0
+"""The same of ranks that share cores: how much each gets of them at a moment is chance, and a factor of 1.5."""
 SLOW_LINK = 1.8
 """The same, for a transfer from rank to rank."""
 SLOW_DISK = 3.0
@@ -68,7 +72,7 @@ class Straggler:
     share of the ranks that agree on others."""
 
     @property
-    def key(self) -> tuple[StragglerKind, tuple[int, ...]]:
+    def key(self) -> StragglerKey:
         """Kind and ranks, by which a straggler is known again."""
         return self.kind, self.ranks
 
@@ -105,15 +109,26 @@ Unit = tuple[int, ...]
 """Ranks whose passes wait for one another."""
 
 
+class Comparable(NamedTuple):
+    """Units whose times over the predicted ones are alike unless one is slow."""
+
+    units: list[Unit]
+    factor: float = SLOW_COMPUTE
+    """Ratio from which one is slow."""
+
+
 def find_stragglers(
-    times: Sequence[RankTimes], expected_s: Sequence[float], comparable: Sequence[Sequence[Unit]]
+    times: Sequence[RankTimes],
+    expected_s: Sequence[float],
+    comparable: Sequence[Comparable],
+    slow_product: float = SLOW_COMPUTE,
 ) -> list[Straggler]:
     """Return what is slow in one check.
 
-    `expected_s`: predicted time of each rank's passes in a step; `comparable`: units, each rank in one, in groups whose
-    times over the predicted ones are alike unless one is slow.
+    `expected_s`: predicted time of each rank's passes in a step; `slow_product`: ratio to the other ranks from which a
+    product of matrices is slow.
     """
-    found = _slow_compute(times, expected_s, comparable)
+    found = _slow_compute(times, expected_s, comparable, slow_product)
     for rank, one in enumerate(times):
         if one.data_s > max(SLOW_DATA * one.step_s, LEAST_EXCESS_S["data"]):
             found.append(Straggler("data", (rank,), one.data_s / one.step_s))
@@ -126,19 +141,17 @@ def find_stragglers(
 
 
 def _slow_compute(
-    times: Sequence[RankTimes], expected_s: Sequence[float], comparable: Sequence[Sequence[Unit]]
+    times: Sequence[RankTimes], expected_s: Sequence[float], comparable: Sequence[Comparable], slow_product: float
 ) -> list[Straggler]:
-    """Return the ranks whose product of matrices is slow, and the other units whose passes are."""
-    alone = _slower([one.product_s for one in times], SLOW_COMPUTE, LEAST_EXCESS_S["product"])
-    found = [Straggler("compute", (rank,), ratio) for rank, ratio in alone]
-    named = {rank for rank, _ in alone}
-    for units in comparable:
+    """Return the ranks whose product of matrices is slow, and the units whose passes are."""
+    alone = _slower([one.product_s for one in times], slow_product, LEAST_EXCESS_S["product"])
+    slow: dict[Unit, float] = {(rank,): ratio for rank, ratio in alone}
+    for units, factor in comparable:
         usual_s = median_low(expected_s[unit[0]] for unit in units)
         passes_s = [min(times[rank].compute_s for rank in unit) * usual_s / expected_s[unit[0]] for unit in units]
-        for at, ratio in _slower(passes_s, SLOW_COMPUTE, LEAST_EXCESS_S["compute"]):
-            if named.isdisjoint(units[at]):
-                found.append(Straggler("compute", units[at], ratio))
-    return found
+        for at, ratio in _slower(passes_s, factor, LEAST_EXCESS_S["compute"]):
+            slow.setdefault(units[at], ratio)
+    return [Straggler("compute", unit, ratio) for unit, ratio in slow.items()]
 
 
 def _slow_links(link_s: Sequence[Sequence[float | None]]) -> list[Straggler]:
@@ -177,11 +190,15 @@ def _slower(seconds: Sequence[float], factor: float, least_excess_s: float) -> l
 
 
 class StragglerDetector:
-    """Stragglers that two checks, one after another, have found; what is wrong counts at once."""
+    """Stragglers that two checks, one after another, have found; what is wrong counts at once.
+
+    A unit is named where its passes are slow and none of its ranks is known to be the cause. That is decided of what
+    two checks have found: within one, noise in a member's product would hide a slow unit.
+    """
 
     def __init__(self) -> None:
-        self._before: dict[tuple[StragglerKind, tuple[int, ...]], Straggler] = {}
-        self.confirmed: dict[tuple[StragglerKind, tuple[int, ...]], Straggler] = {}
+        self._before: dict[StragglerKey, Straggler] = {}
+        self.confirmed: dict[StragglerKey, Straggler] = {}
 
     def update(self, found: Sequence[Straggler]) -> tuple[list[Straggler], list[Straggler]]:
         """Take what a check has found; return the stragglers that are known since, and those that are none any more."""
@@ -189,12 +206,19 @@ class StragglerDetector:
         over = [one for key, one in self.confirmed.items() if key not in now and key not in self._before]
         for one in over:
             del self.confirmed[one.key]
-        new = [
-            one for key, one in now.items() if (key in self._before or one.kind in WRONG) and key not in self.confirmed
-        ]
-        self.confirmed |= {key: one for key, one in now.items() if key in self.confirmed or one in new}
+        before = set(self.confirmed)
+        known = {key for key, one in now.items() if key in before or key in self._before or one.kind in WRONG}
+        self.confirmed |= {key: now[key] for key in known}
+        for key in _explained_units(self.confirmed):
+            del self.confirmed[key]
         self._before = now
-        return new, over
+        return [one for key, one in self.confirmed.items() if key not in before], over
+
+
+def _explained_units(slow: Collection[StragglerKey]) -> list[StragglerKey]:
+    """Return the units of several ranks of which one alone is slow, too."""
+    alone = {ranks[0] for kind, ranks in slow if kind == "compute" and len(ranks) == 1}
+    return [(kind, ranks) for kind, ranks in slow if kind == "compute" and len(ranks) > 1 and alone.intersection(ranks)]
 
 
 def shorter_links(one: Sequence[float | None], other: Sequence[float | None]) -> tuple[float | None, ...]:

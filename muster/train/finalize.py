@@ -27,6 +27,7 @@ from muster.parallel.compile import eager_note
 from muster.parallel.cuda_graphs import graphs_note
 from muster.parallel.op_profile import StageProfile
 from muster.parallel.stage import DecoderStage
+from muster.planner.slow_ranks import fixed_plan_note
 from muster.report.console import table_console
 from muster.report.islands import meetings_note
 from muster.report.page import write_report
@@ -65,6 +66,8 @@ def print_plan(trainer: Trainer, predicted: Timeline | None) -> None:
     if note := graphs_note(plan, trainer.world.device):
         print(note)
     if plan.precision == "fp8" and (note := float8_note(trainer.world.device, plan.fp8_recipe)):
+        print(note)
+    if note := fixed_plan_note(config.train, plan):
         print(note)
     if trainer.swarm is not None:
         stages, peers = trainer.swarm.plan.num_stages, len(trainer.swarm.driver.peers)

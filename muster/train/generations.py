@@ -156,6 +156,7 @@ class _Rank:
                     " train.restarts, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
                 )
             own = self._config, self._plan, world, self._dataset, self._run_dir, limit
+            self._carried.usual_plan = self._plans.get(place.world_size)
             self._loop = TrainingLoop(*own, self._carried)
             code = self._loop.run()
             self._has_left = code is None

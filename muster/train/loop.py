@@ -18,7 +18,7 @@ from muster.data.dataset import SampleStream, StreamHash, sample_digest
 from muster.launch.rank_errors import EXIT_STOPPED
 from muster.parallel.op_profile import StageProfile
 from muster.parallel.world import World
-from muster.planner.slow_ranks import CHANGE_STEPS, faster_plan, times_with_layers
+from muster.planner.slow_ranks import with_usual_ratios
 from muster.report.approximation import write_approximation
 from muster.report.run_files import MEETINGS_FILE, RECOVERIES_FILE, STRAGGLERS_FILE, SWARM_FILE, read_metrics
 from muster.report.wall_time import append_attempt, attempt_row
@@ -26,7 +26,6 @@ from muster.schedule.build import build_program
 from muster.simulate.simulator import simulate
 from muster.spec.errors import MusterError
 from muster.spec.plan import Plan
-from muster.spec.plan_name import format_plan_name
 from muster.train.async_pipeline import AsyncPipeline
 from muster.train.best_checkpoint import ValidationTracker
 from muster.train.callbacks import Callbacks
@@ -41,9 +40,9 @@ from muster.train.grouped_kernels import use_measured_kernels
 from muster.train.in_memory_checkpoint import open_in_memory_checkpoint
 from muster.train.load_state import StateLoader
 from muster.train.memory_limit import MemoryLimit
-from muster.train.memory_preflight import has_memory
 from muster.train.metrics import MetricsLog, metrics_row, null_non_finite, write_text
 from muster.train.post_validation import PostValidation
+from muster.train.replan import Replanner
 from muster.train.run_directory import begin_attempt, explain_write_errors
 from muster.train.schedule_refinement import refine_schedule_from_profile
 from muster.train.step_result import StepResult
@@ -65,8 +64,10 @@ class Carried:
     """Profiles of all ranks, by rank, for each plan that there has been, by its hash without a pinned order."""
     leave_requested: Callable[[], bool] = lambda: False
     """True once another generation follows at the end of a step."""
-    first_times: dict[int, tuple[Plan, OpTimes]] = field(default_factory=dict)
-    """Plan and times of the first profile for each number of ranks, taken before any was known to be slow."""
+    first_times: tuple[Plan, OpTimes] | None = None
+    """Plan and times of the run's first profile, taken before any rank was known to be slow."""
+    usual_plan: Plan | None = None
+    """Plan for as many ranks where none is slow; None where ranks don't change."""
     plan_refined: Callable[[Plan], None] = lambda plan: None
     """Receiver of the plan once its schedule has been refined."""
     num_plan_changes: int = 0
@@ -113,6 +114,8 @@ class TrainingLoop:
         self.swarm_log = MetricsLog(run_dir / SWARM_FILE)
         self.stragglers: StragglerMonitor | None = None
         """Comparison of the ranks' times; None without `train.straggler_check_every`, or with one rank."""
+        self.replanner: Replanner | None = None
+        """Look for plans around slow ranks; None but on rank 0 under `train.straggler_action` replan."""
         self.gradient_check: GradientCheck | None = None
         """Comparison of the ranks' gradients; None without `train.gradient_check_every`."""
         self.stream = StreamHash()
@@ -182,6 +185,10 @@ class TrainingLoop:
         predicted = None if profile is None else simulate(program, profile.times)
         if profile is not None and (every := self.config.train.straggler_check_every * (self.world.size > 1)):
             self.stragglers = StragglerMonitor(self.trainer, self._usual_times(profile), every, self.run_dir)
+            if self.config.train.straggler_action == "replan" and self.is_main:
+                usual_plan = self.carried.usual_plan or self.plan
+                changes = self.carried.num_plan_changes
+                self.replanner = Replanner(self.config, self.plan, usual_plan, self.stragglers, changes)
         if every := self.config.train.gradient_check_every:
             self.gradient_check = GradientCheck(self.trainer, every)
         self._resume()
@@ -242,12 +249,11 @@ class TrainingLoop:
         return profiles[self.world.rank]
 
     def _usual_times(self, profile: StageProfile) -> OpTimes:
-        """Return the times of passes before any rank was slow, under this generation's plan; all ranks call it."""
-        own = self.carried.first_times.get(self.world.size)
+        """Return the times of passes where no rank is slow, under this generation's plan; all ranks call it."""
+        own = self.carried.first_times
         known = self.world.all_gather_object(own) if self.world.generation else []
-        plan, times = next(filter(None, known), (self.plan, profile.times))
-        self.carried.first_times[self.world.size] = plan, times
-        return times_with_layers(self.config, times, plan, self.plan)
+        first_plan, times = self.carried.first_times = next(filter(None, known), own or (self.plan, profile.times))
+        return with_usual_ratios(self.config, profile.times, self.plan, times, first_plan)
 
     def _train(self) -> int | None:
         trainer = self.trainer
@@ -396,33 +402,13 @@ class TrainingLoop:
                 if not is_replaceable(one, recoveries):
                     display.print_line(f"step {result.step}: nothing is done about the {one.subject}")
             end_if_replaceable(self.world.rank, check.new, recoveries)
-        if self.config.train.straggler_action == "replan" and self.is_main:
-            self._replan(check, result.step, display)
-
-    def _replan(self, check: StragglerCheck, step: int, display: TrainingDisplay) -> None:
-        """Ask for a plan around the ranks that compute slowly, or for one without regard to those that no longer do."""
-        monitor = self.stragglers
-        for one in check.new:
-            if one.kind != "compute":
-                display.print_line(f"step {step}: nothing is done about the {one.subject}")
-        if monitor is None or check.measured is None or not monitor.may_replan(self.carried.num_plan_changes):
-            return
-        found = faster_plan(self.config, self.plan, check.measured, lambda plan: has_memory(self.config, plan))
-        slow = [one for one in monitor.detector.confirmed.values() if one.kind == "compute"]
-        because = "; ".join(map(str, slow)) or "all ranks are about as fast"
-        steps_left = self.config.train.num_steps - step
-        if found is not None and steps_left * (found.own_step_s - found.step_s) > CHANGE_STEPS * found.own_step_s:
-            self.carried.num_plan_changes += 1
-            self.carried.ask_for_plan(found.plan)
-            display.print_line(
-                f"step {step}: {because}: plan {format_plan_name(found.plan)} is"
-                f" {found.own_step_s / found.step_s:.2f} times as fast"
-            )
-        elif any(one.kind == "compute" for one in check.new):
-            display.print_line(
-                f"step {step}: the plan stays: no other layers or shares of the batch that"
-                f" {format_plan_name(self.plan)} allows would save enough"
-            )
+        if self.replanner is not None:
+            change = self.replanner.after_check(check, result.step)
+            for sentence in change.sentences:
+                display.print_line(sentence)
+            if change.plan is not None:
+                self.carried.num_plan_changes += 1
+                self.carried.ask_for_plan(change.plan)
 
     def _report_saves(self) -> None:
         """Tell callbacks of the checkpoints that are complete by now."""

@@ -15,11 +15,13 @@ from muster.planner.slow_ranks import MeasuredPasses
 from muster.report.recoveries import loss_causes
 from muster.schedule.action import Kind
 from muster.simulate.stragglers import (
+    SLOW_COMPUTE,
+    SLOW_ON_SHARED_CORES,
     WRONG,
+    Comparable,
     RankTimes,
     Straggler,
     StragglerDetector,
-    Unit,
     find_stragglers,
     shorter_links,
 )
@@ -66,6 +68,7 @@ class StragglerMonitor:
         self._expected_s: list[float] = self.world.all_gather_object(own_s)
         shares_cores = times.cores is not None and self.world.size > times.cores
         self._comparable = comparable_units(trainer.plan, self._expected_s, shares_cores)
+        self._slow_product = SLOW_ON_SHARED_CORES if shares_cores else SLOW_COMPUTE
 
     def after_step(self, result: StepResult) -> StragglerCheck | None:
         """Take a step's times and, every few steps, compare those of all ranks; None where that isn't due."""
@@ -73,11 +76,14 @@ class StragglerMonitor:
         if result.step % self.every or len(self._results) < self.every:
             return None
         times = self.world.all_gather_object(self._own_times())
-        new, over = self.detector.update(find_stragglers(times, self._expected_s, self._comparable))
+        new, over = self.detector.update(self._find(times))
         told = [f"step {result.step}: straggler: {one}" for one in new]
         told += [f"step {result.step}: no straggler any more: {one.subject}" for one in over]
         self._num_checks += 1
         return StragglerCheck(self._row(result.step, times), told, new, self._measured(times))
+
+    def _find(self, times: list[RankTimes]) -> list[Straggler]:
+        return find_stragglers(times, self._expected_s, self._comparable, self._slow_product)
 
     def may_replan(self, num_changes: int) -> bool:
         """Return whether another plan may be looked for, after this many changes of the plan: where a rank computes
@@ -140,17 +146,18 @@ def is_replaceable(one: Straggler, recoveries: Sequence[Mapping[str, Any]]) -> b
     return not any(loss_causes(row).get(one.ranks[0]) in ("slow", "wrong results") for row in recoveries)
 
 
-def comparable_units(plan: Plan, expected_s: list[float], shares_cores: bool) -> list[list[Unit]]:
+def comparable_units(plan: Plan, expected_s: list[float], shares_cores: bool) -> list[Comparable]:
     """Return the units of ranks whose passes wait for one another, in groups whose times can be compared: all where
-    each rank computes alone, else those of one stage, since stages work at different moments."""
+    each rank computes alone, else those of one stage, since stages work at different moments; what is much slower than
+    any other, is slow all the same."""
     units: dict[tuple[int, ...], list[int]] = {}
     for rank in range(plan.world_size):
         at = coordinates_of(plan, rank)
         mesh = plan.mesh(at.pp)
         waits_for_data = plan.default_strategy.zero in ("z2", "z3") or mesh.ep > 1
         units.setdefault((at.pp, *(() if waits_for_data else (dp_index_of(plan, at),))), []).append(rank)
-    groups: dict[int, list[Unit]] = {}
-    for (pp_rank, *_), ranks in units.items():
-        if all(expected_s[rank] for rank in ranks):
-            groups.setdefault(pp_rank if shares_cores else 0, []).append(tuple(ranks))
-    return list(groups.values())
+    timed = {key: tuple(ranks) for key, ranks in units.items() if all(expected_s[rank] for rank in ranks)}
+    if not shares_cores:
+        return [Comparable(list(timed.values()))]
+    stages = [[unit for (pp_rank, *_), unit in timed.items() if pp_rank == stage] for stage in range(plan.pp)]
+    return [*map(Comparable, stages), Comparable(list(timed.values()), SLOW_ON_SHARED_CORES)]
