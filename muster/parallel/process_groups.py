@@ -55,6 +55,11 @@ class ProcessGroups:
         context = plan.context_ranks(mesh)
         self.second_ring = _new_group(ranks_along(plan, at, ("cp",))) if context.has_second_ring else None
         """The context-parallel ranks once more, for sends that overlap with those in their other group."""
+        self.tp_beside = self.by_axis.get("tp")
+        """The tensor-parallel ranks, for sums of gradients beside passes: under an asynchronous schedule each rank
+        begins them at a time of its own, so that they need a group of their own."""
+        if self.tp_beside is not None and plan.schedule_entry.is_asynchronous:
+            self.tp_beside = _new_group(ranks_along(plan, at, ("tp",)))
         self.context_blocks = self._context_blocks() if plan.dynamic_context_parallel else {}
         """Aligned blocks of 2, 4, 8 … context-parallel ranks that this one belongs to, all but the whole, by size."""
         own = expert_coordinates(plan, at)

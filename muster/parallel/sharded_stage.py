@@ -1,6 +1,7 @@
 """Parameters and gradients of a stage at run time, sharded over the data-parallel ranks that share them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -124,13 +125,24 @@ class ShardedStage:
         works = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]
         return PendingTensor(works, lambda: torch.empty(0))
 
-    def all_reduce_replicated_grads(self, attached: bool = False) -> None:
+    def all_reduce_replicated_grads(self) -> None:
         """All-reduce, over the tensor-parallel ranks, the gradients of parameters of which several hold a copy and each
-        has seen only a part of the data. `attached`: the local parameters have them."""
+        has seen only a part of the data."""
         if self.tp_axis is not None:
-            if not attached:
-                self.attach_local_gradients()
-            all_reduce_replicated_grads(self.tp_axis, self.parameters, self._replicated, self.world.device)
+            self.attach_local_gradients()
+            pending = all_reduce_replicated_grads(self.tp_axis, self.parameters, self._replicated, self.world.device)
+            if pending is not None:
+                pending.wait()
+
+    def start_replicated_grads(self) -> PendingTensor | None:
+        """Start that beside passes, in a group of its own, for the gradients that the parameters have; None where there
+        is nothing to sum."""
+        if self.tp_axis is None:
+            return None
+        group = self.world.groups.tp_beside
+        assert group is not None
+        axis = replace(self.tp_axis, group=group, turns=None)
+        return all_reduce_replicated_grads(axis, self.parameters, self._replicated, self.world.device)
 
     def attach_local_gradients(self) -> None:
         """Set `.grad` of each local parameter to this rank's shard of the reduced gradient, but for those that the host

@@ -529,9 +529,9 @@ def apply_vocab_parallel_embedding(module: Decoder, axis: TensorAxis, vocab_star
 
 def all_reduce_replicated_grads(
     axis: TensorAxis, parameters: Mapping[str, Tensor], replicas: Mapping[str, int], device: torch.device
-) -> None:
-    """Replace the gradient of each named parameter by the sum over the ranks that hold the same copy. `device`: that
-    of the ranks, on which gradients in host memory are summed, too.
+) -> PendingTensor | None:
+    """Start to replace the gradient of each named parameter by the sum over the ranks that hold the same copy; None
+    without any. `device`: that of the ranks, on which gradients in host memory are summed, too.
 
     `replicas` maps a name to the number of neighbouring ranks with the same copy. One all-reduce serves all parameters
     and groups: each group of ranks sums in a slot of its own. With 4 ranks and a parameter that 2 hold, ranks 0 and 1
@@ -540,7 +540,7 @@ def all_reduce_replicated_grads(
     gradients = [(parameters[name].grad, count) for name, count in replicas.items()]
     held = [(gradient, count) for gradient, count in gradients if gradient is not None and gradient.numel()]
     if not held:
-        return
+        return None
     sizes = [gradient.numel() * (axis.size // count) for gradient, count in held]
     buffer = torch.zeros(sum(sizes), dtype=held[0][0].dtype, device=device)
     slots = [
@@ -549,6 +549,10 @@ def all_reduce_replicated_grads(
     ]
     for slot, (gradient, _) in zip(slots, held, strict=True):
         slot.copy_(gradient.flatten())
-    axis.all_reduce(buffer).wait()
-    for slot, (gradient, _) in zip(slots, held, strict=True):
-        gradient.copy_(slot.view_as(gradient))
+
+    def copy_back() -> Tensor:
+        for slot, (gradient, _) in zip(slots, held, strict=True):
+            gradient.copy_(slot.view_as(gradient))
+        return buffer
+
+    return PendingTensor(axis.all_reduce(buffer).works, copy_back)

@@ -67,10 +67,6 @@ ASYNCHRONOUS_RUNTIME_RULES: tuple[Rule, ...] = (
         ),
         lambda plan: plan.model_copy(update={"dp_replicate": plan.dp_replicate * plan.dp_shard, "dp_shard": 1}),
     ),
-    _rule(
-        lambda plan: any(mesh.dp_replicate > 1 and mesh.tp > 1 for mesh in plan.distinct_meshes),
-        "replicas and tensor parallelism at once (sums over tp ranks would begin at times that differ between them)",
-    ),
     _rule(lambda plan: any(mesh.cp > 1 for mesh in plan.distinct_meshes), f"context parallelism {_UNTESTED}"),
     _rule(lambda plan: len(plan.distinct_meshes) > 1, f"stages with degrees of their own {_UNTESTED}"),
     _rule(lambda plan: bool(plan.uneven_micro_batches), f"uneven_micro_batches {_UNTESTED}"),

@@ -109,7 +109,7 @@ class AsyncPipeline:
             check(program := self.trainer.program_of_steps(num_steps))
             handlers: dict[Kind, Handler] = {
                 Kind.REDUCE_GRAD: self._start_reduction,
-                Kind.ALL_REDUCE_TP: self._all_reduce_replicated,
+                Kind.ALL_REDUCE_TP: self._start_replicated,
                 Kind.GRAD_NORM_BESIDE: self._start_norm_sum,
                 Kind.STEP: self._make_version,
             }
@@ -168,10 +168,10 @@ class AsyncPipeline:
         gradients, stage = self._steps[action.version - 1].gradients, self.trainer.stages[action.stage]
         return stage.sum_over_replicas([gradients[name] for name in stage.parameters if name in gradients])
 
-    def _all_reduce_replicated(self, action: Action) -> None:
-        """Sum a step's gradients of weights of which tensor-parallel ranks hold copies."""
+    def _start_replicated(self, action: Action) -> PendingTensor | None:
+        """Start to sum a step's gradients of weights of which tensor-parallel ranks hold copies."""
         with self._gradients_of(self._steps[action.version - 1]):
-            self.trainer.stages[action.stage].all_reduce_replicated_grads(attached=True)
+            return self.trainer.stages[action.stage].start_replicated_grads()
 
     def _start_norm_sum(self, action: Action) -> PendingTensor:
         """Start to sum the statistics of a step whose gradients are complete on all ranks with other data."""
