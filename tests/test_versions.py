@@ -25,6 +25,7 @@ from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.spec.supported import unsupported_features
 from muster.spec.workload import Workload
+from muster.train.resume_check import changed_delays_note
 from tests.ranks import run_ranks
 
 MODEL = ModelSpec(vocab_size=32, hidden_size=8, num_layers=4, num_heads=2, num_kv_heads=2, intermediate_size=16)
@@ -264,6 +265,20 @@ def test_replicas_sum_whole_gradients_once_a_step() -> None:
     assert all("dp_shard" not in one for one in sent)
 
 
+def test_other_delays_on_resuming_are_said() -> None:
+    before, plain = parse_plan_name("pp2-mb1-spipedream2bw-flush4-fp32"), parse_plan_name("pp2-mb1-fp32")
+
+    def said(one: Plan, now: str) -> str | None:
+        return changed_delays_note(one.model_dump(), parse_plan_name(now), 8)
+
+    assert said(before, "pp2-mb1-spipedream2bw-flush4-fp32") is said(plain, "pp4-mb2-fp32") is None
+    late = "from step 9 on, gradients are late by another number of steps"
+    assert (said(before, "pp2-mb1-spipedream2bw-flush8-fp32") or "").startswith(f"flush_every was 4, now 8: {late}")
+    assert "schedule was pipedream-2bw, now 1f1b" in (said(before, "pp2-mb1-fp32") or "")
+    assert "schedule was 1f1b, now pipedream-2bw" in (said(plain, "pp2-mb1-spipedream2bw-fp32") or "")
+    assert changed_delays_note({}, before, 8) is None, "of copies in memory the plan isn't known"
+
+
 def test_where_it_is_refused() -> None:
     def said(name: str, model: ModelSpec = MODEL) -> str:
         plan = parse_plan_name(name, Plan(precision="fp32"))
@@ -274,6 +289,9 @@ def test_where_it_is_refused() -> None:
     assert "needs at least 4 micro-batches in a step on 4 pipeline ranks" in said("pp4-mb4-spipedream2bw")
     assert "flush_every 4 is of asynchronous schedules" in said("pp2-flush4")
     assert "with sharded data parallelism (each rank keeps whole versions" in said("dp2-pp2-spipedream2bw")
+    uneven = said("dp2x1-pp2-mb1-uneven3.1-spipedream2bw")
+    assert "with uneven_micro_batches" in uneven
+    assert "z1" not in uneven
     assert "with context parallelism" in said("cp2-pp2-spipedream2bw")
     assert said("dp2x1-pp2-spipedream2bw") == said("tp2-sp-pp2-spipedream") == said("dp2x1-tp2-pp2-spipedream2bw") == ""
     assert "with another precision than fp64, fp32 and bf16" in said("pp2-spipedream2bw-fp16")

@@ -62,8 +62,8 @@ ASYNCHRONOUS_RUNTIME_RULES: tuple[Rule, ...] = (
     Rule(
         lambda plan: _is_asynchronous(plan) and any(mesh.dp_shard > 1 for mesh in plan.distinct_meshes),
         lambda plan: (
-            f"schedule {plan.schedule} with sharded data parallelism (each rank keeps whole versions of its weights):"
-            " take replicas, as in dp2x1"
+            f"schedule {plan.schedule} with sharded data parallelism (each rank keeps whole versions of its weights, as"
+            " replicas do: dp2x1)"
         ),
         lambda plan: plan.model_copy(update={"dp_replicate": plan.dp_replicate * plan.dp_shard, "dp_shard": 1}),
     ),
@@ -82,7 +82,7 @@ ASYNCHRONOUS_RUNTIME_RULES: tuple[Rule, ...] = (
     _rule(lambda plan: plan.sequence_slices > 1, f"sequence_slices {_UNTESTED}"),
     _rule(
         lambda plan: not plan.schedule_entry.stashes_weights and any(s.recompute != "none" for s in plan.strategies),
-        "recompute (which would repeat forwards on the newest weights): take schedule pipedream",
+        "recompute (which would repeat forwards on the newest weights; pipedream keeps older ones)",
     ),
     _rule(lambda plan: plan.cuda_graphs, "cuda_graphs (which remember the memory of one version)"),
     _rule(lambda plan: plan.compile is True, f"compile {_UNTESTED}"),

@@ -210,7 +210,8 @@ def _shares(plan: Plan) -> Iterator[str]:
         )
     if not plan.is_uniform:
         yield "uneven_micro_batches need equal meshes on all stages: each rank's micro-batches stay on its own pipeline"
-    if others := sorted({strategy.zero for strategy in plan.strategies} - {"z1"}):
+    others = sorted({strategy.zero for strategy in plan.strategies} - {"z1"})
+    if others and not plan.schedule_entry.is_asynchronous:  # which reduces once a step, but doesn't run them
         yield (
             f"uneven_micro_batches need z1: {others[0]} reduces gradients in every backward, and"
             " ranks with different numbers of backwards would deadlock"

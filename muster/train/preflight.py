@@ -39,7 +39,12 @@ from muster.train.data import (
     trial_dataset,
 )
 from muster.train.memory_preflight import require_memory
-from muster.train.resume_check import check_config_unchanged, check_data_unchanged, require_same_islands
+from muster.train.resume_check import (
+    changed_delays_note,
+    check_config_unchanged,
+    check_data_unchanged,
+    require_same_islands,
+)
 from muster.train.resume_point import ResumePoint, find_resume_point
 from muster.train.run_directory import explain_write_errors, require_unlocked
 from muster.train.run_tokenizer import with_settled_bos
@@ -129,9 +134,11 @@ def preflight(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOption
     resume_point = find_resume_point(run_dir, config.train) if resumes and config.train.steps is not None else None
     initial_model = run_dir / TOKENIZER_FOLDER if resume_point is not None else None
     if resume_point is not None:
-        require_same_islands(run_dir, resume_point.islands, plan.islands)
+        require_same_islands(run_dir, resume_point.plan.get("islands", 1), plan.islands)
         _require_delayed_update_goes_on(resume_point, config)
         check_config_unchanged(run_dir, config, resume_point.step, options.allow_changes)
+        if note := changed_delays_note(resume_point.plan, plan, resume_point.step):
+            print(note)
         is_early = stops_early(resume_point.counters.get("validation", {}), config.train)
         if (is_early or resume_point.step == config.train.num_steps) and (run_dir / "report.html").exists():
             steps = f"all of its {resume_point.step} steps are done"

@@ -1,9 +1,11 @@
 """Check of a resumed run: which keys may differ from the run's beginning; other changes are shown and refused."""
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from muster.config.load_config import load_run_config
 from muster.config.optimizers import OPTIMIZERS
@@ -14,6 +16,8 @@ from muster.data.dataset import SampleStream
 from muster.plugins.loader import PluginFile
 from muster.spec.errors import ConfigError, MusterError
 from muster.spec.model import ModelSpec, parameter_shapes
+from muster.spec.plan import Plan
+from muster.spec.schedules import SCHEDULES
 from muster.spec.units import pluralize
 from muster.train.data import run_tokenizer
 
@@ -120,6 +124,25 @@ def require_same_islands(run_dir: Path, before: int, now: int) -> None:
             f"{run_dir} was trained on {pluralize(before, 'island')}, each with an optimizer state of its own,"
             f" and the plan has {now}: give a plan with as many, or another --run with --init-from {run_dir}"
         )
+
+
+_DELAY_FIELDS = ("schedule", "flush_every", "pp", "micro_batch_size", "dp_replicate")
+"""Fields of a plan that the delays of gradients in an asynchronous pipeline follow from, for one batch."""
+
+
+def changed_delays_note(before: Mapping[str, Any], plan: Plan, steps_done: int) -> str | None:
+    """Return a sentence where gradients come late by another number of steps than under the plan `before`, some of
+    whose fields may be missing; None where they don't, or are never late."""
+    now = plan.model_dump(include=set(_DELAY_FIELDS))
+    changed = [(key, before[key]) for key in _DELAY_FIELDS if key in before and before[key] != now[key]]
+    schedules = {plan.schedule, before.get("schedule", plan.schedule)}
+    if not changed or not any(SCHEDULES[one].is_asynchronous for one in schedules if one in SCHEDULES):
+        return None
+    told = ", ".join(f"{key} was {old}, now {now[key]}" for key, old in changed)
+    return (
+        f"{told}: from step {steps_done + 1} on, gradients are late by another number of steps, so the result is that"
+        " of neither plan from the start"
+    )
 
 
 def _require_same_adapters(run_dir: Path, before: RunConfig, after: RunConfig) -> None:

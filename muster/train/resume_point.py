@@ -1,6 +1,8 @@
 """Resume point of a run, as its launcher sees it before there are ranks: from checkpoints on disk or in memory."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from muster.checkpoint.checkpoint_dir import find_latest, list_checkpoints, step_of
@@ -20,11 +22,12 @@ from muster.train.resume_check import settings_digest
 
 
 class ResumePoint(NamedTuple):
-    """Step, counters and islands of a checkpoint."""
+    """Step, counters and plan of a checkpoint."""
 
     step: int
     counters: dict[str, Any]
-    islands: int = 1
+    plan: Mapping[str, Any] = MappingProxyType({})
+    """Fields of the plan; empty where they aren't known."""
 
 
 def find_resume_point(run_dir: Path, train: TrainConfig) -> ResumePoint | None:
@@ -40,7 +43,7 @@ def find_resume_point(run_dir: Path, train: TrainConfig) -> ResumePoint | None:
     if latest is None:
         return copied
     manifest = read_manifest(latest)
-    return ResumePoint(manifest.step, manifest.counters, manifest.plan.get("islands", 1))
+    return ResumePoint(manifest.step, manifest.counters, manifest.plan)
 
 
 def _in_memory_resume_point(run_dir: Path, train: TrainConfig) -> ResumePoint | None:
