@@ -20,6 +20,7 @@ from muster.checkpoint.in_memory.node_groups import NodeGroups
 from muster.probe import doctor
 from muster.train.prune import prune_run
 from tests.ranks import run_ranks
+from tests.saver_ranks import COLUMNS, ROWS
 from tests.train_runs import AT_ONCE, QUICK, Command, assert_one_sentence, copy_of, losses, train, whole_run
 
 TINY = ("--preset", "tiny", *QUICK)
@@ -35,13 +36,15 @@ def whole(step: int) -> list:
 def test_copies_live_on_in_the_memory_of_the_nodes_that_are_left(tmp_path: Path) -> None:
     ranks = run_ranks(4, "tests.in_memory_ranks:lives_on", {"root": str(tmp_path)})
     kept = [rank.pop("kept") for rank in ranks]
+    received = [rank.pop("received") for rank in ranks]
+    part = 4 * (ROWS // 4 * COLUMNS + 100_000 // 4)  # of float32, which each of four ranks has written
+    assert received == [part * (4 - len(copied)) for _, copied in kept], "what its node hasn't, and no more"
     assert kept == [["step-00000002", copied] for copied in ([0, 1, 3], [0, 1, 3], [0, 1, 2], [2, 3])]
     assert all(rank == ranks[0] for rank in ranks), "all ranks find the same"
     found = ranks[0]
     assert found["nothing"] == NONE
     assert found["saved"] == [None, None]
     assert found["all killed"] == whole(2)
-    assert found["asked others"]
     for node in range(3):
         assert (found[f"node {node} lost"], found[f"after node {node}"]) == (whole(2), None)
     assert found["a byte"] == whole(2)

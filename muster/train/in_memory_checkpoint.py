@@ -17,6 +17,7 @@ from muster.checkpoint.save import write_items
 from muster.config.run_config import TrainConfig
 from muster.parallel.world import World
 from muster.spec.errors import MusterError
+from muster.spec.formatting import format_bytes
 
 LOAD_TIMEOUT = timedelta(hours=6)
 """Longest time that one rank may need more than another to load; a rank that dies ends the job by itself."""
@@ -71,12 +72,15 @@ def load_in_memory_checkpoint(
     world.heartbeat.update("load")
     found = find_newest(checkpointer, world.all_gather_object, max_step)
     on_disk = world.broadcast_object(_latest_step_on_disk(run_dir / "checkpoints", found.newest))
-    manifest = None
+    manifest, received_bytes = None, 0
     lines: list[str] = []
     if found.newest is not None and found.newest.step >= on_disk:
         manifest = found.newest.manifest
         problem = _load(found.newest, stored_shards(manifest))
-        if problems := [text for text in world.all_gather_object_via_store("recall", problem, LOAD_TIMEOUT) if text]:
+        told = [problem, found.newest.files.received_bytes]
+        everyone = world.all_gather_object_via_store("recall", told, LOAD_TIMEOUT)
+        received_bytes = sum(count for _, count in everyone)
+        if problems := [text for text, _ in everyone if text]:
             manifest = None
             lost = f"the in-memory checkpoint of step {found.newest.step} can't be read: {problems[0]}"
             if not on_disk:  # parameters are partly filled, and nothing else would fill them
@@ -90,6 +94,8 @@ def load_in_memory_checkpoint(
             lines.append(f"{lost}: {lost_steps} repeated")
     if steps_done:
         source = "" if manifest is None else " from memory"
+        if manifest is not None and received_bytes:
+            source += f", {format_bytes(received_bytes)} from that of other nodes"
         lines.append(f"resuming {run_dir} after step {steps_done}{source}")
     if world.rank == 0 and lines:
         print(*lines, sep="\n", flush=True)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from muster.checkpoint.in_memory import transport
@@ -26,7 +27,7 @@ class RecoveredCheckpoint:
     folder: Path
     """Folder of the parts on this node, if there are any."""
     manifest: Manifest
-    files: CheckpointFiles
+    files: "PeerFiles"
 
     def load(self, shards: Sequence[LocalShard]) -> None:
         """Fill this rank's shards. Raises MusterError."""
@@ -120,6 +121,9 @@ class PeerFiles(CheckpointFiles):
     def __init__(self, folder: Path, manifest: Manifest, remote: dict[str, transport.PeerAddress], name: str) -> None:
         super().__init__(folder, manifest)
         self._remote, self._name = remote, name
+        self.received_bytes = 0
+        """Bytes that came from other nodes."""
+        self._lock = Lock()
 
     def read(self, number: int, offset: int, buffers: list[memoryview], name: str) -> None:
         file = self.path(number).name
@@ -131,3 +135,5 @@ class PeerFiles(CheckpointFiles):
             transport.get(address, f"{self._name}/{file}", offset, buffers)
         except OSError as error:
             raise MusterError(f"could not get {name} from {address.host}: {error.strerror or error}") from error
+        with self._lock:
+            self.received_bytes += sum(len(buffer) for buffer in buffers)
