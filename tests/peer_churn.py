@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from muster.launch.peers.channel import create_secret
-from tests.toy_peers import Proxy, free_ports, run_coordinator, run_peer
+from muster.launch.peers.settings import Settings
+from tests.toy_peers import QUICK, Proxy, free_ports, run_coordinator, run_peer
 
 PATIENCE_S = 60.0
 MOST, LEAST = 5, 2
@@ -30,8 +31,8 @@ class Alive:
 class Churn:
     """A group of toy peers with a coordinator, and what has happened to it."""
 
-    def __init__(self, folder: Path, seed: int, round_s: float, min_peers: int = 1) -> None:
-        self.folder, self.random, self.round_s, self.min_peers = folder, random.Random(seed), round_s, min_peers
+    def __init__(self, folder: Path, seed: int, round_s: float, settings: Settings = QUICK) -> None:
+        self.folder, self.random, self.round_s, self.settings = folder, random.Random(seed), round_s, settings
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["tests.toy_peers"])
         create_secret(folder / "secret")
@@ -42,6 +43,8 @@ class Churn:
         self.lifetimes: dict[str, list[float]] = {}
         """Times of the beginning and, after it, the end of each peer."""
         self._num_peers = 0
+        self._rows: dict[Path, tuple[int, list[dict[str, Any]]]] = {}
+        """What has been read of each peer's file: bytes, and lines."""
         self.start_coordinator()
 
     def __enter__(self) -> "Churn":
@@ -56,7 +59,7 @@ class Churn:
     # Events
 
     def start_coordinator(self) -> None:
-        own = self.port, self.folder / "secret", self.folder / "coordinator.txt", self.min_peers
+        own = self.port, self.folder / "secret", self.folder / "coordinator.txt", self.settings
         self.coordinator = self.context.Process(target=run_coordinator, args=own, daemon=True)
         self.coordinator.start()
 
@@ -66,7 +69,7 @@ class Churn:
         own_port = free_ports(1)[0]
         links = Proxy(own_port), Proxy(self.port)
         ports = links[1].port, links[0].port, own_port
-        own = name, *ports, self.folder / "secret", self.folder / f"{name}.jsonl", self.round_s
+        own = name, *ports, self.folder / "secret", self.folder / f"{name}.jsonl", self.round_s, self.settings
         process = self.context.Process(target=run_peer, args=own, daemon=True)
         process.start()
         self.peers[name] = Alive(process, *links)
@@ -87,13 +90,16 @@ class Churn:
         assert not process.is_alive()
 
     def any_event(self) -> None:
-        """Let something happen."""
+        """Let something happen: at the beginning of a round, where peers have still to apply the last, or later in it.
+        What is cut, slow or stands still is so for at most the time of a round, and the coordinator away for half of
+        it."""
         kinds = ["kill coordinator", "cut link", "cut coordinator link", "slow link", "freeze"]
         kinds += ["join", "join"] if len(self.peers) < MOST else []
         kinds += ["leave", "kill"] if len(self.peers) > LEAST else []
         kind = self.random.choice(kinds)
         name = self.random.choice(sorted(self.peers))
-        pause_s = self.random.uniform(0, 2 * self.round_s)
+        pause_s = self.random.uniform(0, self.round_s)
+        time.sleep(self.random.choice([0.0, self.random.uniform(0, self.round_s)]))
         match kind:
             case "join":
                 name = self.join()
@@ -104,7 +110,7 @@ class Churn:
             case "kill coordinator":
                 name = ""
                 self._kill(self.coordinator, signal.SIGKILL)
-                time.sleep(pause_s)
+                time.sleep(pause_s / 2)
                 self.start_coordinator()
             case "freeze":
                 pid = self.peers[name].process.pid
@@ -129,11 +135,14 @@ class Churn:
     # What the peers have written
 
     def rows(self) -> list[dict[str, Any]]:
-        found = []
         for path in sorted(self.folder.glob("p*.jsonl")):
-            lines = path.read_text().splitlines()
-            found += [json.loads(line) for line in lines if line.endswith("}")]
-        return found
+            done, rows = self._rows.get(path, (0, []))
+            with path.open("rb") as file:
+                file.seek(done)
+                text = file.read()
+            text = text[: text.rfind(b"\n") + 1]
+            self._rows[path] = done + len(text), [*rows, *map(json.loads, text.splitlines())]
+        return [row for _, rows in self._rows.values() for row in rows]
 
     def last_round(self, names: set[str] | None = None) -> int:
         return max(
@@ -193,8 +202,9 @@ class Churn:
             counted += len(there & {name for name, weight in weights.items() if weight})
         return len(digests), counted / max(1, possible)
 
-    def pauses(self) -> list[float]:
-        """Times from one round to the next beyond that of training, sorted."""
+    def stops(self) -> list[float]:
+        """Times from one round to the next beyond that of training, sorted: how long no peer trained, the time of the
+        exchange and of what was away or stood still included."""
         times = {}
         for row in self.rows():
             if "round" in row:

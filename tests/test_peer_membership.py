@@ -4,7 +4,13 @@ from collections import Counter
 from dataclasses import replace
 
 from muster.launch.peers.channel import Message
-from muster.launch.peers.membership import MAX_LINK_FAILURES, Membership, PeerState, choose_ring
+from muster.launch.peers.membership import (
+    MAX_LINK_FAILURES,
+    MAX_PEER_FAILURES,
+    Membership,
+    PeerState,
+    choose_ring,
+)
 from muster.launch.peers.settings import Settings
 
 SETTINGS = Settings(beat_s=1, silence_s=10, reconnect_s=2, straggler_s=60)
@@ -52,7 +58,7 @@ def test_late_peers_are_left_behind_and_take_over_the_state() -> None:
 
 def test_no_round_begins_or_ends_without_as_many_peers_as_there_must_be() -> None:
     members = group(replace(SETTINGS, min_peers=2), a=replace(IN, phase="idle"))
-    assert members.decide(NOW) == {}
+    assert members.decide(NOW) == {"a": {"do": "wait", "present": 1, "needed": 2}}
     members.update("b", replace(IN, phase="idle"), NOW)
     assert doings(members.decide(NOW)) == dict.fromkeys("ab", "begin")
 
@@ -96,8 +102,13 @@ def test_a_restarted_coordinator_waits_for_those_that_were_there() -> None:
     assert doings(members.decide(NOW + 11)) == {"a": "exchange"}
     members = Membership(SETTINGS, NOW)
     for name in "abc":
+        assert members.decide(NOW) == {}
         members.update(name, IN, NOW)
-    assert doings(members.decide(NOW + 3)) == dict.fromkeys("abc", "exchange")
+    assert doings(members.decide(NOW)) == dict.fromkeys("abc", "exchange")
+    members = Membership(SETTINGS, NOW)
+    members.update("a", PeerState("idle", 0, ""), NOW)  # others may come that it hasn't met
+    assert members.decide(NOW + 1) == {}
+    assert doings(members.decide(NOW + 3)) == {"a": "begin"}
 
 
 def test_peers_do_not_go_on_from_an_earlier_state_while_those_with_the_last_one_may_come_back() -> None:
@@ -110,6 +121,13 @@ def test_peers_do_not_go_on_from_an_earlier_state_while_those_with_the_last_one_
     members.lose("b", NOW + 6, has_left=False)
     assert doings(members.decide(NOW + 17)) == {"a": "exchange"}
     assert any("rounds 5 to 6 are lost" in sentence for sentence in members.events)
+
+
+def test_no_round_is_lost_where_all_have_left() -> None:
+    members = group(a=IN)
+    members.lose("a", NOW, has_left=True)
+    assert members.decide(NOW + 1000) == {}
+    assert members.events == []
 
 
 def test_a_peer_that_is_still_in_an_aborted_exchange_is_called_to_the_next() -> None:
@@ -158,3 +176,14 @@ def test_rings_avoid_links_that_have_failed_and_leave_out_an_end_where_they_can_
     assert {*choose_ring("abc", bad, 1)} == {*"ac"}
     assert choose_ring("ab", bad, 1) == ("a",)
     assert {*choose_ring("ab", bad, 2)} == {*"ab"}
+
+
+def test_a_peer_that_no_other_reaches_is_left_out_after_three_failures() -> None:
+    names, bad, failed = "abcde", Counter[frozenset[str]](), 0
+    while "a" in (ring := choose_ring(names, bad, 1)):
+        bad[frozenset(("a", ring[ring.index("a") - 1]))] += 1
+        failed += 1
+    assert failed == MAX_PEER_FAILURES
+    assert {*ring} == {*"bcde"}
+    bad[frozenset("ab")] = MAX_LINK_FAILURES
+    assert {*choose_ring("abc", bad + Counter({frozenset("ac"): 1}), 1)} == {*"bc"}

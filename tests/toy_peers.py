@@ -9,7 +9,6 @@ import signal
 import socket
 import threading
 import time
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -102,11 +101,18 @@ class ToyClient(PeerClient):
 
 
 def run_peer(
-    name: str, coordinator: int, announce: int, port: int, secret: Path, log: Path, round_s: float, fails: str = ""
+    name: str,
+    coordinator: int,
+    announce: int,
+    port: int,
+    secret: Path,
+    log: Path,
+    round_s: float,
+    settings: Settings = QUICK,
 ) -> None:
     """A process that is a peer until SIGTERM, and writes a line for each exchange that it has applied."""
     torch.set_num_threads(1)
-    links.LINK_TIMEOUT_S = 2.0
+    links.LINK_TIMEOUT_S = min(2.0, settings.silence_s)
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -117,7 +123,7 @@ def run_peer(
             file.write(json.dumps({"name": name, "time": time.time(), **row}) + "\n")
 
         listener = socket.create_server(("127.0.0.1", port))
-        own = ("127.0.0.1", coordinator), load_secret(secret), "toy", state, name, ("127.0.0.1", announce)
+        own = ("127.0.0.1", coordinator), load_secret(secret), {}, state, name, ("127.0.0.1", announce)
         client = ToyClient(*own, lambda line: write(said=line), listener)
         try:
             begun = client.join(stopping.is_set)
@@ -135,7 +141,7 @@ def run_peer(
         client.close()
 
 
-def run_coordinator(port: int, secret: Path, log: Path, min_peers: int = 1) -> None:
+def run_coordinator(port: int, secret: Path, log: Path, settings: Settings = QUICK) -> None:
     """A process that is the coordinator until it is killed."""
     with log.open("a", buffering=1) as file:
         listener = socket.create_server(("127.0.0.1", port))
@@ -143,7 +149,7 @@ def run_coordinator(port: int, secret: Path, log: Path, min_peers: int = 1) -> N
         def write(line: str) -> None:
             file.write(f"{line}\n")
 
-        Coordinator(listener, load_secret(secret), replace(QUICK, min_peers=min_peers), write)
+        Coordinator(listener, load_secret(secret), settings, write)
         threading.Event().wait()
 
 
@@ -183,6 +189,8 @@ class Proxy:
             except OSError:
                 _break(near)
                 continue
+            for end in (near, far):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._open |= {near, far}
             for one, other in ((near, far), (far, near)):
                 threading.Thread(target=self._carry, args=(one, other), daemon=True).start()

@@ -85,8 +85,9 @@ def run(arguments: list[str]) -> int:
         signal.signal(number, lambda *_: ended.set())
     coordinator = Coordinator(listener, secret, settings, lambda line: print(line, flush=True))
     ended.wait()
+    waiting = "; peers train on to the end of their round, and wait for it" if coordinator.peers() else ""
     coordinator.close()
-    print("the coordinator has ended; peers train on to the end of their round, and wait for it", file=sys.stderr)
+    print(f"the coordinator has ended{waiting}", file=sys.stderr)
     return 0
 
 

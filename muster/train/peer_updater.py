@@ -4,7 +4,6 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -25,7 +24,7 @@ from muster.spec.errors import MusterError
 from muster.train.outer_updater import OuterExchange, OuterUpdater
 from muster.train.parameter_updater import ParameterUpdater
 from muster.train.peer_state import PeerState
-from muster.train.resume_check import settings_digest
+from muster.train.resume_check import kept_settings
 
 
 class PeerUpdater(OuterUpdater):
@@ -44,7 +43,10 @@ class PeerUpdater(OuterUpdater):
         """True once this peer has trained a round and was asked to stop before the exchange."""
         self._client: PeerClient | None = None
         self._begun: Round | None = None
-        self._fingerprint = sha256(f"{settings_digest(config, dataset)} {self.last_step}".encode()).hexdigest()[:16]
+        self._run_settings = kept_settings(config) | {
+            "train.steps": self.last_step,
+            "the data's fingerprint": dataset.fingerprint,
+        }
         super().__init__(config, world, updater)
 
     def _open_axis(self, world: World) -> IslandAxis:
@@ -79,7 +81,7 @@ class PeerUpdater(OuterUpdater):
         self._client = PeerClient(
             parse_endpoint(self.config.coordinator),
             load_secret(Path(secret_file)),
-            self._fingerprint,
+            self._run_settings,
             self.shared,
             f"{socket.gethostname()}-{os.urandom(3).hex()}",
             None if announce is None else parse_endpoint(announce),

@@ -215,10 +215,14 @@ def _tokenizer_change(before: RunConfig, after: RunConfig) -> list[str]:
 
 def settings_digest(config: RunConfig, dataset: SampleStream) -> str:
     """Return a digest that is equal for configurations without `config_changes` and the same data."""
+    return sha256(json.dumps([kept_settings(config), dataset.fingerprint]).encode()).hexdigest()[:16]
+
+
+def kept_settings(config: RunConfig) -> dict[str, object]:
+    """Return the keys that may not change within a run, with their values as JSON has them."""
     flat = _flatten(with_absolute_paths(without_data_locations(config)).model_dump(mode="json"))
     flat["plugins"] = sorted((Path(one.file).name, one.sha256) for one in config.plugins)
-    kept = {key: flat[key] for key in sorted(flat) if key not in CHANGEABLE_KEYS and not key.startswith("parallel")}
-    return sha256(json.dumps([kept, dataset.fingerprint]).encode()).hexdigest()[:16]
+    return {key: flat[key] for key in sorted(flat) if key not in CHANGEABLE_KEYS and not key.startswith("parallel")}
 
 
 def _plugin_changes(before: RunConfig, after: RunConfig) -> list[str]:

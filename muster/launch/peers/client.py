@@ -6,7 +6,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from muster.launch.peers.membership import PeerState, Phase
 from muster.launch.peers.settings import Settings
 from muster.spec.errors import ConfigError
 
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 0.5
 """Times before the coordinator is tried again; each is twice the one before."""
 _FETCH_PAUSE_S = 0.2
 
@@ -80,7 +80,7 @@ class PeerClient:
         self,
         coordinator: Address,
         secret: bytes,
-        fingerprint: str,
+        run_settings: Mapping[str, object],
         shared: SharedState,
         name: str,
         announce: Address | None = None,
@@ -88,10 +88,12 @@ class PeerClient:
         listener: socket.socket | None = None,
         connections: int = 1,
     ) -> None:
-        """`announce`: address at which other peers reach this one; None: its own towards the coordinator.
+        """`run_settings`: what all peers must have the same of, by names that a person knows, as JSON has it.
+        `announce`: address at which other peers reach this one; None: its own towards the coordinator.
         `connections`: those by which it sends to the next peer of a ring."""
         self.name, self.shared, self._log = name, shared, log
-        self._coordinator, self._secret, self._fingerprint, self._announce = coordinator, secret, fingerprint, announce
+        self._coordinator, self._secret, self._announce = coordinator, secret, announce
+        self._run_settings = dict(run_settings)
         self._socket = listener or listen_for_peers(coordinator, announce, "outer.announce")
         self._listener = PeerListener(self._socket, secret, shared.snapshot, log)
         self._connections = connections
@@ -283,7 +285,7 @@ class PeerClient:
     def _introduce(self, channel: Channel) -> None:
         host, port = self._announce or (channel.local_host(), self._socket.getsockname()[1])
         with self._lock:
-            hello = {"name": self.name, "fingerprint": self._fingerprint, "host": host, "port": port}
+            hello = {"name": self.name, "settings": self._run_settings, "host": host, "port": port}
             channel.send_message(hello | {"state": asdict(self._state)})
             self._channel = channel
 
@@ -297,6 +299,10 @@ class PeerClient:
             elif order["do"] == "refuse":
                 self._refusal = f"the coordinator has refused this run: {order['reason']}"
                 return
+            elif order["do"] == "wait":
+                present, needed = order["present"], order["needed"]
+                are = "is" if present == 1 else "are"
+                self._log(f"waiting for other peers: {present} of at least {needed} {are} there")
             elif order["do"] != "beat":
                 if order["do"] == "abort":
                     self._abort(order["generation"])

@@ -12,6 +12,10 @@ from muster.launch.network import ConnectionAcceptor
 from muster.launch.peers.channel import Channel, Message, RefusedError, accept
 from muster.launch.peers.membership import Membership, PeerState
 from muster.launch.peers.settings import Settings
+from muster.spec.units import pluralize
+
+_NAMED_DIFFERENCES = 6
+"""Most keys that are named where a run is refused."""
 
 
 @dataclass
@@ -36,11 +40,16 @@ class Coordinator:
         # Peers name generations; milliseconds keep those of a restarted coordinator above the ones before.
         self.membership = Membership(settings, time.monotonic(), int(time.time() * 1000))
         self._connected: dict[str, _Connected] = {}
-        self._fingerprint = ""
+        self._run_settings: dict[str, object] = {}
         self._changed = threading.Condition()
         self._closed = False
         self._acceptor = ConnectionAcceptor(listener, self._serve, "coordinator")
         threading.Thread(target=self._decide, name="coordinator", daemon=True).start()
+
+    def peers(self) -> tuple[str, ...]:
+        """Return the names of the peers that are there."""
+        with self._changed:
+            return tuple(sorted(self._connected))
 
     def close(self) -> None:
         """Accept no peers, and leave those that are there."""
@@ -83,10 +92,10 @@ class Coordinator:
         name, state = str(hello["name"]), PeerState.from_message(hello["state"])
         address = str(hello["host"]), int(hello["port"])
         with self._changed:
-            if not self._connected:
-                self._fingerprint = str(hello["fingerprint"])
-            if hello["fingerprint"] != self._fingerprint:
-                reason = "its configuration, model or data is not that of the peers that are there"
+            if not self._connected and not self.membership.lost_s:
+                self._begin_run(dict(hello["settings"]))
+            if different := _differences(self._run_settings, dict(hello["settings"])):
+                reason = f"all peers need the same configuration and data, and here {different}"
                 with contextlib.suppress(OSError):
                     channel.send_message({"do": "refuse", "reason": reason})
                 raise RefusedError(reason)
@@ -94,7 +103,9 @@ class Coordinator:
                 self.membership.lose(name, time.monotonic(), has_left=False)
             self._connected[name] = _Connected(channel, address)
             if name not in self.membership.peers:
-                self._log(f"{name} is there ({len(self._connected)} in all), with the state of round {state.round}")
+                count, least = len(self._connected), self.settings.min_peers
+                of = f"of at least {least}" if count < least else "in all"
+                self._log(f"{name} is there ({count} {of}), with the state of round {state.round}")
             settings = self.settings
             channel.send_message({"do": "welcome", "beat_s": settings.beat_s, "silence_s": settings.silence_s})
             self.membership.update(name, state, time.monotonic())
@@ -102,6 +113,13 @@ class Coordinator:
         if former is not None:
             former.channel.close()
         return name
+
+    def _begin_run(self, run_settings: dict[str, object]) -> None:
+        """Serve the run of the first peer that is there; nothing is known of another one from before."""
+        if self._run_settings and run_settings != self._run_settings:
+            self._log("a peer of another run than the one before is there, and no other: this run is served now")
+            self.membership = Membership(self.settings, time.monotonic(), int(time.time() * 1000))
+        self._run_settings = run_settings
 
     def _update(self, name: str, state: PeerState) -> None:
         with self._changed:
@@ -159,3 +177,11 @@ class Coordinator:
         names = order["ring"] if order["do"] == "exchange" else [] if one is None else [one]
         addresses = {name: self._connected[name].address for name in names if name in self._connected}
         return order | {"addresses": addresses} if names else order
+
+
+def _differences(theirs: dict[str, object], own: dict[str, object]) -> str:
+    """Return what the settings of a run differ in from those of the peers that are there; nothing if they are equal."""
+    different = [name for name in sorted({*theirs, *own}) if theirs.get(name) != own.get(name)]
+    named = [f"{name} is {own.get(name)} and there {theirs.get(name)}" for name in different[:_NAMED_DIFFERENCES]]
+    more = len(different) - len(named)
+    return "; ".join(named) + (f"; and {pluralize(more, 'more key')}" if more else "")

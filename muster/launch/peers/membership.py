@@ -24,6 +24,8 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 _KEPT_GENERATIONS = 64
 MAX_LINK_FAILURES = 2
 """Failures of a link in a round after which one of its ends is left out."""
+MAX_PEER_FAILURES = 3
+"""Failures of a peer's links to different others in a round after which it is left out."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +155,7 @@ class Membership:
 
     def decide(self, now_s: float) -> dict[str, Message]:
         """Return the order for each peer that has one; the same again until the peer's state changes."""
-        settings = self.settings
-        self.lost_s = {name: at for name, at in self.lost_s.items() if now_s - at < settings.reconnect_s}
+        self.lost_s = {name: at for name, at in self.lost_s.items() if now_s - at < self.settings.reconnect_s}
         if self._waits_for_former_peers(now_s):
             return {}
         self._adopt_exchange()
@@ -184,12 +185,13 @@ class Membership:
         return orders
 
     def _waits_for_former_peers(self, now_s: float) -> bool:
-        """Return True after a start, until the peers of the round under way had time to come back."""
-        since_s = now_s - self.started_s
-        if since_s < self.settings.reconnect_s:
-            return True
+        """Return True after a start, until the peers of the round under way are back or had time to come."""
+        if self._generation_is_own:
+            return False
         known = {name for state in self.peers.values() for name in (*state.members, *state.ring)}
-        return bool(known - self.peers.keys()) and since_s < self.settings.silence_s and not self._generation_is_own
+        has_all = bool(known) and known <= self.peers.keys()
+        patience_s = self.settings.silence_s if known else self.settings.reconnect_s
+        return not has_all and now_s - self.started_s < patience_s
 
     @property
     def _generation_is_own(self) -> bool:
@@ -244,6 +246,8 @@ class Membership:
     def _begin(self, now_s: float) -> dict[str, Message]:
         """Let peers without the shared state fetch it, and begin what the others are ready for. Peers with an earlier
         state than there was wait for those that had it, who may come back, before they go on from theirs."""
+        if not self.peers:
+            return {}
         round_, digest = self.shared_state()
         if round_ == self._last_round:
             self._last_round_s = now_s
@@ -269,6 +273,8 @@ class Membership:
         ready = sorted([*idle, *arrived])
         is_waiting = now_s < self._next_s or bool(self.lost_s) or (training and not is_late)
         if is_waiting or len(ready) < max(1, self.settings.min_peers):
+            order = {"do": "wait", "present": len(self.peers), "needed": self.settings.min_peers}
+            orders |= dict.fromkeys(ready, order) if len(self.peers) < self.settings.min_peers else {}
             return orders | (self._measure_order(training) if not arrived else {})
         self._arrived_s = None
         if not arrived:
@@ -333,11 +339,12 @@ def choose_ring(
     min_peers: int,
     rates: Mapping[tuple[str, str], float] | None = None,
 ) -> tuple[str, ...]:
-    """Return the ring of peers that exchange: all, unless it would have a link that has failed twice in this round.
+    """Return the ring of peers that exchange: all, but for those whose links have failed too often in this round.
 
-    Then it is without one end of that link, the later in `names`. Of the rings with the fewest failures it is the one
-    whose slowest link is the fastest by the measured `rates` in bytes a second; a link that was not measured counts as
-    the median of the others. Raises ValueError without names.
+    A peer is left out whose links to several others have failed, and where no ring avoids a link that has failed twice,
+    the end of it whose links have failed most; of equals the later in `names`. Of the rings with the fewest failures it
+    is the one whose slowest link is the fastest by the measured `rates` in bytes a second; a link that was not measured
+    counts as the median of the others. Raises ValueError without names.
     """
     known = {link: without_noise(rate) for link, rate in (rates or {}).items() if {*link} <= {*names}}
     usual = median_low(known.values()) if known else 0.0
@@ -349,11 +356,16 @@ def choose_ring(
     left = list(names)
     while True:
         order = [left[n] for n in ring_order([[value(one, other) for other in left] for one in left])]
-        links = zip(order, [*order[1:], *order[:1]], strict=True)
-        bad = [link for link in links if bad_links[frozenset(link)] >= MAX_LINK_FAILURES]
-        if not bad or len(left) <= min_peers:
+        failed = {link: count for link, count in bad_links.items() if count and link <= {*left}}
+        failures = Counter({name: sum(count for link, count in failed.items() if name in link) for name in left})
+        links = map(frozenset, zip(order, [*order[1:], *order[:1]], strict=True))
+        suspects = {name for link in links if failed.get(link, 0) >= MAX_LINK_FAILURES for name in link}
+        suspects |= {
+            name for name in left if failures[name] >= MAX_PEER_FAILURES and sum(name in link for link in failed) > 1
+        }
+        if not suspects or len(left) <= min_peers:
             return tuple(order)
-        left.remove(max(bad[0], key=names.index))
+        left.remove(max(suspects, key=lambda name: (failures[name], names.index(name))))
 
 
 def _is_prepared(state: PeerState, generation: int) -> bool:
