@@ -17,6 +17,7 @@ from muster.layout.island_bytes import Compression
 from muster.optim.outer.build import build_outer_method
 from muster.optim.outer.diloco import DiLoCo
 from muster.planner.islands import outer_flags
+from muster.report.prediction import headline_figures
 from muster.schedule.build import build_program
 from muster.schedule.check import ProgramError, check
 from muster.schedule.outer_steps import OuterEvents, outer_events, pending_fragments, round_end_events
@@ -26,6 +27,7 @@ from muster.spec.errors import MusterError
 from muster.spec.model import parameter_shapes
 from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.spec.workload import Workload
+from muster.train.preflight import notes
 from tests.islands_ranks import round_trip_errors
 from tests.ranks import run_ranks
 
@@ -364,6 +366,20 @@ def test_a_round_waits_for_what_its_delay_does_not_hide() -> None:
     assert prediction.tokens_per_s == pytest.approx(workload.tokens_per_step * 100 / prediction.round.round_s)
 
 
+def test_steps_at_which_a_router_does_not_learn_and_what_a_forecast_leaves_out_are_said(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    outer = "{method: dipaco, every: 5, router: discriminative, reshard_at: [5, 10], scored_samples: 64}"
+    file.write_text(f"parallel: isl2\nouter: {outer}\ntrain: {{steps: 10}}\n")
+    config = load_run_config("tiny", file, []).config
+    assert list(notes(config)) == [
+        "router: it learns no more at outer.reshard_at 10, which the 10 steps don't go beyond"
+    ]
+    workload, cluster = Workload(seq_len=64, global_batch_size=8), load_cluster("2xh100")
+    found = predict(config.model, parse_plan_name("isl2-mb1"), workload, cluster, outer=config.outer)
+    told = dict(headline_figures(found))
+    assert told["router"] == "learns 2 times; the paths' losses on 64 samples then aren't counted"
+
+
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
@@ -377,7 +393,15 @@ def test_a_round_waits_for_what_its_delay_does_not_hide() -> None:
         ({"modules": [1, 2]}, "is for method dipaco, not for diloco"),
         ({"rank_window": 2}, "rank_window has no rank to begin with"),
         ({"low_rank": 4, "rank_tolerance": 0.1}, "rank_tolerance 0.1 is for ranks that adapt"),
-        ({"method": "dipaco", "low_rank": 4}, "low_rank and error_feedback aren't built for dipaco"),
+        ({"method": "dipaco", "low_rank": 4}, "low_rank 4 isn't built for dipaco: leave it out"),
+        ({"method": "dipaco", "error_feedback": True}, "error_feedback isn't built for dipaco: leave it out"),
+        (
+            {"coordinator": "host-a:1", "secret_file": "x", "error_feedback": True},
+            "error_feedback isn't built for peers of a coordinator: leave it out",
+        ),
+        ({"method": "dipaco", "scored_samples": 50}, "scored_samples 50 is for router discriminative"),
+        ({"method": "dipaco", "router": "discriminative", "reshard_at": [100, 100]}, r"\[100, 100\] is in no order or"),
+        ({"method": "dipaco", "router": "discriminative", "reshard_at": [200, 100]}, "expected ascending steps"),
         ({"method": "dipaco", "route_top": 2}, "route_top 2 sends each sample to all 2 paths"),
         ({"method": "dipaco", "router": "discriminative"}, "reshard_at, the steps at which it learns, go together"),
         ({"method": "dipaco", "reshard_at": [100]}, "reshard_at, the steps at which it learns, go together"),

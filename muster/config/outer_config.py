@@ -143,6 +143,8 @@ class OuterConfig(Frozen):
                 f"delay {self.delay} is neither a round nor nothing: expected {self.every} (every) or 0 for"
                 f" {self.method}"
             )
+        if self.coordinator is not None or self.method == "dipaco":
+            self._check_plain_exchange()
         if self.error_feedback and self.compression == "none" and self.low_rank is None:
             raise ValueError("error_feedback has nothing to add: expected a compression or a low_rank beside it")
         if self.rank_window is not None and self.low_rank is None:
@@ -166,9 +168,14 @@ class OuterConfig(Frozen):
             )
         return self
 
+    def _check_plain_exchange(self) -> None:
+        user = "peers of a coordinator" if self.coordinator is not None else "dipaco"
+        if self.low_rank is not None:
+            raise ValueError(f"low_rank {self.low_rank} isn't built for {user}: leave it out")
+        if self.error_feedback:
+            raise ValueError(f"error_feedback isn't built for {user}: leave it out")
+
     def _check_modules(self) -> None:
-        if self.method == "dipaco" and (self.low_rank is not None or self.error_feedback):
-            raise ValueError("low_rank and error_feedback aren't built for dipaco: leave them out")
         if self.method == "dipaco" and 1 < self.route_top >= prod(self.modules):
             raise ValueError(
                 f"route_top {self.route_top} sends each sample to all {prod(self.modules)} paths, which would then be"
@@ -177,6 +184,15 @@ class OuterConfig(Frozen):
         if (self.router == "discriminative") != bool(self.reshard_at):
             raise ValueError(
                 "router discriminative and reshard_at, the steps at which it learns, go together: give both"
+            )
+        if self.router == "kmeans" and self.scored_samples != 1024:
+            raise ValueError(
+                f"scored_samples {self.scored_samples} is for router discriminative: a k-means router learns from no"
+                " losses"
+            )
+        if list(self.reshard_at) != sorted({*self.reshard_at}):
+            raise ValueError(
+                f"reshard_at {list(self.reshard_at)} is in no order or has a step twice: expected ascending steps"
             )
         for step in self.reshard_at:
             if step <= self.warmup_steps or (step - self.warmup_steps) % self.every:
@@ -205,8 +221,6 @@ class OuterConfig(Frozen):
             raise ValueError("coordinator needs secret_file, the file with the secret that muster coordinator has made")
         if self.method != "diloco":
             raise ValueError(f"method {self.method} isn't built for peers of a coordinator: expected diloco")
-        if self.low_rank is not None or self.error_feedback:
-            raise ValueError("low_rank and error_feedback aren't built for peers of a coordinator: leave them out")
         if self.warmup_steps:
             raise ValueError("warmup_steps aren't built for peers of a coordinator: begin from train.init_from instead")
 

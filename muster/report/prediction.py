@@ -61,6 +61,9 @@ def headline_figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
         )
         if whole.outer.warmup_steps:
             yield "warm-up", f"{pluralize(whole.outer.warmup_steps, 'step')} of {format_seconds(whole.warmup_step_s)}"
+        if whole.outer.reshard_at:
+            samples, times = pluralize(whole.outer.scored_samples, "sample"), len(whole.outer.reshard_at)
+            yield "router", f"learns {pluralize(times, 'time')}; the paths' losses on {samples} then aren't counted"
     yield "range", range_text(prediction)
     yield "framework", prediction.framework.label(prediction.compiled)
     if prediction.tp_overlap is not None:

@@ -168,7 +168,7 @@ def preflight(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOption
     if not is_trial:
         for line in (*derived_value_lines(resolved), *chosen.lines):
             print(line)
-    for line in _notes(config):
+    for line in notes(config):
         print(line)
     if resume_point is not None:
         if dataset is not None:
@@ -243,7 +243,7 @@ def _check_adapter_parts(config: RunConfig, plan: Plan) -> None:
         parts_of_micro_batches(plan, at, size, count, adapter.parts if adapter else 1)
 
 
-def _notes(config: RunConfig) -> Iterator[str]:
+def notes(config: RunConfig) -> Iterator[str]:
     """Yield notes on frozen parameters, on delays that don't begin, and on plugin parts that the prediction leaves
     out."""
     train = config.train
@@ -257,6 +257,12 @@ def _notes(config: RunConfig) -> Iterator[str]:
         yield (
             f"islands: none of the {train.num_steps} steps is in a round, since parameters are averaged after each of"
             f" the first {outer.warmup_steps} (outer.warmup_steps)"
+        )
+    late = [step for step in outer.reshard_at if step >= train.num_steps] if outer is not None else []
+    if outer is not None and late:
+        yield (
+            f"router: it learns {'not' if len(late) == len(outer.reshard_at) else 'no more'} at outer.reshard_at"
+            f" {', '.join(map(str, late))}, which the {train.num_steps} steps don't go beyond"
         )
     if config.optim.freeze:
         count = frozen_numel(config.optim, config.model)
