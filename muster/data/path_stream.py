@@ -43,8 +43,8 @@ class SampleRouter:
         return self.path_of(seen), self.reroute_every - place
 
     def every(self, positions: int | None) -> "SampleRouter":
-        """Return the router that chooses anew after another number of positions; None: after as many. Raises
-        ConfigError for fewer than it chooses by."""
+        """Return the router that chooses anew after another number of positions; None: after as many as this.
+        Raises ConfigError for fewer than it chooses by."""
         if positions is None:
             return self
         if positions < self.prefix:
@@ -120,7 +120,7 @@ def prefixes_at(dataset: Dataset, positions: np.ndarray, prefix: int) -> np.ndar
 
 
 def _prefix(tokens: np.ndarray, prefix: int) -> np.ndarray:
-    """Return so many first tokens, repeated where there are fewer."""
+    """Return the first `prefix` tokens, repeated where there are fewer."""
     return np.resize(tokens[:prefix], prefix)
 
 

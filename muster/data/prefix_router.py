@@ -23,8 +23,9 @@ CLASSIFIER_STEPS = 500
 
 @dataclass(frozen=True, eq=False)
 class PrefixRouter:
-    """Linear classifier of the bag of a few tokens, each of which stands for a fixed random vector. The nearest of some
-    centroids is one: −|x − c|² is 2 c · x − |c|² up to what all centroids have alike."""
+    """Linear classifier of the bag of a few tokens, each of which stands for a fixed random vector. To choose the
+    nearest of some centroids is one, too: −|x − c|² is 2 c · x − |c|², up to a term that is the same for all of them.
+    """
 
     vectors_VD: np.ndarray
     """Vector of each token id."""

@@ -9,9 +9,11 @@ from muster.layout.host_updates import layer_of
 
 @dataclass(frozen=True)
 class ModulePaths:
-    """Levels are groups of consecutive layers, about equally many each, and a level has some modules: values of the
-    same parameters. A path is a choice of one module in each level, and each island trains one path. Parameters outside
-    layers are shared by all paths.
+    """Paths of a model whose layers have several modules, and the islands that train them.
+
+    Levels are groups of consecutive layers, about equally many each. A level has one module or several: copies of its
+    layers, each with weights of its own. A path is a choice of one module in each level, and each island trains one
+    path. Parameters outside layers are shared by all paths.
 
     Example: modules (1, 2) are two paths, which share the first half of the layers; modules (2, 2) are four, and each
     module of either level is on two of them. Path p has module p mod 2 of the first level and p div 2 of the second.

@@ -1,8 +1,8 @@
 """Plans around slow ranks: fewer layers on a slow stage, and fewer micro-batches through a slow pipeline.
 
 The degrees stay, since only speeds have changed. Layers go one by one to the stage that is done first with one more
-(`balance.py`), micro-batches to the data-parallel rank that is (`uneven_batch.py`, as in Metis, USENIX ATC 2024); what
-would be faster, by how long steps take at least, is taken.
+(`balance.py`), micro-batches to the data-parallel rank that is (`uneven_batch.py`, as in Metis, USENIX ATC 2024). Of
+these plans the one whose step has the least lower bound is taken.
 
 Example: `dp2` with 12 micro-batches a step, of which rank 1 computes half as fast as rank 0. Six each take as long as
 twelve on rank 0; with shares of 2 to 1, eight and four, a step takes two thirds of that.
@@ -29,10 +29,10 @@ from muster.spec.plan_name import format_plan_name
 from muster.spec.shares import normalize_shares
 
 LEAST_GAIN = 0.05
-"""Share of a step that another plan must save: ranks that change their plan read all state and are timed anew."""
+"""Least share of a step that another plan must save: ranks that change their plan read all state and are timed anew."""
 
 CHANGE_STEPS = 8.0
-"""Steps in whose time ranks change their plan, about: those that are left must save more."""
+"""Cost of a change of the plan, about, in steps: those that are left must save more."""
 
 _LAYER_PASSES = (Kind.F, Kind.B, Kind.I, Kind.W)
 
@@ -103,10 +103,10 @@ def faster_plan(
     config: RunConfig, plan: Plan, usual_plan: Plan, measured: MeasuredPasses, fits: Callable[[Plan], bool]
 ) -> FasterPlan | None:
     """Return the fastest plan with other layers on its stages, other shares of the batch, or both; where no rank is
-    slow, the usual plan, which there is for as many ranks. None where that saves less than `LEAST_GAIN`, or where
-    stages have ranks of their own or a pinned order.
+    slow, `usual_plan`. None where that saves less than `LEAST_GAIN`, or where stages have ranks of their own or a
+    pinned order.
 
-    `fits`: returns whether a plan's memory is there.
+    `fits`: returns whether there is memory for a plan.
     """
     if not plan.is_uniform or plan.pinned_schedule is not None:
         return None

@@ -26,7 +26,7 @@ WRONG: frozenset[StragglerKind] = frozenset(("result", "gradient"))
 SLOW_COMPUTE = 1.2
 """Ratio to the other ranks from which passes, or a product of matrices, are slow."""
 SLOW_ON_SHARED_CORES = 2.0
-"""The same of ranks that share cores: how much each gets of them at a moment is chance, and a factor of 1.5."""
+"""The same for ranks that share cores: what each gets of them at a moment is chance, and varies by a factor of 1.5."""
 SLOW_LINK = 1.8
 """The same, for a transfer from rank to rank."""
 SLOW_DISK = 3.0
@@ -34,11 +34,11 @@ SLOW_DISK = 3.0
 SLOW_DATA = 0.1
 """Share of a step that a rank may wait for its samples."""
 LEAST_EXCESS_S = {"compute": 1e-3, "product": 1e-4, "data": 1e-3, "disk": 0.05, "link": 1e-4}
-"""Time by which something must be slower than the others, so that the clock's grain is none."""
+"""Time by which something must be slower than the others, so that the clock's resolution isn't taken for slowness."""
 SPREADS = 4.0
-"""Median distances from the median of all links by which a slow one must be above it."""
+"""Median absolute deviations by which the time of a slow link must be above the median of all links."""
 MOST_OF = 0.6
-"""Share of a row or column whose cells are slow where a sender or receiver is."""
+"""Share of a row's or column's cells above which not the links are slow, but their sender or receiver is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class StragglerDetector:
         self.confirmed: dict[StragglerKey, Straggler] = {}
 
     def update(self, found: Sequence[Straggler]) -> tuple[list[Straggler], list[Straggler]]:
-        """Take what a check has found; return the stragglers that are known since, and those that are none any more."""
+        """Take what a check has found; return the stragglers that it has confirmed, and those that are over."""
         now = {one.key: one for one in found}
         over = [one for key, one in self.confirmed.items() if key not in now and key not in self._before]
         for one in over:

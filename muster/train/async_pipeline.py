@@ -47,7 +47,7 @@ class _StepUnderWay:
 
 
 class AsyncPipeline:
-    """Runs the steps of a trainer whose schedule is asynchronous, segment by segment."""
+    """Steps of a trainer whose schedule is asynchronous, segment by segment."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer

@@ -76,9 +76,10 @@ class RecoveredState(NamedTuple):
 def recover_state(
     world: World, kept: KeptState | None, tensors: Mapping[str, Tensor], num_layers: int, kind: WeightKind
 ) -> RecoveredState | None:
-    """Fill this rank's `tensors`, by stored name, from what the ranks have kept; `kept` is None where that is nothing.
+    """Fill this rank's `tensors`, by stored name, from what the ranks have kept; `kept` is None where this one has kept
+    nothing.
 
-    All ranks call it. None, with the tensors as they were, where a lost stage can't be rebuilt.
+    All ranks call it. Returns None, with the tensors as they were, where a lost stage can't be rebuilt.
     """
     own = None if kept is None else Holding(kept.stage, kept.num_updates, kept.step, kept.grad_norm)
     transfers = plan_transfers(world.plan, world.all_gather_object(own), kind)

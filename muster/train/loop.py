@@ -115,7 +115,7 @@ class TrainingLoop:
         self.stragglers: StragglerMonitor | None = None
         """Comparison of the ranks' times; None without `train.straggler_check_every`, or with one rank."""
         self.replanner: Replanner | None = None
-        """Look for plans around slow ranks; None but on rank 0 under `train.straggler_action` replan."""
+        """Search for plans around slow ranks; None except on rank 0 under `train.straggler_action` replan."""
         self.gradient_check: GradientCheck | None = None
         """Comparison of the ranks' gradients; None without `train.gradient_check_every`."""
         self.stream = StreamHash()

@@ -23,7 +23,7 @@ MakeExecutor = Callable[[Program], Executor]
 
 
 class PathScores:
-    """Runs the plan's forwards over some training samples, one after another on each data-parallel rank.
+    """Forwards of the plan over some training samples, one after another on each data-parallel rank.
 
     As for validation, the instructions are those of a Program of forwards alone, beside the training's; what it
     communicates between islands is one sum of all losses at the end.

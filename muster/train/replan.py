@@ -13,7 +13,7 @@ from muster.train.straggler_monitor import StragglerCheck, StragglerMonitor
 
 
 class Replan(NamedTuple):
-    """Result of a look for a faster plan."""
+    """Result of a search for a faster plan."""
 
     sentences: list[str]
     plan: Plan | None = None
@@ -21,7 +21,7 @@ class Replan(NamedTuple):
 
 
 class Replanner:
-    """Look for a plan around slow ranks, or back to the usual one, after each comparison; on rank 0."""
+    """Search, on rank 0 after each comparison, for a plan around slow ranks, or for the usual one again."""
 
     def __init__(
         self, config: RunConfig, plan: Plan, usual_plan: Plan, monitor: StragglerMonitor, num_changes: int
@@ -31,7 +31,7 @@ class Replanner:
         self._config, self._plan, self._usual_plan = config, plan, usual_plan
         self._monitor, self._num_changes = monitor, num_changes
         self._answered: frozenset[StragglerKey] = frozenset()
-        """Slow ranks because of which the plan is said to stay."""
+        """Slow ranks of which it has been said that the plan stays all the same."""
 
     def after_check(self, check: StragglerCheck, step: int) -> Replan:
         """Return the plan that ranks should change to after a step, or that theirs stays and why."""

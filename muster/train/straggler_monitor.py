@@ -31,9 +31,8 @@ from muster.train.trainer import Trainer
 
 PASSES = frozenset((Kind.F, Kind.B, Kind.I, Kind.W, Kind.S, Kind.T))
 
-
 MOST_DOUBLINGS = 6
-"""Changes of the plan after which the next ones wait no longer."""
+"""Changes of the plan after which the wait before the next one doesn't double any more."""
 
 
 class StragglerCheck(NamedTuple):
@@ -42,7 +41,7 @@ class StragglerCheck(NamedTuple):
     row: dict[str, Any]
     """Row of stragglers.jsonl."""
     sentences: list[str]
-    """New stragglers and former ones, for people."""
+    """Sentences for people, about stragglers that are new and those that are over."""
     new: list[Straggler]
     measured: MeasuredPasses | None = None
     """Times of the ranks' passes; None where they weren't compared."""
@@ -147,9 +146,9 @@ def is_replaceable(one: Straggler, recoveries: Sequence[Mapping[str, Any]]) -> b
 
 
 def comparable_units(plan: Plan, expected_s: list[float], shares_cores: bool) -> list[Comparable]:
-    """Return the units of ranks whose passes wait for one another, in groups whose times can be compared: all where
-    each rank computes alone, else those of one stage, since stages work at different moments; what is much slower than
-    any other, is slow all the same."""
+    """Return the units of ranks whose passes wait for one another, in groups whose times can be compared: all units,
+    or, where ranks share cores, those of one stage, since stages work at different moments. What is much slower than
+    the units of all stages is slow all the same."""
     units: dict[tuple[int, ...], list[int]] = {}
     for rank in range(plan.world_size):
         at = coordinates_of(plan, rank)

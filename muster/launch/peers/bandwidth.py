@@ -10,7 +10,7 @@ from muster.launch.peers.channel import Channel, RefusedError, connect
 
 Address = tuple[str, int]
 _MOST_BYTES, _MOST_S = 4 << 20, 0.5
-"""Most that a measurement sends, and the time after which it ends before."""
+"""Most bytes that a measurement sends, and the time after which it ends even if they haven't all arrived."""
 _PART_BYTES = 16 << 10
 _TIMEOUT_S = 5.0
 """Time without an answer after which a measurement has failed."""

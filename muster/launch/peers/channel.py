@@ -30,7 +30,7 @@ Message = dict[str, Any]
 
 
 class RefusedError(MusterError):
-    """The other end of a connection isn't let in, or sends what no peer sends."""
+    """Refusal of a connection, whose other end isn't let in or sends what no peer sends."""
 
 
 class Frame(NamedTuple):

@@ -24,7 +24,7 @@ _FETCH_PAUSE_S = 0.2
 
 
 class Stopped(Exception):
-    """The peer was asked to stop while it waited for the others."""
+    """Request to stop, which came while the peer waited for the others."""
 
 
 class SharedState(Protocol):

@@ -26,11 +26,11 @@ class _Connected:
     address: tuple[str, int]
     """Address at which it listens for other peers."""
     told: tuple[PeerState, Message] | None = None
-    """Last order, with the peer's state then."""
+    """Last order that it got, with its state at that time."""
 
 
 class Coordinator:
-    """Serves the peers of one run, from threads of its own, until `close`."""
+    """Server of the peers of one run, in threads of its own, until `close`."""
 
     def __init__(
         self, listener: socket.socket, secret: bytes, settings: Settings, log: Callable[[str], None] = print
@@ -115,7 +115,7 @@ class Coordinator:
         return name
 
     def _begin_run(self, run_settings: dict[str, object]) -> None:
-        """Serve the run of the first peer that is there; nothing is known of another one from before."""
+        """Serve the run of the first peer that is there, and forget another one from before."""
         if self._run_settings and run_settings != self._run_settings:
             self._log("a peer of another run than the one before is there, and no other: this run is served now")
             self.membership = Membership(self.settings, time.monotonic(), int(time.time() * 1000))

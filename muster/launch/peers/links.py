@@ -19,7 +19,7 @@ LINK_TIMEOUT_S = 10.0
 
 
 class LinkError(OSError):
-    """A link of a ring has failed."""
+    """Failure of a link of a ring."""
 
     def __init__(self, neighbour: str, reason: object) -> None:
         super().__init__(str(reason))
@@ -130,7 +130,7 @@ def receive_parts(channel: Channel, count: int, check: Callable[[Frame], None] =
 
 
 class PeerListener:
-    """Takes connections from other peers: links of rings, their measurements, and requests for the shared state."""
+    """Listener for other peers: links of rings, their measurements, and requests for the shared state."""
 
     def __init__(
         self, listener: socket.socket, secret: bytes, snapshot: Callable[[], bytes], log: Callable[[str], None]

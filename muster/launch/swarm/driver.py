@@ -56,7 +56,7 @@ class RingSum:
 
 @dataclass(frozen=True)
 class PassTime:
-    """When a peer did what, in seconds of the trainer's clock."""
+    """One pass on a peer, with its times in seconds of the trainer's clock."""
 
     peer: int
     done: Pass
@@ -74,7 +74,7 @@ class StepSums:
 
 
 class SwarmDriver:
-    """Serves the peers of one run. All methods are for one thread; those that wait raise Stopped where `is_stopping`
+    """Server of the peers of one run. All methods are for one thread; those that wait raise Stopped where `is_stopping`
     says so while a stage has no peer, and MusterError where the state of a stage is lost."""
 
     def __init__(
