@@ -51,7 +51,7 @@ from tests.train_runs import (
 
 RANK = '''
 """A rank without torch: counts steps in each generation until it may end, or has to die."""
-import contextlib, os, signal, sys, time
+import contextlib, os, signal, sys, threading, time
 from pathlib import Path
 from muster.launch.heartbeat import open_heartbeat
 from muster.launch.launcher_words import LauncherWords, Membership
@@ -62,7 +62,8 @@ words = LauncherWords(Membership(0, place, size) if place >= 0 else None)
 words.listen()
 if place < 0 and (folder / "slow").exists():
     time.sleep(3)
-page = open_heartbeat()
+page, asked = open_heartbeat(), threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: asked.set())
 
 def body():
     while True:
@@ -75,9 +76,12 @@ def body():
             apart.unlink(missing_ok=True)
         if now.generation == 0 or not apart.exists():
             page.generation = now.generation
+            (folder / f"joined-{now.generation}-{rank}").touch()
             page.step += 1
             page.update("data")
         time.sleep(0.002)
+        if asked.is_set() and page.generation == now.generation:
+            return 75
         if (folder / "end").exists():
             return 0
         with contextlib.suppress(FileNotFoundError):
@@ -97,6 +101,19 @@ def body():
 sys.exit(run_guarded(folder, lambda: words.current().rank, body))
 '''
 
+
+HANGING_CALLBACK = """
+import threading
+import muster
+
+@muster.register_callback("hanging")
+class Hanging:
+    def on_step(self, now: muster.CallbackContext) -> None:
+        hangs = now.run_dir / "hangs"
+        if now.rank == 1 and now.step == 4 and not hangs.exists():
+            hangs.touch()
+            threading.Event().wait()
+"""
 
 ONE_SPARE = Elasticity(1)
 
@@ -297,6 +314,22 @@ def test_ranks_that_never_join_again_end_the_job_with_a_sentence(
     assert status.restartable
 
 
+def test_a_job_whose_ranks_never_join_again_stops_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long before they are given up."""
+    monkeypatch.setattr(recovery, "JOIN_TIMEOUT_S", LIMIT_S)
+
+    def stop() -> None:
+        while not all((tmp_path / f"joined-1-{rank}").exists() for rank in (1, 2)):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    status = run_job(tmp_path, iter(["apart-0 killed-1"]))
+    stopping.join()
+    assert (status.code, status.restartable) == (75, False), status
+
+
 def test_words_of_the_launcher() -> None:
     words, called = LauncherWords(Membership(0, 2, 4)), threading.Event()
     assert words.current() == Membership(0, 2, 4)
@@ -388,6 +421,59 @@ def test_only_connections_of_a_world_are_broken() -> None:
     assert last_ones[1].recv(1) == b"", "and what is left after a loss is broken, whether or not the thread has begun"
     for one in (*before, *own, *later, *next_ones, *last_ones):
         one.close()
+
+
+def test_who_waits_on_broken_connections_for_ever_is_told_apart_from_who_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("muster.parallel.connections.STUCK_S", 0.3)
+    has_given_up, may_end = threading.Event(), threading.Event()
+    both = Connections(2)
+
+    def compute() -> None:
+        while not may_end.is_set():
+            sum(range(1000))
+
+    computing = threading.Thread(target=compute)
+    computing.start()
+    breaking = threading.Thread(target=both.break_until_left, args=(has_given_up.set,))
+    breaking.start()
+    assert not has_given_up.wait(1.5)
+    may_end.set()
+    computing.join()
+    assert has_given_up.wait(LIMIT_S), "the others wait, as this thread does"
+    both.leave()
+    breaking.join(LIMIT_S)
+
+
+@pytest.mark.soak
+def test_a_rank_that_cannot_leave_a_generation_is_lost_too(tmp_path: Path) -> None:
+    """gloo doesn't tell those who wait for a message in the midst of which a connection broke. Here a callback waits
+    for ever."""
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    common = ["--preset", "tiny", *QUICK, "--parallel", "dp3-z1-fp64", "--train.steps", "8"]
+    hook = tmp_path / "hook.py"
+    hook.write_text(HANGING_CALLBACK)
+    assert train(*common, "--run", whole).code == 0
+    elastic = [
+        "--train.elastic",
+        "true",
+        "--train.spares",
+        "2",
+        "--train.callbacks",
+        "[hanging]",
+        "--plugins",
+        str(hook),
+    ]
+    with Command(*common, *elastic, "--run", run, output=run) as job:
+        job.wait_for(run / "hangs")
+        os.kill(job.ranks()[2], signal.SIGKILL)
+        ended = job.wait()
+    assert (ended.code, ended.err) == (0, ""), ended.out
+    assert [row["ranks"] for row in recoveries(run)] == [[2], [1]]
+    assert "lost the connection to another rank (it was lost in the midst of a message" in ended.out
+    for ours, theirs in zip(rows_of(run), rows_of(whole), strict=True):
+        assert (ours["step"], ours["train/loss"]) == (theirs["step"], theirs["train/loss"])
 
 
 class Unreachable(dist.Store):

@@ -327,6 +327,10 @@ class ElasticSupervisor(RankSupervisor):
             if (status := rank.status()) is not None and status.generation == self._generation
         }
         if len(joined) < len(self.ranks):
+            if self._stop_time is not None and time.monotonic() - self._stop_time > self._grace_s:
+                self._is_over = True  # ranks that are not together can't finish a step, after which they would stop
+                self.kill()
+                return
             late = [rank for rank in self.running() if rank.rank not in joined]
             if any(rank.status() is None for rank in late):
                 self._last_start = time.time()

@@ -40,7 +40,8 @@ class RankSupervisor:
         self.hang_fault: RankFault | None = None
         self._next_snapshot = 0.0
         self._earlier_oom_kills = oom_kill_count()
-        self._stop_sent = False
+        self._stop_time: float | None = None
+        """Time at which the ranks were asked to stop, on this machine's monotonic clock."""
         self._grace_s = grace_s
         self._deadline: float | None = None
 
@@ -81,8 +82,8 @@ class RankSupervisor:
         for rank in self.running():
             rank.poll()
         self._recover()
-        if self.stop_requested and not self._stop_sent:
-            self._stop_sent = True
+        if self.stop_requested and self._stop_time is None:
+            self._stop_time = time.monotonic()
             for rank in self.running():
                 rank.send_signal(signal.SIGTERM)
         self._take_snapshots()

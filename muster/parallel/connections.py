@@ -6,17 +6,27 @@ raises at once in every call on it, at both ends.
 
 While a group is made, there may be no connection yet: of two ranks one listens until the other connects, and a dead one
 never does. So this process connects to its own listening sockets in the others' stead, and then breaks that connection.
+
+gloo forgets a message that was under way when its connection broke: of a message half sent or half received nobody is
+told, and the call that waits for it only ends with its timeout. Such a rank can't be helped: it has to end.
 """
 
 import os
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 _REPEAT_S = 0.02
 """Time between attempts while connections may still be opened."""
 _CONNECT_TIMEOUT_S = 1.0
+STUCK_S = 3.0
+"""Time without any work by this process's threads, once its connections are broken, after which they wait for ever.
+Time for which the process is stopped doesn't count."""
+_IDLE_SHARE = 0.005
+"""Share of the time that threads without work may compute."""
 _SEQUENCE_NUMBER = struct.Struct("=q")
 """First bytes on a connection of gloo (`sequence_number_t`): which of the listening rank's peers connects, from 0."""
 
@@ -39,14 +49,26 @@ class Connections:
         """Let what is opened from now on belong to others."""
         self._own = frozenset(_open_sockets().values()) - self._before
 
-    def break_until_left(self) -> None:
-        """Break the connections, and those that are still being opened, until `leave` is called."""
+    def break_until_left(self, give_up: Callable[[], None] = lambda: None) -> None:
+        """Break the connections, and those that are still being opened, until `leave` is called.
+
+        Calls `give_up`, again and again, where the other threads do nothing meanwhile: one of them waits for ever.
+        """
+        idle_s, computed_s = 0.0, _computed_s()
         while True:
             with self._breaking:
                 if self._left.is_set():
                     return
                 self._break()
             self._left.wait(_REPEAT_S)
+            before_s, computed_s = computed_s, _computed_s()
+            if before_s is None or computed_s is None or computed_s - before_s >= _IDLE_SHARE * _REPEAT_S:
+                idle_s = 0.0
+            else:
+                idle_s += _REPEAT_S
+            if idle_s > STUCK_S:
+                idle_s = 0.0
+                give_up()
 
     def leave(self, break_first: bool = False) -> None:
         """Say that nobody waits on the connections any more; nothing that is opened afterwards is broken.
@@ -82,6 +104,20 @@ def _open_sockets() -> dict[int, int]:
             if target.startswith("socket:["):
                 found[int(name)] = int(target[len("socket:[") : -1])
     return found
+
+
+def _computed_s() -> float | None:
+    """Return the processor time of all Python threads but this one, in seconds; None where the kernel doesn't tell."""
+    tasks = Path("/proc/self/task")
+    total_ns = 0
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread():
+            try:
+                total_ns += int((tasks / str(thread.native_id) / "schedstat").read_text().split()[0])
+            except OSError:
+                if (tasks / str(thread.native_id)).exists():
+                    return None
+    return total_ns / 1e9
 
 
 def _duplicate(fd: int, inode: int) -> socket.socket:

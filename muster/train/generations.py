@@ -9,7 +9,9 @@ as a rank that was there before.
 import gc
 import json
 import os
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,8 +23,8 @@ from muster.config.yaml_writer import write_atomically
 from muster.data.dataset import SampleStream
 from muster.launch.heartbeat import open_heartbeat
 from muster.launch.launcher_words import WORD_TIMEOUT_S, LauncherWords, Membership
-from muster.launch.rank_errors import says_only_that_a_rank_is_lost
-from muster.launch.rank_process import take_place
+from muster.launch.rank_errors import run_guarded, says_only_that_a_rank_is_lost
+from muster.launch.rank_process import exit_process, take_place
 from muster.parallel.connections import Connections
 from muster.parallel.world import open_world
 from muster.spec.errors import InfeasibleError, MusterError
@@ -90,7 +92,9 @@ class _Rank:
         self._heartbeat.asks_for_next = False
         self._carried.leave_requested = lambda: self._words.has_next(place.generation)
         connections = Connections(place.world_size)
-        self._words.when_next(place.generation, connections.break_until_left)
+        self._words.when_next(
+            place.generation, partial(connections.break_until_left, partial(self._give_up, place.rank))
+        )
         try:
             if (code := self._train_in(place, connections)) is not None:
                 return code
@@ -161,6 +165,17 @@ class _Rank:
             code = self._loop.run()
             self._has_left = code is None
             return code
+
+    def _give_up(self, rank: int) -> None:
+        """End this process, whose threads wait for ever on broken connections, so that it is replaced; a checkpoint is
+        waited for."""
+        if self._heartbeat.phase == "save":
+            return
+
+        def fail() -> NoReturn:
+            raise ConnectionError("it was lost in the midst of a message, of which gloo doesn't tell those who wait")
+
+        exit_process(run_guarded(self._run_dir, lambda: rank, fail))
 
     def _is_followed(self, generation: int, error: Exception) -> bool:
         """Return whether the error only follows from the loss of another rank, or its leaving, after which another
