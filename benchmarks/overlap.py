@@ -32,6 +32,7 @@ from muster.cost.time.batch_slices import slices_s
 from muster.cost.time.expert_parallel import chunked_s
 from muster.cost.time.op_times import OpTimes
 from muster.cost.time.pass_cost import OVERLAP_SLOWDOWN, PassCost
+from muster.cost.time.pass_pairs import Turns as PassTurns
 from muster.cost.time.pass_pairs import pair_s
 from muster.cost.time.sublayer import add_in_chunks
 from muster.layout.update_buckets import update_buckets
@@ -175,28 +176,35 @@ def pass_of_layers(
     turns: Turns | None, seconds: float, backward: bool, model: ModelSpec = MODEL
 ) -> Callable[[Link], float]:
     """Return the run of a stage's forward, or of its backward; its layers' all-reduces take `seconds` a sequence."""
-    module = Decoder(model, range(LAYERS), first=True, last=True)
-    numbered = dict(enumerate(module.blocks()))
-    slow = [weight for layer in numbered.values() for weight in (layer.attn.q.weight, layer.mlp.up.weight)]  # type: ignore[union-attr]
     axis = SlowAxis(None, 2, 0, False)  # type: ignore[arg-type]
-    apply_parallel_linears(module, axis, SlowWeightGrads(slow))  # type: ignore[arg-type]
-    sleep_in_layers(module, 0.0 if backward else FORWARD_S)
+    module = sleeping_decoder(axis, 0.0 if backward else FORWARD_S, model)
 
     def run(link: Link) -> float:
         axis.link, axis.turns, axis.seconds = link, turns if link.overlaps else None, 0.0 if backward else seconds
         run_layers = DominoLayers(turns) if turns is not None and link.overlaps else module.run_layers
         run_layers = module._through_ladder if module.is_ladder else run_layers
-        x_BSD = torch.zeros(SEQUENCES, POSITIONS, model.boundary_size(1), requires_grad=True)
         made: list[Tensor] = []
-
-        def forward() -> None:
-            made.append(run_layers(list(numbered.values()), x_BSD, list(module._constants(x_BSD, numbered))))
-
-        forward_s = timed(forward)
+        forward_s = timed(lambda: made.append(through_layers(module, run_layers, model)))
         axis.seconds = seconds
         return timed(made[0].sum().backward) if backward else forward_s
 
     return run
+
+
+def sleeping_decoder(axis: SlowAxis, forward_s: float, model: ModelSpec = MODEL) -> Decoder:
+    """Return a stage whose sublayers take time, and whose sums go over the axis."""
+    module = Decoder(model, range(LAYERS), first=True, last=True)
+    slow = [weight for layer in module.blocks() for weight in (layer.attn.q.weight, layer.mlp.up.weight)]  # type: ignore[union-attr]
+    apply_parallel_linears(module, axis, SlowWeightGrads(slow))  # type: ignore[arg-type]
+    sleep_in_layers(module, forward_s)
+    return module
+
+
+def through_layers(module: Decoder, run_layers: Callable[..., Tensor], model: ModelSpec = MODEL) -> Tensor:
+    """Return the hidden state behind a stage's layers."""
+    numbered = dict(enumerate(module.blocks()))
+    x_BSD = torch.zeros(SEQUENCES, POSITIONS, model.boundary_size(1), requires_grad=True)
+    return run_layers(list(numbered.values()), x_BSD, list(module._constants(x_BSD, numbered)))
 
 
 def tensor_parallel_cases(ratio: float) -> Iterator[Case]:
@@ -296,6 +304,28 @@ def pair_cases(_: float) -> Iterator[Case]:
         return timed(partial(turns.run, *passes)) if link.overlaps else sum(map(timed, passes))
 
     yield Case("fused pair (DualPipe)", compute_s, messages_s, run, without_slowdown(pair_s(one, other), alone_s))
+
+
+def tp_pair_cases(ratio: float) -> Iterator[Case]:
+    """Yield a forward and a backward of two micro-batches whose all-reduces travel beside each other's compute."""
+    axis, turns, sums = SlowAxis(None, 2, 0, False), Turns(CPU), 2 * LAYERS  # type: ignore[arg-type]
+    stages = sleeping_decoder(axis, FORWARD_S), sleeping_decoder(axis, 0.0)
+    forward_s, backward_s = SEQUENCES * FORWARD_S, SEQUENCES * (INPUT_S + WEIGHT_S)
+    message_s = ratio * (forward_s + backward_s) / 2
+    passes = (
+        PassTurns((*[forward_s] * sums, 0.0), (message_s,) * sums),
+        PassTurns((*[backward_s] * sums, 0.0), (message_s,) * sums, (SEQUENCES * WEIGHT_S,) * sums),
+    )
+    alone = sums * (forward_s + backward_s), 2 * sums * message_s
+
+    def run(link: Link) -> float:
+        axis.link, axis.turns, axis.seconds = link, turns if link.overlaps else None, 0.0
+        backward = through_layers(stages[1], stages[1].run_layers).sum().backward
+        axis.seconds = message_s / SEQUENCES
+        forward = partial(through_layers, stages[0], stages[0].run_layers)
+        return timed(partial(turns.run, forward, backward)) if link.overlaps else timed(forward) + timed(backward)
+
+    yield Case("fused pair, all-reduces", *alone, run, without_slowdown(pair_s(*passes), sum(alone)))
 
 
 class SlowExpertAxis(ExpertAxis):
@@ -429,6 +459,7 @@ MECHANISMS: dict[str, Callable[[float], Iterator[Case]]] = {
     "kraken": kraken_cases,
     "async-tp": ring_cases,
     "pairs": pair_cases,
+    "tp-pairs": tp_pair_cases,
     "experts": expert_cases,
     "z3": gather_cases,
     "step": step_cases,

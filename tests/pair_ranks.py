@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +15,7 @@ from torch import Tensor
 from muster.cost.time.op_times import OpTimes
 from muster.cost.time.pass_pairs import Turns as PassTurns
 from muster.cost.time.pass_pairs import pair_s
-from muster.parallel.axis import ExpertAxis, PendingTensor
+from muster.parallel.axis import ExpertAxis, PendingTensor, TensorAxis
 from muster.parallel.device_clock import HostClock
 from muster.parallel.executor import Executor
 from muster.parallel.p2p import direct_routes
@@ -44,7 +46,33 @@ def hands_over_forward_alone(axis: ExpertAxis, x: Tensor, sent: Sequence[int], r
     return pending.wait()
 
 
+def sums_at_once(axis: TensorAxis, x: Tensor, *op: Any) -> PendingTensor:
+    """Sown bug: the other pass has its turn after a sum over the ranks, not beside it."""
+    pending = SUM(axis, x, *op)
+    y = replace(pending, turns=None).wait()
+    return PendingTensor([], lambda: y, axis.turns)
+
+
+def sums_hand_over_forward_alone(axis: TensorAxis, x: Tensor, *op: Any) -> PendingTensor:
+    """Sown bug: a backward keeps its turn while its sums travel."""
+    pending = SUM(axis, x, *op)
+    return pending if axis.turns is None or axis.turns._running == 0 else replace(pending, turns=None)
+
+
+def loses_sums(axis: TensorAxis, x: Tensor, *op: Any) -> PendingTensor:
+    """Sown bug: what a pass of a pair would sum over the ranks stays that of the rank itself."""
+    in_pair = axis.turns is not None and axis.turns._running is not None
+    return PendingTensor([], lambda: x, axis.turns) if in_pair else SUM(axis, x, *op)
+
+
+SUM = TensorAxis.all_reduce
 FAULTS = {"waits at once": waits_at_once, "forwards alone hand over": hands_over_forward_alone}
+TP_FAULTS = {
+    "sums at once": sums_at_once,
+    "sums hand over in forwards alone": sums_hand_over_forward_alone,
+    "loses sums": loses_sums,
+}
+"""Sown bugs of pairs whose passes hide tensor-parallel collectives."""
 
 
 def run_pairs(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]) -> list[dict[str, Any]]:
@@ -61,11 +89,24 @@ def run_pairs(rank: int, world_size: int, store: dist.Store, payload: dict[str, 
             patch.object(
                 ExpertAxis, "exchange", log.watched_exchange(FAULTS.get(case.get("fault"), ExpertAxis.exchange))
             ),
+            patch.object(TensorAxis, "all_reduce", log.watched_sum(TP_FAULTS.get(case.get("fault"), SUM))),
         ):
             own = {key: value for key, value in case.items() if key != "fault"}
             result = run_cases(rank, world_size, dist.PrefixStore(str(case), store), payload | {"cases": [own]})[0]
         found.append(result | {"pairs": log.pairs})
     return found
+
+
+class _NotedWork(dist.Work):
+    """Communication under way that tells when it is waited for."""
+
+    def __init__(self, work: dist.Work | None, note: Callable[[], None]) -> None:
+        super().__init__()
+        self._work, self._tell = work, note
+
+    def wait(self, *_: Any) -> bool:
+        self._tell()
+        return self._work is None or self._work.wait()
 
 
 class PairLog:
@@ -120,6 +161,21 @@ class PairLog:
                 return pending.wait()
 
             return PendingTensor([], arrived)
+
+        return watched
+
+    def watched_sum(self, original: Callable[..., PendingTensor]) -> Callable[..., PendingTensor]:
+        """Sums over tensor-parallel ranks, which count where a rank's passes take turns for them."""
+
+        def watched(axis: TensorAxis, *arguments: Any) -> PendingTensor:
+            own = None if axis.turns is None else axis.turns._running
+            self._note("start", own)
+            pending = original(axis, *arguments)
+            if not pending.works:  # a bug has waited
+                self._note("wait", own)
+            return replace(
+                pending, works=[_NotedWork(work, partial(self._note, "wait", own)) for work in pending.works]
+            )
 
         return watched
 

@@ -104,5 +104,5 @@ def test_the_planner_takes_an_overlap_that_it_may_where_it_pays() -> None:
     plain, either = (best_plans("llama3-8b", "8xa100", **asked, allow=allow) for allow in ("", "domino"))
     assert [found.best.default_strategy.tp_overlap for found in (plain, either)] == ["none", "domino"]
     assert either.predictions[0].step_time_s < 0.97 * plain.predictions[0].step_time_s
-    with pytest.raises(ConfigError, match="asynctp or domino"):
+    with pytest.raises(ConfigError, match="asynctp, domino or tppairs"):
         best_plans("llama3-8b", "8xa100", allow="dominos")

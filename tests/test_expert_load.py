@@ -182,7 +182,7 @@ def test_hidden_states_travel_in_8_bits_or_as_centroids_only_where_that_is_allow
     asked: dict[str, Any] = {"global_batch": 64, "top": 1}
     with pytest.raises(
         ConfigError,
-        match="eplsh or islands, which change losses, or asynctp or domino; did you mean 'epfp8'",
+        match="eplsh or islands, which change losses, or asynctp, domino or tppairs; did you mean 'epfp8'",
     ):
         plan("mixtral-8x7b", "64xh100", allow="epfp", **asked)
     with pytest.raises(ConfigError, match="has no experts"):

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from muster.api.verbs import plan as best_plans
 from muster.config.cluster_files import load_cluster
 from muster.config.named_model import load_model
 from muster.cost.time.op_times import OpTimes
 from muster.cost.time.pass_cost import OVERLAP_SLOWDOWN
-from muster.cost.time.pass_pairs import RowExchange, Turns, order_of_turns, pair_s, turns_of_pass
+from muster.cost.time.pass_pairs import Turn, Turns, order_of_turns, pair_s, turns_of_pass, turns_of_rows
 from muster.cost.time.plan_times import place_plan
 from muster.cost.time.stage_times import stage_times
 from muster.parallel import turns as parallel_turns
@@ -22,7 +23,8 @@ from muster.parallel.device_clock import join_turns
 from muster.planner.bounds.pass_times import pass_times_of_placed
 from muster.planner.bounds.step_bound import step_bound_s
 from muster.planner.dispatch_choice import dispatch_fields
-from muster.planner.request import PlanRequest
+from muster.planner.request import PlanRequest, with_overlap_word
+from muster.planner.space import is_tried_late, schedule_options
 from muster.schedule.action import parse_action
 from muster.schedule.check import check
 from muster.schedule.lower import LoweringOptions, lower
@@ -38,6 +40,7 @@ from muster.simulate.timeline import Event
 from muster.spec.pass_pairs import pairs_passes
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
+from muster.spec.supported import unsupported_features
 from muster.spec.workload import Workload
 from tests.parity import config_of
 from tests.ranks import run_ranks
@@ -164,13 +167,21 @@ def test_a_pair_takes_the_longer_of_what_overlaps() -> None:
     one, other = Turns((1.0, 1.0), (2.0,)), Turns((2.0, 2.0), (2.0,))
     assert pair_s(one, other) == pytest.approx(7 + OVERLAP_SLOWDOWN * 3)
     assert pair_s(Turns((3.0,)), Turns((2.0,))) == 5.0  # nothing to hide
-    rows = RowExchange((0.5, 0.5), experts_s=1.0)
-    assert turns_of_pass(7.0, [(2.0, RowExchange()), (3.0, rows)], is_backward=False) == Turns(
-        (4.8, 1.2, 0.0), (0.5, 0.5)
-    )
-    assert turns_of_pass(7.0, [(3.0, rows), (2.0, RowExchange())], is_backward=True) == Turns(
-        (0.0, 1.2, 4.8), (0.5, 0.5)
-    )
+    rows = turns_of_rows((0.5, 0.5), experts_s=1.0)
+    exchanged = (0.5, 0.5), (0.0, 0.0)
+    assert turns_of_pass(7.0, [(2.0, ()), (3.0, rows)], is_backward=False) == Turns((4.8, 1.2, 0.0), *exchanged)
+    assert turns_of_pass(7.0, [(3.0, rows), (2.0, ())], is_backward=True) == Turns((0.0, 1.2, 4.8), *exchanged)
+
+
+def test_a_collective_beside_its_own_pass_adds_what_is_left_of_it() -> None:
+    """Gradients of weights hide 1 s of a sum of 2 s in a pass by itself; in a pair it begins as much earlier."""
+    sums = Turn(2.0, 2.0, beside_s=1.0)
+    assert sums.exposed_s == pytest.approx(1 + OVERLAP_SLOWDOWN)
+    alone_s = 2 + sums.exposed_s
+    backward = turns_of_pass(alone_s, [(2.0, [sums])], is_backward=True)
+    assert backward == Turns((2.0, 0.0), (2.0,), (1.0,))
+    assert pair_s(Turns((0.0,)), backward) == pytest.approx(alone_s)
+    assert pair_s(Turns((0.5, 0.5), (0.25,)), backward) == pytest.approx(3.5 + OVERLAP_SLOWDOWN * 1.75)
 
 
 def test_the_turns_of_a_pass_are_one_event() -> None:
@@ -188,7 +199,12 @@ CASES: list[dict[str, Any]] = [
     {"plan": "dp2-pp2v2-ep2-sdualpipev-relem", "family": "grouped"},
     {"plan": "dp2-pp2v2-ep2-sdualpipev-z2", "family": "experts", "fault": "waits at once"},
     {"plan": "dp2-pp2v2-ep2-sdualpipev-z2", "family": "experts", "fault": "forwards alone hand over"},
+    {"plan": "tp2-tppairs-pp2v2-sdualpipe", "family": "llama", "profile": True},
+    {"plan": "tp2-tppairs-pp2v2-sdualpipev", "family": "llama", "fault": "sums at once"},
+    {"plan": "tp2-tppairs-pp2v2-sdualpipev", "family": "llama", "fault": "loses sums"},
 ]
+OTHER_ORDERS = "forwards alone hand over", "sums hand over in forwards alone"
+"""Bugs by which turns come in another order than is predicted."""
 MORE: list[dict[str, Any]] = [
     {"plan": "tp2-sp-pp2v2-ep2-sdualpipev", "family": "experts"},
     {"plan": "tp2-pp2v2-ep2-sdualpipe", "family": "balanced"},
@@ -199,11 +215,27 @@ MORE: list[dict[str, Any]] = [
     {"plan": "dp2-pp2v2-ep2-sdualpipev-rfull", "family": "experts", "pairs": False},
     {"plan": "dp2-pp2v2-ep2-epover2-sdualpipe", "family": "grouped", "pairs": False},
     {"plan": "dp2-pp2v2-sdualpipev", "family": "llama", "pairs": False},
+    {"plan": "tp2-pp2v2-sdualpipev", "family": "llama", "pairs": False},
+    {"plan": "tp2-tppairs-pp2v2-sdualpipev", "family": "llama", "fault": "sums hand over in forwards alone"},
+    {"plan": "tp2-tppairs-pp2v2-sdualpipev-relem", "family": "gpt2", "tied": True},
+    {"plan": "tp2-tppairs-pp2v2-sdualpipev-rfull", "family": "gemma2", "packing": "document_mask"},
+    {"plan": "tp2-tppairs-pp2v2-sdualpipe-rfull", "family": "llama", "profile": True},
+    {"plan": "tp2-tppairs-pp2v2-sdualpipev", "family": "gpt_neox"},
+    {"plan": "tp2-tppairs-pp2v2-sdualpipe", "family": "olmo2"},
+    {"plan": "tp2-tppairs-pp2v2-sdualpipev", "family": "latent"},
+    {"plan": "tp2-tppairs-pp2v2-sdualpipev", "family": "dropout"},
+    {"plan": "tp2-tppairs-pp2v2-sdualpipe", "family": "qwen3", "tied": True},
 ]
 MORE_ON_8: list[dict[str, Any]] = [
     {"plan": "dp2-tp2-pp2v2-ep4h-sdualpipev", "family": "experts"},
     {"plan": "tp2-sp-pp4v2-ep2-sdualpipe", "family": "grouped", "layers": 8},
     {"plan": "dp2-cp2-pp2v2-ep4-sdualpipe", "family": "experts"},
+    {"plan": "tp2-tppairs-pp4v2-sdualpipe", "family": "llama", "layers": 8},
+    {"plan": "tp4-tppairs-pp2v2-sdualpipev", "family": "llama"},
+    {"plan": "tp2-tppairs-dp2-pp2v2-z3-sdualpipev", "family": "gpt2"},
+    {"plan": "tp2-tppairs-dp2-pp2v2-z2-sdualpipe-relem", "family": "llama"},
+    {"plan": "tp2-tppairs-dp2-pp2v2-z1-sdualpipe", "family": "llama", "tied": True, "overlaps": True},
+    {"plan": "tp2-tppairs-cp2-pp2v2-sdualpipev", "family": "llama"},
 ]
 
 
@@ -226,13 +258,14 @@ def check_cases(ranks: int, cases: list[dict[str, Any]], tmp_path: Path) -> None
     results = run_ranks(ranks, "tests.pair_ranks:run_pairs", payload)
     for case, found in zip(cases, zip(*results, strict=True), strict=True):
         if not case.get("inexact"):
-            assert max(max(one["loss_error"], one["gradient_error"]) for one in found) < 1e-10, case
+            error = max(max(one["loss_error"], one["gradient_error"]) for one in found)
+            assert (error < 1e-10) == (case.get("fault") != "loses sums"), case
         assert not any(one["untimed"] for one in found), case
         pairs = [pair for one in found for pair in one["pairs"]]
         assert bool(pairs) == case.get("pairs", True), case
         assert all(is_beside(log) for _, _, log in pairs) != ("fault" in case), case
         as_predicted = all(order_in(log) == predicted_order(case, *ends) for *ends, log in pairs)
-        assert as_predicted != (case.get("fault") == "forwards alone hand over"), case
+        assert as_predicted != (case.get("fault") in OTHER_ORDERS), case
 
 
 def is_beside(log: list[tuple[str, int]]) -> bool:
@@ -288,6 +321,52 @@ def test_what_stands_against_pairs_is_told_by_plan_and_model() -> None:
         ("dp2-pp2v2-ep2-rfull-sdualpipe", experts),
     ):
         assert not pairs_passes(parse_plan_name(plan), model), plan
+
+
+def test_what_stands_against_pairs_that_hide_collectives_is_said() -> None:
+    plan = parse_plan_name("tp2-tppairs-pp2v2-sdualpipev")
+    experts, dense, mtp = (config_of(family=family).model for family in ("experts", "llama", "llama mtp"))
+    ladder = dense.model_copy(update={"residual": "ladder"})
+    assert pairs_passes(plan, dense)
+    assert not unsupported_features(plan, dense)
+    for model, sentence in (
+        (experts, "tp_overlap pairs with experts (in whose pairs rows travel"),
+        (mtp, "tp_overlap pairs with multi-token prediction"),
+        (ladder, "tp_overlap pairs of a model with residual ladder"),
+    ):
+        assert any(found.startswith(sentence) for found in unsupported_features(plan, model)), sentence
+
+
+@pytest.mark.parametrize("name", ["dp2-tp8-tppairs-pp4v2-mb1-z1-sdualpipev", "tp8-tppairs-pp8v2-mb1-rfull-sdualpipe"])
+def test_bounds_of_the_planner_hold_for_collectives_that_pairs_hide(name: str) -> None:
+    model, plan, cluster = load_model("llama3-70b"), parse_plan_name(name), load_cluster("64xh100")
+    workload = Workload(seq_len=4096, global_batch_size=128)
+    found = predict(model, plan, workload, cluster)
+    apart = predict(model, plan, workload, cluster, times=replace(found.times, pairs_s={}))
+    assert found.step_time_s < 0.97 * apart.step_time_s
+    assert 0 < found.parts.communication_s["tp"] < 0.5 * apart.parts.communication_s["tp"]
+    assert found.parts.compute_s == pytest.approx(apart.parts.compute_s)
+    times = pass_times_of_placed(place_plan(model, plan, workload, cluster))
+    count = plan.num_micro_batches(workload)
+    assert step_bound_s(plan, times, [count // plan.pipeline_replicas] * plan.pipeline_replicas) <= found.step_time_s
+
+
+def test_the_planner_searches_pairs_of_collectives_where_schedules_have_them() -> None:
+    model, cluster = load_model("llama3-70b"), load_cluster("64xh100")
+    request = PlanRequest(model, cluster, Workload(seq_len=4096, global_batch_size=128))
+    paired = with_overlap_word(request, "tppairs")
+    assert (request.shards_positions(8, 1), paired.shards_positions(8, 1)) == (True, False)
+    assert {name for name, _ in schedule_options(paired, 4)} == set(NAMES)
+    assert not schedule_options(paired, 1)
+    assert (is_tried_late(request, "dualpipe"), is_tried_late(paired, "dualpipe")) == (True, False)
+
+
+@pytest.mark.soak
+def test_the_planner_takes_pairs_of_collectives_where_they_pay() -> None:
+    asked: dict[str, Any] = {"global_batch": 128, "require": "tp8-pp4v2-mb1", "top": 1}
+    plain, either = (best_plans("llama3-70b", "64xh100", **asked, allow=allow) for allow in ("", "tppairs"))
+    assert [found.best.default_strategy.tp_overlap for found in (plain, either)] == ["none", "pairs"]
+    assert either.predictions[0].step_time_s < 0.97 * plain.predictions[0].step_time_s
 
 
 ACROSS_NODES = ("dp16-pp4v2-ep16-mb1-z1-sdualpipe", "dp16-pp4v2-ep16-mb1-z1-sdualpipev")

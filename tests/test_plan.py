@@ -429,9 +429,11 @@ def test_chunked_overlap_wants_sp():
     [
         ("tp2-domino-mb1", "cuts the sequences of a micro-batch into two slices, but a micro-batch of stage 0 has 1"),
         ("dp2-domino-mb2", "tp_overlap domino hides collectives of the tp ranks, but tp is 1"),
+        ("tp2-tppairs-mb1", "which schedule 1f1b has nowhere: take dualpipe or dualpipe-v, or leave pairs out"),
+        ("pp2v2-tppairs-sdualpipev-mb1", "tp_overlap pairs hides collectives of the tp ranks, but tp is 1"),
     ],
 )
-def test_domino_wants_two_sequences_and_tp(name, sentence):
+def test_what_overlaps_of_tp_collectives_want_is_said(name, sentence):
     plan = parse_plan_name(name)
     (found,) = plan_violations(plan, MODEL, WORKLOAD, 2)
     assert sentence in found
@@ -439,7 +441,7 @@ def test_domino_wants_two_sequences_and_tp(name, sentence):
 
 
 def test_words_of_overlapped_collectives_are_in_names():
-    for name in ("tp2-sp-asynctp-mb1-bf16", "tp2-domino-mb2-bf16", "tp4-sp-domino-mb4-z1-bf16"):
+    for name in ("tp2-sp-asynctp-mb1-bf16", "tp2-domino-mb2-bf16", "tp4-sp-domino-mb4-z1-bf16", "tp2-tppairs-mb1-bf16"):
         assert format_plan_name(parse_plan_name(name)) == name
 
 
@@ -493,6 +495,11 @@ def test_a_plan_without_problems_covers_ranks_batch_and_layers(plan, world_size)
         (Plan(pp=2, schedule="zb-h1", compile=True), "compile with a schedule whose backward is split"),
         (Plan(precision="fp8", tp=2), "fp8 with tensor parallelism"),
         (parse_plan_name("tp2-domino-mb2-oact"), "tp_overlap domino with offload of activations or parameters"),
+        (
+            parse_plan_name("tp2-sp-tppairs-pp2v2-sdualpipev"),
+            "tp_overlap pairs with sp (the norms before its all-gathers",
+        ),
+        (parse_plan_name("tp2-tppairs-pp2v2-sdualpipev-vocab"), "tp_overlap pairs with vocab_parallel"),
         (Plan(default_strategy=LayerStrategy(recompute="core_attention")), "recompute of attention alone"),
         (Plan(default_strategy=LayerStrategy(attention="unfused")), "unfused attention"),
         (

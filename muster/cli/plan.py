@@ -102,7 +102,7 @@ def _refusal(args: argparse.Namespace, answer: "PlanAnswer") -> InfeasibleError 
 
 _ALLOW_HELP = (
     "name parts that plans may have though they change losses: epfp8, epint8, eplsh, islands; or though no GPU has run"
-    " them: asynctp, domino; repeatable"
+    " them: asynctp, domino, tppairs; repeatable"
 )
 
 

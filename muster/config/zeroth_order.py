@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 from muster.config.optimizer_state import is_zeroth_order
 from muster.config.run_config import RunConfig
-from muster.spec.domino_rules import has_domino
 from muster.spec.errors import InfeasibleError
+from muster.spec.pass_pairs import has_tp_pairs
 from muster.spec.plan import Plan
+from muster.spec.tp_overlap_rules import has_domino
 
 
 def _keeps_activations(plan: Plan) -> bool:
@@ -34,6 +35,7 @@ _PLANS: tuple[tuple[Callable[[Plan], bool], str, str], ...] = (
     (lambda plan: plan.sequence_slices > 1, "no parity test with sequence_slices yet", "leave slice out of the plan"),
     (lambda plan: plan.sequence_tiles > 1, "no backward that tiles would make smaller", "leave tile out of the plan"),
     (has_domino, "no backward whose slices take turns", "leave domino out of the plan"),
+    (has_tp_pairs, "no backward that takes turns with a forward", "leave tppairs out of the plan"),
     (lambda plan: plan.precision == "fp8", "no parity test in fp8 yet", "take bf16"),
     (lambda plan: not plan.is_uniform, "no parity test with unequal stages yet", "give all stages one mesh"),
 )

@@ -219,8 +219,10 @@ class TensorAxis:
     overlap: TpOverlap = "none"
     """Overlap of all-gathers before and reduce-scatters after a linear layer with its matmuls (async TP)."""
     turns: Turns | None = None
-    """Turns of two slices of a micro-batch, each of which computes while the other waits (`muster.parallel.domino`);
-    None where micro-batches aren't sliced so."""
+    """Turns of two slices of a micro-batch, or of the two passes of a pair, each of which computes while the other one
+    waits; None where a pass waits for its own collectives."""
+    has_slices: bool = False
+    """Micro-batches are computed in two slices (`muster.parallel.domino`)."""
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> PendingTensor:
         """Start an in-place all-reduce."""

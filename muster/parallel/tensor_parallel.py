@@ -498,7 +498,8 @@ def apply_parallel_linears(
         sum_before = module.router_state.sum_counts
         module.router_state.sum_counts = lambda counts_BE: axis.all_reduce(sum_before(counts_BE)).wait()
     module.project_logits = partial(vocab_parallel_logits, axis, weight_grads)  # type: ignore[assignment]
-    if axis is not None and axis.turns is not None:
+    if axis is not None and axis.has_slices:
+        assert axis.turns is not None, "slices take turns"
         module.run_layers = DominoLayers(axis.turns)  # type: ignore[assignment]
 
 

@@ -57,8 +57,8 @@ class World:
             return None
         group = self.groups.by_axis["tp"]
         overlap = overlap_of(group, self.device) if strategy.tp_overlap == "async_tp" else "none"
-        turns = self.turns if strategy.tp_overlap == "domino" else None
-        return TensorAxis(group, size, self.at.tp, strategy.sp, overlap, turns)
+        turns = self.turns if strategy.tp_overlap in ("domino", "pairs") else None
+        return TensorAxis(group, size, self.at.tp, strategy.sp, overlap, turns, strategy.tp_overlap == "domino")
 
     def context_axis(self) -> ContextAxis | None:
         """Return the context-parallel ranks of this one; None where a rank has whole sequences."""

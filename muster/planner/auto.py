@@ -38,7 +38,6 @@ from muster.plugins.registry import get_component
 from muster.spec.cluster import ClusterSpec
 from muster.spec.cuda_graphs import require_static_shapes
 from muster.spec.device_update_rules import updates_fetched_state
-from muster.spec.domino_rules import has_domino
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.legality import required_world_size
@@ -50,6 +49,7 @@ from muster.spec.plugin_model import plugin_model
 from muster.spec.schedules import DEFAULT_SCHEDULE
 from muster.spec.skip_rules import NO_SKIPS
 from muster.spec.supported import require_supported_model
+from muster.spec.tp_overlap_rules import has_domino
 from muster.spec.units import alternatives, pluralize
 
 SEARCH_EFFORT = 4.0

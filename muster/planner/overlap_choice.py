@@ -26,6 +26,5 @@ def choose_tp_overlap(request: PlanRequest, budget: SearchBudget) -> PlanRequest
         gain = f"{format_fraction(before / value - 1)} more without" if before and value else "no plan fits without"
     else:
         gain = f"none is more than {request.tolerance:.0%} better" if request.tolerance else "none is better"
-    allowed = " and ".join(request.allowed_overlap_words)
-    line = f"{allowed} allowed, {words[chosen] or 'neither'} taken: {gain}"
+    line = f"{' and '.join(request.allowed_overlap_words)} allowed, {words[chosen] or 'none'} taken: {gain}"
     return replace(evaluators[chosen].request, derived_lines=(*request.derived_lines, line))

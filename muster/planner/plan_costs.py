@@ -68,26 +68,26 @@ class PlanCosts:
         plan = make_plan(self.request, MeshShape(1, 1, 1, 1, 1, 1), (1, 1, "z1"))
         return self.placed(plan).cache.layers_are_alike and not self.request.base.overrides
 
-    def layer_times(self, shape: MeshShape, hides_rows: bool = False) -> LayerTimes:
-        """Return the times of one layer and of the whole model for a micro-batch; with `hides_rows` without the
-        exchanges with experts that a pair of passes hides at most.
+    def layer_times(self, shape: MeshShape, in_pairs: bool = False) -> LayerTimes:
+        """Return the times of one layer and of the whole model for a micro-batch; with `in_pairs` without what a
+        pair of passes hides at most.
 
         They depend on neither data nor pipeline parallelism: a plan of one stage serves many shapes, and the difference
         to a model with one layer fewer is one layer.
         """
-        key = shape.tp, shape.cp, shape.ep, shape.micro_batch_size, shape.copies, hides_rows
+        key = shape.tp, shape.cp, shape.ep, shape.micro_batch_size, shape.copies, in_pairs
         if key not in self._layer_times:
             request = self.request
             etp = expert_slices(request, shape.tp, shape.ep)
             data = lcm(shape.ep * etp, shape.tp * shape.cp) // (shape.tp * shape.cp)
             single_stage = replace(shape, data=data, pp=1)
             plan = make_plan(request, single_stage, (1, data, "z1"), recompute=recompute_modes(request)[0])
-            if hides_rows:  # the dispatcher of plans whose schedule has pairs
+            if in_pairs:  # the dispatcher of plans whose schedule has pairs
                 own = shape.tp, shape.cp, shape.ep, plan.default_strategy.sp, shape.copies
                 plan = plan.model_copy(update=dispatch_fields(request, *own, schedule="dualpipe"))
-            forward_s, backward_s = self._first_stage_s(plan, hides_rows)
+            forward_s, backward_s = self._first_stage_s(plan, in_pairs)
             fewer = self._one_layer_fewer if request.model.num_layers > 1 else None
-            shorter_s = (0.0, 0.0) if fewer is None else fewer._first_stage_s(plan, hides_rows)
+            shorter_s = (0.0, 0.0) if fewer is None else fewer._first_stage_s(plan, in_pairs)
             self._layer_times[key] = LayerTimes(
                 forward_s - shorter_s[0], backward_s - shorter_s[1], forward_s, backward_s
             )
@@ -100,10 +100,10 @@ class PlanCosts:
         shorter = model.model_copy(update={"num_layers": max(1, model.num_layers - 1)})
         return PlanCosts(replace(self.request, model=shorter))
 
-    def _first_stage_s(self, plan: Plan, hides_rows: bool) -> tuple[float, float]:
+    def _first_stage_s(self, plan: Plan, in_pairs: bool) -> tuple[float, float]:
         """Return the seconds of the first stage's forward and backward."""
         times = self.pass_times(plan)
-        hidden_s = example_stage_times(self.placed(plan))[0].rows_s if hides_rows else (0.0, 0.0)
+        hidden_s = example_stage_times(self.placed(plan))[0].hidden_s if in_pairs else (0.0, 0.0)
         return float(times.forward_s[0]) - hidden_s[0], float(times.backward_s[0]) - hidden_s[1]
 
     def program(self, plan: Plan) -> Program:

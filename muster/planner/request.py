@@ -23,12 +23,14 @@ from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import MUSTER
 from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.model import ModelSpec
+from muster.spec.pass_pairs import has_tp_pairs
 from muster.spec.plan import PRECISIONS, Plan, Precision
 from muster.spec.plan_name import TP_OVERLAPS, parse_name_parts
 from muster.spec.routing_load import RoutingLoad
 from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from muster.spec.suggest import did_you_mean
 from muster.spec.supported import unsupported_parts
+from muster.spec.units import alternatives
 from muster.spec.workload import Workload
 
 Objective = Literal["time", "cost", "energy", "memory"]
@@ -116,9 +118,10 @@ class PlanRequest:
 
     def shards_positions(self, tp: int, cp: int) -> bool:
         """Return True if plans with these degrees have sequence parallelism: as is fixed, or else wherever tp cuts
-        positions evenly, but for a ladder and sub-layers side by side, which hide their sums without."""
+        positions evenly, but for a ladder, sub-layers side by side and pairs of passes, which hide their sums without.
+        """
         divides = tp > 1 and self.workload.seq_len % (tp * cp) == 0
-        return self.fixed.get("sp", divides and self.model.other_stream is None)
+        return self.fixed.get("sp", divides and self.model.other_stream is None and not has_tp_pairs(self.base))
 
     def admits(self, name: str, value: object) -> bool:
         """Return True if a field may have this value."""
@@ -253,7 +256,7 @@ def with_allowed(request: PlanRequest, name_parts: str) -> PlanRequest:
     for word in words:
         if word not in (*known, *TP_OVERLAPS) and not word.startswith(_CENTROIDS):
             lossy = f"{', '.join(known[:-1])} or {known[-1]}, which change losses"
-            expected = f"expected {lossy}, or {' or '.join(TP_OVERLAPS)}"
+            expected = f"expected {lossy}, or {alternatives([*TP_OVERLAPS])}"
             raise ConfigError(f"--allow {word}: {expected}{did_you_mean(word, (*known, *TP_OVERLAPS))}")
     if overlaps := tuple(word for word in TP_OVERLAPS if word in words):
         request = replace(request, allowed_overlap_words=overlaps)

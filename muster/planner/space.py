@@ -21,6 +21,7 @@ from muster.spec.legality import plan_violations
 from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.mesh_cuts import divisors
 from muster.spec.model import ModelSpec
+from muster.spec.pass_pairs import has_tp_pairs
 from muster.spec.plan import Plan
 from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from muster.spec.supported import unsupported_features
@@ -333,6 +334,8 @@ def schedule_options(request: PlanRequest, pp: int) -> list[tuple[str, int]]:
     schedule of pipelines isn't required of a plan without one, unless a run file's plan has it.
     """
     found = _schedule_options(request, pp)
+    if has_tp_pairs(request.base):
+        found = [option for option in found if SCHEDULES[option[0]].has_pairs]
     if not has_slices(request):
         return found
     return [option for option in found if pp > 1 and SCHEDULES[option[0]].has_slices]
@@ -375,7 +378,7 @@ def _schedule_options(request: PlanRequest, pp: int) -> list[tuple[str, int]]:
 def is_tried_late(request: PlanRequest, schedule: str) -> bool:
     """Return True if a schedule is only tried for the shapes of the best plans."""
     traits = SCHEDULES[schedule].planner
-    if request.fixed.get("schedule") == schedule:
+    if request.fixed.get("schedule") == schedule or has_tp_pairs(request.base):
         return False
     return traits.tried_late or (traits.for_slow_links and not is_heterogeneous(request.island_cluster))
 

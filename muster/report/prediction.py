@@ -27,6 +27,7 @@ _TP_OVERLAP = {
     "symmetric_memory": ("async tp", "chunks are copied out of other GPUs' memory (PyTorch's symmetric memory)"),
     "ladder": ("ladder", "the tensor-parallel sum of each attention and MLP travels beside the next one"),
     "kraken": ("sub-layers", "the tensor-parallel sum of all streams travels beside each layer's attention"),
+    "pairs": ("pairs", "forwards and backwards as one hide each other's tensor-parallel collectives"),
     "domino": ("domino", "two slices of each micro-batch hide each other's tensor-parallel collectives"),
 }
 TableRow = tuple[str, ...]

@@ -38,6 +38,7 @@ from muster.spec.frameworks import MUSTER
 from muster.spec.legality import plan_violations, required_world_size
 from muster.spec.model import ModelSpec
 from muster.spec.nearest_plans import MOST_DEVICES_WITH_NEAREST, nearest_plans
+from muster.spec.pass_pairs import pairs_collectives
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 from muster.spec.supported import not_run_yet
@@ -159,7 +160,7 @@ class Prediction:
     @cached_property
     def parts(self) -> StepParts:
         """Breakdown of the step time."""
-        return _step_parts(self._time_by_part_s, self.program, self.times, self.plan.world_size)
+        return _step_parts(self._time_by_part_s, self.program, self.times, self.plan)
 
     @property
     def bubble_fraction(self) -> float:
@@ -285,9 +286,9 @@ class Prediction:
         return has_backward and compiles(self.plan, self.model, self.cluster.device.kind, self.framework)
 
     @property
-    def tp_overlap(self) -> Literal["ring", "symmetric_memory", "domino", "ladder", "kraken"] | None:
-        """Way of the chunks of asynchronous tensor parallelism on the first stage, or domino, or the model's own way;
-        None without any."""
+    def tp_overlap(self) -> Literal["ring", "symmetric_memory", "domino", "pairs", "ladder", "kraken"] | None:
+        """Way of the chunks of asynchronous tensor parallelism on the first stage, or domino, pairs of passes, or the
+        model's own way; None without any."""
         kind = self.plan.default_strategy.tp_overlap
         if self.model.residual == "ladder" and self.plan.mesh(0).tp > 1:
             return "ladder"
@@ -295,7 +296,7 @@ class Prediction:
             return "kraken"
         if kind == "none" or self.plan.mesh(0).tp == 1:
             return None
-        if kind == "domino":
+        if kind in ("domino", "pairs"):
             return kind
         ranks = [rank_at(self.plan, replace(coordinates_of(self.plan, 0), tp=tp)) for tp in range(self.plan.mesh(0).tp)]
         copies = copies_chunks(self.framework, make_comm_group(self.cluster, ranks))
@@ -471,16 +472,16 @@ def _other_cluster(cluster: ClusterSpec, devices: int) -> str:
     return f"; give a plan for {pluralize(cluster.num_devices, 'device')}, or a cluster of {devices}"
 
 
-def _step_parts(found_s: Mapping[str, float], program: Program, times: OpTimes, world_size: int) -> StepParts:
+def _step_parts(found_s: Mapping[str, float], program: Program, times: OpTimes, plan: Plan) -> StepParts:
     communication_s: defaultdict[str, float] = defaultdict(float)
-    if world_size == 1:  # without other ranks the gradient norm is compute of the optimizer
+    if plan.world_size == 1:  # without other ranks the gradient norm is compute of the optimizer
         norm_s = found_s.get(Kind.GRAD_NORM, 0.0)
         found_s = {**found_s, Kind.GRAD_NORM: 0.0, Kind.STEP: found_s.get(Kind.STEP, 0.0) + norm_s}
     step_s = sum(found_s.get(kind, 0.0) for kind in _STEP_KINDS)
     for kind, time_s in found_s.items():
         if kind in _AXIS_BY_KIND:
             communication_s[_AXIS_BY_KIND[kind]] += time_s
-    within = _exposed_in_passes(program, times)
+    within = _exposed_in_passes(program, times, "tp" if pairs_collectives(plan) else "ep")
     within_s = {key: time_s / program.num_steps for key, time_s in within.items()}
     compute_s = sum(time_s for kind, time_s in found_s.items() if kind not in (*_AXIS_BY_KIND, *_STEP_KINDS, BUBBLE))
     optimizer_s = step_s
@@ -494,9 +495,9 @@ def _step_parts(found_s: Mapping[str, float], program: Program, times: OpTimes, 
     return StepParts(compute_s, shown, found_s.get(BUBBLE, 0.0), optimizer_s, times.data_s)
 
 
-def _exposed_in_passes(program: Program, times: OpTimes) -> dict[tuple[str, str], float]:
+def _exposed_in_passes(program: Program, times: OpTimes, paired_axis: str) -> dict[tuple[str, str], float]:
     """Return (kind, axis) → exposed seconds of communication within passes and the optimizer step, as means over the
-    pipeline ranks."""
+    pipeline ranks. `paired_axis`: axis of what the passes of a pair hide."""
     total_s: defaultdict[tuple[str, str], float] = defaultdict(float)
     if not times.exposed_s and not times.slices:
         return total_s
@@ -506,6 +507,6 @@ def _exposed_in_passes(program: Program, times: OpTimes) -> dict[tuple[str, str]
                 total_s[timed[0], axis] += count * time_s / program.num_ranks
         for _, forward, backward in pairs_of_rank(program, rank):
             hidden = 1 - times.pair_share(forward, backward)
-            for action in (forward, backward):  # what a pair hides are exchanges of experts
-                total_s[action.kind, "ep"] -= hidden * times.duration_s(action) / program.num_ranks
+            for action in (forward, backward):
+                total_s[action.kind, paired_axis] -= hidden * times.duration_s(action) / program.num_ranks
     return total_s

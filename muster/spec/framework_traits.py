@@ -111,7 +111,7 @@ class FrameworkTraits(Frozen):
     """The experts' all-to-alls overlap the passes of another micro-batch (DualPipe)."""
     overlap_pairs: bool = False
     """A forward and a backward that a schedule lets run as one take turns: each computes while the other's rows travel
-    to experts or back (`muster.spec.pass_pairs`)."""
+    to experts or back, or its tensor-parallel collectives (`muster.spec.pass_pairs`)."""
     dispatch_once_per_node: bool = False
     """A token crosses the network once per node that holds experts of it; otherwise once per expert."""
     dispatch_once_per_rank: bool = False

@@ -29,11 +29,12 @@ class LayerStrategy(Frozen):
     micro-batches too; z3: parameters too. Without sharded ranks (dp_shard 1) all three are the same."""
     sp: bool = False
     """Sequence parallelism: between sublayers the sequence is sharded over the tp ranks."""
-    tp_overlap: Literal["none", "async_tp", "domino"] = "none"
+    tp_overlap: Literal["none", "async_tp", "domino", "pairs"] = "none"
     """Overlap of tensor-parallel collectives with compute. none: all-gather, then matmul, and matmul, then all-reduce
     or reduce-scatter; only weight gradients are computed meanwhile. async_tp, under sp: cut into chunks, each
     multiplied while the next one travels. domino: the sequences of a micro-batch are cut into two slices, whose
-    collectives travel beside each other's compute (arXiv:2409.15241)."""
+    collectives travel beside each other's compute (arXiv:2409.15241). pairs: those of a forward and of a backward that
+    a schedule lets run as one do (dualpipe, dualpipe-v)."""
     recompute: Recompute = "none"
     """Part of the layer that the backward computes again."""
     attention: Literal["flash", "unfused"] = "flash"

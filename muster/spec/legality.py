@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from muster.spec.asynchronous_rules import ASYNCHRONOUS_LEGAL_RULES, few_micro_batches
 from muster.spec.context_rules import CONTEXT_RULES
-from muster.spec.domino_rules import DOMINO_LEGAL_RULES
 from muster.spec.errors import InfeasibleError
 from muster.spec.expert_rules import DISPATCHER_RULES
 from muster.spec.gather_rules import GATHER_LEGAL_RULES
@@ -18,6 +17,7 @@ from muster.spec.rules import Rule, broken_rules, in_every_layer, setting
 from muster.spec.schedules import SCHEDULES
 from muster.spec.shard_level_rules import SHARD_LEVEL_LEGAL_RULES
 from muster.spec.skip_rules import SKIP_LEGAL_RULES, pinned_path_faults
+from muster.spec.tp_overlap_rules import TP_OVERLAP_LEGAL_RULES
 from muster.spec.units import alternatives, pluralize
 from muster.spec.workload import MAX_PROGRAM_MICRO_BATCHES, Workload
 
@@ -342,10 +342,10 @@ LEGAL_RULES: tuple[Rule, ...] = (
         lambda plan: any(strategy.tp_overlap == "async_tp" and not strategy.sp for strategy in plan.strategies),
         "tp_overlap async_tp sends chunks of the sequence, which only sp shards: add sp or leave it at none",
         in_every_layer(
-            lambda s: s if s.sp or s.tp_overlap == "domino" else s.model_copy(update={"tp_overlap": "none"})
+            lambda s: s if s.sp or s.tp_overlap != "async_tp" else s.model_copy(update={"tp_overlap": "none"})
         ),
     ),
-    *DOMINO_LEGAL_RULES,
+    *TP_OVERLAP_LEGAL_RULES,
     Rule(
         lambda plan: any(s.sp for s in plan.strategies) and all(mesh.tp == 1 for mesh in plan.distinct_meshes),
         "sp shards sequences over the tp ranks, but tp is 1",

@@ -1,5 +1,6 @@
-"""Pairs of passes: where a forward and a backward of two micro-batches run as one, so that the exchanges of experts of
-each travel beside the other's compute (DeepSeek-V3, arXiv:2412.19437 §3.2.1).
+"""Pairs of passes: where a forward and a backward of two micro-batches run as one, so that what each communicates
+travels beside the other's compute: exchanges of experts (DeepSeek-V3, arXiv:2412.19437 §3.2.1), or tensor-parallel
+collectives, where a plan says so (`tp_overlap: pairs`).
 
 The Program has pairs where `pairs_passes` says so; the simulator and the executor both read them there.
 """
@@ -36,9 +37,19 @@ WITHOUT_PAIRS: tuple[tuple[Callable[[Plan, ModelSpec], bool], str], ...] = (
     ),
     (lambda plan, model: plan.vocab_parallel, "passes over the vocabulary lie between"),
 )
-"""Properties of a plan and a model whose passes run one after another, each with the reason."""
+"""Properties of a plan and a model in which no exchange of experts hides in pairs, each with the reason."""
+
+
+def has_tp_pairs(plan: Plan) -> bool:
+    """Return True if the passes of a pair are to hide each other's tensor-parallel collectives."""
+    return any(strategy.tp_overlap == "pairs" for strategy in plan.strategies)
 
 
 def pairs_passes(plan: Plan, model: ModelSpec) -> bool:
     """Return True if a plan's forwards run as one with the backward after them, where its schedule has such pairs."""
-    return not any(applies(plan, model) for applies, _ in WITHOUT_PAIRS)
+    return pairs_collectives(plan) or not any(applies(plan, model) for applies, _ in WITHOUT_PAIRS)
+
+
+def pairs_collectives(plan: Plan) -> bool:
+    """Return True if it is tensor-parallel collectives that travel beside the other pass of a pair."""
+    return has_tp_pairs(plan) and plan.schedule_entry.has_pairs

@@ -22,7 +22,7 @@ _RECOMPUTE: dict[str, Recompute] = {
     "full": "full",
 }
 _EP_WORDS = {name: kind.word for name, kind in DISPATCHERS.items()}
-TP_OVERLAPS = {"asynctp": "async_tp", "domino": "domino"}
+TP_OVERLAPS = {"asynctp": "async_tp", "domino": "domino", "tppairs": "pairs"}
 """Words of overlapped tensor-parallel collectives."""
 _CP_WORDS = {name: kind.word for name, kind in CONTEXT_KINDS.items()}
 _DEFAULTS = Plan()

@@ -13,7 +13,7 @@ _AGAINST_SP = {
     "ladder": "the all-gather before a sub-layer would queue behind the reduce-scatter that should travel beside it",
     "standard": "each rank has whole streams of all positions",
 }
-_AGAINST_DOMINO = {
+_AGAINST_TURNS = {
     "ladder": "whose collectives travel beside the next sub-layer anyhow",
     "standard": "whose collectives travel beside attention anyhow",
 }
@@ -40,8 +40,9 @@ def _rules(model: ModelSpec, stream: str) -> Iterator[Rule]:
         f"sp of a model with {stream} ({_AGAINST_SP[model.residual]})",
         in_every_layer(lambda strategy: strategy.model_copy(update={"sp": False, "tp_overlap": "none"})),
     )
-    why = _AGAINST_DOMINO[model.residual]
+    why = _AGAINST_TURNS[model.residual]
     yield strategy_rule(lambda own: own.tp_overlap == "domino", "tp_overlap domino", why, tp_overlap="none")
+    yield strategy_rule(lambda own: own.tp_overlap == "pairs", "tp_overlap pairs", why, tp_overlap="none")
     yield strategy_rule(lambda own: own.offload != "none", "offload of activations", _UNTESTED, offload="none")
     yield strategy_rule(
         lambda own: own.offload_param != "none", "offload of parameters", _UNTESTED, offload_param="none"

@@ -7,7 +7,6 @@ from muster.spec.asynchronous_rules import ASYNCHRONOUS_MODEL_RULES, ASYNCHRONOU
 from muster.spec.compilation import AGAINST_COMPILE
 from muster.spec.cuda_graphs import AGAINST_CUDA_GRAPHS, against_cuda_graphs
 from muster.spec.device_update_rules import DEVICE_UPDATE_RULES
-from muster.spec.domino_rules import DOMINO_RULES, domino_rules_of
 from muster.spec.errors import InfeasibleError
 from muster.spec.expert_kinds import DISPATCHERS
 from muster.spec.four_bit_rules import four_bit_rules_of
@@ -22,6 +21,7 @@ from muster.spec.rules import Rule, as_by_default, broken_rules, in_every_layer,
 from muster.spec.shard_level_rules import SHARD_LEVEL_RUNTIME_RULES
 from muster.spec.skip_rules import SKIP_RUNTIME_RULES, skip_rules_of
 from muster.spec.stream_rules import stream_rules_of
+from muster.spec.tp_overlap_rules import TP_OVERLAP_RULES, tp_overlap_rules_of
 
 __all__ = [
     "EXPERT_RULES",
@@ -90,7 +90,7 @@ RUNTIME_RULES: tuple[Rule, ...] = (
     _optimizer_offload_rule(lambda plan: plan.pipeline_replicas > 1, "two replicas (it has no parity test yet)"),
     *DEVICE_UPDATE_RULES,
     *PARAM_OFFLOAD_RULES,
-    *DOMINO_RULES,
+    *TP_OVERLAP_RULES,
     *SHARD_LEVEL_RUNTIME_RULES,
     *GATHER_RUNTIME_RULES,
     Rule(
@@ -566,7 +566,7 @@ def runtime_rules(model: ModelSpec | None) -> tuple[Rule, ...]:
         *(GROUP_DROPOUT_RULES if model.has_dropout else ()),
         *(_graphs_rule(lambda plan: True, sentence) for sentence in against_cuda_graphs(model)),
         *param_offload_rules_of(model),
-        *domino_rules_of(model),
+        *tp_overlap_rules_of(model),
         *(*stream_rules_of(model), *skip_rules_of(model), *gather_rules_of(model)),
         *four_bit_rules_of(model),
         *(LOW_RANK_RULES if model.low_rank is not None else ()),

@@ -14,6 +14,7 @@ from muster.cost.time.sublayer import (
     SublayerCost,
     add_adapters,
     add_dropout,
+    add_exposed_tp,
     add_latent_entry,
     add_tp_entry,
     add_tp_exit,
@@ -69,8 +70,7 @@ def add_self_attention(at: LayerContext, part: SublayerCost, window: int | None)
         part.add_elementwise(at, forward * rotated, backward * rotated, 2)
         if model.qk_norm_width == "projection" and tp > 1:
             # Mean squares of queries and keys over all heads, in float32.
-            for spent in (part.forward, part.input_grads):
-                spent.add_exposed("tp", all_reduce_s(at.tp, 8 * tokens))
+            add_exposed_tp(part, sum_s := all_reduce_s(at.tp, 8 * tokens), sum_s)
     if not at.framework.fused_elementwise:
         laid = 2 * tokens * (q_width + kv_width)
         part.add_elementwise(at, HEAD_TRANSPOSE_BYTES[0] * laid, HEAD_TRANSPOSE_BYTES[1] * laid, 4)

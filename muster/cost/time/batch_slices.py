@@ -53,7 +53,7 @@ def passes_of_slices(
     again.exposed_s = {}
     weight_grads = (attention.weight_grads + mlp.weight_grads) * 2 + summed
     weight_grads.exposed_s = {}
-    return LayerPasses(forward, input_grads, weight_grads, again, mlp.rows, ends_s=(forward_end_s, backward_end_s))
+    return LayerPasses(forward, input_grads, weight_grads, again, mlp.turns, ends_s=(forward_end_s, backward_end_s))
 
 
 def _two(turns: Sequence[tuple[PassCost, float]]) -> tuple[PassCost, float]:

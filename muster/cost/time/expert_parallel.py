@@ -11,7 +11,7 @@ from muster.cost.time.collectives import all_gather_s, all_to_all_s, reduce_scat
 from muster.cost.time.kernels import matmul_s, stream_s
 from muster.cost.time.mlp import add_mlp, add_mlp_matmuls
 from muster.cost.time.pass_cost import PassCost
-from muster.cost.time.pass_pairs import RowExchange
+from muster.cost.time.pass_pairs import turns_of_rows
 from muster.cost.time.sublayer import LayerContext, SublayerCost, add_tp_entry, add_tp_exit
 from muster.spec.expert_kinds import ROW_SCALE_BYTES
 
@@ -109,8 +109,8 @@ def add_expert_exchange(at: LayerContext, attention: SublayerCost, mlp: Sublayer
     beside = _work_beside(at, attention)
     experts_s = chunk.forward.compute_s, chunk.input_grads.compute_s + chunk.weight_grads.compute_s
     rows_s = ([_call_s(at, call) for call in made[-len(calls.backward) :]] for made in (calls.forward, calls.backward))
-    forward, backward = (RowExchange(tuple(own), own_s) for own, own_s in zip(rows_s, experts_s, strict=True))
-    mlp.rows = forward, backward
+    forward, backward = map(turns_of_rows, rows_s, experts_s)
+    mlp.turns = forward, backward
     passes = (
         (mlp.forward, calls.forward, attention.forward.compute_s + mlp.forward.compute_s, chunk.forward.compute_s),
         (mlp.input_grads, calls.backward, backward_s, chunk.input_grads.compute_s + chunk.weight_grads.compute_s),

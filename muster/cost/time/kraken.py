@@ -23,7 +23,7 @@ def passes_of_sublayers(
         input_grads.add_overlapped("tp", sum_s, _total_s(attention.input_grads + attention.weight_grads))
         if at.strategy.recompute == "full":
             again.add_overlapped("tp", sum_s, _total_s(attention.forward))
-    return LayerPasses(forward, input_grads, weight_grads, again, mlp.rows)
+    return LayerPasses(forward, input_grads, weight_grads, again, mlp.turns)
 
 
 def _total_s(cost: PassCost) -> float:

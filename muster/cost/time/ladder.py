@@ -24,7 +24,7 @@ def passes_of_ladder(attention: SublayerCost, mlp: SublayerCost, recompute: Pass
     input_grads.exposed_s = backward.exposed_s
     weight_grads = attention.weight_grads + mlp.weight_grads
     weight_grads.exposed_s = {}
-    return LayerPasses(forward, input_grads, weight_grads, again, mlp.rows, ends_s=(forward_end_s, backward_end_s))
+    return LayerPasses(forward, input_grads, weight_grads, again, mlp.turns, ends_s=(forward_end_s, backward_end_s))
 
 
 def _in_turns(first: PassCost, second: PassCost) -> tuple[PassCost, float]:

@@ -18,11 +18,13 @@ from muster.cost.time.sublayer import (
     LayerPasses,
     SublayerCost,
     add_dropout,
+    add_exposed_tp,
     add_norm_and_residual,
     add_tp_entry,
     add_tp_exit,
     norm_bytes,
 )
+from muster.cost.time.tp_pairs import tp_turns
 from muster.spec.plugin_model import plugin_model
 
 CAPPED_LOGIT_BYTES = 68
@@ -53,8 +55,8 @@ def layer_passes(at: LayerContext, layer: int) -> LayerPasses:
         attention.forward + mlp.forward,
         attention.input_grads + mlp.input_grads,
         attention.weight_grads + mlp.weight_grads,
-        _recompute_cost(at, attention, mlp),
-        mlp.rows,
+        again := _recompute_cost(at, attention, mlp),
+        tp_turns(at, (attention, mlp), again) if at.has_tp_pairs else mlp.turns,
     )
 
 
@@ -136,7 +138,11 @@ def head_passes(at: LayerContext, vocab_rows: float) -> LayerPasses:
         part.forward = _head_and_loss(at.tile, vocab_rows, TILED_LOGIT_BYTES[at.tp.size > 1]).forward
         part.repeat_for_tiles(at, vocab_rows * at.model.hidden_size)
     return LayerPasses(
-        norm.forward + part.forward, norm.input_grads + part.input_grads, norm.weight_grads + part.weight_grads, again
+        norm.forward + part.forward,
+        norm.input_grads + part.input_grads,
+        norm.weight_grads + part.weight_grads,
+        again,
+        tp_turns(at, (part,), again),
     )
 
 
@@ -156,8 +162,8 @@ def _head_and_loss(at: LayerContext, vocab_rows: float, forward_bytes: int | Non
         _add_logit_gather(at, part, scored)
     elif at.tp.size > 1:
         joint = at.framework.loss_keeps_gradient  # the sum and the label's logit travel together
-        sums_s = all_reduce_s(at.tp, 8 * tokens) if joint else 2 * all_reduce_s(at.tp, 4 * tokens)
-        part.forward.add_exposed("tp", all_reduce_s(at.tp, 4 * tokens) + sums_s)
+        for numbers in (1, 2) if joint else (1, 1, 1):
+            add_exposed_tp(part, all_reduce_s(at.tp, 4 * numbers * tokens), 0.0)
     if composed:
         forward, backward = LOGIT_BYTES[at.tp.size > 1] if at.framework.loss_keeps_gradient else (30, 14)
     else:
@@ -214,4 +220,5 @@ def embedding_passes(at: LayerContext) -> LayerPasses:
     add_dropout(at, part, at.norm_tokens * at.model.hidden_size, at.model.embedding_dropout)
     if at.model.parallel_sublayers > 1:
         add_first_streams(at, part)
-    return LayerPasses(part.forward, part.input_grads, part.weight_grads, PassCost())
+    turns = tp_turns(at, (part,), PassCost())
+    return LayerPasses(part.forward, part.input_grads, part.weight_grads, PassCost(), turns)

@@ -155,7 +155,7 @@ class PlacedPlan:
 
     @cached_property
     def overlaps_pairs(self) -> bool:
-        """True if exchanges of experts hide in pairs of passes."""
+        """True if exchanges of experts, or tensor-parallel collectives, hide in pairs of passes."""
         return self.framework.overlap_pairs and pairs_passes(self.plan, self.model)
 
     @cached_property

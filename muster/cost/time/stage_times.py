@@ -138,6 +138,12 @@ class StageTimes:
         return 1 + share * log2(self.placed.num_nodes)
 
     @cached_property
+    def _pass_parts(self) -> list[LayerPasses]:
+        """Costs of its layers, and of embedding and head where these have turns, in order."""
+        before, behind = ([part for part in ends if any(part.turns)] for ends in self._ends)
+        return [*before, *self._pass_layers, *behind]
+
+    @property
     def _pass_layers(self) -> list[LayerPasses]:
         """Costs of its layers in order."""
         layers = [self._layer_passes(self.placed.layer_kind(layer)) for layer in self._all_layers if self._layer_counts]
@@ -150,13 +156,13 @@ class StageTimes:
     @cached_property
     def turns(self) -> tuple[Turns, Turns]:
         """Turns of a forward and a full backward that run as one with a pass of another stage."""
-        slower, layers = self._slowdown, self._pass_layers
+        slower, parts = self._slowdown, self._pass_parts
         forward, backward = (
             turns_of_pass(
                 self.passes_s[kind],
                 (
-                    (one.compute_s[number], one.rows[number].scaled(slower))
-                    for one in (reversed(layers) if number else layers)
+                    (one.compute_s[number], [turn.slower(slower) for turn in one.turns[number]])
+                    for one in (reversed(parts) if number else parts)
                 ),
                 is_backward=bool(number),
             )
@@ -165,10 +171,10 @@ class StageTimes:
         return forward, backward
 
     @property
-    def rows_s(self) -> tuple[float, float]:
-        """Seconds of exchanges with experts in a forward and in a backward, of which a pair hides no more."""
-        forward, backward = self.turns
-        return sum(forward.exchanged_s), sum(backward.exchanged_s)
+    def hidden_s(self) -> tuple[float, float]:
+        """Seconds of a forward and of a backward that a pair hides at most: all that isn't computation."""
+        forward, backward = (sum(turns.computed_s) for turns in self.turns)
+        return self.passes_s["F"] - forward, self.passes_s["B"] - backward
 
     @cached_property
     def host_s(self) -> tuple[float, float]:
@@ -234,22 +240,9 @@ class StageTimes:
 
     def _make_compute(self) -> tuple[PassCost, PassCost, PassCost, PassCost]:
         """Sum the layers, each kind costed once, with embedding and head where the stage has them."""
-        model, plan = self.placed.model, self.placed.plan
         trained = self.trained
-        parts = list(self._parts_of_layers())
-        if not plan.vocab_parallel:
-            if plan.is_first(self.stage):
-                embedding = embedding_passes(self.layer_context)
-                parts.append(embedding if trained is None else embedding.scaled(trained.embedding, trained.embedding))
-            if plan.is_last(self.stage):
-                head = head_passes(self.layer_context, model.vocab_size / self.mesh.tp)
-                head = head if trained is None else head.scaled(trained.head_input, trained.head)
-                parts += [head] * (1 + model.mtp_layers)
-                if model.mtp_layers:
-                    strategy = plan.strategy(model.num_layers - 1)
-                    further = further_token_passes(replace(self.layer_context, strategy=strategy))
-                    further = further if trained is None else further.scaled(trained.head_input, trained.head)
-                    parts += [further] * model.mtp_layers
+        before, behind = self._ends
+        parts = [*self._parts_of_layers(), *before, *behind]
         forward, input_grads, weight_grads, recompute = PassCost(), PassCost(), PassCost(), PassCost()
         if self._layer_counts:  # the last turns of a run of layers
             ends = self._layer_passes(next(iter(self._layer_counts))).ends_s
@@ -261,6 +254,27 @@ class StageTimes:
             weight_grads += part.weight_grads
             recompute += part.recompute
         return forward, input_grads, weight_grads, recompute
+
+    @property
+    def _ends(self) -> tuple[list[LayerPasses], list[LayerPasses]]:
+        """Costs of what the stage has before and behind its layers: embedding, head and loss."""
+        model, plan, trained = self.placed.model, self.placed.plan, self.trained
+        before, behind = list[LayerPasses](), list[LayerPasses]()
+        if plan.vocab_parallel:
+            return before, behind
+        if plan.is_first(self.stage):
+            embedding = embedding_passes(self.layer_context)
+            before = [embedding if trained is None else embedding.scaled(trained.embedding, trained.embedding)]
+        if plan.is_last(self.stage):
+            head = head_passes(self.layer_context, model.vocab_size / self.mesh.tp)
+            head = head if trained is None else head.scaled(trained.head_input, trained.head)
+            behind = [head] * (1 + model.mtp_layers)
+            if model.mtp_layers:
+                strategy = plan.strategy(model.num_layers - 1)
+                further = further_token_passes(replace(self.layer_context, strategy=strategy))
+                further = further if trained is None else further.scaled(trained.head_input, trained.head)
+                behind += [further] * model.mtp_layers
+        return before, behind
 
     def _parts_of_layers(self) -> Iterator[LayerPasses]:
         """Yield the costs of its layers, of those of a kind together where nothing is frozen."""

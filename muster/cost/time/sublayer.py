@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from muster.cost.precision_bytes import compute_bytes
 from muster.cost.time.collectives import CommGroup, all_gather_s, all_reduce_s, reduce_scatter_s
 from muster.cost.time.kernels import batched_matmul_s, grouped_matmul_s, matmul_s, stream_s
 from muster.cost.time.pass_cost import PassCost
-from muster.cost.time.pass_pairs import RowExchange
+from muster.cost.time.pass_pairs import Turn
 from muster.cost.time.scaled_casts import matmul_rate, operand_cast_bytes
 from muster.spec.adapters import ROW_PARALLEL
 from muster.spec.context_kinds import ContextRanks
@@ -108,6 +108,11 @@ class LayerContext:
         shares = self.etp > 1 or DISPATCHERS[self.dispatch.kind].shares_tokens
         return self.framework.experts_in_tp_region and shares and self.tp.size > 1
 
+    @property
+    def has_tp_pairs(self) -> bool:
+        """True where passes of a pair hide each other's tensor-parallel collectives."""
+        return self.strategy.tp_overlap == "pairs" and self.tp.size > 1
+
     @cached_property
     def element_bytes(self) -> int:
         """Bytes of an element of the hidden state."""
@@ -162,9 +167,8 @@ class LayerPasses:
     weight_grads: PassCost
     recompute: PassCost
     """Forward operators that the backward repeats."""
-    rows: tuple[RowExchange, RowExchange] = (RowExchange(), RowExchange())
-    """Exchanges of rows with experts' ranks, forward and backward, beside which the other pass of a pair computes."""
-
+    turns: tuple[tuple[Turn, ...], tuple[Turn, ...]] = ((), ())
+    """Turns of forward and backward that end with what travels beside the other pass of a pair."""
     ends_s: tuple[float, float] = (0.0, 0.0)
     """Seconds of collectives at the end of a stage's forward and backward beside which no slice computes (domino)."""
 
@@ -176,9 +180,18 @@ class LayerPasses:
     def scaled(self, input_grads: float, weight_grads: float) -> "LayerPasses":
         """Return the costs with shares of the input gradients, and of what they repeat, and of the weight gradients."""
         inputs, weights = self.input_grads * input_grads, self.weight_grads * weight_grads
-        rows = self.rows if input_grads else (self.rows[0], RowExchange())
+        turns = self.turns if input_grads else (self.turns[0], ())
         ends_s = self.ends_s[0], self.ends_s[1] * input_grads
-        return LayerPasses(self.forward, inputs, weights, self.recompute * input_grads, rows, ends_s)
+        return LayerPasses(self.forward, inputs, weights, self.recompute * input_grads, turns, ends_s)
+
+
+class TpMessage(NamedTuple):
+    """Tensor-parallel collectives at one place of a sub-layer."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    beside_s: float = 0.0
+    """Seconds of the backward's own compute beside which they travel."""
 
 
 class SublayerCost:
@@ -194,8 +207,11 @@ class SublayerCost:
         """Parts of the forward: the core attention, the matmuls, the elementwise operators."""
         self.latent_up_projections = PassCost()
         """Matmuls that project latent vectors up to queries, keys and values."""
-        self.rows = (RowExchange(), RowExchange())
-        """Exchanges of rows of forward and backward (`LayerPasses.rows`)."""
+        self.turns: tuple[tuple[Turn, ...], tuple[Turn, ...]] = ((), ())
+        """Turns of exchanges with experts (`LayerPasses.turns`)."""
+        self.tp_messages: list[TpMessage] = []
+        """Tensor-parallel collectives in the order of the forward; with sequence parallelism, under which
+        no pair hides them, not all of them."""
         self.tp_hidden_s = 0.0
         """Seconds of the tensor-parallel collectives of the backward that gradients of weights hide."""
 
@@ -343,6 +359,7 @@ def add_tp_entry(at: LayerContext, part: SublayerCost, num_matmuls: int = 1) -> 
         seconds = (1 if at.framework.joint_input_grad_reduce else num_matmuls) * all_reduce_s(at.tp, size)
     part.input_grads.add_overlapped("tp", seconds, hides_s)
     part.tp_hidden_s += min(seconds, hides_s)
+    part.tp_messages.append(TpMessage(0.0, seconds, hides_s))
 
 
 def add_latent_entry(at: LayerContext, part: SublayerCost, width: int) -> None:
@@ -352,10 +369,16 @@ def add_latent_entry(at: LayerContext, part: SublayerCost, width: int) -> None:
         return
     size = at.tokens * width * at.element_bytes
     if at.strategy.sp:
-        part.forward.add_exposed("tp", all_gather_s(at.tp, size))
-        part.input_grads.add_exposed("tp", reduce_scatter_s(at.tp, size))
+        add_exposed_tp(part, all_gather_s(at.tp, size), reduce_scatter_s(at.tp, size))
     else:
-        part.input_grads.add_exposed("tp", all_reduce_s(at.tp, size))
+        add_exposed_tp(part, 0.0, all_reduce_s(at.tp, size))
+
+
+def add_exposed_tp(part: SublayerCost, forward_s: float, backward_s: float) -> None:
+    """Add tensor-parallel collectives at one place of forward and backward, which hide behind nothing of their pass."""
+    part.forward.add_exposed("tp", forward_s)
+    part.input_grads.add_exposed("tp", backward_s)
+    part.tp_messages.append(TpMessage(forward_s, backward_s))
 
 
 def add_tp_exit(at: LayerContext, part: SublayerCost) -> None:
@@ -370,7 +393,7 @@ def add_tp_exit(at: LayerContext, part: SublayerCost) -> None:
         _add_tp_collective(at, part.forward, reduce_scatter_s(at.tp, size), scatter_copies)
         _add_tp_collective(at, part.input_grads, all_gather_s(at.tp, size), partial(gather_copies, keeps_whole=True))
     else:
-        part.forward.add_exposed("tp", all_reduce_s(at.tp, size))
+        add_exposed_tp(part, all_reduce_s(at.tp, size), 0.0)
     part.exit_s = part.forward.exposed_s.get("tp", 0.0) - before_s
 
 

@@ -33,6 +33,7 @@ from muster.planner.space import (
     recompute_modes,
 )
 from muster.planner.uneven_batch import BatchSplitter
+from muster.spec.pass_pairs import has_tp_pairs
 from muster.spec.plan import Plan, StageSpec, split_evenly
 from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
 
@@ -94,8 +95,10 @@ class LowerBounds:
 
     def _layer_times(self, choice: ScheduleChoice) -> LayerTimes:
         """Return the times of a layer in any plan of a choice: without what pairs of passes may hide."""
-        has_pairs = SCHEDULES[choice.schedule].has_pairs and self.request.framework.overlap_pairs
-        return self.costs.layer_times(choice.shape, hides_rows=has_pairs and self.request.model.moe is not None)
+        request = self.request
+        has_pairs = SCHEDULES[choice.schedule].has_pairs and request.framework.overlap_pairs
+        hides = has_pairs and (request.model.moe is not None or has_tp_pairs(request.base))
+        return self.costs.layer_times(choice.shape, in_pairs=hides)
 
     def communication(self, shape: MeshShape, sharding: DataSharding) -> float:
         """Return a bound of all plans of a shape with one data sharding, from gathers and reductions alone.

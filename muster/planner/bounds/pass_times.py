@@ -67,8 +67,8 @@ def pass_times_of_placed(placed: PlacedPlan) -> PassTimes:
     kinds = (Kind.F, Kind.I, Kind.W) if plan.split_backward else (Kind.F, Kind.B)
     is_late = plan.schedule_entry.is_asynchronous  # beside passes of the next step
     passes = np.array([[at.passes_s[kind] for kind in kinds] for at in examples])
-    if placed.overlaps_pairs:  # bounds hold for passes that hide all that they exchange
-        passes[:, :2] -= [at.rows_s for at in examples]
+    if placed.overlaps_pairs:  # bounds hold for passes that hide all that they can
+        passes[:, :2] -= [at.hidden_s for at in examples]
     columns = passes[kind_of].T
     forward_transfer_s, backward_transfer_s = _transfer_columns(placed)
     firsts = range(0, len(kind_of), placed.stages_per_replica)

@@ -24,8 +24,8 @@ from muster.layout.tensor_layout import tp_shard
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World, open_world
 from muster.schedule.action import Action
-from muster.spec.domino_rules import has_domino
 from muster.spec.plan import Plan
+from muster.spec.tp_overlap_rules import has_domino
 from muster.train.async_pipeline import AsyncPipeline
 from muster.train.data import open_dataset
 from muster.train.trainer import Trainer
