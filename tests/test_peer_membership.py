@@ -154,7 +154,9 @@ def test_a_link_fails_once_in_an_exchange_whoever_says_so() -> None:
             members.update(name, replace(IN, failed=generation, suspect=suspect), now_s)
         assert members.decide(now_s) == {}
         assert members.bad_links.keys() == {frozenset("ab")}
-    assert {*members.decide(NOW + 20)["a"]["ring"]} == {*"ac"}
+    orders = members.decide(NOW + 20)
+    assert {*orders["a"]["ring"]} == {*"ac"}
+    assert orders["b"] == {"do": "leave_out", "round": IN.round}
 
 
 def test_a_restarted_coordinator_aborts_an_exchange_that_not_all_have_begun() -> None:

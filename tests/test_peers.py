@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from muster.cli.main import main
-from muster.launch.peers.channel import Channel, RefusedError, accept, connect, create_secret, load_secret
+from muster.launch.peers.channel import Channel, Message, RefusedError, accept, connect, create_secret, load_secret
 from muster.launch.peers.client import PeerClient, Stopped
 from muster.launch.peers.coordinator import Coordinator
 from muster.launch.peers.links import LinkError, Ring
 from muster.launch.peers.membership import MAX_LINK_FAILURES
 from muster.launch.peers.settings import Settings
+from muster.launch.swarm.connections import PeerConnections
+from muster.launch.swarm.peer import StageWorker, SwarmPeer
 from muster.layout.island_bytes import BLOCKS, island_reduce_bytes
 from muster.parallel.peer_ring import ring_mean
 from muster.spec.errors import ConfigError
@@ -374,6 +376,25 @@ def test_a_peer_of_another_run_is_refused(group: Group) -> None:
     words = "the same configuration and data, and here optim.0 is 0 and there None; .*; and 2 more keys"
     with pytest.raises(ConfigError, match=words):
         other.join()
+
+
+def test_peers_of_swarms_and_of_coordinators_are_told_apart(group: Group) -> None:
+    def make_no_stage(welcome: Message) -> StageWorker:
+        raise AssertionError(welcome)
+
+    peer = SwarmPeer(group.address, SECRET, "s", make_no_stage)
+    with pytest.raises(ConfigError, match="it is a coordinator, which runs with outer.coordinator join"):
+        peer.run()
+    peer.close()
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    trainer = PeerConnections(listener, SECRET, {}, 1.0, 5.0, group.log.append)
+    client = ToyClient(address, SECRET, {}, ToyState("a"), "a", log=group.log.append)
+    with pytest.raises(ConfigError, match=f":{address[1]} has refused this run: it is the trainer of a swarm"):
+        client.join()
+    client.close()
+    trainer.stop_accepting()
+    trainer.close()
 
 
 def test_another_run_may_follow_once_all_peers_of_one_have_left(group: Group) -> None:

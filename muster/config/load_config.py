@@ -250,7 +250,8 @@ def load_outer_config(overrides: Sequence[tuple[str, Any]]) -> OuterConfig | Non
     for key, _ in overrides:
         if not key.startswith("outer."):
             raise ConfigError(
-                f"--{key} is a key of run files: of these expected only outer.*, such as --outer.every 50"
+                f"--{key} is a key of run files: of these expected only outer.*, such as --outer.every 50; others come"
+                " from a run file, --plan FILE"
             )
     merged = MergedConfig()
     merged.add(ConfigLayer("command line", dict(overrides), Path(), is_file=False))

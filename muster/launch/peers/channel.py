@@ -172,6 +172,13 @@ def accept(connection: socket.socket, secret: bytes, timeout_s: float = HANDSHAK
         raise RefusedError(reason) from None
 
 
+def refusal(channel: Channel, reason: str) -> RefusedError:
+    """Tell a caller why it isn't let in; returns the error to raise."""
+    with contextlib.suppress(OSError):
+        channel.send_message({"do": "refuse", "reason": reason})
+    return RefusedError(reason)
+
+
 def _channel(connection: socket.socket, secret: bytes, nonces: bytes, is_caller: bool) -> Channel:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.settimeout(None)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
-from muster.launch.network import address_family
+from muster.launch.network import address_family, format_endpoint
 from muster.launch.peers.bandwidth import LinkMeasurement
 from muster.launch.peers.channel import Channel, Message, RefusedError, connect
 from muster.launch.peers.links import Address, LinkError, PeerListener, Ring, fetch_state, open_ring
@@ -94,6 +94,8 @@ class PeerClient:
         self.name, self.shared, self._log = name, shared, log
         self._coordinator, self._secret, self._announce = coordinator, secret, announce
         self._run_settings = dict(run_settings)
+        self._place = announce or ("", 0)
+        """Address at which others reach this peer, once it has said so."""
         self._socket = listener or listen_for_peers(coordinator, announce, "outer.announce")
         self._listener = PeerListener(self._socket, secret, shared.snapshot, log)
         self._connections = connections
@@ -283,7 +285,7 @@ class PeerClient:
             raise
 
     def _introduce(self, channel: Channel) -> None:
-        host, port = self._announce or (channel.local_host(), self._socket.getsockname()[1])
+        host, port = self._place = self._announce or (channel.local_host(), self._socket.getsockname()[1])
         with self._lock:
             hello = {"name": self.name, "settings": self._run_settings, "host": host, "port": port}
             channel.send_message(hello | {"state": asdict(self._state)})
@@ -297,12 +299,17 @@ class PeerClient:
                 self._settings = replace(self._settings, beat_s=order["beat_s"], silence_s=order["silence_s"])
                 channel.set_timeout(self._settings.silence_s)
             elif order["do"] == "refuse":
-                self._refusal = f"the coordinator has refused this run: {order['reason']}"
+                self._refusal = f"{format_endpoint(*self._coordinator)} has refused this run: {order['reason']}"
                 return
             elif order["do"] == "wait":
                 present, needed = order["present"], order["needed"]
                 are = "is" if present == 1 else "are"
                 self._log(f"waiting for other peers: {present} of at least {needed} {are} there")
+            elif order["do"] == "leave_out":
+                self._log(
+                    f"left out of the exchange that ends round {order['round'] + 1}, since links to other peers have"
+                    f" failed: they reach this one at {format_endpoint(*self._place)} (outer.announce gives another)"
+                )
             elif order["do"] != "beat":
                 if order["do"] == "abort":
                     self._abort(order["generation"])

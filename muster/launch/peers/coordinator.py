@@ -1,7 +1,6 @@
 """The coordinator: it knows which peers are there, and tells them when a round begins, when and in which ring they
 exchange, and when they apply the result. It has no state that the peers don't have, so it may be restarted."""
 
-import contextlib
 import socket
 import threading
 import time
@@ -9,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from muster.launch.network import ConnectionAcceptor
-from muster.launch.peers.channel import Channel, Message, RefusedError, accept
+from muster.launch.peers.channel import Channel, Message, RefusedError, accept, refusal
 from muster.launch.peers.membership import Membership, PeerState
 from muster.launch.peers.settings import Settings
 from muster.spec.units import pluralize
@@ -72,6 +71,8 @@ class Coordinator:
             channel = accept(connection, self._secret)
             channel.set_timeout(self.settings.silence_s)
             hello = channel.receive_message()
+            if "host" in hello and "settings" not in hello:  # as peers of a swarm say
+                raise refusal(channel, "it is a coordinator, which runs with outer.coordinator join")
             name = self._admit(channel, hello)
             while not has_left:
                 message = channel.receive_message()
@@ -95,10 +96,7 @@ class Coordinator:
             if not self._connected and not self.membership.lost_s:
                 self._begin_run(dict(hello["settings"]))
             if different := _differences(self._run_settings, dict(hello["settings"])):
-                reason = f"all peers need the same configuration and data, and here {different}"
-                with contextlib.suppress(OSError):
-                    channel.send_message({"do": "refuse", "reason": reason})
-                raise RefusedError(reason)
+                raise refusal(channel, f"all peers need the same configuration and data, and here {different}")
             if (former := self._connected.get(name)) is not None:
                 self.membership.lose(name, time.monotonic(), has_left=False)
             self._connected[name] = _Connected(channel, address)

@@ -288,6 +288,7 @@ class Membership:
         weights = {name: int(name in arrived) for name in ring}
         late = f", without {_names(training)} (late)" if training else ""
         cut = sorted({*ready} - {*ring})
+        orders |= dict.fromkeys(cut, {"do": "leave_out", "round": round_})
         late += f", without {_names(cut)} (links have failed)" if cut else ""
         changes = _names(name for name in ring if weights[name])
         joins = _names(name for name in ring if not weights[name])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from muster.launch.network import ConnectionAcceptor
-from muster.launch.peers.channel import Message, RefusedError, accept
+from muster.launch.peers.channel import Message, RefusedError, accept, refusal
 from muster.launch.peers.packets import Packets
 from muster.schedule.swarm.step_passes import Pass
 
@@ -102,6 +102,8 @@ class PeerConnections:
             packets = Packets(accept(connection, self._secret))
             packets.channel.set_timeout(self._silence_s)
             hello, _ = packets.receive()
+            if "settings" in hello:
+                raise refusal(packets.channel, "it is the trainer of a swarm, which muster swarm joins")
             self._num_peers += 1
             address = str(hello["host"]), int(hello["port"])
             peer = Peer(str(hello["name"]), self._num_peers - 1, packets, address)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from muster.launch.network import format_endpoint
 from muster.launch.peers.channel import Channel, Message, RefusedError, connect
 from muster.launch.peers.client import listen_for_peers
 from muster.launch.peers.links import Address, LinkError, PeerListener, Ring, fetch_state, open_ring
@@ -150,6 +151,8 @@ class SwarmPeer:
         packets.channel.set_timeout(self._silence_s)
         packets.send({"name": self.name, "host": host, "port": port})
         welcome, _ = packets.receive()
+        if welcome.get("do") == "refuse":
+            raise ConfigError(f"{format_endpoint(*self._trainer)} has refused this peer: {welcome['reason']}")
         if welcome.get("do") != "welcome":
             raise OSError("it sends what no trainer sends")
         self._orders = queue.PriorityQueue()
