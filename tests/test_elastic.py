@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -444,6 +444,28 @@ def test_who_waits_on_broken_connections_for_ever_is_told_apart_from_who_compute
     assert has_given_up.wait(LIMIT_S), "the others wait, as this thread does"
     both.leave()
     breaking.join(LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("modules", "is_copy"),
+    [
+        (["muster.train.loop", "muster.checkpoint.in_memory.transport", "socket"], True),
+        (["muster.checkpoint.in_memory.recovery", "torch.distributed.distributed_c10d"], False),
+        (["muster.checkpoint.load", "muster.parallel.axis"], False),
+    ],
+)
+def test_a_rank_that_waits_for_a_copy_is_told_apart_from_one_that_waits_for_others(
+    modules: list[str], is_copy: bool
+) -> None:
+    def call(names: list[str]) -> bool:
+        if not names:
+            return generations.waits_for_a_copy(sys._getframe(1))
+        return FunctionType(run.__code__, {"__name__": names[0], "call": call})(names[1:])
+
+    def run(names: list[str]) -> bool:
+        return globals()["call"](names)
+
+    assert call(modules) is is_copy
 
 
 @pytest.mark.soak

@@ -95,13 +95,10 @@ class Heartbeat:
         self.step = 0
         self.generation = 0
         self.asks_for_next = False
-        self.phase = ""
-        """Phase of the last update."""
 
     def update(self, phase: str, action: Action = _NO_ACTION, waiting: bool = False) -> None:
         """Write what this rank begins now. Raises ValueError for a kind of instruction longer than the page."""
         self._num_updates += 1
-        self.phase = phase
         kind = action.kind.encode()
         if len(kind) > _MAX_KIND_BYTES:
             raise ValueError(f"an instruction's kind of {len(kind)} bytes: expected {_MAX_KIND_BYTES} at most")

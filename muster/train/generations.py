@@ -9,8 +9,11 @@ as a rank that was there before.
 import gc
 import json
 import os
+import sys
+import threading
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 import torch
@@ -57,6 +60,17 @@ def _first_plan(plan: Plan, store: dist.Store) -> Plan:
     """Return the plan of the first generation, given the one that the run has now: later generations write another one
     there, once their ranks have called this."""
     return Plan.model_validate_json(store.compare_set(_FIRST_PLAN_KEY, "", plan.model_dump_json()))
+
+
+def waits_for_a_copy(frame: FrameType | None) -> bool:
+    """Return whether a thread, by its innermost frame, waits in code that saves or fetches state, which has limits of
+    its own, and not for a message of another rank."""
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith(("muster.", "torch.distributed")):
+            return name.startswith("muster.checkpoint.")
+        frame = frame.f_back
+    return False
 
 
 class _Rank:
@@ -167,9 +181,8 @@ class _Rank:
             return code
 
     def _give_up(self, rank: int) -> None:
-        """End this process, whose threads wait for ever on broken connections, so that it is replaced; a checkpoint is
-        waited for."""
-        if self._heartbeat.phase == "save":
+        """End this process, whose threads wait for ever on broken connections, so that it is replaced."""
+        if waits_for_a_copy(sys._current_frames().get(threading.main_thread().ident or 0)):
             return
 
         def fail() -> NoReturn:
