@@ -551,9 +551,12 @@ def all_reduce_replicated_grads(
     for slot, (gradient, _) in zip(slots, held, strict=True):
         slot.copy_(gradient.flatten())
 
+    summing = axis.all_reduce(buffer)
+
     def copy_back() -> Tensor:
+        summing.wait()
         for slot, (gradient, _) in zip(slots, held, strict=True):
             gradient.copy_(slot.view_as(gradient))
         return buffer
 
-    return PendingTensor(axis.all_reduce(buffer).works, copy_back)
+    return PendingTensor([], copy_back)
