@@ -19,7 +19,7 @@ import torch.distributed as dist
 from muster.cli import main as cli
 from muster.data.dataset import Dataset
 from muster.launch.launcher_words import LauncherWords
-from muster.launch.rank_process import exit_process, member_main
+from muster.launch.rank_process import Body, exit_process, member_main
 from muster.parallel.stage import DecoderStage
 from muster.train import worker
 from muster.train.step_state import StepState
@@ -38,21 +38,25 @@ def main() -> int:
         seed_fault(fault, step, stream)
     if under_torchrun:
         return cli.main(sys.argv[1:])
-    return member_main(far_away if fault == "network" else worker.run_rank)
+    return member_main(far_away if fault == "network" else worker.prepare_rank)
 
 
-def far_away(run_dir: Path, store: dist.Store, words: LauncherWords) -> int:
+def far_away(run_dir: Path) -> Body:
     """Trains in a network namespace of its own, from which only the launcher's store can still be reached."""
-    port = int(sys.argv[sys.argv.index("--store") + 1].rpartition(":")[2])
-    listeners: queue.Queue[socket.socket] = queue.Queue()
-    threading.Thread(target=pass_on, args=(listeners, port), daemon=True).start()  # and stays outside
-    rank = words.current().rank
-    with open(f"/run/netns/{os.environ['TEST_NAMESPACES']}-{rank}") as namespace:
-        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
-            raise OSError(ctypes.get_errno(), "setns")
-    listeners.put(socket.create_server(("127.0.0.1", port)))
-    os.environ["GLOO_SOCKET_IFNAME"] = f"veth{rank}"
-    return worker.run_rank(run_dir, store, words)
+
+    def train(store: dist.Store, words: LauncherWords) -> int:
+        port = int(sys.argv[sys.argv.index("--store") + 1].rpartition(":")[2])
+        listeners: queue.Queue[socket.socket] = queue.Queue()
+        threading.Thread(target=pass_on, args=(listeners, port), daemon=True).start()  # and stays outside
+        rank = words.current().rank
+        with open(f"/run/netns/{os.environ['TEST_NAMESPACES']}-{rank}") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), "setns")
+        listeners.put(socket.create_server(("127.0.0.1", port)))
+        os.environ["GLOO_SOCKET_IFNAME"] = f"veth{rank}"
+        return worker.prepare_rank(run_dir)(store, words)
+
+    return train
 
 
 def pass_on(listeners: "queue.Queue[socket.socket]", port: int) -> None:

@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,23 +17,30 @@ from muster.launch.output_streams import TERMINAL_FDS_VARIABLE, ignore_output_er
 from muster.launch.rank_errors import log_path, run_guarded
 from muster.spec.standard_streams import forgive_standard_streams
 
+Body = Callable[[dist.Store, LauncherWords], int]
+"""Work of a rank, given the launcher's store and words; returns the exit code."""
+
 
 def rank_main(body: Callable[[Path, dist.Store, int, int], int]) -> int:
     """Run `body(run_dir, store, rank, world_size)` with the arguments that `launcher.rank_command` gives a rank:
     `RUN_DIR --rank R --world-size N --store HOST:PORT`. Returns the exit code; an exception is recorded in the run
     directory."""
 
-    def run(run_dir: Path, store: dist.Store, words: LauncherWords) -> int:
-        place = words.current()
-        return body(run_dir, store, place.rank, place.world_size)
+    def prepare(run_dir: Path) -> Body:
+        def run(store: dist.Store, words: LauncherWords) -> int:
+            place = words.current()
+            return body(run_dir, store, place.rank, place.world_size)
 
-    return member_main(run)
+        return run
+
+    return member_main(prepare)
 
 
-def member_main(body: Callable[[Path, dist.Store, LauncherWords], int]) -> int:
-    """Run `body(run_dir, store, words)` as `rank_main` does, for ranks that outlive a generation, and for spares.
+def member_main(prepare: Callable[[Path], Body]) -> int:
+    """Run the body that `prepare(run_dir)` returns as `rank_main` does, for ranks that outlive a generation, and for
+    spares.
 
-    A spare has `--spare` in place of `--rank R`: it waits, with all modules of its body imported, until the launcher
+    A spare has `--spare` in place of `--rank R`: it waits, prepared and with all modules imported, until the launcher
     gives it a lost rank's place.
     """
     gc.freeze()  # modules live as long as the process
@@ -48,14 +56,18 @@ def member_main(body: Callable[[Path, dist.Store, LauncherWords], int]) -> int:
     args = parser.parse_args()
     words = LauncherWords(None if args.spare else Membership(0, args.rank, args.world_size))
     words.listen()
+    prepared = None
     if args.spare:
+        with suppress(Exception):  # what fails is done again, and reported, by a rank
+            prepared = prepare(args.run_dir)
         tell_ready()
         take_place(args.run_dir, words.current())
 
     def join_and_run() -> int:
         host, _, port = args.store.rpartition(":")
         store = dist.TCPStore(host.strip("[]"), int(port), is_master=False)
-        return body(args.run_dir, store, words)
+        body = prepared or prepare(args.run_dir)
+        return body(store, words)
 
     with ignore_output_errors():
         return run_guarded(args.run_dir, lambda: words.current().rank, join_and_run)

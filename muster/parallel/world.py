@@ -204,6 +204,7 @@ def open_world(
         at = coordinates_of(plan, rank)
         world = World(generation, rank, size, plan, at, device, prefixed, ProcessGroups(plan, at, device), where)
         where.generation = generation
+        where.update("join")  # the launcher sees by the generation that this rank is there
         yield world
         world.barrier()
     finally:

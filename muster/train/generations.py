@@ -34,7 +34,6 @@ from muster.spec.errors import InfeasibleError, MusterError
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 from muster.train.config_consistency import require_same_config
-from muster.train.data import open_dataset
 from muster.train.loop import Carried, TrainingLoop
 from muster.train.memory_limit import limit_of_run
 
@@ -44,13 +43,15 @@ _FIRST_PLAN_KEY = "plan of the first generation"
 """Key in the launcher's store."""
 
 
-def train_rank(config: RunConfig, plan: Plan, run_dir: Path, store: dist.Store, words: LauncherWords) -> int:
+def train_rank(
+    config: RunConfig, plan: Plan, run_dir: Path, store: dist.Store, words: LauncherWords, data: SampleStream
+) -> int:
     """Train as one rank. Returns 0 at the end, 75 when stopped on request."""
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
     if config.train.elastic:
         plan = _first_plan(plan, store)
-    rank = _Rank(config, plan, run_dir, store, words, open_dataset(config, run_dir))
+    rank = _Rank(config, plan, run_dir, store, words, data)
     while (code := rank.train_once(words.current())) is None:
         gc.collect()  # the former generation's tensors, before there are others
     return code

@@ -15,7 +15,7 @@ from muster.spec.errors import ConfigError, MusterError
 from muster.train.preflight import TrainOptions
 from muster.train.prepare import PREPARE_TIMEOUT, prepare
 from muster.train.run_directory import locked_run_dir
-from muster.train.worker import run_rank
+from muster.train.worker import prepare_rank
 
 
 def train_under_torchrun(resolved: ResolvedConfig, options: TrainOptions) -> int:
@@ -43,7 +43,7 @@ def train_under_torchrun(resolved: ResolvedConfig, options: TrainOptions) -> int
         require_shared_run_dir(run_dir, rank, store)
         start_watchdog(run_dir, resolved.config.train.hang_timeout_s, store, rank, world_size)
         words = LauncherWords(Membership(0, rank, world_size))
-        code = run_guarded(run_dir, lambda: rank, lambda: run_rank(run_dir, store, words), announce=rank == 0)
+        code = run_guarded(run_dir, lambda: rank, lambda: prepare_rank(run_dir)(store, words), announce=rank == 0)
         if rank == 0:
             write_exit_status(run_dir, code, world_size)
         return exit_process(code)
