@@ -143,6 +143,9 @@ def test_a_plan_that_nothing_can_change_is_said() -> None:
     for name in ("dp2-mb1-z1", "pp2-mb1"):
         assert fixed_plan_note(train, parse_plan_name(name)) is None
     assert fixed_plan_note(config.train, parse_plan_name("dp2-mb1")) is None
+    checked = config.train.model_copy(update={"straggler_check_every": 5})
+    assert "a single rank" in (fixed_plan_note(checked, parse_plan_name("dp1-mb1")) or "")
+    assert fixed_plan_note(checked, parse_plan_name("dp2-mb1")) is None
 
 
 def test_plans_without_the_memory_are_left_out() -> None:

@@ -213,12 +213,16 @@ def test_a_slow_rank_leaves_its_place_once() -> None:
     assert not make_rank_error(caught.value, 2).is_lasting, "another attempt may go on"
     with pytest.raises(StragglerError):
         end_if_replaceable(6, [Straggler("result", (6,), 1e-5)], [])
-    for before in (Straggler("compute", (2,), 1.3), Straggler("result", (2,), 1e-5)):
-        end_if_replaceable(2, slow, [{"ranks": [1, 2], "reason": str(before)}])  # so an earlier version wrote it
-    for cause in ("slow", "wrong results"):
-        end_if_replaceable(2, slow, [{"ranks": [1, 2], "causes": ["dead", cause], "reason": ""}])
-    with pytest.raises(StragglerError) as caught:
-        end_if_replaceable(2, slow, [{"ranks": [1, 2], "causes": ["slow", "dead"], "reason": ""}])
-    assert make_rank_error(caught.value, 2).cause == "slow"
+    before = [{"ranks": [1, 2], "reason": str(Straggler("compute", (2,), 1.3))}]  # so an earlier version wrote it
+    end_if_replaceable(2, slow, before)
+    end_if_replaceable(2, slow, [{"ranks": [1, 2], "causes": ["dead", "slow"], "reason": ""}])
+    wrong = Straggler("result", (2,), 1e-5)
+    with pytest.raises(StragglerError):
+        end_if_replaceable(2, [wrong], before)
+    end_if_replaceable(2, [wrong], [{"ranks": [2], "causes": ["wrong results"], "reason": ""}])
+    for causes in (["slow", "dead"], ["dead", "wrong results"]):
+        with pytest.raises(StragglerError) as caught:
+            end_if_replaceable(2, slow, [{"ranks": [1, 2], "causes": causes, "reason": ""}])
+        assert make_rank_error(caught.value, 2).cause == "slow"
     for rank in (0, 3, 4, 5):
         end_if_replaceable(rank, slow, [])

@@ -159,7 +159,8 @@ class OuterConfig(Frozen):
             raise ValueError(f"optimizer {self.optimizer} is not CO2's: expected sgd, with or without momentum")
         if self.every % self.fragments:
             raise ValueError(
-                f"every {self.every} is not a multiple of fragments {self.fragments}: fragments meet at equal distances"
+                f"every {self.every} is not a multiple of fragments {self.fragments}, which meet at equal distances:"
+                f" expected {self.every - self.every % self.fragments or self.fragments} or another multiple"
             )
         if self.method == "streaming" and self.delay >= self.steps_between:
             raise ValueError(
@@ -202,8 +203,8 @@ class OuterConfig(Frozen):
                 )
         if self.reroute_every < self.route_tokens:
             raise ValueError(
-                f"reroute_every {self.reroute_every} is shorter than the route_tokens {self.route_tokens} that a new"
-                " path is chosen by"
+                f"reroute_every {self.reroute_every} is shorter than the route_tokens {self.route_tokens} by which a"
+                f" new path is chosen: expected {self.route_tokens} or more"
             )
 
     def _check_peers(self) -> None:
@@ -216,7 +217,10 @@ class OuterConfig(Frozen):
             return
         for key in ("coordinator", "announce"):
             if (value := getattr(self, key)) is not None:
-                parse_endpoint(value)
+                try:
+                    parse_endpoint(value)
+                except ValueError:
+                    raise ValueError(f"{key} '{value}' is no address with a port: expected HOST:PORT") from None
         if self.secret_file is None:
             raise ValueError("coordinator needs secret_file, the file with the secret that muster coordinator has made")
         if self.method != "diloco":

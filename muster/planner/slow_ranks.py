@@ -84,7 +84,10 @@ def require_straggler_action_runs(train: TrainConfig, plan: Plan) -> None:
 
 
 def fixed_plan_note(train: TrainConfig, plan: Plan) -> str | None:
-    """Return a sentence where `train.straggler_action` replan will change nothing; None where it may."""
+    """Return a sentence where nothing will be compared, or `train.straggler_action` replan will change nothing; None
+    else."""
+    if train.straggler_check_every and plan.world_size == 1:
+        return "train.straggler_check_every compares nothing here: a single rank has no other to be compared with"
     if train.straggler_action != "replan" or can_split_otherwise(plan):
         return None
     return (

@@ -83,6 +83,14 @@ class Straggler:
             return f"link from rank {self.ranks[0]} to rank {self.ranks[1]}"
         return f"{self.kind} of {numbered('rank', self.ranks)}"
 
+    @property
+    def fault(self) -> str:
+        """The same with what is wrong about it: `slow disk of rank 3`."""
+        words = {"result": "wrong results", "gradient": "other gradients", "data": "slow data loading"}
+        if (word := words.get(self.kind)) is not None:
+            return f"{word} of {numbered('rank', self.ranks)}"
+        return f"slow {self.subject}"
+
     def __str__(self) -> str:
         if self.kind == "link":
             return f"the {self.subject} takes {self.ratio:.2f} times as long as the others"

@@ -47,8 +47,8 @@ def ranks_per_node(resolved: ResolvedConfig, nproc: int | None, nodes: int) -> i
     if size % nodes:
         name = format_plan_name(resolved.config.parallel)
         raise InfeasibleError(
-            f"{name} has {pluralize(size, 'process')}, which {nodes} nodes can't share equally: expected a plan with a"
-            f" multiple of {nodes}, such as {nodes * max(1, size // nodes)}"
+            f"{name} has {pluralize(size, 'rank')}, which {nodes} nodes can't share equally: expected a plan with a"
+            f" multiple of {nodes} ranks, such as {nodes * max(1, size // nodes)}"
         )
     return size // nodes
 

@@ -400,7 +400,7 @@ class TrainingLoop:
             recoveries = read_metrics(self.run_dir / RECOVERIES_FILE)
             for one in check.new if self.is_main else ():
                 if not is_replaceable(one, recoveries):
-                    display.print_line(f"step {result.step}: nothing is done about the {one.subject}")
+                    display.print_line(f"step {result.step}: replace does nothing about the {one.fault}")
             end_if_replaceable(self.world.rank, check.new, recoveries)
         if self.replanner is not None:
             change = self.replanner.after_check(check, result.step)
@@ -525,12 +525,13 @@ class TrainingLoop:
             raise MusterError(
                 f"{count} steps in a row were skipped on the island of rank {self.world.rank}, as many as"
                 f" train.max_consecutive_skips allows, step {result.step} because {reason}: resume from the last"
-                " checkpoint"
+                " checkpoint with a lower optim.lr, or allow more"
             )
         if self.async_pipeline is not None:  # the steps up to the flush have run, and can't be taken back
             raise MusterError(
                 f"{count} steps in a row were skipped, as many as train.max_consecutive_skips allows, step"
-                f" {result.step} because {reason}: resume from the last checkpoint"
+                f" {result.step} because {reason}: resume from the last checkpoint with a lower optim.lr, or allow"
+                " more"
             )
         samples = self._describe_samples(result.step, count)
         self.trainer.rewind(count)

@@ -36,7 +36,7 @@ class Replanner:
     def after_check(self, check: StragglerCheck, step: int) -> Replan:
         """Return the plan that ranks should change to after a step, or that theirs stays and why."""
         about = f"step {step}:"
-        told = [f"{about} nothing is done about the {one.subject}" for one in check.new if one.kind != "compute"]
+        told = [f"{about} replan does nothing about the {one.fault}" for one in check.new if one.kind != "compute"]
         steps_left = self._config.train.num_steps - step
         if check.measured is None or not steps_left or not self._monitor.may_replan(self._num_changes):
             return Replan(told)

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from muster.cost.time.op_times import OpTimes
 from muster.launch.rank_errors import StragglerError
@@ -128,21 +128,25 @@ class StragglerMonitor:
 
 def end_if_replaceable(rank: int, new: Sequence[Straggler], recoveries: Sequence[Mapping[str, Any]]) -> None:
     """Raise StragglerError where this rank alone is slow to compute, or computes wrongly, and its place hasn't been
-    given to another process for that before: a new one is no faster where the place itself is slow.
+    given to another process for the same before: a new one is no faster where the place itself is slow.
 
     `recoveries`: rows of recoveries.jsonl.
     """
     for one in new:
         if is_replaceable(one, recoveries) and one.ranks == (rank,):
-            cause = "slow" if one.kind == "compute" else "wrong results"
-            raise StragglerError(str(one).removeprefix(f"rank {rank} "), cause)
+            raise StragglerError(str(one).removeprefix(f"rank {rank} "), _cause(one))
 
 
 def is_replaceable(one: Straggler, recoveries: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True for a single slow or wrong rank whose place hasn't been given to another process for that before."""
+    """Return True for a single slow or wrong rank whose place hasn't been given to another process for the same
+    before."""
     if one.kind not in ("compute", *WRONG) or len(one.ranks) != 1:
         return False
-    return not any(loss_causes(row).get(one.ranks[0]) in ("slow", "wrong results") for row in recoveries)
+    return not any(loss_causes(row).get(one.ranks[0]) == _cause(one) for row in recoveries)
+
+
+def _cause(one: Straggler) -> Literal["slow", "wrong results"]:
+    return "slow" if one.kind == "compute" else "wrong results"
 
 
 def comparable_units(plan: Plan, expected_s: list[float], shares_cores: bool) -> list[Comparable]:

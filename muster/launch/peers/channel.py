@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from muster.launch.network import format_endpoint
 from muster.spec.errors import ConfigError, MusterError
 
-_MAGIC = b"muster-peers-1\n\0"
+_MAGIC = b"muster-peers-2\n\0"
 _NONCE_BYTES, _PROOF_BYTES, _CHECKSUM_BYTES = 16, 32, 16
 _HEADER = struct.Struct("!IQQ")
 """Length of the content, generation, round."""
