@@ -49,6 +49,15 @@ def test_a_change_is_told_with_its_reason_and_its_gain() -> None:
     assert change.sentences == [f"step 10: {slow}: plan dp2-mb1-uneven2.1-z1-fp32 is 1.50 times as fast"]
     back = Comparisons("dp2-mb1-uneven2.1-z1-fp32", 100, usual="dp2-mb1-z1-fp32").after(10, {})
     assert back.sentences == ["step 10: all ranks are about as fast: plan dp2-mb1-z1-fp32 is 1.33 times as fast"]
+    late = Comparisons("dp2-mb1-uneven2.1-z1-fp32", 20, usual="dp2-mb1-z1-fp32")
+    assert late.after(10, {}) == (
+        [
+            "step 10: all ranks are about as fast, but the plan stays: plan dp2-mb1-z1-fp32 would be 1.33 times as"
+            " fast, but the 10 steps that are left would save less than the change costs"
+        ],
+        None,
+    )
+    assert late.after(12, {}) == ([], None)
 
 
 def test_why_a_plan_stays_is_told_once_for_each_slowness() -> None:

@@ -2,15 +2,20 @@
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 from random import Random
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from muster.cost.time.op_times import OpTimes
 from muster.launch.rank_errors import StragglerError, make_rank_error
 from muster.parallel import rank_probes
 from muster.probe.doctor_ranks import check_rank_probes
 from muster.report.stragglers import draw_stragglers, straggler_note
+from muster.schedule.action import Action, Kind
 from muster.simulate.stragglers import (
     SLOW_ON_SHARED_CORES,
     Comparable,
@@ -21,7 +26,7 @@ from muster.simulate.stragglers import (
     shorter_links,
 )
 from muster.spec.plan_name import parse_plan_name
-from muster.train.straggler_monitor import comparable_units, end_if_replaceable
+from muster.train.straggler_monitor import StragglerMonitor, comparable_units, end_if_replaceable
 from tests.ranks import run_ranks
 
 NUM_RANKS, EVERY = 8, 5
@@ -123,6 +128,8 @@ def test_each_time_of_a_slowness_has_its_steps() -> None:
     rows = [{"step": step, "ranks": [{}], "stragglers": [one] * (step in (4, 6, 12))} for step in range(2, 16, 2)]
     rows.insert(2, {"step": 5, "ranks": [], "stragglers": []})  # a comparison of gradients says nothing about times
     assert straggler_note(rows) == "stragglers: rank 1 is slow (steps 4 to 6, step 12)"
+    rows[6]["stragglers"] = [one | {"ratio": 2.0, "text": "rank 1 is slower"}]
+    assert "rank 1 is slower (" in (straggler_note(rows) or ""), "the largest ratio"
     often = [{"step": step, "ranks": [{}], "stragglers": [one] * (step % 2)} for step in range(1, 20)]
     assert straggler_note(often) == "stragglers: rank 1 is slow (10 times, steps 1 to 19)"
 
@@ -147,13 +154,41 @@ def test_ranks_that_share_cores_are_compared_within_their_stage_first():
     shared = comparable_units(plan, [0.1] * 4, shares_cores=True)
     assert shared == [*stages, Comparable(everyone, SLOW_ON_SHARED_CORES)]
     assert comparable_units(plan, [0.1] * 4, shares_cores=False) == [Comparable(everyone)]
-    for ratio, slow in ((1.5, []), (2.5, [(3,)])):  # of the passes of a stage with a single rank, and of a product
-        pipeline = comparable_units(parse_plan_name("pp4"), [0.1] * 4, shares_cores=True)
-        for field in ("compute_s", "product_s"):
+    for name, field in (("pp4", "compute_s"), ("tp2-pp2", "product_s")):
+        pipeline = comparable_units(parse_plan_name(name), [0.1] * 4, shares_cores=True)
+        for ratio, slow in ((1.5, []), (2.5, [(3,)])):  # of passes of a stage with a single rank, and of a product
             times = [replace(one, link_s=()) for one in [QUIET] * 4]
             times[3] = replace(times[3], **{field: ratio * getattr(QUIET, field)})
             found = find_stragglers(times, [0.1] * 4, pipeline, SLOW_ON_SHARED_CORES)
             assert [one.ranks for one in found] == slow
+
+
+def test_a_product_says_nothing_about_a_rank_whose_passes_are_compared() -> None:
+    """Of two ranks one always has the longer product by chance, while the passes of the other are slow."""
+    times = [replace(QUIET, product_s=1.4 * QUIET.product_s), replace(QUIET, compute_s=2 * QUIET.compute_s)]
+    times = [replace(one, link_s=()) for one in times]
+    units = comparable_units(parse_plan_name("dp2-z1"), [0.2] * 2, shares_cores=False)
+    assert [one.ranks for one in find_stragglers(times, [0.2] * 2, units)] == [(1,)]
+
+
+def test_what_a_stage_needs_at_least_is_expected_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stage 1 was slow in the profile, and until the third comparison; then nobody is."""
+    plan = parse_plan_name("pp2")
+    world = SimpleNamespace(rank=0, size=2, at=SimpleNamespace(pp=0), all_gather_object=lambda own: [own, 3 * own])
+    actions = {"compute": [SimpleNamespace(action=Action(kind, 0, 0)) for kind in (Kind.F, Kind.B)]}
+    trainer = SimpleNamespace(world=world, plan=plan, program=SimpleNamespace(ranks=[actions, {}]))
+    times = OpTimes({(kind, stage): s for kind in (Kind.F, Kind.B) for stage, s in ((0, 1.0), (1, 3.0))})
+    monitor = StragglerMonitor(cast("Any", trainer), times, 1, Path())
+    said = []
+    for step, slow in enumerate((3.0, 3.0, 1.0, 1.0, 1.0)):
+        shown = [replace(QUIET, compute_s=factor * 2.0, step_s=10.0, link_s=()) for factor in (1.0, slow)]
+        monkeypatch.setattr(world, "all_gather_object", lambda own, shown=shown: shown)
+        monkeypatch.setattr(monitor, "_own_times", lambda: None)
+        check = monitor.after_step(cast("Any", SimpleNamespace(step=step)))
+        assert check is not None
+        said += check.sentences
+    assert said == [], "rank 0 isn't slow because rank 1 is faster than it was"
+    assert monitor.usual_times().seconds == {(kind, stage): 1.0 for kind in (Kind.F, Kind.B) for stage in (0, 1)}
 
 
 def test_ranks_name_the_same_stragglers():

@@ -25,6 +25,7 @@ from muster.probe.check_result import CheckResult, note, ok, problem
 from muster.probe.doctor_gpus import check_gpus
 from muster.probe.doctor_plan import PlanNeed, check_plan
 from muster.probe.doctor_ranks import check_rank_probes
+from muster.spec.formatting import format_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
 MIN_FREE_BYTES = GIB
@@ -166,7 +167,7 @@ def _existing_parent(folder: Path) -> Path:
 def _copies(request: DoctorRequest) -> Iterator[CheckResult]:
     found = list(find_orphaned(IN_MEMORY_CHECKPOINT_DIR))
     for orphan in found:
-        size = f"{orphan.nbytes / GIB:.1f} GiB in {orphan.path} are in-memory checkpoints of {orphan.run_dir}"
+        size = f"{format_bytes(orphan.nbytes)} in {orphan.path} are in-memory checkpoints of {orphan.run_dir}"
         advice = "no run can resume from them: delete them" if orphan.is_stale else "start it again to resume from them"
         yield note("copies", f"{size}, which is not running: {advice}")
     if not found:

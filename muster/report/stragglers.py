@@ -44,6 +44,7 @@ def straggler_note(checks: Sequence[Row]) -> str | None:
     """Return a sentence about the stragglers of a run, each with the steps of the comparisons from the one that named
     it to the last that did, for each time that it was slow; None without any."""
     spans: dict[StragglerKey, list[list[int]]] = {}
+    ratios: dict[StragglerKey, float] = {}
     texts: dict[StragglerKey, str] = {}
     last: dict[bool, set[StragglerKey]] = {}  # of the comparisons of times, and of those of gradients
     for row in checks:
@@ -53,7 +54,8 @@ def straggler_note(checks: Sequence[Row]) -> str | None:
         for one in row["stragglers"]:
             key = one["kind"], tuple(one["ranks"])
             current.add(key)
-            texts[key] = one["text"]
+            if one.get("ratio", 0.0) >= ratios.get(key, 0.0):
+                ratios[key], texts[key] = one.get("ratio", 0.0), one["text"]
             if key in before:
                 spans[key][-1][1] = row["step"]
             else:

@@ -151,9 +151,11 @@ def find_stragglers(
 def _slow_compute(
     times: Sequence[RankTimes], expected_s: Sequence[float], comparable: Sequence[Comparable], slow_product: float
 ) -> list[Straggler]:
-    """Return the ranks whose product of matrices is slow, and the units whose passes are."""
+    """Return the units whose passes are slow, and the ranks whose product of matrices is. What the passes of a rank
+    alone say of it, no product says better."""
+    known = {unit[0] for units, _ in comparable if len(units) > 1 for unit in units if len(unit) == 1}
     alone = _slower([one.product_s for one in times], slow_product, LEAST_EXCESS_S["product"])
-    slow: dict[Unit, float] = {(rank,): ratio for rank, ratio in alone}
+    slow: dict[Unit, float] = {(rank,): ratio for rank, ratio in alone if rank not in known}
     for units, factor in comparable:
         usual_s = median_low(expected_s[unit[0]] for unit in units)
         passes_s = [min(times[rank].compute_s for rank in unit) * usual_s / expected_s[unit[0]] for unit in units]

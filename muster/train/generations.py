@@ -93,6 +93,8 @@ class _Rank:
         """Plan of the next generation, on the rank 0 that has asked for it."""
         self._number: int | None = None
         """Number among the ranks of the generation before."""
+        self._has_trained = False
+        """True where this process was a rank in a generation before."""
         self._loop: TrainingLoop | None = None
         self._has_left = False
         """True once all ranks have finished the step after which they leave the present generation."""
@@ -101,7 +103,7 @@ class _Rank:
         """Train in one generation; returns the exit code, or None where another one follows."""
         if self._number not in (None, place.rank):
             take_place(self._run_dir, place)
-        self._number, self._has_left = place.rank, False
+        self._has_trained, self._number, self._has_left = self._number is not None, place.rank, False
         if self._asked_plan is not None or place.world_size != self._plan.world_size:
             self._take_plan(place)
         self._heartbeat.asks_for_next = False
@@ -144,12 +146,19 @@ class _Rank:
         """Tell processes that take a place later the plan of the first generation, whose schedule was refined."""
         self._store.set(_FIRST_PLAN_KEY, plan.model_dump_json())
 
-    def _follow_rank_0(self, place: Membership, store: dist.Store) -> None:
-        """Take the plan of rank 0: it may have changed it, or a loss may have come before all had the refined one."""
+    def _agree_on_plan(self, place: Membership, store: dist.Store) -> None:
+        """Take the plan of the first rank that was in a generation before: it may have changed it, or a loss may have
+        come before all had the refined one. A process that was a spare knows the run's first plan only."""
+        own = [self._plan.model_dump(mode="json"), self._is_around, self._carried.num_plan_changes]
+        store.set(f"plan of rank {place.rank}", json.dumps([self._has_trained, own]))
+        for rank in range(place.world_size if place.rank == 0 else 0):
+            has_trained, told = json.loads(store.get(f"plan of rank {rank}"))
+            if has_trained:
+                own = told
+                break
         if place.rank == 0:
-            store.set("plan of rank 0", json.dumps([self._plan.model_dump(mode="json"), self._is_around]))
-            return
-        fields, self._is_around = json.loads(store.get("plan of rank 0"))
+            store.set("plan of all", json.dumps(own))
+        fields, self._is_around, self._carried.num_plan_changes = json.loads(store.get("plan of all"))
         self._plan = Plan.model_validate(fields)
         if not self._is_around:
             self._plans[place.world_size] = self._plan
@@ -161,7 +170,7 @@ class _Rank:
             store = dist.TCPStore(store.host, store.port, is_master=False)
         own = dist.PrefixStore(f"configuration-{place.generation}", store)
         if place.generation:
-            self._follow_rank_0(place, own)
+            self._agree_on_plan(place, own)
         require_same_config(self._config, self._plan, self._dataset.fingerprint, own, place.rank)
         beside = place.generation, None, self._heartbeat
         with (

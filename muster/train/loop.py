@@ -64,8 +64,8 @@ class Carried:
     """Profiles of all ranks, by rank, for each plan that there has been, by its hash without a pinned order."""
     leave_requested: Callable[[], bool] = lambda: False
     """True once another generation follows at the end of a step."""
-    first_times: tuple[Plan, OpTimes] | None = None
-    """Plan and times of the run's first profile, taken before any rank was known to be slow."""
+    usual_times: tuple[Plan, OpTimes] | None = None
+    """A plan and the times of its passes where no rank is slow: of the run's first profile, corrected since."""
     usual_plan: Plan | None = None
     """Plan for as many ranks where none is slow; None where ranks don't change."""
     plan_refined: Callable[[Plan], None] = lambda plan: None
@@ -198,7 +198,7 @@ class TrainingLoop:
             return EXIT_STOPPED
         self.checkpoint_manager.prepare()
         first_step = self.trainer.step_count + 1
-        if self.is_main and self.world.generation == 0:
+        if self.is_main and (self.world.generation == 0 or first_step == 1):
             print_plan(self.trainer, predicted)
             print(self.device_metrics.note)
         self.device_metrics.start_measuring()
@@ -250,9 +250,9 @@ class TrainingLoop:
 
     def _usual_times(self, profile: StageProfile) -> OpTimes:
         """Return the times of passes where no rank is slow, under this generation's plan; all ranks call it."""
-        own = self.carried.first_times
+        own = self.carried.usual_times
         known = self.world.all_gather_object(own) if self.world.generation else []
-        first_plan, times = self.carried.first_times = next(filter(None, known), own or (self.plan, profile.times))
+        first_plan, times = self.carried.usual_times = next(filter(None, known), own or (self.plan, profile.times))
         return with_usual_ratios(self.config, profile.times, self.plan, times, first_plan)
 
     def _train(self) -> int | None:
@@ -392,6 +392,8 @@ class TrainingLoop:
         """Log a comparison of all ranks, if one was due, say what is slow or wrong, and act on it."""
         if check is None:
             return
+        if self.stragglers is not None:
+            self.carried.usual_times = self.plan, self.stragglers.usual_times()
         for sentence in check.sentences if self.is_main else ():
             display.print_line(sentence)
         if self.is_main and (problem := self.straggler_log.append(check.row)):

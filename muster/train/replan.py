@@ -30,8 +30,8 @@ class Replanner:
         another plan."""
         self._config, self._plan, self._usual_plan = config, plan, usual_plan
         self._monitor, self._num_changes = monitor, num_changes
-        self._answered: frozenset[StragglerKey] = frozenset()
-        """Slow ranks of which it has been said that the plan stays all the same."""
+        self._answered: frozenset[StragglerKey] | None = None
+        """Slow ranks of which it was last said that the plan stays all the same; None before."""
 
     def after_check(self, check: StragglerCheck, step: int) -> Replan:
         """Return the plan that ranks should change to after a step, or that theirs stays and why."""
@@ -47,15 +47,18 @@ class Replanner:
         if found is not None and _pays(found, steps_left):
             because = "; ".join(map(str, slow.values())) or "all ranks are about as fast"
             return Replan([*told, f"{about} {because}: {_name_gain(found, 'is')}"], found.plan)
-        if slow and slow.keys() != self._answered:
-            told.append(f"{about} the plan stays: {self._reason(found, steps_left)}")
+        if (slow or self._plan != self._usual_plan) and slow.keys() != self._answered:
+            who = "the plan stays" if slow else "all ranks are about as fast, but the plan stays"
+            told.append(f"{about} {who}: {self._reason(found, steps_left, bool(slow))}")
         self._answered = frozenset(slow)
         return Replan(told)
 
-    def _reason(self, found: FasterPlan | None, steps_left: int) -> str:
+    def _reason(self, found: FasterPlan | None, steps_left: int, is_slow: bool) -> str:
         if found is not None:
             left = f"{pluralize(steps_left, 'step')} that {'is' if steps_left == 1 else 'are'} left"
             return f"{_name_gain(found, 'would be')}, but the {left} would save less than the change costs"
+        if not is_slow:
+            return f"plan {format_plan_name(self._usual_plan)} would save too little"
         name = format_plan_name(self._plan)
         if not can_split_otherwise(self._plan):
             return f"{name} has neither stages nor unequal shares of the batch that could be changed"

@@ -134,7 +134,8 @@ def changed_delays_note(before: Mapping[str, Any], plan: Plan, steps_done: int) 
     """Return a sentence where gradients come late by another number of steps than under the plan `before`, some of
     whose fields may be missing; None where they don't, or are never late."""
     now = plan.model_dump(include=set(_DELAY_FIELDS))
-    changed = [(key, before[key]) for key in _DELAY_FIELDS if key in before and before[key] != now[key]]
+    keys = [key for key in _DELAY_FIELDS if key != "flush_every" or plan.schedule_entry.is_asynchronous]
+    changed = [(key, before[key]) for key in keys if key in before and before[key] != now[key]]
     schedules = {plan.schedule, before.get("schedule", plan.schedule)}
     if not changed or not any(SCHEDULES[one].is_asynchronous for one in schedules if one in SCHEDULES):
         return None

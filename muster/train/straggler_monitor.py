@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -63,6 +63,8 @@ class StragglerMonitor:
         actions = (item.action for item in trainer.program.ranks[self.world.at.pp].get("compute", ()))
         keys = [(action.kind, action.stage) for action in actions if action.kind in PASSES]
         self._times = times
+        self._factors = [1.0] * trainer.plan.pp
+        """Least time of each pipeline rank's passes so far, over that by `times`."""
         own_s = sum(times.seconds.get(key, times.seconds.get((key[0], -1), 0.0)) for key in keys)
         self._expected_s: list[float] = self.world.all_gather_object(own_s)
         shares_cores = times.cores is not None and self.world.size > times.cores
@@ -75,6 +77,7 @@ class StragglerMonitor:
         if result.step % self.every or len(self._results) < self.every:
             return None
         times = self.world.all_gather_object(self._own_times())
+        self._correct_expected(times)
         new, over = self.detector.update(self._find(times))
         told = [f"step {result.step}: straggler: {one}" for one in new]
         told += [f"step {result.step}: no straggler any more: {one.subject}" for one in over]
@@ -83,6 +86,28 @@ class StragglerMonitor:
 
     def _find(self, times: list[RankTimes]) -> list[Straggler]:
         return find_stragglers(times, self._expected_s, self._comparable, self._slow_product)
+
+    def _correct_expected(self, times: list[RankTimes]) -> None:
+        """Expect of a stage no more than the least that its ranks have needed so far: what slows it only adds, and may
+        have done so in the profile. All ranks compute the same."""
+        plan = self.trainer.plan
+        pp_ranks = [coordinates_of(plan, rank).pp for rank in range(plan.world_size)]
+        for pp_rank in range(plan.pp):
+            own = [rank for rank, at in enumerate(pp_ranks) if at == pp_rank and self._expected_s[rank]]
+            shown = [times[rank].compute_s / self._expected_s[rank] for rank in own if times[rank].compute_s]
+            if (factor := min(shown, default=1.0)) < 1:
+                for rank in own:
+                    self._expected_s[rank] *= factor
+                self._factors[pp_rank] *= factor
+
+    def usual_times(self) -> OpTimes:
+        """Return the times of the passes where no rank is slow, as far as is known by now."""
+        placement = self.trainer.plan.placement
+        seconds = {
+            (kind, stage): one_s * (self._factors[placement[stage]] if kind in PASSES and stage >= 0 else 1.0)
+            for (kind, stage), one_s in self._times.seconds.items()
+        }
+        return replace(self._times, seconds=seconds)
 
     def may_replan(self, num_changes: int) -> bool:
         """Return whether another plan may be looked for, after this many changes of the plan: where a rank computes
@@ -99,7 +124,7 @@ class StragglerMonitor:
         for one in self.detector.confirmed.values():
             for rank in one.ranks if one.kind == "compute" else ():
                 slowness[rank] = max(slowness[rank], one.ratio)
-        return MeasuredPasses(self._times, self._expected_s, [one.compute_s for one in times], slowness)
+        return MeasuredPasses(self.usual_times(), self._expected_s, [one.compute_s for one in times], slowness)
 
     def _own_times(self) -> RankTimes:
         steps = self.trainer.step_events()
@@ -123,7 +148,12 @@ class StragglerMonitor:
 
     def _row(self, step: int, times: list[RankTimes]) -> dict[str, Any]:
         found = [asdict(one) | {"text": str(one)} for one in self.detector.confirmed.values()]
-        return {"step": step, "expected_s": self._expected_s, "ranks": list(map(asdict, times)), "stragglers": found}
+        return {
+            "step": step,
+            "expected_s": list(self._expected_s),
+            "ranks": list(map(asdict, times)),
+            "stragglers": found,
+        }
 
 
 def end_if_replaceable(rank: int, new: Sequence[Straggler], recoveries: Sequence[Mapping[str, Any]]) -> None:
