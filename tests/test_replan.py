@@ -1,13 +1,18 @@
 """Changes of a run's plan because of slow ranks: when, and what is said."""
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch.distributed as dist
 
+from muster.launch.launcher_words import Membership
 from muster.simulate.stragglers import Straggler
-from muster.spec.plan_name import parse_plan_name
+from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.train import replan
+from muster.train.generations import _Rank
+from muster.train.loop import Carried
 from muster.train.replan import Replanner
 from muster.train.straggler_monitor import StragglerCheck, StragglerMonitor
 from tests.test_slow_ranks import config_of, passes_of
@@ -76,3 +81,35 @@ def test_why_a_plan_stays_is_told_once_for_each_slowness() -> None:
     assert small == [
         "step 10: the plan stays: no other layers or shares of the batch that pp4-mb1-fp32 allows would save enough"
     ]
+
+
+def agreed(ranks: list[tuple[str, bool, int, bool]]) -> list[tuple[str, bool, int]]:
+    """Let ranks agree on a plan, each by its own (plan, whether that is around slow ranks, changes asked for, whether
+    it was a rank in a generation before)."""
+    store = dist.HashStore()
+    ours = [
+        SimpleNamespace(
+            _plan=parse_plan_name(name),
+            _is_around=is_around,
+            _carried=Carried(num_plan_changes=changes),
+            _has_trained=has_trained,
+            _plans={},
+        )
+        for name, is_around, changes, has_trained in ranks
+    ]
+
+    def agree(number: int) -> None:
+        _Rank._agree_on_plan(cast("_Rank", ours[number]), Membership(1, number, len(ranks)), store)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        list(pool.map(agree, range(len(ranks))))
+    return [(format_plan_name(one._plan), one._is_around, one._carried.num_plan_changes) for one in ours]
+
+
+def test_a_spare_that_becomes_rank_0_takes_the_plan_of_those_that_are_left() -> None:
+    first, around = "dp2-mb1-z1-fp32", "dp2-mb1-uneven2.1-z1-fp32"
+    left = (around, True, 3, True)
+    assert agreed([(first, False, 0, False), left]) == [(around, True, 3)] * 2
+    assert agreed([left, (first, False, 0, False)]) == [(around, True, 3)] * 2
+    assert agreed([(first, False, 0, False)] * 2) == [(first, False, 0)] * 2, "nobody is left"
+    assert agreed([(around, True, 1, True), (first, False, 0, True)]) == [(around, True, 1)] * 2, "rank 0 has asked"
