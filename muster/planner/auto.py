@@ -326,10 +326,6 @@ def _require_flushes_alone(config: RunConfig) -> None:
 def _why_no_gradient_check(config: RunConfig, plan: Plan) -> str | None:
     """Return why the gradients of a micro-batch can't be compared among ranks before they are reduced, or None."""
     meshes = [plan.mesh(pp_rank) for pp_rank in range(plan.pp)]
-    if any(mesh.dp_replicate * mesh.dp_shard == 1 for mesh in meshes):
-        return "there has to be another rank with the same layers: expected dp2 or more"
-    if any(mesh.dp_shard > 1 for mesh in meshes) and plan.default_strategy.zero != "z1":
-        return "z2 and z3 hold no whole gradients: expected z1, or replicas (dp2x1)"
     beside = (
         (plan.islands > 1, "islN, whose parameters differ"),
         (any(mesh.ep > 1 for mesh in meshes), "epN, by which experts see the tokens of other ranks"),
@@ -337,13 +333,19 @@ def _why_no_gradient_check(config: RunConfig, plan: Plan) -> str | None:
         (plan.sequence_slices > 1, "sliceN"),
         (plan.dynamic_context_parallel, "cpdyn"),
         (plan.offloads_params, "oparam"),
-        (plan.schedule_entry.skips_stages, "skipR, whose micro-batches take stages in another number"),
+        (plan.schedule_entry.skips_stages, "skipR, whose micro-batches don't all take the same stages"),
         (plan.post_validation, "pv"),
         (config.train.update_in_backward, "train.update_in_backward, which would update by those gradients"),
         (config.model.mtp_layers > 0, "model.mtp_layers"),
         (is_zeroth_order(config.optim), f"optim.name {config.optim.name}, which has no gradients"),
     )
-    return next((f"expected a run without {word}" for is_there, word in beside if is_there), None)
+    if (word := next((word for is_there, word in beside if is_there), None)) is not None:
+        return f"expected a run without {word}"
+    if any(mesh.dp_replicate * mesh.dp_shard == 1 for mesh in meshes):
+        return "there has to be another rank with the same layers: expected dp2 or more"
+    if any(mesh.dp_shard > 1 for mesh in meshes) and plan.default_strategy.zero != "z1":
+        return "z2 and z3 hold no whole gradients: expected z1, or replicas (dp2x1)"
+    return None
 
 
 def require_delayed_updates(plan: Plan) -> None:

@@ -227,6 +227,7 @@ def load_secret(path: Path) -> bytes:
         secret = b""
     if len(secret) != SECRET_BYTES:
         raise ConfigError(
-            f"{path} holds no secret: expected {2 * SECRET_BYTES} hexadecimal digits, as muster coordinator writes them"
+            f"{path} holds no secret: expected {2 * SECRET_BYTES} hexadecimal digits, as muster coordinator, or"
+            " the trainer of a swarm, writes them"
         )
     return secret
