@@ -220,6 +220,13 @@ def test_the_command_prints_one_object_and_leaves_nothing(temporary: Path) -> No
     assert list(temporary.glob("muster-*")) == []
 
 
+@pytest.mark.soak
+def test_what_a_backward_computes_again_beside_a_forward_is_not_taken_for_that(temporary: Path) -> None:
+    small = ["--train.seq_len", "32", "--train.global_batch_size", "12", "--precision", "fp64", "--steps", "1"]
+    done = forks.run("verify", "--preset", "tiny", "--against", "tp2-tppairs-pp2v2-mb2-sdualpipev-rfull", *small)
+    assert done.returncode == 0, done.stdout
+
+
 def test_an_interrupt_ends_the_ranks_and_leaves_nothing(temporary: Path) -> None:
     command = [sys.executable, "-m", "muster", "verify", "--preset", "tiny", "--train.seq_len", "512"]
     # Whoever runs the tests in the background of a script makes all they start deaf to SIGINT.

@@ -258,11 +258,11 @@ def notes(config: RunConfig) -> Iterator[str]:
             f"islands: none of the {train.num_steps} steps is in a round, since parameters are averaged after each of"
             f" the first {outer.warmup_steps} (outer.warmup_steps)"
         )
-    late = [step for step in outer.reshard_at if step >= train.num_steps] if outer is not None else []
+    late = [step for step in outer.reshard_at if step > train.num_steps] if outer is not None else []
     if outer is not None and late:
         yield (
-            f"router: it learns {'not' if len(late) == len(outer.reshard_at) else 'no more'} at outer.reshard_at"
-            f" {', '.join(map(str, late))}, which the {train.num_steps} steps don't go beyond"
+            f"router: it doesn't learn at outer.reshard_at {', '.join(map(str, late))}, which the {train.num_steps}"
+            " steps don't reach"
         )
     if config.optim.freeze:
         count = frozen_numel(config.optim, config.model)

@@ -96,7 +96,7 @@ class Coordinator:
             if not self._connected and not self.membership.lost_s:
                 self._begin_run(dict(hello["settings"]))
             if different := _differences(self._run_settings, dict(hello["settings"])):
-                raise refusal(channel, f"all peers need the same configuration and data, and here {different}")
+                raise refusal(channel, f"all peers need the same configuration and data; of {name}, {different}")
             if (former := self._connected.get(name)) is not None:
                 self.membership.lose(name, time.monotonic(), has_left=False)
             self._connected[name] = _Connected(channel, address)
@@ -180,6 +180,6 @@ class Coordinator:
 def _differences(theirs: dict[str, object], own: dict[str, object]) -> str:
     """Return what the settings of a run differ in from those of the peers that are there; nothing if they are equal."""
     different = [name for name in sorted({*theirs, *own}) if theirs.get(name) != own.get(name)]
-    named = [f"{name} is {own.get(name)} and there {theirs.get(name)}" for name in different[:_NAMED_DIFFERENCES]]
+    named = [f"{name} is {own.get(name)} (of the others {theirs.get(name)})" for name in different[:_NAMED_DIFFERENCES]]
     more = len(different) - len(named)
     return "; ".join(named) + (f"; and {pluralize(more, 'more key')}" if more else "")

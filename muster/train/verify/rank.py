@@ -87,8 +87,8 @@ class TracingTrainer(Trainer):
             self._micro_batch = None
 
     def _sketch_output(self, stage: DecoderStage, part: str, output: Tensor) -> None:
-        if self._micro_batch is None:
-            return  # a backward computes this part of the forward again
+        if self._micro_batch is None or torch._C._current_graph_task_id() >= 0:
+            return  # a backward computes this part of the forward again, beside another one's forward in a fused pair
         at, plan, spec = self.world.at, self.plan, self.config.model
         if has_domino(plan) and len(output) < plan.local_micro_batch_size(at.pp):  # the leading slice comes first
             leading = self._leading.pop(part, None)
