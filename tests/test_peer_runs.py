@@ -94,7 +94,7 @@ def test_runs_that_stay_are_the_islands_of_a_plan_to_the_bit(meeting: Meeting) -
     [
         (("--parallel", "dp2-mb1-fp32", "--nproc", "2"), ("it has 2 ranks", "expected one")),
         (("--outer.method", "streaming"), ("method streaming isn't built for peers", "expected diloco")),
-        (("--outer.coordinator", "host-a"), ("host-a is no address with a port", "HOST:PORT")),
+        (("--outer.coordinator", "host-a"), ("coordinator 'host-a' is no address with a port", "HOST:PORT")),
         (("--outer.secret_file", "nowhere"), ("the secret file", "copy the one")),
     ],
 )
