@@ -47,7 +47,9 @@ def memory_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_change_is_told_with_its_reason_and_its_gain() -> None:
-    change = Comparisons("dp2-mb1-z1-fp32", 100).after(10, {1: 2.0})
+    comparisons = Comparisons("dp2-mb1-z1-fp32", 100)
+    change = comparisons.after(10, {1: 2.0})
+    assert comparisons.after(11, {1: 2.0}) == ([], None), "once in a generation"
     assert change.plan is not None
     assert change.plan.uneven_micro_batches == (2, 1)
     slow = "rank 1 takes 2.00 times as long as the others to compute"

@@ -1,9 +1,12 @@
 """Asynchronous pipelines: their programs, and that they train as a serial emulator of the same delays, to the bit."""
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from muster.checkpoint.checkpoint_dir import find_latest
 from muster.config.cluster_files import load_cluster
@@ -13,6 +16,8 @@ from muster.cost.memory.forecast import forecast_memory
 from muster.cost.time.op_times import OpTimes
 from muster.launch.rank_errors import EXIT_STOPPED
 from muster.layout.tensor_layout import rank_layouts
+from muster.parallel.axis import PendingTensor, TensorAxis
+from muster.parallel.tensor_parallel import all_reduce_replicated_grads
 from muster.report.run_files import read_metrics
 from muster.schedule.build import build_program
 from muster.schedule.check import check
@@ -122,6 +127,20 @@ def test_with_replicas_of_tensor_parallel_stages(tmp_path: Path) -> None:
     names = ("spipedream2bw-flush4", "spipedream", "spipelinedbackprop-flush5")
     cases = [{"plan": f"dp2x1-tp2-sp-pp2-mb2-{name}-fp64"} for name in names]
     check_close(8, [*cases, cases[0] | {"steps": 3, "fault": "copies apart"}], tmp_path)
+
+
+def test_a_sum_of_copies_beside_passes_is_seen_to_be_over_without_waiting_for_it() -> None:
+    """A rank that waited for it would keep its neighbours waiting in their passes."""
+    work = cast("dist.Work", SimpleNamespace(wait=lambda: None))
+    axis = SimpleNamespace(size=2, index=0, all_reduce=lambda x: PendingTensor([work], lambda: x.mul_(2)))
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    pending = all_reduce_replicated_grads(cast("TensorAxis", axis), {"w": weight}, {"w": 2}, torch.device("cpu"))
+    assert pending is not None
+    assert list(pending.works) == [work]
+    assert weight.grad.tolist() == [1.0] * 3
+    pending.wait()
+    assert weight.grad.tolist() == [2.0] * 3
 
 
 def check_resumed(num_ranks: int, plan: str, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ class Replanner:
         another plan."""
         self._config, self._plan, self._usual_plan = config, plan, usual_plan
         self._monitor, self._num_changes = monitor, num_changes
+        self._has_asked = False
         self._answered: frozenset[StragglerKey] | None = None
         """Slow ranks of which it was last said that the plan stays all the same; None before."""
 
@@ -38,6 +39,8 @@ class Replanner:
         about = f"step {step}:"
         told = [f"{about} replan does nothing about the {one.fault}" for one in check.new if one.kind != "compute"]
         steps_left = self._config.train.num_steps - step
+        if self._has_asked:
+            return Replan(told)  # ranks leave at the end of one of the next steps
         if check.measured is None or not steps_left or not self._monitor.may_replan(self._num_changes):
             return Replan(told)
         slow = {key: one for key, one in self._monitor.detector.confirmed.items() if one.kind == "compute"}
@@ -45,6 +48,7 @@ class Replanner:
             self._config, self._plan, self._usual_plan, check.measured, lambda plan: has_memory(self._config, plan)
         )
         if found is not None and _pays(found, steps_left):
+            self._has_asked = True
             because = "; ".join(map(str, slow.values())) or "all ranks are about as fast"
             return Replan([*told, f"{about} {because}: {_name_gain(found, 'is')}"], found.plan)
         if (slow or self._plan != self._usual_plan) and slow.keys() != self._answered:
