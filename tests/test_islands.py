@@ -366,6 +366,12 @@ def test_a_round_waits_for_what_its_delay_does_not_hide() -> None:
     assert prediction.tokens_per_s == pytest.approx(workload.tokens_per_step * 100 / prediction.round.round_s)
 
 
+def test_rounds_of_any_length_stream() -> None:
+    for every, fragments in ((5, 1), ("5", 1), (20, 2), (None, 2)):
+        given = {"method": "streaming"} | ({} if every is None else {"every": every})
+        assert OuterConfig.model_validate(given).fragments == fragments
+
+
 def test_steps_at_which_a_router_does_not_learn_and_what_a_forecast_leaves_out_are_said(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     outer = "{method: dipaco, every: 5, router: discriminative, reshard_at: [5, 15], scored_samples: 64}"
@@ -381,7 +387,7 @@ def test_steps_at_which_a_router_does_not_learn_and_what_a_forecast_leaves_out_a
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"every": 5, "method": "streaming"}, "every 5 is not a multiple of fragments 2"),
+        ({"every": 5, "method": "streaming", "fragments": 2}, "every 5 is not a multiple of fragments 2"),
         ({"every": 4, "method": "streaming", "delay": 2}, "delay 2 is not shorter than the 2 steps"),
         ({"fragments": 2}, "fragments 2 is for method streaming"),
         ({"momentum_clip": 1.0}, "momentum_clip 1.0 is for method co2"),

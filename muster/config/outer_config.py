@@ -70,7 +70,8 @@ class OuterConfig(Frozen):
     """Add to each change what compression and low rank lost of the island's change before (arXiv:1901.09847), which
     takes a copy of the parameters. true if not given under low_rank, and under dilocox with compression."""
     fragments: PositiveInt = 1
-    """streaming, 2 if not given: parts of the layers that are exchanged at different steps of a round."""
+    """streaming, 2 if not given, or 1 for odd rounds: parts of the layers that are exchanged at different steps of a
+    round."""
     delay: NonNegativeInt = 0
     """Steps beside which an exchange runs before its result is used. streaming: 1 if not given. dilocox and co2: a
     round, `every`, or none, with which dilocox is diloco."""
@@ -119,7 +120,8 @@ class OuterConfig(Frozen):
         own: dict[str, Any] = {"momentum": 0.3} if data.get("method") == "dilocox" and data.get("delay") != 0 else {}
         own |= {"momentum": 0.0} if data.get("optimizer") == "sgd" else {}
         if data.get("method") == "streaming":
-            own |= {"fragments": 2, "delay": 1, "mixing": 0.5}
+            is_odd = str(every := data.get("every", 100)).isdecimal() and int(every) % 2
+            own |= {"fragments": 1 if is_odd else 2, "delay": 1, "mixing": 0.5}
         if data.get("method") in DELAYED:
             own |= {"delay": data.get("every", 100)}
         if data.get("low_rank") or (data.get("method") == "dilocox" and data.get("compression", "none") != "none"):
