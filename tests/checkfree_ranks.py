@@ -1,5 +1,6 @@
 """Ranks of a pipeline in the tests of CheckFree: they recover state from one another, case by case."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,15 +12,17 @@ from muster.spec.plan_name import parse_plan_name
 from muster.train.checkfree import KeptState, recover_state
 
 NUM_LAYERS = 8
-"""Two a stage of four."""
+LAYERS = (range(2), range(2, 4), range(4, 6), range(6, 8))
+INNER_LAYERS = (range(0), range(4), range(4, 8), range(0))
+"""Layers of four stages, the first and the last of which have the embedding and the head alone."""
 NAMES = ("attn.q.weight", "mlp.up.weight")
 ENDS = {0: ("embed.weight",), 3: ("head.weight", "norm.weight")}
 
 
-def state_of(stage: int, updates: int = 6) -> dict[str, Tensor]:
+def state_of(stage: int, updates: int = 6, layers: Sequence[range] = LAYERS) -> dict[str, Tensor]:
     """The state of a stage after as many updates, by stored name, the same in every process."""
     found = {}
-    own = [f"layers.{layer}.{name}" for layer in (2 * stage, 2 * stage + 1) for name in NAMES]
+    own = [f"layers.{layer}.{name}" for layer in layers[stage] for name in NAMES]
     for name in [*own, *ENDS.get(stage, ())]:
         for stored in (f"model/{name}", f"optim/{name}.exp_avg"):
             draw = torch.Generator().manual_seed(hash_of(f"{stored} {updates}"))
@@ -34,14 +37,15 @@ def hash_of(text: str) -> int:
 def on_rank(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]) -> list[Any]:
     """For each case, what `recover_state` says and the tensors that it has filled, as lists of numbers."""
     told = []
-    with open_world(store, rank, world_size, parse_plan_name(payload["plan"])) as world:
+    plan = parse_plan_name(payload["plan"])
+    layers = INNER_LAYERS if plan.stages else LAYERS
+    with open_world(store, rank, world_size, plan) as world:
         for case in payload["cases"]:
-            held = case["held"][rank]
-            kept = None
-            if held is not None:
-                stage, updates, step, norm = held
-                kept = KeptState(stage, updates, step, {"of": rank}, norm, state_of(stage, updates))
-            tensors = {name: torch.full_like(tensor, -1) for name, tensor in state_of(rank).items()}
+            kept = [
+                KeptState(stage, updates, step, {"of": rank}, norm, state_of(stage, updates, layers))
+                for stage, updates, step, norm in case["held"][rank]
+            ]
+            tensors = {name: torch.full_like(tensor, -1) for name, tensor in state_of(rank, layers=layers).items()}
             found = recover_state(world, kept, tensors, NUM_LAYERS, case["kind"])
             about = (
                 None

@@ -44,7 +44,8 @@ ALTERNATIVES = (
 def case_of(schedule: str, kinds: Sequence[str]) -> Case | None:
     """Return the case of a schedule with all of these kinds; None where no such plan is legal or can be run."""
     # Where pipelines are short, few schedules keep activations long enough to offload them.
-    cases = (_case(schedule, kinds, pp) for pp in ((2, 4) if "offload" in kinds else (2,)))
+    degrees = (4,) if find_schedule(schedule).swaps_end_stages else (2, 4) if "offload" in kinds else (2,)
+    cases = (_case(schedule, kinds, pp) for pp in degrees)
     return next(filter(is_runnable, cases), None)
 
 
@@ -54,7 +55,8 @@ def _case(schedule: str, kinds: Sequence[str], pp: int) -> Case:
     added = [KINDS[kind] for kind in kinds]
     words = [word for one in added for word in one.get("words", ())]
     options = {key: value for one in added for key, value in one.items() if key != "words"}
-    name = "-".join([*words[:1], f"pp{pp}{chunks}", f"s{schedule.replace('-', '')}", *words[1:]])
+    ends = ["l0.2.2.0"] if entry.swaps_end_stages else []
+    name = "-".join([*words[:1], f"pp{pp}{chunks}", f"s{schedule.replace('-', '')}", *ends, *words[1:]])
     batch = (2 * pp) * (2 if {"z1", "z2", "z3"} & set(kinds) else 1)
     return {"plan": name, "layers": pp * entry.default_chunks // entry.default_replicas, "batch": batch, **options}
 

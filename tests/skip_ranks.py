@@ -1,4 +1,4 @@
-"""Work of each rank in the tests of micro-batches that skip stages, and the serial emulator that they are held to."""
+"""Work of each rank in the tests of micro-batches that skip or swap stages, and the emulator that they are held to."""
 
 import hashlib
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ from muster.config.run_config import RunConfig
 from muster.model.decoder import Decoder
 from muster.parallel.world import open_world
 from muster.schedule.check import check
+from muster.schedule.paths import Paths
 from muster.schedule.resolve import pin_schedule, resolve_schedule
 from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import ScheduleSpec
@@ -46,7 +47,18 @@ def in_turn() -> Iterator[None]:
         yield
 
 
-FAULTS = {None: nullcontext, "unweighted": unweighted, "in turn": in_turn}
+@contextmanager
+def unswapped() -> Iterator[None]:
+    """Under schedule checkfree-plus all micro-batches see all stages in turn."""
+
+    def faulty(num_stages: int, num_micro_batches: int) -> Paths:
+        return (tuple(range(num_stages)),) * num_micro_batches
+
+    with patch("muster.schedule.checkfree_plus.swapped_paths", faulty):
+        yield
+
+
+FAULTS = {None: nullcontext, "unweighted": unweighted, "in turn": in_turn, "unswapped": unswapped}
 
 
 def plan_of(config: RunConfig, name: str, paths: list[list[int]] | None, placement: list[int] | None) -> Plan:

@@ -75,7 +75,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "kills": ("test_async_saver.py", "test_train.py", "test_remote_checkpoints.py", "test_in_memory_checkpoints.py"),
     "tiers": ("test_tier_faults.py", "test_train_faults.py"),
     "peers": ("test_peers.py", "test_peer_runs.py", "test_swarm.py"),
-    "lost-ranks": ("test_elastic.py", "test_checkfree.py"),
+    "lost-ranks": ("test_elastic.py", "test_checkfree.py", "test_checkfree_plus.py"),
     # `PYTEST_ARGS="--faults 5 --fault-seed 2"` for five others of each run
     **{
         f"random-faults-{plan}": tuple(f"{_RANDOM_FAULTS}[{plan}-{spares}]" for spares in (0, 2))

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import MagicMock
@@ -21,6 +22,7 @@ from muster.layout.mesh import coordinates_of
 from muster.layout.tensor_layout import Box, TensorLayout
 from muster.report.approximation import Approximation, RebuiltStage
 from muster.report.run_files import read_metrics
+from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 from muster.train.checkfree import Holding, neighbour_weights, plan_transfers
 from muster.train.parameter_updater import ParameterUpdater
@@ -29,12 +31,12 @@ from tests.ranks import run_ranks
 from tests.train_runs import AT_ONCE, QUICK, Command, assert_one_sentence, losses, train
 
 NORMS = (0.5, 2.0, 0.25, 4.0)
-HELD = [[stage, 6, 6, norm] for stage, norm in enumerate(NORMS)]
+HELD = [[[stage, 6, 6, norm]] for stage, norm in enumerate(NORMS)]
 
 
 def without(*lost: int, held: list = HELD) -> list:
     """Holdings of the ranks when some have lost everything."""
-    return [None if rank in lost else one for rank, one in enumerate(held)]
+    return [[] if rank in lost else one for rank, one in enumerate(held)]
 
 
 CASES = {
@@ -42,10 +44,10 @@ CASES = {
     "inner stage, weights of the authors' program": (without(1), "clipped_norm"),
     "first stage": (without(0), "squared_norm"),
     "two beside each other": (without(1, 2), "squared_norm"),
-    "a rank was faster": (without(2, held=[HELD[0], [1, 7, 6, 2.0], HELD[2], HELD[3]]), "squared_norm"),
-    "a spare has old state": (without(held=[HELD[0], [1, 3, 3, 9.0], HELD[2], HELD[3]]), "squared_norm"),
+    "a rank was faster": (without(2, held=[HELD[0], [[1, 7, 6, 2.0]], HELD[2], HELD[3]]), "squared_norm"),
+    "a spare has old state": (without(held=[HELD[0], [[1, 3, 3, 9.0]], HELD[2], HELD[3]]), "squared_norm"),
     "stages change places": ([HELD[0], HELD[2], HELD[1], HELD[3]], "squared_norm"),
-    "the rank that takes the place held a neighbour": ([HELD[0], HELD[3], HELD[1], None], "squared_norm"),
+    "the rank that takes the place held a neighbour": ([HELD[0], HELD[3], HELD[1], []], "squared_norm"),
 }
 
 
@@ -117,9 +119,9 @@ def test_replicas_give_what_a_lost_rank_held() -> None:
     plan = parse_plan_name("dp2x1-pp3")
     stages = [at for at in range(3) for _ in range(2)]
     ranks_of = {stage: [rank for rank in range(6) if held_stage(plan, rank) == stage] for stage in set(stages)}
-    held: list[Holding | None] = [Holding(held_stage(plan, rank), 6, 6, 1.0) for rank in range(6)]
+    held = [[Holding(held_stage(plan, rank), 6, 6, 1.0)] for rank in range(6)]
     first, second = ranks_of[0]
-    held[first] = None
+    held[first] = []
     found = plan_transfers(plan, held, "squared_norm")
     assert found is not None
     assert found.approximation == Approximation(), "another rank holds it"
@@ -128,22 +130,21 @@ def test_replicas_give_what_a_lost_rank_held() -> None:
     ]
     assert found.sources[first] == (second,)
     for rank in ranks_of[1]:
-        held[rank] = None
+        held[rank] = []
     found = plan_transfers(plan, held, "squared_norm")
     assert found is not None
     assert {found.sources[rank] for rank in ranks_of[1]} == {(second, ranks_of[2][0])}, "replicas stay alike"
     assert found.approximation.rebuilt == (RebuiltStage(1, (0, 2), (0.5, 0.5)),)
-    assert plan_transfers(plan, [None] * 6, "squared_norm") is None
+    assert plan_transfers(plan, [[]] * 6, "squared_norm") is None
 
 
 def test_a_stage_that_is_lost_before_the_first_step_begins_anew() -> None:
     plan = parse_plan_name("pp4")
-    held = [None if rank == 2 else Holding(rank, 0, 0, 0.0) for rank in range(4)]
+    held = [[Holding(rank, 0, 0, 0.0)] if rank != 2 else [] for rank in range(4)]
     assert plan_transfers(plan, held, "squared_norm") is None
 
 
-def held_stage(plan, rank: int) -> int:
-
+def held_stage(plan: Plan, rank: int) -> int:
     return coordinates_of(plan, rank).pp
 
 
@@ -202,7 +203,7 @@ def test_a_run_goes_on_as_from_a_checkpoint_with_that_mean(tmp_path: Path) -> No
     assert train(*common, "--run", other, "--train.save_every", "6").code == 0
     undisturbed = losses(other)
     root = other / "checkpoints"
-    emulate(checkpoint_path(root, 6), root, rebuilt["weights"])
+    emulate(checkpoint_path(root, 6), root, 2, (4, 5), dict(zip((-2, 2), rebuilt["weights"], strict=True)))
     resumed = train(*common, "--run", other)
     assert (resumed.code, resumed.err) == (0, ""), resumed.out
     assert losses(run) == losses(other)
@@ -210,27 +211,29 @@ def test_a_run_goes_on_as_from_a_checkpoint_with_that_mean(tmp_path: Path) -> No
     assert losses(run)[6] != undisturbed[6]
 
 
-def emulate(source: Path, root: Path, weights: list[float]) -> None:
-    """Write the checkpoint after the loss of stage 2 of four of two layers: its layers 4 and 5 are means, its optimizer
-    state is new, and its learning rate higher."""
+def emulate(source: Path, root: Path, stage: int, layers: Sequence[int], weights: Mapping[int, float]) -> None:
+    """Write the checkpoint after the loss of a stage of four: its layers are means of those that are so many layers on,
+    with these weights, its optimizer state is new, and its learning rate higher."""
     manifest = read_manifest(source)
+    parameters, states = (tuple(f"{kind}/layers.{layer}." for layer in layers) for kind in ("model", "optim"))
     shards = []
     for name, stored in manifest.tensors.items():
         tensor = read_full(source, name, manifest)
-        if name.startswith(("model/layers.4.", "model/layers.5.")):
+        if name.startswith(parameters):
             _, layer, rest = name.split(".", 2)
-            one, another = (
-                read_full(source, f"model/layers.{int(layer) + shift}.{rest}", manifest) for shift in (-2, 2)
-            )
-            tensor = weights[0] * one + weights[1] * another
-        elif name.startswith(("optim/layers.4.", "optim/layers.5.")):
+            terms = [
+                weight * read_full(source, f"model/layers.{int(layer) + shift}.{rest}", manifest)
+                for shift, weight in weights.items()
+            ]
+            tensor = sum(terms[1:], terms[0])
+        elif name.startswith(states):
             tensor = torch.zeros_like(tensor)
         whole = Box((0,) * len(stored.shape), tuple(stored.shape))
         shards.append(LocalShard(name, TensorLayout(name, tuple(stored.shape), (whole,)), tensor))
     counters = json.loads(json.dumps(manifest.counters))
-    lost = sorted(name[6:] for name in manifest.tensors if name.startswith(("model/layers.4.", "model/layers.5.")))
+    lost = sorted(name[6:] for name in manifest.tensors if name.startswith(parameters))
     counters["optimizer_starts"] = {"parameters": dict.fromkeys(lost, 6), "average": 1}
-    counters["lr_scales"] = {"num_stages": 4, "by_stage": [[2, 1.2]]}
+    counters["lr_scales"] = {"num_stages": 4, "by_stage": [[stage, 1.2]]}
     for former in root.glob("step-*"):
         shutil.rmtree(former)
     info = {"plan": manifest.plan, "model": manifest.model, "run": manifest.run, "counters": counters}

@@ -227,7 +227,7 @@ def test_every_kind_of_plan_is_stepped_under_all_schedules_that_can_run_it() -> 
     assert missing == {
         *((name, kind) for name in split for kind in ("compile", "fp8")),
         *((name, "spread vocabulary") for name in replicated),
-        *(("skippipe", kind) for kind in ("spread vocabulary", "offload")),
+        *((name, kind) for name in ("skippipe", "checkfree-plus") for kind in ("spread vocabulary", "offload")),
     }
 
 

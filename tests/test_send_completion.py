@@ -13,7 +13,7 @@ from muster.schedule.schedule_spec import PathLimits, ScheduleSpec
 from muster.schedule.send_completion import completed_sends
 from muster.spec.schedules import SCHEDULES
 
-NAMES = [name for name, entry in SCHEDULES.items() if not entry.searched or entry.skips_stages]
+NAMES = [name for name, entry in SCHEDULES.items() if not entry.searched or entry.has_paths]
 PATHS = PathLimits(skip_ratio=0.25)
 
 

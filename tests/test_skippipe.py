@@ -383,8 +383,8 @@ def test_words_and_rules() -> None:
 
     assert said("pp4-mb1-skip0.25") == said("dp2-tp2-pp2v2-mb1-skip0.25") == ""
     assert "skip_ratio is of schedule skippipe, not of 1f1b" in said("pp4-mb1", skip_ratio=0.25)
-    assert "lets micro-batches skip stages of a pipeline, but pp is 1" in said("dp4-skip0.25")
-    assert "skip ranks, which vocab_parallel needs" in said("pp4-mb1-skip0.25-vocab")
+    assert "lets micro-batches take paths through a pipeline, but pp is 1" in said("dp4-skip0.25")
+    assert "take different paths, but vocab_parallel needs" in said("pp4-mb1-skip0.25-vocab")
     assert "with context parallelism" in said("cp2-pp2v2-mb1-skip0.25")
     assert "with offload" in said("pp4-mb1-skip0.25-oopt")
     pinned = resolved("pp4-mb1-skip0.25")

@@ -26,7 +26,9 @@ from muster.spec.supported import unsupported_features
 from muster.spec.workload import Workload
 from tests.ranks import run_ranks
 
-ONE_REPLICA = [name for name, entry in SCHEDULES.items() if entry.replicas == 1 and name not in ("auto", "exact")]
+ONE_REPLICA = [
+    name for name, entry in SCHEDULES.items() if entry.replicas == 1 and name not in ("auto", "exact", "checkfree-plus")
+]
 WORDS = VocabTimes(embedding=0.05, logits=0.5, backward=0.25)
 MODEL = ModelSpec(
     vocab_size=128_256, hidden_size=1024, num_layers=16, num_heads=16, num_kv_heads=4, intermediate_size=4096

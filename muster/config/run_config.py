@@ -184,7 +184,8 @@ class TrainConfig(Frozen):
     recovery: Literal["copy", "checkfree"] = "copy"
     """State from which ranks go on under `train.elastic` when one is lost. copy: that after the last step, of which
     each rank keeps a copy in memory. checkfree: nobody keeps copies; a lost inner stage of the pipeline becomes the
-    weighted mean of the two stages beside it, which is approximate (CheckFree, arXiv:2506.15461)."""
+    weighted mean of the two stages beside it, and under schedule checkfree-plus an end stage a copy of the next one,
+    which is approximate (CheckFree and CheckFree+, arXiv:2506.15461)."""
     checkfree_weights: Literal["squared_norm", "clipped_norm"] = "squared_norm"
     """Weights of that mean, from the last step's gradients of both stages. squared_norm: their squared norms, as in the
     paper; clipped_norm: their norms, 1 at most, and 1e-4, as in its authors' program."""

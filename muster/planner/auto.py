@@ -256,7 +256,7 @@ def _require_parts_run(config: RunConfig) -> None:
     tiers = {strategy.offload_optimizer for strategy in plan.strategies} - {"none"}
     require_zeroth_order_runs(config)
     require_bucket_steps(plan, optim, train)
-    if plan.schedule_entry.skips_stages and is_zeroth_order(optim):
+    if plan.schedule_entry.has_paths and is_zeroth_order(optim):
         raise InfeasibleError(
             f"optim.name {optim.name} has no gradients that stages could average over the micro-batches that they see:"
             f" leave schedule {plan.schedule} out"
@@ -333,7 +333,7 @@ def _why_no_gradient_check(config: RunConfig, plan: Plan) -> str | None:
         (plan.sequence_slices > 1, "sliceN"),
         (plan.dynamic_context_parallel, "cpdyn"),
         (plan.offloads_params, "oparam"),
-        (plan.schedule_entry.skips_stages, "skipR, whose micro-batches don't all take the same stages"),
+        (plan.schedule_entry.has_paths, f"schedule {plan.schedule}, whose micro-batches take different paths"),
         (plan.post_validation, "pv"),
         (config.train.update_in_backward, "train.update_in_backward, which would update by those gradients"),
         (config.model.mtp_layers > 0, "model.mtp_layers"),

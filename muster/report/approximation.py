@@ -16,15 +16,17 @@ from muster.spec.units import numbered
 
 @dataclass(frozen=True)
 class RebuiltStage:
-    """A lost stage of the pipeline that is the weighted mean of two others since."""
+    """A lost stage of the pipeline that is the weighted mean of two others since, or a copy of one."""
 
     stage: int
-    neighbours: tuple[int, int]
-    """Stage before it, stage after it."""
-    weights: tuple[float, float]
+    neighbours: tuple[int, ...]
+    """Stage before it and stage after it, or the one that learns to act in its place (CheckFree+)."""
+    weights: tuple[float, ...]
     """Weights of these, with the sum 1."""
 
     def __str__(self) -> str:
+        if len(self.neighbours) == 1:
+            return f"stage {self.stage} is approximated by a copy of stage {self.neighbours[0]}"
         (before, after), (one, other) = self.neighbours, self.weights
         return f"stage {self.stage} is approximated by {one:.2f} x stage {before} + {other:.2f} x stage {after}"
 

@@ -10,6 +10,7 @@ from muster.report.palette import paint_of
 from muster.report.report_data import PredictedVsMeasured
 from muster.report.timeline_rows import TimelineRows, timeline_rows
 from muster.schedule.action import Kind
+from muster.schedule.checkfree_plus import swapped_stages
 from muster.simulate.timeline import Event, Timeline
 from muster.spec.formatting import (
     format_count,
@@ -65,7 +66,7 @@ def plan_rows(plan: Plan, model: ModelSpec, workload: Workload, n_micro_batches:
         ("ranks", _degrees(plan)),
         *(("stages" if i == 0 else "", line) for i, line in enumerate(_stages(plan, model))),
         ("schedule", f"{plan.schedule}, {_plural(n_micro_batches, 'micro-batch', 'es')} of {plan.micro_batch_size}"),
-        *([("paths", skipped_stages_text(plan))] if plan.schedule_entry.skips_stages else []),
+        *([("paths", paths_text(plan))] if plan.schedule_entry.has_paths else []),
         *([("shares", _micro_batch_groups(plan, n_micro_batches))] if plan.uneven_micro_batches else []),
         ("storage", _storage(plan, model.num_layers)),
         ("step", f"{batch} × {workload.seq_len:,} = {workload.tokens_per_step:,} tokens"),
@@ -80,8 +81,12 @@ def _degrees(plan: Plan) -> str:
     return f"{plan.world_size}" + (f" = {' × '.join(degrees)}" if degrees else "")
 
 
-def skipped_stages_text(plan: Plan) -> str:
-    """Return what micro-batches skip, and what that does."""
+def paths_text(plan: Plan) -> str:
+    """Return which stages micro-batches skip or swap, and what that does."""
+    if plan.schedule_entry.swaps_end_stages:
+        num, count = sum(list(path) != sorted(path) for path in plan.paths), len(plan.paths)
+        swapped = " and ".join(f"{one} and {other}" for one, other in swapped_stages(plan.num_stages))
+        return f"{num} of {count} micro-batches see stages {swapped} in the other order, which changes what is trained"
     skipped = int(plan.skip_ratio * plan.num_stages + 0.5)
     seen = [f"{sum(stage in path for path in plan.paths)}" for stage in range(plan.num_stages)]
     visits = f"; stages see {', '.join(seen)} of them" if plan.paths and skipped else ""

@@ -97,8 +97,9 @@ def compare_schedules(request: CompareRequest) -> tuple[list[tuple[Schedule, Tim
         if entry.is_asynchronous:
             refused.append((name, "it changes what is trained, on older weights; ask for it by its name"))
             continue
-        if entry.skips_stages:
-            refused.append((name, "it changes what is trained, on fewer stages; ask for it by its name"))
+        if entry.has_paths:
+            stages = "fewer stages" if entry.skips_stages else "stages in another order"
+            refused.append((name, f"it changes what is trained, on {stages}; ask for it by its name"))
             continue
         try:
             made.append(make_with_best_chunks(name, request))

@@ -49,7 +49,7 @@ def skip_schedules(spec: ScheduleSpec) -> Iterator[Schedule]:
             if paths in tried:
                 continue
             tried.add(paths)
-            for most_in_flight in _warm_ups(spec):
+            for most_in_flight in warm_ups(spec):
                 ranks = order_passes(spec, placement, paths, most_in_flight)
                 yield Schedule(_NAME, placement, spec.num_micro_batches, ranks, paths=paths)
 
@@ -87,7 +87,7 @@ def _busy_s(spec: ScheduleSpec, one: int, other: int) -> float:
     return spec.link_busy_s[one][other] if spec.link_busy_s and one != other else 0.0
 
 
-def _warm_ups(spec: ScheduleSpec) -> Iterator[tuple[int, ...]]:
+def warm_ups(spec: ScheduleSpec) -> Iterator[tuple[int, ...]]:
     """Yield the most micro-batches in flight on each stage: those of 1F1B, and as many as the memory has room for,
     which bear longer transfers."""
     room = int(min(spec.memory_limit, spec.num_micro_batches))

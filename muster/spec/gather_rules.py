@@ -60,6 +60,10 @@ GATHER_LEGAL_RULES: tuple[Rule, ...] = (
 """Combinations that have no meaning."""
 
 
+def _skips_or_swaps(plan: Plan) -> bool:
+    return plan.skip_ratio > 0 or plan.schedule_entry.swaps_end_stages
+
+
 _BESIDE_STEP: tuple[tuple[Callable[[Plan], bool], str], ...] = (
     (
         lambda plan: plan.offloads_params or any(one.offload_optimizer != "none" for one in plan.strategies),
@@ -71,7 +75,7 @@ _BESIDE_STEP: tuple[tuple[Callable[[Plan], bool], str], ...] = (
     (lambda plan: plan.cuda_graphs, "cuda_graphs (whose passes keep their parameters in place)"),
     (lambda plan: plan.vocab_parallel, "vocab_parallel (it has no parity test yet)"),
     (lambda plan: plan.dynamic_context_parallel, "cpdyn (it has no parity test yet)"),
-    (lambda plan: plan.skip_ratio > 0, "micro-batches that skip stages (it has no parity test yet)"),
+    (_skips_or_swaps, "micro-batches that skip or swap stages (it has no parity test yet)"),
 )
 """Things that can't be beside gathers during the optimizer step, each with a few words."""
 
@@ -93,7 +97,7 @@ GATHER_RUNTIME_RULES: tuple[Rule, ...] = (
     _rule(lambda plan: plan.dynamic_context_parallel, "cpdyn (it has no parity test yet)"),
     _rule(lambda plan: plan.cuda_graphs, "cuda_graphs (whose passes keep their parameters in place)"),
     _rule(lambda plan: plan.post_validation, "post_validation (it has no parity test yet)"),
-    _rule(lambda plan: plan.skip_ratio > 0, "micro-batches that skip stages (it has no parity test yet)"),
+    _rule(_skips_or_swaps, "micro-batches that skip or swap stages (it has no parity test yet)"),
     _rule(lambda plan: plan.islands > 1, "islands (it has no parity test yet)"),
     *(
         Rule(

@@ -97,6 +97,9 @@ class ScheduleEntry:
     """pp → fewest micro-batches of a step."""
     skips_stages: bool = False
     """True if micro-batches may skip stages, which changes what is trained."""
+    swaps_end_stages: bool = False
+    """True if half of the micro-batches pass through the first two stages with layers, and the last two, in the other
+    order, which changes what is trained."""
     slow: bool = False
     """True if it may take a minute: made only when asked for by name."""
     planner: PlannerTraits = NO_TRAITS
@@ -106,6 +109,11 @@ class ScheduleEntry:
     def is_asynchronous(self) -> bool:
         """True if steps follow each other without a flush, on weights of several versions."""
         return self.max_delay is not None
+
+    @property
+    def has_paths(self) -> bool:
+        """True if micro-batches don't all pass through all stages in turn."""
+        return self.skips_stages or self.swaps_end_stages
 
     @property
     def default_chunks(self) -> int:
@@ -313,6 +321,14 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         usual_free_chunks=1,
         searched=True,
         skips_stages=True,
+    ),
+    "checkfree-plus": ScheduleEntry(
+        "checkfree_plus:checkfree_plus",
+        "half of the micro-batches swap the first two stages with layers, and the last two, which changes what is"
+        " trained; memory p",
+        1,
+        searched=True,
+        swaps_end_stages=True,
     ),
     "auto": ScheduleEntry(
         "registry:auto_schedule",

@@ -1,4 +1,4 @@
-"""Rules for plans whose micro-batches skip stages (schedule skippipe)."""
+"""Rules for plans whose micro-batches have paths of their own (schedules skippipe and checkfree-plus)."""
 
 from collections.abc import Callable, Iterator
 
@@ -23,23 +23,46 @@ SKIP_LEGAL_RULES: tuple[Rule, ...] = (
         setting(**NO_SKIPS),
     ),
     Rule(
-        lambda plan: plan.schedule_entry.skips_stages and plan.pp == 1,
-        lambda plan: f"schedule {plan.schedule} lets micro-batches skip stages of a pipeline, but pp is 1",
+        lambda plan: plan.schedule_entry.has_paths and plan.pp == 1,
+        lambda plan: f"schedule {plan.schedule} lets micro-batches take paths through a pipeline, but pp is 1",
         _ORDINARY,
     ),
     Rule(
-        lambda plan: plan.schedule_entry.skips_stages and plan.vocab_parallel,
+        lambda plan: plan.schedule_entry.has_paths and plan.vocab_parallel,
         lambda plan: (
-            f"schedule {plan.schedule} lets micro-batches skip ranks, which vocab_parallel needs for each of them"
+            f"schedule {plan.schedule} lets micro-batches take different paths, but vocab_parallel needs all ranks for"
+            " each of them in turn"
         ),
         _ORDINARY,
     ),
     Rule(
-        lambda plan: plan.schedule_entry.skips_stages and plan.sequence_slices > 1,
+        lambda plan: plan.schedule_entry.has_paths and plan.sequence_slices > 1,
         lambda plan: f"schedule {plan.schedule} has no order for slices of sequences",
         _ORDINARY,
     ),
+    Rule(
+        lambda plan: plan.schedule_entry.swaps_end_stages and plan.pp > 1 and (plan.pp < 4 or plan.pp == 5),
+        lambda plan: (
+            f"schedule {plan.schedule} swaps the first two stages with layers, and the last two, but pp is {plan.pp}:"
+            " expected 4, where they are the same two, or 6 or more"
+        ),
+        _ORDINARY,
+    ),
+    Rule(
+        lambda plan: plan.schedule_entry.swaps_end_stages and not _has_bare_ends(plan),
+        lambda plan: (
+            f"schedule {plan.schedule} needs a first stage with the embedding alone, a last one with the head alone,"
+            " and layers in all others: give each stage's number of layers, as in l0.2.2.0"
+        ),
+        _ORDINARY,
+    ),
 )
+
+
+def _has_bare_ends(plan: Plan) -> bool:
+    """Return whether the first and the last stage have no layers, and all others have some."""
+    counts = [stage.layers for stage in plan.stages]
+    return len(counts) > 2 and not counts[0] and not counts[-1] and all(counts[1:-1])
 
 
 def pinned_path_faults(plan: Plan) -> Iterator[str]:
@@ -48,9 +71,9 @@ def pinned_path_faults(plan: Plan) -> Iterator[str]:
     if order is None:
         return
     again = "leave pinned_schedule out to search again"
-    if order.paths and not plan.schedule_entry.skips_stages:
+    if order.paths and not plan.schedule_entry.has_paths:
         yield f"its pinned_schedule has paths, which schedule {plan.schedule} doesn't have: {again}"
-    if not order.paths and plan.schedule_entry.skips_stages:
+    if not order.paths and plan.schedule_entry.has_paths:
         yield f"its pinned_schedule has no paths, which schedule {plan.schedule} needs: {again}"
     for path in order.stage_paths:
         skipped = int(plan.skip_ratio * plan.num_stages + 0.5)
@@ -68,7 +91,7 @@ def pinned_path_faults(plan: Plan) -> Iterator[str]:
 
 def _rule(has: Callable[[Plan], bool], what: str) -> Rule:
     return Rule(
-        lambda plan: plan.schedule_entry.skips_stages and has(plan),
+        lambda plan: plan.schedule_entry.has_paths and has(plan),
         lambda plan: f"schedule {plan.schedule} with {what}",
         _ORDINARY,
     )
@@ -89,7 +112,7 @@ SKIP_RUNTIME_RULES: tuple[Rule, ...] = (
         "offload (it has no parity test yet, and the host updates parameters before gradients are weighted)",
     ),
 )
-"""Things that the runtime can't do where micro-batches skip stages."""
+"""Things that the runtime can't do where micro-batches have paths of their own."""
 
 
 def skip_rules_of(model: ModelSpec) -> tuple[Rule, ...]:

@@ -4,7 +4,9 @@ Nobody keeps copies. Where another data-parallel rank holds the lost rank's stag
 inner stage's layers become the weighted means of the layers at the same places of the stage before and the stage after
 it, W_i ← (ω_{i−1} W_{i−1} + ω_{i+1} W_{i+1}) / (ω_{i−1} + ω_{i+1}), with a new optimizer state: an approximation, since
 neighbouring layers of a decoder are alike (Blagoev, Ersoy and Chen 2025, "All is Not Lost: LLM Recovery without
-Checkpoints", arXiv:2506.15461).
+Checkpoints", arXiv:2506.15461). Under schedule checkfree-plus the first and the last stage with layers become copies of
+those that half of the micro-batches see in their place, and the stages of the embedding and of the head are kept by the
+ranks beside them (`muster.train.end_stage_copy`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +20,7 @@ from torch import Tensor
 from muster.layout.mesh import coordinates_of
 from muster.parallel.world import World
 from muster.report.approximation import Approximation, RebuiltStage
+from muster.schedule.checkfree_plus import swapped_stages
 from muster.spec.plan import Plan
 from muster.spec.units import numbered
 from muster.train.parameter_updater import ParameterUpdater
@@ -43,7 +46,7 @@ class KeptState:
 
 
 class Holding(NamedTuple):
-    """Summary of a rank's state, for the others."""
+    """Summary of a state that a rank holds, for the others."""
 
     stage: int
     num_updates: int
@@ -74,14 +77,14 @@ class RecoveredState(NamedTuple):
 
 
 def recover_state(
-    world: World, kept: KeptState | None, tensors: Mapping[str, Tensor], num_layers: int, kind: WeightKind
+    world: World, kept: Sequence[KeptState], tensors: Mapping[str, Tensor], num_layers: int, kind: WeightKind
 ) -> RecoveredState | None:
-    """Fill this rank's `tensors`, by stored name, from what the ranks have kept; `kept` is None where this one has kept
-    nothing.
+    """Fill this rank's `tensors`, by stored name, from what the ranks have kept; `kept` has this one's own stage first,
+    and is empty where it has kept nothing.
 
     All ranks call it. Returns None, with the tensors as they were, where a lost stage can't be rebuilt.
     """
-    own = None if kept is None else Holding(kept.stage, kept.num_updates, kept.step, kept.grad_norm)
+    own = [Holding(one.stage, one.num_updates, one.step, one.grad_norm) for one in kept]
     transfers = plan_transfers(world.plan, world.all_gather_object(own), kind)
     if transfers is None:
         return None
@@ -89,55 +92,68 @@ def recover_state(
     for receiver, sources in enumerate(transfers.sources):
         stage = _stage_of(world.plan, receiver)
         if stage not in rebuilt:
-            _transfer_whole(world.rank, sources[0], receiver, kept, tensors)
+            _transfer_whole(world.rank, stage, sources[0], receiver, kept, tensors)
         elif world.rank in (receiver, *sources):
             _rebuild(world, sources, receiver, kept, tensors, rebuilt[stage], num_layers)
     at = transfers.counters_rank
-    counters = world.all_gather_object(kept.counters if kept is not None and world.rank == at else {})[at]
+    counters = world.all_gather_object(kept[0].counters if kept and world.rank == at else {})[at]
     own_stage = _stage_of(world.plan, world.rank)
     names = [name.removeprefix("model/") for name in tensors if name.startswith("model/") and own_stage in rebuilt]
     new = sorted({name for gathered in world.all_gather_object(names) for name in gathered})
     return RecoveredState(transfers.step, counters, transfers.approximation, new)
 
 
-def plan_transfers(plan: Plan, holdings: Sequence[Holding | None], kind: WeightKind) -> Transfers | None:
+def plan_transfers(plan: Plan, holdings: Sequence[Sequence[Holding]], kind: WeightKind) -> Transfers | None:
     """Return where each rank's state comes from, given what each holds; None where a stage can't be rebuilt.
 
     Of ranks with the same stage the first of those with most updates counts. Ranks whose state is older than the step
     before count as lost: they have waited as spares meanwhile.
     """
-    known = {rank: one for rank, one in enumerate(holdings) if one is not None}
-    newest = max((one.num_updates for one in known.values()), default=0)
+    newest = max((one.num_updates for held in holdings for one in held), default=0)
     holders: dict[int, int] = {}
-    for rank, one in known.items():
-        best = holders.get(one.stage)
-        if one.num_updates >= newest - 1 and (best is None or one.num_updates > known[best].num_updates):
-            holders[one.stage] = rank
+    known: dict[int, Holding] = {}
+    for rank, one in ((rank, one) for rank, held in enumerate(holdings) for one in held):
+        best = known.get(one.stage)
+        if one.num_updates >= newest - 1 and (best is None or one.num_updates > best.num_updates):
+            holders[one.stage], known[one.stage] = rank, one
     if not holders:
         return None
     rebuilt: dict[int, RebuiltStage] = {}
     for stage in range(plan.num_stages):
         if stage in holders:
             continue
-        if stage - 1 not in holders or stage + 1 not in holders:
+        neighbours = substitutes(plan, stage)
+        if not neighbours or any(one not in holders for one in neighbours):
             return None
-        norms = (known[holders[stage - 1]].grad_norm, known[holders[stage + 1]].grad_norm)
-        rebuilt[stage] = RebuiltStage(stage, (stage - 1, stage + 1), neighbour_weights(*norms, kind))
-    sources = []
-    for rank in range(len(holdings)):
-        stage, own = _stage_of(plan, rank), known.get(rank)
+        norms = [known[one].grad_norm for one in neighbours]
+        weights = (1.0,) if len(norms) == 1 else neighbour_weights(norms[0], norms[1], kind)
+        rebuilt[stage] = RebuiltStage(stage, neighbours, weights)
+    sources: list[tuple[int, ...]] = []
+    for rank, held in enumerate(holdings):
+        stage = _stage_of(plan, rank)
         if stage in rebuilt:
-            sources.append((holders[stage - 1], holders[stage + 1]))
-        elif own is not None and (own.stage, own.num_updates) == (stage, known[holders[stage]].num_updates):
+            sources.append(tuple(holders[one] for one in rebuilt[stage].neighbours))
+        elif any((one.stage, one.num_updates) == (stage, known[stage].num_updates) for one in held):
             sources.append((rank,))
         else:
             sources.append((holders[stage],))
-    counters_rank = min(holders.values(), key=lambda rank: (known[rank].step, rank))
-    step = known[counters_rank].step
+    step, counters_rank = min((one.step, holders[stage]) for stage, one in known.items())
     if rebuilt and step == 0:  # all begin alike from the seed, which is exact
         return None
-    ahead = tuple(sorted(stage for stage, rank in holders.items() if known[rank].num_updates > step))
+    ahead = tuple(sorted(stage for stage, one in known.items() if one.num_updates > step))
     return Transfers(step, counters_rank, sources, Approximation(tuple(rebuilt.values()), ahead))
+
+
+def substitutes(plan: Plan, stage: int) -> tuple[int, ...]:
+    """Return the stages of which a lost one is made: the one that is swapped with it in half of the micro-batches, or
+    those before and after it; none at the ends of the pipeline."""
+    last = plan.num_stages - 1
+    if plan.schedule_entry.swaps_end_stages and stage in (1, last - 1):
+        pairs = swapped_stages(plan.num_stages)
+        first, beside = pairs[0] if stage == 1 else reversed(pairs[-1])
+        assert stage == first
+        return (beside,)
+    return (stage - 1, stage + 1) if 0 < stage < last else ()
 
 
 def recovery_lines(recovered: RecoveredState | None, lr_scale: float) -> list[str]:
@@ -172,9 +188,10 @@ def neighbour_weights(norm_before: float, norm_after: float, kind: WeightKind) -
     return (before / total, after / total) if 0 < total < float("inf") else (0.5, 0.5)
 
 
-def mean_of_neighbours(before: Tensor, after: Tensor, weights: tuple[float, float]) -> Tensor:
-    """Return the weighted mean of a tensor of the stage before and its counterpart of the stage after."""
-    return weights[0] * before + weights[1] * after
+def mean_of_neighbours(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return the weighted mean of a tensor's counterparts in other stages; of a single one, a copy."""
+    first, *others = (weight * one for weight, one in zip(weights, tensors, strict=True))
+    return sum(others, first)
 
 
 def _stage_of(plan: Plan, rank: int) -> int:
@@ -183,46 +200,51 @@ def _stage_of(plan: Plan, rank: int) -> int:
 
 
 def _transfer_whole(
-    rank: int, sender: int, receiver: int, kept: KeptState | None, tensors: Mapping[str, Tensor]
+    rank: int, stage: int, sender: int, receiver: int, kept: Sequence[KeptState], tensors: Mapping[str, Tensor]
 ) -> None:
     """Copy all of a stage's state from the rank that has kept it to the one that goes on with it."""
     if rank == receiver == sender:
-        assert kept is not None
+        own = _kept_of(stage, kept)
         for name, tensor in tensors.items():
-            tensor.copy_(kept.tensors[name])
+            tensor.copy_(own[name])
     elif rank == sender:
-        assert kept is not None
-        _send((kept.tensors[name] for name in sorted(kept.tensors)), receiver)
+        own = _kept_of(stage, kept)
+        _send((own[name] for name in sorted(own)), receiver)
     elif rank == receiver:
         for name in sorted(tensors):
             tensors[name].copy_(_received(tensors[name], sender))
+
+
+def _kept_of(stage: int, kept: Sequence[KeptState]) -> Mapping[str, Tensor]:
+    """Return the tensors of a stage that this rank has kept, with most updates."""
+    return max((one for one in kept if one.stage == stage), key=lambda one: one.num_updates).tensors
 
 
 def _rebuild(
     world: World,
     sources: Sequence[int],
     receiver: int,
-    kept: KeptState | None,
+    kept: Sequence[KeptState],
     tensors: Mapping[str, Tensor],
     rebuilt: RebuiltStage,
     num_layers: int,
 ) -> None:
-    """Send the layers of both neighbours to a rank, which fills its own with their weighted means."""
+    """Send the layers of a stage's neighbours to a rank, which fills its own with their weighted means."""
     own_names = _layer_names(world.plan, rebuilt.stage, num_layers, tensors)
     found: list[list[Tensor]] = []
     for sender, stage in zip(sources, rebuilt.neighbours, strict=True):
         layers: list[Tensor] = []
         if world.rank == sender:
-            assert kept is not None
-            layers = [kept.tensors[name] for name in _layer_names(world.plan, stage, num_layers, kept.tensors)]
+            own = _kept_of(stage, kept)
+            layers = [own[name] for name in _layer_names(world.plan, stage, num_layers, own)]
         if world.rank == sender != receiver:
             _send(layers, receiver)
         elif world.rank == receiver != sender:
             layers = [_received(tensors[name], sender) for name in own_names]
         found.append(layers)
     if world.rank == receiver:
-        for name, before, after in zip(own_names, *found, strict=True):
-            tensors[name].copy_(mean_of_neighbours(before, after, rebuilt.weights))
+        for name, *neighbours in zip(own_names, *found, strict=True):
+            tensors[name].copy_(mean_of_neighbours(neighbours, rebuilt.weights))
 
 
 def _layer_names(plan: Plan, stage: int, num_layers: int, names: Iterable[str]) -> list[str]:

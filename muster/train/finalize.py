@@ -36,7 +36,7 @@ from muster.report.report_data import PredictedVsMeasured, ReportData, RunInfo
 from muster.report.run_files import MEETINGS_FILE, STRAGGLERS_FILE, SWARM_FILE, read_metrics, restarts_note
 from muster.report.stragglers import straggler_note
 from muster.report.swarm import swarm_note
-from muster.report.terminal import comparison_table, plan_lines, skipped_stages_text
+from muster.report.terminal import comparison_table, paths_text, plan_lines
 from muster.report.wall_time import split_wall_time, wall_time_note
 from muster.schedule.build import build_program
 from muster.simulate.breakdown import breakdown
@@ -123,7 +123,7 @@ def finalize(
     disturbances = [restarts_note(run_dir), recoveries_note(run_dir), wall_time_note(run_dir, ended)]
     checks = read_metrics(run_dir / STRAGGLERS_FILE)
     swarm_rows = read_metrics(run_dir / SWARM_FILE)
-    notes += [skipped_stages_text(trainer.plan)] if trainer.plan.schedule_entry.skips_stages else []
+    notes += [paths_text(trainer.plan)] if trainer.plan.schedule_entry.has_paths else []
     notes += filter(None, [meetings_note(meetings), swarm_note(swarm_rows), straggler_note(checks), *disturbances])
     notes += _sample_notes(config, run_dir)
     data = ReportData(

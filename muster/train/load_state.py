@@ -1,6 +1,6 @@
 """State from which a run goes on: what its ranks hold, a checkpoint in memory or on disk, or initial weights."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,8 +46,8 @@ class StateLoader:
         self._in_memory_checkpoint = in_memory_checkpoint
         self._is_main = world.rank == 0
 
-    def load(self, kept: KeptState | None) -> LoadedState:
-        """Load the state into the trainer; `kept` is what this rank holds of the generation before.
+    def load(self, kept: Sequence[KeptState]) -> LoadedState:
+        """Load the state into the trainer; `kept`: what this rank holds of the generation before, its own stage first.
 
         Raises MusterError where no checkpoint can be read, or the initial weights can't.
         """
@@ -68,7 +68,7 @@ class StateLoader:
             self._trainer.restore(0, {"samples_consumed": 0})
         return LoadedState(counters, Approximation(went_back_to=self._trainer.step_count))
 
-    def _recover_from_ranks(self, kept: KeptState | None) -> RecoveredState | None:
+    def _recover_from_ranks(self, kept: Sequence[KeptState]) -> RecoveredState | None:
         """Go on with what the ranks hold of the generation before, where they keep no copies; None where they can't."""
         train, generation = self._config.train, self._world.generation
         if train.recovery != "checkfree" or not generation:
@@ -77,8 +77,8 @@ class StateLoader:
         tensors = {shard.name: shard.tensor.detach() for shard in self._trainer.local_shards()}
         own = self._config.model.num_layers, train.checkfree_weights
         recovered = recover_state(self._world, kept, tensors, *own)
-        if kept is not None and recovered is not None:
-            self._trainer.updater.layer_grad_norm = kept.grad_norm
+        if kept and recovered is not None:
+            self._trainer.updater.layer_grad_norm = kept[0].grad_norm
         if self._is_main:
             print(*recovery_lines(recovered, train.checkfree_lr_scale), sep="\n", flush=True)
         return recovered

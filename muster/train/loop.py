@@ -1,12 +1,14 @@
 """The training loop of one rank, from the first step or the last checkpoint to the end; all ranks go the same way."""
 
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import time
 from typing import Any
+
+from torch import Tensor
 
 from muster.checkpoint.checkpoint_dir import checkpoint_path
 from muster.config.attempt_files import attempt_files
@@ -33,6 +35,7 @@ from muster.train.checkfree import KeptState
 from muster.train.checkpoint_manager import CHECKPOINTS_FOLDER, CheckpointManager
 from muster.train.console import TrainingDisplay
 from muster.train.device_metrics import DeviceMetrics
+from muster.train.end_stage_copy import EndStageCopy
 from muster.train.expert_load_log import ExpertLoadLog
 from muster.train.finalize import finalize, print_plan
 from muster.train.gradient_check import GradientCheck
@@ -74,8 +77,9 @@ class Carried:
     """Changes of the plan because of slow ranks that this process has asked for, as rank 0."""
     ask_for_plan: Callable[[Plan], None] = lambda plan: None
     """Asks for another generation under this plan, on rank 0."""
-    kept: KeptState | None = None
-    """State of this rank's stage when its last generation ended, under `train.recovery` checkfree."""
+    kept: Sequence[KeptState] = ()
+    """State of this rank's stage when its last generation ended, and the copy of another stage that it had, under
+    `train.recovery` checkfree."""
 
 
 class TrainingLoop:
@@ -126,6 +130,8 @@ class TrainingLoop:
         self._recorded: tuple[int, dict[str, Any]] | None = None
         """Last step that was recorded and the counters after it, under `train.recovery` checkfree; None before the
         state is whole."""
+        self._end_stage_copy: EndStageCopy | None = None
+        """Copy of the embedding or the head, under CheckFree+."""
         self.tokens_seen = 0
         """Tokens trained on since the first step, without padding, those of skipped steps included."""
         self._tokens_skipped = 0
@@ -149,15 +155,23 @@ class TrainingLoop:
     def abandon(self) -> None:
         """Leave everything that is under way, as another generation of ranks begins; connections are broken."""
         if self._recorded is not None:
-            self.carried.kept = self._kept_state(*self._recorded)
+            self.carried.kept = self._kept_states(*self._recorded)
         self.checkpoint_manager.abandon()
 
-    def _kept_state(self, step: int, counters: dict[str, Any]) -> KeptState:
-        """Return this rank's state, with the counters after the last step that was recorded."""
-        trainer = self.trainer
+    def _kept_states(self, step: int, counters: dict[str, Any]) -> list[KeptState]:
+        """Return this rank's state, with the counters after the last step that was recorded, and the copy that it has
+        of another stage."""
+        trainer, copy = self.trainer, self._end_stage_copy
         (stage,) = trainer.stages
-        tensors = {shard.name: shard.tensor.detach() for shard in trainer.local_shards()}
-        return KeptState(stage, trainer.step_count, step, counters, trainer.updater.layer_grad_norm, tensors)
+        norm = trainer.updater.layer_grad_norm
+        found = [KeptState(stage, trainer.step_count, step, counters, norm, self._own_tensors())]
+        if copy is not None and copy.stage is not None and copy.tensors:
+            found.append(KeptState(copy.stage, copy.num_updates, step, counters, 1.0, copy.tensors))
+        return found
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """Return this rank's parameters and optimizer state, by stored name."""
+        return {shard.name: shard.tensor.detach() for shard in self.trainer.local_shards()}
 
     def _on_stop(self, *_: object) -> None:
         self.stop_requested = self.carried.stop_requested = True
@@ -264,6 +278,7 @@ class TrainingLoop:
                 if self.is_main and train.max_minutes and time() - self.carried.started_at >= 60 * train.max_minutes:
                     self.stop_requested = True
                 for result in self._finished_steps():
+                    self._renew_end_stage_copy()
                     self._record(result, display)
                     if result.skip_reason and result.consecutive_skips >= train.max_consecutive_skips:
                         self._stop_after_skips(result, result.skip_reason)
@@ -465,6 +480,16 @@ class TrainingLoop:
         if self.config.train.recovery == "checkfree":
             self._recorded = self.trainer.step_count, self._counters()
 
+    def _renew_end_stage_copy(self) -> None:
+        """Send the embedding's or the head's state after a step to the rank beside it, under CheckFree+.
+
+        That is the first thing after a step: a rank that is lost before leaves the others one update ahead.
+        """
+        if self.config.train.recovery == "checkfree" and self.plan.schedule_entry.swaps_end_stages:
+            state = self._own_tensors()
+            self._end_stage_copy = self._end_stage_copy or EndStageCopy(self.world, state)
+            self._end_stage_copy.renew(self.trainer.step_count, state)
+
     def _counters(self) -> dict[str, Any]:
         """Return the counters of a checkpoint."""
         counters = {
@@ -488,11 +513,12 @@ class TrainingLoop:
 
     def _resume(self) -> None:
         """Go on from the newest state that there is, and leave steps after it out of the records."""
-        kept, self.carried.kept = self.carried.kept, None
+        kept, self.carried.kept = self.carried.kept, ()
         own = self.config, self.trainer, self.world, self.run_dir
         loaded = StateLoader(*own, self.in_memory_checkpoint).load(kept)
         if loaded.counters is not None:
             self._take_up(loaded.counters)
+        self._renew_end_stage_copy()
         self._keep_counters()
         if self.is_main and self.config.train.recovery == "checkfree" and self.world.generation:
             write_approximation(self.run_dir, self.world.generation, loaded.approximation)

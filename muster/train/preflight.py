@@ -379,9 +379,11 @@ def why_not_checkfree(config: RunConfig, plan: Plan) -> str | None:
         return "a lost stage needs one before it and one after it: expected pp3 or more, with one stage a rank"
     if not plan.is_uniform or mesh.num_ranks != mesh.dp_replicate:
         return "each rank has to hold its stage whole: expected data-parallel replicas (dp2x1) at most beside pp"
-    if plan.schedule_entry.searched:
+    keeps_ends = plan.schedule_entry.swaps_end_stages
+    if plan.schedule_entry.searched and not keeps_ends:
         return f"schedule {plan.schedule} may lay stages on ranks in any order: expected one that isn't searched for"
     layers = [plan.layers(stage, model.num_layers) for stage in range(plan.num_stages)]
+    layers = layers[1:-1] if keeps_ends else layers
     if len({len(own) for own in layers}) > 1:
         counts = ", ".join(str(len(own)) for own in layers)
         return f"layers are averaged by their places in the stages, which have {counts}: expected as many in each"

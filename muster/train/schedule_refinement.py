@@ -36,7 +36,7 @@ def refine_schedule_from_profile(
     order = plan.pinned_schedule
     if order is None or order.times == "measured" or config.parallel.pinned_schedule is not None:
         return None
-    if plan.schedule_entry.slow or plan.schedule_entry.skips_stages or config.train.deterministic:
+    if plan.schedule_entry.slow or plan.schedule_entry.has_paths or config.train.deterministic:
         return None
     found = (
         refine_schedule(plan, profile.times.pass_times(plan.stages_per_replica)).model_dump() if world.rank == 0 else {}
