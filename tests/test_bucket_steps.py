@@ -123,7 +123,7 @@ def test_a_prediction_says_of_experts_what_a_run_refuses() -> None:
     [
         ("optim: {name: muon}", "optim.name muon: take adamw"),
         ("optim: {ema_decay: 0.9}", "optim.ema_decay, whose average follows all updates: set it to 0"),
-        ("train: {elastic: true}", "train.elastic (it has no parity test yet): leave stepgather out"),
+        ("train: {elastic: true}", "train.elastic (not tested yet): leave stepgather out"),
     ],
 )
 def test_a_prediction_refuses_the_run_files_that_a_run_refuses(tmp_path: Path, changes: str, sentence: str) -> None:

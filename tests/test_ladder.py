@@ -178,7 +178,7 @@ def test_what_a_ladder_is_without_is_said() -> None:
             "tp_overlap domino of a model with residual ladder (whose collectives travel beside the next",
         ),
         ("dp1-tile2-fp32", "sequence_tiles of a model with residual ladder"),
-        ("pp2-oact-fp32", "offload of activations of a model with residual ladder (it has no parity test yet)"),
+        ("pp2-oact-fp32", "offload of activations of a model with residual ladder (not tested yet)"),
     ):
         assert any(found.startswith(sentence) for found in unsupported_features(parse_plan_name(name), spec)), name
 

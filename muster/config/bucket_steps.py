@@ -35,5 +35,5 @@ def _against_loop(train: TrainConfig | None) -> tuple[tuple[bool, str], ...]:
         return ()
     return (
         (train.training_step is not None, "train.training_step, which updates by itself: leave stepgather out"),
-        (train.elastic, "train.elastic (it has no parity test yet): leave stepgather out"),
+        (train.elastic, "train.elastic (not tested yet): leave stepgather out"),
     )

@@ -28,6 +28,6 @@ def require_peer_plan(plan: Plan) -> None:
     elif plan.world_size > 1:
         reason = f"it has {plan.world_size} ranks, and peers of several ranks aren't built: expected one"
     elif plan.post_validation or plan.offloads_params or any(s.offload_optimizer != "none" for s in plan.strategies):
-        reason = "post_validation, oopt and oparam have no parity test with peers: leave them out"
+        reason = "post_validation, oopt and oparam aren't tested with peers: leave them out"
     if reason is not None:
         raise InfeasibleError(f"outer.coordinator doesn't go with plan {format_plan_name(plan)}: {reason}")

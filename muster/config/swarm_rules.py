@@ -72,9 +72,9 @@ def _why_no_trainer_plan(swarm: SwarmConfig, model: ModelSpec, plan: Plan) -> st
     if plan.precision not in PRECISIONS:
         return f"precision {plan.precision} isn't built for swarms: expected one of {', '.join(PRECISIONS)}"
     if plan.post_validation or plan.sequence_slices > 1 or plan.sequence_tiles > 1 or plan.offloads_params:
-        return "post_validation, slices, tiles and oparam have no parity test with swarms: leave them out"
+        return "post_validation, slices, tiles and oparam aren't tested with swarms: leave them out"
     if any(own.offload != "none" or own.offload_optimizer != "none" for own in plan.strategies):
-        return "offload has no parity test with swarms: leave oact and oopt out"
+        return "offload isn't tested with swarms: leave oact and oopt out"
     return None
 
 
@@ -85,7 +85,7 @@ def _why_no_model(model: ModelSpec) -> str | None:
     if model.moe is not None:
         return "loads and losses of routers aren't gathered from peers"
     if model.adapter is not None:
-        return "adapters have no parity test with swarms"
+        return "adapters aren't tested with swarms"
     if model.other_stream is not None:
-        return f"{model.other_stream} has no parity test with swarms"
+        return f"{model.other_stream} isn't tested with swarms"
     return None

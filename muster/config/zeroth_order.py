@@ -29,15 +29,15 @@ _PLANS: tuple[tuple[Callable[[Plan], bool], str, str], ...] = (
     (lambda plan: plan.cuda_graphs, "passes whose parameters lie elsewhere in each step", "leave cuda_graphs out"),
     (lambda plan: plan.post_validation, "no gradients to validate after a step", "leave pv out of the plan"),
     (lambda plan: plan.pipeline_replicas > 1, "no backwards for which two replicas are", "take another schedule"),
-    (lambda plan: plan.islands > 1, "no parity test with islands yet", "leave isl out of the plan"),
-    (lambda plan: plan.vocab_parallel, "no parity test with vocab_parallel yet", "leave vocab out of the plan"),
-    (lambda plan: plan.dynamic_context_parallel, "no parity test with cpdyn yet", "leave cpdyn out of the plan"),
-    (lambda plan: plan.sequence_slices > 1, "no parity test with sequence_slices yet", "leave slice out of the plan"),
+    (lambda plan: plan.islands > 1, "not been tested with islands yet", "leave isl out of the plan"),
+    (lambda plan: plan.vocab_parallel, "not been tested with vocab_parallel yet", "leave vocab out of the plan"),
+    (lambda plan: plan.dynamic_context_parallel, "not been tested with cpdyn yet", "leave cpdyn out of the plan"),
+    (lambda plan: plan.sequence_slices > 1, "not been tested with sequence_slices yet", "leave slice out of the plan"),
     (lambda plan: plan.sequence_tiles > 1, "no backward that tiles would make smaller", "leave tile out of the plan"),
     (has_domino, "no backward whose slices take turns", "leave domino out of the plan"),
     (has_tp_pairs, "no backward that takes turns with a forward", "leave tppairs out of the plan"),
-    (lambda plan: plan.precision == "fp8", "no parity test in fp8 yet", "take bf16"),
-    (lambda plan: not plan.is_uniform, "no parity test with unequal stages yet", "give all stages one mesh"),
+    (lambda plan: plan.precision == "fp8", "not been tested in fp8 yet", "take bf16"),
+    (lambda plan: not plan.is_uniform, "not been tested with unequal stages yet", "give all stages one mesh"),
 )
 """Properties of a plan; what zeroth-order training has for them; what to do."""
 
@@ -51,10 +51,10 @@ def require_zeroth_order_runs(config: RunConfig) -> None:
     found += [
         (what, "take another model, or another optimizer")
         for has, what in (
-            (model.moe is not None, "no parity test with experts yet"),
-            (model.mtp_layers > 0, "no parity test with multi-token prediction yet"),
-            (model.other_stream is not None, f"no parity test with {model.other_stream} yet"),
-            (model.architecture is not None, "no parity test with a plugin's layers yet"),
+            (model.moe is not None, "not been tested with experts yet"),
+            (model.mtp_layers > 0, "not been tested with multi-token prediction yet"),
+            (model.other_stream is not None, f"not been tested with {model.other_stream} yet"),
+            (model.architecture is not None, "not been tested with a plugin's layers yet"),
         )
         if has
     ]

@@ -372,7 +372,7 @@ def require_delayed_updates(plan: Plan) -> None:
             " within the passes: leave train.delayed_update or oparam out"
         )
     if plan.dynamic_context_parallel:
-        raise InfeasibleError("train.delayed_update with cpdyn has no parity test yet: leave one of them out")
+        raise InfeasibleError("train.delayed_update with cpdyn isn't tested yet: leave one of them out")
     if "disk" in tiers and any(strategy.offload == "activations_on_disk" for strategy in plan.strategies):
         raise InfeasibleError(
             "train.delayed_update reads and writes optimizer state on disk beside the passes, whose activations have"
@@ -411,15 +411,15 @@ def require_updates_in_backward(
         (skips_spikes, "train.spike_sigmas, which skips steps by their gradient norm"),
         (updates_fetched_state(plan), "devupdateR, whose updates by the device have room for state after the passes"),
         (has_domino(plan), "domino, whose slices complete a layer's gradients one after the other"),
-        (plan.sequence_slices > 1, "sequence_slices (they have no parity test yet)"),
-        (plan.sequence_tiles > 1, "sequence_tiles (they have no parity test yet)"),
+        (plan.sequence_slices > 1, "sequence_slices (not tested yet)"),
+        (plan.sequence_tiles > 1, "sequence_tiles (not tested yet)"),
         (plan.cuda_graphs, "cuda_graphs, whose passes tell of no layer"),
-        (plan.split_backward, f"schedule {plan.schedule}, which splits backwards (it has no parity test yet)"),
-        (plan.vocab_parallel, "vocab (it has no parity test yet)"),
-        (plan.dynamic_context_parallel, "cpdyn (it has no parity test yet)"),
-        (plan.islands > 1 or has_outer_steps, "islands (they have no parity test yet)"),
-        (model.moe is not None, "experts (they have no parity test yet)"),
-        (model.mtp_layers > 0, "multi-token prediction (it has no parity test yet)"),
+        (plan.split_backward, f"schedule {plan.schedule}, which splits backwards (not tested yet)"),
+        (plan.vocab_parallel, "vocab (not tested yet)"),
+        (plan.dynamic_context_parallel, "cpdyn (not tested yet)"),
+        (plan.islands > 1 or has_outer_steps, "islands (not tested yet)"),
+        (model.moe is not None, "experts (not tested yet)"),
+        (model.mtp_layers > 0, "multi-token prediction (not tested yet)"),
     )
     for is_there, what in beside:
         if is_there:

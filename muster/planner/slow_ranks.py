@@ -60,6 +60,12 @@ class FasterPlan:
     own_step_s: float
 
 
+_ACTIONS = {
+    "replace": "gives the place of a slow rank to a spare",
+    "replan": "lets all ranks go on under another plan, from copies of their state",
+}
+
+
 def require_straggler_action_runs(train: TrainConfig, plan: Plan) -> None:
     """Raise InfeasibleError where ranks' times can't be compared, or nothing could be done about slow ones."""
     if train.straggler_check_every and plan.islands > 1:
@@ -67,19 +73,25 @@ def require_straggler_action_runs(train: TrainConfig, plan: Plan) -> None:
             "train.straggler_check_every compares all ranks, for which islands would wait between their outer steps:"
             " leave islN or train.straggler_check_every out"
         )
-    checks = train.straggler_check_every or train.gradient_check_every
-    if train.straggler_action == "replace" and not (checks and train.elastic and train.spares):
+    needs = {
+        "replace": {
+            "train.straggler_check_every or train.gradient_check_every above 0": bool(
+                train.straggler_check_every or train.gradient_check_every
+            ),
+            "train.elastic true": train.elastic,
+            "train.spares above 0": train.spares > 0,
+        },
+        "replan": {
+            "train.straggler_check_every above 0": train.straggler_check_every > 0,
+            "train.elastic true": train.elastic,
+            "train.recovery copy": train.recovery == "copy",
+        },
+    }
+    missing = [need for need, is_met in needs.get(train.straggler_action, {}).items() if not is_met]
+    if missing:
         raise InfeasibleError(
-            "train.straggler_action replace gives the place of a slow rank to a spare: it needs"
-            " train.straggler_check_every or train.gradient_check_every above 0, train.elastic true and train.spares"
-            " above 0"
-        )
-    if train.straggler_action == "replan" and not (
-        train.straggler_check_every and train.elastic and train.recovery == "copy"
-    ):
-        raise InfeasibleError(
-            "train.straggler_action replan lets all ranks go on under another plan, from copies of their state: it"
-            " needs train.straggler_check_every above 0, train.elastic true and train.recovery copy"
+            f"train.straggler_action {train.straggler_action} {_ACTIONS[train.straggler_action]}: it also needs"
+            f" {' and '.join(missing)}"
         )
 
 

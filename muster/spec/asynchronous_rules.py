@@ -56,7 +56,7 @@ def _rule(has: Callable[[Plan], bool], what: str) -> Rule:
     )
 
 
-_UNTESTED = "(it has no parity test yet)"
+_UNTESTED = "(not tested yet)"
 
 ASYNCHRONOUS_RUNTIME_RULES: tuple[Rule, ...] = (
     Rule(

@@ -29,20 +29,20 @@ AGAINST_CUDA_GRAPHS: tuple[tuple[Callable[[Plan], bool], str], ...] = (
     ),
     (
         lambda plan: plan.pipeline_replicas > 1,
-        "cuda_graphs with two replicas in a pipeline (it has no parity test yet)",
+        "cuda_graphs with two replicas in a pipeline (not tested yet)",
     ),
-    (lambda plan: plan.vocab_parallel, "cuda_graphs with vocab_parallel (it has no parity test yet)"),
-    (lambda plan: plan.sequence_slices > 1, "cuda_graphs with sequence_slices (it has no parity test yet)"),
-    (lambda plan: plan.sequence_tiles > 1, "cuda_graphs with sequence_tiles (it has no parity test yet)"),
-    (lambda plan: plan.post_validation, "cuda_graphs with post_validation (it has no parity test yet)"),
+    (lambda plan: plan.vocab_parallel, "cuda_graphs with vocab_parallel (not tested yet)"),
+    (lambda plan: plan.sequence_slices > 1, "cuda_graphs with sequence_slices (not tested yet)"),
+    (lambda plan: plan.sequence_tiles > 1, "cuda_graphs with sequence_tiles (not tested yet)"),
+    (lambda plan: plan.post_validation, "cuda_graphs with post_validation (not tested yet)"),
 )
 """Properties of a plan whose passes can't be captured, each with a sentence; parity tests replay the other plans."""
 
 _AGAINST_IN_MODELS: tuple[tuple[Callable[[ModelSpec], bool], str], ...] = (
     (lambda model: model.moe is not None, "cuda_graphs of experts (the rows of each change from batch to batch)"),
-    (lambda model: model.linear_attention is not None, "cuda_graphs of linear attention (it has no parity test yet)"),
-    (lambda model: model.has_dropout, "cuda_graphs of a model with dropout (it has no parity test yet)"),
-    (lambda model: model.mtp_layers > 0, "cuda_graphs with multi-token prediction (it has no parity test yet)"),
+    (lambda model: model.linear_attention is not None, "cuda_graphs of linear attention (not tested yet)"),
+    (lambda model: model.has_dropout, "cuda_graphs of a model with dropout (not tested yet)"),
+    (lambda model: model.mtp_layers > 0, "cuda_graphs with multi-token prediction (not tested yet)"),
     (lambda model: model.architecture is not None, "cuda_graphs of a plugin's model (which may read values)"),
 )
 

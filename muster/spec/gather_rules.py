@@ -73,9 +73,9 @@ _BESIDE_STEP: tuple[tuple[Callable[[Plan], bool], str], ...] = (
     (lambda plan: plan.post_validation, "post_validation (whose updates may be taken back)"),
     (lambda plan: plan.islands > 1, "islands (whose outer steps change parameters behind the step)"),
     (lambda plan: plan.cuda_graphs, "cuda_graphs (whose passes keep their parameters in place)"),
-    (lambda plan: plan.vocab_parallel, "vocab_parallel (it has no parity test yet)"),
-    (lambda plan: plan.dynamic_context_parallel, "cpdyn (it has no parity test yet)"),
-    (_skips_or_swaps, "micro-batches that skip or swap stages (it has no parity test yet)"),
+    (lambda plan: plan.vocab_parallel, "vocab_parallel (not tested yet)"),
+    (lambda plan: plan.dynamic_context_parallel, "cpdyn (not tested yet)"),
+    (_skips_or_swaps, "micro-batches that skip or swap stages (not tested yet)"),
 )
 """Things that can't be beside gathers during the optimizer step, each with a few words."""
 
@@ -85,20 +85,20 @@ def _rule(has: Callable[[Plan], bool], what: str) -> Rule:
 
 
 GATHER_RUNTIME_RULES: tuple[Rule, ...] = (
-    _rule(lambda plan: plan.pipeline_replicas > 1, "two replicas of the model (it has no parity test yet)"),
+    _rule(lambda plan: plan.pipeline_replicas > 1, "two replicas of the model (not tested yet)"),
     _rule(
         lambda plan: any(mesh.ep > 1 for mesh in plan.distinct_meshes),
-        "expert parallelism (it has no parity test yet)",
+        "expert parallelism (not tested yet)",
     ),
     _rule(
         lambda plan: plan.offloads_params or any(one.offload_optimizer != "none" for one in plan.strategies),
-        "oparam or oopt (it has no parity test yet)",
+        "oparam or oopt (not tested yet)",
     ),
-    _rule(lambda plan: plan.dynamic_context_parallel, "cpdyn (it has no parity test yet)"),
+    _rule(lambda plan: plan.dynamic_context_parallel, "cpdyn (not tested yet)"),
     _rule(lambda plan: plan.cuda_graphs, "cuda_graphs (whose passes keep their parameters in place)"),
-    _rule(lambda plan: plan.post_validation, "post_validation (it has no parity test yet)"),
-    _rule(_skips_or_swaps, "micro-batches that skip or swap stages (it has no parity test yet)"),
-    _rule(lambda plan: plan.islands > 1, "islands (it has no parity test yet)"),
+    _rule(lambda plan: plan.post_validation, "post_validation (not tested yet)"),
+    _rule(_skips_or_swaps, "micro-batches that skip or swap stages (not tested yet)"),
+    _rule(lambda plan: plan.islands > 1, "islands (not tested yet)"),
     *(
         Rule(
             lambda plan, has=has: plan.overlap_param_gather_with_optimizer_step and has(plan),  # type: ignore[misc]
@@ -115,7 +115,7 @@ def gather_rules_of(model: ModelSpec) -> tuple[Rule, ...]:
     """Return the rules of plans for a model whose parameters can't be updated bucket by bucket."""
     parts = (
         (model.moe is not None, "experts (whose biases move behind the update)"),
-        (model.adapter is not None, "an adapter (it has no parity test yet)"),
+        (model.adapter is not None, "an adapter (not tested yet)"),
     )
     return tuple(
         Rule(lambda plan: plan.overlap_param_gather_with_optimizer_step, f"stepgather with {what}", _AFTER_STEP)

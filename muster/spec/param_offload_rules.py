@@ -56,7 +56,7 @@ PARAM_OFFLOAD_RULES: tuple[Rule, ...] = (
         "offload of parameters with bucket_layers above 1 (layers are copied one by one)",
         setting(bucket_layers=1),
     ),
-    _rule(lambda plan: plan.split_backward, "a schedule whose backward is split (it has no parity test yet)"),
+    _rule(lambda plan: plan.split_backward, "a schedule whose backward is split (not tested yet)"),
     _rule(
         lambda plan: any(mesh.dp_replicate > 1 for mesh in plan.distinct_meshes),
         "dp_replicate above 1 (sums over replicas would wait on the device)",
@@ -66,8 +66,8 @@ PARAM_OFFLOAD_RULES: tuple[Rule, ...] = (
         "activations in host memory in a pipeline (whose copies would wait for those of parameters; oactd keeps them on"
         " disk)",
     ),
-    _rule(lambda plan: plan.vocab_parallel, "vocab_parallel (it has no parity test yet)"),
-    _rule(lambda plan: plan.dynamic_context_parallel, "cpdyn (it has no parity test yet)"),
+    _rule(lambda plan: plan.vocab_parallel, "vocab_parallel (not tested yet)"),
+    _rule(lambda plan: plan.dynamic_context_parallel, "cpdyn (not tested yet)"),
     _rule(
         lambda plan: plan.precision == "fp16" and any(s.offload_param == "disk" for s in plan.strategies),
         "fp16 on disk (gradients are written before their loss scale is known to hold)",
@@ -76,8 +76,8 @@ PARAM_OFFLOAD_RULES: tuple[Rule, ...] = (
 """Things that can't be beside offload of parameters in a plan for any model."""
 
 _MODELS: tuple[tuple[Callable[[ModelSpec], bool], str], ...] = (
-    (lambda model: model.moe is not None, "experts (it has no parity test yet)"),
-    (lambda model: model.mtp_layers > 0, "multi-token prediction (it has no parity test yet)"),
+    (lambda model: model.moe is not None, "experts (not tested yet)"),
+    (lambda model: model.mtp_layers > 0, "multi-token prediction (not tested yet)"),
     (lambda model: model.adapter is not None, "adapters (whose frozen weights have no update)"),
 )
 

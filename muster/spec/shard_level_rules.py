@@ -75,12 +75,12 @@ SHARD_LEVEL_RUNTIME_RULES: tuple[Rule, ...] = (
         "expert parallelism (whose experts are sharded over ranks of their own)",
     ),
     _rule(lambda plan: plan.offloads_params, "oparam (whose passes gather from host memory or disk)"),
-    _rule(lambda plan: plan.dynamic_context_parallel, "cpdyn (it has no parity test yet)"),
+    _rule(lambda plan: plan.dynamic_context_parallel, "cpdyn (not tested yet)"),
     _rule(
         lambda plan: plan.grad_reduce_dtype != "fp32",
         "gbf16 (gradients that are reduced in two steps travel in fp32)",
     ),
-    _rule(lambda plan: plan.islands > 1, "islands (it has no parity test yet)"),
-    _rule(lambda plan: not plan.is_uniform, "stages of unequal meshes (it has no parity test yet)"),
+    _rule(lambda plan: plan.islands > 1, "islands (not tested yet)"),
+    _rule(lambda plan: not plan.is_uniform, "stages of unequal meshes (not tested yet)"),
 )
 """Things that can't be beside these levels in a plan for any model."""

@@ -97,7 +97,7 @@ def _rule(has: Callable[[Plan], bool], what: str) -> Rule:
     )
 
 
-_UNTESTED = "(it has no parity test yet)"
+_UNTESTED = "(not tested yet)"
 
 SKIP_RUNTIME_RULES: tuple[Rule, ...] = (
     _rule(lambda plan: not plan.is_uniform, f"stages that have ranks or degrees of their own {_UNTESTED}"),
@@ -109,7 +109,7 @@ SKIP_RUNTIME_RULES: tuple[Rule, ...] = (
         lambda plan: any(
             (s.offload, s.offload_optimizer, s.offload_param) != ("none", "none", "none") for s in plan.strategies
         ),
-        "offload (it has no parity test yet, and the host updates parameters before gradients are weighted)",
+        "offload (not tested yet, and the host updates parameters before gradients are weighted)",
     ),
 )
 """Things that the runtime can't do where micro-batches have paths of their own."""

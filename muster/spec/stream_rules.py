@@ -8,7 +8,7 @@ from muster.spec.model import ModelSpec
 from muster.spec.plan import SCALED_PRECISIONS, Plan
 from muster.spec.rules import Rule, in_every_layer, setting
 
-_UNTESTED = "it has no parity test yet"
+_UNTESTED = "not tested yet"
 _AGAINST_SP = {
     "ladder": "the all-gather before a sub-layer would queue behind the reduce-scatter that should travel beside it",
     "standard": "each rank has whole streams of all positions",

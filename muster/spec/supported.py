@@ -86,8 +86,8 @@ RUNTIME_RULES: tuple[Rule, ...] = (
     _optimizer_offload_rule(
         lambda plan: plan.post_validation, "post_validation (a step that is rolled back updates on the device)"
     ),
-    _optimizer_offload_rule(lambda plan: plan.sequence_slices > 1, "sequence_slices (it has no parity test yet)"),
-    _optimizer_offload_rule(lambda plan: plan.pipeline_replicas > 1, "two replicas (it has no parity test yet)"),
+    _optimizer_offload_rule(lambda plan: plan.sequence_slices > 1, "sequence_slices (not tested yet)"),
+    _optimizer_offload_rule(lambda plan: plan.pipeline_replicas > 1, "two replicas (not tested yet)"),
     *DEVICE_UPDATE_RULES,
     *PARAM_OFFLOAD_RULES,
     *TP_OVERLAP_RULES,
@@ -141,10 +141,10 @@ RUNTIME_RULES: tuple[Rule, ...] = (
         lambda plan: any(strategy.sp for strategy in plan.strategies),
         "cpdyn with sp (a group's positions needn't divide by tp)",
     ),
-    _dynamic_rule(lambda plan: plan.sequence_tiles > 1, "cpdyn with sequence_tiles (it has no parity test yet)"),
+    _dynamic_rule(lambda plan: plan.sequence_tiles > 1, "cpdyn with sequence_tiles (not tested yet)"),
     Rule(
         lambda plan: plan.post_validation and plan.uses_axis("cp"),
-        "post_validation with context parallelism (it has no parity test yet)",
+        "post_validation with context parallelism (not tested yet)",
         setting(post_validation=False),
     ),
     Rule(
@@ -174,9 +174,9 @@ RUNTIME_RULES: tuple[Rule, ...] = (
     ),
     _fp8_rule(lambda plan: plan.uses_axis("tp"), "tensor parallelism (its matmuls of sharded weights are in bf16)"),
     _fp8_rule(lambda plan: plan.split_backward, "a schedule whose backward is split (W's matmuls are in bf16)"),
-    _fp8_rule(lambda plan: plan.uses_axis("cp"), "context parallelism (it has no parity test yet)"),
-    _fp8_rule(lambda plan: plan.sequence_tiles > 1, "sequence_tiles (it has no parity test yet)"),
-    _fp8_rule(lambda plan: plan.sequence_slices > 1, "sequence_slices (it has no parity test yet)"),
+    _fp8_rule(lambda plan: plan.uses_axis("cp"), "context parallelism (not tested yet)"),
+    _fp8_rule(lambda plan: plan.sequence_tiles > 1, "sequence_tiles (not tested yet)"),
+    _fp8_rule(lambda plan: plan.sequence_slices > 1, "sequence_slices (not tested yet)"),
     Rule(
         lambda plan: plan.sequence_slices > 1 and plan.uses_axis("cp"),
         "sequence_slices with context parallelism (its ranks keep an early and a late part of every sequence)",
@@ -189,12 +189,12 @@ RUNTIME_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda plan: plan.sequence_slices > 1 and plan.post_validation,
-        "sequence_slices with post_validation (it has no parity test yet)",
+        "sequence_slices with post_validation (not tested yet)",
         setting(post_validation=False),
     ),
     Rule(
         lambda plan: plan.sequence_slices > 1 and any(s.offload == "activations_on_disk" for s in plan.strategies),
-        "sequence_slices with activations on disk (it has no parity test yet; oact keeps them in host memory)",
+        "sequence_slices with activations on disk (not tested yet; oact keeps them in host memory)",
         in_every_layer(lambda strategy: strategy.model_copy(update={"offload": "none"})),
     ),
     Rule(
@@ -224,7 +224,7 @@ RUNTIME_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda plan: plan.post_validation and bool(plan.uneven_micro_batches),
-        "post_validation with uneven_micro_batches (it has no parity test yet)",
+        "post_validation with uneven_micro_batches (not tested yet)",
         setting(post_validation=False),
     ),
     Rule(
@@ -234,20 +234,20 @@ RUNTIME_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda plan: plan.islands > 1 and plan.dynamic_context_parallel,
-        "islands with cpdyn (it has no parity test yet)",
+        "islands with cpdyn (not tested yet)",
         setting(dynamic_context_parallel=False),
     ),
     Rule(
         lambda plan: plan.islands > 1 and plan.pipeline_replicas > 1,
-        "islands with two replicas in one pipeline (it has no parity test yet)",
+        "islands with two replicas in one pipeline (not tested yet)",
         setting(islands=1),
     ),
     Rule(
         lambda plan: plan.islands > 1 and any(stage.mesh is not None for stage in plan.stages),
-        "islands with stages that have degrees of their own (it has no parity test yet)",
+        "islands with stages that have degrees of their own (not tested yet)",
         setting(islands=1),
     ),
-    _optimizer_offload_rule(lambda plan: plan.islands > 1, "islands (it has no parity test yet)"),
+    _optimizer_offload_rule(lambda plan: plan.islands > 1, "islands (not tested yet)"),
     *ASYNCHRONOUS_RUNTIME_RULES,
     *SKIP_RUNTIME_RULES,
     *(_compile_rule(*one) for one in AGAINST_COMPILE),
@@ -342,7 +342,7 @@ EXPERT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda plan: plan.post_validation,
-        "post_validation in a model with experts (it has no parity test yet)",
+        "post_validation in a model with experts (not tested yet)",
         setting(post_validation=False),
     ),
 )
@@ -360,7 +360,7 @@ SHORTCUT_RULES: tuple[Rule, ...] = (
 LINEAR_ATTENTION_RULES: tuple[Rule, ...] = (
     Rule(
         lambda plan: plan.compile,
-        "compile of linear attention (it has no parity test yet)",
+        "compile of linear attention (not tested yet)",
         setting(compile=False),
     ),
     Rule(
@@ -374,7 +374,7 @@ LINEAR_ATTENTION_RULES: tuple[Rule, ...] = (
 LATENT_ATTENTION_RULES: tuple[Rule, ...] = (
     Rule(
         lambda plan: plan.precision == "fp8",
-        "fp8 with latent attention (it has no parity test yet)",
+        "fp8 with latent attention (not tested yet)",
         setting(precision="bf16"),
     ),
 )
@@ -383,7 +383,7 @@ LATENT_ATTENTION_RULES: tuple[Rule, ...] = (
 SINK_RULES: tuple[Rule, ...] = (
     Rule(
         lambda plan: plan.compile,
-        "compile of attention with sinks (it has no parity test yet)",
+        "compile of attention with sinks (not tested yet)",
         setting(compile=False),
     ),
 )
@@ -402,7 +402,7 @@ GROUP_DROPOUT_RULES: tuple[Rule, ...] = (
     _dynamic_rule(lambda plan: True, "cpdyn in a model with dropout (whose keys are of whole samples)"),
     Rule(
         lambda plan: plan.sequence_slices > 1,
-        "sequence_slices with dropout (it has no parity test yet)",
+        "sequence_slices with dropout (not tested yet)",
         setting(sequence_slices=1),
     ),
 )
@@ -412,8 +412,8 @@ GROUP_DROPOUT_RULES: tuple[Rule, ...] = (
 def _narrow_rules(what: str) -> tuple[Rule, ...]:
     return (
         _fp8_rule(lambda plan: True, f"{what} (whose matrices are too narrow to gain from it)"),
-        _compile_rule(lambda plan: True, f"compile with {what} (it has no parity test yet)"),
-        _graphs_rule(lambda plan: True, f"cuda_graphs with {what} (it has no parity test yet)"),
+        _compile_rule(lambda plan: True, f"compile with {what} (not tested yet)"),
+        _graphs_rule(lambda plan: True, f"cuda_graphs with {what} (not tested yet)"),
         Rule(
             lambda plan: any(strategy.tp_overlap == "async_tp" for strategy in plan.strategies),
             f"tp_overlap async_tp with {what} (whose partial results are multiplied before the sum over the ranks)",
@@ -433,7 +433,7 @@ ADAPTER_DROPOUT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda plan: plan.sequence_tiles > 1,
-        "sequence_tiles with lora_dropout (it has no parity test yet)",
+        "sequence_tiles with lora_dropout (not tested yet)",
         setting(sequence_tiles=1),
     ),
 )
@@ -447,23 +447,23 @@ MTP_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda plan: plan.sequence_slices > 1,
-        "sequence_slices with multi-token prediction (it has no parity test yet)",
+        "sequence_slices with multi-token prediction (not tested yet)",
         setting(sequence_slices=1),
     ),
-    _dynamic_rule(lambda plan: True, "cpdyn with multi-token prediction (it has no parity test yet)"),
+    _dynamic_rule(lambda plan: True, "cpdyn with multi-token prediction (not tested yet)"),
     Rule(
         lambda plan: plan.precision == "fp8",
-        "fp8 with multi-token prediction (it has no parity test yet)",
+        "fp8 with multi-token prediction (not tested yet)",
         setting(precision="bf16"),
     ),
     Rule(
         lambda plan: plan.compile is True,
-        "compile with multi-token prediction (it has no parity test yet)",
+        "compile with multi-token prediction (not tested yet)",
         setting(compile=False),
     ),
     Rule(
         lambda plan: any(strategy.offload != "none" for strategy in plan.strategies),
-        "offload of activations with multi-token prediction (it has no parity test yet)",
+        "offload of activations with multi-token prediction (not tested yet)",
         in_every_layer(lambda strategy: strategy.model_copy(update={"offload": "none"})),
     ),
 )
@@ -493,7 +493,7 @@ HD_PISSA_RULES: tuple[Rule, ...] = (
     _optimizer_offload_rule(lambda plan: True, "hd_pissa (which changes weights that aren't the optimizer's)"),
     Rule(
         lambda plan: plan.post_validation,
-        "post_validation with hd_pissa (it has no parity test yet)",
+        "post_validation with hd_pissa (not tested yet)",
         setting(post_validation=False),
     ),
 )

@@ -9,7 +9,7 @@ from muster.spec.pass_pairs import has_tp_pairs
 from muster.spec.plan import Plan
 from muster.spec.rules import Rule, in_every_layer
 
-_UNTESTED = "it has no parity test yet"
+_UNTESTED = "not tested yet"
 
 
 def has_domino(plan: Plan) -> bool:

@@ -30,7 +30,7 @@ from muster.launch.rank_errors import run_guarded, says_only_that_a_rank_is_lost
 from muster.launch.rank_process import exit_process, take_place
 from muster.parallel.connections import Connections
 from muster.parallel.world import open_world
-from muster.spec.errors import InfeasibleError, MusterError
+from muster.spec.errors import MusterError
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 from muster.train.config_consistency import require_same_config
@@ -178,11 +178,6 @@ class _Rank:
             limit_of_run(self._config, self._plan, world) as limit,
         ):
             connections.seal()
-            if self._config.train.elastic and world.device.type != "cpu":
-                raise InfeasibleError(
-                    "train.elastic needs ranks on CPUs, whose communication can be left while it is under way: take"
-                    " train.restarts, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
-                )
             own = self._config, self._plan, world, self._dataset, self._run_dir, limit
             self._carried.usual_plan = self._plans.get(place.world_size)
             self._loop = TrainingLoop(*own, self._carried)

@@ -347,9 +347,16 @@ def require_launcher(config: RunConfig) -> None:
 
 
 def require_elastic(config: RunConfig, plan: Plan) -> None:
-    """Raise ConfigError where `train.elastic` doesn't go with the plan."""
+    """Raise ConfigError where `train.elastic` doesn't go with the plan, InfeasibleError where it would run on GPUs."""
     if not config.train.elastic:
         return
+    import torch
+
+    if torch.cuda.is_available():
+        raise InfeasibleError(
+            "train.elastic needs ranks on CPUs, whose communication can be left while it is under way: take"
+            " train.restarts, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
+        )
     reason = None
     if plan.world_size == 1:
         reason = "a single rank leaves none that could go on: expected a plan with several, or train.restarts"
