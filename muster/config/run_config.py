@@ -195,8 +195,8 @@ class TrainConfig(Frozen):
     """Steps after which experts move to other ranks of `ep`, with their optimizer state, where their load of these
     steps makes that pay before the next time; 0: they stay."""
     straggler_check_every: NonNegativeInt = 0
-    """Steps between comparisons of the ranks' times, which name slow ranks, links, data and disks that two of them in a
-    row have found; 0: none."""
+    """Steps between comparisons of the ranks' times, which name slow ranks, links, data and disks that three of them in
+    a row have found; 0: none."""
     straggler_action: Literal["tell", "replace", "replan"] = "tell"
     """Action for a rank that is slow to compute, or computes wrongly. tell: it is named. replace: under
     `train.elastic` its process ends, and a spare takes its place, once for each place. replan: under `train.elastic`

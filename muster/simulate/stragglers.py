@@ -3,16 +3,18 @@ devices that compute wrongly.
 
 A rank's passes are held against the prediction for its stages, and that ratio against the other ranks': a stage with
 more layers isn't slow. A process that others interrupt now and then isn't either: of the steps of a check the shortest
-counts, since noise only adds. What two checks in a row find is a straggler.
+counts, since noise only adds; what changes from check to check is noise, above which a straggler has to be; and what
+three checks in a row find is one.
 
 Transfers form a matrix, a row for each sender and a column for each receiver, as in C4 (arXiv:2406.04594): one slow
 cell is a link, a slow row a sender, a slow column a receiver.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from math import inf
-from statistics import median, median_low
+from collections import Counter, deque
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from math import exp, inf, log, sqrt
+from statistics import fmean, median, median_low
 from typing import Literal, NamedTuple
 
 from muster.spec.units import numbered
@@ -37,6 +39,12 @@ LEAST_EXCESS_S = {"compute": 1e-3, "product": 1e-4, "data": 1e-3, "disk": 0.05, 
 """Time by which something must be slower than the others, so that the clock's resolution isn't taken for slowness."""
 SPREADS = 4.0
 """Median absolute deviations by which the time of a slow link must be above the median of all links."""
+NOISE_SIGMAS = 3.0
+"""Standard deviations of the noise by which a time must be above the others'."""
+NOISE_CHECKS = 40
+"""Checks from which the noise is known."""
+CONFIRMING_CHECKS = 3
+"""Checks in a row that have to find a straggler: with one every 5 steps it is named within 20 of its first."""
 MOST_OF = 0.6
 """Share of a row's or column's cells above which not the links are slow, but their sender or receiver is."""
 
@@ -125,46 +133,86 @@ class Comparable(NamedTuple):
     """Ratio from which one is slow."""
 
 
+@dataclass
+class Noise:
+    """Noise of times that are compared check by check: how much the ratios between them change from one check to the
+    next. What is slow for long hardly counts, since its ratio changes once only."""
+
+    _before: dict[Hashable, list[float]] = field(default_factory=dict)
+    """Logarithms of the last check's times, less their mean, by what was timed."""
+    _changes: dict[Hashable, deque[float]] = field(default_factory=dict)
+
+    def factor(self, subject: Hashable, times_s: Sequence[float]) -> float:
+        """Take the times of the next check; return the ratio to the others from which one is more than noise.
+
+        The standard deviation is 1.4826 times the median of absolute deviations, as for a normal distribution; a
+        difference of two times has √2 of one's, and the mean of n takes its n-th part away.
+        """
+        if len(times_s) < 2 or min(times_s) <= 0:
+            return 1.0
+        logs = [log(one) for one in times_s]
+        mean = fmean(logs)
+        now = [one - mean for one in logs]
+        changes = self._changes.setdefault(subject, deque(maxlen=NOISE_CHECKS * len(now)))
+        before = self._before.get(subject, ())
+        self._before[subject] = now
+        if len(before) != len(now):
+            return 1.0
+        changes.extend(abs(a - b) for a, b in zip(now, before, strict=True))
+        sigma = 1.4826 * median(changes) / sqrt(2) * sqrt(len(now) / (len(now) - 1))
+        return exp(NOISE_SIGMAS * sigma)
+
+
 def find_stragglers(
     times: Sequence[RankTimes],
     expected_s: Sequence[float],
     comparable: Sequence[Comparable],
     slow_product: float = SLOW_COMPUTE,
+    noise: Noise | None = None,
 ) -> list[Straggler]:
     """Return what is slow in one check.
 
     `expected_s`: predicted time of each rank's passes in a step; `slow_product`: ratio to the other ranks from which a
-    product of matrices is slow.
+    product of matrices is slow; `noise`: that of the checks before.
     """
-    found = _slow_compute(times, expected_s, comparable, slow_product)
+    noise = noise or Noise()
+    found = _slow_compute(times, expected_s, comparable, slow_product, noise)
     for rank, one in enumerate(times):
         if one.data_s > max(SLOW_DATA * one.step_s, LEAST_EXCESS_S["data"]):
             found.append(Straggler("data", (rank,), one.data_s / one.step_s))
+    disk_s = [one.disk_s for one in times]
     found += [
         Straggler("disk", (rank,), ratio)
-        for rank, ratio in _slower([one.disk_s for one in times], SLOW_DISK, LEAST_EXCESS_S["disk"])
+        for rank, ratio in _slower(disk_s, max(SLOW_DISK, noise.factor("disk", disk_s)), LEAST_EXCESS_S["disk"])
     ]
     found += [Straggler("result", (rank,), one.wrong_share) for rank, one in enumerate(times) if one.wrong_share]
-    return found + _slow_links([one.link_s for one in times])
+    return found + _slow_links([one.link_s for one in times], noise)
 
 
 def _slow_compute(
-    times: Sequence[RankTimes], expected_s: Sequence[float], comparable: Sequence[Comparable], slow_product: float
+    times: Sequence[RankTimes],
+    expected_s: Sequence[float],
+    comparable: Sequence[Comparable],
+    slow_product: float,
+    noise: Noise,
 ) -> list[Straggler]:
     """Return the units whose passes are slow, and the ranks whose product of matrices is. What the passes of a rank
     alone say of it, no product says better."""
     known = {unit[0] for units, _ in comparable if len(units) > 1 for unit in units if len(unit) == 1}
-    alone = _slower([one.product_s for one in times], slow_product, LEAST_EXCESS_S["product"])
+    product_s = [one.product_s for one in times]
+    least = max(slow_product, noise.factor("product", product_s))
+    alone = _slower(product_s, least, LEAST_EXCESS_S["product"])
     slow: dict[Unit, float] = {(rank,): ratio for rank, ratio in alone if rank not in known}
-    for units, factor in comparable:
+    for number, (units, factor) in enumerate(comparable):
         usual_s = median_low(expected_s[unit[0]] for unit in units)
         passes_s = [min(times[rank].compute_s for rank in unit) * usual_s / expected_s[unit[0]] for unit in units]
-        for at, ratio in _slower(passes_s, factor, LEAST_EXCESS_S["compute"]):
+        least = max(factor, noise.factor(("compute", number), passes_s))
+        for at, ratio in _slower(passes_s, least, LEAST_EXCESS_S["compute"]):
             slow.setdefault(units[at], ratio)
     return [Straggler("compute", unit, ratio) for unit, ratio in slow.items()]
 
 
-def _slow_links(link_s: Sequence[Sequence[float | None]]) -> list[Straggler]:
+def _slow_links(link_s: Sequence[Sequence[float | None]], noise: Noise) -> list[Straggler]:
     """Return the slow senders, receivers and links of a matrix with a row for each sender."""
     cells = {(a, b): seconds for a, row in enumerate(link_s) for b, seconds in enumerate(row) if seconds is not None}
     if len(cells) < 2:
@@ -173,7 +221,8 @@ def _slow_links(link_s: Sequence[Sequence[float | None]]) -> list[Straggler]:
     usual_s = median_low(seconds)
     spread_s = median(abs(one - usual_s) for one in seconds)  # of noise, since most links aren't slow
     excess_s = max(LEAST_EXCESS_S["link"], SPREADS * spread_s)
-    slow = {list(cells)[at]: ratio for at, ratio in _slower(seconds, SLOW_LINK, excess_s)}
+    least = max(SLOW_LINK, noise.factor("link", seconds))
+    slow = {list(cells)[at]: ratio for at, ratio in _slower(seconds, least, excess_s)}
     found: list[Straggler] = []
     explained: set[tuple[int, int]] = set()
     sides: tuple[tuple[StragglerKind, int], ...] = (("sender", 0), ("receiver", 1))
@@ -200,28 +249,33 @@ def _slower(seconds: Sequence[float], factor: float, least_excess_s: float) -> l
 
 
 class StragglerDetector:
-    """Stragglers that two checks, one after another, have found; what is wrong counts at once.
+    """Stragglers that several checks, one after another, have found; what is wrong counts at once.
 
     A unit is named where its passes are slow and none of its ranks is known to be the cause. That is decided of what
-    two checks have found: within one, noise in a member's product would hide a slow unit.
+    several checks have found: within one, noise in a member's product would hide a slow unit.
     """
 
     def __init__(self) -> None:
-        self._before: dict[StragglerKey, Straggler] = {}
+        self.noise = Noise()
+        self._in_a_row: Counter[StragglerKey] = Counter()
+        """Last checks in a row that have found each straggler."""
         self.confirmed: dict[StragglerKey, Straggler] = {}
+        self._missing: Counter[StragglerKey] = Counter()
+        """Last checks in a row that haven't found a confirmed straggler."""
 
     def update(self, found: Sequence[Straggler]) -> tuple[list[Straggler], list[Straggler]]:
-        """Take what a check has found; return the stragglers that it has confirmed, and those that are over."""
+        """Take what a check has found; return the stragglers that it has confirmed, and those that are over, which two
+        checks haven't found."""
         now = {one.key: one for one in found}
-        over = [one for key, one in self.confirmed.items() if key not in now and key not in self._before]
-        for one in over:
-            del self.confirmed[one.key]
+        self._in_a_row = Counter({key: self._in_a_row[key] + 1 for key in now})
+        self._missing = Counter({key: self._missing[key] + 1 for key in self.confirmed if key not in now})
+        over = [self.confirmed.pop(key) for key, count in self._missing.items() if count == 2]
         before = set(self.confirmed)
-        known = {key for key, one in now.items() if key in before or key in self._before or one.kind in WRONG}
-        self.confirmed |= {key: now[key] for key in known}
+        for key, one in now.items():
+            if key in before or self._in_a_row[key] >= CONFIRMING_CHECKS or one.kind in WRONG:
+                self.confirmed[key] = one
         for key in _explained_units(self.confirmed):
             del self.confirmed[key]
-        self._before = now
         return [one for key, one in self.confirmed.items() if key not in before], over
 
 

@@ -85,7 +85,8 @@ class StragglerMonitor:
         return StragglerCheck(self._row(result.step, times), told, new, self._measured(times))
 
     def _find(self, times: list[RankTimes]) -> list[Straggler]:
-        return find_stragglers(times, self._expected_s, self._comparable, self._slow_product)
+        own = self._expected_s, self._comparable, self._slow_product
+        return find_stragglers(times, *own, self.detector.noise)
 
     def _correct_expected(self, times: list[RankTimes]) -> None:
         """Expect of a stage no more than the least that its ranks have needed so far: what slows it only adds, and may
