@@ -192,8 +192,9 @@ def _merge_tensor(name: str, parts: list[tuple[int, StoredTensor]]) -> StoredTen
         starts=tuple(tuple(at for _, part in parts for at in part.starts[dim]) for dim in dims),
         sizes=tuple(tuple(n for _, part in parts for n in part.sizes[dim]) for dim in dims),
     )
-    numel, held = prod(joined.shape), int(joined.chunk_sizes.prod(axis=1).sum())
-    if held != numel or len(np.unique(joined.chunk_starts, axis=0)) != joined.num_chunks:
+    numel, held = prod(joined.shape), sum(map(prod, zip(*joined.sizes, strict=True))) if dims else joined.num_chunks
+    num_places = len(set(zip(*joined.starts, strict=True))) if dims else 1
+    if held != numel or num_places != joined.num_chunks:
         raise MusterError(f"the ranks' boxes of {name} hold {held} elements instead of {numel}, each once")
     return joined
 

@@ -186,7 +186,7 @@ class ElasticSupervisor(RankSupervisor):
             return
         statuses = (rank.status() for rank in self.ranks)
         if any(s is not None and s.asks_for_next and s.generation == self._generation for s in statuses):
-            self._announce(len(self.ranks), "the plan changes around slow ranks", changes_plan=True)
+            self._announce(len(self.ranks), "another plan was chosen around slow ranks", changes_plan=True)
         elif len(self.ranks) < self._num_ranks:
             self._let_ranks_return()
 

@@ -29,7 +29,7 @@ SLOW_COMPUTE = 1.2
 """Ratio to the other ranks from which passes, or a product of matrices, are slow."""
 SLOW_ON_SHARED_CORES = 2.0
 """The same for ranks that share cores: what each gets of them at a moment is chance, and varies by a factor of 1.5."""
-SLOW_LINK = 1.8
+SLOW_LINK = 2.0
 """The same, for a transfer from rank to rank."""
 SLOW_DISK = 3.0
 """The same, for a file."""

@@ -112,7 +112,8 @@ class PathRouting:
             routing = routing or self._router
             kept = " stays, since another would leave a path without samples" if routing is self._router else ""
             shares = ", ".join(f"{one / sum(routing.sizes):.0%}" for one in routing.sizes)
-            self._note = f"the router of samples{kept or f' has learnt, and sends {shares} of them to the paths'}"
+            few = f" from all {count} samples that there are" if count < self._config.scored_samples else ""
+            self._note = f"the router of samples{kept or f' has learnt{few}, and sends {shares} of them to the paths'}"
         self._use(routing)
 
     def pop_note(self) -> str:
