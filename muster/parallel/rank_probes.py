@@ -26,6 +26,9 @@ MESSAGE_BYTES = 1 << 20
 FILE_BYTES = 1 << 18
 PROBES = 8
 """Repetitions of a product or message, of which the shortest counts."""
+SWEEPS = 4
+"""Turns through all pairs of ranks, over which a pair's messages are spread: a rank that others keep from its core for
+some milliseconds is late in one of them only."""
 MOST_RANKS_IN_PAIRS = 16
 """Most ranks of which each sends to every other; of more, to those whose number differs in one binary digit."""
 
@@ -78,22 +81,23 @@ def time_file(folder: Path) -> float:
 def time_messages(world: World) -> tuple[float | None, ...]:
     """Return the seconds of a message to each other rank and of its acknowledgement, the shortest of a few; pairs of
     ranks do it at the same time, round by round."""
-    found: list[float | None] = [None] * world.size
+    found: dict[int, float] = {}
     message = torch.empty(MESSAGE_BYTES, dtype=torch.uint8, device=world.device)
     word = torch.empty(1, dtype=torch.uint8, device=world.device)
     rounds = range(1, 1 << (world.size - 1).bit_length())
-    for number in rounds if world.size <= MOST_RANKS_IN_PAIRS else (one for one in rounds if one.bit_count() == 1):
-        other = world.rank ^ number
-        if other >= world.size:
-            continue
+    if world.size > MOST_RANKS_IN_PAIRS:
+        rounds = [one for one in rounds if one.bit_count() == 1]
+    others = [other for number in rounds if (other := world.rank ^ number) < world.size]
+    for other in others * SWEEPS:
         for sender in sorted((world.rank, other)):
-            if sender == world.rank:
-                found[other] = min(_time_message(message, word, other, world.device) for _ in range(PROBES))
-                continue
-            for _ in range(PROBES):
-                dist.recv(message, other)
-                dist.send(word, other)
-    return tuple(found)
+            for _ in range(PROBES // SWEEPS):
+                if sender == world.rank:
+                    time_s = _time_message(message, word, other, world.device)
+                    found[other] = min(found.get(other, time_s), time_s)
+                else:
+                    dist.recv(message, other)
+                    dist.send(word, other)
+    return tuple(found.get(other) for other in range(world.size))
 
 
 def _time_message(message: torch.Tensor, word: torch.Tensor, other: int, device: torch.device) -> float:

@@ -134,7 +134,7 @@ class Comparable(NamedTuple):
 
 
 @dataclass
-class Noise:
+class NoiseEstimate:
     """Noise of times that are compared check by check: how much the ratios between them change from one check to the
     next. What is slow for long hardly counts, since its ratio changes once only."""
 
@@ -168,14 +168,14 @@ def find_stragglers(
     expected_s: Sequence[float],
     comparable: Sequence[Comparable],
     slow_product: float = SLOW_COMPUTE,
-    noise: Noise | None = None,
+    noise: NoiseEstimate | None = None,
 ) -> list[Straggler]:
     """Return what is slow in one check.
 
     `expected_s`: predicted time of each rank's passes in a step; `slow_product`: ratio to the other ranks from which a
     product of matrices is slow; `noise`: that of the checks before.
     """
-    noise = noise or Noise()
+    noise = noise or NoiseEstimate()
     found = _slow_compute(times, expected_s, comparable, slow_product, noise)
     for rank, one in enumerate(times):
         if one.data_s > max(SLOW_DATA * one.step_s, LEAST_EXCESS_S["data"]):
@@ -194,7 +194,7 @@ def _slow_compute(
     expected_s: Sequence[float],
     comparable: Sequence[Comparable],
     slow_product: float,
-    noise: Noise,
+    noise: NoiseEstimate,
 ) -> list[Straggler]:
     """Return the units whose passes are slow, and the ranks whose product of matrices is. What the passes of a rank
     alone say of it, no product says better."""
@@ -212,7 +212,7 @@ def _slow_compute(
     return [Straggler("compute", unit, ratio) for unit, ratio in slow.items()]
 
 
-def _slow_links(link_s: Sequence[Sequence[float | None]], noise: Noise) -> list[Straggler]:
+def _slow_links(link_s: Sequence[Sequence[float | None]], noise: NoiseEstimate) -> list[Straggler]:
     """Return the slow senders, receivers and links of a matrix with a row for each sender."""
     cells = {(a, b): seconds for a, row in enumerate(link_s) for b, seconds in enumerate(row) if seconds is not None}
     if len(cells) < 2:
@@ -256,7 +256,7 @@ class StragglerDetector:
     """
 
     def __init__(self) -> None:
-        self.noise = Noise()
+        self.noise = NoiseEstimate()
         self._in_a_row: Counter[StragglerKey] = Counter()
         """Last checks in a row that have found each straggler."""
         self.confirmed: dict[StragglerKey, Straggler] = {}
