@@ -39,7 +39,7 @@ LEAST_EXCESS_S = {"compute": 1e-3, "product": 1e-4, "data": 1e-3, "disk": 0.05, 
 """Time by which something must be slower than the others, so that the clock's resolution isn't taken for slowness."""
 SPREADS = 4.0
 """Median absolute deviations by which the time of a slow link must be above the median of all links."""
-NOISE_SIGMAS = 3.0
+NOISE_SIGMAS = 2.5
 """Standard deviations of the noise by which a time must be above the others'."""
 NOISE_CHECKS = 40
 """Checks from which the noise is known."""

@@ -78,17 +78,19 @@ class PeerUpdater(OuterUpdater):
         secret_file, announce = self.config.secret_file, self.config.announce
         assert secret_file is not None
         self.world.heartbeat.update("peers")
+        name = f"{socket.gethostname()}-{os.urandom(3).hex()}"
         self._client = PeerClient(
             parse_endpoint(self.config.coordinator),
             load_secret(Path(secret_file)),
             self._run_settings,
             self.shared,
-            f"{socket.gethostname()}-{os.urandom(3).hex()}",
+            name,
             None if announce is None else parse_endpoint(announce),
             lambda line: print(line, flush=True),
             connections=self.config.connections,
         )
-        print(f"waiting for the peers at {self.config.coordinator}, in round {self.shared.round + 1}", flush=True)
+        coordinator, number = self.config.coordinator, self.shared.round + 1
+        print(f"waiting, as {name}, for the peers at {coordinator}, in round {number}", flush=True)
         try:
             if self._end_of(self.shared.round) < step == self._end_of(self.shared.round + 1):
                 self.shared.change = torch.cat([x.flatten() for x in self._changes().values()])
