@@ -54,6 +54,7 @@ from muster.schedule.program import Instruction, Program, Wait
 from muster.simulate.simulator import simulate
 from muster.spec.expert_kinds import ExpertDispatch
 from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
 
@@ -378,15 +379,22 @@ class SlowAllGather:
 
 
 def gather_cases(ratio: float) -> Iterator[Case]:
-    """Yield z3's gathers of layers, each beside the layer before it, in a forward and in a backward."""
-    plan = parse_plan_name("dp2-z3-fp32")
-    world = fake_world(plan, 0, FakeStore())
+    """Yield z3's gathers of layers, or of two layers each, beside the bucket before, in a forward and in a backward."""
+    for size in (1, 2):
+        yield from bucket_gather_cases(ratio, parse_plan_name(f"dp2-z3-bucket{size}-fp32"))
+
+
+def bucket_gather_cases(ratio: float, plan: Plan) -> Iterator[Case]:
+    """Yield the gathers of a plan's buckets of layers, a forward's and a backward's."""
+    world, size = fake_world(plan, 0, FakeStore()), plan.bucket_layers
+    buckets = [size] * (LAYERS // size)
+    named = f"z3's gathers of {size} layers" if size > 1 else "z3's gathers"
     for words, backward, computed_s in (("forward", False, FORWARD_S), ("backward", True, INPUT_S)):
         compute_s = 2 * LAYERS * SEQUENCES * computed_s
-        gathers = [SlowAllGather(ratio * compute_s / LAYERS) for _ in range(LAYERS)]
+        gathers = [SlowAllGather(ratio * compute_s / len(buckets)) for _ in buckets]
         stage = DecoderStage(MODEL, world, 0, POSITIONS, seed=0)
         sleep_in_layers(stage.module, 0.0 if backward else FORWARD_S)
-        for layer, own in zip(stage.module.blocks(), gathers, strict=True):
+        for layer, own in zip([*stage.module.blocks()][::size], gathers, strict=True):
             layer.set_custom_all_gather(own)  # type: ignore[operator]
 
         def run(
@@ -402,9 +410,9 @@ def gather_cases(ratio: float) -> Iterator[Case]:
             return timed(made[0].backward) if back else forward_s
 
         messages_s, cost = ratio * compute_s, PassCost()
-        cost.add_layer_by_layer("dp", messages_s, 0.0, LAYERS, compute_s)
+        cost.add_by_buckets("dp", messages_s, 0.0, buckets, compute_s)
         predicted_s = without_slowdown(compute_s + cost.exposed_s["dp"], compute_s + messages_s)
-        yield Case(f"z3's gathers, {words}", compute_s, messages_s, run, predicted_s)
+        yield Case(f"{named}, {words}", compute_s, messages_s, run, predicted_s)
 
 
 def step_cases(ratio: float) -> Iterator[Case]:

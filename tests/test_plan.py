@@ -638,7 +638,7 @@ def test_settings_beyond_a_name_are_listed():
     plan = Plan(dp_shard=2, pp=2, axis_order=axes, overrides=runs)
     assert settings_beyond_name(plan) == ["axes, outermost first: dp_shard, pp", "recompute full in layers 0–2, 5"]
     assert settings_beyond_name(Plan(dp_shard=2, overrides=runs[1:])) == ["recompute full in layer 5"]
-    for changes in ({"compile": True}, {"bucket_layers": 2}, {"overrides": runs}, {"axis_order": axes}):
+    for changes in ({"compile": True}, {"prefetch_buckets": 2}, {"overrides": runs}, {"axis_order": axes}):
         changed = Plan(dp_shard=2, pp=2, **changes)
         assert "+" in format_plan_name(changed)
         assert settings_beyond_name(changed)

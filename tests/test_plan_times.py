@@ -344,20 +344,19 @@ def test_a_ranks_own_chunk_does_not_travel():
         assert cost.exposed_s["tp"] == pytest.approx(seconds - (1 - OVERLAP_SLOWDOWN) * hidden_s)
 
 
-@pytest.mark.parametrize("layers", [1, 2, 5])
+@pytest.mark.parametrize("buckets", [[1], [1, 1], [1] * 5, [2, 2, 1], [1, 2, 2], [3], [4, 1]])
 @pytest.mark.parametrize(
     ("gather_s", "reduce_s"), [(0.3, 0.0), (0.0, 0.4), (3.0, 0.0), (0.2, 0.3), (0.7, 0.8), (3.0, 4.0)]
 )
-def test_layers_gathers_and_reductions_take_turns_on_a_link(layers, gather_s, reduce_s):
-    """As layers that each take a second, whose own transfers are followed one by one."""
-    time_s = gather_s
-    for layer in range(layers):
-        before_s = gather_s * (layer + 1 < layers)  # of the next layer
-        behind_s = reduce_s * (layer > 0)  # of the layer before
-        time_s += max(1.0, before_s + behind_s)
-    time_s += reduce_s
+def test_gathers_and_reductions_of_buckets_take_turns_on_a_link(buckets, gather_s, reduce_s):
+    """As buckets of layers that each take a second, whose own transfers are followed one by one."""
+    time_s = gather_s * buckets[0]
+    for before, own, behind in zip([0, *buckets], buckets, [*buckets[1:], 0], strict=False):
+        time_s += max(float(own), gather_s * behind + reduce_s * before)
+    time_s += reduce_s * buckets[-1]
+    layers = sum(buckets)
     cost = PassCost(float(layers))
-    cost.add_layer_by_layer("dp", layers * gather_s, layers * reduce_s, layers, layers)
+    cost.add_by_buckets("dp", layers * gather_s, layers * reduce_s, buckets, layers)
     alone_s = layers * (1 + gather_s + reduce_s)
     total_s = layers + cost.exposed_s["dp"]
     assert total_s == pytest.approx((1 - OVERLAP_SLOWDOWN) * time_s + OVERLAP_SLOWDOWN * alone_s)

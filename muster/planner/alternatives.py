@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from muster.cost.memory.forecast import MEMORY_HEADROOM
+from muster.planner.bucket_choice import choose_buckets
 from muster.planner.evaluated_plan import EvaluatedPlan, FoundPlan
 from muster.planner.late_schedules import try_late_schedules
 from muster.planner.memory.trim_offload import trim_offload
@@ -134,7 +135,8 @@ def find_alternative(
     known_plans = {one.plan for one in begin}
     nearest = [plan for plan in changed_plans(centres, evaluator, own) if plan not in known_plans]
     found = search(evaluator.request, 1, own, evaluator, seeds=nearest, known=list(begin), climbs=True)
-    result = trim_offload(try_late_schedules(found, 1, budget.share(LATE_SHARE), leaves_open=True), budget)
+    late = try_late_schedules(found, 1, budget.share(LATE_SHARE), leaves_open=True)
+    result = choose_buckets(trim_offload(late, budget), budget)
     if not result.best:
         return Alternative(name, result, None, result.proven)
     seen = [*result.best, *result.notable]

@@ -23,6 +23,7 @@ from muster.config.optimizers import OPTIMIZERS
 from muster.config.run_config import RunConfig
 from muster.config.zeroth_order import require_zeroth_order_runs
 from muster.layout.tensor_layout import tp_partial_grad_copies
+from muster.planner.bucket_choice import choose_buckets
 from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.explain import explain_no_plan
 from muster.planner.memory.trim_offload import trim_offload
@@ -229,7 +230,7 @@ def _search(request: PlanRequest, config: RunConfig) -> tuple[SearchResult, Sear
     if not found.best and (words := words_under_limit(config, tier_words(request)[1:])):
         choice = choose_tier(request, budget.renew(), words)
         found = search(choice.request, 1, budget.renew()) if choice.fits else found
-    return trim_offload(found, budget), budget
+    return choose_buckets(trim_offload(found, budget), budget), budget
 
 
 def _simplest(found: SearchResult, budget: SearchBudget) -> EvaluatedPlan:

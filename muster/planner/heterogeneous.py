@@ -6,6 +6,7 @@ from math import inf
 from operator import attrgetter, itemgetter
 from time import perf_counter
 
+from muster.planner.bucket_choice import choose_buckets
 from muster.planner.custom_schedules import find_custom_schedules
 from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.late_schedules import try_late_schedules
@@ -99,7 +100,8 @@ def find_best_plans(
     budget = budget or SearchBudget()
     if not is_heterogeneous(request.island_cluster):
         result = search(request, top, budget.share(1 - LATE_SHARE), exact=1, known=known)
-        return PlanSearch(trim_offload(try_late_schedules(result, top, budget.share(LATE_SHARE)), budget))
+        late = try_late_schedules(result, top, budget.share(LATE_SHARE))
+        return PlanSearch(choose_buckets(trim_offload(late, budget), budget))
     found: PlanSearch | None = None
     for part in _doubling_parts(budget):
         other = _HeterogeneousSearch(request, top, part).run()
@@ -163,7 +165,8 @@ class _HeterogeneousSearch:
         orders = [candidate.node_order for candidate in (first, *others)]
         best = self._add_custom_schedules(best, list(zip(evaluators, orders, strict=True)), likely)
         counts = total_counts(best.result, self.results)
-        result = replace(trim_offload(best.result, self.budget), counts=counts, seconds=self._elapsed_s())
+        chosen = choose_buckets(trim_offload(best.result, self.budget), self.budget)
+        result = replace(chosen, counts=counts, seconds=self._elapsed_s())
         naive_step_s = naive.result.best[0].prediction.step_time_s if naive.result.best else None
         return replace(best, result=result, naive_step_s=naive_step_s)
 

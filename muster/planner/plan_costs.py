@@ -119,6 +119,7 @@ class PlanCosts:
             strategy.zero,
             plan.copies_params(plan.mesh(0)),
             plan.max_active_stages,
+            plan.overlap_param_gather_with_optimizer_step and plan.bucket_layers,
             plan.mesh(0).dp_size > 1,
             plan.tp,
             strategy.sp,

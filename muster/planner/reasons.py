@@ -116,13 +116,14 @@ def _nearest_degrees(degree: int) -> list[int]:
 _EXCHANGES = (
     ("the same plan without copies of experts", "ep_redundant_experts", 0),
     ("the same plan with hidden states sent as they are", "ep_dispatch_dtype", "none"),
+    ("the same plan with buckets of one layer", "bucket_layers", 1),
     ("the same plan with hidden states instead of centroids", "ep_lsh_rate", 0.0),
 )
 
 
 def _without_savings(first: EvaluatedPlan, evaluator: PlanEvaluator) -> Iterator[Reason]:
-    """Yield the first plan without its recompute, its offload, its copies of experts and its rows in 8 bits, where
-    these aren't required."""
+    """Yield the first plan without its recompute, its offload, its copies of experts, its rows in 8 bits and its
+    larger buckets, where these aren't required."""
     plan, fixed = first.plan, evaluator.request.fixed
     for field in ("recompute", "offload"):
         if field not in fixed and any(getattr(strategy, field) != "none" for strategy in plan.strategies):

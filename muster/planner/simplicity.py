@@ -45,6 +45,7 @@ def mechanisms(plan: Plan) -> list[str]:
         "replicas of sharded groups": plan.dp_replicate > 1 and plan.dp_shard > 1,
         "groups of ranks for parameters and gradients": plan.has_shard_levels,
         "gathers for units of passes": plan.max_active_stages is not None,
+        "buckets of several layers": plan.bucket_layers > 1,
         "another order of axes": plan.axis_order != MESH_AXES,
         "unequal stages": bool(plan.stages),
         "stages with degrees of their own": not plan.is_uniform,

@@ -75,7 +75,7 @@ def _with_required_degrees(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
     """Yield the plan with the required degrees: others give way so that all devices stay in use."""
     now = {axis: getattr(plan, axis) for axis in _DEGREES}
     wanted = {axis: request.fixed.get(axis, degree) for axis, degree in now.items()}
-    names = ("ep", "micro_batch_size", *SHARD_SIZES, *QUANTIZED, "max_active_stages")
+    names = ("ep", "micro_batch_size", *SHARD_SIZES, *QUANTIZED, "max_active_stages", "bucket_layers")
     others = {name: request.fixed[name] for name in names if name in request.fixed}
     strategy = {name: value for name, value in request.fixed.items() if name in LayerStrategy.model_fields}
     for degrees in _filling(wanted, request):

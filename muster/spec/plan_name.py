@@ -200,6 +200,7 @@ _NAME_PARTS = (
     ),
     _degree("max_active_stages", "active"),
     _NamePart("stepgather", "stepgather", lambda: {"overlap_param_gather_with_optimizer_step": True}),
+    _degree("bucket_layers", "bucket"),
     _NamePart("gbf16", "g(bf16)", lambda dtype: {"grad_reduce_dtype": dtype}),
     _NamePart("qwint8", "qw(int8)", lambda dtype: {"quantized_weights": dtype}),
     _NamePart("qgint8, qgint4", "qg(int8|int4)", lambda dtype: {"quantized_gradients": dtype}),
@@ -268,10 +269,7 @@ def settings_beyond_name(plan: Plan) -> list[str]:
         settings.append(f"{words} in layer{'' if len(runs) == 1 and runs[0].isdecimal() else 's'} {', '.join(runs)}")
     if words := _differing_fields(default, LayerStrategy(), ("attention",)):
         settings.append(words)
-    known = {
-        name: getattr(plan, name)
-        for name in ("fp8_recipe", "compile", "cuda_graphs", "bucket_layers", "prefetch_buckets")
-    }
+    known = {name: getattr(plan, name) for name in ("fp8_recipe", "compile", "cuda_graphs", "prefetch_buckets")}
     settings += [
         name if value is True else f"{name} {value}"
         for name, value in known.items()
@@ -317,6 +315,7 @@ def _format_parts(plan: Plan) -> list[str]:
         f"zp{plan.param_shard_size}g{plan.grad_shard_size}": plan.has_shard_levels,
         f"active{plan.max_active_stages}": plan.max_active_stages is not None,
         "stepgather": plan.overlap_param_gather_with_optimizer_step,
+        f"bucket{plan.bucket_layers}": plan.bucket_layers > 1,
         f"g{plan.grad_reduce_dtype}": plan.grad_reduce_dtype != "fp32",
         f"qw{plan.quantized_weights}": plan.quantized_weights != "none",
         f"qg{plan.quantized_gradients}": plan.quantized_gradients != "none",

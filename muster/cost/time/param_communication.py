@@ -108,8 +108,15 @@ class ParamCommunication:
         """Elements that the rank's optimizer updates."""
         return self.numel / self.data.size
 
+    def buckets(self, layers: range) -> list[range]:
+        """Return the runs of layers that passes gather, and whose gradients they reduce, in one collective; those of
+        experts on several ranks count as layer by layer, as the collectives of the experts themselves are."""
+        size = self.plan.bucket_layers if self.mesh.ep == 1 else 1
+        return [layers[start : start + size] for start in range(0, len(layers), size)]
+
     def per_micro_batch_s(self, layers: range) -> tuple[float, float]:
-        """Return the seconds (gather, reduce) of the parameters of some layers in each micro-batch.
+        """Return the seconds (gather, reduce) of the parameters of some layers in each micro-batch, one collective for
+        each bucket of them.
 
         z3 gathers parameters, in the dtype of the compute; z2 and z3 reduce gradients, and all-reduce them over
         replicas, or reduce them further where they are sharded over fewer ranks than optimizer state. Where that is
@@ -119,13 +126,15 @@ class ParamCommunication:
         if self.zero == "z1":
             return gather_s, reduce_s
         # The kind of a layer is the index of the first layer of that kind.
-        for kind, count in Counter(self.cache.layer_types[layers.start : layers.stop]).items():
-            numel = self._layer_numel(kind)
+        kinds = self.cache.layer_types
+        for bucket, count in Counter(kinds[run.start : run.stop] for run in self.buckets(layers)).items():
+            per_tensor_s = len(bucket) * self._per_tensor_s()
             if self.zero == "z3":
-                gather_s += count * (all_gather_s(self.gathering, self._layer_bytes(kind)) + self._per_tensor_s())
-            size = numel * self.framework.grad_bytes
+                gathered = sum(map(self._layer_bytes, bucket))
+                gather_s += count * (all_gather_s(self.gathering, gathered) + per_tensor_s)
+            size = sum(map(self._layer_numel, bucket)) * self.framework.grad_bytes
             further_s = self._further_reduction_s(size) / self.backwards_per_replica_reduction
-            reduce_s += count * (self._first_reduction_s(size) + further_s + self._per_tensor_s())
+            reduce_s += count * (self._first_reduction_s(size) + further_s + per_tensor_s)
         return gather_s, reduce_s
 
     def _first_reduction_s(self, size: float) -> float:
@@ -178,7 +187,8 @@ class ParamCommunication:
         if (share := encoded_element_bytes(self.plan.quantized_weights)) is not None:
             gather_s = gather(self.data, self.numel * share)
             gather_s += stream_s(self.groups.device, self.numel * share + gathered)
-        first = 1 / max(1, len(self.layers))
+        bucket_layers = self.plan.bucket_layers if software.joint_ends else 1
+        first = min(1.0, bucket_layers / max(1, len(self.layers)))
         if software.joint_ends:
             first = min(1.0, self._ends_numel / self.numel + (1 - self._ends_numel / self.numel) * first)
         # Ranks on a CPU share its cores, and gloo's reductions return when they are over.

@@ -1,5 +1,6 @@
 """Cost of a pass: time of its kernels, their number, and exposed communication."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 OVERLAP_SLOWDOWN = 0.2
@@ -41,17 +42,20 @@ class PassCost:
         hidden_s = min(seconds, compute_s)
         self.add_exposed(axis, seconds - hidden_s + OVERLAP_SLOWDOWN * hidden_s)
 
-    def add_layer_by_layer(self, axis: str, before_s: float, after_s: float, layers: int, compute_s: float) -> None:
-        """Add what layers of `compute_s` seconds together send one after another over one link: `before_s` seconds
-        before they compute (gathers of parameters, each beside the layer before), `after_s` behind (reductions of
-        gradients, each beside the layer that follows).
+    def add_by_buckets(
+        self, axis: str, before_s: float, after_s: float, buckets: Sequence[int], compute_s: float
+    ) -> None:
+        """Add what buckets of so many layers, of `compute_s` seconds together, send one after another over one link:
+        `before_s` seconds before they compute (gathers of parameters, each beside the bucket before), `after_s` behind
+        (reductions of gradients, each beside the bucket that follows).
 
-        Two gathers of 2 s, two layers of 1 s and two reductions of 2 s: 2 + max(1, 2) + max(1, 2) + 2 = 8 s. What comes
-        before the first layer and behind the last one is exposed.
+        Two gathers of 2 s, two buckets of 1 s and two reductions of 2 s: 2 + max(1, 2) + max(1, 2) + 2 = 8 s. What
+        comes before the first bucket and behind the last one is exposed.
         """
-        layer_s, one_s, other_s = (seconds / layers for seconds in (compute_s, before_s, after_s))
-        hidden_s = min(layer_s, one_s) + max(0, layers - 2) * min(layer_s, one_s + other_s) + min(layer_s, other_s)
-        hidden_s *= layers > 1
+        each_s = [seconds / sum(buckets) for seconds in (compute_s, before_s, after_s)]
+        hidden_s = 0.0
+        for before, own, behind in zip((0, *buckets), buckets, (*buckets[1:], 0), strict=False):
+            hidden_s += min(own * each_s[0], behind * each_s[1] + before * each_s[2])
         self.add_exposed(axis, before_s + after_s - (1 - OVERLAP_SLOWDOWN) * hidden_s)
 
     def __add__(self, other: "PassCost") -> "PassCost":

@@ -129,7 +129,8 @@ class StageTimes:
     def _data_parallel_key(self) -> tuple:
         found = self.param_communication
         levels = found.gathering, found.reducing, found.between_reducing
-        return *self._key, found.data, found.replicas, *levels, found.backwards_per_replica_reduction
+        own = *levels, found.backwards_per_replica_reduction, self.placed.plan.bucket_layers
+        return *self._key, found.data, found.replicas, *own
 
     @property
     def _slowdown(self) -> float:
@@ -223,7 +224,7 @@ class StageTimes:
             forward = self._with_blocking_p2p(forward, 1)
             recompute = self._with_blocking_p2p(recompute, -1)
         backward = recompute + input_grads + weight_grads
-        yield "F", self._with_data_parallel(forward, gather_s, 0.0)
+        yield "F", self._with_data_parallel(forward, gather_s, 0.0, is_forward=True)
         # A recomputed layer stays gathered for its backward, unless each parameter is gathered by itself.
         gathers: float = 1 + (self.placed.framework.per_parameter_collectives and recompute.compute_s > 0)
         gathers *= 1.0 if self.trained is None else self.trained.backward_share
@@ -331,11 +332,13 @@ class StageTimes:
             known[key] = layer_passes(replace(self.layer_context, strategy=kind.strategy), self._example_layers[kind])
         return known[key]
 
-    def _with_data_parallel(self, cost: PassCost, gather_s: float, reduce_s: float) -> PassCost:
+    def _with_data_parallel(
+        self, cost: PassCost, gather_s: float, reduce_s: float, is_forward: bool = False
+    ) -> PassCost:
         """Add the gathers of parameters and the reductions of gradients of all layers to a pass.
 
-        They overlap with the compute of the layer before or behind where the framework's do
-        (`PassCost.add_layer_by_layer`).
+        They overlap with the compute of the bucket of layers before or behind where the framework's do
+        (`PassCost.add_by_buckets`).
         """
         if gather_s + reduce_s <= 0:
             return cost
@@ -344,7 +347,8 @@ class StageTimes:
             total.add_exposed("dp", gather_s + reduce_s)
             return total
         compute_s = cost.total_s(self.launch_s, self.placed.framework.blocking_launches)
-        total.add_layer_by_layer("dp", gather_s, reduce_s, max(1, len(self.layers)), compute_s)
+        buckets = [len(bucket) for bucket in self.param_communication.buckets(self.layers)] or [1]
+        total.add_by_buckets("dp", gather_s, reduce_s, buckets if is_forward else buckets[::-1], compute_s)
         return total
 
     def _with_blocking_p2p(self, cost: PassCost, step: int) -> PassCost:
