@@ -1,15 +1,19 @@
 """Ranks of a pipeline in the tests of CheckFree: they recover state from one another, case by case."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.layout.mesh import coordinates_of
 from muster.parallel.world import open_world
 from muster.spec.plan_name import parse_plan_name
 from muster.train.checkfree import KeptState, recover_state
+from muster.train.end_stage_copy import EndStageCopy
 
 NUM_LAYERS = 8
 LAYERS = (range(2), range(2, 4), range(4, 6), range(6, 8))
@@ -54,3 +58,24 @@ def on_rank(rank: int, world_size: int, store: dist.Store, payload: dict[str, An
             )
             told.append((about, {name: tensor.tolist() for name, tensor in tensors.items()}))
     return told
+
+
+def copies_on_rank(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]) -> dict[str, Any]:
+    """The copy that this rank has after two steps, and a third one that is cut short on rank 1."""
+    plan = parse_plan_name(payload["plan"])
+    with open_world(store, rank, world_size, plan) as world:
+        stage = coordinates_of(plan, rank).pp
+        copy = EndStageCopy(world, state_of(stage, 0, INNER_LAYERS))
+        for updates in (1, 2):
+            copy.renew(updates, state_of(stage, updates, INNER_LAYERS))
+        if rank == 1:
+            with patch.object(dist, "recv", _receive_one), suppress(ConnectionError):
+                copy.renew(3, {})
+        tensors = {name: tensor.tolist() for name, tensor in copy.tensors.items()}
+        return {"stage": copy.stage, "updates": copy.num_updates, "tensors": tensors}
+
+
+def _receive_one(tensor: Tensor, rank: int) -> None:
+    """Receive the half of a tensor, before the sender is lost."""
+    tensor[:1] = -1
+    raise ConnectionError

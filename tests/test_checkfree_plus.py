@@ -106,6 +106,20 @@ def test_lost_end_stages_are_copies() -> None:
     assert told["copy cut short"][0][0][2] == ["stages 1, 2 and 3 see the update of the step under way twice"]
 
 
+@pytest.mark.parametrize(("degrees", "num_ranks"), [("", 4), pytest.param("dp2x1-", 8, marks=pytest.mark.soak)])
+def test_end_stages_are_kept_beside_them_after_every_step(degrees: str, num_ranks: int) -> None:
+    """A copy that is cut short leaves the one before."""
+    payload = {"plan": degrees + PLAN.replace("l0.2.2.0", "l0.4.4.0")}
+    for rank, found in enumerate(run_ranks(num_ranks, "tests.checkfree_ranks:copies_on_rank", payload)):
+        end_stage = {1: 0, 2: 3}.get(rank * 4 // num_ranks)
+        assert found["stage"] == end_stage
+        assert found["updates"] == (0 if end_stage is None else 2)
+        wanted = {} if end_stage is None else kept(end_stage, 2)
+        assert found["tensors"].keys() == wanted.keys()
+        for name, values in found["tensors"].items():
+            assert torch.equal(torch.tensor(values), wanted[name])
+
+
 def kept(stage: int, updates: int = 6) -> dict[str, Tensor]:
     return state_of(stage, updates, INNER_LAYERS)
 
