@@ -11,10 +11,14 @@ from torch import Tensor
 from muster.checkpoint.checkpoint_dir import checkpoint_path
 from muster.report.approximation import Approximation, RebuiltStage
 from muster.report.run_files import read_metrics
+from muster.report.terminal import paths_text
 from muster.schedule.checkfree_plus import checkfree_plus, swapped_paths
+from muster.schedule.resolve import resolve_schedule
 from muster.schedule.schedule_spec import ScheduleSpec
 from muster.spec.errors import InfeasibleError
+from muster.spec.model import ModelSpec
 from muster.spec.plan_name import parse_plan_name
+from muster.spec.workload import Workload
 from muster.train.checkfree import Holding, plan_transfers, substitutes
 from tests.checkfree_ranks import INNER_LAYERS, state_of
 from tests.ranks import run_ranks
@@ -56,6 +60,20 @@ def test_every_second_micro_batch_has_end_stages_swapped() -> None:
     for ranks, count, words in ((3, 8, "of 4 pipeline ranks, or of 6 or more"), (5, 8, "not of 5"), (4, 1, "only one")):
         with pytest.raises(InfeasibleError, match=words):
             checkfree_plus(ScheduleSpec(ranks, count))
+
+
+def test_a_plan_says_what_it_swaps() -> None:
+    model = ModelSpec(vocab_size=32, hidden_size=8, num_layers=4, num_heads=2, num_kv_heads=2, intermediate_size=16)
+    workload = Workload(seq_len=8, global_batch_size=5)
+    for name, words in (
+        (f"{PLAN}-mb1", "2 of 5 micro-batches see stages 1 and 2 in the other order"),
+        (
+            "pp6-mb1-scheckfreeplus-l0.1.1.1.1.0",
+            "2 of 5 micro-batches see stages 1 and 2, and 3 and 4 in the other order",
+        ),
+    ):
+        plan = resolve_schedule(parse_plan_name(name), model, workload)
+        assert paths_text(plan) == f"{words}, which changes what is trained"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
