@@ -25,7 +25,7 @@ def run_on_ranks(verb: str, module: str, request: Frozen, world_size: int) -> An
     folder = Path(tempfile.mkdtemp(prefix=f"muster-{verb}-"))
     (folder / REQUEST_FILE).write_text(request.model_dump_json())
     if launch(rank_command(module, folder, world_size), world_size, folder).report() != 0:
-        raise MusterError(f"muster {verb} found nothing; the ranks' output is in {folder}")
+        raise MusterError(f"the ranks of muster {verb} failed; their output is in {folder}")
     found = json.loads((folder / RESULT_FILE).read_text())
     shutil.rmtree(folder)
     return found
