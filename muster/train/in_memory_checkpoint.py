@@ -35,7 +35,7 @@ def open_in_memory_checkpoint(
     if (identity := read_identity(run_dir)) is None:
         raise MusterError(f"{run_dir} doesn't name its in-memory checkpoint: start it with muster train")
     root = Path(train.in_memory_checkpoint_dir.replace("{rank}", str(world.rank)))
-    removed = remove_stale(root)
+    removed = [] if world.generation else remove_stale(root)
     directory = InMemoryDirectory(root, run_dir, identity.id)
     checkpointer = InMemoryCheckpointer(
         world.rank,
