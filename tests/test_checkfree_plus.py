@@ -66,10 +66,10 @@ def test_a_plan_says_what_it_swaps() -> None:
     model = ModelSpec(vocab_size=32, hidden_size=8, num_layers=4, num_heads=2, num_kv_heads=2, intermediate_size=16)
     workload = Workload(seq_len=8, global_batch_size=5)
     for name, words in (
-        (f"{PLAN}-mb1", "2 of 5 micro-batches see stages 1 and 2 in the other order"),
+        (f"{PLAN}-mb1", "2 of 5 micro-batches have stages 1 and 2 swapped"),
         (
             "pp6-mb1-scheckfreeplus-l0.1.1.1.1.0",
-            "2 of 5 micro-batches see stages 1 and 2, and 3 and 4 in the other order",
+            "2 of 5 micro-batches have stages 1 and 2, and 3 and 4 swapped",
         ),
     ):
         plan = resolve_schedule(parse_plan_name(name), model, workload)

@@ -86,7 +86,7 @@ def paths_text(plan: Plan) -> str:
     if plan.schedule_entry.swaps_end_stages:
         num, count = sum(list(path) != sorted(path) for path in plan.paths), len(plan.paths)
         swapped = ", and ".join(f"{one} and {other}" for one, other in swapped_stages(plan.num_stages))
-        return f"{num} of {count} micro-batches see stages {swapped} in the other order, which changes what is trained"
+        return f"{num} of {count} micro-batches have stages {swapped} swapped, which changes what is trained"
     skipped = int(plan.skip_ratio * plan.num_stages + 0.5)
     seen = [f"{sum(stage in path for path in plan.paths)}" for stage in range(plan.num_stages)]
     visits = f"; stages see {', '.join(seen)} of them" if plan.paths and skipped else ""

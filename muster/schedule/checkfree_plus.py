@@ -27,7 +27,10 @@ def checkfree_plus(spec: ScheduleSpec) -> Schedule:
             f"schedule {_NAME} swaps stages of 4 pipeline ranks, or of 6 or more, not of {spec.depth}"
         )
     if spec.num_micro_batches == 1:
-        raise InfeasibleError(f"schedule {_NAME} swaps stages for every second micro-batch, but a step has only one")
+        raise InfeasibleError(
+            f"schedule {_NAME} swaps stages for every second micro-batch, but a step has only one: take a larger"
+            " global_batch_size, or a smaller micro_batch_size"
+        )
     placement = spec.placement or stage_placement(SCHEDULES[_NAME], spec.num_ranks, spec.chunks)
     paths = swapped_paths(spec.depth, spec.num_micro_batches)
     orders = (order_passes(spec, placement, paths, most_in_flight) for most_in_flight in warm_ups(spec))

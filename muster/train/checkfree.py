@@ -74,6 +74,8 @@ class RecoveredState(NamedTuple):
     approximation: Approximation
     new_parameters: list[str]
     """Parameters of the rebuilt stages, whose optimizer state is new."""
+    copied: list[str]
+    """Sentences about ranks whose stage comes from another rank that has held it, which is exact."""
 
 
 def recover_state(
@@ -89,10 +91,13 @@ def recover_state(
     if transfers is None:
         return None
     rebuilt = {one.stage: one for one in transfers.approximation.rebuilt}
+    copied: list[str] = []
     for receiver, sources in enumerate(transfers.sources):
         stage = _stage_of(world.plan, receiver)
         if stage not in rebuilt:
             _transfer_whole(world.rank, stage, sources[0], receiver, kept, tensors)
+            if sources[0] != receiver and stage not in transfers.approximation.updated_twice:
+                copied.append(f"rank {receiver} has stage {stage} as it was, from rank {sources[0]}")
         elif world.rank in (receiver, *sources):
             _rebuild(world, sources, receiver, kept, tensors, rebuilt[stage], num_layers)
     at = transfers.counters_rank
@@ -100,7 +105,7 @@ def recover_state(
     own_stage = _stage_of(world.plan, world.rank)
     names = [name.removeprefix("model/") for name in tensors if name.startswith("model/") and own_stage in rebuilt]
     new = sorted({name for gathered in world.all_gather_object(names) for name in gathered})
-    return RecoveredState(transfers.step, counters, transfers.approximation, new)
+    return RecoveredState(transfers.step, counters, transfers.approximation, new, copied)
 
 
 def plan_transfers(plan: Plan, holdings: Sequence[Sequence[Holding]], kind: WeightKind) -> Transfers | None:
@@ -163,7 +168,7 @@ def recovery_lines(recovered: RecoveredState | None, lr_scale: float) -> list[st
             "a lost stage can't be rebuilt from those beside it: all ranks go back to the last checkpoint on disk, or"
             " to the beginning where there is none"
         ]
-    told = recovered.approximation.sentences
+    told = recovered.copied + recovered.approximation.sentences
     if rebuilt := recovered.approximation.rebuilt:
         stages = numbered("stage", [one.stage for one in rebuilt])
         told.append(f"{stages} has a new optimizer state, and {lr_scale:g} times the learning rate")
