@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
+from statistics import median
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -37,12 +38,15 @@ def noisy_check(random: Random, slow: dict, noise: float = 0.15) -> list[RankTim
     """Return all ranks' times of a check: of each step, noise that only adds, of tails as long as those of a shared
     machine; `slow` multiplies, by rank, a field, or by (sender, receiver) a message."""
 
+    def steps_s(usual_s: float, repeats: int = EVERY) -> list[float]:
+        return [usual_s * (1 + noise * random.lognormvariate(0, 1)) for _ in range(repeats)]
+
     def measured(usual_s: float, repeats: int) -> float:
-        return min(usual_s * (1 + noise * random.lognormvariate(0, 1)) for _ in range(repeats))
+        return min(steps_s(usual_s, repeats))
 
     return [
         RankTimes(
-            measured(0.2, EVERY) * slow.get(("compute_s", rank), 1),
+            min(passes_s := steps_s(0.2)) * slow.get(("compute_s", rank), 1),
             0.25,
             measured(0.002, EVERY) * slow.get(("data_s", rank), 1),
             measured(1e-3, 8) * slow.get(("product_s", rank), 1),
@@ -50,6 +54,7 @@ def noisy_check(random: Random, slow: dict, noise: float = 0.15) -> list[RankTim
             tuple(
                 None if other == rank else measured(8e-4, 8) * slow.get((rank, other), 1) for other in range(NUM_RANKS)
             ),
+            median_compute_s=median(passes_s) * slow.get(("compute_s", rank), 1),
         )
         for rank in range(NUM_RANKS)
     ]
@@ -102,11 +107,11 @@ def test_what_is_slow_is_named_within_20_steps(name, seed):
         assert checks.next({}) == ([], [])
     named: list[Straggler] = []
     begun = {key: factor for key, factor in slow.items() if key[0] not in ("compute_s", "data_s")}
-    for seen in (begun, slow, slow, slow)[: 20 // EVERY]:  # the first one's shortest step was before the slowness
+    for seen in (begun, slow, slow, slow)[: 20 // EVERY]:  # most steps of the first one were before the slowness
         named += checks.next(seen)[0]
     assert [(one.kind, one.ranks) for one in named] == [(kind, ranks)]
     over: list[Straggler] = []
-    for _ in range(3):
+    for _ in range(6):  # noise may find it once more
         over += checks.next({})[1]
     assert [(one.kind, one.ranks) for one in over] == [(kind, ranks)]
 

@@ -2,9 +2,10 @@
 devices that compute wrongly.
 
 A rank's passes are held against the prediction for its stages, and that ratio against the other ranks': a stage with
-more layers isn't slow. A process that others interrupt now and then isn't either: of the steps of a check the shortest
-counts, since noise only adds; what changes from check to check is noise, above which a straggler has to be; and what
-three checks in a row find is one.
+more layers isn't slow. A process that others interrupt now and then isn't either. Of the steps of a check the shortest
+counts, since noise only adds, and so does the median: in the shortest one the passes of a rank that is stopped again
+and again may have fitted between the stops. What changes from check to check is noise, above which a straggler has to
+be, and what three checks in a row find is one.
 
 Transfers form a matrix, a row for each sender and a column for each receiver, as in C4 (arXiv:2406.04594): one slow
 cell is a link, a slow row a sender, a slow column a receiver.
@@ -51,13 +52,14 @@ MOST_OF = 0.6
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """Shortest times of one rank in the steps of a check, in seconds."""
+    """Times of one rank in the steps of a check, in seconds."""
 
     compute_s: float
-    """Passes of a step."""
+    """Passes of a step, the shortest."""
     step_s: float
+    """The shortest step."""
     data_s: float
-    """Wait of a step for its samples."""
+    """Wait of a step for its samples, the shortest."""
     product_s: float
     """A product of matrices of one size on all ranks."""
     disk_s: float
@@ -66,6 +68,8 @@ class RankTimes:
     """A message to each rank and its acknowledgement; None where there was none."""
     wrong_share: float = 0.0
     """Share of the elements of products of matrices that are wrong."""
+    median_compute_s: float = 0.0
+    """Passes of a step, the median."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +209,12 @@ def _slow_compute(
     slow: dict[Unit, float] = {(rank,): ratio for rank, ratio in alone if rank not in known}
     for number, (units, factor) in enumerate(comparable):
         usual_s = median_low(expected_s[unit[0]] for unit in units)
-        passes_s = [min(times[rank].compute_s for rank in unit) * usual_s / expected_s[unit[0]] for unit in units]
-        least = max(factor, noise.factor(("compute", number), passes_s))
-        for at, ratio in _slower(passes_s, least, LEAST_EXCESS_S["compute"]):
-            slow.setdefault(units[at], ratio)
+        for which in ("compute_s", "median_compute_s"):
+            of_unit_s = (min(getattr(times[rank], which) for rank in unit) for unit in units)
+            passes_s = [one * usual_s / expected_s[unit[0]] for one, unit in zip(of_unit_s, units, strict=True)]
+            least = max(factor, noise.factor((which, number), passes_s))
+            for at, ratio in _slower(passes_s, least, LEAST_EXCESS_S["compute"]):
+                slow.setdefault(units[at], ratio)
     return [Straggler("compute", unit, ratio) for unit, ratio in slow.items()]
 
 

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from muster.cost.time.op_times import OpTimes
@@ -145,6 +146,7 @@ class StragglerMonitor:
             time_file(self.folder),
             link_s,
             product.wrong_share,
+            median(sums_s) if sums_s else 0.0,
         )
 
     def _row(self, step: int, times: list[RankTimes]) -> dict[str, Any]:
