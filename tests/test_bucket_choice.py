@@ -60,7 +60,7 @@ def test_no_layer_in_a_bucket_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["dp2-z1", "dp2-z2-bucket2", "dp2-bucket3", "dp2-bucket8"])
 def test_a_stage_communicates_in_the_buckets_that_are_predicted(name: str) -> None:
-    """Layers of each group of `fully_shard`, and of each collective of a pass that its times count."""
+    """Layers of each group of `fully_shard`, and the collectives of a step that its times count."""
     plan = parse_plan_name(f"{name}-fp32")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
@@ -76,6 +76,7 @@ def test_a_stage_communicates_in_the_buckets_that_are_predicted(name: str) -> No
     assert [[*run] for run in predicted.buckets(range(5))] == found[1:]
     assert [[*run] for run in update_buckets(plan, MODEL, 0)][1:] == found[1:]
     assert found[0] == [-1], "embedding and head are one more"
+    assert sum(predicted._group_shares().values()) == len(found)
     assert isinstance(module, FSDPModule)
 
 
@@ -94,9 +95,12 @@ def test_larger_buckets_pay_the_latency_less_often(level: str, monkeypatch: pyte
         workload = Workload(seq_len=1024, global_batch_size=8)
         placed = place_plan(load_model("llama3-8b"), plan, workload, load_cluster("8xh100"))
         communication = param_communication.ParamCommunication(placed, 0)
-        times[size] = communication.per_micro_batch_s(communication.layers)
+        in_passes = communication.per_micro_batch_s(communication.layers)
+        own = dict(communication.per_step_times({"F": 0.0, "B": 0.0}))
+        times[size] = (*in_passes, own["UNSHARD"], own["REDUCE_GRAD"])
     for size, count in ((1, 32), (8, 4), (5, 7)):
-        assert times[size] == {"z1": (0, 0), "z2": (0, count), "z3": (count, count)}[level]
+        per_pass = {"z1": (0, 0), "z2": (0, count), "z3": (count, count)}[level]
+        assert times[size] == (*per_pass, count + 1, count + 1)
 
 
 def test_the_planner_takes_larger_buckets_where_they_pay() -> None:

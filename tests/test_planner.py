@@ -546,7 +546,7 @@ def test_reordering_keeps_the_nodes_and_their_links(tmp_path) -> None:
 # The verb
 
 
-TINY = ["plan", "--model", "tiny", "--cluster", "4xa100", "--seq-len", "256", "--global-batch", "16"]
+TINY = ["plan", "--model", "tiny", "--cluster", "4xa100", "--seq-len", "1024", "--global-batch", "64"]
 
 
 def test_the_best_plan_is_written_and_trains(tmp_path, capsys) -> None:
@@ -564,7 +564,7 @@ def test_the_best_plan_is_written_and_trains(tmp_path, capsys) -> None:
     assert [one["step_time_s"] for one in answer["plans"]] == sorted(one["step_time_s"] for one in answer["plans"])
     assert answer["why"]
     assert {one["family"] for one in answer["families"]} >= {"data alone", "data × tp", "data × tp × pp"}
-    run = ["train", "--preset", "tiny", "--parallel", str(path), "--train.global_batch_size", "16", "--dry-run"]
+    run = ["train", "--preset", "tiny", "--parallel", str(path), "--train.global_batch_size", "64", "--dry-run"]
     assert main(run) == 0
     assert load_plan(path).hash in capsys.readouterr().out
 
@@ -637,7 +637,7 @@ def test_the_table_fits_80_columns(capsys) -> None:
         (["--memory-limit", "500G"], 2, "GiB; give no more, or leave it out"),
         (["--what-if", "network=/2,network=/4"], 2, "network is changed twice"),
         (["--model", "gpt2", "--seq-len", "8192"], 2, "gpt2 has vectors for 1,024 positions"),
-        (["--cluster", "11xcpu"], 3, "there are plans for 11 sequences a step (--global-batch 11)"),
+        (["--cluster", "11xcpu"], 3, "there are plans for 66 sequences a step (--global-batch 66)"),
     ],
 )
 def test_what_can_not_be_is_said_in_a_sentence(arguments, code, said, capsys, tmp_path, monkeypatch) -> None:

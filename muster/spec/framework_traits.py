@@ -92,7 +92,7 @@ class FrameworkTraits(Frozen):
     (`Plan.overlaps_data_parallel`)."""
     joint_ends: bool = False
     """Under z1 embedding and head are gathered and reduced as one bucket, before the first layer and after all others:
-    no pass hides it."""
+    no pass hides it. Each bucket of layers is a collective of its own; otherwise all parameters count as one."""
     overlap_fsdp: bool = True
     """Under z2 and z3 the all-gathers and reduce-scatters of all layers but one overlap with the passes."""
     per_parameter_collectives: bool = False

@@ -174,8 +174,11 @@ class ParamCommunication:
         `gradient_share` is the share of the parameters' elements that have gradients.
         """
         software = self.framework
-        gradients = self.numel * gradient_share * software.grad_bytes
-        reduce_s = self._first_reduction_s(gradients) + all_reduce_s(self.replicas, gradients / self.data.size)
+        shares, reduce_s = self._group_shares(), 0.0
+        for share, count in shares.items():
+            gradients = self.numel * share * gradient_share * software.grad_bytes
+            each_s = self._first_reduction_s(gradients) + all_reduce_s(self.replicas, gradients / self.data.size)
+            reduce_s += count * each_s
         if software.all_reduce_grads:
             reduce_s = self._unsharded_reduce_s() * gradient_share
         gather = sequential_broadcasts_s if software.broadcast_updates else all_gather_s
@@ -183,10 +186,12 @@ class ParamCommunication:
         held = sum(self._layer_bytes(layer) - self._layer_numel(layer) * self.element_bytes for layer in layers)
         smaller = held * len(self.layers) / max(1, len(layers))
         gathered = self.numel * self.element_bytes + smaller
-        gather_s = gather(self.data, gathered)
-        if (share := encoded_element_bytes(self.plan.quantized_weights)) is not None:
-            gather_s = gather(self.data, self.numel * share)
-            gather_s += stream_s(self.groups.device, self.numel * share + gathered)
+        travelling = gathered
+        if (element_bytes := encoded_element_bytes(self.plan.quantized_weights)) is not None:
+            travelling = self.numel * element_bytes
+        gather_s = sum(count * gather(self.data, travelling * share) for share, count in shares.items())
+        if element_bytes is not None:
+            gather_s += stream_s(self.groups.device, travelling + gathered)
         bucket_layers = self.plan.bucket_layers if software.joint_ends else 1
         first = min(1.0, bucket_layers / max(1, len(self.layers)))
         if software.joint_ends:
@@ -201,6 +206,14 @@ class ParamCommunication:
         whole = 2 * self.model.hidden_size * (len(self.layers) + 1)  # norms, and one factor of each low-rank layer
         whole += sum(self.model.low_rank_ranks.values()) * self.model.hidden_size * len(self.layers)
         yield Kind.ALL_REDUCE_TP, all_reduce_s(self.groups.tp, whole * software.grad_bytes)
+
+    def _group_shares(self) -> Mapping[float, int]:
+        """Return the number of collectives that gather or reduce such a share of the stage's parameters once a step:
+        those of embedding and head, and one for each bucket of layers; or one for all."""
+        if not self.framework.joint_ends or self.numel <= 0:
+            return {1.0: 1}
+        sizes = [self._ends_numel, *(sum(map(self._layer_numel, run)) for run in self.buckets(self.layers))]
+        return Counter(size / self.numel for size in sizes if size)
 
     def _unsharded_reduce_s(self) -> float:
         """Return the seconds of an unsharded reduction of gradients: concatenate, divide, cast to float32, all-reduce,
