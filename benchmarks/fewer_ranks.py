@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
@@ -55,9 +56,10 @@ def measure(run: Path, plan: str, steps: int) -> Path:
     def hold_back() -> None:
         held: set[int] = set()
         while not over.wait(0.002):
-            for pid in set(ranks_of(process.pid, "--spare")) - held:
-                os.kill(pid, signal.SIGSTOP)
-                held.add(pid)
+            with suppress(FileNotFoundError, ProcessLookupError):  # the job has ended meanwhile
+                for pid in set(ranks_of(process.pid, "--spare")) - held:
+                    os.kill(pid, signal.SIGSTOP)
+                    held.add(pid)
 
     holder = threading.Thread(target=hold_back)
     holder.start()
