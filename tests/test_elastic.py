@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FunctionType, SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from muster.config import local_machine
@@ -33,9 +34,11 @@ from muster.planner.plans_for_losses import plans_for_losses
 from muster.report.recoveries import loss_causes, recoveries_note, recoveries_of
 from muster.report.run_files import read_metrics
 from muster.schedule.action import Action, Kind
+from muster.spec.errors import InfeasibleError
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 from muster.train import generations
+from muster.train.preflight import require_elastic
 from tests.random_faults import children, status_of
 from tests.train_runs import (
     LIMIT_S,
@@ -720,3 +723,11 @@ def test_a_rank_that_is_lost_while_all_start_is_replaced(plan: str, tmp_path: Pa
 def test_what_elastic_does_not_go_with(arguments: list[str], words: str, tmp_path: Path) -> None:
     ended = train("--preset", "tiny", "--train.elastic", "true", "--run", tmp_path / "run", *arguments)
     assert_one_sentence(ended, 2, words)
+
+
+def test_elastic_is_refused_on_gpus_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_run_config("tiny", None, [("parallel", "dp2"), ("train.elastic", True)]).config
+    require_elastic(config, config.parallel)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(InfeasibleError, match="train.elastic needs ranks on CPUs"):
+        require_elastic(config, config.parallel)
