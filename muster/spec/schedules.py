@@ -325,7 +325,7 @@ SCHEDULES: dict[str, ScheduleEntry] = {
     "checkfree-plus": ScheduleEntry(
         "checkfree_plus:checkfree_plus",
         "half of the micro-batches swap the first two stages with layers, and the last two, which changes what is"
-        " trained; memory p",
+        " trained; bubble above that of 1f1b, memory p",
         1,
         searched=True,
         swaps_end_stages=True,
