@@ -382,7 +382,7 @@ def test_a_launcher_may_come_before_the_end_of_the_one_before_is_noticed(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Node 0 stands still meanwhile, and then sees the next one first."""
-    begun, left, come = threading.Event(), threading.Event(), threading.Event()
+    begun, left, come, seen = (threading.Event() for _ in range(4))
 
     def sleep(duration_s: float) -> None:
         come.set()
@@ -396,18 +396,21 @@ def test_a_launcher_may_come_before_the_end_of_the_one_before_is_noticed(
         come.wait(LONG_S)
         ((node, gone),) = team.receive(LONG_S)
         team.connections.pop(node).close()
-        return [gone["kind"], *(message["kind"] for _, message in team.receive(LONG_S))]
+        try:
+            return [gone["kind"], *(message["kind"] for _, message in team.receive(LONG_S))]
+        finally:
+            seen.set()
 
-    def one_after_the_other() -> str:
+    def one_after_the_other() -> bool:
         joined(request(port, 1), lambda _: begun.wait(LONG_S))()
         come.clear()
         left.set()
         try:
-            return joined(request(port, 1), lambda _: "joined")()
+            return joined(request(port, 1), lambda _: seen.wait(LONG_S))()
         finally:
             come.set()
 
-    assert together(joined(request(port, 0), hub), one_after_the_other) == [["gone", "came"], "joined"]
+    assert together(joined(request(port, 0), hub), one_after_the_other) == [["gone", "came"], True]
 
 
 def test_what_listens_there_must_be_a_launcher(port: int) -> None:

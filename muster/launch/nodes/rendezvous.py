@@ -151,8 +151,8 @@ def _admit(group: LauncherGroup, connection: socket.socket) -> None:
         launcher.start_reading()
         launcher.close()
         return
+    group.inbox.put((launcher.node, {"kind": "came"}))  # before it may be said to be gone
     launcher.start_reading()
-    group.inbox.put((launcher.node, {"kind": "came"}))
 
 
 def _wait_for_departure(group: LauncherGroup, node: int) -> None:
