@@ -72,7 +72,7 @@ def _name_spans(spans: Sequence[Sequence[int]]) -> str:
 
 
 def _times_table(row: Row) -> Html:
-    columns = ("rank", "passes", "predicted", "wait for samples", "product of matrices", "file")
+    columns = ("rank", "passes", "expected", "wait for samples", "product of matrices", "file")
     keys = ("compute_s", None, "data_s", "product_s", "disk_s")
     head = element("tr", *(element("th", word, scope="col") for word in columns))
     usual = {key: median_low(rank[key] for rank in row["ranks"]) for key in keys if key}
