@@ -95,6 +95,18 @@ def test_json_is_read_back_under_other_times(schedule, tmp_path):
     assert json.loads(out)["makespan"] == 18.0
 
 
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "exact"])
+def test_every_schedule_is_read_back(name, schedule, tmp_path):
+    file = tmp_path / "own.json"
+    file.write_text(schedule(f"{name} --ranks 4 --microbatches 12 --json")[1])
+    code, out, errors = schedule(f"--file {file} --json")
+    assert (code, errors) == (0, "")
+    assert json.loads(out) == {key: value for key, value in json.loads(file.read_text()).items() if key in PRINTED}
+
+
+PRINTED = {*OF_INTERLEAVED, "n_slices", "n_steps", "paths"}
+"""Keys of a schedule of a file; a searched one's distance from the optimum isn't known."""
+
 GRID = """\
 1f1b: 2 ranks, 3 micro-batches
 makespan 12, bubble 3 (25.0 % of it)
@@ -272,6 +284,9 @@ OWN = {
         ({"ranks": [["zero"], []]}, 2, "'zero' is not an action; one looks like 2F0"),
         ({"stages": [OWN["stages"][0]]}, 2, "has 1 stages, which can't be divided evenly among its ranks"),
         ({"stages": [OWN["stages"][0], OWN["stages"][0]]}, 2, "stages are numbered replica by replica"),
+        ({"paths": [[0, 1]]}, 2, "1 path for 2 micro-batches, expected one for each"),
+        ({"paths": [[0, 1], [0, 0, 1]]}, 2, "the path of micro-batch 1, 0.0.1, has a stage twice"),
+        ({"paths": 3}, 2, "expected one object as 'muster schedule NAME --json' prints it"),
         ({"ranks": 5}, 2, "expected one object as 'muster schedule NAME --json' prints it"),
     ],
 )

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import permutations
 
 import torch
 import torch.distributed as dist
@@ -93,9 +94,8 @@ class PendingReceive:
 
 
 def direct_routes(placement: Sequence[int]) -> dict[tuple[int, int], P2PRoute]:
-    """Return the routes of whole tensors between neighbouring stages where each pipeline rank is one rank."""
-    pairs = [(stage, other) for stage in range(len(placement)) for other in (stage - 1, stage + 1)]
-    return {pair: P2PRoute.whole_to(placement[pair[1]]) for pair in pairs if 0 <= pair[1] < len(placement)}
+    """Return the routes of whole tensors between any two stages where each pipeline rank is one rank."""
+    return {pair: P2PRoute.whole_to(placement[pair[1]]) for pair in permutations(range(len(placement)), 2)}
 
 
 def stage_routes(

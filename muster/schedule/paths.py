@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from muster.schedule.action import Action, Kind
+from muster.spec.units import pluralize
 
 Paths = tuple[tuple[int, ...], ...]
 """Stages of each micro-batch in the order of its forwards; empty: all stages of its replica in turn."""
@@ -72,7 +73,7 @@ def wrong_path(paths: Paths, num_stages: int, num_micro_batches: int) -> str | N
     if not paths:
         return None
     if len(paths) != num_micro_batches:
-        return f"{len(paths)} paths are given for {num_micro_batches} micro-batches"
+        return f"{pluralize(len(paths), 'path')} for {pluralize(num_micro_batches, 'micro-batch')}, expected one for each"
     for micro_batch, path in enumerate(paths):
         words = f"the path of micro-batch {micro_batch}, {format_path(path)},"
         if not path or (path[0], path[-1]) != (0, num_stages - 1):

@@ -6,6 +6,7 @@ from typing import Any
 
 from muster.schedule.action import parse_action
 from muster.schedule.makespan_bound import OptimalityGap
+from muster.schedule.paths import wrong_path
 from muster.schedule.program import PAIRED
 from muster.schedule.schedule import Schedule
 from muster.schedule.timing import Timing
@@ -15,7 +16,8 @@ def schedule_to_json(schedule: Schedule, timing: Timing, gap: OptimalityGap | No
     """Return a schedule with its timing as plain data.
 
     `stages[i].index` is the number in an action, `depth` the stage's place in its copy of the model; `ranks` holds each
-    rank's passes in order, with `&` behind a forward that runs as one with the backward after it. Times are in the unit
+    rank's passes in order, with `&` behind a forward that runs as one with the backward after it; `paths`, where there
+    are any, each micro-batch's stages in the order of its forwards. Times are in the unit
     of the spec, to 12 significant digits of the makespan; `peak_activation` counts one micro-batch's activations of one
     rank's share of a copy of the model as 1. With a `gap`: `proven` (no schedule takes less), the `bound`, and the
     `gap` to it as a fraction.
@@ -32,6 +34,7 @@ def schedule_to_json(schedule: Schedule, timing: Timing, gap: OptimalityGap | No
             for index, rank in enumerate(schedule.placement)
         ],
         "ranks": [[str(one) + PAIRED * (one in schedule.pairs) for one in order] for order in schedule.ranks],
+        **({"paths": [list(path) for path in schedule.paths]} if schedule.paths else {}),
         "makespan": round(timing.makespan_s, digits),
         "bubble": round(timing.bubble_s, digits),
         "span_bubble": [round(bubble_s, digits) for bubble_s in timing.span_bubble_s],
@@ -55,6 +58,7 @@ def schedule_from_json(data: Any) -> Schedule:
         placement = tuple(int(stage["rank"]) for stage in stages)
         name, count, slices = str(data["name"]), int(data["n_microbatches"]), int(data.get("n_slices", 1))
         steps = int(data.get("n_steps", 1))
+        paths = tuple(tuple(int(stage) for stage in path) for path in data.get("paths", ()))
     except KeyError as error:
         raise ValueError(f"key {error} is missing") from None
     except (TypeError, AttributeError):
@@ -63,4 +67,8 @@ def schedule_from_json(data: Any) -> Schedule:
         raise ValueError("stages are numbered replica by replica, in each by depth: index = replica × depths + depth")
     if steps < 1 or count % steps:
         raise ValueError(f"{count} micro-batches don't spread over {steps} steps")
-    return Schedule(name, placement, count, ranks, replicas, slices, pairs, steps)
+    if paths and replicas > 1:
+        raise ValueError(f"paths are those of one replica, but there are {replicas}")
+    if (fault := wrong_path(paths, len(placement), count)) is not None:
+        raise ValueError(fault)
+    return Schedule(name, placement, count, ranks, replicas, slices, pairs, steps, paths)

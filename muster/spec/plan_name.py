@@ -435,30 +435,11 @@ def _suggestion(token: str) -> str:
         letters = re.match(r"([a-z]{2,})[A-Z]", word.shown)
         if begin and letters and letters[1] == begin[0]:
             return f"; expected {word.shown}, with a number for each capital"
-    number = re.search(r"\d+", token)
-    fixed = [
-        "sp",
-        "cpdyn",
-        "vocab",
-        "z1",
-        "z2",
-        "z3",
-        *TP_OVERLAPS,
-        *("r" + word for word in _RECOMPUTE),
-        "oact",
-        "oopt",
-        "ooptd",
-        "oparam",
-        "oparamd",
-        *(one for one in PRECISIONS if one not in PREDICTED_PRECISIONS),
-    ]
+    number = re.search(r"[\d.]+", token)
+    words = [word for part in _NAME_PARTS for word in re.split(r", | or ", part.shown)]
+    fixed = [word for word in words if re.fullmatch(r"[a-z][a-z0-9]*", word)]
     fixed += ["s" + word for word in _schedule_names()]
-    fixed += [part.shown for part in _NAME_PARTS if part.shown.isalnum() and part.shown.islower()]
-    numbered = [
-        word + (number[0] if number else "N") for word in ("isl", "dp", *_NAMED_AXES, "epover", "mb", "tile", "slice")
-    ]
-    if not number:
-        return did_you_mean(token.lower(), fixed) or did_you_mean(token.lower(), numbered)
-    level = [f"z{max(1, min(3, int(number[0])))}"] if re.fullmatch(r"(z|zero)-?\d+", token.lower(), re.ASCII) else []
-    close = f"; did you mean '{level[0]}'?" if level else ""
-    return close or did_you_mean(token.lower(), fixed) or did_you_mean(token.lower(), numbered)
+    numbered = [word[:-1] + (number[0] if number else "N") for word in words if re.fullmatch(r"[a-z]+[NR]", word)]
+    if re.fullmatch(r"(z|zero)-?\d", token.lower(), re.ASCII) and number:
+        return f"; did you mean 'z{max(1, min(3, int(number[0])))}'?"
+    return did_you_mean(token.lower(), fixed + numbered)

@@ -315,7 +315,8 @@ def _open_data(config: RunConfig, run_dir: Path, is_trial: bool) -> SampleStream
 
 
 def require_settings_of_islands(config: RunConfig, plan: Plan) -> None:
-    """Raise ConfigError where outer steps and islands don't go together, or a key doesn't go with islands."""
+    """Raise ConfigError where outer steps and islands don't go together, InfeasibleError where a key doesn't go with
+    islands."""
     require_plan_with_outer_steps(config.outer, plan)
     if config.outer is not None and config.outer.coordinator is not None:
         load_secret(Path(config.outer.secret_file or ""))
@@ -332,7 +333,7 @@ def require_settings_of_islands(config: RunConfig, plan: Plan) -> None:
         ("train.in_memory_checkpoint_every", config.train.in_memory_checkpoint_every),
     ):
         if value:
-            raise ConfigError(
+            raise InfeasibleError(
                 f"{key} {value} doesn't go with islands yet: leave it out, or take a plan without islands"
             )
 
@@ -347,7 +348,7 @@ def require_launcher(config: RunConfig) -> None:
 
 
 def require_elastic(config: RunConfig, plan: Plan) -> None:
-    """Raise ConfigError where `train.elastic` doesn't go with the plan, InfeasibleError where it would run on GPUs."""
+    """Raise InfeasibleError where `train.elastic` doesn't go with the plan, or would run on GPUs."""
     if not config.train.elastic:
         return
     import torch
@@ -374,9 +375,9 @@ def require_elastic(config: RunConfig, plan: Plan) -> None:
     ):
         reason = "a lost rank's files on disk can't be taken over: expected a plan that offloads to host memory only"
     if reason is not None:
-        raise ConfigError(f"train.elastic doesn't go with {format_plan_name(plan)} here: {reason}")
+        raise InfeasibleError(f"train.elastic doesn't go with {format_plan_name(plan)} here: {reason}")
     if config.train.recovery == "checkfree" and (reason := why_not_checkfree(config, plan)) is not None:
-        raise ConfigError(f"train.recovery checkfree doesn't go with {format_plan_name(plan)} here: {reason}")
+        raise InfeasibleError(f"train.recovery checkfree doesn't go with {format_plan_name(plan)} here: {reason}")
 
 
 def why_not_checkfree(config: RunConfig, plan: Plan) -> str | None:
