@@ -16,7 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from muster.config.attempt_files import adopt_attempt_files, attempt_files, attempt_id
+from muster.config.attempt_files import NEXT_TOKENIZER_FOLDER, adopt_attempt_files, attempt_files, attempt_id
 from muster.config.yaml_writer import write_atomically
 from muster.launch.flight_records import GroupRecord, find_late_rank, format_records, parse_dump, read_records
 from muster.launch.hang_diagnosis import _WAITS_IN, RankFault, RankSnapshot, diagnose, is_waiting, main_thread_frames
@@ -354,6 +354,8 @@ def test_who_watched_an_earlier_attempt_does_not_say_how_this_one_ended(tmp_path
     former = watched()
     assert run_guarded(tmp_path, lambda: 0, fail) == 1
     write_atomically(attempt_files(tmp_path).config, "")  # a launcher has prepared the run and started its ranks again
+    (tmp_path / "config.yaml").write_text("")  # a new run's first attempt has both, until it is adopted
+    (tmp_path / NEXT_TOKENIZER_FOLDER).mkdir()
     former.run()
     assert not (tmp_path / "exit.json").exists()
     present = watched()
@@ -488,6 +490,10 @@ ON_NODE_B = {
 }
 
 
+UNDER_TORCHRUN = [fault for fault in FAULTS if fault not in ("dead", "network")]
+"""Faults that are also tried under torchrun, after the first one."""
+
+
 def end_under_torchrun(run: Path, process: subprocess.Popen) -> dict:
     """exit.json, once the ranks and all who watched them have ended: they hold the ends of its output."""
     out, _ = process.communicate(timeout=600)
@@ -495,8 +501,7 @@ def end_under_torchrun(run: Path, process: subprocess.Popen) -> dict:
     return json.loads((run / "exit.json").read_text())
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "network"])
+@pytest.mark.parametrize("fault", ["dead", *(pytest.param(fault, marks=pytest.mark.soak) for fault in UNDER_TORCHRUN)])
 def test_faults_under_torchrun_are_named(fault: str, tmp_path: Path) -> None:
     plan, rank, words = FAULTS[fault]
     if fault == "dead":

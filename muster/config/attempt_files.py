@@ -75,17 +75,18 @@ def _adopt_tokenizer(run_dir: Path, config: Path) -> None:
     if any(waiting.iterdir()):
         shutil.copytree(waiting, folder)
     if config.exists():
-        text = config.read_text(encoding="utf-8")
+        text, before = config.read_text(encoding="utf-8"), config.stat()
         config.write_text(text.replace(f"{NEXT_TOKENIZER_FOLDER}/", f"{TOKENIZER_FOLDER}/"), encoding="utf-8")
+        os.utime(config, ns=(before.st_atime_ns, before.st_mtime_ns))  # it is the same attempt: see `attempt_id`
 
 
 def attempt_id(run_dir: Path) -> int:
     """Return a number that differs between attempts in one run directory, as each writes a configuration; 0 without
     one.
 
-    It is the time of the last one written, which adopting it doesn't change.
+    It is the time at which the configuration of the attempt under way was written, which adopting it doesn't change.
     """
-    return max(_modified_ns(run_dir / "config.yaml"), _modified_ns(attempt_files(run_dir).config))
+    return _modified_ns(current_files(run_dir).config)
 
 
 def _modified_ns(path: Path) -> int:
