@@ -73,7 +73,9 @@ def wrong_path(paths: Paths, num_stages: int, num_micro_batches: int) -> str | N
     if not paths:
         return None
     if len(paths) != num_micro_batches:
-        return f"{pluralize(len(paths), 'path')} for {pluralize(num_micro_batches, 'micro-batch')}, expected one for each"
+        return (
+            f"{pluralize(len(paths), 'path')} for {pluralize(num_micro_batches, 'micro-batch')}, expected one for each"
+        )
     for micro_batch, path in enumerate(paths):
         words = f"the path of micro-batch {micro_batch}, {format_path(path)},"
         if not path or (path[0], path[-1]) != (0, num_stages - 1):

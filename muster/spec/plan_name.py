@@ -11,7 +11,7 @@ from muster.spec.expert_kinds import DISPATCHERS
 from muster.spec.former_names import current_plan_part, report_renames
 from muster.spec.layer_strategy import LayerStrategy, Recompute
 from muster.spec.mesh_axes import DEGREE_FIELDS
-from muster.spec.plan import PRECISIONS, PREDICTED_PRECISIONS, Plan, Precision, StageSpec
+from muster.spec.plan import Plan, Precision, StageSpec
 from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from muster.spec.suggest import did_you_mean
 
