@@ -147,13 +147,13 @@ def test_a_run_on_two_nodes_loses_a_rank_and_a_node_and_has_the_same_losses(node
     whole = whole_beside(run, list(words))
     with Pair(nodes, run, *words, hold_after=(3, 6, 9, 12)) as pair:
         first = pair.first
-        first.wait_for_step(3)
+        first.wait_until_held(3)
         os.kill(pair.second.ranks()[2], signal.SIGKILL)
         first.go_on(3)
         while len(recoveries(run)) < 2:  # step 6 is held until another process is ready
             first.be_patient("nobody came back")
         first.go_on(6)
-        first.wait_for_step(9)
+        first.wait_until_held(9)
         pair.second.kill()
         pair.second = pair.start(1)
         first.go_on(9)
@@ -176,7 +176,7 @@ def test_spares_take_the_places_of_a_node(nodes: Network, tmp_path: Path) -> Non
     words = (*SMALL, "--parallel", "pp2-dp2", "--train.steps", "9", "--train.spares", "2")
     whole = whole_beside(run, list(words))
     with Pair(nodes, run, *words, hold_after=(3,)) as pair:
-        pair.first.wait_for_step(3)
+        pair.first.wait_until_held(3)
         pair.second.kill()
         pair.first.go_on(3)
         ended = pair.first.wait()
@@ -193,7 +193,7 @@ def test_the_first_node_takes_the_store_with_it(nodes: Network, tmp_path: Path) 
     words = (*SMALL, "--parallel", "dp2", "--train.steps", "12", "--train.save_every", "2", "--train.restarts", "1")
     whole = whole_beside(run, list(words))
     with Pair(nodes, run, *words, hold_after=(5,)) as pair:
-        pair.first.wait_for_step(5)
+        pair.first.wait_until_held(5)
         ranks = list((pair.first.ranks() | pair.second.ranks()).values())
         pair.first.kill()
         said = pair.second.hear("restart 1 of 1, after step ")
@@ -212,7 +212,7 @@ def test_a_node_whose_network_is_cut_is_lost(nodes: Network, tmp_path: Path) -> 
     words = (*SMALL, "--parallel", "dp4-z1-fp64", "--train.steps", "9", "--train.spares", "0")
     whole = whole_beside(run, list(words))
     with Pair(nodes, run, *words, hold_after=(3,)) as pair:
-        pair.first.wait_for_step(3)
+        pair.first.wait_until_held(3)
         nodes.cut(1)
         pair.first.go_on(3)
         ended = [pair.first.wait(), pair.second.wait()]

@@ -132,6 +132,12 @@ class Command:
         while not any(row["step"] >= step and row not in self._old_rows for row in rows_of(self._run)):
             self.be_patient(f"no step {step}")
 
+    def wait_until_held(self, step: int) -> None:
+        """Returns once the row after that of `step` is held up: its copies, which all ranks make before they take part in
+        the next step's sums, are complete by then."""
+        while not Path(self._words.name, f"held {step}").exists():
+            self.be_patient(f"not held after step {step}")
+
     def be_patient(self, problem: str) -> None:
         """Waits a moment; an AssertionError with `problem` when there is nothing left to wait for."""
         if self.process.poll() is not None:

@@ -1,5 +1,6 @@
 """Holds up a training that `Command` started with `hold_after`: once metrics.jsonl ends with such a step, the next row
-waits until a file in the folder HELD_IN has the step's number as its name, or this process has been sent a signal.
+waits until a file in the folder HELD_IN has the step's number as its name, or this process has been sent a signal. A
+file `held N` there says that it waits.
 
 Python imports a module of this name by itself, in every process on whose path it lies.
 """
@@ -22,6 +23,7 @@ def hold(event: str, arguments: tuple) -> None:
         return
     if step not in STEPS:
         return
+    os.close(os.open(f"{os.environ['HELD_IN']}/held {step}", os.O_CREAT))
     while not os.path.exists(f"{os.environ['HELD_IN']}/{step}"):
         if select.select([signalled], [], [], 0.002)[0]:
             break
