@@ -1,6 +1,8 @@
 """Checkpoints in the memory of nodes: found whatever was lost, or the lost parts are named."""
 
+import errno
 import fcntl
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -8,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from muster.checkpoint.checkpoint_dir import find_latest, list_checkpoints, step_of
+from muster.checkpoint.in_memory import transport
+from muster.checkpoint.in_memory.checkpointer import send_to_partner
 from muster.checkpoint.in_memory.directory import (
     InMemoryDirectory,
     StepHeader,
@@ -17,7 +21,10 @@ from muster.checkpoint.in_memory.directory import (
     remove_stale,
 )
 from muster.checkpoint.in_memory.node_groups import NodeGroups
+from muster.checkpoint.rank_file import rank_file_name
+from muster.launch.rank_errors import make_rank_error
 from muster.probe import doctor
+from muster.spec.errors import MusterError
 from muster.train.prune import prune_run
 from tests.ranks import run_ranks
 from tests.saver_ranks import COLUMNS, ROWS
@@ -69,6 +76,27 @@ def test_who_keeps_whose_copy() -> None:
     assert [nodes.partner(rank) for rank in range(5)] == [1, 3, 1, 0, 1]
     assert [nodes.received_ranks(rank) for rank in range(4)] == [[3], [0, 2, 4], [3], [1]]
     assert NodeGroups(["a", "a"]).partner(0) is None, "a second copy in the same memory would be lost with it"
+
+
+@pytest.mark.parametrize(
+    ("number", "is_away"), [(errno.EHOSTUNREACH, True), (errno.ETIMEDOUT, True), (errno.ENOSPC, False)]
+)
+def test_a_part_that_cannot_be_sent_as_its_node_is_away_is_no_fault_of_this_rank(
+    number: int, is_away: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the others go on without that node, or a launcher starts them again; a full memory would be full again."""
+
+    def put(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(transport, "put", put)
+    (tmp_path / rank_file_name(1)).touch()
+    with pytest.raises(
+        MusterError, match=rf"^rank 1's part could not be copied to there: {os.strerror(number)}$"
+    ) as found:
+        send_to_partner(tmp_path, 1, transport.PeerAddress("there", 1, ""))
+    error = make_rank_error(found.value, 1)
+    assert (error.primary, error.is_lasting) == (not is_away, not is_away)
 
 
 def newest(pattern: str) -> int:

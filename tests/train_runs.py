@@ -133,8 +133,8 @@ class Command:
             self.be_patient(f"no step {step}")
 
     def wait_until_held(self, step: int) -> None:
-        """Returns once the row after that of `step` is held up: its copies, which all ranks make before they take part in
-        the next step's sums, are complete by then."""
+        """Returns once the row after that of `step` is held up. The step's copies are complete by then: ranks make them
+        before they take part in the next one's sums."""
         while not Path(self._words.name, f"held {step}").exists():
             self.be_patient(f"not held after step {step}")
 

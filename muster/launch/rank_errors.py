@@ -16,7 +16,7 @@ from pathlib import Path
 
 from muster.config.yaml_writer import write_durably
 from muster.report.recoveries import LossCause
-from muster.spec.errors import MusterError
+from muster.spec.errors import MusterError, UnreachableError
 
 EXIT_STOPPED = 75
 """Exit code of a job that saved and stopped on request (EX_TEMPFAIL: run it again)."""
@@ -76,6 +76,7 @@ def run_guarded(run_dir: Path, number: Callable[[], int], body: Callable[[], int
 def make_rank_error(error: BaseException, rank: int) -> RankError:
     """Return the error of this process's rank in the words that a person will read."""
     first_line = (str(error).strip().splitlines() or [""])[0]
+    is_by_others = says_only_that_a_rank_is_lost(error)
     if isinstance(error, MusterError):
         sentence = str(error)
     elif _is_peer_error(error):
@@ -90,9 +91,9 @@ def make_rank_error(error: BaseException, rank: int) -> RankError:
         sentence=sentence,
         traceback="".join(traceback.format_exception(error)),
         time=time.time(),
-        primary=not says_only_that_a_rank_is_lost(error),
+        primary=not is_by_others,
         exit_code=error.exit_code if isinstance(error, MusterError) else 1,
-        is_lasting=isinstance(error, MusterError) and not isinstance(error, StragglerError),
+        is_lasting=isinstance(error, MusterError) and not isinstance(error, StragglerError) and not is_by_others,
         cause=error.cause if isinstance(error, StragglerError) else "dead",
     )
 
@@ -154,6 +155,6 @@ def _cause_chain(error: BaseException | None) -> Iterator[BaseException]:
 def _is_peer_error(error: BaseException) -> bool:
     if any(kind.__name__ in _PEER_ERROR_TYPES for kind in type(error).__mro__):
         return True
-    if isinstance(error, ConnectionError):
+    if isinstance(error, (ConnectionError, UnreachableError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _PEER_ERROR_TEXTS)

@@ -1,4 +1,4 @@
-"""The two ways in which a request can fail, each with its exit code."""
+"""The ways in which a request or a run can fail, with exit codes."""
 
 
 class MusterError(Exception):
@@ -17,3 +17,7 @@ class InfeasibleError(MusterError):
     """A well-formed request that can't be run: a plan that doesn't fit the model, the batch or the machine."""
 
     exit_code = 3
+
+
+class UnreachableError(MusterError):
+    """A message that couldn't be sent to another node, whose machine is down, or the network between."""

@@ -6,6 +6,7 @@ single node it survives its processes, but not the node. Parts are sent to the n
 not through the training's communication. Free of torch.
 """
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from muster.checkpoint.in_memory.directory import InMemoryDirectory, StepHeader
 from muster.checkpoint.in_memory.node_groups import NodeGroups
 from muster.checkpoint.rank_file import rank_file_name, rank_index_path
 from muster.launch.network import local_address_for
-from muster.spec.errors import InfeasibleError, MusterError
+from muster.spec.errors import InfeasibleError, MusterError, UnreachableError
 from muster.spec.units import numbered
 
 T = TypeVar("T")
@@ -26,6 +27,8 @@ AllGather = Callable[[T], Sequence[T]]
 
 NUM_VERSIONS = 2
 """Number of in-memory checkpoints that exist at once: one is removed when the next is complete on all nodes."""
+_UNREACHABLE = (errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN)
+"""Errors of a message to a machine that is down, or whose network is."""
 _PART_TIMEOUT_S = 30.0
 """Time for which the sending of a part may stall after each step: more than launchers need to find that a node is
 silent, less than ranks have to join the next generation."""
@@ -171,7 +174,8 @@ class InMemoryCheckpointer:
 def send_to_partner(
     folder: Path, rank: int, address: transport.PeerAddress, timeout_s: float = transport.TIMEOUT_S
 ) -> None:
-    """Send a rank's files in a folder to the node that keeps the second copy. Raises MusterError."""
+    """Send a rank's files in a folder to the node that keeps the second copy. Raises MusterError, UnreachableError
+    where the node can't be reached."""
     for path in (folder / rank_file_name(rank), rank_index_path(folder, rank)):
         if not path.exists():  # the rank has nothing to write
             continue
@@ -179,7 +183,9 @@ def send_to_partner(
             transport.put(address, f"{folder.name}/{path.name}", path, timeout_s)
         except OSError as error:
             words = error.strerror or str(error)
-            raise MusterError(f"rank {rank}'s part could not be copied to {address.host}: {words}") from error
+            is_away = isinstance(error, TimeoutError) or error.errno in _UNREACHABLE
+            kind = UnreachableError if is_away else MusterError
+            raise kind(f"rank {rank}'s part could not be copied to {address.host}: {words}") from error
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
