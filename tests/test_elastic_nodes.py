@@ -1,6 +1,7 @@
 """Recovery over several nodes: ranks and whole nodes are lost and come back while the others go on."""
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -165,7 +166,8 @@ def test_a_run_on_two_nodes_loses_a_rank_and_a_node_and_has_the_same_losses(node
     found = [(row["ranks"], row["causes"], row["world_size"]) for row in recoveries(run)]
     assert found == [([2], ["dead"], 3), ([], [], 4), ([2, 3], ["node lost"] * 2, 2), ([], [], 4)]
     assert "in the memory of 2 nodes, each with the part of the one before" in ended[0].out
-    assert f"resuming {run} after step 9 from memory" in ended[0].out, "no step but the one under way is done again"
+    # The ranks that are left have finished step 10 by then, and may have copied it.
+    assert re.search(rf"resuming {run} after step (9|10) from memory", ended[0].out), "others are done again, too"
     assert "node 1 on node-b is back" in ended[0].out
     assert_nearly_same(run, whole)
 
