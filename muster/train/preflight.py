@@ -175,7 +175,7 @@ def preflight(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOption
             check_data_unchanged(run_dir, dataset, resume_point.counters, options.allow_changes)
         # With in-memory checkpoints only the ranks know from which step they can resume: they report it.
         if not config.train.keeps_state_in_memory:
-            print(f"resuming {run_dir} after step {resume_point.step}")
+            print(f"resuming {run_dir} {resume_point.describe(plan)}")
     return Preflight(resolved, plan, remote, resume_point, False, initial_model, dataset)
 
 

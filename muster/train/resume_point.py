@@ -15,9 +15,12 @@ from muster.checkpoint.in_memory.directory import (
     remove_stale,
 )
 from muster.checkpoint.manifest import read_manifest
+from muster.config.load_config import plan_from_tree
 from muster.config.run_config import RunConfig, TrainConfig
 from muster.data.dataset import SampleStream
 from muster.spec.errors import MusterError
+from muster.spec.plan import Plan
+from muster.spec.plan_name import format_plan_name
 from muster.train.resume_check import settings_digest
 
 
@@ -28,6 +31,12 @@ class ResumePoint(NamedTuple):
     counters: dict[str, Any]
     plan: Mapping[str, Any] = MappingProxyType({})
     """Fields of the plan; empty where they aren't known."""
+
+    def describe(self, plan: Plan) -> str:
+        """Return the step in words, with the checkpoint's plan where `plan` is another."""
+        former = format_plan_name(plan_from_tree(self.plan, "the checkpoint")) if self.plan else ""
+        under = "" if former in ("", format_plan_name(plan)) else f", saved under {former}"
+        return f"after step {self.step}{under}"
 
 
 def find_resume_point(run_dir: Path, train: TrainConfig) -> ResumePoint | None:
