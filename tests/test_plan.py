@@ -199,6 +199,7 @@ def test_a_plan_beyond_names_ends_in_its_hash(plan):
         ("dp2x0", "'dp2x0' is 0"),
         ("mb0", "'mb0' is 0"),
         ("dp" + "9" * 5000, "more than 9 digits"),
+        ("pp4-skip0.1234567", "'skip0.1234567' has a number of more than 6 decimals"),
     ],
 )
 def test_invalid_names_are_refused(name, sentence):

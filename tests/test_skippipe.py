@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from muster.config.cluster_files import load_cluster, load_device
@@ -267,14 +267,15 @@ def test_no_step_is_longer_than_with_nothing_skipped(ranks: int, ratio: float, s
 
 @pytest.mark.soak
 @settings(deadline=None, max_examples=60)
-@given(st.integers(4, 8), st.floats(0.1, 0.5), st.integers(0, 9999))
-def test_no_step_is_longer_on_many_clusters(ranks: int, ratio: float, seed: int) -> None:
-    check_never_longer(ranks, ratio, seed)
+@given(st.integers(4, 8), st.integers(10, 50), st.integers(0, 9999))
+def test_no_step_is_longer_on_many_clusters(ranks: int, percent: int, seed: int) -> None:
+    check_never_longer(ranks, percent / 100, seed)
 
 
 def check_never_longer(ranks: int, ratio: float, seed: int) -> None:
     """On nodes whose links are drawn, or of which each has fast ones to two others alone, the planner's answer takes no
     longer than its best plan that skips nothing."""
+    assume(int(ratio * ranks + 0.5) < ranks - 2)  # else some inner stage would see no micro-batch
     chance = Random(seed)
     rates = [[1e12 if a == b else 1e6 * 100 ** chance.random() for b in range(ranks)] for a in range(ranks)]
     if seed % 2:

@@ -408,6 +408,8 @@ def _parse_part(token: str, text: str) -> dict[str, Any]:
             return given
     if re.search(r"\d{10}", token, re.ASCII):
         raise ConfigError(f"plan name '{text}': '{token}' has a number of more than 9 digits")
+    if re.search(r"\.\d{7}", token, re.ASCII):
+        raise ConfigError(f"plan name '{text}': '{token}' has a number of more than 6 decimals")
     shown = {_SCHEDULE_PART.shown: ", ".join("s" + word for word in _schedule_names())}
     known = ", ".join(shown.get(word.shown, word.shown) for word in _NAME_PARTS)
     if re.fullmatch(r"oactd?[\d.]+[hd]?", token):
