@@ -11,6 +11,8 @@ from muster.checkpoint.checkpoint_dir import checkpoint_path
 from muster.checkpoint.load import read_full
 from muster.checkpoint.manifest import read_manifest
 from muster.config.optimizers import ADAMW_UPDATE
+from muster.spec.plan_name import parse_plan_name
+from muster.train.resume_point import ResumePoint
 from tests.train_runs import AT_ONCE, QUICK, Ended, assert_one_sentence, rows_of, train
 
 TINY = ("--preset", "tiny", *QUICK, *AT_ONCE, "--train.save_every", "1", "--train.keep_last", "9")
@@ -53,6 +55,17 @@ def test_a_run_with_other_islands_or_sections_is_refused_before_it_starts(frozen
     wide = ("--model.intermediate_size", "96", "--allow-changes", "--run", frozen_run, "--dry-run")
     refused = train(*TINY, *BEFORE[:2], "--train.steps", "5", *wide)
     assert_one_sentence(refused, 2, "has trained another model (layers.0.mlp.", "give the same section model")
+
+
+def test_a_resumed_run_names_the_plan_of_its_checkpoint_where_that_is_another() -> None:
+    plan = parse_plan_name("dp2-ep2")
+    moved = plan.model_copy(update={"expert_placement": ((1, 0),)})
+    said = [
+        ResumePoint(4, {}, fields).describe(plan)
+        for fields in (moved.model_dump(), {}, parse_plan_name("dp4").model_dump())
+    ]
+    assert said == ["after step 4", "after step 4", "after step 4, saved under dp4-mb1-bf16"]
+    assert ResumePoint(4, {}, {**plan.model_dump(), "schedule": "own"}).describe(plan) == "after step 4", "a plugin's"
 
 
 def tensors(run: Path, step: int) -> dict[str, torch.Tensor]:

@@ -491,7 +491,7 @@ ON_NODE_B = {
 
 
 UNDER_TORCHRUN = [fault for fault in FAULTS if fault not in ("dead", "network")]
-"""Faults that are also tried under torchrun, after the first one."""
+"""Faults that soak tries under torchrun, beside `dead`, which is always tried."""
 
 
 def end_under_torchrun(run: Path, process: subprocess.Popen) -> dict:

@@ -57,7 +57,8 @@ def launch(
     Must run in the main thread. Raises MusterError when the run directory can't be written or a rank can't be started.
     """
     # PyTorch warns, with a stack of its own, of each connection that a lost process leaves and of nameless addresses.
-    # Where ranks are replaced, its errors are no more than that: a group that is being made breaks, and is made anew.
+    # Where others go on without a lost rank, gloo's errors are such warnings, too: of groups that break while they are
+    # made, and are made anew. A rank that fails for one has it in its exception.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR" if elastic is None else "FATAL")
     store = None
     if group is None or group.is_coordinator:

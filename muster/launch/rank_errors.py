@@ -76,7 +76,6 @@ def run_guarded(run_dir: Path, number: Callable[[], int], body: Callable[[], int
 def make_rank_error(error: BaseException, rank: int) -> RankError:
     """Return the error of this process's rank in the words that a person will read."""
     first_line = (str(error).strip().splitlines() or [""])[0]
-    is_by_others = says_only_that_a_rank_is_lost(error)
     if isinstance(error, MusterError):
         sentence = str(error)
     elif _is_peer_error(error):
@@ -91,9 +90,9 @@ def make_rank_error(error: BaseException, rank: int) -> RankError:
         sentence=sentence,
         traceback="".join(traceback.format_exception(error)),
         time=time.time(),
-        primary=not is_by_others,
+        primary=not says_only_that_a_rank_is_lost(error),
         exit_code=error.exit_code if isinstance(error, MusterError) else 1,
-        is_lasting=isinstance(error, MusterError) and not isinstance(error, StragglerError) and not is_by_others,
+        is_lasting=isinstance(error, MusterError) and not isinstance(error, (StragglerError, UnreachableError)),
         cause=error.cause if isinstance(error, StragglerError) else "dead",
     )
 

@@ -17,10 +17,10 @@ def schedule_to_json(schedule: Schedule, timing: Timing, gap: OptimalityGap | No
 
     `stages[i].index` is the number in an action, `depth` the stage's place in its copy of the model; `ranks` holds each
     rank's passes in order, with `&` behind a forward that runs as one with the backward after it; `paths`, where there
-    are any, each micro-batch's stages in the order of its forwards. Times are in the unit
-    of the spec, to 12 significant digits of the makespan; `peak_activation` counts one micro-batch's activations of one
-    rank's share of a copy of the model as 1. With a `gap`: `proven` (no schedule takes less), the `bound`, and the
-    `gap` to it as a fraction.
+    are any, each micro-batch's stages in the order of its forwards. Times are in the unit of the spec, to 12
+    significant digits of the makespan; `peak_activation` counts one micro-batch's activations of one rank's share of a
+    copy of the model as 1. With a `gap`: `proven` (no schedule takes less), the `bound`, and the `gap` to it as a
+    fraction.
     """
     digits = 12 - round(log10(timing.makespan_s)) if timing.makespan_s else 12
     return {

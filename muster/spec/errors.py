@@ -20,4 +20,4 @@ class InfeasibleError(MusterError):
 
 
 class UnreachableError(MusterError):
-    """A message that couldn't be sent to another node, whose machine is down, or the network between."""
+    """A message that couldn't be sent to another node, because its machine or the network between is down."""

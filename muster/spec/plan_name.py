@@ -408,7 +408,8 @@ def _parse_part(token: str, text: str) -> dict[str, Any]:
             return given
     if re.search(r"\d{10}", token, re.ASCII):
         raise ConfigError(f"plan name '{text}': '{token}' has a number of more than 9 digits")
-    if re.search(r"\.\d{7}", token, re.ASCII):
+    shorter = re.sub(r"(\.\d{6})\d+", r"\1", token)
+    if shorter != token and any(re.fullmatch(word.pattern, shorter, re.ASCII) for word in _NAME_PARTS):
         raise ConfigError(f"plan name '{text}': '{token}' has a number of more than 6 decimals")
     shown = {_SCHEDULE_PART.shown: ", ".join("s" + word for word in _schedule_names())}
     known = ", ".join(shown.get(word.shown, word.shown) for word in _NAME_PARTS)
@@ -432,16 +433,20 @@ def _suggestion(token: str) -> str:
     is_schedule = token[:1] in "sS" and token[1:].lower() in _schedule_names()
     if is_schedule or any(re.fullmatch(word.pattern, token.lower(), re.ASCII) for word in others):
         return f"; did you mean '{token.lower()}'?"
-    begin = re.match(r"[a-z]*", token.lower())
+    begin = re.match(r"[a-z]*", re.sub("[NR]$", "", token).lower())  # `tpN`, as the parts are shown, too
     for word in _NAME_PARTS:
         letters = re.match(r"([a-z]{2,})[A-Z]", word.shown)
         if begin and letters and letters[1] == begin[0]:
             return f"; expected {word.shown}, with a number for each capital"
-    number = re.search(r"[\d.]+", token)
+    number, share = re.search(r"\d+", token), re.search(r"\d*\.?\d+", token)
     words = [word for part in _NAME_PARTS for word in re.split(r", | or ", part.shown)]
     fixed = [word for word in words if re.fullmatch(r"[a-z][a-z0-9]*", word)]
     fixed += ["s" + word for word in _schedule_names()]
-    numbered = [word[:-1] + (number[0] if number else "N") for word in words if re.fullmatch(r"[a-z]+[NR]", word)]
-    if re.fullmatch(r"(z|zero)-?\d", token.lower(), re.ASCII) and number:
+    numbered = [
+        begin + (given[0] if (given := number if letter == "N" else share) else letter) + end
+        for word in words
+        for begin, letter, end in re.findall(r"^([a-z]+)([NR])([a-z]?)$", word)
+    ]
+    if re.fullmatch(r"(z|zero)-?\d+", token.lower(), re.ASCII) and number:
         return f"; did you mean 'z{max(1, min(3, int(number[0])))}'?"
     return did_you_mean(token.lower(), fixed + numbered)

@@ -5,6 +5,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
 from muster.checkpoint.checkpoint_dir import find_latest, list_checkpoints, step_of
 from muster.checkpoint.in_memory.directory import (
     IDENTITY_FILE,
@@ -34,9 +36,18 @@ class ResumePoint(NamedTuple):
 
     def describe(self, plan: Plan) -> str:
         """Return the step in words, with the checkpoint's plan where `plan` is another."""
-        former = format_plan_name(plan_from_tree(self.plan, "the checkpoint")) if self.plan else ""
-        under = "" if former in ("", format_plan_name(plan)) else f", saved under {former}"
+        former = _name_of(self.plan)
+        under = "" if former in ("", _name_of(plan.model_dump())) else f", saved under {former}"
         return f"after step {self.step}{under}"
+
+
+def _name_of(fields: Mapping[str, Any]) -> str:
+    """Return the name of the plan with such fields, wherever its experts are by now; empty where it isn't known, or is
+    no plan here, as one with a schedule of another attempt's plugin."""
+    try:
+        return format_plan_name(plan_from_tree({**fields, "expert_placement": ()}, "the checkpoint")) if fields else ""
+    except ValidationError:
+        return ""
 
 
 def find_resume_point(run_dir: Path, train: TrainConfig) -> ResumePoint | None:
