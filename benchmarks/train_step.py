@@ -11,9 +11,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,14 @@ MOE_BARS = {
 """The same for models with experts. `muster-ep` is Muster's own plan with expert parallelism, which has no bar (0)."""
 OFFLOAD_BARS = {1: {"deepspeed-offload": 1.0}, 2: {"deepspeed-offload": 1.0}}
 """The same with optimizer state in host memory, which the host's cores update."""
+LIBRARIES = {
+    "hugging-face": ("transformers", "accelerate"),
+    "deepspeed": ("deepspeed",),
+    "deepspeed-offload": ("deepspeed",),
+    "transformers": ("transformers",),
+    "deepspeed-moe": ("deepspeed",),
+}
+"""Libraries that contestants import, which extra `bench` installs."""
 
 
 class Contestant:
@@ -189,6 +198,12 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
+def missing_libraries(contestants: Iterable[str]) -> list[str]:
+    """Return the libraries that these contestants import and that aren't installed."""
+    needed = sorted({library for name in contestants for library in LIBRARIES.get(name, ())})
+    return [library for library in needed if find_spec(library) is None]
+
+
 def main() -> None:
     """Runs the contests that the arguments name; prints tables and, on request, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -199,6 +214,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="contestants to run, of muster and its peers")
     parser.add_argument("--json", type=Path, help="file for the results")
     args = parser.parse_args()
+    run = ["muster", *(peer for size in args.sizes for count in args.processes for peer in SIZES[size].bars[count])]
+    if unknown := set(args.only or ()) - set(run):
+        parser.error(f"--only {' '.join(sorted(unknown))}: expected of {', '.join(dict.fromkeys(run))}")
+    if missing := missing_libraries(name for name in run if not args.only or name in args.only):
+        parser.error(f"{', '.join(missing)} can't be imported: install extra 'bench' (make bench), or choose with --only")
     print("on " + ", ".join(f"{key} {value}" for key, value in machine().items() if value))
     comparisons = []
     with tempfile.TemporaryDirectory() as work_dir:
