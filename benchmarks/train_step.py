@@ -218,7 +218,9 @@ def main() -> None:
     if unknown := set(args.only or ()) - set(run):
         parser.error(f"--only {' '.join(sorted(unknown))}: expected of {', '.join(dict.fromkeys(run))}")
     if missing := missing_libraries(name for name in run if not args.only or name in args.only):
-        parser.error(f"{', '.join(missing)} can't be imported: install extra 'bench' (make bench), or choose with --only")
+        parser.error(
+            f"{', '.join(missing)} can't be imported: install extra 'bench' (make bench), or choose with --only"
+        )
     print("on " + ", ".join(f"{key} {value}" for key, value in machine().items() if value))
     comparisons = []
     with tempfile.TemporaryDirectory() as work_dir:

@@ -253,6 +253,9 @@ SIZE = "--ranks 2 --microbatches 2"
         (f"1f1b {SIZE} --svg /nowhere/at/all.svg", 2, "can't write /nowhere/at/all.svg: No such file or directory"),
         ("--file /nowhere", 2, "can't read /nowhere: No such file or directory"),
         ("--file /nowhere --ranks 2", 2, "--ranks is set by the file and can't be given too"),
+        ("--file /nowhere --steps 2", 2, "--steps is set by the file and can't be given too"),
+        ("--file /nowhere --skip 0.5", 2, "--skip is set by the file and can't be given too"),
+        ("--file /nowhere --fill", 2, "--fill is set by the file and can't be given too"),
     ],
 )
 def test_a_wrong_request_gets_one_sentence(line, code, sentence, schedule):
@@ -287,6 +290,7 @@ OWN = {
         ({"paths": [[0, 1]]}, 2, "1 path for 2 micro-batches, expected one for each"),
         ({"paths": [[0, 1], [0, 0, 1]]}, 2, "the path of micro-batch 1, 0.0.1, has a stage twice"),
         ({"paths": 3}, 2, "expected one object as 'muster schedule NAME --json' prints it"),
+        ({"pair_share": "0.5"}, 2, "pair_share is '0.5', expected a number >= 0"),
         ({"ranks": 5}, 2, "expected one object as 'muster schedule NAME --json' prints it"),
     ],
 )
@@ -296,6 +300,20 @@ def test_a_wrong_schedule_is_refused_by_the_name_of_its_action(change, code, sen
     found, out, errors = schedule(f"--file {file}")
     assert (found, out, errors.count("\n")) == (code, "", 1)
     assert sentence in errors
+
+
+def test_a_file_keeps_the_time_of_its_pairs(schedule, tmp_path):
+    file = tmp_path / "pairs.json"
+    written = schedule("dualpipe --ranks 4 --microbatches 8 --pair-time 1.5 --json")[1]
+    file.write_text(written)
+    assert schedule(f"--file {file} --json")[1] == written
+    assert schedule(f"--file {file} --pair-time 1.5 --json")[1] == written
+    slower = json.loads(schedule(f"--file {file} --pair-time 3 --json")[1])
+    assert slower["makespan"] > json.loads(written)["makespan"]
+    file.write_text(json.dumps(OWN))
+    code, _, errors = schedule(f"--file {file} --pair-time 1.5")
+    assert (code, errors.count("\n")) == (2, 1)
+    assert "has no pairs; 'muster schedule dualpipe --pair-time T' makes them" in errors
 
 
 def test_a_file_without_a_key_says_which(schedule, tmp_path):

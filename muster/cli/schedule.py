@@ -24,8 +24,11 @@ def run(arguments: list[str]) -> int:
         _list()
     elif args.compare:
         _compare(_request(args))
+    elif args.file:
+        schedule, timing, pair_share = _read(args)
+        _show(args, schedule, timing, None, pair_share)
     else:
-        _show(args, *((*_read(args), None) if args.file else _make(args)))
+        _show(args, *_make(args), _pair_share(args))
     return 0
 
 
@@ -286,22 +289,31 @@ def _with_vocab_parallel(args: argparse.Namespace, request: "CompareRequest") ->
     return time_with_vocab_passes(schedule, VocabTimes(unit / 10, unit, unit / 2), setting)
 
 
-def _read(args: argparse.Namespace) -> "tuple[Schedule, Timing]":
-    """Return the schedule in a file, timed with the flags."""
+def _read(args: argparse.Namespace) -> "tuple[Schedule, Timing, float | None]":
+    """Return the schedule in a file, timed with the flags, and the time of its pairs as a share of both passes."""
     from muster.schedule.compare import time_within_limit
     from muster.schedule.schedule_spec import ScheduleSpec
-    from muster.schedule.serialization import schedule_from_json
+    from muster.schedule.serialization import pair_share_from_json, schedule_from_json
 
-    for flag in ("ranks", "microbatches", "vpp", "replicas"):
+    for flag in ("ranks", "microbatches", "vpp", "replicas", "skip", "steps"):
         if getattr(args, flag) is not None:
             raise ConfigError(f"--{flag} is set by the file and can't be given too")
+    if args.fill:
+        raise ConfigError("--fill is set by the file and can't be given too")
     try:
         text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8")
-        schedule = schedule_from_json(json.loads(text))
+        data = json.loads(text)
+        schedule, pair_share = schedule_from_json(data), pair_share_from_json(data)
     except OSError as error:
         raise ConfigError(f"can't read {args.file}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{args.file} is not a schedule: {error}") from None
+    if args.pair_time is not None:
+        if not schedule.pairs:
+            raise ConfigError(
+                f"--pair-time: {args.file} has no pairs; 'muster schedule dualpipe --pair-time T' makes them"
+            )
+        pair_share = _pair_share(args)
     if args.slices > 1:
         raise ConfigError("--slices is set by the file and can't be given too")
     chunks = len(schedule.placement) / max(1, len(schedule.ranks))
@@ -319,12 +331,18 @@ def _read(args: argparse.Namespace) -> "tuple[Schedule, Timing]":
         replicas=schedule.replicas,
         num_slices=schedule.num_slices,
         num_steps=schedule.num_steps,
-        pair_share=_pair_share(args),
+        pair_share=pair_share,
     )
-    return time_within_limit(schedule, setting)
+    return *time_within_limit(schedule, setting), pair_share
 
 
-def _show(args: argparse.Namespace, schedule: "Schedule", timing: "Timing", gap: "OptimalityGap | None") -> None:
+def _show(
+    args: argparse.Namespace,
+    schedule: "Schedule",
+    timing: "Timing",
+    gap: "OptimalityGap | None",
+    pair_share: float | None,
+) -> None:
     """Write and print one schedule."""
     from muster.schedule.serialization import schedule_to_json
 
@@ -338,7 +356,7 @@ def _show(args: argparse.Namespace, schedule: "Schedule", timing: "Timing", gap:
 
         _write(args.trace, json.dumps(chrome_trace(schedule_timeline(schedule, timing), schedule.name)))
     if args.json:
-        print(json.dumps(schedule_to_json(schedule, timing, gap)))
+        print(json.dumps(schedule_to_json(schedule, timing, gap, pair_share)))
         return
     from muster.report.console import table_console, text_width
     from muster.report.schedule_grid import grid_text, schedule_summary

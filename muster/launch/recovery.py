@@ -241,6 +241,8 @@ class ElasticSupervisor(RankSupervisor):
         """Give the places of failed ranks to spares, and tell all ranks of the next generation."""
         lost = [rank.rank for rank in failed]
         who = "a spare takes its place" if len(lost) == 1 else f"spares take the places of {numbered('rank', lost)}"
+        if len(self._ready_spares()) < len(lost):
+            who += ", for which new processes start" if len(lost) > 1 else ", once a new process has started"
         others = ", and the other ranks go on" if self.running() else ""
         self._begin_generation(failed, f"{reason}: {who}{others}", reason, len(self.ranks))
         for rank in failed:

@@ -1,7 +1,7 @@
 """Schedules as plain data: the output of `muster schedule --json`, and its reader."""
 
 from itertools import chain
-from math import log10
+from math import inf, log10
 from typing import Any
 
 from muster.schedule.action import parse_action
@@ -12,15 +12,17 @@ from muster.schedule.schedule import Schedule
 from muster.schedule.timing import Timing
 
 
-def schedule_to_json(schedule: Schedule, timing: Timing, gap: OptimalityGap | None = None) -> dict[str, Any]:
+def schedule_to_json(
+    schedule: Schedule, timing: Timing, gap: OptimalityGap | None = None, pair_share: float | None = None
+) -> dict[str, Any]:
     """Return a schedule with its timing as plain data.
 
     `stages[i].index` is the number in an action, `depth` the stage's place in its copy of the model; `ranks` holds each
     rank's passes in order, with `&` behind a forward that runs as one with the backward after it; `paths`, where there
-    are any, each micro-batch's stages in the order of its forwards. Times are in the unit of the spec, to 12
-    significant digits of the makespan; `peak_activation` counts one micro-batch's activations of one rank's share of a
-    copy of the model as 1. With a `gap`: `proven` (no schedule takes less), the `bound`, and the `gap` to it as a
-    fraction.
+    are any, each micro-batch's stages in the order of its forwards; `pair_share`, where there are pairs, the time of
+    one as a share of that of both passes after each other. Times are in the unit of the spec, to 12 significant digits
+    of the makespan; `peak_activation` counts one micro-batch's activations of one rank's share of a copy of the model
+    as 1. With a `gap`: `proven` (no schedule takes less), the `bound`, and the `gap` to it as a fraction.
     """
     digits = 12 - round(log10(timing.makespan_s)) if timing.makespan_s else 12
     return {
@@ -35,6 +37,7 @@ def schedule_to_json(schedule: Schedule, timing: Timing, gap: OptimalityGap | No
         ],
         "ranks": [[str(one) + PAIRED * (one in schedule.pairs) for one in order] for order in schedule.ranks],
         **({"paths": [list(path) for path in schedule.paths]} if schedule.paths else {}),
+        **({"pair_share": pair_share} if schedule.pairs and pair_share is not None else {}),
         "makespan": round(timing.makespan_s, digits),
         "bubble": round(timing.bubble_s, digits),
         "span_bubble": [round(bubble_s, digits) for bubble_s in timing.span_bubble_s],
@@ -72,3 +75,14 @@ def schedule_from_json(data: Any) -> Schedule:
     if (fault := wrong_path(paths, len(placement), count)) is not None:
         raise ValueError(fault)
     return Schedule(name, placement, count, ranks, replicas, slices, pairs, steps, paths)
+
+
+def pair_share_from_json(data: Any) -> float | None:
+    """Return the time of a pair in such data as a share of that of both passes after each other; None: not said.
+
+    Raises ValueError where it isn't a number of at least 0.
+    """
+    share = data.get("pair_share")
+    if share is not None and not (isinstance(share, int | float) and 0 <= share < inf):
+        raise ValueError(f"pair_share is {share!r}, expected a number >= 0")
+    return share
