@@ -127,7 +127,7 @@ def test_plan_lines() -> None:
     mixed = Plan(pp=12, overrides=(LayerOverride(start=0, count=1, strategy=LayerStrategy(recompute="full")),))
     text = plan_lines(mixed, model, Workload(seq_len=128, global_batch_size=1), 1)
     assert "… 4 more" in text
-    assert "z3, full recompute, no offload or, by layer, z3, no recompute, no offload" in text
+    assert "no ZeRO, full recompute, no offload or, by layer, no ZeRO, no recompute, no offload" in text
 
 
 @given(st.integers(1, 4), st.integers(1, 12), st.integers(30, 120))

@@ -134,7 +134,8 @@ def _stage(plan: Plan, stage: int, model: ModelSpec) -> str:
 
 def _storage(plan: Plan, num_layers: int) -> str:
     """Return storage and recompute of the layers, in the terms of plan names."""
-    ways = sorted({_strategy(plan.strategy(layer)) for layer in range(num_layers)})
+    is_sharded = any(plan.mesh(stage).state_shards > 1 for stage in range(plan.num_stages))
+    ways = sorted({_strategy(plan.strategy(layer), is_sharded) for layer in range(num_layers)})
     levels = ""
     if plan.has_shard_levels:
         ranks = plan.gather_ranks(plan.mesh(0)), plan.reduce_ranks(plan.mesh(0))
@@ -144,7 +145,7 @@ def _storage(plan: Plan, num_layers: int) -> str:
     return f"{plan.precision} compute; " + " or, by layer, ".join(ways) + levels
 
 
-def _strategy(strategy: LayerStrategy) -> str:
+def _strategy(strategy: LayerStrategy, is_sharded: bool) -> str:
     tiers = {"optimizer state": strategy.offload_optimizer, "parameters": strategy.offload_param}
     places = {"host": "in host memory", "disk": "on disk"}
     away = "".join(f", {what} {places[tier]}" for what, tier in tiers.items() if tier != "none")
@@ -153,7 +154,8 @@ def _strategy(strategy: LayerStrategy) -> str:
     offload = _mode_text(strategy.offload, "offload").replace("activations_on_disk offload", "activations on disk")
     if away and strategy.offload == "none":
         offload = "activations on the device"
-    return f"{strategy.zero}, {_mode_text(strategy.recompute, 'recompute')}, {offload}{away}"
+    sharding = strategy.zero if is_sharded else "no ZeRO"
+    return f"{sharding}, {_mode_text(strategy.recompute, 'recompute')}, {offload}{away}"
 
 
 def _mode_text(choice: str, what: str) -> str:
