@@ -71,7 +71,7 @@ def expected_times(work_s: float, interval_s: float, model: FailureModel) -> Exp
         share = work_s / total_s
     if share < MIN_EFFECTIVE_SHARE:
         raise ConfigError(
-            f"the job would fail every {mtbf:.0f} s, and a restart takes {model.restart_s:.0f} s: the training would"
+            f"the job would fail every {mtbf:.3g} s, and a restart takes {model.restart_s:.0f} s: the training would"
             " never end; give a larger --mtbf or a shorter --restart-time"
         )
     checkpoints_s = work_s / interval_s * model.stall_s
