@@ -1,5 +1,6 @@
 """Micro-batches that skip stages: their paths, and that they train as a serial emulator with the same paths."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from muster.cli.main import main
 from muster.config.cluster_files import load_cluster, load_device
 from muster.cost.comm_volume import step_comm_bytes
 from muster.cost.flops import plan_flops_per_token
@@ -296,6 +298,22 @@ def check_never_longer(ranks: int, ratio: float, seed: int) -> None:
         assert plan.skip_ratio in (0, own)
         step_s.append(predict(MODEL, plan, WORKLOAD, cluster).step_time_s)
     assert step_s[1] <= step_s[0]
+
+
+def test_stages_that_fewer_micro_batches_see_get_more_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["--model", "llama3-8b", "--cluster", "8xh100", "--seq-len", "4096", "--global-batch", "32"]
+
+    def answer(require: str) -> tuple[Plan, float]:
+        assert main(["plan", *job, "--require", require, "--effort", "0.05", "--top", "1", "--json"]) == 0
+        first = json.loads(capsys.readouterr().out)["plans"][0]
+        return Plan.model_validate(first["fields"]), first["step_time_s"]
+
+    plan, step_s = answer("dp2-pp4-mb1-z1-skip0.25")
+    layers = plan.layer_counts(32)
+    assert min(layers[1:3]) > max(layers[0], layers[3])
+    given, given_s = answer("dp2-pp4-mb1-z1-skip0.25-l8.9.9.6")
+    assert list(given.layer_counts(32)) == [8, 9, 9, 6]
+    assert step_s < 0.9 * given_s
 
 
 def test_stages_lie_where_links_are_fast() -> None:

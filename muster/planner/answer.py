@@ -5,6 +5,7 @@ that a reason compares with, a part of the cluster that is faster alone.
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -12,6 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 from muster.planner.alternatives import Alternative, FirstPlan
+from muster.planner.balance import balance_layers, with_layers
 from muster.planner.cluster_parts import cluster_parts, least_step_s
 from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.explain import explain_no_plan
@@ -41,6 +43,7 @@ from muster.planner.training_cost import TrainingCost, training_cost
 from muster.simulate.predict import require_legal
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import InfeasibleError
+from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 
 SEARCH_TIME_SHARE = 0.6
@@ -191,21 +194,33 @@ def _with_skipped_stages(answer: PlanAnswer, fields: Mapping[str, Any]) -> PlanA
     evaluator, request = answer.search.evaluator, answer.request
     asked = answer.first.plan.model_copy(update={**fields, "pinned_schedule": None})
     require_legal(asked, request.model, request.workload, request.cluster)
-    own = asked, request.model, request.workload, request.cluster, request.framework
-    plan = resolve_on_cluster(*own, cache=request.cost_cache, optim=request.optim)
-    if not evaluator.memory_budget.fits(plan):
+    own = request.model, request.workload, request.cluster, request.framework
+
+    def resolve(plan: Plan) -> Plan:
+        return resolve_on_cluster(plan, *own, cache=request.cost_cache, optim=request.optim)
+
+    plans = [resolve(asked)]
+    if plans[0].paths and asked.num_stages == asked.pp and "stages" not in request.fixed:
+        visits = [sum(stage in path for path in plans[0].paths) for stage in range(asked.pp)]
+        ordinary, num_layers = answer.first.plan, request.model.num_layers
+        if balanced := balance_layers(ordinary, num_layers, evaluator.costs.pass_times, visits):
+            with suppress(InfeasibleError):
+                plans.append(resolve(with_layers(asked, balanced.layer_counts(num_layers))))
+    fitting = [plan for plan in plans if evaluator.memory_budget.fits(plan)]
+    if not fitting:
         raise InfeasibleError(
             f"{format_plan_name(answer.first.plan)} fits the memory, but not with skipped stages, whose ranks may hold"
             " more micro-batches: require more pipeline ranks, or a recompute such as rfull"
         )
-    found = evaluator.evaluate(plan)
+    found = min(map(evaluator.evaluate, fitting), key=lambda one: one.value)
+    plan = found.plan
     share = f"{fields['skip_ratio']:.0%} of the stages"
     line = (
         f"with {share} skipped by each micro-batch the step would be longer: this plan skips none"
         if plan.skip_ratio < fields["skip_ratio"]
         else f"each micro-batch skips {share}, which changes what is trained"
     )
-    line += ": the best plan of 1F1B, with paths and places found for its times"
+    line += ": the best plan of 1F1B, with paths, places and layers found for its times"
     evaluator = evaluator.narrowed(replace(request, derived_lines=(*request.derived_lines, line)))
     search = replace(answer.search, result=replace(answer.result, evaluator=evaluator, best=[found]))
     return replace(answer, search=search, against=FirstPlan(found, evaluator, found.value), fastest=found)

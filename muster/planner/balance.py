@@ -60,15 +60,22 @@ def min_busiest_rank_s(ranks: Sequence[RankLoad], num_layers: int) -> float:
     return low
 
 
-def balance_layers(plan: Plan, num_layers: int, pass_times_of: Callable[[Plan], PassTimes]) -> Plan | None:
+def balance_layers(
+    plan: Plan, num_layers: int, pass_times_of: Callable[[Plan], PassTimes], visits: Sequence[int] = ()
+) -> Plan | None:
     """Return the plan with layers assigned one by one to the rank that is done first with one more.
 
-    No split has a lower busiest rank, since each layer takes the least time that is left. None where the plan's own
-    split is that one, or where layers can't be moved.
+    No split has a lower busiest rank, since each layer takes the least time that is left. `visits`: the micro-batches
+    of a step that each rank sees, where some skip it. None where the plan's own split is that one, or where layers
+    can't be moved.
     """
     if plan.pp == 1 or num_layers < 2 * plan.stages_per_replica:
         return None
     loads = rank_loads(plan, num_layers, pass_times_of)
+    if visits:
+        loads = [
+            RankLoad(load.fixed_s * count, load.layer_s * count) for load, count in zip(loads, visits, strict=True)
+        ]
     placement = plan.placement[: plan.stages_per_replica]
     stages_of = [[stage for stage, holder in enumerate(placement) if holder == rank] for rank in range(plan.pp)]
     counts = [1] * plan.stages_per_replica
