@@ -27,7 +27,7 @@ from muster.launch.hang_diagnosis import RankSnapshot
 from muster.launch.heartbeat import RankStatus
 from muster.launch.launcher import launch
 from muster.launch.launcher_words import LauncherWords, Membership, word_of
-from muster.launch.recovery import Elasticity, ElasticSupervisor, Recovery
+from muster.launch.recovery import Elasticity, ElasticSupervisor, Recovery, replacement_text
 from muster.parallel.connections import Connections
 from muster.parallel.world import open_world
 from muster.planner import auto
@@ -189,6 +189,13 @@ def test_a_job_whose_last_rank_is_lost_goes_on_with_new_ones(tmp_path: Path, cap
     assert [row["ranks"] for row in recoveries(tmp_path)] == [[0], [0]]
     word = r"was killed by signal 9 \(SIGKILL\): a spare takes its place(, once [a-z ]+)? \(generation 2\)"
     assert re.search(word, capfd.readouterr().out)
+
+
+def test_spares_that_have_not_started_are_said_to() -> None:
+    assert replacement_text([3], 2) == "a spare takes its place"
+    assert replacement_text([3], 0) == "a spare takes its place, once it has started"
+    assert replacement_text([1, 2], 2) == "spares take the places of ranks 1 and 2"
+    assert replacement_text([1, 2], 1) == "spares take the places of ranks 1 and 2, once they have started"
 
 
 def test_ranks_that_are_lost_in_a_recovery_belong_to_it() -> None:

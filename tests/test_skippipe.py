@@ -303,15 +303,17 @@ def check_never_longer(ranks: int, ratio: float, seed: int) -> None:
 def test_stages_that_fewer_micro_batches_see_get_more_layers(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["--model", "llama3-8b", "--cluster", "8xh100", "--seq-len", "4096", "--global-batch", "32"]
 
-    def answer(require: str) -> tuple[Plan, float]:
+    def answer(require: str, found: str) -> tuple[Plan, float]:
         assert main(["plan", *job, "--require", require, "--effort", "0.05", "--top", "1", "--json"]) == 0
-        first = json.loads(capsys.readouterr().out)["plans"][0]
+        data = json.loads(capsys.readouterr().out)
+        assert any(f"the best plan of 1F1B, with {found} found for its times" in line for line in data["derived"])
+        first = data["plans"][0]
         return Plan.model_validate(first["fields"]), first["step_time_s"]
 
-    plan, step_s = answer("dp2-pp4-mb1-z1-skip0.25")
+    plan, step_s = answer("dp2-pp4-mb1-z1-skip0.25", "paths, places and layers")
     layers = plan.layer_counts(32)
     assert min(layers[1:3]) > max(layers[0], layers[3])
-    given, given_s = answer("dp2-pp4-mb1-z1-skip0.25-l8.9.9.6")
+    given, given_s = answer("dp2-pp4-mb1-z1-skip0.25-l8.9.9.6", "paths and places")
     assert list(given.layer_counts(32)) == [8, 9, 9, 6]
     assert step_s < 0.9 * given_s
 

@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -240,9 +240,7 @@ class ElasticSupervisor(RankSupervisor):
     def _replace(self, failed: list[SupervisedRank], reason: str) -> None:
         """Give the places of failed ranks to spares, and tell all ranks of the next generation."""
         lost = [rank.rank for rank in failed]
-        who = "a spare takes its place" if len(lost) == 1 else f"spares take the places of {numbered('rank', lost)}"
-        if len(self._ready_spares()) < len(lost):
-            who += ", for which new processes start" if len(lost) > 1 else ", once a new process has started"
+        who = replacement_text(lost, len(self._ready_spares()))
         others = ", and the other ranks go on" if self.running() else ""
         self._begin_generation(failed, f"{reason}: {who}{others}", reason, len(self.ranks))
         for rank in failed:
@@ -419,3 +417,11 @@ class ElasticSupervisor(RankSupervisor):
             rank.close()
         for number in self.terminal_fds:
             os.close(number)
+
+
+def replacement_text(lost: Sequence[int], num_ready: int) -> str:
+    """Return who takes the places of lost ranks, where so many spares have started."""
+    if len(lost) == 1:
+        return "a spare takes its place" + ("" if num_ready else ", once it has started")
+    waits = "" if num_ready >= len(lost) else ", once they have started"
+    return f"spares take the places of {numbered('rank', lost)}{waits}"

@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 from muster.planner.alternatives import Alternative, FirstPlan
-from muster.planner.balance import balance_layers, with_layers
+from muster.planner.balance import with_layers
 from muster.planner.cluster_parts import cluster_parts, least_step_s
 from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.explain import explain_no_plan
@@ -36,7 +36,7 @@ from muster.planner.search_budget import SearchBudget
 from muster.planner.search_result import ROUNDING_TOLERANCE, SearchResult
 from muster.planner.simple_first import find_simplest
 from muster.planner.simplicity import PREDICTION_ERROR, simplest
-from muster.planner.skip_paths import resolve_on_cluster
+from muster.planner.skip_paths import layers_by_visits, resolve_on_cluster
 from muster.planner.space import is_admitted, used_axes
 from muster.planner.tiers import choose_tier, explain_no_tier, tier_words
 from muster.planner.training_cost import TrainingCost, training_cost
@@ -200,12 +200,11 @@ def _with_skipped_stages(answer: PlanAnswer, fields: Mapping[str, Any]) -> PlanA
         return resolve_on_cluster(plan, *own, cache=request.cost_cache, optim=request.optim)
 
     plans = [resolve(asked)]
-    if plans[0].paths and asked.num_stages == asked.pp and "stages" not in request.fixed:
-        visits = [sum(stage in path for path in plans[0].paths) for stage in range(asked.pp)]
-        ordinary, num_layers = answer.first.plan, request.model.num_layers
-        if balanced := balance_layers(ordinary, num_layers, evaluator.costs.pass_times, visits):
-            with suppress(InfeasibleError):
-                plans.append(resolve(with_layers(asked, balanced.layer_counts(num_layers))))
+    num_layers, times_of = request.model.num_layers, evaluator.costs.pass_times
+    if "stages" not in request.fixed:
+        layers = layers_by_visits(plans[0], answer.first.plan, num_layers, times_of)
+        with suppress(InfeasibleError):
+            plans += [resolve(with_layers(asked, layers))] if layers else []
     fitting = [plan for plan in plans if evaluator.memory_budget.fits(plan)]
     if not fitting:
         raise InfeasibleError(
@@ -220,7 +219,8 @@ def _with_skipped_stages(answer: PlanAnswer, fields: Mapping[str, Any]) -> PlanA
         if plan.skip_ratio < fields["skip_ratio"]
         else f"each micro-batch skips {share}, which changes what is trained"
     )
-    line += ": the best plan of 1F1B, with paths, places and layers found for its times"
+    what = "paths and places" if plan.stages == asked.stages else "paths, places and layers"
+    line += f": the best plan of 1F1B, with {what} found for its times"
     evaluator = evaluator.narrowed(replace(request, derived_lines=(*request.derived_lines, line)))
     search = replace(answer.search, result=replace(answer.result, evaluator=evaluator, best=[found]))
     return replace(answer, search=search, against=FirstPlan(found, evaluator, found.value), fastest=found)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import exp, expm1, sqrt
 
 from muster.spec.errors import ConfigError
+from muster.spec.formatting import format_seconds
 
 MIN_EFFECTIVE_SHARE = 0.01
 """Share of the time in steps that count under which a training is said never to end."""
@@ -71,8 +72,9 @@ def expected_times(work_s: float, interval_s: float, model: FailureModel) -> Exp
         share = work_s / total_s
     if share < MIN_EFFECTIVE_SHARE:
         raise ConfigError(
-            f"the job would fail every {mtbf:.3g} s, and a restart takes {model.restart_s:.0f} s: the training would"
-            " never end; give a larger --mtbf or a shorter --restart-time"
+            f"the job would fail every {format_seconds(mtbf)}, and a restart takes"
+            f" {format_seconds(model.restart_s)}: the training would never end; give a larger --mtbf or a shorter"
+            " --restart-time"
         )
     checkpoints_s = work_s / interval_s * model.stall_s
     restarts_s = runs * mtbf * expm1(exponents[2])

@@ -1,14 +1,17 @@
-"""Paths of micro-batches, and places of stages, by the predicted times of a cluster's passes and links.
+"""Paths of micro-batches, and places and layers of stages, by the predicted times of a cluster's passes and links.
 
 The planner never lets micro-batches skip stages by itself, since that changes what is trained.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from muster.config.optim_config import OptimConfig
 from muster.cost.time.cost_cache import CostCache
 from muster.cost.time.op_times import P2PTime
 from muster.cost.time.plan_times import p2p_times_between, place_plan, plan_times
+from muster.planner.balance import balance_layers
+from muster.planner.bounds.pass_times import PassTimes
 from muster.schedule.resolve import pin_schedule, schedule_spec_of
 from muster.schedule.skippipe import skip_schedules
 from muster.simulate.predict import predict
@@ -65,3 +68,18 @@ def resolve_on_cluster(
         return predict(model, one, workload, cluster, framework=framework, cache=cache, optim=optim).step_time_s
 
     return min(found, key=step_s)
+
+
+def layers_by_visits(
+    plan: Plan, ordinary: Plan, num_layers: int, pass_times_of: Callable[[Plan], PassTimes]
+) -> Sequence[int]:
+    """Return numbers of layers with which no stage has more to do, with the micro-batches that see it, than it must.
+
+    `plan` has the paths, `ordinary` is the same pipeline without. Empty where its layers are those already, or where
+    ranks have several stages, of which each is seen by others.
+    """
+    if not plan.paths or plan.num_stages != plan.pp:
+        return ()
+    visits = [sum(stage in path for path in plan.paths) for stage in range(plan.pp)]
+    balanced = balance_layers(ordinary, num_layers, pass_times_of, visits)
+    return balanced.layer_counts(num_layers) if balanced else ()
