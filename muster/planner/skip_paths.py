@@ -75,11 +75,9 @@ def layers_by_visits(
 ) -> Sequence[int]:
     """Return numbers of layers with which no stage has more to do, with the micro-batches that see it, than it must.
 
-    `plan` has the paths, `ordinary` is the same pipeline without. Empty where its layers are those already, or where
-    ranks have several stages, of which each is seen by others.
+    `plan` has the paths, `ordinary` is the same pipeline without, with one stage on each rank. Empty where its layers
+    are those already.
     """
-    if not plan.paths or plan.num_stages != plan.pp:
-        return ()
     visits = [sum(stage in path for path in plan.paths) for stage in range(plan.pp)]
     balanced = balance_layers(ordinary, num_layers, pass_times_of, visits)
     return balanced.layer_counts(num_layers) if balanced else ()
