@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from muster.cli.main import main
@@ -134,8 +134,14 @@ def problems(draw: st.DrawFn) -> PathProblem:
     return PathProblem(forward_s, hop_s, busy_s, placement, count, skipped, visits, most, limits.swaps)
 
 
+_EQUAL_LINKS = tuple((0.5,) * 8 for _ in range(8))
+MANY = PathProblem((1.0, 1.1) * 4, _EQUAL_LINKS, _EQUAL_LINKS, tuple(range(8)), 512, 2, 100, 1, False)
+"""As many micro-batches as real batches have: minutes for a search that doesn't bound its work."""
+
+
 @settings(deadline=None, max_examples=60)
 @given(problems())
+@example(MANY)
 def test_no_path_breaks_a_limit(problem: PathProblem) -> None:
     paths = find_paths(problem)
     assert len(paths) == problem.num_micro_batches
@@ -303,10 +309,10 @@ def check_never_longer(ranks: int, ratio: float, seed: int) -> None:
 def test_stages_that_fewer_micro_batches_see_get_more_layers(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["--model", "llama3-8b", "--cluster", "8xh100", "--seq-len", "4096", "--global-batch", "32"]
 
-    def answer(require: str, found: str) -> tuple[Plan, float]:
+    def answer(require: str, found: str, ordinary: str = "1F1B") -> tuple[Plan, float]:
         assert main(["plan", *job, "--require", require, "--effort", "0.05", "--top", "1", "--json"]) == 0
         data = json.loads(capsys.readouterr().out)
-        assert any(f"the best plan of 1F1B, with {found} found for its times" in line for line in data["derived"])
+        assert any(f"the best plan of {ordinary}, with {found} found for its times" in line for line in data["derived"])
         first = data["plans"][0]
         return Plan.model_validate(first["fields"]), first["step_time_s"]
 
@@ -316,6 +322,8 @@ def test_stages_that_fewer_micro_batches_see_get_more_layers(capsys: pytest.Capt
     given, given_s = answer("dp2-pp4-mb1-z1-skip0.25-l8.9.9.6", "paths and places")
     assert list(given.layer_counts(32)) == [8, 9, 9, 6]
     assert step_s < 0.9 * given_s
+    two_a_rank, _ = answer("dp2-pp4v2-mb1-z1-skip0.25", "paths and places", "interleaved 1F1B")
+    assert (two_a_rank.schedule, two_a_rank.num_stages) == ("skippipe", 8)
 
 
 def test_stages_lie_where_links_are_fast() -> None:

@@ -201,7 +201,7 @@ def _with_skipped_stages(answer: PlanAnswer, fields: Mapping[str, Any]) -> PlanA
 
     plans = [resolve(asked)]
     num_layers, times_of = request.model.num_layers, evaluator.costs.pass_times
-    if "stages" not in request.fixed:
+    if "stages" not in request.fixed and asked.vpp == 1:
         layers = layers_by_visits(plans[0], answer.first.plan, num_layers, times_of)
         with suppress(InfeasibleError):
             plans += [resolve(with_layers(asked, layers))] if layers else []
@@ -219,8 +219,9 @@ def _with_skipped_stages(answer: PlanAnswer, fields: Mapping[str, Any]) -> PlanA
         if plan.skip_ratio < fields["skip_ratio"]
         else f"each micro-batch skips {share}, which changes what is trained"
     )
+    ordinary = "1F1B" if plan.vpp == 1 else "interleaved 1F1B"
     what = "paths and places" if plan.stages == asked.stages else "paths, places and layers"
-    line += f": the best plan of 1F1B, with {what} found for its times"
+    line += f": the best plan of {ordinary}, with {what} found for its times"
     evaluator = evaluator.narrowed(replace(request, derived_lines=(*request.derived_lines, line)))
     search = replace(answer.search, result=replace(answer.result, evaluator=evaluator, best=[found]))
     return replace(answer, search=search, against=FirstPlan(found, evaluator, found.value), fastest=found)

@@ -218,7 +218,8 @@ def _without_skips(fixed: dict[str, Any], fix: str) -> tuple[dict[str, Any], dic
     if fixed.get("pp", 1) == 1:
         raise ConfigError(f"--require {fix}: stages are skipped in a pipeline: name its ranks, too, as in pp4-skip0.25")
     skips = {name: fixed[name] for name in ("schedule", "skip_ratio", "min_visits", "swaps_stages") if name in fixed}
-    return {**{name: value for name, value in fixed.items() if name not in skips}, "schedule": DEFAULT_SCHEDULE}, skips
+    ordinary = DEFAULT_SCHEDULE if fixed.get("vpp", 1) == 1 else "interleaved"
+    return {**{name: value for name, value in fixed.items() if name not in skips}, "schedule": ordinary}, skips
 
 
 def with_placed_experts(request: PlanRequest, plan: Plan) -> Plan:

@@ -20,6 +20,9 @@ from muster.spec.errors import InfeasibleError
 
 MAX_TRIED = 150
 """Sets of constraints that the search takes up: a second for 8 stages and 16 micro-batches."""
+MAX_CHECKED = 40_000
+"""Paths that it looks at for collisions, those of all micro-batches whenever one is planned anew, which ends the search
+where there are many micro-batches."""
 
 Intervals = tuple[tuple[float, float], ...]
 
@@ -143,7 +146,8 @@ def fastest_path(
         link = constraints.closed.get(outgoing_link(problem.placement[stage]), ())
         for to, to_floor, to_pending in _next_stages(problem, floor, pending, left, constraints.required):
             closed = constraints.closed.get(problem.placement[to], ())
-            send_s = _earliest(now_s, problem.busy_s[stage][to], link)
+            busy_s = problem.busy_s[stage][to]
+            send_s = _earliest(now_s, busy_s, link) if busy_s else now_s
             arrival_s = _earliest(send_s + problem.hop_s[stage][to], problem.forward_s[to], closed)
             end_s = arrival_s + problem.forward_s[to]
             following = to, to_floor, to_pending, left - 1
@@ -233,43 +237,51 @@ def capacity(problem: PathProblem, place: int) -> int:
 def _one_after_another(problem: PathProblem) -> tuple[TimedPath, ...]:
     """Return paths planned for one micro-batch after another, around those before it and all first passes.
 
-    A stage that would otherwise be seen too seldom is required: stages with the most visits to come, as many as the
-    micro-batches after this one couldn't make up for.
+    First passes of those to come are one stay on the first rank. A stage that would otherwise be seen too seldom is
+    required: stages with the most visits to come, as many as the micro-batches after this one couldn't make up for.
     """
     first = problem.forward_s[0]
-    starts = [
-        (problem.placement[0], number * first, (number + 1) * first) for number in range(problem.num_micro_batches)
-    ]
+    end_of_firsts_s = problem.num_micro_batches * first
     paths: list[TimedPath] = []
+    present: list[tuple[int, float, float]] = []
     missing = dict.fromkeys(range(1, problem.num_stages - 1), problem.min_visits)
     visits = dict.fromkeys(missing, 0)
     for number in range(problem.num_micro_batches):
+        first_s = number * first
         after = problem.num_micro_batches - number - 1
         excess = sum(missing.values()) - after * (problem.length - 2)
         urgent = sum(visits > after for visits in missing.values())
         ordered = sorted(missing, key=lambda stage: (-missing[stage], stage))
         required = frozenset(stage for stage in ordered[: max(excess, urgent, 0)] if missing[stage])
-        known = [stay for path in paths for stay in list(stays(problem, path))[1:]]
-        known += [start for other, start in enumerate(starts) if other != number]
-        closed = {place: _full_times(known, place, capacity(problem, place)) for place, *_ in known}
+        present = [stay for stay in present if stay[2] > first_s]  # this micro-batch comes too late to meet the others
+        closed = _full_times(problem, [*present, (problem.placement[0], first_s + first, end_of_firsts_s)])
         path = fastest_path(problem, number, _Constraints(closed, required), visits)
         assert path is not None, "a micro-batch can always wait until the ranks are free"
         paths.append(path)
+        present += stays(problem, path)
         for stage in path.stages[1:-1]:
             missing[stage] = max(0, missing[stage] - 1)
             visits[stage] += 1
     return tuple(paths)
 
 
-def _full_times(known: Sequence[tuple[int, float, float]], place: int, most: int) -> Intervals:
-    """Return the times at which as many micro-batches as may be are on a rank or a link."""
-    own = [(begin_s, end_s) for holder, begin_s, end_s in known if holder == place]
-    moments = sorted({moment for stay in own for moment in stay})
+def _full_times(problem: PathProblem, known: Sequence[tuple[int, float, float]]) -> dict[int, Intervals]:
+    """Return the times at which as many micro-batches as may be are on a rank or a link, in order."""
+    changes: dict[int, list[tuple[float, int]]] = {}
+    for place, begin_s, end_s in known:
+        changes.setdefault(place, []).extend(((begin_s, 1), (end_s, -1)))
+    return {place: _times_of(own, capacity(problem, place)) for place, own in changes.items()}
+
+
+def _times_of(changes: list[tuple[float, int]], most: int) -> Intervals:
+    """Return the intervals in which a number that changes so from 0 on is at least `most`, joined where they touch."""
     full: list[tuple[float, float]] = []
-    for one, other in zip(moments, moments[1:], strict=False):
-        middle = (one + other) / 2
-        if sum(begin_s < middle < end_s for begin_s, end_s in own) >= most:
-            full.append((one, other))
+    there, since_s = 0, 0.0
+    for moment_s, change in sorted(changes):
+        if there >= most and moment_s > since_s:
+            begin_s = full.pop()[0] if full and full[-1][1] == since_s else since_s
+            full.append((begin_s, moment_s))
+        there, since_s = there + change, moment_s
     return tuple(full)
 
 
@@ -317,6 +329,7 @@ def _conflict_based(problem: PathProblem, limit_s: float) -> tuple[TimedPath, ..
     root = tuple(path for path in alone if path is not None)
     serial = count()
     heap = [(len(collisions(problem, root)), _total_s(root), next(serial), free, root)]
+    checked = 0
     for _ in range(MAX_TRIED):
         if not heap:
             return None
@@ -327,6 +340,8 @@ def _conflict_based(problem: PathProblem, limit_s: float) -> tuple[TimedPath, ..
             path = fastest_path(problem, number, constraint)
             if path is None:
                 continue
+            if (checked := checked + len(paths)) > MAX_CHECKED:
+                return None
             changed = (*paths[:number], path, *paths[number + 1 :])
             if (total_s := _total_s(changed)) < limit_s - _EPSILON_S:
                 own = (*constraints[:number], constraint, *constraints[number + 1 :])

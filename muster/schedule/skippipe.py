@@ -181,8 +181,7 @@ def order_passes(
     free_s, link_free_s = [0.0] * spec.num_ranks, [0.0] * spec.num_ranks
     ready: list[dict[Action, float]] = [{} for _ in range(spec.num_ranks)]
     in_flight = [0] * spec.depth
-    for micro_batch in range(spec.num_micro_batches):
-        ready[placement[0]][Action(Kind.F, 0, micro_batch)] = 0.0
+    ready[placement[0]][Action(Kind.F, 0, 0)] = 0.0
 
     def has_room(action: Action) -> bool:
         return action.kind != Kind.F or in_flight[action.stage] < most_in_flight[action.stage]
@@ -199,6 +198,8 @@ def order_passes(
         )
         stage = action.stage
         del ready[rank][action]
+        if is_forward and stage == 0 and micro_batch + 1 < spec.num_micro_batches:
+            ready[rank][Action(Kind.F, 0, micro_batch + 1)] = 0.0
         orders[rank].append(action)
         spent_s = spec.forward_s[stage] if is_forward else spec.input_backward_s[stage] + spec.weight_backward_s[stage]
         free_s[rank] = end_s = begin_s + spent_s
