@@ -71,10 +71,30 @@ def test_never_behind_public_schedulers(number: int):
     check_public(small[number % len(small)])
 
 
+def test_never_behind_v_half_where_the_pipeline_drains_as_soon_as_it_is_full():
+    check_public((16, 16, 1, 1, 1, 0))
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("number", range(len([key for key in public_settings() if key[0] <= 8])))
 def test_never_behind_public_schedulers_up_to_8_ranks(number: int):
     check_public(sorted(public_settings())[number])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("third", range(3))
+@pytest.mark.parametrize("micro_batches", [16, 32, 49, 64])
+def test_never_behind_public_schedulers_on_16_ranks(micro_batches: int, third: int):
+    for setting in [key for key in sorted(public_settings()) if key[:2] == (16, micro_batches)][third::3]:
+        check_public(setting)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("third", range(3))
+@pytest.mark.parametrize("micro_batches", [32, 64, 97, 128])
+def test_never_behind_public_schedulers_on_32_ranks(micro_batches: int, third: int):
+    for setting in [key for key in sorted(public_settings()) if key[:2] == (32, micro_batches)][third::3]:
+        check_public(setting)
 
 
 @pytest.mark.parametrize("row", rows("optimal_schedules"), ids=str)

@@ -29,18 +29,20 @@ _MARGIN = 8
 """Periods beyond one block for a run to have a middle that only repeats."""
 
 
-def repeat_block(rows: Sequence[BlockRow], count: int) -> list[list[int]]:
-    """Return the passes of each rank, as lists of the kinds above, each for its next micro-batch; `count` in all.
+def repeat_block(rows: Sequence[BlockRow], count: int) -> list[list[list[int]]]:
+    """Return one or two orders of the passes: of each rank, as lists of the kinds above, each for its next micro-batch;
+    `count` in all.
 
     While the pipeline fills and drains, passes move ahead into free slots, as long as no rank then exceeds the block's
-    own peak; in between the block repeats as it is. W take the slots that are left.
+    own peak; in between the block repeats as it is. W take the slots that are left. So few micro-batches that nothing
+    is in between have a second order, for which two periods are held: which of them is shorter depends on the times.
     """
     fewer = max(row[I_NEAR] for row in rows) // PERIOD + _MARGIN
     if count > fewer:
-        orders = _extend_middle(*_pack_block(tuple(rows), fewer), count - fewer)
+        orders = _extend_middle(*_pack_block(tuple(rows), fewer)[0], count - fewer)
         if orders:
-            return orders
-    return _pack_block(tuple(rows), count)[0]
+            return [orders]
+    return [orders for orders, _ in _pack_block(tuple(rows), count)]
 
 
 def _extend_middle(orders: list[list[int]], slots: list[list[int]], more: int) -> list[list[int]] | None:
@@ -60,20 +62,23 @@ def _extend_middle(orders: list[list[int]], slots: list[list[int]], more: int) -
 
 
 @lru_cache(maxsize=16)
-def _pack_block(rows: tuple[BlockRow, ...], count: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the passes of each rank and their slots."""
+def _pack_block(rows: tuple[BlockRow, ...], count: int) -> list[tuple[list[list[int]], list[list[int]]]]:
+    """Return the passes of each rank and their slots, once or twice as `repeat_block` says."""
     lines = [_rank_line(row, count) for row in rows]
     limit = max(_peak_activations(line) for line in lines)
     full = rows[0][I_NEAR]
     empty = PERIOD * (count - 1)
     """Slots: before `full` the pipeline fills, after `empty` it drains."""
-    packed = _SlotGrid(lines, full, empty, limit).run()
-    assert packed, "a block's own order can be followed"
-    orders, slots = packed
-    # Run again with W wherever a slot is free: F and I of the middle keep their slots.
-    lines = [list(zip(at, order, strict=True)) for at, order in zip(slots, orders, strict=True)]
-    drains = [{kind: _first_after(row[kind], empty) for kind in range(4)} for row in rows]
-    return _WeightFillGrid(lines, drains, limit).run() or (orders, slots)
+    found = []
+    for drained_from in dict.fromkeys((empty, max(empty, full + 2 * PERIOD))):
+        packed = _SlotGrid(lines, full, drained_from, limit).run()
+        assert packed, "a block's own order can be followed"
+        orders, slots = packed
+        # Run again with W wherever a slot is free: F and I of the middle keep their slots.
+        again = [list(zip(at, order, strict=True)) for at, order in zip(slots, orders, strict=True)]
+        drains = [{kind: _first_after(row[kind], drained_from) for kind in range(4)} for row in rows]
+        found.append(_WeightFillGrid(again, drains, limit).run() or (orders, slots))
+    return found
 
 
 def _first_after(first: int, empty: int) -> int:

@@ -44,19 +44,22 @@ def v_zb(spec: ScheduleSpec) -> Schedule:
 
 
 def _repeat_and_fill(name: str, spec: ScheduleSpec, rows: list[BlockRow]) -> Schedule:
-    """Return the block's order as it is, or with W (and a few F and I) moved to where ranks idle under the spec's
-    times.
+    """Return the shortest order of a block that fits the memory, as it is or filled."""
+
+    def rating(schedule: Schedule) -> tuple[bool, float, float]:
+        timing = time_schedule(schedule, spec)
+        peak = max(timing.peak_activation)
+        return peak > spec.memory_limit, timing.makespan_s, peak
+
+    orders = repeat_block(rows, spec.num_micro_batches)
+    return min((_fill(_schedule_of(name, spec, kinds), spec) for kinds in orders), key=rating)
+
+
+def _fill(plain: Schedule, spec: ScheduleSpec) -> Schedule:
+    """Return an order as it is, or with W (and a few F and I) moved to where ranks idle under the spec's times.
 
     The shortest of these within the same memory is taken.
     """
-    p, count = spec.num_ranks, spec.num_micro_batches
-    orders = []
-    for rank, kinds in enumerate(repeat_block(rows, count)):
-        far = 2 * p - 1 - rank
-        stages = (rank, far, far, rank, far, rank)
-        passes = [iter(actions_of_stage(kind, stage, count)) for kind, stage in zip(_KINDS, stages, strict=True)]
-        orders.append(tuple(next(passes[kind]) for kind in kinds))
-    plain = Schedule(name, wave_placement(p, 2), count, tuple(orders))
     timing = time_schedule(plain, spec)
     if max(timing.peak_activation) > spec.memory_limit:
         return plain
@@ -70,4 +73,16 @@ def _repeat_and_fill(name: str, spec: ScheduleSpec, rows: list[BlockRow]) -> Sch
         run = place_weight_grads(problem, line, *way, best_s)
         if run is not None and (best is None or run.makespan_s < best_s):
             best, best_s = run, run.makespan_s
-    return plain if best is None else schedule_from_passes(problem, best.passes, name)
+    return plain if best is None else schedule_from_passes(problem, best.passes, plain.name)
+
+
+def _schedule_of(name: str, spec: ScheduleSpec, kinds: list[list[int]]) -> Schedule:
+    """Return the schedule with such orders of kinds, each kind for its next micro-batch."""
+    p, count = spec.num_ranks, spec.num_micro_batches
+    orders = []
+    for rank, own in enumerate(kinds):
+        far = 2 * p - 1 - rank
+        stages = (rank, far, far, rank, far, rank)
+        passes = [iter(actions_of_stage(kind, stage, count)) for kind, stage in zip(_KINDS, stages, strict=True)]
+        orders.append(tuple(next(passes[kind]) for kind in own))
+    return Schedule(name, wave_placement(p, 2), count, tuple(orders))
