@@ -57,13 +57,10 @@ PARTS: dict[str, tuple[str, ...]] = {
         *("test_adapters.py", "test_four_bit.py", "test_hd_pissa.py", "test_low_rank.py"),
         *("test_small_states.py", "test_mezo.py"),
     ),
-    "gpu": (
-        "test_fake_gpu.py",
-        "test_framework_traits.py",
-        "test_executed_order.py",
-        "test_cuda_graphs.py",
-        "test_symmetric_memory.py",
-    ),
+    "gpu": ("test_fake_gpu.py",),
+    "gpu-4": ("test_fake_gpu.py::test_steps_of_all_plans_of_four_ranks_wait_once_and_all_ranks_meet",),
+    "gpu-traits": ("test_framework_traits.py",),
+    "gpu-order": ("test_executed_order.py", "test_cuda_graphs.py", "test_symmetric_memory.py"),
     "gpu-benchmark": ("test_gpu_benchmark.py",),
     "gpu-schedules": (
         "test_fake_gpu.py::test_steps_of_every_schedule_with_each_kind_of_plan_wait_once_and_all_ranks_meet",
@@ -87,7 +84,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "hangs": ("test_hang.py", "test_doctor.py"),
     "nodes": ("test_nodes.py", "test_profile_nodes.py", "test_ring_order.py"),
     "preflight": ("test_preflight.py", "test_islands.py", "test_memory_limit.py"),
-    "docs": ("test_docs.py", "test_site.py"),
+    "docs": ("test_docs.py",),
+    "site": ("test_site.py",),
     "walk": ("test_docs.py::test_the_walk_through_planning_prints_what_it_shows",),
 }
 """Name of each part, in the order in which `make soak` runs them, to the files or the tests (`file.py::test`) in it."""
