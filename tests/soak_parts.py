@@ -7,17 +7,22 @@ def _walk_from(first: int, count: int) -> tuple[str, ...]:
     return tuple(f"{name}[{piece}]" for piece in range(first, first + count))
 
 
+def _public(ranks: int, *counts: int) -> tuple[str, ...]:
+    """Return the tests of `auto` against public schedules of so many ranks and of each number of micro-batches."""
+    name = "test_auto.py::test_never_behind_public_schedulers_on_more_ranks"
+    return tuple(f"{name}[{ranks}-{count}-{third}]" for count in counts for third in range(3))
+
+
 _RANDOM_FAULTS = "test_random_faults.py::test_runs_under_random_faults_have_every_loss_of_an_undisturbed_one"
-_BIG_PUBLIC = "test_auto.py::test_never_behind_public_schedulers_on"
 FAULT_PLANS = ("dp4-z1", "dp4-z3", "tp2-dp2", "pp2-dp2-z1", "tp2-pp2", "pp4", "cp2-dp2")
 """Plans of one node under which ranks are lost at random, with and without spares."""
 
 PARTS: dict[str, tuple[str, ...]] = {
     "schedules": ("test_auto.py", "test_executed_schedules.py"),
-    "public-16": (f"{_BIG_PUBLIC}_16_ranks",),
-    "public-32": tuple(f"{_BIG_PUBLIC}_32_ranks[{count}-{third}]" for count in (32, 64) for third in range(3)),
-    "public-97": tuple(f"{_BIG_PUBLIC}_32_ranks[97-{third}]" for third in range(3)),
-    "public-128": tuple(f"{_BIG_PUBLIC}_32_ranks[128-{third}]" for third in range(3)),
+    "public-16": _public(16, 16, 32, 49, 64),
+    "public-32": _public(32, 32, 64),
+    "public-97": _public(32, 97),
+    "public-128": _public(32, 128),
     "claims": ("test_schedules.py", "test_plan_homes.py"),  # 80 s of one core
     "planner": ("test_planner.py",),
     "recipes": ("test_recipes.py", "test_validate.py", "test_comm_volume.py"),

@@ -83,17 +83,12 @@ def test_never_behind_public_schedulers_up_to_8_ranks(number: int):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("third", range(3))
-@pytest.mark.parametrize("micro_batches", [16, 32, 49, 64])
-def test_never_behind_public_schedulers_on_16_ranks(micro_batches: int, third: int):
-    for setting in [key for key in sorted(public_settings()) if key[:2] == (16, micro_batches)][third::3]:
-        check_public(setting)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("third", range(3))
-@pytest.mark.parametrize("micro_batches", [32, 64, 97, 128])
-def test_never_behind_public_schedulers_on_32_ranks(micro_batches: int, third: int):
-    for setting in [key for key in sorted(public_settings()) if key[:2] == (32, micro_batches)][third::3]:
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches"),
+    [(16, 16), (16, 32), (16, 49), (16, 64), (32, 32), (32, 64), (32, 97), (32, 128)],
+)
+def test_never_behind_public_schedulers_on_more_ranks(ranks: int, micro_batches: int, third: int):
+    for setting in [key for key in sorted(public_settings()) if key[:2] == (ranks, micro_batches)][third::3]:
         check_public(setting)
 
 
