@@ -231,19 +231,19 @@ def test_every_kind_of_plan_is_stepped_under_all_schedules_that_can_run_it() -> 
     }
 
 
-SMALL, LARGE = (
+UP_TO_TWO_RANKS, FOUR_RANKS = (
     [case for size in sizes for case in CASES[size] if "sexact" not in case["plan"]] for sizes in ((1, 2), (4,))
 )
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("case", SMALL, ids=name_of)
+@pytest.mark.parametrize("case", UP_TO_TWO_RANKS, ids=name_of)
 def test_steps_of_all_plans_of_one_and_two_ranks_wait_once_and_all_ranks_meet(case: dict[str, Any]) -> None:
     check(case)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("case", LARGE, ids=name_of)
+@pytest.mark.parametrize("case", FOUR_RANKS, ids=name_of)
 def test_steps_of_all_plans_of_four_ranks_wait_once_and_all_ranks_meet(case: dict[str, Any]) -> None:
     check(case)
 

@@ -1,6 +1,7 @@
 """The style of the code: docstrings that stand by themselves, files and functions of readable length."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,6 +87,32 @@ def test_no_module_imports_itself_through_others():
     modules = {name.removesuffix(".__init__"): path for path, name in names.items()}
     imports = {name: {other for other in runtime_imports(path) if other in modules} for name, path in modules.items()}
     assert not circles(imports)
+
+
+def constants_set_twice(tree: ast.Module) -> list[str]:
+    """Return the constants of a module that a second assignment replaces: readers between the two see either."""
+    targets = [
+        target
+        for statement in tree.body
+        if isinstance(statement, ast.Assign | ast.AnnAssign)
+        for target in (statement.targets if isinstance(statement, ast.Assign) else [statement.target])
+    ]
+    elements = [part for target in targets for part in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    names = [part.id for part in elements if isinstance(part, ast.Name) and part.id.isupper()]
+    return sorted(name for name, count in Counter(names).items() if count > 1)
+
+
+def test_a_constant_that_is_set_twice_is_found():
+    assert constants_set_twice(ast.parse("A = {}\nA |= {1: 2}\nA[3] = 4\nB: int = 1\nA, b = 1, 2\nb = 3")) == ["A"]
+
+
+def test_constants_are_set_once():
+    found = [
+        f"{path.relative_to(PACKAGE.parent)}: {name}"
+        for path in [*FILES, *Path(__file__).parent.rglob("*.py")]
+        for name in constants_set_twice(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not found
 
 
 def test_files_and_functions_are_short():
