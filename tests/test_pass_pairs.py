@@ -33,10 +33,12 @@ from muster.schedule.registry import make_schedule
 from muster.schedule.schedule_spec import ScheduleSpec
 from muster.schedule.serialization import schedule_from_json, schedule_to_json
 from muster.schedule.timing import time_schedule
+from muster.simulate.breakdown import spans_of
 from muster.simulate.predict import predict
 from muster.simulate.shared_cores import simulate_on_shared_cores
-from muster.simulate.simulator import simulate
-from muster.simulate.timeline import Event
+from muster.simulate.simulator import simulate, simulate_step
+from muster.simulate.spans import time_by_part
+from muster.simulate.timeline import Event, timeline_from_json, timeline_to_json
 from muster.spec.pass_pairs import pairs_passes
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
@@ -89,6 +91,10 @@ def test_a_program_with_pairs_takes_what_its_schedule_takes(name: str, micro_bat
             events = [event for event in timeline.events if event.rank == rank and event.lane == "compute"]
             assert [one for row in rows for one in row[1:]] == pytest.approx([t for one in events for t in one[3:]])
             assert list(order) == [event.action for event in events]
+        assert timeline_from_json(timeline_to_json(timeline)).pairs == program.pairs
+    step = simulate_step(program, times)
+    spans = spans_of(step.timeline())
+    assert step.time_by_part() == pytest.approx(time_by_part(spans, 0.0, timing.makespan_s))
 
 
 def test_without_a_time_for_pairs_passes_run_one_after_another() -> None:

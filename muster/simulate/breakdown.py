@@ -1,9 +1,9 @@
 """Breakdown of a step's time, by the same rules for predicted and measured timelines."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 
 import numpy as np
 
@@ -118,7 +118,7 @@ def spans_of(timeline: Timeline) -> Iterator[RankSpans]:
     for events in compute:
         events.sort(key=lambda event: event.start_s)
     collectives = _collective_spans(timeline.events)
-    transfers = _transfer_spans(timeline.events, compute)
+    transfers = _transfer_spans(timeline, compute)
     copies = _copy_spans(timeline, compute)
     exchanges: defaultdict[int, list[TimeSpan]] = defaultdict(list)
     for event in timeline.events:
@@ -185,20 +185,22 @@ def _copy_spans(timeline: Timeline, compute: Sequence[Sequence[Event]]) -> list[
     return spans
 
 
-def _transfer_spans(events: Iterable[Event], compute: Sequence[Sequence[Event]]) -> defaultdict[int, list[TimeSpan]]:
-    """Return rank → spans in which a transfer to it ran while it was idle before the pass that reads the data.
+def _transfer_spans(timeline: Timeline, compute: Sequence[Sequence[Event]]) -> defaultdict[int, list[TimeSpan]]:
+    """Return rank → spans in which a transfer to it ran while it was idle before the pass that reads the data, or
+    before the first of the pair of passes that does.
 
     On a measured timeline all ranks of a stage record the same send; the n-th of them sends to the n-th rank of the
     receiving stage. `compute`: each rank's passes in order.
     """
     idle_since_s = {
-        (event.rank, event.action._replace(version=0)): before.end_s
+        (event.rank, event.action._replace(version=0)): passes[begin - 1].end_s
         for passes in compute
-        for before, event in pairwise(passes)
+        for begin, event in _with_begins(passes, timeline.pairs)
+        if begin
     }
     paths = _paths_of_events(compute)
     ends: defaultdict[Action, list[Event]] = defaultdict(list)
-    for event in events:
+    for event in timeline.events:
         if event.lane == "p2p":
             ends[event.action].append(event)
     spans: defaultdict[int, list[TimeSpan]] = defaultdict(list)
@@ -210,6 +212,13 @@ def _transfer_spans(events: Iterable[Event], compute: Sequence[Sequence[Event]])
                 since_s = [idle_since_s[reader] for reader in readers if reader in idle_since_s]
                 spans[receive.rank].append((max([send.start_s, *since_s]), receive.end_s))
     return spans
+
+
+def _with_begins(passes: Sequence[Event], pairs: Collection[Action]) -> Iterator[tuple[int, Event]]:
+    """Yield each pass of a rank with its place, or with that of the forward that it makes a pair with."""
+    for number, event in enumerate(passes):
+        is_second = number > 0 and passes[number - 1].action in pairs
+        yield number - is_second, event
 
 
 def _paths_of_events(compute: Sequence[Sequence[Event]]) -> Paths:

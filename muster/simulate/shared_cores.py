@@ -33,7 +33,7 @@ def simulate_on_shared_cores(program: Program, times: OpTimes) -> Timeline:
     """
     machine = _SharedCoreSimulation(program, times)
     machine.run()
-    return Timeline("predicted", program.num_ranks, tuple(machine.events()))
+    return Timeline("predicted", program.num_ranks, tuple(machine.events()), program.pairs)
 
 
 @dataclass(slots=True)

@@ -168,7 +168,7 @@ class _Simulation:
     def timeline(self) -> Timeline:
         """Return the timeline of the finished simulation."""
         with gc_paused():
-            return Timeline("predicted", self.program.num_ranks, tuple(self._events()))
+            return Timeline("predicted", self.program.num_ranks, tuple(self._events()), self.program.pairs)
 
     def last_s(self) -> float:
         """Return the end of the last instruction on any rank."""

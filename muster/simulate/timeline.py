@@ -34,6 +34,8 @@ class Timeline:
     source: Literal["predicted", "measured"]
     num_ranks: int
     events: tuple[Event, ...]
+    pairs: frozenset[Action] = frozenset()
+    """Forwards that run as one with the backward after them (`Program.pairs`)."""
 
     @property
     def makespan_s(self) -> float:
@@ -59,9 +61,10 @@ def schedule_timeline(schedule: Schedule, timing: Timing) -> Timeline:
 
 
 def timeline_to_json(timeline: Timeline) -> dict[str, Any]:
-    """Return plain data, with events as [rank, lane, action, start_s, end_s]."""
+    """Return plain data, with events as [rank, lane, action, start_s, end_s], and the forwards of pairs, if any."""
     events = [[e.rank, e.lane, str(e.action), round(e.start_s, 9), round(e.end_s, 9)] for e in timeline.events]
-    return {"version": VERSION, "source": timeline.source, "num_ranks": timeline.num_ranks, "events": events}
+    data = {"version": VERSION, "source": timeline.source, "num_ranks": timeline.num_ranks, "events": events}
+    return data | ({"pairs": sorted(map(str, timeline.pairs))} if timeline.pairs else {})
 
 
 def timeline_from_json(data: dict[str, Any]) -> Timeline:
@@ -77,4 +80,5 @@ def timeline_from_json(data: dict[str, Any]) -> Timeline:
         Event(rank, cast(Lane, lanes.get(lane, lane)), parse_action(action, kinds), start_s, end_s)
         for rank, lane, action, start_s, end_s in data["events"]
     )
-    return Timeline(data["source"], data["num_ranks"], tuple(events))
+    pairs = frozenset(map(parse_action, data.get("pairs", ())))
+    return Timeline(data["source"], data["num_ranks"], tuple(events), pairs)

@@ -188,7 +188,7 @@ def _measured_timeline(trainer: Trainer) -> Timeline:
         Event(e.rank, e.lane, e.action, e.start_s - begin_s, e.end_s - begin_s) for events in everyone for e in events
     ]
     num_ranks = 1 + max((event.rank for event in events), default=0)  # peers of a swarm are more than ranks
-    return Timeline("measured", max(num_ranks, trainer.world.size), tuple(events))
+    return Timeline("measured", max(num_ranks, trainer.world.size), tuple(events), trainer.program.pairs)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
