@@ -161,7 +161,7 @@ def answer_request(request: PlanRequest, top: int, budget: SearchBudget, explain
     """
     if request.skip_fields:
         ordinary = answer_request(replace(request, skip_fields={}), 1, budget, explained=False)
-        return _with_skipped_stages(ordinary, request.skip_fields)
+        return _with_skipped_stages(ordinary, request.skip_fields, budget)
     if request.searches_tiers:
         choice = choose_tier(request, budget.renew(TIER_EFFORT, TIER_TIME_SHARE))
         if not choice.fits:
@@ -189,19 +189,20 @@ def answer_request(request: PlanRequest, top: int, budget: SearchBudget, explain
     return _Answer(search, whole, top, budget.renew(EXPLANATION_EFFORT)).build(explained, unrequired, islands)
 
 
-def _with_skipped_stages(answer: PlanAnswer, fields: Mapping[str, Any]) -> PlanAnswer:
-    """Return the answer whose plan lets its micro-batches skip stages. Raises InfeasibleError where it can't."""
+def _with_skipped_stages(answer: PlanAnswer, fields: Mapping[str, Any], budget: SearchBudget) -> PlanAnswer:
+    """Return the answer whose plan lets its micro-batches skip stages, found in the time that is left, with one try at
+    least. Raises InfeasibleError where it can't."""
     evaluator, request = answer.search.evaluator, answer.request
     asked = answer.first.plan.model_copy(update={**fields, "pinned_schedule": None})
     require_legal(asked, request.model, request.workload, request.cluster)
     own = request.model, request.workload, request.cluster, request.framework
 
     def resolve(plan: Plan) -> Plan:
-        return resolve_on_cluster(plan, *own, cache=request.cost_cache, optim=request.optim)
+        return resolve_on_cluster(plan, *own, request.cost_cache, request.optim, lambda: budget.is_late)
 
     plans = [resolve(asked)]
     num_layers, times_of = request.model.num_layers, evaluator.costs.pass_times
-    if "stages" not in request.fixed and asked.vpp == 1:
+    if "stages" not in request.fixed and asked.vpp == 1 and not budget.is_late:
         layers = layers_by_visits(plans[0], answer.first.plan, num_layers, times_of)
         with suppress(InfeasibleError):
             plans += [resolve(with_layers(asked, layers))] if layers else []
@@ -222,6 +223,7 @@ def _with_skipped_stages(answer: PlanAnswer, fields: Mapping[str, Any]) -> PlanA
     ordinary = "1F1B" if plan.vpp == 1 else "interleaved 1F1B"
     what = "paths and places" if plan.stages == asked.stages else "paths, places and layers"
     line += f": the best plan of {ordinary}, with {what} found for its times"
+    line += " until the time was over" * budget.is_late
     evaluator = evaluator.narrowed(replace(request, derived_lines=(*request.derived_lines, line)))
     search = replace(answer.search, result=replace(answer.result, evaluator=evaluator, best=[found]))
     return replace(answer, search=search, against=FirstPlan(found, evaluator, found.value), fastest=found)

@@ -30,11 +30,13 @@ def resolve_on_cluster(
     framework: FrameworkTraits | None = None,
     cache: CostCache | None = None,
     optim: OptimConfig | None = None,
+    is_late: Callable[[], bool] = lambda: False,
 ) -> Plan:
     """Return a plan of schedule skippipe with paths and places found for the times of a cluster's passes and links.
 
     Of several schedules the one whose simulated step is shortest is taken; where none that skips stages is shorter than
-    the best that skips none, that one, with a `skip_ratio` of 0. Where devices differ stages stay where they are.
+    the best that skips none, that one, with a `skip_ratio` of 0. Where devices differ stages stay where they are. Once
+    `is_late` says so, the best of those found by then is taken, which are one at least.
     Raises InfeasibleError where no paths keep to the plan's limits, or the plan doesn't fit the cluster.
     """
     cache = cache or CostCache()
@@ -58,16 +60,21 @@ def resolve_on_cluster(
             link_busy_s=[[p2p.send_busy_s for p2p in row] for row in p2p_times],
         )
     places = () if cluster.is_uniform and plan.is_uniform else in_turn
-    found = [
+    ratios = sorted({0.0, plan.skip_ratio}, reverse=True)
+    tried = (
         one.model_copy(update={"pinned_schedule": pin_schedule(schedule, "predicted")})
-        for one in (plan.model_copy(update={"skip_ratio": ratio}) for ratio in sorted({0.0, plan.skip_ratio}))
+        for one in (plan.model_copy(update={"skip_ratio": ratio}) for ratio in ratios)
         for schedule in skip_schedules(schedule_spec_of(one, count, times, places))
-    ]
+    )
+    found = [next(tried)]
+    while not is_late() and (other := next(tried, None)) is not None:
+        found.append(other)
 
-    def step_s(one: Plan) -> float:
-        return predict(model, one, workload, cluster, framework=framework, cache=cache, optim=optim).step_time_s
+    def rating(one: Plan) -> tuple[float, float]:
+        own = model, one, workload, cluster
+        return predict(*own, framework=framework, cache=cache, optim=optim).step_time_s, one.skip_ratio
 
-    return min(found, key=step_s)
+    return min(found, key=rating)
 
 
 def layers_by_visits(
