@@ -291,6 +291,7 @@ OWN = {
         ({"paths": [[0, 1], [0, 0, 1]]}, 2, "the path of micro-batch 1, 0.0.1, has a stage twice"),
         ({"paths": 3}, 2, "expected one object as 'muster schedule NAME --json' prints it"),
         ({"pair_share": "0.5"}, 2, "pair_share is '0.5', expected a number >= 0"),
+        ({"n_ranks": 3}, 2, "n_ranks is 3, but 'ranks' has 2 orders of passes"),
         ({"ranks": 5}, 2, "expected one object as 'muster schedule NAME --json' prints it"),
     ],
 )

@@ -68,6 +68,8 @@ def schedule_from_json(data: Any) -> Schedule:
         raise ValueError("expected one object as 'muster schedule NAME --json' prints it") from None
     if places != [(index, *divmod(index, depth)) for index in range(replicas * depth)]:
         raise ValueError("stages are numbered replica by replica, in each by depth: index = replica × depths + depth")
+    if data.get("n_ranks", len(ranks)) != len(ranks):
+        raise ValueError(f"n_ranks is {data['n_ranks']!r}, but 'ranks' has {len(ranks)} orders of passes")
     if steps < 1 or count % steps:
         raise ValueError(f"{count} micro-batches don't spread over {steps} steps")
     if paths and replicas > 1:
