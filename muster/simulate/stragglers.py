@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from math import exp, inf, log, sqrt
-from statistics import fmean, median, median_low
+from statistics import fmean, median, median_low, quantiles
 from typing import Literal, NamedTuple
 
 from muster.spec.units import numbered
@@ -149,8 +149,9 @@ class NoiseEstimate:
     def factor(self, subject: Hashable, times_s: Sequence[float]) -> float:
         """Take the times of the next check; return the ratio to the others from which one is more than noise.
 
-        The standard deviation is 1.4826 times the median of absolute deviations, as for a normal distribution; a
-        difference of two times has √2 of one's, and the mean of n takes its n-th part away.
+        The standard deviation is 1.4826 times the median of absolute deviations, or their upper quartile over 1.1503,
+        as for a normal distribution: the larger, since noise of other programs has a longer tail. A difference of two
+        times has √2 of one's, and the mean of n takes its n-th part away.
         """
         if len(times_s) < 2 or min(times_s) <= 0:
             return 1.0
@@ -163,7 +164,8 @@ class NoiseEstimate:
         if len(before) != len(now):
             return 1.0
         changes.extend(abs(a - b) for a, b in zip(now, before, strict=True))
-        sigma = 1.4826 * median(changes) / sqrt(2) * sqrt(len(now) / (len(now) - 1))
+        _, middle, upper = quantiles(changes, method="inclusive")
+        sigma = max(1.4826 * middle, upper / 1.1503) / sqrt(2) * sqrt(len(now) / (len(now) - 1))
         return exp(NOISE_SIGMAS * sigma)
 
 

@@ -4,13 +4,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Literal, NamedTuple
 
 from muster.cost.time.op_times import OpTimes
 from muster.launch.rank_errors import StragglerError
 from muster.layout.mesh import coordinates_of, dp_index_of
-from muster.parallel.rank_probes import probe_product, time_file, time_messages
+from muster.parallel.rank_probes import ProductProbe, probe_product, time_file, time_messages
 from muster.parallel.world import World
 from muster.planner.slow_ranks import MeasuredPasses
 from muster.report.recoveries import loss_causes
@@ -32,6 +32,10 @@ from muster.train.trainer import Trainer
 
 PASSES = frozenset((Kind.F, Kind.B, Kind.I, Kind.W, Kind.S, Kind.T))
 
+PRODUCTS_IN_CHECK = 5
+"""Steps, evenly spread over those of a check, after which a CPU multiplies: others use its cores now and then."""
+REPEATS_ON_CPU = 3
+"""Products after each of them; the first finds cold caches."""
 MOST_DOUBLINGS = 6
 """Changes of the plan after which the wait before the next one doesn't double any more."""
 
@@ -58,6 +62,8 @@ class StragglerMonitor:
         self.world: World = trainer.world
         self.detector = StragglerDetector()
         self._results: deque[StepResult] = deque(maxlen=every)
+        self._products: deque[ProductProbe] = deque(maxlen=min(every, PRODUCTS_IN_CHECK))
+        """Products of the last steps, on a CPU."""
         self._num_checks = 0
         self._messages: tuple[float | None, ...] = ()
         """Times of the messages of the comparison before."""
@@ -75,6 +81,8 @@ class StragglerMonitor:
     def after_step(self, result: StepResult) -> StragglerCheck | None:
         """Take a step's times and, every few steps, compare those of all ranks; None where that isn't due."""
         self._results.append(result)
+        if self.world.device.type == "cpu" and result.step % max(1, self.every // PRODUCTS_IN_CHECK) == 0:
+            self._products.append(probe_product(self.world.device, REPEATS_ON_CPU))
         if result.step % self.every or len(self._results) < self.every:
             return None
         times = self.world.all_gather_object(self._own_times())
@@ -136,16 +144,16 @@ class StragglerMonitor:
             if one.step in steps
         ]
         messages = time_messages(self.world)
-        product = probe_product(self.world.device)
+        products = self._products or [probe_product(self.world.device)]
         link_s, self._messages = shorter_links(messages, self._messages or messages), messages
         return RankTimes(
             min(sums_s, default=0.0),
             min(one.time_s for one in self._results),
             min(one.data_s for one in self._results),
-            product.seconds,
+            min(one.seconds for one in products),
             time_file(self.folder),
             link_s,
-            product.wrong_share,
+            fmean(one.wrong_share for one in products),
             median(sums_s) if sums_s else 0.0,
         )
 
