@@ -5,11 +5,12 @@ process group. A dispatch mode sees every operator: what the host waits for, ten
 communication.
 """
 
-import traceback
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+import muster
 from muster.parallel.tensor_parallel_ops import IMPLEMENTATIONS
 
 NAME = "fakegpu"
-
+PACKAGE = f"{Path(muster.__file__).parent}/"
 
 Known = dict[int, int]
 """Vector clock: for each stream, the number of its operations that are over before whatever comes next."""
@@ -354,5 +356,7 @@ def order_problems(watches: Sequence[Watch]) -> list[str]:
 
 def caller() -> str:
     """Return the innermost function of Muster that is running, as `file:function`."""
-    frames = [frame for frame in traceback.extract_stack() if "/muster/" in frame.filename]
-    return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].name}" if frames else "?"
+    frame = inspect.currentframe()
+    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}" if frame else "?"
