@@ -5,7 +5,9 @@ import os
 import shutil
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import MagicMock
 
@@ -24,7 +26,9 @@ from muster.report.approximation import Approximation, RebuiltStage
 from muster.report.run_files import read_metrics
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
-from muster.train.checkfree import Holding, neighbour_weights, plan_transfers
+from muster.train import loop
+from muster.train.checkfree import Holding, KeptState, neighbour_weights, plan_transfers
+from muster.train.loop import Carried, TrainingLoop
 from muster.train.parameter_updater import ParameterUpdater
 from tests.checkfree_ranks import state_of
 from tests.ranks import run_ranks
@@ -173,6 +177,10 @@ def test_a_rebuilt_stage_learns_faster() -> None:
         (["--parallel", "pp4", "--optim.ema_decay", "0.9"], "optim.ema_decay 0"),
         (["--parallel", "pp4", "--optim.freeze", "layers.0"], "optim.freeze"),
         (["--parallel", "pp4", "--train.elastic", "false"], "set elastic true"),
+        (
+            ["--parallel", "pp4", "--train.straggler_check_every", "5", "--train.straggler_action", "replace"],
+            "it also needs train.recovery copy, or replicas",
+        ),
     ],
 )
 def test_what_checkfree_does_not_go_with(arguments: list[str], words: str, tmp_path: Path) -> None:
@@ -180,6 +188,37 @@ def test_what_checkfree_does_not_go_with(arguments: list[str], words: str, tmp_p
     ended = train(*common, "--train.recovery", "checkfree", *arguments)
     assert_one_sentence(ended, ended.code, words)
     assert ended.code in (2, 3)
+
+
+def test_what_is_kept_outlasts_a_loss_while_ranks_take_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank is lost while the others load: the next generation has no other state of them than that before."""
+    kept = KeptState(2, 6, 6, {}, 1.0, {})
+    monkeypatch.setattr(loop, "StateLoader", MagicMock())
+    run = MagicMock(carried=Carried(kept=[kept]), _recorded=None, is_main=False, in_memory_checkpoint=None)
+    for error in (ConnectionError("by a peer"), None):
+        run._renew_end_stage_copy.side_effect = error
+        with nullcontext() if error is None else pytest.raises(ConnectionError):
+            TrainingLoop._resume(run)
+        TrainingLoop.abandon(run)
+        assert list(run.carried.kept) == ([] if error is None else [kept])
+
+
+def test_a_step_is_kept_before_its_validation() -> None:
+    """Its update isn't made twice where a rank is lost in the validation, or in a comparison of ranks."""
+    run = MagicMock()
+    run.stragglers.after_step.side_effect = ConnectionError("by a peer")
+    with pytest.raises(ConnectionError):
+        TrainingLoop._record(run, MagicMock(num_tokens=0, skip_reason=None), MagicMock())
+    run._keep_counters.assert_called_once_with()
+
+
+def test_new_processes_learn_when_the_run_began() -> None:
+    """So that `train.max_minutes` counts from there, whoever is rank 0."""
+    world = SimpleNamespace(generation=2, all_gather_object=lambda own: [own, 40.0, 41.0])
+    run = SimpleNamespace(carried=Carried(), started_at=100.0, world=world)
+    assert TrainingLoop._first_start(cast(Any, run)) == 40.0
+    world.generation = 0
+    assert TrainingLoop._first_start(cast(Any, run)) == 100.0
 
 
 @pytest.mark.soak

@@ -10,7 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import timedelta
+from itertools import chain, repeat
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 
@@ -21,9 +23,9 @@ import torch.distributed as dist
 from muster.config import local_machine
 from muster.config.attempt_files import write_plans_for_losses
 from muster.config.load_config import load_run_config
-from muster.launch import recovery
+from muster.launch import recovery, supervisor
 from muster.launch.exit_status import ExitStatus
-from muster.launch.hang_diagnosis import RankSnapshot
+from muster.launch.hang_diagnosis import RankFault, RankSnapshot
 from muster.launch.heartbeat import RankStatus
 from muster.launch.launcher import launch
 from muster.launch.launcher_words import LauncherWords, Membership, word_of
@@ -32,6 +34,7 @@ from muster.parallel.connections import Connections
 from muster.parallel.world import open_world
 from muster.planner import auto
 from muster.planner.plans_for_losses import plans_for_losses
+from muster.report.approximation import Approximation, RebuiltStage, write_approximation
 from muster.report.recoveries import loss_causes, recoveries_note, recoveries_of
 from muster.report.run_files import read_metrics
 from muster.schedule.action import Action, Kind
@@ -218,10 +221,10 @@ def test_fewer_ranks_go_on_where_there_is_no_spare(tmp_path: Path, capfd: pytest
     assert sizes == [([0], 2), ([], 3), ([1], 2), ([], 3)], "others come for those that are lost"
     out = capfd.readouterr().out
     assert ": 2 ranks go on (generation 1)" in out
-    assert "1 lost rank came back: 3 ranks go on after this step (generation 2)" in out
+    assert "1 rank came back: 3 ranks go on after this step (generation 2)" in out
     assert "when rank 1 on " in (told := recoveries_note(tmp_path) or "")
-    assert told.startswith("2 recoveries and 2 returns of lost ranks without a restart: after step ")
-    assert "when 1 lost rank came back (next step finished after " in told
+    assert told.startswith("2 recoveries and 2 returns of ranks without a restart: after step ")
+    assert "when 1 rank came back (next step finished after " in told
 
 
 @pytest.mark.parametrize(
@@ -261,6 +264,46 @@ def test_ranks_beyond_the_smaller_number_wait_as_spares(tmp_path: Path, capfd: p
     sizes = [(row["ranks"], row["world_size"]) for row in recoveries(tmp_path)]
     assert sizes == [([2], 2), ([], 4), ([0], 2), ([], 4)], "the spare comes back with a new process"
     assert ": 2 ranks go on, another waits as a spare (generation 1)" in capfd.readouterr().out
+
+
+def test_only_the_loss_after_an_oom_kill_is_explained_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = chain([0], repeat(1))
+    monkeypatch.setattr(supervisor, "oom_kill_count", lambda: next(counts))
+    assert run_job(tmp_path, iter(["killed-1", "killed-2", "end"])).code == 0
+    reasons = [row["reason"] for row in recoveries(tmp_path)]
+    assert ["the kernel ran out of memory" in reason for reason in reasons] == [True, False], reasons
+
+
+def test_a_return_that_a_loss_forestalls_is_not_in_the_record(tmp_path: Path) -> None:
+    job = ElasticSupervisor(tmp_path, 1.0, None, Elasticity(0, (2,)))
+    job._announce(4, "2 ranks came back")
+    lost = SimpleNamespace(rank=1, last_alive=0.0, fault=RankFault(1, "a", "hangs"))
+    job._begin_generation([lost], "rank 1 hangs", "rank 1 hangs", 2)  # type: ignore[list-item]
+    job._write_record()
+    assert [row["reason"] for row in recoveries(tmp_path)] == ["rank 1 hangs"]
+
+
+def test_a_stage_that_is_rebuilt_before_another_loss_stays_in_the_record(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    job = ElasticSupervisor(tmp_path, 1.0, None, ONE_SPARE)
+    approximations = [Approximation((RebuiltStage(rank, (rank - 1, rank + 1), (0.5, 0.5)),)) for rank in (2, 1)]
+    for generation, rank in ((1, 2), (2, 1), (3, 0)):
+        lost = SimpleNamespace(rank=rank, last_alive=0.0, fault=RankFault(rank, "a", "hangs"))
+        job._begin_generation([lost], "a loss", "a loss", 4)  # type: ignore[list-item]
+        if generation < 3:
+            write_approximation(tmp_path, generation, approximations[generation - 1])
+    assert [one.approximation for one in job._recoveries] == [*approximations, None]
+
+
+def test_a_stage_that_was_rebuilt_before_another_loss_is_told(tmp_path: Path) -> None:
+    rows = [
+        asdict(Recovery(1.0, number, 5, [rank], ["dead"], f"rank {rank} ended", 4, None, recovered_s))
+        | {"approximation": asdict(Approximation((RebuiltStage(rank, (rank - 1, rank + 1), (0.5, 0.5)),)))}
+        for number, rank, recovered_s in ((1, 2, None), (2, 1, 1.0))
+    ]
+    (tmp_path / "recoveries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    note = recoveries_note(tmp_path) or ""
+    assert "stage 2 is approximated by 0.50 x stage 1 + 0.50 x stage 3, stage 1 is approximated by" in note
 
 
 def test_what_would_come_again_ends_the_job_at_once(tmp_path: Path) -> None:
@@ -309,6 +352,8 @@ def test_ranks_in_the_midst_of_joining_are_not_replaced_with_late_ones(tmp_path:
     for late in (rank(1, "run"), rank(1, "run", failed=True)):
         job.ranks = [rank(0, "join"), late]  # type: ignore[list-item]
         job._follow()
+        if not late.failed:
+            assert late.fault.host == "a", "the node that it runs on"
     assert killed == [1], "and once it has ended, nobody else is"
     assert "rank 1 on a, 0 s: " in (tmp_path / "logs" / "hang.txt").read_text()
     job.ranks = []
@@ -625,7 +670,7 @@ def test_a_run_without_spares_goes_on_with_fewer_ranks_until_all_are_back(tmp_pa
     assert (ended.code, ended.err) == (0, "")
     assert [(row["ranks"], row["world_size"]) for row in recoveries(run)] == [([0], 2), ([], 3)]
     assert "plan      dp2-mb1-z1-fp64" in ended.out, "the rank that is first now prints to the terminal"
-    assert "1 lost rank came back: 3 ranks go on after this step (generation 2)\n" in ended.out
+    assert "1 rank came back: 3 ranks go on after this step (generation 2)\n" in ended.out
     assert ended.out.count("plan      dp3-mb1-z1-fp64") == 2
     assert "step 9/9" in ended.out
     attempts = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]

@@ -65,8 +65,8 @@ def test_ranks_and_launchers_of_another_node_are_lost_and_come_back(tmp_path: Pa
     assert f"rank 2 on {HOST} is gone with node 1 on {HOST}: the connection to its launcher closed without" in out
     assert differs in out
     assert f"node 1 on {HOST} is back\n" in out
-    assert "2 lost ranks came back: 4 ranks go on after this step (generation 4)" in out
-    assert "2 recoveries and 2 returns of lost ranks without a restart" in (recoveries_note(run) or "")
+    assert "2 ranks came back: 4 ranks go on after this step (generation 4)" in out
+    assert "2 recoveries and 2 returns of ranks without a restart" in (recoveries_note(run) or "")
 
 
 def test_a_launcher_that_fails_before_its_ranks_start_is_told_once(

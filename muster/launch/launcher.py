@@ -151,6 +151,7 @@ def _remove_previous_outcome(run_dir: Path) -> None:
             run_dir / "exit.json",
             hang_path(run_dir),
             *error_path(run_dir, 0).parent.glob("rank-*.error.json"),
+            *error_path(run_dir, 0).parent.glob("generation-*.json"),
         ]:
             path.unlink(missing_ok=True)
     except OSError as error:

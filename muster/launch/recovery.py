@@ -8,7 +8,6 @@ ready, from the end of a step on.
 
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -49,7 +48,7 @@ class Elasticity:
 
 @dataclass
 class Recovery:
-    """One recovery from a loss, return of lost ranks or change of the plan, as it stands in the run's record."""
+    """One recovery from a loss, return of ranks or change of the plan, as it stands in the run's record."""
 
     time: float
     """Time of the loss, or of the first rank's leaving its generation for one with more ranks, in seconds since
@@ -111,13 +110,15 @@ class ElasticSupervisor(RankSupervisor):
         super().start(command_for_rank, ranks, environment)
         self._start_spares()
 
-    def _start_spares(self) -> None:
-        """Start the spares that are missing, and processes for the places of lost ranks that nobody has taken."""
+    def _start_spares(self) -> int:
+        """Start the spares that are missing, and processes for the places of lost ranks that nobody has taken; return
+        how many."""
         self._lost += [spare for spare in self._spares if spare.exit_code is not None]
         self._spares = [spare for spare in self._spares if spare.exit_code is None]
         missing = self._elastic.num_spares + self._num_ranks - len(self.ranks) - len(self._spares)
-        for _ in range(min(missing, self._room())):
-            self._spares.append(self._start_spare())
+        count = max(0, min(missing, self._room()))
+        self._spares += [self._start_spare() for _ in range(count)]
+        return count
 
     def _start_spare(self) -> SupervisedRank:
         """Start a process that waits for a place."""
@@ -192,17 +193,16 @@ class ElasticSupervisor(RankSupervisor):
 
     def _let_ranks_return(self) -> None:
         """Let more ranks go on from the end of a step, once there are processes for the places of lost ones."""
-        if time.monotonic() >= self._next_start:
+        if time.monotonic() >= self._next_start and self._start_spares():
             self._num_starts += 1
             self._next_start = time.monotonic() + wait_before(self._num_starts + 1)
-            self._start_spares()
         ready = self._ready_spares()
         if len(ready) < len(self._waiting_spares()):
             return  # one larger generation after the other would cost more than to wait for all
         sizes = *self._elastic.smaller_sizes, self._num_ranks
         size = max((size for size in sizes if size <= len(self.ranks) + len(ready)), default=0)
         if size > len(self.ranks):
-            self._announce(size, f"{pluralize(size - len(self.ranks), 'lost rank')} came back")
+            self._announce(size, f"{pluralize(size - len(self.ranks), 'rank')} came back")
 
     def _announce(self, size: int, reason: str, changes_plan: bool = False) -> None:
         """Tell the ranks that `size` of them go on after a step."""
@@ -213,12 +213,11 @@ class ElasticSupervisor(RankSupervisor):
         print(f"{reason}: {pluralize(size, 'rank')} go on after this step (generation {self._generation})", flush=True)
         for rank in self.ranks:
             rank.tell(word_of(self._membership(rank, size, at_step_end=True)))
-        self._recoveries.append(self._announced)
-        self._write_record()
 
     def _admit(self, announced: Recovery) -> None:
         """Give ready processes their places, now that the ranks have left the generation before."""
         announced.time, announced.step = time.time(), self._last_step()
+        self._recoveries.append(announced)
         self._under_way, self._announced, self._first_steps = announced, None, {}
         for number in range(len(self.ranks), announced.world_size):
             spare = self._take_spare()
@@ -276,6 +275,8 @@ class ElasticSupervisor(RankSupervisor):
 
     def _begin_generation(self, failed: list[SupervisedRank], word: str, reason: str, size: int) -> None:
         """Record that ranks were lost, and say what follows."""
+        if self._under_way is not None:
+            self._under_way.approximation = pop_approximation(self.run_dir, self._generation)
         self._generation += 1
         self._generation_start = time.monotonic()
         self._in_a_row += 1
@@ -355,6 +356,7 @@ class ElasticSupervisor(RankSupervisor):
             if not under_way.ranks:
                 under_way.step = min(self._first_steps.values(), default=under_way.step)
             self._under_way, self._in_a_row = None, 0
+            self._note_oom_kills()
             since = "the loss" if under_way.ranks else "the one before ended"
             print(
                 f"generation {self._generation} has finished a step {passed_s:.1f} s after {since}"
@@ -372,7 +374,7 @@ class ElasticSupervisor(RankSupervisor):
         sentence = f"did not join the other ranks within {limit_s:.0f} s after {reason}"
         absent = [rank for rank in late if (status := rank.status()) is None or status.phase != "join"]
         for rank in absent or late:
-            fault = RankFault(rank.rank, socket.gethostname(), sentence)
+            fault = RankFault(rank.rank, rank.snapshot(self.hang_timeout_s).host, sentence)
             if self._in_a_row == MAX_RECOVERIES_IN_A_ROW:
                 self.hang_fault = self.hang_fault or fault
             else:

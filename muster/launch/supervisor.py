@@ -39,7 +39,7 @@ class RankSupervisor:
         self.kill_requested = False
         self.hang_fault: RankFault | None = None
         self._next_snapshot = 0.0
-        self._earlier_oom_kills = oom_kill_count()
+        self._note_oom_kills()
         self._stop_time: float | None = None
         """Time at which the ranks were asked to stop, on this machine's monotonic clock."""
         self._grace_s = grace_s
@@ -147,6 +147,10 @@ class RankSupervisor:
         for rank in self.running():
             rank.killed = True
             rank.kill()
+
+    def _note_oom_kills(self) -> None:
+        """Explain no later end of a rank by what the kernel has killed so far."""
+        self._earlier_oom_kills = oom_kill_count()
 
     def rank_exits(self, ranks: Sequence[SupervisedRank] | None = None) -> list[RankExit]:
         """Return how `ranks` ended; all of this launcher by default."""

@@ -80,6 +80,7 @@ def require_straggler_action_runs(train: TrainConfig, plan: Plan) -> None:
             ),
             "train.elastic true": train.elastic,
             "train.spares above 0": train.spares > 0,
+            "train.recovery copy, or replicas": train.recovery == "copy" or plan.dp_replicate > 1,
         },
         "replan": {
             "train.straggler_check_every above 0": train.straggler_check_every > 0,

@@ -32,7 +32,7 @@ def loss_causes(row: Row) -> Mapping[int, LossCause]:
 
 
 def recoveries_of(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return the recoveries, returns of lost ranks and changes of the plan, each as its rows: ranks that are lost
+    """Return the recoveries, returns of ranks and changes of the plan, each as its rows: ranks that are lost
     before a recovery has ended belong to it."""
     found: list[list[Row]] = [[row] for row in rows[:1]]
     for before, row in pairwise(rows):
@@ -56,7 +56,7 @@ def recoveries_note(run_dir: Path) -> str | None:
     changes = sum(rows[0].get("changes_plan", False) for rows in found)
     returns = len(found) - losses - changes
     counts = [f"{losses} {'recovery' if losses == 1 else 'recoveries'}"] * bool(losses)
-    counts += [f"{pluralize(returns, 'return')} of lost ranks"] * bool(returns)
+    counts += [f"{pluralize(returns, 'return')} of ranks"] * bool(returns)
     counts += [f"{pluralize(changes, 'change')} of the plan"] * bool(changes)
     last = f", the last {_MOST_TOLD}" if len(found) > _MOST_TOLD else ""
     return f"{' and '.join(counts)} without a restart{last}: {told}"
@@ -65,6 +65,8 @@ def recoveries_note(run_dir: Path) -> str | None:
 def _describe(rows: Sequence[Row]) -> str:
     last = rows[-1]
     took = "" if last["recovered_s"] is None else f" (next step finished after {last['recovered_s']:.1f} s)"
-    about = approximation_from_json(found).sentences if (found := last.get("approximation")) else []
+    about = [
+        one for row in rows if (found := row.get("approximation")) for one in approximation_from_json(found).sentences
+    ]
     reasons = " and ".join(row["reason"] for row in rows)
     return f"after step {last['step']}, when {reasons}{took}{''.join(f', {one}' for one in about)}"

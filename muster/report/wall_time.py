@@ -32,7 +32,7 @@ class WallTime:
     """Start, validation, and waiting for checkpoints."""
     restarts: int
     recoveries: int
-    """Recoveries, and returns of lost ranks, without a restart."""
+    """Recoveries, and returns of ranks, without a restart."""
 
     def to_json(self) -> dict[str, float]:
         """Return the parts as plain data."""

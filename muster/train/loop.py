@@ -180,7 +180,7 @@ class TrainingLoop:
         """Profile, resume, train and report; returns the exit code, or None where another generation of ranks
         follows."""
         self.started_at = time()
-        started_at = self.carried.started_at = self.carried.started_at or self.started_at
+        started_at = self.carried.started_at = self._first_start()
         profile = self._profile()
         if (
             profile is not None
@@ -246,6 +246,11 @@ class TrainingLoop:
                 self.world.wait_for_rank_0()
         self.checkpoint_manager.close()
         return code
+
+    def _first_start(self) -> float:
+        """Return the time at which the first generation was ready; all ranks call it. New processes don't know it."""
+        own = self.carried.started_at or self.started_at
+        return min(self.world.all_gather_object(own)) if self.world.generation else own
 
     def _profile(self) -> StageProfile | None:
         """Time the instructions, or take what an earlier generation has timed; all ranks call it. None where peers of a
@@ -359,6 +364,7 @@ class TrainingLoop:
         self._tokens_skipped = self._tokens_skipped + result.num_tokens if result.skip_reason else 0
         if self.config.data.hash_samples:
             self._hash_samples()
+        self._keep_counters()  # what follows may take long, and the update isn't made twice where a rank is lost in it
         meetings = () if self.trainer.outer is None else self.trainer.outer.pop_meetings()
         for meeting in meetings if self.is_main else ():
             if problem := self.meetings.append(null_non_finite(asdict(meeting))):
@@ -513,13 +519,13 @@ class TrainingLoop:
 
     def _resume(self) -> None:
         """Go on from the newest state that there is, and leave steps after it out of the records."""
-        kept, self.carried.kept = self.carried.kept, ()
         own = self.config, self.trainer, self.world, self.run_dir
-        loaded = StateLoader(*own, self.in_memory_checkpoint).load(kept)
+        loaded = StateLoader(*own, self.in_memory_checkpoint).load(self.carried.kept)
         if loaded.counters is not None:
             self._take_up(loaded.counters)
         self._renew_end_stage_copy()
         self._keep_counters()
+        self.carried.kept = ()  # only now: until all ranks have theirs, another loss needs what is kept
         if self.is_main and self.config.train.recovery == "checkfree" and self.world.generation:
             write_approximation(self.run_dir, self.world.generation, loaded.approximation)
         if self.in_memory_checkpoint is not None and self.config.train.elastic:
