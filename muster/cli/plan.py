@@ -227,7 +227,10 @@ def _pareto(args: argparse.Namespace) -> int:
     from muster.report.page import write_page
     from muster.report.pareto import front_json, front_lines, front_page, front_picture, front_table
 
-    found = pareto_front(_request(args), _budget(args))
+    asked = _request(args)
+    if asked.skip_fields:
+        raise ConfigError("--pareto weighs plans in which no stage is skipped: leave --pareto, or skipR, out")
+    found = pareto_front(asked, _budget(args))
     if args.html:
         write_page(args.html, front_page(found, f"{args.model} on {args.cluster}: Pareto front"))
     if args.json:

@@ -162,7 +162,7 @@ def _number(flag: str, text: str) -> float:
     except ValueError:
         number = math.nan
     is_finite = flag in ("--p2p-time", "--pair-time", "--vocab-parallel")
-    if math.isnan(number) or number < 0 or (is_finite and math.isinf(number)):
+    if math.isnan(number) or number < 0 or (is_finite and number >= _MAX_TOTAL_TIME):
         raise ConfigError(f"{flag}: expected a number >= 0, got '{text}'")
     return number
 
@@ -283,9 +283,11 @@ def _with_vocab_parallel(args: argparse.Namespace, request: "CompareRequest") ->
     from muster.spec.schedules import find_schedule
 
     score = _number("--vocab-parallel", args.vocab_parallel)
+    if not args.times[0]:
+        raise ConfigError("--vocab-parallel needs forwards that take time: expected --times F,I,W with F above 0")
     schedule, _ = make_with_best_chunks(args.name, request)
     setting = replace(request, chunks=schedule.chunks).spec(find_schedule(args.name))
-    unit = score / args.times[0] if args.times[0] else score
+    unit = score / args.times[0]
     return time_with_vocab_passes(schedule, VocabTimes(unit / 10, unit, unit / 2), setting)
 
 
@@ -306,8 +308,10 @@ def _read(args: argparse.Namespace) -> "tuple[Schedule, Timing, float | None]":
         schedule, pair_share = schedule_from_json(data), pair_share_from_json(data)
     except OSError as error:
         raise ConfigError(f"can't read {args.file}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{args.file} is not a schedule: {error}") from None
+    if (size := schedule.num_micro_batches * len(schedule.placement)) > _MAX_SIZE:
+        raise ConfigError(f"{args.file} has {size:,} stages × micro-batches: expected at most {_MAX_SIZE:,}")
     if args.pair_time is not None:
         if not schedule.pairs:
             raise ConfigError(

@@ -4,7 +4,7 @@ Whatever a search on the way comes upon that is better becomes the answer: the b
 that a reason compares with, a part of the cluster that is faster alone.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -193,14 +193,13 @@ def _with_skipped_stages(answer: PlanAnswer, fields: Mapping[str, Any], budget: 
     """Return the answer whose plan lets its micro-batches skip stages, found in the time that is left, with one try at
     least. Raises InfeasibleError where it can't."""
     evaluator, request = answer.search.evaluator, answer.request
-    asked = answer.first.plan.model_copy(update={**fields, "pinned_schedule": None})
-    require_legal(asked, request.model, request.workload, request.cluster)
     own = request.model, request.workload, request.cluster, request.framework
 
     def resolve(plan: Plan) -> Plan:
         return resolve_on_cluster(plan, *own, request.cost_cache, request.optim, lambda: budget.is_late)
 
-    plans = [resolve(asked)]
+    asked, best = _with_paths(answer, fields, resolve)
+    plans = [best]
     num_layers, times_of = request.model.num_layers, evaluator.costs.pass_times
     if "stages" not in request.fixed and asked.vpp == 1 and not budget.is_late:
         layers = layers_by_visits(plans[0], answer.first.plan, num_layers, times_of)
@@ -214,12 +213,12 @@ def _with_skipped_stages(answer: PlanAnswer, fields: Mapping[str, Any], budget: 
         )
     found = min(map(evaluator.evaluate, fitting), key=lambda one: one.value)
     plan = found.plan
-    share = f"{fields['skip_ratio']:.0%} of the stages"
-    line = (
-        f"with {share} skipped by each micro-batch the step would be longer: this plan skips none"
-        if plan.skip_ratio < fields["skip_ratio"]
-        else f"each micro-batch skips {share}, which changes what is trained"
-    )
+    share = f"{asked.skip_ratio:.0%} of the stages"
+    line = f"each micro-batch skips {share}, which changes what is trained"
+    if plan.skip_ratio < asked.skip_ratio:
+        line = f"with {share} skipped by each micro-batch the step would be longer: this plan skips none"
+    elif not asked.skip_ratio:
+        line = "no stage is skipped"
     ordinary = "1F1B" if plan.vpp == 1 else "interleaved 1F1B"
     what = "paths and places" if plan.stages == asked.stages else "paths, places and layers"
     line += f": the best plan of {ordinary}, with {what} found for its times"
@@ -227,6 +226,31 @@ def _with_skipped_stages(answer: PlanAnswer, fields: Mapping[str, Any], budget: 
     evaluator = evaluator.narrowed(replace(request, derived_lines=(*request.derived_lines, line)))
     search = replace(answer.search, result=replace(answer.result, evaluator=evaluator, best=[found]))
     return replace(answer, search=search, against=FirstPlan(found, evaluator, found.value), fastest=found)
+
+
+def _with_paths(answer: PlanAnswer, fields: Mapping[str, Any], resolve: Callable[[Plan], Plan]) -> tuple[Plan, Plan]:
+    """Return the answer's plan with these fields, and with paths found for it. Where its micro-batches are too few for
+    that, they are halved, as long as that makes the step shorter. Raises InfeasibleError where no size has paths."""
+    request, plan = answer.request, answer.first.plan
+    sizes = [plan.micro_batch_size]
+    while sizes[-1] % 2 == 0 and "micro_batch_size" not in request.fixed:
+        sizes.append(sizes[-1] // 2)
+    found: list[tuple[Plan, Plan]] = []
+    problems = []
+    for size in sizes:
+        asked = plan.model_copy(update={**fields, "pinned_schedule": None, "micro_batch_size": size})
+        require_legal(asked, request.model, request.workload, request.cluster)
+        try:
+            found.append((asked, resolve(asked)))
+        except InfeasibleError as error:
+            problems.append(error)
+            continue
+        values = [answer.search.evaluator.evaluate(plan).value for _, plan in found[-2:]]
+        if not problems or values[-1] > values[0]:
+            break
+    if not found:
+        raise problems[0]
+    return min(found, key=lambda both: answer.search.evaluator.evaluate(both[1]).value)
 
 
 def _weigh_islands(request: PlanRequest, search: PlanSearch, budget: SearchBudget) -> IslandComparison | None:

@@ -346,6 +346,11 @@ def has_slices(request: PlanRequest) -> bool:
     return request.fixed.get("sequence_slices", request.base.sequence_slices) > 1
 
 
+def is_asynchronous(request: PlanRequest) -> bool:
+    """Return True if the schedule has no flush after each step, as a search tries where it is required."""
+    return SCHEDULES[request.fixed.get("schedule", request.base.schedule)].is_asynchronous
+
+
 def _schedule_options(request: PlanRequest, pp: int) -> list[tuple[str, int]]:
     num_layers = request.model.num_layers
     required = request.fixed.get("schedule", "")

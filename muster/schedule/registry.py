@@ -17,6 +17,12 @@ def make_schedule(name: str, spec: ScheduleSpec) -> Schedule:
 
     Raises ConfigError for an unknown name, InfeasibleError if the schedule doesn't support the spec.
     """
+    require_runs(name, spec)
+    return schedule_function(find_schedule(name))(spec)
+
+
+def require_runs(name: str, spec: ScheduleSpec) -> None:
+    """Raise ConfigError for an unknown schedule, InfeasibleError if it doesn't support the spec."""
     entry = find_schedule(name)
     if entry.chunks not in (None, spec.chunks):
         stages = "one stage" if entry.chunks == 1 else f"{entry.chunks} stages"
@@ -32,7 +38,6 @@ def make_schedule(name: str, spec: ScheduleSpec) -> Schedule:
     if spec.num_slices > 1 and not entry.has_slices:
         legal = ", ".join(other for other, one in SCHEDULES.items() if one.has_slices)
         raise InfeasibleError(f"schedule {name} has no order for slices of sequences; those that have: {legal}")
-    return schedule_function(entry)(spec)
 
 
 def schedule_function(entry: ScheduleEntry) -> Callable[[ScheduleSpec], Schedule]:
@@ -44,7 +49,9 @@ def schedule_function(entry: ScheduleEntry) -> Callable[[ScheduleSpec], Schedule
 
 
 def solve_exact(spec: ScheduleSpec) -> ExactResult:
-    """Return the `exact` schedule with its optimality gap, starting from `auto`'s. Raises as `exact.solve`."""
+    """Return the `exact` schedule with its optimality gap, starting from `auto`'s. Raises as `exact.solve` and
+    `make_schedule`."""
+    require_runs("exact", spec)
     return solve(spec, auto_schedule(spec))
 
 

@@ -59,13 +59,17 @@ def schedule_from_json(data: Any) -> Schedule:
         words = zip(chain.from_iterable(data["ranks"]), chain.from_iterable(ranks), strict=True)
         pairs = frozenset(action for text, action in words if text.endswith(PAIRED))
         placement = tuple(int(stage["rank"]) for stage in stages)
-        name, count, slices = str(data["name"]), int(data["n_microbatches"]), int(data.get("n_slices", 1))
-        steps = int(data.get("n_steps", 1))
+        name = str(data["name"])
+        count, slices, steps = data["n_microbatches"], data.get("n_slices", 1), data.get("n_steps", 1)
+        if wrong := [number for number in (count, slices, steps) if not isinstance(number, int)]:
+            raise ValueError(f"n_microbatches, n_slices and n_steps are whole numbers, got {wrong[0]!r}")
         paths = tuple(tuple(int(stage) for stage in path) for path in data.get("paths", ()))
     except KeyError as error:
         raise ValueError(f"key {error} is missing") from None
     except (TypeError, AttributeError):
         raise ValueError("expected one object as 'muster schedule NAME --json' prints it") from None
+    if not stages:
+        raise ValueError("it has no stages")
     if places != [(index, *divmod(index, depth)) for index in range(replicas * depth)]:
         raise ValueError("stages are numbered replica by replica, in each by depth: index = replica × depths + depth")
     if data.get("n_ranks", len(ranks)) != len(ranks):

@@ -16,6 +16,7 @@ from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import ScheduleSpec
 from muster.schedule.timing import PassTimes, Timing, time_passes
 from muster.spec.errors import InfeasibleError
+from muster.spec.schedules import SCHEDULES
 
 LOOKAHEAD = 2
 """Micro-batches whose embeddings are looked up before the first stage needs them."""
@@ -74,12 +75,16 @@ def add_vocab_passes(schedule: Schedule, times: VocabTimes, spec: ScheduleSpec |
 def time_with_vocab_passes(schedule: Schedule, times: VocabTimes, spec: ScheduleSpec) -> tuple[Schedule, Timing]:
     """Return the schedule with its vocabulary passes and their timing, for `muster schedule`.
 
-    Raises InfeasibleError for two replicas, and if a rank then exceeds the spec's memory limit.
+    Raises InfeasibleError for two replicas, several steps or paths, and if a rank then exceeds the spec's memory limit.
     """
     if schedule.replicas > 1:
         raise InfeasibleError(
             f"vocabulary parallelism needs a schedule of one replica; {schedule.name} has {schedule.replicas}"
         )
+    entry = SCHEDULES.get(schedule.name)
+    if schedule.paths or (entry is not None and entry.is_asynchronous):
+        why = "whose micro-batches have paths of their own" if schedule.paths else "which has no flush after each step"
+        raise InfeasibleError(f"vocabulary parallelism doesn't go with {schedule.name}, {why}")
     vocab_schedule = add_vocab_passes(schedule, times, spec)
     vocab_times = times.scaled(sum(spec.forward_s) / spec.num_ranks)
     passes_s = {Kind.F: spec.forward_s, Kind.I: spec.input_backward_s, Kind.W: spec.weight_backward_s}

@@ -28,6 +28,7 @@ from muster.spec.routing_load import ExpertPlacement
 from muster.spec.schedules import (
     DEFAULT_MIN_VISITS,
     DEFAULT_SCHEDULE,
+    MAX_FLUSH_EVERY,
     SCHEDULES,
     ScheduleEntry,
     stage_placement,
@@ -124,7 +125,7 @@ class Plan(Frozen):
     places them by their load; empty: in their own order."""
     schedule: str = DEFAULT_SCHEDULE
     """Pipeline schedule."""
-    flush_every: int = Field(default=16, ge=1, le=256)
+    flush_every: int = Field(default=16, ge=1, le=MAX_FLUSH_EVERY)
     """Steps between two flushes of the pipeline, in an asynchronous schedule: after them, and at every save and
     validation, all ranks have the same version of the weights."""
     skip_ratio: float = Field(default=0.0, ge=0, lt=1)
@@ -342,8 +343,7 @@ class Plan(Frozen):
         return None if self.pp_rank(other) == self.pp_rank(stage) else other
 
     def local_micro_batch_size(self, stage: int) -> int:
-        """Return the sequences of a micro-batch on each data-parallel rank of a stage: every stage cuts the same
-        micro-batch."""
+        """Return the sequences of a micro-batch on each data-parallel rank of a stage; every stage cuts the same."""
         return self.micro_batch_size * self.mesh(0).dp_size // self.mesh(stage).dp_size
 
     def mesh(self, stage: int) -> Mesh:

@@ -12,7 +12,7 @@ from muster.spec.former_names import current_plan_part, report_renames
 from muster.spec.layer_strategy import LayerStrategy, Recompute
 from muster.spec.mesh_axes import DEGREE_FIELDS
 from muster.spec.plan import Plan, Precision, StageSpec
-from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
+from muster.spec.schedules import DEFAULT_SCHEDULE, MAX_FLUSH_EVERY, SCHEDULES
 from muster.spec.suggest import did_you_mean
 
 _RECOMPUTE: dict[str, Recompute] = {
@@ -405,6 +405,8 @@ def _parse_part(token: str, text: str) -> dict[str, Any]:
                 "uneven_micro_batches", ()
             ):
                 raise ConfigError(f"plan name '{text}': '{token}' is 0, but degrees and sizes start at 1")
+            if given.get("flush_every", 1) > MAX_FLUSH_EVERY:
+                raise ConfigError(f"plan name '{text}': '{token}' is more than the {MAX_FLUSH_EVERY} steps of a flush")
             return given
     if re.search(r"\d{10}", token, re.ASCII):
         raise ConfigError(f"plan name '{text}': '{token}' has a number of more than 9 digits")

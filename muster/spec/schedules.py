@@ -138,6 +138,8 @@ DEFAULT_MIN_VISITS = 0.25
 
 DEFAULT_SCHEDULE = "1f1b"
 """Schedule of a plan that names none; with one pipeline rank it is plain gradient accumulation."""
+MAX_FLUSH_EVERY = 256
+"""Most steps between two flushes of an asynchronous pipeline."""
 
 SCHEDULES: dict[str, ScheduleEntry] = {
     "gpipe": ScheduleEntry(

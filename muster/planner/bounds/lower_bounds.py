@@ -29,6 +29,7 @@ from muster.planner.space import (
     ScheduleChoice,
     axis_orders,
     has_slices,
+    is_asynchronous,
     plan_of_choice,
     recompute_modes,
 )
@@ -138,8 +139,8 @@ class LowerBounds:
 
     def _value(self, step_s: float) -> float:
         """Return the value of a step in the unit of the objective; 0 with slices of sequences, whose pipeline fills and
-        drains faster."""
-        if self.request.objective == "memory" or has_slices(self.request):
+        drains faster, and in an asynchronous schedule, whose pipeline does so once in several steps."""
+        if self.request.objective == "memory" or has_slices(self.request) or is_asynchronous(self.request):
             return 0.0
         whole = self._least_round
         mean_s = step_s if whole is None else replace(whole, step_s=step_s).round_s / whole.outer.every
