@@ -260,6 +260,12 @@ def test_no_bound_is_above_a_simulated_time_where_layers_are_frozen() -> None:
     assert plan.prediction.step_time_s < predict(SMALL, plan.plan, WORK, request.cluster).step_time_s
 
 
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+def test_no_bound_is_above_a_simulated_time_of_several_steps_without_a_flush(schedule: str) -> None:
+    """The pipeline fills and drains once in sixteen steps."""
+    assert_bounds_hold(PlanRequest(SMALL, load_cluster("4xh100"), WORK, fixed={"cp": 1, "schedule": schedule}))
+
+
 def assert_bounds_hold(request: PlanRequest) -> None:
     evaluator, looked = PlanEvaluator(request), 0
     for shape in mesh_shapes(request):

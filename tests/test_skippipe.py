@@ -327,6 +327,22 @@ def test_stages_that_fewer_micro_batches_see_get_more_layers(capsys: pytest.Capt
     assert (two_a_rank.schedule, two_a_rank.num_stages) == ("skippipe", 8)
 
 
+def test_micro_batches_are_halved_until_there_are_paths(capsys: pytest.CaptureFixture[str]) -> None:
+    """The best ordinary pipeline has a single micro-batch, which can't leave out one of four stages for the others."""
+    job = ["--model", "tiny", "--cluster", "4xa100", "--seq-len", "256", "--global-batch", "16", "--effort", "0.1"]
+
+    def answer(require: str) -> dict[str, Any]:
+        assert main(["plan", *job, "--require", require, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    fields = answer("pp4-skip0.25")["plans"][0]["fields"]
+    assert (fields["skip_ratio"], fields["micro_batch_size"]) == (0.25, 8)
+    for word in ("pp4-mb1-skip0", "pp4-mb1-sskippipe"):
+        assert any("no stage is skipped: the best plan of 1F1B" in line for line in answer(word)["derived"])
+    assert main(["plan", *job, "--require", "pp4-mb1-skip0.25", "--pareto"]) == 2
+    assert "--pareto weighs plans in which no stage is skipped" in capsys.readouterr().err
+
+
 def test_stages_lie_where_links_are_fast() -> None:
     """Ranks along a line in another order are found again, in either direction."""
     line = [2, 0, 3, 1, 4]
