@@ -37,9 +37,11 @@ def main() -> None:
     """Measure both ways and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plan", default="dp4")
-    parser.add_argument("--losses", type=int, default=5)
+    parser.add_argument("--losses", type=int, default=4, help="at most one for each rank: those that began are lost")
     args = parser.parse_args()
     ranks = parse_plan_name(args.plan).world_size
+    if not 0 < args.losses <= ranks:
+        parser.error(f"--losses: expected 1 to {ranks}, the ranks of {args.plan}, got {args.losses}")
     ways = {"same processes": (ELASTIC, 0), "restart of all": (RESTARTS, 0), "torchrun's restart": (TORCHRUN, ranks)}
     first: float | None = None
     for name, (how, torchrun_ranks) in ways.items():
