@@ -1,7 +1,7 @@
 """Time from the death of a rank to the next finished step: in the same processes, by a restart of all, by torchrun, and
 of replicas under torchft.
 
-    python benchmarks/recovery.py --plan dp4 --losses 5
+    python benchmarks/recovery.py --plan dp4 --losses 4
 
 Kills ranks of a run of the preset `tiny`, one after the other: under `train.elastic`; under `train.restarts` with an
 in-memory checkpoint of each step; and under torchrun, which starts all ranks again, with a checkpoint of each step on
@@ -37,11 +37,13 @@ def main() -> None:
     """Measure both ways and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plan", default="dp4")
-    parser.add_argument("--losses", type=int, default=4, help="at most one for each rank: those that began are lost")
+    parser.add_argument(
+        "--losses", type=int, default=4, help="ranks to kill, one after another: at most as many as the plan has"
+    )
     args = parser.parse_args()
     ranks = parse_plan_name(args.plan).world_size
     if not 0 < args.losses <= ranks:
-        parser.error(f"--losses: expected 1 to {ranks}, the ranks of {args.plan}, got {args.losses}")
+        parser.error(f"--losses: expected 1 to {ranks}, as {args.plan} has ranks, got {args.losses}")
     ways = {"same processes": (ELASTIC, 0), "restart of all": (RESTARTS, 0), "torchrun's restart": (TORCHRUN, ranks)}
     first: float | None = None
     for name, (how, torchrun_ranks) in ways.items():

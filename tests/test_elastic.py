@@ -277,7 +277,7 @@ def test_only_the_loss_after_an_oom_kill_is_explained_by_it(tmp_path: Path, monk
 def test_a_return_that_a_loss_forestalls_is_not_in_the_record(tmp_path: Path) -> None:
     job = ElasticSupervisor(tmp_path, 1.0, None, Elasticity(0, (2,)))
     job._announce(4, "2 ranks came back")
-    lost = SimpleNamespace(rank=1, last_alive=0.0, fault=RankFault(1, "a", "hangs"))
+    lost = SimpleNamespace(rank=1, last_alive=0.0, exit_code=-9, fault=RankFault(1, "a", "hangs"))
     job._begin_generation([lost], "rank 1 hangs", "rank 1 hangs", 2)  # type: ignore[list-item]
     job._write_record()
     assert [row["reason"] for row in recoveries(tmp_path)] == ["rank 1 hangs"]
@@ -288,10 +288,11 @@ def test_a_stage_that_is_rebuilt_before_another_loss_stays_in_the_record(tmp_pat
     job = ElasticSupervisor(tmp_path, 1.0, None, ONE_SPARE)
     approximations = [Approximation((RebuiltStage(rank, (rank - 1, rank + 1), (0.5, 0.5)),)) for rank in (2, 1)]
     for generation, rank in ((1, 2), (2, 1), (3, 0)):
-        lost = SimpleNamespace(rank=rank, last_alive=0.0, fault=RankFault(rank, "a", "hangs"))
+        lost = SimpleNamespace(rank=rank, last_alive=0.0, exit_code=-9, fault=RankFault(rank, "a", "hangs"))
         job._begin_generation([lost], "a loss", "a loss", 4)  # type: ignore[list-item]
         if generation < 3:
             write_approximation(tmp_path, generation, approximations[generation - 1])
+    job._write_record()
     assert [one.approximation for one in job._recoveries] == [*approximations, None]
 
 

@@ -204,7 +204,7 @@ def test_a_plan_beyond_names_ends_in_its_hash(plan):
         ("dp2x0", "'dp2x0' is 0"),
         ("mb0", "'mb0' is 0"),
         ("dp" + "9" * 5000, "more than 9 digits"),
-        ("pp4-spipedream-flush300", "'flush300' is more than the 256 steps of a flush"),
+        ("pp4-spipedream-flush300", "'flush300' flushes too rarely: expected at most flush256"),
         ("pp4-skip0.1234567", "'skip0.1234567' has a number of more than 6 decimals"),
     ],
 )

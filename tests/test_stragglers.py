@@ -116,6 +116,21 @@ def test_what_is_slow_is_named_within_20_steps(name, seed):
     assert [(one.kind, one.ranks) for one in over] == [(kind, ranks)]
 
 
+@pytest.mark.parametrize("begin", [1, 2, 3, 7, 8, 9, 30])
+def test_one_of_two_ranks_is_named_however_early_it_is_slow(begin: int) -> None:
+    """Its slowness is the only change of the ratio between both, and no noise."""
+    random, detector = Random(begin), StragglerDetector()
+    units = comparable_units(parse_plan_name("dp2-z1"), [0.2, 0.2], shares_cores=False)
+    named: list[tuple[int, ...]] = []
+    for check in range(begin + 20 // EVERY):
+        slow = 1.5 if check >= begin else 1.0
+        passes_s = [0.2 * random.lognormvariate(0, 0.02) * factor for factor in (1.0, slow)]
+        times = [replace(QUIET, compute_s=one, median_compute_s=one, link_s=()) for one in passes_s]
+        found = find_stragglers(times, [0.2, 0.2], units, noise=detector.noise)
+        named += [one.ranks for one in detector.update(found)[0]]
+    assert named == [(1,)]
+
+
 def test_noise_in_a_product_does_not_hide_a_slow_group() -> None:
     """The product of one of its ranks takes longer than the others', by chance, in one comparison or another."""
     group = {("compute_s", rank): 1.5 for rank in (2, 3)}

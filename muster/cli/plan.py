@@ -229,7 +229,9 @@ def _pareto(args: argparse.Namespace) -> int:
 
     asked = _request(args)
     if asked.skip_fields:
-        raise ConfigError("--pareto weighs plans in which no stage is skipped: leave --pareto, or skipR, out")
+        raise ConfigError(
+            "--pareto weighs plans in which no stage is skipped: leave out --pareto, or skipR in --require"
+        )
     found = pareto_front(asked, _budget(args))
     if args.html:
         write_page(args.html, front_page(found, f"{args.model} on {args.cluster}: Pareto front"))

@@ -156,14 +156,15 @@ def _times(text: str) -> tuple[float, float, float]:
 
 
 def _number(flag: str, text: str) -> float:
-    """Parse a number of at least 0; times must be finite."""
+    """Parse a number of at least 0; times must be below `_MAX_TOTAL_TIME`."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
     is_finite = flag in ("--p2p-time", "--pair-time", "--vocab-parallel")
     if math.isnan(number) or number < 0 or (is_finite and number >= _MAX_TOTAL_TIME):
-        raise ConfigError(f"{flag}: expected a number >= 0, got '{text}'")
+        most = f" and below {_MAX_TOTAL_TIME:g}" if is_finite and number > 0 else ""
+        raise ConfigError(f"{flag}: expected a number >= 0{most}, got '{text}'")
     return number
 
 
@@ -284,7 +285,9 @@ def _with_vocab_parallel(args: argparse.Namespace, request: "CompareRequest") ->
 
     score = _number("--vocab-parallel", args.vocab_parallel)
     if not args.times[0]:
-        raise ConfigError("--vocab-parallel needs forwards that take time: expected --times F,I,W with F above 0")
+        raise ConfigError(
+            "--vocab-parallel needs forwards that take time: expected --times F,I,W with F above 0, got F = 0"
+        )
     schedule, _ = make_with_best_chunks(args.name, request)
     setting = replace(request, chunks=schedule.chunks).spec(find_schedule(args.name))
     unit = score / args.times[0]

@@ -275,14 +275,13 @@ class ElasticSupervisor(RankSupervisor):
 
     def _begin_generation(self, failed: list[SupervisedRank], word: str, reason: str, size: int) -> None:
         """Record that ranks were lost, and say what follows."""
-        if self._under_way is not None:
-            self._under_way.approximation = pop_approximation(self.run_dir, self._generation)
         self._generation += 1
         self._generation_start = time.monotonic()
         self._in_a_row += 1
         lost = [rank.rank for rank in failed]
         begin = min(rank.last_alive for rank in failed)
         causes: list[LossCause] = [self._cause(rank) for rank in failed]
+        self._use_up_oom_kills(failed)
         self._under_way = Recovery(begin, self._generation, self._last_step(), lost, causes, reason, size)
         self._announced = None
         self._recoveries.append(self._under_way)
@@ -352,11 +351,9 @@ class ElasticSupervisor(RankSupervisor):
             for rank, status in joined.items()
         ):
             under_way.recovered_s = passed_s
-            under_way.approximation = pop_approximation(self.run_dir, self._generation)
             if not under_way.ranks:
                 under_way.step = min(self._first_steps.values(), default=under_way.step)
             self._under_way, self._in_a_row = None, 0
-            self._note_oom_kills()
             since = "the loss" if under_way.ranks else "the one before ended"
             print(
                 f"generation {self._generation} has finished a step {passed_s:.1f} s after {since}"
@@ -403,7 +400,9 @@ class ElasticSupervisor(RankSupervisor):
             self.hang_fault = None
 
     def _write_record(self) -> None:
-        """Write the run's recoveries, those of earlier attempts first."""
+        """Write the run's recoveries, those of earlier attempts first, with what ranks have told of them by now."""
+        for one in self._recoveries:
+            one.approximation = one.approximation or pop_approximation(self.run_dir, one.generation)
         try:
             rows = [*self._earlier, *map(asdict, self._recoveries)]
             write_atomically(self.run_dir / RECOVERIES_FILE, "".join(json.dumps(row) + "\n" for row in rows))

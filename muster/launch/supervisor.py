@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from muster.launch.exit_status import ExitStatus, RankExit, determine_exit_status
@@ -39,7 +39,7 @@ class RankSupervisor:
         self.kill_requested = False
         self.hang_fault: RankFault | None = None
         self._next_snapshot = 0.0
-        self._note_oom_kills()
+        self._earlier_oom_kills = oom_kill_count()
         self._stop_time: float | None = None
         """Time at which the ranks were asked to stop, on this machine's monotonic clock."""
         self._grace_s = grace_s
@@ -148,9 +148,13 @@ class RankSupervisor:
             rank.killed = True
             rank.kill()
 
-    def _note_oom_kills(self) -> None:
-        """Explain no later end of a rank by what the kernel has killed so far."""
-        self._earlier_oom_kills = oom_kill_count()
+    def _use_up_oom_kills(self, ended: Iterable[SupervisedRank]) -> None:
+        """Explain no later end of a rank by the kills of the kernel that have explained these."""
+        kills = oom_kill_count()
+        if kills is None or self._earlier_oom_kills is None:
+            return
+        used = sum(rank.exit_code == -signal.SIGKILL for rank in ended)
+        self._earlier_oom_kills = min(kills, self._earlier_oom_kills + used)
 
     def rank_exits(self, ranks: Sequence[SupervisedRank] | None = None) -> list[RankExit]:
         """Return how `ranks` ended; all of this launcher by default."""

@@ -198,13 +198,15 @@ def _with_skipped_stages(answer: PlanAnswer, fields: Mapping[str, Any], budget: 
     def resolve(plan: Plan) -> Plan:
         return resolve_on_cluster(plan, *own, request.cost_cache, request.optim, lambda: budget.is_late)
 
-    asked, best = _with_paths(answer, fields, resolve)
+    asked, best = _with_paths(answer, fields, resolve, budget)
     plans = [best]
+    ordinary = answer.first.plan.model_copy(update={"micro_batch_size": asked.micro_batch_size})
     num_layers, times_of = request.model.num_layers, evaluator.costs.pass_times
     if "stages" not in request.fixed and asked.vpp == 1 and not budget.is_late:
-        layers = layers_by_visits(plans[0], answer.first.plan, num_layers, times_of)
+        layers = layers_by_visits(plans[0], ordinary, num_layers, times_of)
         with suppress(InfeasibleError):
             plans += [resolve(with_layers(asked, layers))] if layers else []
+    is_late = budget.is_late
     fitting = [plan for plan in plans if evaluator.memory_budget.fits(plan)]
     if not fitting:
         raise InfeasibleError(
@@ -219,38 +221,46 @@ def _with_skipped_stages(answer: PlanAnswer, fields: Mapping[str, Any], budget: 
         line = f"with {share} skipped by each micro-batch the step would be longer: this plan skips none"
     elif not asked.skip_ratio:
         line = "no stage is skipped"
-    ordinary = "1F1B" if plan.vpp == 1 else "interleaved 1F1B"
+    kind = "1F1B" if plan.vpp == 1 else "interleaved 1F1B"
     what = "paths and places" if plan.stages == asked.stages else "paths, places and layers"
-    line += f": the best plan of {ordinary}, with {what} found for its times"
-    line += " until the time was over" * budget.is_late
+    line += f": the best plan of {kind}, with {what} found for its times"
+    line += "; the time limit ended the search for them" * is_late
     evaluator = evaluator.narrowed(replace(request, derived_lines=(*request.derived_lines, line)))
     search = replace(answer.search, result=replace(answer.result, evaluator=evaluator, best=[found]))
     return replace(answer, search=search, against=FirstPlan(found, evaluator, found.value), fastest=found)
 
 
-def _with_paths(answer: PlanAnswer, fields: Mapping[str, Any], resolve: Callable[[Plan], Plan]) -> tuple[Plan, Plan]:
-    """Return the answer's plan with these fields, and with paths found for it. Where its micro-batches are too few for
-    that, they are halved, as long as that makes the step shorter. Raises InfeasibleError where no size has paths."""
-    request, plan = answer.request, answer.first.plan
+def _with_paths(
+    answer: PlanAnswer, fields: Mapping[str, Any], resolve: Callable[[Plan], Plan], budget: SearchBudget
+) -> tuple[Plan, Plan]:
+    """Return the answer's plan with these fields, and the same with paths found for it.
+
+    Where its micro-batches are too few for paths, they are halved until there are some, and further as long as the step
+    gets shorter and there is time. Raises InfeasibleError where no size has paths.
+    """
+    request, plan, evaluator = answer.request, answer.first.plan, answer.search.evaluator
     sizes = [plan.micro_batch_size]
     while sizes[-1] % 2 == 0 and "micro_batch_size" not in request.fixed:
         sizes.append(sizes[-1] // 2)
-    found: list[tuple[Plan, Plan]] = []
+    found: list[tuple[float, Plan, Plan]] = []
     problems = []
     for size in sizes:
         asked = plan.model_copy(update={**fields, "pinned_schedule": None, "micro_batch_size": size})
-        require_legal(asked, request.model, request.workload, request.cluster)
         try:
-            found.append((asked, resolve(asked)))
+            require_legal(asked, request.model, request.workload, request.cluster)
+            resolved = resolve(asked)
         except InfeasibleError as error:
             problems.append(error)
             continue
-        values = [answer.search.evaluator.evaluate(plan).value for _, plan in found[-2:]]
-        if not problems or values[-1] > values[0]:
+        if not problems:
+            return asked, resolved
+        found.append((evaluator.evaluate(resolved).value, asked, resolved))
+        if budget.is_late or found[-1][0] > found[0][0]:
             break
     if not found:
         raise problems[0]
-    return min(found, key=lambda both: answer.search.evaluator.evaluate(both[1]).value)
+    _, asked, resolved = min(found, key=lambda one: one[0])
+    return asked, resolved
 
 
 def _weigh_islands(request: PlanRequest, search: PlanSearch, budget: SearchBudget) -> IslandComparison | None:

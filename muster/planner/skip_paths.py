@@ -36,7 +36,7 @@ def resolve_on_cluster(
 
     Of several schedules the one whose simulated step is shortest is taken; where none that skips stages is shorter than
     the best that skips none, that one, with a `skip_ratio` of 0. Where devices differ stages stay where they are. Once
-    `is_late` says so, the best of those found by then is taken, which are one at least.
+    `is_late` returns True, the best of those found so far is taken; at least one always is.
     Raises InfeasibleError where no paths keep to the plan's limits, or the plan doesn't fit the cluster.
     """
     cache = cache or CostCache()

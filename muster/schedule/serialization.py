@@ -61,8 +61,9 @@ def schedule_from_json(data: Any) -> Schedule:
         placement = tuple(int(stage["rank"]) for stage in stages)
         name = str(data["name"])
         count, slices, steps = data["n_microbatches"], data.get("n_slices", 1), data.get("n_steps", 1)
-        if wrong := [number for number in (count, slices, steps) if not isinstance(number, int)]:
-            raise ValueError(f"n_microbatches, n_slices and n_steps are whole numbers, got {wrong[0]!r}")
+        for key, number in (("n_microbatches", count), ("n_slices", slices), ("n_steps", steps)):
+            if type(number) is not int:
+                raise ValueError(f"{key} is {number!r}, expected a whole number")
         paths = tuple(tuple(int(stage) for stage in path) for path in data.get("paths", ()))
     except KeyError as error:
         raise ValueError(f"key {error} is missing") from None

@@ -75,7 +75,8 @@ def add_vocab_passes(schedule: Schedule, times: VocabTimes, spec: ScheduleSpec |
 def time_with_vocab_passes(schedule: Schedule, times: VocabTimes, spec: ScheduleSpec) -> tuple[Schedule, Timing]:
     """Return the schedule with its vocabulary passes and their timing, for `muster schedule`.
 
-    Raises InfeasibleError for two replicas, several steps or paths, and if a rank then exceeds the spec's memory limit.
+    Raises InfeasibleError for two replicas, an asynchronous schedule or paths, and if a rank then exceeds the spec's
+    memory limit.
     """
     if schedule.replicas > 1:
         raise InfeasibleError(

@@ -44,6 +44,8 @@ NOISE_SIGMAS = 2.5
 """Standard deviations of the noise by which a time must be above the others'."""
 NOISE_CHECKS = 40
 """Checks from which the noise is known."""
+QUARTILE_CHECKS = 8
+"""Checks from which the upper quartile of the changes counts, too."""
 CONFIRMING_CHECKS = 3
 """Checks in a row that have to find a straggler: with one every 5 steps it is named within 20 of its first."""
 MOST_OF = 0.6
@@ -165,6 +167,8 @@ class NoiseEstimate:
             return 1.0
         changes.extend(abs(a - b) for a, b in zip(now, before, strict=True))
         _, middle, upper = quantiles(changes, method="inclusive")
+        if len(changes) < QUARTILE_CHECKS * len(now):  # of so few one that has just become slow would be the quartile
+            upper = 0.0
         sigma = max(1.4826 * middle, upper / 1.1503) / sqrt(2) * sqrt(len(now) / (len(now) - 1))
         return exp(NOISE_SIGMAS * sigma)
 

@@ -343,7 +343,7 @@ class Plan(Frozen):
         return None if self.pp_rank(other) == self.pp_rank(stage) else other
 
     def local_micro_batch_size(self, stage: int) -> int:
-        """Return the sequences of a micro-batch on each data-parallel rank of a stage; every stage cuts the same."""
+        """Return the sequences of a micro-batch on each data-parallel rank, which all stages cut alike."""
         return self.micro_batch_size * self.mesh(0).dp_size // self.mesh(stage).dp_size
 
     def mesh(self, stage: int) -> Mesh:

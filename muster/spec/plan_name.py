@@ -406,7 +406,9 @@ def _parse_part(token: str, text: str) -> dict[str, Any]:
             ):
                 raise ConfigError(f"plan name '{text}': '{token}' is 0, but degrees and sizes start at 1")
             if given.get("flush_every", 1) > MAX_FLUSH_EVERY:
-                raise ConfigError(f"plan name '{text}': '{token}' is more than the {MAX_FLUSH_EVERY} steps of a flush")
+                raise ConfigError(
+                    f"plan name '{text}': '{token}' flushes too rarely: expected at most flush{MAX_FLUSH_EVERY}"
+                )
             return given
     if re.search(r"\d{10}", token, re.ASCII):
         raise ConfigError(f"plan name '{text}': '{token}' has a number of more than 9 digits")

@@ -521,13 +521,13 @@ class TrainingLoop:
         """Go on from the newest state that there is, and leave steps after it out of the records."""
         own = self.config, self.trainer, self.world, self.run_dir
         loaded = StateLoader(*own, self.in_memory_checkpoint).load(self.carried.kept)
+        if self.is_main and self.config.train.recovery == "checkfree" and self.world.generation:
+            write_approximation(self.run_dir, self.world.generation, loaded.approximation)
         if loaded.counters is not None:
             self._take_up(loaded.counters)
         self._renew_end_stage_copy()
         self._keep_counters()
         self.carried.kept = ()  # only now: until all ranks have theirs, another loss needs what is kept
-        if self.is_main and self.config.train.recovery == "checkfree" and self.world.generation:
-            write_approximation(self.run_dir, self.world.generation, loaded.approximation)
         if self.in_memory_checkpoint is not None and self.config.train.elastic:
             self.in_memory_checkpoint.begin_after(self.trainer.step_count, self.world.all_gather_object)
         if self.is_main:

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from math import ceil
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal, NamedTuple
@@ -33,7 +34,7 @@ from muster.train.trainer import Trainer
 PASSES = frozenset((Kind.F, Kind.B, Kind.I, Kind.W, Kind.S, Kind.T))
 
 PRODUCTS_IN_CHECK = 5
-"""Steps, evenly spread over those of a check, after which a CPU multiplies: others use its cores now and then."""
+"""Steps of a check, evenly spread, after which a CPU multiplies, at most: others use its cores now and then."""
 REPEATS_ON_CPU = 3
 """Products after each of them; the first finds cold caches."""
 MOST_DOUBLINGS = 6
@@ -62,8 +63,8 @@ class StragglerMonitor:
         self.world: World = trainer.world
         self.detector = StragglerDetector()
         self._results: deque[StepResult] = deque(maxlen=every)
-        self._products: deque[ProductProbe] = deque(maxlen=min(every, PRODUCTS_IN_CHECK))
-        """Products of the last steps, on a CPU."""
+        self._products: list[ProductProbe] = []
+        """Products since the last check, on a CPU."""
         self._num_checks = 0
         self._messages: tuple[float | None, ...] = ()
         """Times of the messages of the comparison before."""
@@ -81,7 +82,7 @@ class StragglerMonitor:
     def after_step(self, result: StepResult) -> StragglerCheck | None:
         """Take a step's times and, every few steps, compare those of all ranks; None where that isn't due."""
         self._results.append(result)
-        if self.world.device.type == "cpu" and result.step % max(1, self.every // PRODUCTS_IN_CHECK) == 0:
+        if self.world.device.type == "cpu" and result.step % ceil(self.every / PRODUCTS_IN_CHECK) == 0:
             self._products.append(probe_product(self.world.device, REPEATS_ON_CPU))
         if result.step % self.every or len(self._results) < self.every:
             return None
@@ -144,7 +145,7 @@ class StragglerMonitor:
             if one.step in steps
         ]
         messages = time_messages(self.world)
-        products = self._products or [probe_product(self.world.device)]
+        products, self._products = self._products or [probe_product(self.world.device)], []
         link_s, self._messages = shorter_links(messages, self._messages or messages), messages
         return RankTimes(
             min(sums_s, default=0.0),

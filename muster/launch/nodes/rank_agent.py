@@ -95,8 +95,7 @@ class RankAgent(RankSupervisor):
                 self._told.add(number)
                 (end,) = self.rank_exits([rank])
                 self._group.send("ended", process=number, last_alive=rank.last_alive, end=end.to_json())
-        if any(rank.exit_code is not None for rank in processes.values()):
-            self._note_oom_kills()
+        self._use_up_oom_kills(processes.values())
         if time.monotonic() >= self._next_sending:
             self._next_sending = time.monotonic() + _SNAPSHOT_INTERVAL_S
             seen = {n: rank.snapshot(self.hang_timeout_s) for n, rank in processes.items() if rank.exit_code is None}
