@@ -146,7 +146,14 @@ def test_the_sum_over_any_number_of_ranks_is_right(size: int) -> None:
 
 def test_a_wrong_sum_is_found() -> None:
     world: Any = SimpleNamespace(device=CPU, size=4, barrier=lambda: None, all_reduce=lambda x: x.mul_(3))
-    with pytest.raises(MusterError, match="over 4 ranks gave 3 and 3: expected 4"):
+    with pytest.raises(MusterError, match="over 4 ranks gave 3 in 4,194,304 of 4,194,304 places: expected 4"):
+        time_all_reduces(world)
+
+    def reduce_wrongly(x: torch.Tensor) -> None:
+        x.mul_(4)[12_345] = 5
+
+    world.all_reduce = reduce_wrongly
+    with pytest.raises(MusterError, match="over 4 ranks gave 5 in 1 of 4,194,304 places: expected 4"):
         time_all_reduces(world)
 
 

@@ -93,6 +93,21 @@ def test_a_slow_disk_is_no_wrong_clock(tmp_path: Path, monkeypatch: pytest.Monke
         assert findings(DoctorRequest(tmp_path))["clocks"].level == level
 
 
+def test_a_container_has_what_its_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_CGROUP", tmp_path)
+    only(monkeypatch, "memory")
+    whole = findings(DoctorRequest(tmp_path))["memory"].sentence
+    for name, text in (
+        ("max", f"{2 << 30}\n"),
+        ("current", f"{3 << 29}"),
+        ("stat", f"anon 5\ninactive_file {1 << 29}\n"),
+    ):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert findings(DoctorRequest(tmp_path))["memory"].sentence == "1.0 of 2.0 GiB of memory are free"
+    (tmp_path / "memory.max").write_text("max\n")
+    assert findings(DoctorRequest(tmp_path))["memory"].sentence.split(" of ", 1)[1] == whole.split(" of ", 1)[1]
+
+
 def test_each_problem_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "disk")
     (tmp_path / "file").write_text("")

@@ -6,7 +6,14 @@ from heapq import heappop, heappush
 
 import pytest
 
-from muster.planner.failures import ExpectedTimes, FailureModel, best_interval_s, expected_times, waiting_share
+from muster.planner.failures import (
+    ExpectedTimes,
+    FailureModel,
+    best_interval_s,
+    expected_times,
+    waiting_s,
+    waiting_share,
+)
 from muster.spec.errors import ConfigError
 
 
@@ -81,6 +88,56 @@ def simulated_waiting(nodes_in_repair: float, spares: int, repairs: int = 60_000
             waiting += back[0] - now
             now = heappop(back)
     return waiting / now
+
+
+def simulated_whole(work_s: float, interval_s: float, model: FailureModel, repair_s: float, spares: int) -> float:
+    """Follow a training and the nodes in repair from beginning to end, failure by failure; return its mean time."""
+    total_s, runs = 0.0, 2000
+    for seed in range(runs):
+        draw = random.Random(seed)
+        now = done = 0.0
+        back: list[float] = []
+        while True:
+            fails = now + draw.expovariate(1 / model.mtbf_s)
+            if now + work_s - done <= fails:
+                total_s += now + work_s - done
+                break
+            done += (fails - now) // interval_s * interval_s
+            now = fails
+            while True:  # restarts, each of which a failure may interrupt
+                while back and back[0] <= now:
+                    heappop(back)
+                heappush(back, now + draw.expovariate(1 / repair_s))
+                if len(back) > spares:
+                    now = heappop(back)
+                over = now + model.restart_s
+                now = min(over, now + draw.expovariate(1 / model.mtbf_s))
+                if now == over:
+                    break
+    return total_s / runs
+
+
+@pytest.mark.parametrize(
+    ("work_s", "repair_s", "spares"),
+    [(24, 168, 8), (72, 168, 8), (48, 48, 4), (240, 120, 8), (720, 24, 2), (50, 20, 0)],
+)
+def test_whole_trainings_with_repairs_take_as_long_as_simulated_ones(
+    work_s: float, repair_s: float, spares: int
+) -> None:
+    """All spares are there at the beginning, which matters for trainings that aren't much longer than a repair."""
+    model = FailureModel(mtbf_s=12.0, stall_s=0.0, write_s=0.0, restart_s=0.3)
+    beside = expected_times(work_s, 1.0, model)
+    running_s = work_s + beside.lost_s + beside.restarts_s
+    expected_s = running_s + waiting_s(running_s, model.mtbf_s, repair_s, spares)
+    assert expected_s == pytest.approx(simulated_whole(work_s, 1.0, model, repair_s, spares), rel=0.02)
+
+
+def test_a_long_training_waits_for_its_usual_share() -> None:
+    for spares in (0, 3, 9):
+        share = waiting_share(4.0, spares)
+        assert waiting_s(1e7, 1.0, 4.0, spares) == pytest.approx(1e7 * share / (1 - share), rel=1e-4)
+    assert waiting_s(1e7, 1e305, 1e6, 9) == 0
+    assert waiting_s(1e300, 1e-3, 1.0, 0) == pytest.approx(1e303)
 
 
 @pytest.mark.parametrize(("nodes_in_repair", "spares"), [(0.3, 0), (3.0, 0), (3.0, 2), (3.0, 5), (8.0, 9)])

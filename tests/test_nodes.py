@@ -37,6 +37,7 @@ from muster.launch.nodes.rendezvous import rendezvous
 from muster.launch.nodes.rendezvous_config import RendezvousConfig, data_interface, listening_address
 from muster.launch.rank_errors import EXIT_STOPPED
 from muster.probe import doctor, doctor_nodes
+from muster.probe.check_result import CheckResult, problem
 from muster.probe.doctor import DoctorRequest
 from muster.probe.doctor_nodes import run_node_checks
 from muster.spec.errors import ConfigError, MusterError
@@ -901,15 +902,25 @@ def test_doctor_finds_a_wrong_interface_on_another_node(nodes: Network, tmp_path
 def test_doctor_finds_other_clocks_and_versions_and_a_closed_port(
     port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "CHECKS", {})
-    monkeypatch.setattr(doctor_nodes, "CHECKS", {})
+    full = iter(["the disk is full", "the clock is off"])
+    lock = threading.Lock()
+
+    def find(asked: DoctorRequest) -> Iterator[CheckResult]:
+        with lock:
+            yield problem("disk", next(full))
+
+    monkeypatch.setattr(doctor, "CHECKS", {"disk": find})
+    monkeypatch.setattr(doctor_nodes, "CHECKS", {"disk": find})
     monkeypatch.setattr(connection, "time", Shifted())
     own = iter([{"muster": "1", "python": "3", "torch": "none"}, {"muster": "2", "python": "3", "torch": "none"}])
     monkeypatch.setattr(doctor_nodes, "software_versions", lambda: next(own))
     seen = together(
         *(lambda rank=rank: [*run_node_checks(DoctorRequest(tmp_path), request(port, rank))] for rank in range(2))
     )
-    assert seen[0] == seen[1]
+    own, others = ([[one.sentence for one in rows if one.check == "disk"][place] for rows in seen] for place in (0, 1))
+    assert others == [f"node {1 - rank} on {HOST}: {own[1 - rank]}" for rank in range(2)], "each is told of the other"
+    together_seen = [[one for one in rows if one.check != "disk"] for rows in seen]
+    assert together_seen[0] == together_seen[1]
     found = {finding.check: finding for finding in seen[0]}
     assert found["versions"].level == "problem"
     assert "runs Muster" in found["versions"].sentence
@@ -918,6 +929,8 @@ def test_doctor_finds_other_clocks_and_versions_and_a_closed_port(
     assert found["clocks"].sentence.endswith("s: start NTP on both")
     assert found["ranks"].sentence == "ranks can't be started without PyTorch on all nodes"
     monkeypatch.setattr(doctor_nodes, "software_versions", lambda: {"torch": "none"})
+    for module in (doctor, doctor_nodes):
+        monkeypatch.setattr(module, "CHECKS", {})
     (alone,) = run_node_checks(DoctorRequest(tmp_path, limit_s=1), request(port, 1))
     assert (alone.check, alone.level) == ("nodes", "problem")
     assert f"node 0 did not answer at 127.0.0.1:{port} within 1 s (Connection refused)" in alone.sentence

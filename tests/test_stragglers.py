@@ -14,10 +14,12 @@ import torch
 from muster.cost.time.op_times import OpTimes
 from muster.launch.rank_errors import StragglerError, make_rank_error
 from muster.parallel import rank_probes
+from muster.parallel.rank_probes import MOST_RANKS_IN_PAIRS
 from muster.probe.doctor_ranks import check_rank_probes
 from muster.report.stragglers import draw_stragglers, straggler_note
 from muster.schedule.action import Action, Kind
 from muster.simulate.stragglers import (
+    CONFIRMING_CHECKS,
     SLOW_ON_SHARED_CORES,
     Comparable,
     RankTimes,
@@ -27,7 +29,12 @@ from muster.simulate.stragglers import (
     shorter_links,
 )
 from muster.spec.plan_name import parse_plan_name
-from muster.train.straggler_monitor import StragglerMonitor, comparable_units, end_if_replaceable
+from muster.train.straggler_monitor import (
+    StragglerCheck,
+    StragglerMonitor,
+    comparable_units,
+    end_if_replaceable,
+)
 from tests.ranks import run_ranks
 
 NUM_RANKS, EVERY = 8, 5
@@ -212,6 +219,96 @@ def test_a_product_says_nothing_about_a_rank_whose_passes_are_compared() -> None
     assert [one.ranks for one in find_stragglers(times, [0.2] * 2, units)] == [(1,)]
 
 
+@pytest.mark.parametrize("sizes", [(16, 16), (8, 8, 8), (8,) * 4, (16,) * 4, (6, 2), (12, 4), (4, 1), (2, 2), (8, 8)])
+def test_links_between_machines_may_be_slower_than_those_within(sizes: tuple[int, ...]) -> None:
+    """A message takes four times as long between machines. Only what is slow beside its like is named."""
+    random, machines = Random(0), [number for number, size in enumerate(sizes) for _ in range(size)]
+    count = len(machines)
+
+    def message_s(sender: int, receiver: int) -> float | None:
+        if sender == receiver or (count > MOST_RANKS_IN_PAIRS and (sender ^ receiver).bit_count() > 1):
+            return None
+        return (3e-4 if machines[sender] == machines[receiver] else 1.2e-3) * random.lognormvariate(0, 0.05)
+
+    links = [[message_s(sender, receiver) for receiver in range(count)] for sender in range(count)]
+
+    def found() -> list[tuple[str, tuple[int, ...]]]:
+        times = [replace(QUIET, link_s=tuple(row)) for row in links]
+        return [(one.kind, one.ranks) for one in find_stragglers(times, [], [], machines=machines)]
+
+    assert found() == []
+    links[0][1] *= 4  # type: ignore[operator]
+    if sizes[0] > 2:
+        assert found() == [("link", (0, 1))]
+
+
+def test_a_link_is_named_among_two_and_a_network_card_among_four() -> None:
+    quiet, slow = 1e-3, 1e-1
+    two = [replace(QUIET, link_s=(None, slow)), replace(QUIET, link_s=(quiet, None))]
+    assert [one.ranks for one in find_stragglers(two, [], [], machines=[0, 1])] == [(0, 1)]
+    four = [
+        replace(QUIET, link_s=tuple(None if a == b else slow if 3 in (a, b) else quiet for b in range(4)))
+        for a in range(4)
+    ]
+    found = find_stragglers(four, [], [], machines=range(4))
+    assert [(one.kind, one.ranks) for one in found] == [("sender", (3,)), ("receiver", (3,))]
+
+
+def test_a_rank_that_cannot_write_is_no_faster_than_the_others() -> None:
+    times = [replace(QUIET, disk_s=None if rank < 5 else 0.1) for rank in range(NUM_RANKS)]
+    assert find_stragglers(times, [], []) == []
+    assert draw_stragglers([{"step": 5, "expected_s": [0.2] * 8, "ranks": list(map(asdict, times)), "stragglers": []}])
+
+
+def test_a_rank_is_planned_around_by_the_time_that_shows_how_slow_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is stopped now and then, which its median shows; a comparison that doesn't find it says nothing."""
+    monitor = monitor_of("pp2", [1.0, 1.0], monkeypatch)
+    measured = []
+    for median_s in (4.0, 4.0, 4.0, 4.0, 2.0, 4.0):
+        shown = [replace(QUIET, compute_s=2.0, median_compute_s=one, step_s=10.0, link_s=()) for one in (2.0, median_s)]
+        measured.append(compare(monitor, shown, monkeypatch).measured)
+    assert measured[0].slowness == [1, 1]
+    assert measured[3].slowness == [1, 2]
+    assert measured[3].measured_s == [2, 4]
+    assert measured[4] is None
+    assert measured[5].measured_s == [2, 4]
+
+
+def test_a_change_of_the_plan_waits_until_slow_ranks_are_named_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of the next generation compare anew; before three comparisons they take all ranks for fast."""
+    monitor = monitor_of("pp2", [1.0, 1.0], monkeypatch)
+    slow = [replace(QUIET, compute_s=one, median_compute_s=one, step_s=10.0, link_s=()) for one in (2.0, 4.0)]
+    for check in range(1, 5):
+        compare(monitor, slow, monkeypatch)
+        assert bool(monitor.detector.confirmed) == (check >= CONFIRMING_CHECKS)
+        assert monitor.may_replan(1) == (check >= CONFIRMING_CHECKS)
+    assert [monitor.may_replan(changes) for changes in range(4)] == [True, True, True, False]
+
+
+def monitor_of(plan: str, expected_s: list[float], monkeypatch: pytest.MonkeyPatch) -> StragglerMonitor:
+    """Return the monitor of rank 0 of ranks whose passes, a forward and a backward, should take so long each."""
+    world = SimpleNamespace(
+        rank=0,
+        size=len(expected_s),
+        at=SimpleNamespace(pp=0),
+        device=torch.device("cpu"),
+        all_gather_object=lambda own: [own for _ in expected_s],
+    )
+    actions = {"compute": [SimpleNamespace(action=Action(kind, 0, 0)) for kind in (Kind.F, Kind.B)]}
+    trainer = SimpleNamespace(world=world, plan=parse_plan_name(plan), program=SimpleNamespace(ranks=[actions, {}]))
+    seconds = {(kind, stage): own_s for kind in (Kind.F, Kind.B) for stage, own_s in enumerate(expected_s)}
+    monitor = StragglerMonitor(cast("Any", trainer), OpTimes(seconds), 1, Path())
+    monkeypatch.setattr(monitor, "_own_times", lambda: None)
+    return monitor
+
+
+def compare(monitor: StragglerMonitor, shown: list[RankTimes], monkeypatch: pytest.MonkeyPatch) -> StragglerCheck:
+    monkeypatch.setattr(monitor.world, "all_gather_object", lambda own: shown)
+    check = monitor.after_step(cast("Any", SimpleNamespace(step=1)))
+    assert check is not None
+    return check
+
+
 def test_what_a_stage_needs_at_least_is_expected_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stage 1 was slow in the profile, and until the third comparison; then nobody is."""
     plan = parse_plan_name("pp2")
@@ -249,6 +346,9 @@ def test_ranks_name_the_same_stragglers():
     assert "from 3" in page
     assert "color-mix" in page
     assert draw_stragglers([]) is None
+    longer_stage = [replace(QUIET, compute_s=one, median_compute_s=two) for one, two in ((1, 1), (3, 3), (1, 2))]
+    rows = [{"step": 5, "expected_s": [1, 3, 1], "ranks": list(map(asdict, longer_stage)), "stragglers": []}]
+    assert str(draw_stragglers(rows)).count("color-mix") == 1, "the median of rank 2 alone is slow"
     assert straggler_note(told[0][:1]) is None
     json.dumps(told, allow_nan=False)
 
@@ -271,19 +371,19 @@ def test_a_device_that_computes_wrongly_is_named_at_once(monkeypatch: pytest.Mon
     new, _ = detector.update(find_stragglers(times, [0.2] * NUM_RANKS, units_of("dp8-z1")))
     assert [(one.kind, one.ranks) for one in new] == [("result", (6,))]
     assert str(new[0]) == "rank 6 computes 6.8e-06 of a product of matrices wrongly: take its device out of service"
-    found = list(check_rank_probes([asdict(one) for one in times], [""] * 6 + [" of node 1 on b", ""], True))
+    found = list(check_rank_probes([asdict(one) for one in times], [""] * 6 + [" of node 1 on b", ""], [0] * 8, True))
     assert [(one.check, one.level) for one in found] == [("devices", "problem")]
     assert found[0].sentence.endswith("out of service (rank 6 of node 1 on b)")
 
 
 def test_doctor_notes_a_slow_device_and_a_slow_link() -> None:
     times = [asdict(one) for one in noisy_check(Random(0), {("product_s", 1): 2.0, (2, 5): 4.0})]
-    told = {one.check: one for one in check_rank_probes(times, [""] * NUM_RANKS)}
+    told = {one.check: one for one in check_rank_probes(times, [""] * NUM_RANKS, [0] * NUM_RANKS)}
     assert (told["devices"].level, told["links"].level) == ("note", "note")
     assert told["devices"].sentence.startswith("rank 1 takes ")
     assert told["links"].sentence.startswith("the link from rank 2 to rank 5 takes ")
     sound = [asdict(one) for one in noisy_check(Random(0), {})]
-    assert [one.level for one in check_rank_probes(sound, [""] * NUM_RANKS)] == ["ok", "ok"]
+    assert [one.level for one in check_rank_probes(sound, [""] * NUM_RANKS, [0] * NUM_RANKS)] == ["ok", "ok"]
 
 
 def test_a_slow_rank_leaves_its_place_once() -> None:

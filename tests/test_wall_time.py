@@ -2,14 +2,16 @@
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from muster.report.run_files import append_row, read_metrics
 from muster.report.wall_time import append_attempt, attempt_row, split_wall_time, wall_time_note
 
 
-def write_rows(path: Path, steps: range, written: float) -> None:
+def write_rows(path: Path, steps: Iterable[int], written: float) -> None:
     """Metrics of steps of 2 s each, the last of them at a time."""
     path.write_text("".join(json.dumps({"step": step, "time/step": 2.0}) + "\n" for step in steps))
     os.utime(path, (written, written))
@@ -49,3 +51,64 @@ def test_steps_that_were_not_logged_count_too(tmp_path: Path) -> None:
     time = split_wall_time(tmp_path, 120)
     assert time is not None
     assert time.productive_s == 100
+
+
+def test_steps_that_were_kept_without_being_logged_are_no_pause(tmp_path: Path) -> None:
+    """Of 102 steps of 2 s every fiftieth is logged; a person stops the run after step 99 and goes on at once."""
+    metrics = tmp_path / "metrics.jsonl"
+    append_attempt(tmp_path, attempt_row(started=0, begins=0, step=0, metrics=metrics))
+    write_rows(metrics, [50], written=100)
+    append_attempt(tmp_path, attempt_row(started=199, begins=200, step=99, metrics=metrics))
+    write_rows(metrics, [50, 100], written=202)
+    time = split_wall_time(tmp_path, 202)
+    assert time is not None
+    assert (time.productive_s, time.stopped_s, time.other_s, time.total_s) == (200, 2, 0, 202)
+
+
+def test_a_clock_that_is_set_back_gives_no_negative_part(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    append_attempt(tmp_path, attempt_row(started=1000, begins=1001, step=0, metrics=metrics))
+    write_rows(metrics, range(1, 6), written=1011)
+    append_attempt(tmp_path, attempt_row(started=951, begins=952, step=5, metrics=metrics))
+    write_rows(metrics, range(1, 11), written=962)
+    time = split_wall_time(tmp_path, 962)
+    assert time is not None
+    assert min(time.to_json().values()) == 0
+    assert time.total_s == time.productive_s == 20
+    assert wall_time_note(tmp_path, 962) == "wall time 20.0 s: 100.0 % productive"
+
+
+def test_a_restart_before_the_first_step_is_logged_is_a_recovery(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    append_attempt(tmp_path, attempt_row(started=0, begins=1, step=0, metrics=metrics))
+    (tmp_path / "restarts.jsonl").write_text('{"time": 5, "step": 0}\n')
+    append_attempt(tmp_path, attempt_row(started=9, begins=11, step=0, metrics=metrics))
+    (tmp_path / "restarts.jsonl").open("a").write('{"time": 15, "step": 0}\n')
+    append_attempt(tmp_path, attempt_row(started=19, begins=21, step=0, metrics=metrics))
+    write_rows(metrics, range(1, 6), written=31)
+    time = split_wall_time(tmp_path, 31)
+    assert time is not None
+    assert (time.recovering_s, time.stopped_s, time.total_s) == (20, 0, 31)
+
+
+def test_an_attempt_that_cannot_resume_follows_a_pause(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    append_attempt(tmp_path, attempt_row(started=0, begins=1, step=0, metrics=metrics))
+    write_rows(metrics, range(1, 11), written=21)
+    append_attempt(tmp_path, attempt_row(started=31, begins=31, step=10, metrics=metrics))
+    write_rows(metrics, range(1, 21), written=51)
+    draft = tmp_path / "config.next.yaml"
+    draft.write_text("")
+    os.utime(draft, (1051, 1051))
+    time = split_wall_time(tmp_path, 1061)
+    assert time is not None
+    assert (time.productive_s, time.stopped_s, time.other_s) == (40, 1010, 11)
+
+
+def test_a_line_that_a_kill_cut_short_does_not_take_the_next_along(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    append_row(path, {"a": 1})
+    path.write_text(path.read_text() + '{"a": ')
+    append_row(path, {"a": 2})
+    append_row(path, {"a": 3})
+    assert read_metrics(path) == [{"a": 1}, {"a": 2}, {"a": 3}]

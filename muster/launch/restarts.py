@@ -5,14 +5,13 @@ the newest state; an error in the request would only come again. Attempts that g
 time, so that a machine that needs a minute is given it, and are limited, so that a job that can't go on ends.
 """
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from muster.launch.exit_status import ExitStatus
-from muster.report.run_files import RESTARTS_FILE
+from muster.report.run_files import RESTARTS_FILE, append_row
 from muster.spec.units import pluralize
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
@@ -65,7 +64,6 @@ class Restarts:
     def _record(self, status: ExitStatus, step: int) -> None:
         row = {"time": time.time(), "step": step, "reason": status.reason, "rank": status.rank, "host": status.host}
         try:
-            with (self.run_dir / RESTARTS_FILE).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            append_row(self.run_dir / RESTARTS_FILE, row)
         except OSError as error:
             print(f"{self.run_dir / RESTARTS_FILE} can't be written ({error.strerror})", flush=True)

@@ -1,6 +1,7 @@
 """Short profile of a run: seconds of each instruction on this machine, measured on the stages that will train."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,11 +14,13 @@ import torch
 from muster.cost.time.bucket_steps import with_bucket_steps
 from muster.cost.time.op_times import OpTimes
 from muster.layout.host_updates import part_sizes_of
+from muster.layout.mesh import coordinates_of
 from muster.model.dropout import sample_keys
 from muster.model.further_tokens import shift_further
 from muster.model.saved_tensors import count_saved_bytes_of_each
 from muster.parallel.device_clock import synchronize
 from muster.parallel.fsdp import gradient_bytes, reduce_in_next_backward
+from muster.parallel.machines import machine_of_each_rank
 from muster.parallel.p2p import P2PRoute
 from muster.parallel.stage import DecoderStage
 from muster.parallel.stage_inputs import StageInputs
@@ -72,7 +75,8 @@ def profile_stages(
     a CPU has fewer cores than ranks (see `_InstructionTimer`).
     """
     cores = min(world.all_gather_object(len(os.sched_getaffinity(0)))) if world.device.type == "cpu" else None
-    clock = _InstructionTimer(world, 1.0 if cores is None else max(1.0, world.size / cores))
+    machines = machine_of_each_rank(world)
+    clock = _InstructionTimer(world, 1.0 if cores is None else max(1.0, max(Counter(machines).values()) / cores))
     actions = {instruction.action for instruction in program.ranks[world.at.pp].get("collective", ())}
     kinds = {item.action.kind for lanes in program.ranks for item in lanes.get("compute", ())}
     backwards = [kind for kind in (Kind.I, Kind.B) if kind in kinds]
@@ -127,16 +131,24 @@ def profile_stages(
         clock.time_together((Kind.STEP, -1), partial(_step, [item.action for item in compute], handlers))
         for stage in stages.values():
             stage.param_offload.forget_updates()
-    processes = tuple(world.plan.mesh(pp_rank).num_ranks for pp_rank in range(world.plan.pp))
+    pools, processes = _core_pools(world.plan, machines)
     times_s = _without_passes(clock.seconds(), beside)
     merged, p2p_s = _mean_over_ranks(world.all_gather_object((times_s, _measure_p2p(stages, world, routes))))
     pairs_s = {key[1:]: merged.pop(key) for key in list(merged) if key[0] == PAIR}
     whole = {key[:2]: time_s for key, time_s in merged.items() if not any(key[2:])}
     slices = _times_of_slices(merged, p2p_s, next(iter(stages.values())))
     sizes = part_sizes_of(next(iter(stages.values())).spec, world.plan)
-    times = OpTimes(whole, p2p_s, cores, processes, slices=slices, pairs_s=pairs_s, part_sizes=sizes)
+    times = OpTimes(whole, p2p_s, cores, processes, pools, slices=slices, pairs_s=pairs_s, part_sizes=sizes)
     times = with_bucket_steps(times, world.plan, next(iter(stages.values())).spec)
     return StageProfile(times, gradients, saved, offloaded, vocab_bytes)
+
+
+def _core_pools(plan: Plan, machines: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the machine of each pipeline rank, the first of several, and the number of its ranks there."""
+    counts: list[Counter[int]] = [Counter() for _ in range(plan.pp)]
+    for rank, machine in enumerate(machines):
+        counts[coordinates_of(plan, rank).pp][machine] += 1
+    return tuple(min(one) for one in counts), tuple(max(one.values()) for one in counts)
 
 
 def _time_gathers(

@@ -65,8 +65,8 @@ def _matrices() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return left.float(), right.float(), (left @ right).float()
 
 
-def time_file(folder: Path) -> float:
-    """Return the seconds of writing a small file to disk; 0 where that can't be done."""
+def time_file(folder: Path) -> float | None:
+    """Return the seconds of writing a small file to disk; None where that can't be done."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             begin_s = perf_counter()
@@ -75,7 +75,7 @@ def time_file(folder: Path) -> float:
             os.fsync(file.fileno())
             return perf_counter() - begin_s
     except OSError:
-        return 0.0
+        return None
 
 
 def time_messages(world: World) -> tuple[float | None, ...]:

@@ -8,7 +8,9 @@ is written in the background).
 """
 
 from dataclasses import dataclass
-from math import exp, expm1, sqrt
+from math import ceil, exp, expm1, isfinite, log2, sqrt
+
+import numpy as np
 
 from muster.spec.errors import ConfigError
 from muster.spec.formatting import format_seconds
@@ -16,6 +18,12 @@ from muster.spec.formatting import format_seconds
 MIN_EFFECTIVE_SHARE = 0.01
 """Share of the time in steps that count under which a training is said never to end."""
 
+_STEP = 0.1
+"""Largest number of changes in a step whose probabilities are a power series."""
+_MOST_DOUBLINGS = 50
+"""Doublings of such steps up to which errors of rounding stay small; a training that long has the usual share."""
+_MOST_STATES = 300
+"""Spares from which the usual share of the time is taken for that of any training."""
 _NO_SHARE = 1e-12
 """Share of the time that is as good as none; more spares only make it smaller."""
 
@@ -79,6 +87,53 @@ def expected_times(work_s: float, interval_s: float, model: FailureModel) -> Exp
     checkpoints_s = work_s / interval_s * model.stall_s
     restarts_s = runs * mtbf * expm1(exponents[2])
     return ExpectedTimes(checkpoints_s, runs * mtbf - work_s - checkpoints_s, restarts_s, total_s / mtbf)
+
+
+def waiting_s(running_s: float, mtbf_s: float, repair_s: float, spares: int) -> float:
+    """Return the expected time that a job waits for repaired nodes until it has run for `running_s`, in seconds, if all
+    its spares are there at the beginning.
+
+    A repair takes an exponential time. While the job runs, nodes in repair grow by failures and shrink by repairs; a
+    failure while all spares are away lets it wait for the first of spares + 1 repairs. The nodes in repair are a
+    birth-death process, whose transient is followed here: for most trainings their number is never the usual one
+    (`waiting_share`) that it takes several repairs to reach.
+    """
+    in_repair = repair_s / mtbf_s
+    share = waiting_share(in_repair, spares)
+    usual_s = running_s * share / (1 - share)  # begun with all spares away now and then
+    most_steps = running_s * (in_repair + spares) / repair_s / _STEP
+    if not usual_s or not isfinite(most_steps) or spares >= _MOST_STATES:
+        return usual_s
+    doublings = max(0, ceil(log2(most_steps)))
+    if doublings > _MOST_DOUBLINGS:
+        return usual_s
+    all_away_s = _time_in_last_state(running_s, doublings, 1 / mtbf_s, 1 / repair_s, spares)
+    return min(usual_s, in_repair / (spares + 1) * all_away_s)
+
+
+def _time_in_last_state(time_s: float, doublings: int, births: float, deaths: float, last: int) -> float:
+    """Return the seconds of `time_s` that a birth-death process of states 0 to `last` spends in the last one, if it
+    begins in state 0.
+
+    `births` is the rate of going up from each state but the last; `deaths` that of each of k to go down from state k.
+    exp(Qh) and its integral of a short step h, of their power series, are doubled until the step is the whole time:
+    exp(2Qh) = exp(Qh)², and the integral of 2h is that of h times (1 + exp(Qh)). None of these numbers is negative.
+    """
+    states = np.arange(last + 1)
+    rates = np.diag(np.full(last, births), 1) + np.diag(deaths * states[1:], -1)
+    rates -= np.diag(rates.sum(axis=1))
+    step_s = time_s / 2**doublings
+    chance, stay_s = np.eye(last + 1), np.eye(last + 1)[0] * step_s
+    term, of_first = np.eye(last + 1), np.eye(last + 1)[0]
+    for power in range(1, 6):
+        term = term @ rates * (step_s / power)
+        chance = chance + term
+        of_first = of_first @ rates * (step_s / (power + 1))
+        stay_s = stay_s + of_first * step_s
+    for _ in range(doublings):
+        stay_s = stay_s + stay_s @ chance
+        chance = chance @ chance
+    return float(stay_s[last])
 
 
 def waiting_share(nodes_in_repair: float, spares: int) -> float:

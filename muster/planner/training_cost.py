@@ -5,7 +5,7 @@ from math import ceil
 from typing import Literal, get_args
 
 from muster.cost.time.plan_times import host_copy_s
-from muster.planner.failures import FailureModel, best_interval_s, expected_times, waiting_share
+from muster.planner.failures import FailureModel, best_interval_s, expected_times, waiting_s
 from muster.simulate.predict import Prediction, predict
 from muster.spec.device import DeviceSpec
 from muster.spec.errors import ConfigError, InfeasibleError
@@ -146,8 +146,7 @@ def training_cost(prediction: Prediction, tokens: float, conditions: TrainingCon
     work_s, data_s = steps * step_s + ramp_s, steps * read_s
     beside = expected_times(work_s + data_s, interval_s, failures)
     running_s = work_s + data_s + beside.checkpoints_s + beside.lost_s + beside.restarts_s
-    waiting = _waiting_share(failures, conditions)
-    total_s = running_s / (1 - waiting)
+    total_s = running_s + _waiting_s(running_s, failures, conditions)
     price, kwh = _usd_per_hour(prediction, conditions.spare_nodes), energy_kwh(prediction, running_s)
     return TrainingCost(
         steps=steps + added_steps,
@@ -186,10 +185,10 @@ def _failure_model(prediction: Prediction, size: int, conditions: TrainingCondit
     )
 
 
-def _waiting_share(failures: FailureModel, conditions: TrainingConditions) -> float:
-    if conditions.repair_hours is None:
+def _waiting_s(running_s: float, failures: FailureModel, conditions: TrainingConditions) -> float:
+    if not conditions.repair_hours:
         return 0.0
-    return waiting_share(conditions.repair_hours * 3600 / failures.mtbf_s, conditions.spare_nodes)
+    return waiting_s(running_s, failures.mtbf_s, conditions.repair_hours * 3600, conditions.spare_nodes)
 
 
 def _usd_per_hour(prediction: Prediction, spare_nodes: int) -> float | None:

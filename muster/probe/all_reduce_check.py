@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -23,6 +24,7 @@ from muster.launch.nodes.launcher_group import LauncherGroup
 from muster.launch.rank_errors import log_path
 from muster.launch.rank_process import exit_process, rank_main
 from muster.parallel.device_clock import synchronize
+from muster.parallel.machines import machine_of_each_rank
 from muster.parallel.rank_probes import probe_product, time_messages
 from muster.parallel.world import World, open_world
 from muster.simulate.stragglers import RankTimes, shorter_links
@@ -39,11 +41,15 @@ def all_reduce_on_rank(folder: Path, store: dist.Store, rank: int, world_size: i
     with open_world(store, rank, world_size, Plan(pp=world_size)) as world:
         times = time_all_reduces(world)
         probes = world.all_gather_object(_probe(world))
+        machines = machine_of_each_rank(world)
+        cores = min(world.all_gather_object(len(os.sched_getaffinity(0))))
         if rank == 0:
             found = {
                 "bytes_per_s": MESSAGE_BYTES / median(times[1:]),
                 "device": world.device.type,
                 "ranks": list(map(asdict, probes)),
+                "machines": machines,
+                "shares_cores": world.device.type == "cpu" and max(Counter(machines).values()) > cores,
             }
             (folder / _FOUND).write_text(json.dumps(found))
     return 0
@@ -68,10 +74,11 @@ def time_all_reduces(world: World) -> list[float]:
         world.all_reduce(values)
         synchronize(world.device)
         times.append(time.perf_counter() - begin)
-        if (found := values[[0, -1]].tolist()) != [world.size, world.size]:
+        if len(wrong := values[values != world.size]):
             raise MusterError(
-                f"an all-reduce of ones over {world.size} ranks gave {found[0]:g} and {found[1]:g}: expected"
-                f" {world.size}; check the network, and the versions of its drivers and libraries"
+                f"an all-reduce of ones over {world.size} ranks gave {wrong[0]:g} in {len(wrong):,} of"
+                f" {len(values):,} places: expected {world.size}; check the network, and the versions of its drivers"
+                " and libraries"
             )
     return times
 
@@ -79,7 +86,8 @@ def time_all_reduces(world: World) -> list[float]:
 def check_across_nodes(team: LauncherGroup, num_ranks: int, limit_s: float) -> tuple[ExitStatus, dict[str, Any]]:
     """Run `num_ranks` ranks on each node; all launchers must call it.
 
-    Returns the outcome and, on node 0, the results: bytes_per_s, device, seconds, ranks (`RankTimes`).
+    Returns the outcome and, on node 0, the results: bytes_per_s, device, seconds, ranks (`RankTimes`), machines (the
+    number of each rank's), shares_cores (more ranks than cores on one).
     """
     with tempfile.TemporaryDirectory(prefix="muster-doctor-") as place:
         folder, begin = Path(place), time.perf_counter()

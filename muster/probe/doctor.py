@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from math import inf
 from pathlib import Path
 
 from muster.checkpoint.in_memory.directory import find_orphaned
@@ -33,6 +34,7 @@ MIN_FREE_BYTES = GIB
 CLOCK_TOLERANCE_S = 2.0
 MIN_OPEN_FILES = 1024
 _DISK_BYTES = 32 * MIB
+_CGROUP = Path("/sys/fs/cgroup")
 IN_MEMORY_CHECKPOINT_DIR = Path("/dev/shm")
 """Default directory of in-memory checkpoints."""
 
@@ -117,20 +119,22 @@ def _memory_bytes() -> tuple[int, int]:
     """Return the bytes of the machine's memory, or of the container's, and those that are free."""
     rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     total, free = (int(rows[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
-    limit = _cgroup_memory_limit()
-    if limit is not None and limit < total:
-        total = limit
-        free = min(free, limit)
-    return total, free
+    limit, left = _cgroup_memory_bytes()
+    return int(min(total, limit)), int(min(free, left))
 
 
-def _cgroup_memory_limit() -> int | None:
-    """Return the memory limit of the control group (such as a container's) in bytes; None without a limit."""
+def _cgroup_memory_bytes() -> tuple[float, float]:
+    """Return the memory limit of the control group (such as a container's) in bytes, and what it leaves, to which pages
+    of files that nobody has read again lately belong; infinite without a limit."""
     try:
-        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        text = (_CGROUP / "memory.max").read_text().strip()
+        if not text.isdecimal():
+            return inf, inf
+        used = int((_CGROUP / "memory.current").read_text())
+        rows = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
     except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
+        return inf, inf
+    return int(text), max(0, int(text) - used + int(rows.get("inactive_file", 0)))
 
 
 def _disk(request: DoctorRequest) -> Iterator[CheckResult]:
@@ -266,7 +270,7 @@ def _ranks(request: DoctorRequest) -> Iterator[CheckResult]:
         yield note("ranks", f"{n} ranks share {cores} cores here: they will slow each other down")
     rate = found["bytes_per_s"] / GIB
     yield ok("bandwidth", f"an all-reduce of 16 MiB over {n} ranks runs at {rate:.2f} GiB/s")
-    yield from check_rank_probes(found["ranks"], [""] * n, shares_cores=n > cores and found["device"] == "cpu")
+    yield from check_rank_probes(found["ranks"], [""] * n, found["machines"], found["shares_cores"])
 
 
 CHECKS: dict[str, Check] = {

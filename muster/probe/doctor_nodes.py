@@ -5,10 +5,11 @@ Every wait has a limit. This module needs no torch but for the ranks, which are 
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from typing import Any
 
 from muster.launch.network import format_endpoint
 from muster.launch.nodes.handshake import node_differences, software_versions
-from muster.launch.nodes.launcher_group import JobEnded, LauncherGroup
+from muster.launch.nodes.launcher_group import JobEnded, LauncherGroup, NodeInfo
 from muster.launch.nodes.rendezvous import rendezvous
 from muster.launch.nodes.rendezvous_config import RendezvousConfig
 from muster.probe.doctor import CHECKS, CLOCK_TOLERANCE_S, GIB, CheckResult, DoctorRequest, run_checks
@@ -20,7 +21,7 @@ def run_node_checks(request: DoctorRequest, nodes: RendezvousConfig) -> Iterator
     """Run this node's own checks, then those of all nodes together, whose results every node reports alike."""
     own: list[CheckResult] = []
     # The checks of ports and ranks are done between the nodes instead of within each.
-    for finding in run_checks(request, [name for name in CHECKS if name not in ("ports", "ranks")]):
+    for finding in run_checks(request, [name for name in (*CHECKS, "plan") if name not in ("ports", "ranks")]):
         own.append(finding)
         yield finding
     facts = {"job": "doctor", **software_versions(), "findings": [asdict(one) for one in own if one.level == "problem"]}
@@ -29,18 +30,26 @@ def run_node_checks(request: DoctorRequest, nodes: RendezvousConfig) -> Iterator
             if not team.is_coordinator:
                 team.check_connectivity(request.limit_s, all_pairs=True)
                 yield from _check_ranks(team, request, able=False)
-                rows = team.wait_for("findings", request.limit_s)[0]["findings"]
-                yield from (CheckResult(**row) for row in rows)
+                told = team.wait_for("findings", request.limit_s)[0]
+                rows = [row for node, row in told["of_nodes"] if node != team.node_rank]
+                yield from (CheckResult(**row) for row in (*rows, *told["findings"]))
                 return
+            of_nodes = [(node, row) for node in sorted(team.nodes) for row in _problems_of(team.nodes[node])]
             together = [*_check_nodes(team, request)]
             reached = not any(finding.check == "reach" and finding.level == "problem" for finding in together)
             together += _check_ranks(team, request, reached)
-            team.send("findings", findings=[asdict(finding) for finding in together])
+            team.send("findings", of_nodes=of_nodes, findings=[asdict(finding) for finding in together])
+            yield from (CheckResult(**row) for node, row in of_nodes if node != team.node_rank)
             yield from together
     except MusterError as error:
         yield CheckResult("nodes", "problem", str(error))
     except JobEnded as over:
         yield CheckResult("nodes", "problem", over.reason)
+
+
+def _problems_of(member: NodeInfo) -> list[dict[str, Any]]:
+    """Return the problems that a node has found by itself, as its others say them."""
+    return [row | {"sentence": f"{member}: {row['sentence']}"} for row in member.facts["findings"]]
 
 
 def _check_nodes(team: LauncherGroup, request: DoctorRequest) -> Iterator[CheckResult]:
@@ -49,8 +58,6 @@ def _check_nodes(team: LauncherGroup, request: DoctorRequest) -> Iterator[CheckR
     where = format_endpoint(team.address, team.config.port)
     yield CheckResult("nodes", "ok", f"{', '.join(map(str, members))} connected at {where}")
     for member in members[1:]:
-        for row in member.facts["findings"]:
-            yield CheckResult(row["check"], "problem", f"{member}: {row['sentence']}")
         for sentence in node_differences(members[0], member):
             yield CheckResult("versions", "problem", sentence)
     team.measure_clocks()
@@ -100,4 +107,4 @@ def _check_ranks(team: LauncherGroup, request: DoctorRequest, able: bool) -> Ite
     sentence = f"an all-reduce of 16 MiB over {count} runs at {rate / GIB:.3f} GiB/s ({rate * 8 / 1e9:.2f} Gbit/s)"
     yield CheckResult("bandwidth", "ok", sentence)
     places = [f" of {team.nodes[node]}" for node in sorted(team.nodes) for _ in range(request.ranks)]
-    yield from check_rank_probes(found["ranks"], places)
+    yield from check_rank_probes(found["ranks"], places, found["machines"], found["shares_cores"])

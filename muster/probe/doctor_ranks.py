@@ -11,15 +11,15 @@ from muster.simulate.stragglers import RankTimes, Straggler, find_stragglers
 
 
 def check_rank_probes(
-    rows: Sequence[Mapping[str, Any]], places: Sequence[str], shares_cores: bool = False
+    rows: Sequence[Mapping[str, Any]], places: Sequence[str], machines: Sequence[int], shares_cores: bool = False
 ) -> Iterator[CheckResult]:
     """Yield what ranks found of their devices (`devices`) and of the links between them (`links`).
 
-    `rows`: a `RankTimes` of each rank; `places`: words that follow its number, such as ` of node 1 on b`; with
-    `shares_cores` nothing is called slow, since ranks then slow each other down.
+    `rows`: a `RankTimes` of each rank; `places`: words that follow its number, such as ` of node 1 on b`; `machines`:
+    number of its machine; with `shares_cores` nothing is called slow, since ranks then slow each other down.
     """
     times = [RankTimes(**{**row, "link_s": tuple(row["link_s"])}) for row in rows]
-    found = find_stragglers(times, [], [])
+    found = find_stragglers(times, [], [], machines=machines)
     if shares_cores:
         found = [one for one in found if one.kind == "result"]
     devices = [one for one in found if one.kind in ("compute", "result")]

@@ -38,7 +38,7 @@ def _probe_gpu(index: int) -> dict[str, Any]:
     try:
         row["free_bytes"], row["total_bytes"] = torch.cuda.mem_get_info(device)
         x = torch.ones(_SIZE, _SIZE, dtype=torch.bfloat16, device=device)
-        row["is_right"] = (x @ x)[0, 0].item() == _SIZE
+        row["is_right"] = bool((x @ x == _SIZE).all())
         row["flops_per_s"] = 2 * _SIZE**3 / _time(lambda: x @ x, device)
     except RuntimeError as error:
         row["error"] = str(error).splitlines()[0]

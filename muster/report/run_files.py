@@ -1,6 +1,7 @@
 """Contents of a run directory, read without PyTorch."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             except json.JSONDecodeError:
                 continue
     return rows
+
+
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Append an object as a line of its own, after a last line that may be cut short by a kill. Raises OSError."""
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write(json.dumps(row).encode() + b"\n")
 
 
 def last_step(run_dir: Path) -> int:

@@ -72,19 +72,34 @@ def _name_spans(spans: Sequence[Sequence[int]]) -> str:
 
 
 def _times_table(row: Row) -> Html:
-    columns = ("rank", "passes", "expected", "wait for samples", "product of matrices", "file")
-    keys = ("compute_s", None, "data_s", "product_s", "disk_s")
+    """Return a row for each rank; its passes are coloured by how much longer they take than expected, beside the other
+    ranks, and all else by how much longer it takes than theirs."""
+    columns = ("rank", "passes", "in the median step", "expected", "wait for samples", "product of matrices", "file")
     head = element("tr", *(element("th", word, scope="col") for word in columns))
-    usual = {key: median_low(rank[key] for rank in row["ranks"]) for key in keys if key}
+    passes = {key: _usual_passes_s(row, key) for key in ("compute_s", "median_compute_s")}
+    usual = {key: _usual_s(row, key) for key in ("data_s", "product_s", "disk_s")}
     body = []
     for number, rank in enumerate(row["ranks"]):
+        expected_s = row["expected_s"][number]
         cells = [element("th", str(number), scope="row")]
-        for key in keys:
-            seconds = row["expected_s"][number] if key is None else rank[key]
-            usual_s = usual[key] if key else seconds
-            cells.append(_cell(seconds, max(usual_s, rank["step_s"] / 20) if key == "data_s" else usual_s))
+        cells += [_cell(rank.get(key), usual_s[number]) for key, usual_s in passes.items()]
+        cells += [_cell(expected_s, expected_s), _cell(rank["data_s"], max(usual["data_s"], rank["step_s"] / 20))]
+        cells += [_cell(rank[key], usual[key]) for key in ("product_s", "disk_s")]
         body.append(element("tr", *cells))
     return element("table", element("thead", head), element("tbody", *body))
+
+
+def _usual_passes_s(row: Row, key: str) -> list[float]:
+    """Return the time of each rank's passes if they took as much longer than expected as the median rank's."""
+    expected_s = row["expected_s"]
+    ratios = (rank.get(key, 0.0) / own_s for rank, own_s in zip(row["ranks"], expected_s, strict=True) if own_s)
+    usual = median_low([*ratios] or [0.0])
+    return [own_s * usual for own_s in expected_s]
+
+
+def _usual_s(row: Row, key: str) -> float:
+    """Return the median of the ranks' times; 0 without any."""
+    return median_low([rank[key] for rank in row["ranks"] if rank[key] is not None] or [0.0])
 
 
 def _links_table(links: Sequence[Sequence[float | None]]) -> Html:

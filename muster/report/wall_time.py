@@ -1,13 +1,14 @@
 """Wall time of a run, split into steps that count and what attempts, failures and pauses took beside them."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from muster.config.attempt_files import attempt_files
 from muster.report.recoveries import recoveries_of
-from muster.report.run_files import RECOVERIES_FILE, RESTARTS_FILE, read_metrics
+from muster.report.run_files import RECOVERIES_FILE, RESTARTS_FILE, append_row, read_metrics
 from muster.spec.formatting import format_fraction, format_seconds
 
 ATTEMPTS_FILE = "attempts.jsonl"
@@ -16,7 +17,10 @@ ATTEMPTS_FILE = "attempts.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class WallTime:
-    """Seconds from the start of a run's first attempt to the end of its last; the parts add up to the total."""
+    """Seconds from the start of a run's first attempt to the end of its last; the parts add up to the total.
+
+    Of a clock that is set while a run goes on nothing is known: no part is less than 0.
+    """
 
     total_s: float
     productive_s: float
@@ -43,10 +47,13 @@ def attempt_row(started: float, begins: float, step: int, metrics: Path, generat
     """Return an attempt's line of attempts.jsonl; call it before the metrics of steps to be repeated are dropped.
 
     `started` is the time when its ranks were ready, `begins` that when its first step begins, after `step`; in seconds
-    since 1970. Ranks of a later `generation` go on in the processes of the one before.
+    since 1970. Ranks of a later `generation` go on in the processes of the one before. Steps that were kept but not
+    logged took `unlogged_s`.
     """
-    repeated = [row for row in read_metrics(metrics) if row["step"] > step]
-    lost_steps = max((row["step"] for row in repeated), default=step) - step
+    rows = read_metrics(metrics)
+    repeated = [row for row in rows if row["step"] > step]
+    last = max((row["step"] for row in rows), default=step)
+    lost_steps = max(0, last - step)
     return {
         "started": started,
         "begins": begins,
@@ -55,13 +62,13 @@ def attempt_row(started: float, begins: float, step: int, metrics: Path, generat
         "lost_s": lost_steps * _mean_step_s(repeated),
         "generation": generation,
         "last_logged": metrics.stat().st_mtime if metrics.exists() else None,
+        "unlogged_s": max(0, step - last) * _mean_step_s(rows),
     }
 
 
 def append_attempt(run_dir: Path, row: Mapping[str, Any]) -> None:
     """Append an attempt's line; raises OSError where that can't be done."""
-    with (run_dir / ATTEMPTS_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    append_row(run_dir / ATTEMPTS_FILE, row)
 
 
 def split_wall_time(run_dir: Path, ended: float | None = None) -> WallTime | None:
@@ -74,19 +81,25 @@ def split_wall_time(run_dir: Path, ended: float | None = None) -> WallTime | Non
     if not attempts or not rows:
         return None
     first = attempts[0]
-    total_s = max(0.0, (metrics.stat().st_mtime if ended is None else ended) - first["started"])
+    last_logged = metrics.stat().st_mtime
+    end = last_logged if ended is None else ended
     productive_s = (rows[-1]["step"] - first["step"]) * _mean_step_s(rows)
     restarts = [row["time"] for row in read_metrics(run_dir / RESTARTS_FILE)]
     recoveries = len(recoveries_of(read_metrics(run_dir / RECOVERIES_FILE)))
     recovering_s = stopped_s = 0.0
-    for attempt in attempts[1:]:
-        since = attempt["last_logged"] or attempt["started"]
+    for before, attempt in pairwise(attempts):
+        since = max(attempt["last_logged"] or 0.0, before["begins"])  # an attempt may end before it logs a step
+        gap_s = max(0.0, attempt["begins"] - since - attempt.get("unlogged_s", 0.0))
         if attempt.get("generation") or any(since <= time <= attempt["begins"] for time in restarts):
-            recovering_s += attempt["begins"] - since
+            recovering_s += gap_s
         else:
-            stopped_s += attempt["begins"] - since
+            stopped_s += gap_s
+    if (draft := attempt_files(run_dir).config).exists():  # of an attempt that hasn't begun a step
+        stopped_s += max(0.0, min(draft.stat().st_mtime, end) - max(last_logged, attempts[-1]["begins"]))
     lost_s = sum(attempt["lost_s"] for attempt in attempts)
-    other_s = max(0.0, total_s - productive_s - lost_s - recovering_s - stopped_s)
+    known_s = productive_s + lost_s + recovering_s + stopped_s
+    total_s = max(end - first["started"], known_s)
+    other_s = total_s - known_s
     return WallTime(total_s, productive_s, lost_s, recovering_s, stopped_s, other_s, len(restarts), recoveries)
 
 
@@ -101,6 +114,8 @@ def wall_time_note(run_dir: Path, ended: float | None = None) -> str | None:
         (time.stopped_s, "stopped until started again"),
         (time.other_s, "start, validation and checkpoints"),
     )
+    if not time.total_s:
+        return None
     told = ", ".join(f"{format_fraction(part_s / time.total_s)} {name}" for part_s, name in parts if part_s)
     return f"wall time {format_seconds(time.total_s)}: {told}"
 

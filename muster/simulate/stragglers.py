@@ -8,14 +8,16 @@ and again may have fitted between the stops. What changes from check to check is
 be, and what three checks in a row find is one.
 
 Transfers form a matrix, a row for each sender and a column for each receiver, as in C4 (arXiv:2406.04594): one slow
-cell is a link, a slow row a sender, a slow column a receiver.
+cell is a link, a slow row a sender, a slow column a receiver. Links within a machine are held against one another, and
+so are those between machines. What half of them or more have in common, as a slow network card of one of three machines
+has, isn't slow.
 """
 
 from collections import Counter, deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp, inf, log, sqrt
-from statistics import fmean, median, median_low, quantiles
+from statistics import fmean, median_low, quantiles
 from typing import Literal, NamedTuple
 
 from muster.spec.units import numbered
@@ -64,8 +66,8 @@ class RankTimes:
     """Wait of a step for its samples, the shortest."""
     product_s: float
     """A product of matrices of one size on all ranks."""
-    disk_s: float
-    """A small file, written to disk."""
+    disk_s: float | None
+    """A small file, written to disk; None where it couldn't be."""
     link_s: tuple[float | None, ...]
     """A message to each rank and its acknowledgement; None where there was none."""
     wrong_share: float = 0.0
@@ -84,6 +86,8 @@ class Straggler:
     ratio: float
     """Time over that of the others; of data the share of a step, of results the share of wrong ones, of gradients the
     share of the ranks that agree on others."""
+    in_median: bool = False
+    """True for passes that are slow in the median of the steps only, not in the shortest."""
 
     @property
     def key(self) -> StragglerKey:
@@ -179,24 +183,27 @@ def find_stragglers(
     comparable: Sequence[Comparable],
     slow_product: float = SLOW_COMPUTE,
     noise: NoiseEstimate | None = None,
+    machines: Sequence[int] = (),
 ) -> list[Straggler]:
     """Return what is slow in one check.
 
     `expected_s`: predicted time of each rank's passes in a step; `slow_product`: ratio to the other ranks from which a
-    product of matrices is slow; `noise`: that of the checks before.
+    product of matrices is slow; `noise`: that of the checks before; `machines`: number of the machine of each rank
+    (empty: one for all).
     """
     noise = noise or NoiseEstimate()
     found = _slow_compute(times, expected_s, comparable, slow_product, noise)
     for rank, one in enumerate(times):
         if one.data_s > max(SLOW_DATA * one.step_s, LEAST_EXCESS_S["data"]):
             found.append(Straggler("data", (rank,), one.data_s / one.step_s))
-    disk_s = [one.disk_s for one in times]
+    disk_s = {rank: one.disk_s for rank, one in enumerate(times) if one.disk_s is not None}
+    files_s = list(disk_s.values())
     found += [
-        Straggler("disk", (rank,), ratio)
-        for rank, ratio in _slower(disk_s, max(SLOW_DISK, noise.factor("disk", disk_s)), LEAST_EXCESS_S["disk"])
+        Straggler("disk", (list(disk_s)[at],), ratio)
+        for at, ratio in _slower(files_s, max(SLOW_DISK, noise.factor("disk", files_s)), LEAST_EXCESS_S["disk"])
     ]
     found += [Straggler("result", (rank,), one.wrong_share) for rank, one in enumerate(times) if one.wrong_share]
-    return found + _slow_links([one.link_s for one in times], noise)
+    return found + _slow_links([one.link_s for one in times], machines or (0,) * len(times), noise)
 
 
 def _slow_compute(
@@ -212,7 +219,7 @@ def _slow_compute(
     product_s = [one.product_s for one in times]
     least = max(slow_product, noise.factor("product", product_s))
     alone = _slower(product_s, least, LEAST_EXCESS_S["product"])
-    slow: dict[Unit, float] = {(rank,): ratio for rank, ratio in alone if rank not in known}
+    slow = {(rank,): Straggler("compute", (rank,), ratio) for rank, ratio in alone if rank not in known}
     for number, (units, factor) in enumerate(comparable):
         usual_s = median_low(expected_s[unit[0]] for unit in units)
         for which in ("compute_s", "median_compute_s"):
@@ -220,26 +227,43 @@ def _slow_compute(
             passes_s = [one * usual_s / expected_s[unit[0]] for one, unit in zip(of_unit_s, units, strict=True)]
             least = max(factor, noise.factor((which, number), passes_s))
             for at, ratio in _slower(passes_s, least, LEAST_EXCESS_S["compute"]):
-                slow.setdefault(units[at], ratio)
-    return [Straggler("compute", unit, ratio) for unit, ratio in slow.items()]
+                slow.setdefault(units[at], Straggler("compute", units[at], ratio, which == "median_compute_s"))
+    return list(slow.values())
 
 
-def _slow_links(link_s: Sequence[Sequence[float | None]], noise: NoiseEstimate) -> list[Straggler]:
-    """Return the slow senders, receivers and links of a matrix with a row for each sender."""
-    cells = {(a, b): seconds for a, row in enumerate(link_s) for b, seconds in enumerate(row) if seconds is not None}
+def _slow_links(
+    link_s: Sequence[Sequence[float | None]], machines: Sequence[int], noise: NoiseEstimate
+) -> list[Straggler]:
+    """Return the slow senders, receivers and links of a matrix with a row for each sender: those within machines, and
+    those between them."""
+    found: dict[StragglerKey, Straggler] = {}
+    for is_within in (True, False):
+        cells = {
+            (a, b): seconds
+            for a, row in enumerate(link_s)
+            for b, seconds in enumerate(row)
+            if seconds is not None and (machines[a] == machines[b]) == is_within
+        }
+        for one in _slow_cells(cells, noise.factor(("link", is_within), list(cells.values()))):
+            found.setdefault(one.key, one)
+    return list(found.values())
+
+
+def _slow_cells(cells: Mapping[tuple[int, int], float], noise_factor: float) -> list[Straggler]:
+    """Return the slow senders, receivers and links among the times of (sender, receiver)."""
     if len(cells) < 2:
         return []
     seconds = list(cells.values())
     usual_s = median_low(seconds)
-    spread_s = median(abs(one - usual_s) for one in seconds)  # of noise, since most links aren't slow
+    spread_s = median_low(abs(one - usual_s) for one in seconds)  # of noise, since most links aren't slow
     excess_s = max(LEAST_EXCESS_S["link"], SPREADS * spread_s)
-    least = max(SLOW_LINK, noise.factor("link", seconds))
-    slow = {list(cells)[at]: ratio for at, ratio in _slower(seconds, least, excess_s)}
+    pairs = list(cells)
+    slow = {pairs[at]: ratio for at, ratio in _slower(seconds, max(SLOW_LINK, noise_factor), excess_s)}
     found: list[Straggler] = []
     explained: set[tuple[int, int]] = set()
     sides: tuple[tuple[StragglerKind, int], ...] = (("sender", 0), ("receiver", 1))
     for kind, side in sides:
-        for rank in range(len(link_s)):
+        for rank in sorted({pair[side] for pair in slow}):
             line = [pair for pair in cells if pair[side] == rank]
             hot = [pair for pair in line if pair in slow]
             if len(hot) >= 2 and len(hot) > MOST_OF * len(line):
@@ -274,6 +298,12 @@ class StragglerDetector:
         self.confirmed: dict[StragglerKey, Straggler] = {}
         self._missing: Counter[StragglerKey] = Counter()
         """Last checks in a row that haven't found a confirmed straggler."""
+
+    @property
+    def is_certain(self) -> bool:
+        """True where the last check found all confirmed stragglers: of one that it didn't find the ratio is an older
+        one."""
+        return not self._missing.keys() & self.confirmed.keys()
 
     def update(self, found: Sequence[Straggler]) -> tuple[list[Straggler], list[Straggler]]:
         """Take what a check has found; return the stragglers that it has confirmed, and those that are over, which two

@@ -1,6 +1,6 @@
 """Comparison of the ranks' times every few steps, which names stragglers while a run goes on."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from math import ceil
@@ -11,12 +11,14 @@ from typing import Any, Literal, NamedTuple
 from muster.cost.time.op_times import OpTimes
 from muster.launch.rank_errors import StragglerError
 from muster.layout.mesh import coordinates_of, dp_index_of
+from muster.parallel.machines import machine_of_each_rank
 from muster.parallel.rank_probes import ProductProbe, probe_product, time_file, time_messages
 from muster.parallel.world import World
 from muster.planner.slow_ranks import MeasuredPasses
 from muster.report.recoveries import loss_causes
 from muster.schedule.action import Kind
 from muster.simulate.stragglers import (
+    CONFIRMING_CHECKS,
     SLOW_COMPUTE,
     SLOW_ON_SHARED_CORES,
     WRONG,
@@ -75,7 +77,9 @@ class StragglerMonitor:
         """Least time of each pipeline rank's passes so far, over that by `times`."""
         own_s = sum(times.seconds.get(key, times.seconds.get((key[0], -1), 0.0)) for key in keys)
         self._expected_s: list[float] = self.world.all_gather_object(own_s)
-        shares_cores = times.cores is not None and self.world.size > times.cores
+        self._machines = machine_of_each_rank(self.world)
+        most_ranks = max(Counter(self._machines).values())
+        shares_cores = times.cores is not None and most_ranks > times.cores
         self._comparable = comparable_units(trainer.plan, self._expected_s, shares_cores)
         self._slow_product = SLOW_ON_SHARED_CORES if shares_cores else SLOW_COMPUTE
 
@@ -96,7 +100,7 @@ class StragglerMonitor:
 
     def _find(self, times: list[RankTimes]) -> list[Straggler]:
         own = self._expected_s, self._comparable, self._slow_product
-        return find_stragglers(times, *own, self.detector.noise)
+        return find_stragglers(times, *own, self.detector.noise, self._machines)
 
     def _correct_expected(self, times: list[RankTimes]) -> None:
         """Expect of a stage no more than the least that its ranks have needed so far: what slows it only adds, and may
@@ -124,18 +128,25 @@ class StragglerMonitor:
         """Return whether another plan may be looked for, after this many changes of the plan: where a rank computes
         slowly, or one did before.
 
-        Each change waits for twice as many comparisons as the one before, the second for two, which say whether ranks
-        are still slow: noise that comes and goes costs little so.
+        Each change waits for as many comparisons as name a rank that is still slow, and from the third on for twice as
+        many as the one before: noise that comes and goes costs little so.
         """
         is_slow = any(one.kind == "compute" for one in self.detector.confirmed.values())
-        return (is_slow or num_changes > 0) and self._num_checks >= 2 ** min(num_changes, MOST_DOUBLINGS)
+        least = max(CONFIRMING_CHECKS, 2 ** min(num_changes, MOST_DOUBLINGS))
+        return (is_slow or num_changes > 0) and self._num_checks >= least
 
-    def _measured(self, times: list[RankTimes]) -> MeasuredPasses:
-        slowness = [1.0] * len(times)
+    def _measured(self, times: list[RankTimes]) -> MeasuredPasses | None:
+        """Return the times of the ranks' passes, of each as that which shows how slow it is; None where this comparison
+        didn't find a rank that those before did."""
+        if not self.detector.is_certain:
+            return None
+        slowness, shown_s = [1.0] * len(times), [one.compute_s for one in times]
         for one in self.detector.confirmed.values():
             for rank in one.ranks if one.kind == "compute" else ():
                 slowness[rank] = max(slowness[rank], one.ratio)
-        return MeasuredPasses(self.usual_times(), self._expected_s, [one.compute_s for one in times], slowness)
+                if one.in_median:
+                    shown_s[rank] = times[rank].median_compute_s
+        return MeasuredPasses(self.usual_times(), self._expected_s, shown_s, slowness)
 
     def _own_times(self) -> RankTimes:
         steps = self.trainer.step_events()
