@@ -15,7 +15,13 @@ import torch.distributed as dist
 from muster.checkpoint.async_saver import AsyncSaver, SaveRequest
 from muster.checkpoint.checkpoint_dir import RetentionPolicy
 from muster.checkpoint.in_memory.checkpointer import InMemoryCheckpointer
-from muster.checkpoint.in_memory.directory import InMemoryDirectory, claim_run_id, remove_stale, stored_ranks
+from muster.checkpoint.in_memory.directory import (
+    InMemoryDirectory,
+    StepHeader,
+    claim_run_id,
+    remove_stale,
+    stored_ranks,
+)
 from muster.checkpoint.in_memory.recovery import RecoverySearch, find_newest
 from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.rank_file import rank_file_name
@@ -140,6 +146,7 @@ def lives_on(rank: int, size: int, store: dist.Store, payload: dict) -> dict[str
     found["half"] = half_written(me)
     found["killed"] = killed(me)
     found["vanished"] = vanished(me)
+    found["copied again"] = copied_again(me)
     found["after all"] = [me.save(9), outcome(me.find())]
     me.lose(0, 1)
     found["two nodes lost"] = outcome(me.find())
@@ -185,6 +192,24 @@ def vanished(me: Rank) -> list[Any]:
     with patch.object(me.copies.directory, "begin", and_lose if me.rank == 3 else begin):
         problem = me.save(7)
     return [problem, outcome(me.find())]
+
+
+def copied_again(me: Rank) -> list[Any]:
+    """Nodes are lost one after the other, without another save between; the first had a part of another launch."""
+    problem = me.save(8)
+    me.lose(0)
+    me.launch()
+    if me.rank == 0:
+        me.copies.directory.begin_parts(8, StepHeader(attempt="another", world_size=4, about={"step": 8}))
+        (me.copies.directory.step_dir(8) / "rank-00002.json").write_text("{}")
+    found, _ = me.find()
+    assert found.newest is not None
+    found.newest.copy_to_other_nodes(me.copies, me.gather)
+    me.gather(None)
+    kept = stored_ranks(me.copies.directory.step_dir(8))
+    me.gather(None)
+    me.lose(1)
+    return [problem, kept, outcome(me.find())]
 
 
 def room(me: Rank) -> str:

@@ -122,7 +122,14 @@ class Pair:
 
     def start(self, node: int, hold_after: tuple[int, ...] = ()) -> Command:
         place = self._places[node]
-        return self._nodes.launcher(node, *self._words, own_memory=True, cwd=place, hold_after=hold_after)
+        output = None if node else place
+        own = {"own_memory": True, "cwd": place, "hold_after": hold_after, "output": output}
+        return self._nodes.launcher(node, *self._words, **own)
+
+    def wait_until_said(self, words: str) -> None:
+        """Returns once the launcher of node 0 has said so."""
+        while words not in self._places[0].with_name(f"{HOSTS[0]}.out").read_text():
+            self.first.be_patient(f"nobody said '{words}'")
 
     def __enter__(self) -> "Pair":
         return self
@@ -151,15 +158,13 @@ def test_a_run_on_two_nodes_loses_a_rank_and_a_node_and_has_the_same_losses(node
         first.wait_until_held(3)
         os.kill(pair.second.ranks()[2], signal.SIGKILL)
         first.go_on(3)
-        while len(recoveries(run)) < 2:  # step 6 is held until another process is ready
-            first.be_patient("nobody came back")
+        pair.wait_until_said(": 4 ranks go on after this step (generation 2)")  # of a process that is ready
         first.go_on(6)
         first.wait_until_held(9)
         pair.second.kill()
         pair.second = pair.start(1)
         first.go_on(9)
-        while len(recoveries(run)) < 4:
-            first.be_patient("the node did not come back")
+        pair.wait_until_said(": 4 ranks go on after this step (generation 4)")
         first.go_on(12)
         ended = [first.wait(), pair.second.wait()]
     assert [(one.code, one.err) for one in ended] == [(0, ""), (0, "")], ended

@@ -44,6 +44,9 @@ def test_copies_live_on_in_the_memory_of_the_nodes_that_are_left(tmp_path: Path)
     ranks = run_ranks(4, "tests.in_memory_ranks:lives_on", {"root": str(tmp_path)})
     kept = [rank.pop("kept") for rank in ranks]
     received = [rank.pop("received") for rank in ranks]
+    again = [rank.pop("copied again") for rank in ranks]
+    assert [kept for _, kept, _ in again] == [[3], [3], [0, 1, 2], [0, 1, 2, 3]], "each part on two nodes"
+    assert all((problem, found) == (None, whole(8)) for problem, _, found in again)
     part = 4 * (ROWS // 4 * COLUMNS + 100_000 // 4)  # of float32, which each of four ranks has written
     assert received == [part * (4 - len(copied)) for _, copied in kept], "what its node hasn't, and no more"
     assert kept == [["step-00000002", copied] for copied in ([0, 1, 3], [0, 1, 3], [0, 1, 2], [2, 3])]

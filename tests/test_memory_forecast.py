@@ -34,6 +34,7 @@ from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.spec.schedules import SCHEDULES
+from muster.spec.supported import unsupported_features
 from muster.spec.workload import Workload
 from muster.train.memory_check import FAKE_KERNELS, measure_fake_rank, measure_real_ranks
 from tests.random_plans import random_case
@@ -450,6 +451,16 @@ def test_a_copy_of_the_model_without_micro_batches_is_refused():
     plan, workload = parse_plan_name("dp2-pp2v2-z3-sdualpipe"), Workload(seq_len=64, global_batch_size=2)
     with pytest.raises(InfeasibleError, match="2 replicas of the model, each of which needs a micro-batch"):
         predict(load_model("tiny"), plan, workload, load_cluster("4xh100"))
+
+
+@pytest.mark.parametrize(
+    ("plan", "cluster"), [("tp2-mb4-domino", "2xh100"), ("dp2x1-pp2-mb1-spipedream2bw", "4xh100"), ("pp4-pv", "4xa100")]
+)
+def test_changes_make_a_plan_fit_that_can_be_run(plan: str, cluster: str) -> None:
+    model, workload = load_model("llama3-8b"), Workload(seq_len=4096, global_batch_size=16)
+    one = predict(model, parse_plan_name(plan), workload, load_cluster(cluster))
+    assert one.fits is False
+    assert [gap for change in one.memory_fixes for gap in unsupported_features(change.plan, model)] == []
 
 
 def test_changes_make_a_plan_fit():

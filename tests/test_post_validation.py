@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from muster.checkpoint.checkpoint_dir import find_latest
+from muster.config.cluster_files import load_cluster
+from muster.cost.memory.forecast import forecast_memory
+from muster.cost.time.update_bytes import update_bytes_per_element
 from muster.schedule.build import build_program
 from muster.schedule.check import check
 from muster.schedule.program import ProgramError, parse_program
@@ -102,6 +105,24 @@ def test_the_program_votes_and_steps_at_once() -> None:
     for wrong, said in (("@collective:2", "STEP on rank 0 begins before GRAD_NORM_ASYNC is known to be over"),):
         with pytest.raises(ProgramError, match=said):
             check(parse_program(str(program).replace(f"STEP{wrong}", "STEP", 1)))
+
+
+def test_memory_has_the_state_before_a_step_twice() -> None:
+    """`PostValidation` copies parameters and moments, and keeps the gradients that they were updated with."""
+    plain, ahead = (
+        forecast_memory(MODEL, plan, WORKLOAD, load_cluster("8xh100"), build_program(plan, MODEL, WORKLOAD))
+        for plan in map(parse_plan_name, ("pp2-fp32", "pp2-pv-fp32"))
+    )
+    for one, other in zip(plain.ranks, ahead.ranks, strict=True):
+        held, twice = one.terms.by_name(), other.terms.by_name()
+        wanted = held | {name: 2 * held[name] for name in ("parameters", "optimizer", "gradients")}
+        assert twice | {"fragmentation": 0} == wanted | {"fragmentation": 0}
+
+
+def test_a_step_that_can_be_taken_back_takes_longer() -> None:
+    plan = parse_plan_name("pp2-pv")
+    kept = update_bytes_per_element(plan, MODEL, None) - update_bytes_per_element(parse_plan_name("pp2"), MODEL, None)
+    assert kept == 2 * (4 + 8), "parameters and two moments, read and written"
 
 
 def test_where_it_is_refused() -> None:

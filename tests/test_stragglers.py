@@ -240,6 +240,9 @@ def test_links_between_machines_may_be_slower_than_those_within(sizes: tuple[int
     links[0][1] *= 4  # type: ignore[operator]
     if sizes[0] > 2:
         assert found() == [("link", (0, 1))]
+        rows = [asdict(replace(QUIET, link_s=tuple(row))) for row in links]
+        check = {"step": 5, "expected_s": [0.2] * count, "ranks": rows, "machines": machines, "stragglers": []}
+        assert str(draw_stragglers([check])).count("color-mix(in srgb, var(--alarm) 60%") == (count <= 32)
 
 
 def test_a_link_is_named_among_two_and_a_network_card_among_four() -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muster.config.run_config import EvalConfig, RunConfig
+from muster.parallel import op_profile
 from muster.parallel.master_weights import master_weights
 from muster.parallel.stage import DecoderStage
 from muster.parallel.weight_versions import WeightVersions
@@ -173,12 +174,17 @@ def _run_case(
     require_runnable(full_plan, config.model, config.workload, world_size)
     with open_world(store, rank, world_size, full_plan, generation) as world, FAULTS[fault]():
         trainer = Trainer(config, full_plan, world, open_data(config, folder))
+        timed: list[str] = []
+        if world_size > full_plan.pp and fault is None:
+            with patch.multiple(op_profile, REPEATS=2, PASS_REPEATS=1):
+                seconds = trainer.profile().times.seconds
+            timed = sorted({kind for kind, _ in seconds if kind in (Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP)})
         pipeline = AsyncPipeline(trainer)
         results = []
         while trainer.step_count < steps:
             results += pipeline.run(min(full_plan.flush_every, steps - trainer.step_count))
         kept = sum(versions.stashed_bytes for versions in pipeline.versions.values())
-        return _found(trainer, results) | {"kept": kept}
+        return _found(trainer, results) | {"kept": kept, "timed": timed}
 
 
 def run_attempts(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]) -> list[int | None]:

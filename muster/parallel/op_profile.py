@@ -90,6 +90,7 @@ def profile_stages(
         and len(stage.default_slices) == 1
     }
     """Stages whose gathers and reductions are timed with the passes that they run beside."""
+    reductions = {action._replace(version=0) for action in actions}  # those of all weight versions take as long
     has_units = world.plan.max_active_stages is not None
     """True if stages are gathered, and their gradients reduced, for units of passes: here, too, one at a time."""
     saved: dict[int, tuple[int, ...]] = {}
@@ -108,7 +109,7 @@ def profile_stages(
                 if not backwards:
                     _time_forward(stage, clock, 0)
             if has_units:
-                _time_reductions({index: stage}, clock, actions, beside)
+                _time_reductions({index: stage}, clock, reductions, beside)
                 stage.reshard()
         _time_pairs(program, stages, world, clock)
         for _, stage in sorted(stages.items()):
@@ -116,19 +117,14 @@ def profile_stages(
                 vocab_bytes = _time_vocab_passes(stage, stage.vocab, clock)
         gradients = sum(gradient_bytes(stage.module) for stage in stages.values())  # of units, once they are reduced
         if not has_units:
-            _time_reductions(stages, clock, actions, beside)
+            _time_reductions(stages, clock, reductions, beside)
         _time_gradient_exchanges(world.plan, clock, actions, handlers)
         clock.time_together((Kind.GRAD_NORM, -1), lambda: handlers[Kind.GRAD_NORM](Action(Kind.GRAD_NORM)))
-        compute, host = (program.ranks[world.at.pp].get(lane, ()) for lane in ("compute", "host"))
-        own = (item.action for item in (*compute, *host))
-        made = [action for action in own if action.kind in (Kind.UPDATE, Kind.LATE_UPDATE, Kind.HOST_UPDATE)]
-        updates = [action._replace(kind=Kind.UPDATE) for action in made]
-        updates += [item.action for item in compute if item.action.kind == Kind.DEVICE_UPDATE]
-        if updates:
-            disk = (item.action for item in program.ranks[world.at.pp].get("disk", ()))
-            copied = {(action.kind, action.stage, action.slice) for action in (*host_copies, *disk)}
-            _time_host_updates(clock, updates, copied, handlers, copies or {})
-        clock.time_together((Kind.STEP, -1), partial(_step, [item.action for item in compute], handlers))
+        lanes: dict[Lane, list[Action]] = {
+            lane: [item.action for item in items] for lane, items in program.ranks[world.at.pp].items()
+        }
+        _time_host_updates(clock, lanes, handlers, copies or {})
+        clock.time_together((Kind.STEP, -1), partial(_step, lanes.get("compute", []), handlers))
         for stage in stages.values():
             stage.param_offload.forget_updates()
     pools, processes = _core_pools(world.plan, machines)
@@ -225,16 +221,22 @@ def _output_gradient(stage: DecoderStage, part: int) -> torch.Tensor | None:
 
 def _time_host_updates(
     clock: "_InstructionTimer",
-    parts: Sequence[Action],
-    copied: Collection[tuple[Kind, int, int]],
+    lanes: Mapping[Lane, Sequence[Action]],
     handlers: Mapping[Kind, Callable[[Action], object]],
     copies: Mapping[Kind, Callable[[Action], Callable[[], None]]],
 ) -> None:
-    """Time the updates of state off the device, part by part, with those of their copies that the program has, (kind,
-    stage, part).
+    """Time the updates of state off the device that the lanes of this rank have, part by part, with those of their
+    copies that they have.
 
     A kind's time is the mean over the parts of a stage.
     """
+    compute, host = lanes.get("compute", ()), lanes.get("host", ())
+    made = [one for one in (*compute, *host) if one.kind in (Kind.UPDATE, Kind.LATE_UPDATE, Kind.HOST_UPDATE)]
+    parts = [one._replace(kind=Kind.UPDATE) for one in made]
+    parts += [one for one in compute if one.kind == Kind.DEVICE_UPDATE]
+    if not parts:
+        return
+    copied = {(one.kind, one.stage, one.slice) for lane in ("host_copy", "disk") for one in lanes.get(lane, ())}
     clock.time((Kind.CLIP, -1), lambda: handlers[Kind.CLIP](Action(Kind.CLIP)))
     orders = {
         Kind.UPDATE: (Kind.OFFLOAD_GRAD, Kind.READ_STATE, Kind.UPDATE, Kind.RELOAD_PARAM, Kind.WRITE_STATE),

@@ -36,7 +36,7 @@ def draw_stragglers(checks: Sequence[Row]) -> Html | None:
     links = [[None if one is None else float(one) for one in rank["link_s"]] for rank in shown["ranks"]]
     if any(one is not None for row in links for one in row):
         parts.append(element("p", "Messages, a row for each sender and a column for each receiver:"))
-        parts.append(_links_table(links))
+        parts.append(_links_table(links, shown.get("machines") or [0] * len(links)))
     return join(*parts)
 
 
@@ -102,11 +102,28 @@ def _usual_s(row: Row, key: str) -> float:
     return median_low([rank[key] for rank in row["ranks"] if rank[key] is not None] or [0.0])
 
 
-def _links_table(links: Sequence[Sequence[float | None]]) -> Html:
-    usual = median_low(one for row in links for one in row if one is not None)
+def _links_table(links: Sequence[Sequence[float | None]], machines: Sequence[int]) -> Html:
+    """Return the times of messages, coloured by how much longer they take than others within machines, or between."""
+    between = [[one != other for other in machines] for one in machines]
+    usual_s = {
+        kind: median_low(
+            [
+                one
+                for a, row in enumerate(links)
+                for b, one in enumerate(row)
+                if one is not None and between[a][b] == kind
+            ]
+            or [0.0]
+        )
+        for kind in (False, True)
+    }
     head = element("tr", element("th", ""), *(element("th", f"to {rank}", scope="col") for rank in range(len(links))))
     body = [
-        element("tr", element("th", f"from {rank}", scope="row"), *(_cell(one, usual) for one in row))
+        element(
+            "tr",
+            element("th", f"from {rank}", scope="row"),
+            *(_cell(one, usual_s[between[rank][to]]) for to, one in enumerate(row)),
+        )
         for rank, row in enumerate(links)
     ]
     return element("div", element("table", element("thead", head), element("tbody", *body)), class_="wide")

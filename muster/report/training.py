@@ -17,6 +17,8 @@ _PARTS = (
     ("waiting for repair", "waiting_h"),
 )
 """Name of each part of the time, and its field."""
+_LONG_DAYS = 1e9
+"""Days whose digits nobody reads."""
 _INTERVAL = "Young and Daly, or as bandwidth allows"
 
 
@@ -27,9 +29,10 @@ def training_lines(cost: TrainingCost, cluster: ClusterSpec) -> list[str]:
         hours = getattr(cost, field)
         if hours or field == "steps_h":
             lines.append(f"          {name:18} {format_days(hours / 24):>8}  {format_fraction(hours / cost.hours):>7}")
-    interval = format_seconds(cost.checkpoint_interval_s)
     lines.append(f"failures  {format_count(cost.failures)} expected, one in {_mtbf(cost.mtbf_h)}")
-    lines.append(f"saves     {format_bytes(cost.checkpoint_bytes)} every {interval} ({_INTERVAL})")
+    is_once = cost.checkpoint_interval_s >= 3600 * cost.hours
+    often = "once, at the end" if is_once else f"every {format_seconds(cost.checkpoint_interval_s)}"
+    lines.append(f"saves     {format_bytes(cost.checkpoint_bytes)} {often} ({_INTERVAL})")
     lines.append(f"cost      {format_usd(cost.usd)}{price_note(cluster)}")
     co2 = "" if cost.co2_kg is None else f", {format_count(cost.co2_kg)} kg of CO₂"
     lines.append(f"energy    {format_kwh(cost.kwh)}{co2}")
@@ -42,6 +45,8 @@ def format_days(days: float) -> str:
 
 
 def _mtbf(hours: float) -> str:
+    if hours / 24 >= _LONG_DAYS:
+        return f"{hours / 24:.1e} days"
     return f"{hours:.3g} h" if hours < 100 else f"{format_days(hours / 24)} days"
 
 
@@ -75,6 +80,7 @@ def training_json(cost: TrainingCost) -> dict[str, Any]:
     return {
         "steps": cost.steps,
         "days": cost.days,
+        "effective_share": cost.effective_share,
         **{field: getattr(cost, field) for _, field in _PARTS},
         "failures": cost.failures,
         "mtbf_h": cost.mtbf_h,

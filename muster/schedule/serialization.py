@@ -10,6 +10,7 @@ from muster.schedule.paths import wrong_path
 from muster.schedule.program import PAIRED
 from muster.schedule.schedule import Schedule
 from muster.schedule.timing import Timing
+from muster.spec.schedules import SCHEDULES
 
 
 def schedule_to_json(
@@ -58,13 +59,12 @@ def schedule_from_json(data: Any) -> Schedule:
         ranks = tuple(tuple(parse_action(text.removesuffix(PAIRED)) for text in order) for order in data["ranks"])
         words = zip(chain.from_iterable(data["ranks"]), chain.from_iterable(ranks), strict=True)
         pairs = frozenset(action for text, action in words if text.endswith(PAIRED))
-        placement = tuple(int(stage["rank"]) for stage in stages)
+        placement = tuple(_whole("rank of a stage", stage["rank"]) for stage in stages)
         name = str(data["name"])
         count, slices, steps = data["n_microbatches"], data.get("n_slices", 1), data.get("n_steps", 1)
         for key, number in (("n_microbatches", count), ("n_slices", slices), ("n_steps", steps)):
-            if type(number) is not int:
-                raise ValueError(f"{key} is {number!r}, expected a whole number")
-        paths = tuple(tuple(int(stage) for stage in path) for path in data.get("paths", ()))
+            _whole(key, number)
+        paths = tuple(tuple(_whole("stage of a path", stage) for stage in path) for path in data.get("paths", ()))
     except KeyError as error:
         raise ValueError(f"key {error} is missing") from None
     except (TypeError, AttributeError):
@@ -77,11 +77,19 @@ def schedule_from_json(data: Any) -> Schedule:
         raise ValueError(f"n_ranks is {data['n_ranks']!r}, but 'ranks' has {len(ranks)} orders of passes")
     if steps < 1 or count % steps:
         raise ValueError(f"{count} micro-batches don't spread over {steps} steps")
+    if steps > 1 and (entry := SCHEDULES.get(name)) is not None and not entry.is_asynchronous:
+        raise ValueError(f"n_steps is {steps}, but schedule {name} has one step")
     if paths and replicas > 1:
         raise ValueError(f"paths are those of one replica, but there are {replicas}")
     if (fault := wrong_path(paths, len(placement), count)) is not None:
         raise ValueError(fault)
     return Schedule(name, placement, count, ranks, replicas, slices, pairs, steps, paths)
+
+
+def _whole(key: str, number: Any) -> int:
+    if type(number) is not int:
+        raise ValueError(f"{key} is {number!r}, expected a whole number")
+    return number
 
 
 def pair_share_from_json(data: Any) -> float | None:

@@ -219,7 +219,9 @@ def _slow_compute(
     product_s = [one.product_s for one in times]
     least = max(slow_product, noise.factor("product", product_s))
     alone = _slower(product_s, least, LEAST_EXCESS_S["product"])
-    slow = {(rank,): Straggler("compute", (rank,), ratio) for rank, ratio in alone if rank not in known}
+    slow: dict[Unit, Straggler] = {
+        (rank,): Straggler("compute", (rank,), ratio) for rank, ratio in alone if rank not in known
+    }
     for number, (units, factor) in enumerate(comparable):
         usual_s = median_low(expected_s[unit[0]] for unit in units)
         for which in ("compute_s", "median_compute_s"):

@@ -30,6 +30,14 @@ ASYNCHRONOUS_LEGAL_RULES: tuple[Rule, ...] = (
         ),
         setting(flush_every=_FLUSH_EVERY),
     ),
+    Rule(
+        lambda plan: _is_asynchronous(plan) and plan.vocab_parallel,
+        lambda plan: (
+            f"schedule {plan.schedule} goes on over several steps, but the collectives of vocab_parallel are those of"
+            " one: drop vocab_parallel"
+        ),
+        setting(vocab_parallel=False),
+    ),
 )
 
 
@@ -77,7 +85,6 @@ ASYNCHRONOUS_RUNTIME_RULES: tuple[Rule, ...] = (
         lambda plan: plan.precision not in ("fp64", "fp32", "bf16"),
         "another precision than fp64, fp32 and bf16 (scales of one step would be those of another)",
     ),
-    _rule(lambda plan: plan.vocab_parallel, "vocab_parallel (its collectives are those of one step)"),
     _rule(lambda plan: plan.post_validation, "post_validation (the gradient norm has a step to arrive already)"),
     _rule(lambda plan: plan.sequence_slices > 1, f"sequence_slices {_UNTESTED}"),
     _rule(
@@ -85,7 +92,6 @@ ASYNCHRONOUS_RUNTIME_RULES: tuple[Rule, ...] = (
         "recompute (which would repeat forwards on the newest weights; pipedream keeps older ones)",
     ),
     _rule(lambda plan: plan.cuda_graphs, "cuda_graphs (which remember the memory of one version)"),
-    _rule(lambda plan: plan.compile is True, f"compile {_UNTESTED}"),
     _rule(
         lambda plan: any(
             (s.offload, s.offload_optimizer, s.offload_param) != ("none", "none", "none") for s in plan.strategies

@@ -16,6 +16,7 @@ AGAINST_COMPILE: tuple[tuple[Callable[[Plan], bool], str], ...] = (
         lambda plan: plan.uses_axis("cp"),
         "compile with context parallelism (attention communicates in the middle of a block)",
     ),
+    (lambda plan: plan.schedule_entry.is_asynchronous, "an asynchronous schedule with compile (not tested yet)"),
     (lambda plan: plan.sequence_tiles > 1, "sequence_tiles with compile (not tested yet)"),
     (lambda plan: plan.sequence_slices > 1, "sequence_slices with compile (not tested yet)"),
     (lambda plan: plan.vocab_parallel, "vocab_parallel with compile (not tested yet)"),

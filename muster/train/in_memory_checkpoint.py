@@ -86,6 +86,9 @@ def load_in_memory_checkpoint(
             if not on_disk:  # parameters are partly filled, and nothing else would fill them
                 raise MusterError(f"{lost}; there is no checkpoint on disk: try again, or --fresh starts anew")
             lines.append(lost)
+        else:
+            found.newest.copy_to_other_nodes(checkpointer, world.all_gather_object)
+            world.all_gather_object_via_store("copied", None, LOAD_TIMEOUT)
     steps_done = on_disk if manifest is None else manifest.step
     for step, ranks in found.incomplete[:1]:
         if step > steps_done:

@@ -55,6 +55,9 @@ from muster.train.tracking import Trackers
 from muster.train.trainer import Trainer
 from muster.train.validation_loss import ALL_DATA, validation_losses, validation_metrics, validation_text
 
+_FLUSHES_FOR_MEAN = 64
+"""Flushes of an asynchronous pipeline over which the steps between two are averaged."""
+
 
 @dataclass
 class Carried:
@@ -195,7 +198,10 @@ class TrainingLoop:
         if self.plan.post_validation:
             self.post_validation = PostValidation(self.trainer)
         own = self.plan, self.config.model, self.config.workload  # ranks with most micro-batches: others wait for them
-        program = build_program(*own, update_time=self.config.train.update_time, optim=self.config.optim)
+        flushed = None if self.async_pipeline is None else self._usual_steps_until_flush()
+        program = build_program(
+            *own, num_steps=flushed, update_time=self.config.train.update_time, optim=self.config.optim
+        )
         predicted = None if profile is None else simulate(program, profile.times)
         if profile is not None and (every := self.config.train.straggler_check_every * (self.world.size > 1)):
             self.stragglers = StragglerMonitor(self.trainer, self._usual_times(profile), every, self.run_dir)
@@ -329,7 +335,7 @@ class TrainingLoop:
         """
         step = self.trainer.step_count + 1
         if self.async_pipeline is not None:
-            yield from self.async_pipeline.run(self._steps_until_flush())
+            yield from self.async_pipeline.run(self._steps_until_flush(step))
             return
         if self.post_validation is None:
             yield self.trainer.step()
@@ -345,10 +351,17 @@ class TrainingLoop:
             if result.stop_requested:
                 yield from self.post_validation.settle()
 
-    def _steps_until_flush(self) -> int:
-        """Return the steps until an asynchronous pipeline is flushed: at multiples of the plan's `flush_every`, and
-        where a save or a validation is due. So it depends on the step alone, and a resumed run has the same."""
-        first = self.trainer.step_count + 1
+    def _usual_steps_until_flush(self) -> int:
+        """Return the steps between two flushes of an asynchronous pipeline, on average over the first ones."""
+        first, flushes = 1, 0
+        while first <= self.config.train.num_steps and flushes < _FLUSHES_FOR_MEAN:
+            first, flushes = first + self._steps_until_flush(first), flushes + 1
+        return max(1, round((first - 1) / max(1, flushes)))
+
+    def _steps_until_flush(self, first: int) -> int:
+        """Return the steps from the `first` one until an asynchronous pipeline is flushed: at multiples of the plan's
+        `flush_every`, and where a save or a validation is due. So it depends on the step alone, and a resumed run has
+        the same."""
         last = min(-(-first // self.plan.flush_every) * self.plan.flush_every, self.config.train.num_steps)
         saves = self.checkpoint_manager.is_save_step
         ends = (n for n in range(first, last) if self._is_validation_step(n) or saves(n))

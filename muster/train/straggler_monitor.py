@@ -128,8 +128,8 @@ class StragglerMonitor:
         """Return whether another plan may be looked for, after this many changes of the plan: where a rank computes
         slowly, or one did before.
 
-        Each change waits for as many comparisons as name a rank that is still slow, and from the third on for twice as
-        many as the one before: noise that comes and goes costs little so.
+        The second change waits for as many comparisons as name a rank that is still slow, the third for four, and each
+        further one for twice as many as the one before: noise that comes and goes costs little so.
         """
         is_slow = any(one.kind == "compute" for one in self.detector.confirmed.values())
         least = max(CONFIRMING_CHECKS, 2 ** min(num_changes, MOST_DOUBLINGS))
@@ -175,6 +175,7 @@ class StragglerMonitor:
             "step": step,
             "expected_s": list(self._expected_s),
             "ranks": list(map(asdict, times)),
+            "machines": self._machines,
             "stragglers": found,
         }
 

@@ -7,8 +7,8 @@ from threading import Lock
 from typing import Any
 
 from muster.checkpoint.in_memory import transport
-from muster.checkpoint.in_memory.checkpointer import AllGather, InMemoryCheckpointer
-from muster.checkpoint.in_memory.directory import is_intact, stored_ranks
+from muster.checkpoint.in_memory.checkpointer import AllGather, InMemoryCheckpointer, send_to_partner
+from muster.checkpoint.in_memory.directory import InMemoryDirectory, StepHeader, is_intact, stored_ranks
 from muster.checkpoint.load import CheckpointFiles, fill_shards
 from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.manifest import Manifest, TensorIndex, merge_indexes
@@ -26,8 +26,24 @@ class RecoveredCheckpoint:
     step: int
     folder: Path
     """Folder of the parts on this node, if there are any."""
+    header: StepHeader
     manifest: Manifest
     files: "PeerFiles"
+    only_here: tuple[int, ...]
+    """Ranks whose part no other node holds, and which this rank has found intact."""
+
+    def copy_to_other_nodes(self, checkpointer: InMemoryCheckpointer, all_gather: AllGather[Any]) -> None:
+        """Send the parts that one node alone holds to the next node, so that the state survives the loss of any node
+        before it is saved again; all ranks call it. Raises MusterError, as `send_to_partner` does."""
+        if checkpointer.partner_address is None:
+            return
+        directory = checkpointer.directory
+        if checkpointer.is_node_leader and (self.step, self.header.attempt) not in attempt_steps(directory):
+            directory.remove_steps(lambda other: other == self.step)  # of another launch, whose parts must not mix
+            directory.begin_parts(self.step, self.header)
+        all_gather(None)
+        for writer in self.only_here:
+            send_to_partner(self.folder, writer, checkpointer.partner_address)
 
     def load(self, shards: Sequence[LocalShard]) -> None:
         """Fill this rank's shards. Raises MusterError."""
@@ -92,16 +108,13 @@ def _assemble(
     holders: dict[int, list[int]],
 ) -> RecoveredCheckpoint:
     """Merge the indexes of all parts into a manifest; each part's is sent by the first rank that found it intact."""
-    local = {
-        header.attempt: (folder, header)
-        for folder, header in checkpointer.directory.step_headers()
-        if header.about["step"] == key[0]
-    }
-    folder, header = local.get(key[1], (checkpointer.directory.tmp_dir(key[0]), None))
+    local = attempt_steps(checkpointer.directory)
+    folder, own_header = local.get(key, (checkpointer.directory.tmp_dir(key[0]), None))
     to_send = [writer for writer, ranks in holders.items() if ranks[0] == checkpointer.rank]
     indexes = {writer: rank_index_path(folder, writer).read_text() for writer in to_send}
-    gathered = all_gather((header and header.about, indexes))
+    gathered = all_gather((own_header and own_header.about, indexes))
     about = next(fields for fields, _ in gathered if fields is not None)
+    header = StepHeader(attempt=key[1], world_size=world_size, about=about)
     texts = {writer: text for _, sent in gathered for writer, text in sent.items()}
     merged = merge_indexes([TensorIndex.model_validate_json(texts[rank]) for rank in range(world_size)])
     manifest = Manifest(**about, files=merged.files, tensors=merged.tensors)
@@ -112,7 +125,14 @@ def _assemble(
             # Spread requests over the ranks of that node.
             servers = checkpointer.node_groups.ranks_on_node_of(ranks[0])
             remote[rank_file_name(writer)] = checkpointer.addresses[servers[checkpointer.rank % len(servers)]]
-    return RecoveredCheckpoint(key[0], folder, manifest, PeerFiles(folder, manifest, remote, f"step-{key[0]:08}"))
+    files = PeerFiles(folder, manifest, remote, f"step-{key[0]:08}")
+    only_here = tuple(writer for writer, ranks in holders.items() if ranks == [checkpointer.rank])
+    return RecoveredCheckpoint(key[0], folder, header, manifest, files, only_here)
+
+
+def attempt_steps(directory: InMemoryDirectory) -> dict[AttemptStep, tuple[Path, StepHeader]]:
+    """Return folder and header of each step that is stored on this node."""
+    return {(header.about["step"], header.attempt): (folder, header) for folder, header in directory.step_headers()}
 
 
 class PeerFiles(CheckpointFiles):

@@ -65,7 +65,7 @@ def memory_fixes(
 
     Changes: recompute, offload, sharding level, sequence parallelism, micro-batch size, tiles of long sequences, tensor
     parallelism, pipeline stages, vocabulary parallelism; and `tier_words`, of plans with state off the devices, which
-    `muster train` then must run.
+    `muster train` then must run. Without them a plan that it can run is answered by such plans, too.
     """
     edits = list(_edits(plan, model))
     fields_of = {word: parse_name_parts(word) for word in tier_words}
@@ -74,6 +74,8 @@ def memory_fixes(
     if with_tiles is not None:
         count = with_tiles.sequence_tiles
         edits.insert(0, (f"tiles {count}", lambda p: p.model_copy(update={"sequence_tiles": count})))
+    is_trained = framework in (None, MUSTER)
+    known_gaps = set(() if tier_words else unsupported_features(plan, model))
     tried = 0
     fitting: list[tuple[tuple[str, ...], Plan, MemoryForecast]] = []
     for together in range(1, MAX_CHANGES + 1):
@@ -88,7 +90,7 @@ def memory_fixes(
                 continue  # two changes of one kind, or more than suffice
             if plan_violations(other, model, workload, plan.world_size):
                 continue
-            if tier_words and unsupported_features(other, model):
+            if is_trained and not known_gaps.issuperset(unsupported_features(other, model)):
                 continue
             tried += 1
             found = _forecast(model, other, workload, cluster, framework, optim)

@@ -1,4 +1,5 @@
-"""Memory of an asynchronous pipeline: a second set of gradients, and the versions of the weights that passes need."""
+"""Memory of steps that begin before others are over: a second set of gradients, and the versions of the weights that
+passes of an asynchronous pipeline need, or the state to which post-validation may go back."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -24,8 +25,13 @@ def held_by_versions(
 
     Weight prediction (`optim.delay_compensation` predict) needs the weights before an update once more, in whose place
     are then, where passes don't use copies anyway, the weights that they use.
+
+    A step that doesn't wait for its validation keeps the state before it, and its gradients, beside those of the next
+    one (`plan.post_validation`).
     """
-    if not plan.schedule_entry.is_asynchronous:
+    if plan.post_validation:
+        return {stage: _with_second_state(memory) for stage, memory in stages.items()}
+    if not plan.schedule_entry.is_asynchronous or plan.flush_every == 1:
         return dict(stages)
     entry = plan.schedule_entry
     stashed, steps_alone = (most_versions(actions) - 1) * entry.stashes_weights, entry.steps_alone
@@ -35,6 +41,12 @@ def held_by_versions(
             more = MemoryTerms(parameters=memory.resident.parameters)
             found[stage] = replace(found[stage], resident=found[stage].resident + more)
     return found
+
+
+def _with_second_state(memory: StageMemory) -> StageMemory:
+    resident = memory.resident
+    more = MemoryTerms(parameters=resident.parameters, optimizer=resident.optimizer, gradients=memory.gradients)
+    return replace(memory, resident=resident + more)
 
 
 def most_versions(actions: Iterable[Action]) -> int:

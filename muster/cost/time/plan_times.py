@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from muster.config.optim_config import OptimConfig, UpdateTime
-from muster.config.optimizer_state import is_zeroth_order, mean_state_bytes, mean_update_bytes
+from muster.config.optimizer_state import is_zeroth_order, mean_state_bytes
 from muster.cost.activations import late_written_bytes, offloaded_activation_bytes
 from muster.cost.comm_volume import step_report_bytes
 from muster.cost.host_updates import (
@@ -33,6 +33,7 @@ from muster.cost.time.profiled_times import profiled_times, streamed_s
 from muster.cost.time.rank_placement import PlacedPlan
 from muster.cost.time.scaled_casts import operand_cast_bytes
 from muster.cost.time.stage_times import StageTimes, example_stage_times, pair_of_stages_s
+from muster.cost.time.update_bytes import optimizer_bytes_per_element, update_bytes_per_element
 from muster.layout.host_updates import part_sizes_of
 from muster.layout.stage_resharding import stage_transfers
 from muster.schedule.action import Kind, Lane
@@ -50,12 +51,6 @@ from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import SCALED_PRECISIONS, Plan
 from muster.spec.workload import Workload
 
-ADAMW_UPDATE_BYTES = 30
-"""AdamW reads and writes master weight and two moments in float32, reads the gradient, and writes the weight that the
-passes use: 3 · 8 + 4 + 2 for each number (arXiv:1711.05101, algorithm 2)."""
-PREDICTED_WEIGHT_BYTES = 32
-"""Bytes per element of weight prediction: the weights are copied before an update (8), their change is taken (12) and
-added to them (12)."""
 GRAD_NORM_BYTES = 4
 """Bytes per element of the gradient norm, which reads each gradient once."""
 CLIP_BYTES = 8
@@ -253,7 +248,7 @@ def per_step_s(setting: PlacedPlan, examples: Sequence[StageTimes]) -> tuple[flo
 
     The update streams the bytes that the optimizer's entry in `muster.config.optimizers` declares; None: AdamW.
     """
-    update_bytes = _update_bytes(setting.model, setting.optim)
+    update_bytes = update_bytes_per_element(setting.plan, setting.model, setting.optim)
     owned = np.array([at.param_communication.shard_numel for at in examples])[setting.stage_kinds.kind_by_stage]
     held = np.bincount(setting.placement, owned, setting.plan.pp)
     normed, held = held, held - np.bincount(setting.placement, _host_updated(setting), setting.plan.pp)
@@ -317,14 +312,6 @@ def _host_stream_s(setting: PlacedPlan, bytes_each: int, elements: Sequence[floa
         on_gpu_s = bytes_each * count * sharing / rate
         found.append(stream_s(device, bytes_each * count) if device.kind == "cpu" and count else on_gpu_s)
     return max(found)
-
-
-def _update_bytes(model: ModelSpec, optim: OptimConfig | None) -> float:
-    """Return the bytes that an update moves per element, counted for fp32 master weights and bf16 passes."""
-    if optim is None:
-        return ADAMW_UPDATE_BYTES
-    predicted = PREDICTED_WEIGHT_BYTES if optim.delay_compensation == "predict" else 0
-    return mean_update_bytes(optim, dict(parameter_shapes(model)), 4, 2) + predicted
 
 
 def _stages_with_step_sums(setting: PlacedPlan) -> Iterable[int]:
@@ -456,7 +443,7 @@ def _host_update_times(setting: PlacedPlan) -> Iterator[tuple[tuple[str, int], f
     by the node's cores, which its devices share. On a CPU all of it is work within its memory."""
     if not any(updated := _host_updated(setting)):
         return
-    update_bytes = _update_bytes(setting.model, setting.optim) - 2  # no copy for bf16 passes
+    update_bytes = optimizer_bytes_per_element(setting.model, setting.optim) - 2  # no copy for bf16 passes
     shapes = dict(parameter_shapes(setting.model))
     state_bytes = mean_state_bytes(setting.optim, shapes, master_bytes(setting.plan.precision))
     for stage, numel in enumerate(updated):

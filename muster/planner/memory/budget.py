@@ -535,6 +535,7 @@ class MemoryBudget:
             or plan.sequence_slices > 1
             or updates_fetched_state(plan)
             or plan.max_active_stages is not None
+            or plan.schedule_entry.is_asynchronous  # whose weight versions only several steps show
         )
 
     def _orders_of(self, plan: Plan) -> tuple[AllocationOrder, ...]:
