@@ -73,7 +73,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "data": ("test_packing.py", "test_eval.py", "test_tracking.py", "test_fine_tuning.py"),
     "resume": ("test_resume.py", "test_changed_resume.py", "test_delayed_update.py", "test_backward_updates.py"),
-    **{f"context-resume-{part + 1}": _walk_from(4 * part, 4) for part in range(6)},
+    **{f"context-resume-{part + 1}": _walk_from(2 * part, 2) for part in range(12)},
     "kills": ("test_async_saver.py", "test_train.py", "test_remote_checkpoints.py", "test_in_memory_checkpoints.py"),
     "tiers": ("test_tier_faults.py", "test_train_faults.py"),
     "peers": ("test_peers.py", "test_peer_runs.py", "test_swarm.py"),
