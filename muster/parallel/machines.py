@@ -1,7 +1,6 @@
 """Machines on which the ranks of a run are."""
 
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 
 from muster.parallel.world import World
@@ -12,11 +11,7 @@ def machine_of_each_rank(world: World) -> list[int]:
 
     Containers on one machine, and several launchers, count as that machine: their ranks share its cores and memory.
     """
-    return number_machines(world.all_gather_object(_machine_name()))
-
-
-def number_machines(names: Sequence[str]) -> list[int]:
-    """Return the place of each name among the different ones: 0, 0, 1 of `a`, `a`, `b`."""
+    names = world.all_gather_object(_machine_name())
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return [numbers[name] for name in names]
 

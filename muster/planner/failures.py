@@ -100,7 +100,7 @@ def waiting_s(running_s: float, mtbf_s: float, repair_s: float, spares: int) -> 
     """
     in_repair = repair_s / mtbf_s
     share = waiting_share(in_repair, spares)
-    usual_s = running_s * share / (1 - share)  # begun with all spares away now and then
+    usual_s = running_s * share / (1 - share)  # of a job that has run for long
     most_steps = running_s * (in_repair + spares) / repair_s / _STEP
     if not usual_s or not isfinite(most_steps) or spares >= _MOST_STATES:
         return usual_s

@@ -302,10 +302,10 @@ class StragglerDetector:
         """Last checks in a row that haven't found a confirmed straggler."""
 
     @property
-    def is_certain(self) -> bool:
-        """True where the last check found all confirmed stragglers: of one that it didn't find the ratio is an older
-        one."""
-        return not self._missing.keys() & self.confirmed.keys()
+    def ratios_are_new(self) -> bool:
+        """True where the last check found all ranks that are confirmed to compute slowly: else the ratio of one is that
+        of an earlier check."""
+        return not any(kind == "compute" for kind, _ in self._missing.keys() & self.confirmed.keys())
 
     def update(self, found: Sequence[Straggler]) -> tuple[list[Straggler], list[Straggler]]:
         """Take what a check has found; return the stragglers that it has confirmed, and those that are over, which two

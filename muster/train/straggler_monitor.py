@@ -138,7 +138,7 @@ class StragglerMonitor:
     def _measured(self, times: list[RankTimes]) -> MeasuredPasses | None:
         """Return the times of the ranks' passes, of each as that which shows how slow it is; None where this comparison
         didn't find a rank that those before did."""
-        if not self.detector.is_certain:
+        if not self.detector.ratios_are_new:
             return None
         slowness, shown_s = [1.0] * len(times), [one.compute_s for one in times]
         for one in self.detector.confirmed.values():

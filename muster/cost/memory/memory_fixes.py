@@ -65,7 +65,7 @@ def memory_fixes(
 
     Changes: recompute, offload, sharding level, sequence parallelism, micro-batch size, tiles of long sequences, tensor
     parallelism, pipeline stages, vocabulary parallelism; and `tier_words`, of plans with state off the devices, which
-    `muster train` then must run. Without them a plan that it can run is answered by such plans, too.
+    `muster train` then must run. It can run every change of a plan that it can run.
     """
     edits = list(_edits(plan, model))
     fields_of = {word: parse_name_parts(word) for word in tier_words}
