@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from muster.catalog import names, read
 from muster.config.config_layers import read_file_layer
+from muster.config.file_writer import write_atomically
 from muster.config.load_config import (
     config_yaml,
     load_plan,
@@ -19,7 +20,7 @@ from muster.config.load_config import (
 )
 from muster.config.named_model import load_model
 from muster.config.run_paths import with_absolute_paths
-from muster.config.yaml_writer import write_atomically, yaml_text
+from muster.config.yaml_writer import yaml_text
 from muster.planner.auto import resolve_plan
 from muster.spec.cluster import ClusterSpec, single_node_cluster
 from muster.spec.device import DeviceSpec
@@ -28,6 +29,7 @@ from muster.spec.layer_strategy import LayerOverride, LayerStrategy
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan, StageSpec
 from muster.spec.plan_name import format_plan_name
+from tests.full_disk import files_of_at_most
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -320,7 +322,7 @@ def test_whole_numbers_may_have_exponents(tmp_path):
         ("a: &x {{b: *x}}\n", "{file} is not valid YAML"),
         ("- a\n- b\n", "{file}: expected 'key: value' lines"),
         ("just text\n", "{file}: expected 'key: value' lines"),
-        ("", "model: missing, expected a mapping with at least vocab_size"),
+        ("", "is empty: expected the sections of a run, such as model, data and train"),
     ],
 )
 def test_a_wrong_file_gets_a_sentence_with_its_place(tmp_path, text, sentence):
@@ -425,17 +427,13 @@ def count_keys(tree: object) -> int:
     return sum(1 + count_keys(value) for value in tree.values()) if isinstance(tree, dict) else 0
 
 
-def test_a_file_that_cannot_be_written_whole_leaves_the_old_one(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_written_whole_leaves_the_old_one(tmp_path):
     path = write(tmp_path, "config.yaml", "old")
 
-    def write_half(self, text, **_):
-        self.write_bytes(text[:3].encode())
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", write_half)
-    with pytest.raises(OSError, match="No space left"):
+    with files_of_at_most(8), pytest.raises(OSError, match="File too large"):
         write_atomically(path, "new and longer")
     assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path], "its draft is removed"
 
 
 # --- the catalog and the cluster ---
@@ -452,6 +450,30 @@ def test_a_cluster_of_cpu_ranks_shares_its_cores():
     cluster = single_node_cluster(device, 4)
     assert cluster.device.peak_flops_per_s.get("fp32") is None
     assert ClusterSpec.model_validate_json(cluster.model_dump_json()) == cluster
+
+
+@pytest.mark.parametrize("tokens", ["1M", "1.5", "0", "-4", True])
+def test_tokens_that_are_no_number_are_named(tokens, tmp_path):
+    path = write(tmp_path, "a.yaml", "extends: tiny\ntrain: {global_batch_size: 8, seq_len: 64}")
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(None, path, [("train.tokens", tokens)])
+    shown = "'true'" if tokens is True else tokens if tokens in ("1.5", "0", "-4") else f"'{tokens}'"
+    assert str(caught.value) == (f"train.tokens: expected a whole number >= 1 or null, got {shown} (from command line)")
+
+
+def test_truth_values_are_no_numbers_in_run_files_and_plans(tmp_path):
+    with pytest.raises(ConfigError, match="train.steps: expected a whole number >= 1 or null, got 'true'"):
+        load_run_config(None, write(tmp_path, "a.yaml", "extends: tiny\ntrain: {steps: true}"), [])
+    with pytest.raises(ConfigError, match="dp_shard: expected a whole number >= 1, got 'true'"):
+        load_plan(write(tmp_path, "plan.yaml", "dp_shard: true"))
+
+
+def test_empty_files_are_no_plan_and_no_run(tmp_path):
+    path = write(tmp_path, "empty.yaml", "# nothing\n")
+    with pytest.raises(ConfigError, match="empty.yaml is empty: expected the fields of a plan"):
+        load_plan(path)
+    with pytest.raises(ConfigError, match="empty.yaml is empty: expected the sections of a run"):
+        load_run_config(None, path, [])
 
 
 def test_tokens_stand_for_steps_and_the_later_layer_wins(tmp_path):

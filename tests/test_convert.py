@@ -386,6 +386,20 @@ def test_inspect(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert (found["not_finite"], found["mean"]) == (2, None)
 
 
+def test_a_damaged_checkpoint_before_which_an_older_one_is_read_is_named(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newer = run / "checkpoints/step-00000009"
+    shutil.copytree(run / "checkpoints/step-00000007", newer)
+    (run / "checkpoints/latest").write_text(newer.name + "\n")
+    file = newer / "rank-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert run_muster("inspect", run, "--json") == 0
+    said = capsys.readouterr()
+    assert f"muster: skipped a damaged checkpoint: {file} has " in said.err
+    assert json.loads(said.out)["step"] == 7
+
+
 def test_verify_finds_a_flipped_bit(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (found,) = facts(capsys, "verify", run)["directories"]
     assert (found["checksums"], found["problems"], found["bytes"]) == (True, [], 2 * 1_708_800)

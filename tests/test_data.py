@@ -185,6 +185,11 @@ def test_a_run_says_why_it_takes_no_validation_loss(store):
     for batch, batches, lines in ((16, 1, []), (17, 1, [words]), (17, 0, [])):
         changes = [("train.global_batch_size", batch), ("eval.batches", batches)]
         assert describe_missing_validation(load_run_config("tiny", None, changes).config, dataset) == lines
+    for key in ("data.validation_split", "eval.batches"):
+        config = load_run_config("tiny", None, [("eval.every", 5), (key, 0)]).config
+        assert describe_missing_validation(config, dataset) == [
+            f"eval: no validation loss every 5 steps, since {key} is 0"
+        ]
 
 
 def test_held_out_samples_are_the_same_for_every_seed_and_never_trained_on(store):

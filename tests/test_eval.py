@@ -102,6 +102,18 @@ def test_flags_about_other_data_need_other_data(tmp_path, capsys, flag):
     assert (code, f"{' '.join(flag)} is for the data of --source, which is missing" in err) == (2, True), err
 
 
+def test_samples_of_another_length_are_no_held_out_ones(whole, capsys):
+    """They would be other windows of the stream, most of which the run has trained on."""
+    code, _, err = muster(capsys, whole, "--seq-len", 32)
+    assert (code, err) == (
+        2,
+        "muster: --seq-len 32: the run's validation samples are windows of 64 tokens; leave --seq-len out, or name data"
+        " that the run hasn't read with --source\n",
+    )
+    code, out, _ = muster(capsys, whole, "--seq-len", 64)
+    assert (code, out) == muster(capsys, whole)[:2]
+
+
 def test_invalid_rows_are_refused_or_skipped(directory, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     rows = [json.dumps({"text": text}) for text in TEXTS]

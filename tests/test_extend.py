@@ -15,7 +15,7 @@ from muster.cli.main import main
 from muster.config.load_config import load_run_config
 from muster.config.named_model import load_model
 from muster.config.optim_config import OptimConfig
-from muster.config.run_config import RunConfig
+from muster.config.run_config import BlendSource, RunConfig
 from muster.cost.flops import forward_flops_per_token
 from muster.cost.memory.rank_memory import activation_bytes
 from muster.data.prepare import PrepareOptions, prepare
@@ -335,6 +335,14 @@ def test_a_name_belongs_to_one_file(tmp_path, own):
         muster.ConfigError, match="expected a name of lowercase letters, digits and hyphens, got 'My Loss'"
     ):
         muster.register_loss("My Loss")(len)
+
+
+def test_changed_data_are_named_as_they_were_and_are() -> None:
+    before, after = (load_run_config("tiny", None, [("data.source", f"/{name}")]).config for name in ("a", "b"))
+    assert config_changes(before, after) == [], "what data hold is compared, not where they lie"
+    parts = (BlendSource(name="x", source="/a", weight=1.0),)
+    blend = after.model_copy(update={"data": after.data.model_copy(update={"source": None, "blend": parts})})
+    assert "data.source was /a, now None" in config_changes(before, blend)
 
 
 def test_a_changed_plugin_is_shown_when_the_run_goes_on(tmp_path, own):

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 
 from muster.config.attempt_files import NEXT_TOKENIZER_FOLDER, adopt_attempt_files, attempt_files, attempt_id
-from muster.config.yaml_writer import write_atomically
+from muster.config.file_writer import write_atomically
 from muster.launch.flight_records import GroupRecord, find_late_rank, format_records, parse_dump, read_records
 from muster.launch.hang_diagnosis import _WAITS_IN, RankFault, RankSnapshot, diagnose, is_waiting, main_thread_frames
 from muster.launch.heartbeat import HEARTBEAT_FD_VARIABLE, PAGE_BYTES, Heartbeat, HeartbeatPage, RankStatus

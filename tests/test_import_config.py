@@ -276,6 +276,17 @@ def test_fp8_is_carried_over_and_predicted(format: str, tmp_path: Path, capsys: 
     assert "leave --model out, or give the plan alone, as a plan.yaml" in capsys.readouterr().err
 
 
+def test_the_printed_run_file_is_all_of_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "gpt.sh").write_text(MEGATRON)
+    assert main(["import-config", str(tmp_path / "gpt.sh"), "-o", str(tmp_path / "run.yaml")]) == 0
+    told = capsys.readouterr().out
+    assert main(["import-config", str(tmp_path / "gpt.sh")]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == (tmp_path / "run.yaml").read_text()
+    assert told == printed.err + f"run file: {tmp_path / 'run.yaml'}\n"
+    assert "carried over" in told
+
+
 def test_float8_converters_are_carried_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, _ = imported(tmp_path, capsys, "job.toml", TITAN.replace('"8B"', '"8B"\nconverters = ["float8"]'))
     assert config.parallel.precision == "fp8"

@@ -3,10 +3,12 @@
 from muster.config.cluster_files import load_cluster
 from muster.config.named_model import load_model
 from muster.planner.frontier import Frontier
-from muster.planner.neighbours import neighbour_plans
+from muster.planner.neighbours import BREADTH_FIRST, active_stages, neighbour_plans
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
 from muster.planner.search_phases import local_search, probe
+from muster.schedule.resolve import resolve_schedule
+from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
 
 
@@ -35,6 +37,16 @@ def test_a_plan_that_promises_much_is_simulated_before_as_many_as_are_shown_are_
     frontier.best = frontier.best[-1:]
     assert frontier._is_promising(frontier.best[0].plan, frontier.best[0].value / 2)
     assert not frontier._is_promising(frontier.best[0].plan, frontier.best[0].value)
+
+
+def test_units_of_passes_keep_no_searched_schedule():
+    """Without its pinned order, where it puts stages is unknown."""
+    request = _request("tiny", "4xh100", 256, 16)
+    plan = resolve_schedule(parse_plan_name("dp2-pp2v2-z3-sauto"), request.model, request.workload)
+    assert plan.pinned_schedule is not None
+    found = active_stages(plan, request)
+    assert found
+    assert {fields["schedule"] for fields in found} == {BREADTH_FIRST}
 
 
 def test_tensor_parallelism_is_tried_without_sequence_parallelism():

@@ -114,7 +114,10 @@ def test_the_profile_of_the_machine_is_planned_for(tmp_path):
     assert "machine.yaml" in chosen.lines[1]
     assert chosen.plan.world_size == 2  # all its cores, since two processes are twice as fast
     assert choose_plan(resolved, 4).plan.world_size == 4
-    assert "times of the catalogue" in choose_plan(tiny(("parallel.precision", "bf16")), 2).lines[1]  # not measured
+    other = choose_plan(tiny(("parallel.precision", "bf16")), 2).lines[1]
+    assert "times of the catalogue (machine.yaml has fp32, not bf16, which 'muster profile' measures" in other
+    (tmp_path / "machine.yaml").write_text((tmp_path / "machine.yaml").read_text()[:-200])
+    assert "times of the catalogue (the profile can't be read: machine.yaml:" in choose_plan(resolved, 2).lines[1]
 
 
 def test_a_number_of_processes_that_leaves_memory_free_goes_before_a_faster_one(tmp_path, monkeypatch):

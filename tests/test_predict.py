@@ -209,7 +209,7 @@ def test_a_hugging_face_directory_is_a_model(tmp_path: Path, capsys):
         ({"--seq-len": "-5"}, 2, "expected tokens such as 8192, 128k (131,072) or 1M, got '-5'"),
         ({"--global-batch": "100"}, 3, "global_batch_size 100 is not a multiple of 8"),
         ({"--plan": None}, 2, "--plan is missing"),
-        ({"--trace": "/nowhere/trace.json"}, 1, "the trace can't be written to /nowhere/trace.json: No such file"),
+        ({"--trace": "/nowhere/trace.json"}, 2, "/nowhere/trace.json can't be written: there is no directory"),
     ],
 )
 def test_bad_input_is_one_sentence(changed: dict[str, str | None], code: int, words: str, capsys):

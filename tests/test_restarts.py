@@ -67,6 +67,18 @@ def test_what_would_only_come_again_is_no_reason_to_start_again(tmp_path: Path) 
     assert restarts_note(tmp_path) is None
 
 
+def test_a_stop_before_ranks_could_tell_of_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    ends = {
+        "early": [RankExit(rank, "here", -15, False, None, None) for rank in (0, 1)],
+        "later": [RankExit(0, "here", 75, False, None, None), RankExit(1, "here", -15, False, None, None)],
+    }
+    said = {}
+    for when, found in ends.items():
+        assert determine_exit_status(found, stop_requested=True, kill_requested=False).report() == 75
+        said[when] = capsys.readouterr().out
+    assert said == {"early": "stopped on request before training began; the same command goes on\n", "later": ""}
+
+
 def test_a_run_that_loses_a_rank_starts_again_and_is_the_same(tmp_path_factory: pytest.TempPathFactory) -> None:
     whole = whole_run(tmp_path_factory.getbasetemp())[0]
     run = whole.with_name("restarted")

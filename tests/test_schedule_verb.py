@@ -259,7 +259,7 @@ SIZE = "--ranks 2 --microbatches 2"
             2,
             "--json, --svg and --trace need a single schedule: leave out --list or --compare",
         ),
-        (f"1f1b {SIZE} --svg /nowhere/at/all.svg", 2, "can't write /nowhere/at/all.svg: No such file or directory"),
+        (f"1f1b {SIZE} --svg /nowhere/at/all.svg", 2, "/nowhere/at/all.svg can't be written: there is no directory"),
         ("--file /nowhere", 2, "can't read /nowhere: No such file or directory"),
         ("--file /nowhere --ranks 2", 2, "--ranks is set by the file and can't be given too"),
         ("--file /nowhere --steps 2", 2, "--steps is set by the file and can't be given too"),

@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from muster.data.sources import source_files
 from muster.data.store import TokenStore
 from muster.data.tokenizer import ByteTokenizer
 from muster.spec.errors import ConfigError, MusterError
+from tests.full_disk import files_of_at_most
 
 TOKENIZER = ByteTokenizer()
 
@@ -233,19 +233,8 @@ def test_a_directory_with_another_store_is_not_taken(text, tmp_path, store):
     assert names_in(tmp_path) == {"text", "store"}
 
 
-@contextlib.contextmanager
-def _files_at_most(size_bytes: int):
-    """Writing beyond this size fails with an OSError, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_full_disk_leaves_nothing_behind(text, tmp_path):
-    with _files_at_most(10_000), pytest.raises(MusterError, match="can't be written: .*; free space"):
+    with files_of_at_most(10_000), pytest.raises(MusterError, match="can't be written: .*; free space"):
         build_store(str(text), tmp_path / "cache" / "store", TOKENIZER)
     assert names_in(tmp_path / "cache") == set()
 

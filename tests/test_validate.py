@@ -232,7 +232,7 @@ def test_columns_that_are_not_read_are_told(tmp_path, capsys):
     assert "is the table itself" in capsys.readouterr().err
     assert path.read_text().startswith("source,")
     assert main(["validate", "--csv", str(path), "--csv-out", str(tmp_path / "no" / "x.csv")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+    assert "there is no directory" in capsys.readouterr().err
 
 
 def test_a_table_with_a_column_for_each_metric_is_read():

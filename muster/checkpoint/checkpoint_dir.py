@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from muster.checkpoint.manifest import MANIFEST, read_manifest
-from muster.config.yaml_writer import fsync_directory, write_durably
+from muster.config.file_writer import fsync_directory, write_durably
 from muster.spec.errors import ConfigError, MusterError
 from muster.spec.suggest import did_you_mean
 

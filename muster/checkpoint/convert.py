@@ -44,10 +44,10 @@ from muster.checkpoint.model_directory import (
 )
 from muster.checkpoint.remapped import RenamedTensors
 from muster.checkpoint.tensors import TensorSource
+from muster.config.file_writer import fsync_directory
 from muster.config.freezing import matches_pattern
 from muster.config.load_config import load_run_config
 from muster.config.migrations import migrate
-from muster.config.yaml_writer import fsync_directory
 from muster.data.tokenizer import Tokenizer, load_tokenizer
 from muster.data.tokenizer_files import (
     GENERATION_CONFIG_FILE,

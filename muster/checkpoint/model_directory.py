@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -218,6 +219,8 @@ def _latest_of_run(path: Path) -> Path:
     root = path if list_checkpoints(path) else path / "checkpoints"
     problems: list[str] = []
     if (folder := find_latest(root, problems.append)) is not None:
+        for problem in problems:
+            print(f"muster: {problem}", file=sys.stderr)
         return folder
     if problems:
         raise MusterError(f"{path} has no readable checkpoint: {'; '.join(problems)}")

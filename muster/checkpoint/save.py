@@ -27,7 +27,7 @@ from muster.checkpoint.rank_file import (
     sort_for_file,
     write_rank_file,
 )
-from muster.config.yaml_writer import write_durably
+from muster.config.file_writer import write_durably
 from muster.layout.tensor_layout import slices_within
 from muster.spec.errors import MusterError
 from muster.version import __version__

@@ -1,10 +1,11 @@
 """`muster import-config`: another trainer's configuration as a run file."""
 
 import json
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
-from muster.cli.parser import Parser, positive_int
+from muster.cli.parser import Parser, output_file, positive_int
 from muster.spec.units import pluralize
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def run(arguments: list[str]) -> int:
     )
     add = parser.add_argument
     add("file", type=Path, metavar="FILE")
-    add("-o", "--output", type=Path, metavar="RUN.yaml", help="run file to write (default: print it)")
+    add("-o", "--output", type=output_file, metavar="RUN.yaml", help="run file to write (default: print it)")
     add(
         "--nproc",
         type=positive_int,
@@ -30,37 +31,33 @@ def run(arguments: list[str]) -> int:
     add("--model", metavar="M", help="model's name or file: for torchtitan's other names, and for DeepSpeed")
     add("--json", action="store_true", help="print one JSON object")
     args = parser.parse(arguments)
+    from muster.config.file_writer import write_output
     from muster.config.import_config import import_config
-    from muster.spec.errors import MusterError
 
     found = import_config(args.file, args.nproc, args.model)
     if args.output is not None:
-        try:
-            args.output.write_text(found.yaml(), encoding="utf-8")
-        except OSError as error:
-            raise MusterError(f"the run file can't be written to {args.output}: {error.strerror}") from None
+        write_output(args.output, found.yaml(), "the run file")
     if args.json:
         print(json.dumps(found.to_json(), indent=2))
-    else:
-        _show(found, args.output)
+        return 0
+    if args.output is None:
+        print(found.yaml(), end="")
+    _show_notes(found, args.output, sys.stderr if args.output is None else sys.stdout)
     return 0
 
 
-def _show(found: "ImportedConfig", output: Path | None) -> None:
-    """Print the run file and the options that it lacks."""
-    if output is None:
-        print(found.yaml())
+def _show_notes(found: "ImportedConfig", output: Path | None, stream: TextIO) -> None:
+    """Print the options that the run file lacks: to stderr where the run file itself goes to stdout."""
     carried = found.conversion
-    print(
+    lines = [
         f"{carried.program}: {pluralize(len(carried.values), 'value')} carried over,"
         f" {pluralize(len(carried.dropped), 'option')} left out"
-    )
+    ]
     for one in carried.dropped:
         value = "" if one.value is True or one.value is None else f" {one.value}"
-        print(f"not carried over: {one.option}{value}: {one.reason}")
-    for key in found.missing:
-        print(f"still to be set: {key}")
-    for reason in found.refused:
-        print(f"can't be run as is: {reason}")
+        lines.append(f"not carried over: {one.option}{value}: {one.reason}")
+    lines += [f"still to be set: {key}" for key in found.missing]
+    lines += [f"can't be run as is: {reason}" for reason in found.refused]
     if output is not None:
-        print(f"run file: {output}")
+        lines.append(f"run file: {output}")
+    print("\n".join(lines), file=stream)

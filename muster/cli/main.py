@@ -3,6 +3,7 @@
 Imports nothing heavy, so that --help answers at once; a verb imports what it needs when it runs.
 """
 
+import errno
 import os
 import sys
 from importlib import import_module
@@ -34,6 +35,8 @@ VERBS = {
 }
 """Verbs and their summaries. Each has a module of its name here (_ for -) with `run(arguments) -> exit code`."""
 
+_FAILED_WRITES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command line (None: this process's own) and return the exit code.
@@ -43,7 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None:
         forgive_standard_streams()
     try:
-        return _run(sys.argv[1:] if argv is None else argv)
+        code = _run(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
     except MusterError as error:
         for sentence in str(error).splitlines():
             print(f"muster: {sentence}", file=sys.stderr)
@@ -51,10 +56,21 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read our output has seen enough, as in `muster program … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
+        return 1
+    except OSError as error:  # verbs tell of files that have a name; this is of stdout, or of a file already open
+        if error.filename is not None or error.errno not in _FAILED_WRITES:
+            raise
+        _drop_output()
+        print(f"muster: the output can't be written: {error.strerror}", file=sys.stderr)
         return 1
     except SystemExit as end:  # how argparse ends after --help
         return int(end.code or 0)
+
+
+def _drop_output() -> None:
+    """Let the rest of the output go nowhere, so that the interpreter's own flush at the end doesn't fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(arguments: list[str]) -> int:

@@ -1,8 +1,10 @@
 """Arguments of a verb: its flags, and any key of a run file as `--section.key VALUE`."""
 
 import argparse
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from textwrap import fill, wrap
 from typing import Any, NoReturn, TypeVar
 
@@ -165,6 +167,19 @@ def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got '{text}'")
     return int(text)
+
+
+def output_file(text: str) -> Path:
+    """Parse the path of a file to write, before anything is computed for it."""
+    path, place = Path(text), Path(text).absolute().parent
+    if not text or path.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file to write, got the directory '{path}'")
+    if not place.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} can't be written: there is no directory {place}")
+    replaced = path.is_file() or not path.exists()  # and not a device or a pipe
+    if not os.access(place if replaced else path, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} can't be written: no permission")
+    return path
 
 
 def whole_number(text: str) -> int:

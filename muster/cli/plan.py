@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from muster.api.defaults import SEARCH_EFFORT
-from muster.cli.parser import Parser, positive_int, split_overrides
+from muster.cli.parser import Parser, output_file, positive_int, split_overrides
 from muster.cli.planning_flags import (
     add_planning_flags,
     add_training_flags,
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from muster.planner.answer import PlanAnswer
+    from muster.planner.pareto import ParetoFront
     from muster.planner.request import PlanRequest
     from muster.planner.search_budget import SearchBudget
-    from muster.spec.plan import Plan
 
 
 def run(arguments: list[str]) -> int:
@@ -68,13 +68,13 @@ def _run(args: argparse.Namespace) -> int:
         require_supported_model(asked.model)
     answer = answer_request(asked, args.top, budget)
     refusal = _refusal(args, answer)
-    written = [] if refusal else _write(args, answer)
     if args.json:
         print(json.dumps(answer_json(answer, args.explain), indent=2))
     else:
         print_answer(answer, args.explain)
     if refusal:
         raise refusal
+    written = _write(args, answer)  # after the answer, which a full disk must not lose
     if written and not args.json:
         print("\nwritten   " + ", ".join(map(str, written)))
         if comment := _outer_comment(answer):
@@ -163,15 +163,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         metavar="S",
         help="maximum seconds of the command, whatever its effort (default: none)",
     )
-    add("-o", "--output", type=Path, metavar="FILE", help="write the best plan, for muster train --parallel FILE")
-    add(
-        "--launch", choices=("torchrun", "slurm", "kubernetes", "skypilot"), help="write launch files for the best plan"
-    )
-    add("--run-file", metavar="FILE", help="run file named in the launch files (default: run.yaml)")
-    add(
-        "--pareto", action="store_true", help="show the Pareto front over step time, memory, cost and number of devices"
-    )
-    add("--html", type=Path, metavar="FILE", help="with --pareto: write it as a page")
+    _add_files(parser)
     add(
         "--what-if",
         action="append",
@@ -185,6 +177,26 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     args.outer = outer_steps_of(overrides)
     _check_flags(args)
     return args
+
+
+def _add_files(parser: Parser) -> None:
+    """Add the flags of what is written, and --pareto, whose page is one of the files."""
+    add = parser.add_argument
+    add(
+        "-o",
+        "--output",
+        type=output_file,
+        metavar="FILE",
+        help="write the best plan, for muster train --parallel FILE",
+    )
+    add(
+        "--launch", choices=("torchrun", "slurm", "kubernetes", "skypilot"), help="write launch files for the best plan"
+    )
+    add("--run-file", metavar="FILE", help="run file named in the launch files (default: run.yaml)")
+    add(
+        "--pareto", action="store_true", help="show the Pareto front over step time, memory, cost and number of devices"
+    )
+    add("--html", type=output_file, metavar="FILE", help="with --pareto: write it as a page")
 
 
 def _refuse_peers(keys: Iterable[str]) -> None:
@@ -212,20 +224,13 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--run-file {args.run_file} is for the files of --launch, which is missing: add --launch slurm"
         )
-    if args.output and not args.output.absolute().parent.is_dir():
-        raise ConfigError(f"--output {args.output}: there is no directory {args.output.absolute().parent}")
-    if args.output and args.output.is_dir():
-        raise ConfigError(f"--output {args.output} is a directory: expected a file such as {args.output / 'plan.yaml'}")
 
 
 def _pareto(args: argparse.Namespace) -> int:
     """Print the Pareto front."""
-    from dataclasses import replace
-
-    from muster.planner.pareto import pareto_front, thin_front
-    from muster.report.console import table_console, text_width
+    from muster.planner.pareto import pareto_front
     from muster.report.page import write_page
-    from muster.report.pareto import front_json, front_lines, front_page, front_picture, front_table
+    from muster.report.pareto import front_json, front_page
 
     asked = _request(args)
     if asked.skip_fields:
@@ -233,11 +238,23 @@ def _pareto(args: argparse.Namespace) -> int:
             "--pareto weighs plans in which no stage is skipped: leave out --pareto, or skipR in --require"
         )
     found = pareto_front(asked, _budget(args))
-    if args.html:
-        write_page(args.html, front_page(found, f"{args.model} on {args.cluster}: Pareto front"))
     if args.json:
         print(json.dumps(front_json(found), indent=2))
-        return 0
+    else:
+        _show_front(found)
+    if args.html:
+        write_page(args.html, front_page(found, f"{args.model} on {args.cluster}: Pareto front"))
+    return 0
+
+
+def _show_front(found: "ParetoFront") -> None:
+    """Print the front as a table and as a picture."""
+    from dataclasses import replace
+
+    from muster.planner.pareto import thin_front
+    from muster.report.console import table_console, text_width
+    from muster.report.pareto import front_lines, front_picture, front_table
+
     all_of_them = len(found.points)
     found = replace(found, points=thin_front(found.points))
     print("\n".join(front_lines(found)) + "\n")
@@ -250,7 +267,6 @@ def _pareto(args: argparse.Namespace) -> int:
     print(f"\n{found.num_simulated:,} plans simulated in {found.seconds:.1f} s")
     if not found.proven:
         print("'may save': part of a step that another plan may save; more --effort settles it.")
-    return 0
 
 
 def _what_if(args: argparse.Namespace) -> int:
@@ -322,23 +338,15 @@ def _write(args: argparse.Namespace, answer: "PlanAnswer") -> list[Path]:
     """Write the requested files and return their paths."""
     if not (args.output or args.launch):
         return []
+    from muster.config.file_writer import write_output
+    from muster.config.load_config import plan_yaml
     from muster.planner.request import with_placed_experts
 
     plan_file = args.output or Path("plan.yaml")
     plan = with_placed_experts(answer.request, answer.result.best[0].plan)
-    _write_plan(plan_file, plan, _outer_comment(answer) + _node_order_comment(answer.search.node_order))
+    comment = _outer_comment(answer) + _node_order_comment(answer.search.node_order)
+    write_output(plan_file, comment + plan_yaml(plan), "the plan")
     return [plan_file, *(_launch(args, answer) if args.launch else ())]
-
-
-def _write_plan(path: Path, plan: "Plan", comment: str) -> None:
-    """Write plan.yaml, whole or not at all, below a comment."""
-    from muster.config.load_config import plan_yaml
-    from muster.config.yaml_writer import write_atomically
-
-    try:
-        write_atomically(path, comment + plan_yaml(plan))
-    except OSError as error:
-        raise MusterError(f"the plan can't be written to {path}: {error.strerror}") from None
 
 
 def _outer_comment(answer: "PlanAnswer") -> str:

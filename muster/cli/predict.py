@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muster.api.defaults import FRAMEWORK_NAMES, MICRO_BATCHES_PER_PIPELINE_RANK
-from muster.cli.parser import Parser, split_overrides
+from muster.cli.parser import Parser, output_file, split_overrides
 from muster.cli.planning_flags import (
     TRAINING_FLAGS,
     add_planning_flags,
@@ -16,7 +16,7 @@ from muster.cli.planning_flags import (
     require_flags,
     unit_warnings_shown,
 )
-from muster.spec.errors import ConfigError, InfeasibleError, MusterError
+from muster.spec.errors import ConfigError, InfeasibleError
 
 if TYPE_CHECKING:
     from muster.planner.training_cost import TrainingCost
@@ -34,6 +34,12 @@ def run(arguments: list[str]) -> int:
     with unit_warnings_shown():
         prediction = _predict(args)
     training = _training_cost(args, prediction)
+    if args.json:
+        from muster.report.training import prediction_json
+
+        print(json.dumps(prediction_json(prediction, training), indent=2))
+    else:
+        _show(prediction, training)
     if args.trace:
         _write_trace(args.trace, prediction)
     if args.html:
@@ -41,12 +47,6 @@ def run(arguments: list[str]) -> int:
         from muster.report.prediction import prediction_page
 
         write_page(args.html, prediction_page(prediction, f"{prediction.model.name} on {args.cluster}", training))
-    if args.json:
-        from muster.report.training import prediction_json
-
-        print(json.dumps(prediction_json(prediction, training), indent=2))
-    else:
-        _show(prediction, training)
     return InfeasibleError.exit_code if prediction.fits is False else 0
 
 
@@ -73,8 +73,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         " (default: as listed)",
     )
     add("--json", action="store_true", help="print one JSON object")
-    add("--trace", type=Path, metavar="FILE", help="write the step as a trace for Perfetto or chrome://tracing")
-    add("--html", type=Path, metavar="FILE", help="write the prediction as a page")
+    add("--trace", type=output_file, metavar="FILE", help="write the step as a trace for Perfetto or chrome://tracing")
+    add("--html", type=output_file, metavar="FILE", help="write the prediction as a page")
     rest, overrides = split_overrides(arguments)
     args = parser.parse(rest)
     args.outer = outer_steps_of(overrides)
@@ -136,14 +136,11 @@ def _training_cost(args: argparse.Namespace, prediction: "Prediction") -> "Train
 
 
 def _write_trace(path: Path, prediction: "Prediction") -> None:
+    from muster.config.file_writer import write_output
     from muster.report.trace import chrome_trace
     from muster.spec.plan_name import format_plan_name
 
-    trace = chrome_trace(prediction.timeline, format_plan_name(prediction.plan))
-    try:
-        path.write_text(json.dumps(trace), encoding="utf-8")
-    except OSError as error:
-        raise MusterError(f"the trace can't be written to {path}: {error.strerror}") from None
+    write_output(path, json.dumps(chrome_trace(prediction.timeline, format_plan_name(prediction.plan))), "the trace")
 
 
 def _show(prediction: "Prediction", training: "TrainingCost | None") -> None:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from muster.api.torch_import import import_torch_module
 from muster.cli.node_flags import add_node_flags, nodes_request
-from muster.cli.parser import Parser, positive_int
-from muster.spec.errors import ConfigError, MusterError
+from muster.cli.parser import Parser, output_file, positive_int
+from muster.spec.errors import ConfigError
 
 if TYPE_CHECKING:
     from muster.launch.nodes.rendezvous_config import RendezvousConfig
@@ -26,7 +26,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument(
         "-o",
         "--output",
-        type=Path,
+        type=output_file,
         metavar="FILE",
         help="cluster file to write (default: machine.yaml; with --nodes: nodes.yaml)",
     )
@@ -82,15 +82,13 @@ def _keep_runs(args: argparse.Namespace, output: Path) -> int:
 
 def _profile_nodes(args: argparse.Namespace, nodes: "RendezvousConfig") -> int:
     """Measure the links between nodes; node 0 writes the file."""
+    from muster.config.file_writer import write_output
     from muster.config.local_machine import cluster_by_name
-    from muster.config.yaml_writer import write_atomically
     from muster.probe.profile_nodes import LinkProfileRequest, links_summary, nodes_text, profile_nodes
 
     if args.ranks is not None:
         raise ConfigError(f"--ranks {args.ranks} is for measuring one machine: leave it out with --nodes")
     output = args.output or Path("nodes.yaml")
-    if not output.absolute().parent.is_dir():
-        raise ConfigError(f"--output {output}: there is no directory {output.absolute().parent}")
     cluster = None if args.cluster is None else cluster_by_name(args.cluster)
     seconds = QUICK_SECONDS if args.quick else 1.0
     request = LinkProfileRequest(cluster, args.connections or 1, seconds)
@@ -98,10 +96,7 @@ def _profile_nodes(args: argparse.Namespace, nodes: "RendezvousConfig") -> int:
     if found is None:
         print("measured; node 0 has the figures")
         return 0
-    try:
-        write_atomically(output, nodes_text(found, request))
-    except OSError as error:
-        raise MusterError(f"can't write the links to {output}: {error.strerror}") from None
     print(links_summary(found))
+    write_output(output, nodes_text(found, request), "the cluster file")
     print(f"written to {output}, for muster plan --cluster {output}")
     return 0

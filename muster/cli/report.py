@@ -5,7 +5,7 @@ from pathlib import Path
 from time import sleep
 from typing import TYPE_CHECKING
 
-from muster.cli.parser import Parser
+from muster.cli.parser import Parser, output_file
 from muster.spec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def run(arguments: list[str]) -> int:
     )
     add = parser.add_argument
     add("runs", type=Path, metavar="RUN", nargs="+", help="a run directory, such as runs/demo; several are compared")
-    add("--html", type=Path, metavar="FILE", help="path of the comparison page (default: comparison.html)")
+    add("--html", type=output_file, metavar="FILE", help="path of the comparison page (default: comparison.html)")
     add("--follow", action="store_true", help="write the page of a run that is training anew until it ends")
     add("--json", action="store_true", help="print one JSON object: figures and differences")
     add("--as-measurement", action="store_true", help="print the run as a row of a table for 'muster validate --csv'")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muster.cli.parser import Parser, positive_int
+from muster.cli.parser import Parser, output_file, positive_int
 from muster.spec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -100,8 +100,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--vocab-parallel", metavar="S", help="spread a vocabulary over the ranks; a rank's share of the logits takes S"
     )
     add("--json", action="store_true", help="print one JSON object instead of the picture")
-    add("--svg", type=Path, metavar="FILE", help="write the picture as SVG")
-    add("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
+    add("--svg", type=output_file, metavar="FILE", help="write the picture as SVG")
+    add("--trace", type=output_file, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
     args = parser.parse(_join_negative(arguments))
     _require_combinable(args)
     args.times = _times(args.times)
@@ -351,17 +351,19 @@ def _show(
     pair_share: float | None,
 ) -> None:
     """Write and print one schedule."""
+    from muster.config.file_writer import write_output
     from muster.schedule.serialization import schedule_to_json
 
     if args.svg is not None:
         from muster.report.schedule_svg import schedule_svg
 
-        _write(args.svg, schedule_svg(schedule, timing))
+        write_output(args.svg, schedule_svg(schedule, timing), "the picture")
     if args.trace is not None:
         from muster.report.trace import chrome_trace
         from muster.simulate.timeline import schedule_timeline
 
-        _write(args.trace, json.dumps(chrome_trace(schedule_timeline(schedule, timing), schedule.name)))
+        trace = chrome_trace(schedule_timeline(schedule, timing), schedule.name)
+        write_output(args.trace, json.dumps(trace), "the trace")
     if args.json:
         print(json.dumps(schedule_to_json(schedule, timing, gap, pair_share)))
         return
@@ -373,13 +375,6 @@ def _show(
     if gap is not None:
         console.print(str(gap), soft_wrap=True)
     console.print(grid_text(schedule, timing, text_width()))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"can't write {path}: {error.strerror}") from None
 
 
 # ----------------------------------------------------------------------------------------------------------------------

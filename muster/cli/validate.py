@@ -1,10 +1,11 @@
 """`muster validate`: predictions against published measurements."""
 
+import argparse
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muster.cli.parser import Parser
+from muster.cli.parser import Parser, output_file
 from muster.spec.errors import ConfigError
 from muster.spec.units import pluralize
 
@@ -31,10 +32,15 @@ def run(arguments: list[str]) -> int:
         help="your own table of measurements (default: the tables that come with Muster)",
     )
     add("--json", action="store_true", help="print one JSON object instead of tables")
-    add("--csv-out", type=Path, metavar="FILE", help="write every row with its prediction and interval as CSV")
-    add("--html", type=Path, metavar="FILE", help="write a page that plots predicted against measured")
-    add("--markdown", type=Path, metavar="FILE", help="write the tables as a page of documentation")
-    add("--errors", type=Path, metavar="FILE", help="write the errors from which predictions take their uncertainty")
+    add("--csv-out", type=output_file, metavar="FILE", help="write every row with its prediction and interval as CSV")
+    add("--html", type=output_file, metavar="FILE", help="write a page that plots predicted against measured")
+    add("--markdown", type=output_file, metavar="FILE", help="write the tables as a page of documentation")
+    add(
+        "--errors",
+        type=output_file,
+        metavar="FILE",
+        help="write the errors from which predictions take their uncertainty",
+    )
     add(
         "--recipes",
         action="store_true",
@@ -54,35 +60,46 @@ def run(arguments: list[str]) -> int:
     unread = [] if args.csv is None else _check_table(args.csv, args.csv_out)
     with RowProgress("predicting rows") as bar:
         summary = validate_table(args.csv, processes=usable_processes(), on_progress=bar.update)
-    if args.csv_out is not None:
-        from muster.report.page import write_page
-        from muster.validate.row_table import row_table_csv
-
-        write_page(args.csv_out, row_table_csv(summary.results))
+    predicted = any(result.predicted for result in summary.results)
     if args.json:
         print(json.dumps(to_json(summary) | {"columns_not_read": unread}, indent=1))
-    _require_predictions(summary, args.csv, unread)
-    if args.html is not None:
-        from muster.report.accuracy_page import write_accuracy_page
+    elif predicted:
+        _show(summary, unread)
+    _write_files(args, summary, predicted)
+    if not predicted:
+        raise _no_predictions(summary, args.csv, unread)
+    return 0
 
-        write_accuracy_page(args.html, summary)
-    if args.markdown is not None:
-        from muster.report.accuracy_markdown import write_markdown
 
-        write_markdown(args.markdown, summary)
-    if args.errors is not None:
-        from muster.validate.error_table import write_error_table
-
-        write_error_table(args.errors, summary)
-    if args.json:
-        return 0
+def _show(summary: "Summary", unread: list[str]) -> None:
+    """Print the tables."""
     from muster.report.accuracy_terminal import accuracy_text
     from muster.report.console import table_console, text_width
 
     table_console().print(accuracy_text(summary, text_width()))
     if unread:
         print(f"Columns not read: {', '.join(unread)}")
-    return 0
+
+
+def _write_files(args: argparse.Namespace, summary: "Summary", predicted: bool) -> None:
+    """Write the files that were asked for; of a table without predictions its rows, with the reasons, alone."""
+    if args.csv_out is not None:
+        from muster.config.file_writer import write_output
+        from muster.validate.row_table import row_table_csv
+
+        write_output(args.csv_out, row_table_csv(summary.results), "the table")
+    if args.html is not None and predicted:
+        from muster.report.accuracy_page import write_accuracy_page
+
+        write_accuracy_page(args.html, summary)
+    if args.markdown is not None and predicted:
+        from muster.report.accuracy_markdown import write_markdown
+
+        write_markdown(args.markdown, summary)
+    if args.errors is not None and predicted:
+        from muster.validate.error_table import write_error_table
+
+        write_error_table(args.errors, summary)
 
 
 def _check_table(table: Path, rows: Path | None) -> list[str]:
@@ -93,8 +110,6 @@ def _check_table(table: Path, rows: Path | None) -> list[str]:
     unread = unread_columns(read_table_text(table))
     if rows is not None and rows.exists() and rows.samefile(table):
         raise ConfigError(f"--csv-out {rows} is the table itself: expected another file")
-    if rows is not None and not rows.absolute().parent.is_dir():
-        raise ConfigError(f"--csv-out {rows}: there is no folder {rows.parent}")
     return unread
 
 
@@ -140,14 +155,12 @@ def _planner_choice(job: "RecipeJob") -> "Plan | None":
     return best[0].plan if best else None
 
 
-def _require_predictions(summary: "Summary", path: Path | None, unread: list[str]) -> None:
-    """Raise ConfigError where no row of a table was predicted, with the reasons of the first rows and the columns that
+def _no_predictions(summary: "Summary", path: Path | None, unread: list[str]) -> ConfigError:
+    """Return the error about a table of which no row was predicted: the reasons of the first rows, and the columns that
     weren't read."""
-    if any(result.predicted for result in summary.results):
-        return
     reasons = [f"{result.row.location}: {result.reason}" for result in summary.results if result.reason]
     told = "".join(f"{': ' if not number else '; '}{reason}" for number, reason in enumerate(reasons[:TOLD_REASONS]))
     others = f" (and {len(reasons) - TOLD_REASONS} more; --csv-out FILE lists all)" if reasons[TOLD_REASONS:] else ""
     columns = f"; columns not read: {', '.join(unread)}" if unread else ""
     count = pluralize(len(summary.results), "row")
-    raise ConfigError(f"{path}: none of the {count} can be predicted{told}{others}{columns}")
+    return ConfigError(f"{path}: none of the {count} can be predicted{told}{others}{columns}")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from muster.config.yaml_writer import write_atomically
+from muster.config.file_writer import write_atomically
 from muster.spec.plan import Plan
 
 SCRATCH_PREFIX = "scratch-"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from muster.config.file_writer import write_atomically
 from muster.config.local_machine import profiled_machine
-from muster.config.yaml_writer import write_atomically
 from muster.spec.errors import ConfigError
 from muster.spec.machine_rates import GroupedMatmuls
 from muster.spec.model import ModelSpec

@@ -17,6 +17,7 @@ from muster.config.config_layers import (
     read_catalog_layer,
     read_file_layer,
 )
+from muster.config.file_writer import write_atomically
 from muster.config.freezing import freeze_for_adapter
 from muster.config.merge import AUTO_FIELDS, MergedConfig, coerce_value, run_schema, unique_plugins
 from muster.config.migrations import migrate
@@ -27,7 +28,7 @@ from muster.config.run_length import steps_from_epochs, steps_from_tokens
 from muster.config.run_paths import with_absolute_paths
 from muster.config.step_law import STEP_LAW_SOURCE, derived_value_line, step_law_values
 from muster.config.swarm_config import SwarmConfig
-from muster.config.yaml_writer import write_atomically, yaml_text
+from muster.config.yaml_writer import yaml_text
 from muster.plugins.loader import plugin_path, resolve_plugin
 from muster.plugins.registry import find_component
 from muster.spec.adapters import AdapterSpec
@@ -69,7 +70,9 @@ def load_run_config(preset: str | None, file: Path | None, overrides: Sequence[t
     if file is not None:
         if not file.exists() and str(file) in names("presets"):
             raise ConfigError(f"there is no file {file}; for the preset of that name write --preset {file}")
-        layers += _chain(read_file_layer(file), [str(file.resolve())])
+        layers += _chain(own := read_file_layer(file), [str(file.resolve())])
+        if not own.values and not overrides and preset is None:
+            raise ConfigError(f"{file} is empty: expected the sections of a run, such as model, data and train")
     return _resolve([*layers, ConfigLayer("command line", dict(overrides), Path(), is_file=False)])
 
 
@@ -149,7 +152,10 @@ def derived_value_lines(resolved: ResolvedConfig) -> list[str]:
 
 def load_plan(path: Path) -> Plan:
     """Load the plan in a plan.yaml. Raises ConfigError."""
-    return _plan_in(current_layer("plan", read_file_layer(path)))
+    layer = read_file_layer(path)
+    if not layer.values:
+        raise ConfigError(f"{path} is empty: expected the fields of a plan, such as dp_shard: 4")
+    return _plan_in(current_layer("plan", layer))
 
 
 @dataclass(frozen=True, slots=True)

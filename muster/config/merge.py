@@ -161,9 +161,11 @@ def run_schema() -> ConfigSchema:
 
 def coerce_value(value: object, kinds: set[str]) -> object:
     """Return the value that a text stands for where text isn't expected: YAML reads `1e-3` as text, and a command line
-    has nothing else."""
+    has nothing else. A truth value where a number is expected stays a word, which no number is."""
     if isinstance(value, str) and value == "null" and "null" in kinds:
         return None
+    if isinstance(value, bool) and kinds & {"integer", "number"} and "boolean" not in kinds:
+        return str(value).lower()  # Python would count true as 1
     if isinstance(value, str) and kinds & {"integer", "number"}:
         value = _number(value, whole="integer" in kinds)
     if isinstance(value, str) and "array" in kinds:

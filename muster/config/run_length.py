@@ -22,7 +22,7 @@ def steps_from_tokens(values: Mapping[str, Any]) -> tuple[int, str] | None:
                 f"train.epochs: {' and '.join(missing)} can't be derived from it, since its number of steps is known"
                 " only once the data are there; give a value, or train.steps or train.tokens instead of epochs"
             )
-    if given["tokens"] is None:
+    if given["tokens"] is None or not _are_counts(given["tokens"], *map(values.get, _STEP_KEYS)):
         return None
     steps, origin = _steps_of_tokens(given["tokens"], values)
     if given["steps"] not in (None, steps):
@@ -42,9 +42,18 @@ def steps_from_epochs(epochs: float, num_samples: int, batch: int, given_steps: 
     return steps, f"train.epochs {epochs:g} of {num_samples} samples, {batch} in each step"
 
 
-def _steps_of_tokens(tokens: object, values: Mapping[str, Any]) -> tuple[int, str]:
-    batch, seq_len = (values.get(f"train.{key}") for key in ("global_batch_size", "seq_len"))
-    if not (isinstance(batch, int) and isinstance(seq_len, int) and isinstance(tokens, int) and batch * seq_len > 0):
+_STEP_KEYS = ("train.global_batch_size", "train.seq_len")
+"""Keys of the tokens of a step."""
+
+
+def _are_counts(*values: object) -> bool:
+    """Return False if one of the values that are given can't be a count, which the check of its key will say."""
+    return all(value is None or (isinstance(value, int) and value > 0) for value in values)
+
+
+def _steps_of_tokens(tokens: int, values: Mapping[str, Any]) -> tuple[int, str]:
+    batch, seq_len = map(values.get, _STEP_KEYS)
+    if batch is None or seq_len is None:
         raise ConfigError(
             "train.tokens: its number of steps follows from train.global_batch_size and train.seq_len; give both, or"
             " train.steps"

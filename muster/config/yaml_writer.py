@@ -1,8 +1,6 @@
 """Writing of plain data as YAML for people: one value per line, each with a comment."""
 
-import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -43,29 +41,3 @@ _OneLine.add_representer(
         "tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"'
     ),
 )
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that at every moment either the old or the new one is complete on disk. Raises OSError."""
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a small file atomically and durably: afterwards it has all of `text` or, if that fails, stays as it was."""
-    tmp_path = path.with_name(path.name + ".tmp")
-    with open(tmp_path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(tmp_path, path)
-
-
-def fsync_directory(folder: Path) -> None:
-    """Flush the names within a directory to disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

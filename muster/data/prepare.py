@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from muster.config.yaml_writer import fsync_directory
+from muster.config.file_writer import fsync_directory
 from muster.data.invalid_rows import InvalidRowLog, InvalidRowPolicy
 from muster.data.readers import Encoding, FileSpan, split_file, tokenize_span
 from muster.data.rows import RowReader

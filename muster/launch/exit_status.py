@@ -112,14 +112,19 @@ class ExitStatus:
     """True where another attempt may go on: a rank was lost, hung, or met an error that isn't one of the request."""
 
     def report(self) -> int:
-        """Print the reason of a failure; returns the exit code."""
-        if self.code not in (0, EXIT_STOPPED):
+        """Print the reason of a failure, or of a stop of which no rank could tell; returns the exit code."""
+        if self.reason == _STOPPED_EARLY:
+            print(self.reason, flush=True)
+        elif self.code not in (0, EXIT_STOPPED):
             print(f"error: {self.reason}", file=sys.stderr, flush=True)
         return self.code
 
     def write(self, run_dir: Path) -> None:
         """Write `exit.json`."""
         write_exit_file(run_dir, self.code, self.reason, self.rank, self.host)
+
+
+_STOPPED_EARLY = "stopped on request before training began; the same command goes on"
 
 
 def determine_exit_status(
@@ -133,6 +138,8 @@ def determine_exit_status(
         joint = " " if cause.kind == OBSERVED_BY_LAUNCHER else ": "
         reason = f"rank {cause.rank} on {cause.host}{joint}{cause.sentence}"
         return ExitStatus(cause.exit_code, reason, cause.rank, cause.host, not stop_requested and not cause.is_lasting)
+    if any(end.rank == 0 and end.code == -signal.SIGTERM for end in rank_exits):
+        return ExitStatus(EXIT_STOPPED, _STOPPED_EARLY)
     if any(end.code != 0 for end in rank_exits):
         return ExitStatus(EXIT_STOPPED, "stopped on request; the same command continues the run")
     return ExitStatus(0, "finished")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from muster.config.yaml_writer import write_durably
+from muster.config.file_writer import write_durably
 from muster.report.recoveries import LossCause
 from muster.spec.errors import MusterError, UnreachableError
 

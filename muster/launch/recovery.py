@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from muster.config.yaml_writer import write_atomically
+from muster.config.file_writer import write_atomically
 from muster.launch.exit_status import determine_exit_status
 from muster.launch.hang_diagnosis import RankFault, RankSnapshot
 from muster.launch.heartbeat import SHORT_PHASES

@@ -161,9 +161,9 @@ def _search_process_counts(
     best_rank = True, inf
     refusal: InfeasibleError | None = None
     is_known = nodes == 1 and config.model.architecture is None
-    measured = _measured_cluster(config.parallel.precision) if is_known else None
+    measured, reason = _measured_cluster(config.parallel.precision) if is_known else (None, _NO_PROFILE)
     for count in _process_counts(world_size, measured is not None):
-        machine = _machine(count, nodes, measured)
+        machine = _machine(count, nodes, measured, reason)
         cluster = machine_within_limit(machine.cluster, config.train.memory_limit_bytes)
         request = request_of_config(resolved, cluster)
         found, budget = _search(request, config)
@@ -528,25 +528,32 @@ def _process_counts(world_size: int | None, measured: bool) -> Iterator[int]:
         yield from range(1, usable_cores() + 1 if measured else 2)
 
 
-def _measured_cluster(precision: str) -> ClusterSpec | None:
-    """Return the cluster of the profile in the working directory, if it has this precision."""
+_NO_PROFILE = "'muster profile' measures this machine"
+
+
+def _measured_cluster(precision: str) -> tuple[ClusterSpec | None, str]:
+    """Return the cluster of the profile in the working directory, or None and the reason why its times can't be
+    used."""
     if not Path(PROFILE_FILE).exists():
-        return None
+        return None, _NO_PROFILE
     try:
         cluster = profiled_machine()
-    except ConfigError:
-        return None
-    rates = cluster.device.rates
-    return cluster if rates is not None and precision in rates.kernels else None
+    except ConfigError as error:
+        return None, f"the profile can't be read: {error}; 'muster profile' measures this machine again"
+    known = [] if cluster.device.rates is None else list(cluster.device.rates.kernels)
+    if precision in known:
+        return cluster, ""
+    times = ", ".join(known) or "no times"
+    return None, f"{PROFILE_FILE} has {times}, not {precision}, which 'muster profile' measures without --quick"
 
 
-def _machine(count: int, nodes: int, measured: ClusterSpec | None) -> _Machine:
+def _machine(count: int, nodes: int, measured: ClusterSpec | None, reason: str) -> _Machine:
     if measured is not None:
         return _Machine(with_num_ranks(measured, count), f"this machine, as measured in {PROFILE_FILE}")
     cluster = detect_machine(count, nodes)
     cores = f"{usable_cores()} cores" if cluster.device.shared_cores else cluster.device.name
     where = f" of {pluralize(nodes, 'node')}" if nodes > 1 else ""
-    return _Machine(cluster, f"{cores}{where}, times of the catalogue ('muster profile' measures this machine)")
+    return _Machine(cluster, f"{cores}{where}, times of the catalogue ({reason})")
 
 
 def _explain_refusal(request: PlanRequest, result: SearchResult, config: RunConfig) -> InfeasibleError:

@@ -132,7 +132,8 @@ def active_stages(plan: Plan, request: PlanRequest) -> list[dict[str, Any]]:
         return []
     sizes = [count for count in (2, 4) if plan.pp * count <= request.model.num_layers]
     found: list[dict[str, Any]] = [{"schedule": BREADTH_FIRST, "vpp": size, "max_active_stages": 1} for size in sizes]
-    if plan.vpp > 1 and not plan.schedule_entry.v_shaped and plan.pipeline_replicas == 1:
+    rounds = not (plan.schedule_entry.v_shaped or plan.schedule_entry.searched)
+    if plan.vpp > 1 and rounds and plan.pipeline_replicas == 1:
         own = {"schedule": plan.schedule, "vpp": plan.vpp}
         found = [*({**own, "max_active_stages": count} for count in (1, 2, 4) if count < plan.vpp), *found]
     others = {"stages": (), "pinned_schedule": None, "max_in_flight_micro_batches": None, **_ALL_RANKS}

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from muster.config.file_writer import write_output
 from muster.config.local_machine import cluster_text
-from muster.config.yaml_writer import write_atomically
 from muster.cost.time.plan_times import HOST_LINK_EFFICIENCY
 from muster.launch.launcher import launch, rank_command
 from muster.probe.profile_worker import QUICK_FILE, RATES_FILE
@@ -40,10 +40,7 @@ def profile(output: Path, num_ranks: int | None, quick: bool = False) -> Cluster
             raise MusterError(f"the profile failed: its ranks ended with exit code {code}")
         machine = MachineRates.model_validate_json((folder / RATES_FILE).read_text(encoding="utf-8"))
     cluster = cluster_from_rates(machine)
-    try:
-        write_atomically(output, cluster_text(cluster))
-    except OSError as error:
-        raise MusterError(f"can't write the profile to {output}: {error.strerror}") from None
+    write_output(output, cluster_text(cluster), "the profile")
     return cluster
 
 

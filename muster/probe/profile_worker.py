@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from muster.config.yaml_writer import write_atomically
+from muster.config.file_writer import write_atomically
 from muster.launch.rank_process import exit_process, rank_main
 from muster.parallel.world import open_world
 from muster.probe.collectives import BYTES, QUICK_BYTES, CollectiveTimes, ranks_per_core_of, time_collectives

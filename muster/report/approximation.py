@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from muster.config.yaml_writer import write_durably
+from muster.config.file_writer import write_durably
 from muster.spec.units import numbered
 
 

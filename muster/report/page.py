@@ -1,10 +1,10 @@
 """Report of a run: one HTML file that opens offline."""
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
+from muster.config.file_writer import write_output
 from muster.report.charts import Chart, Series, draw_chart, draw_legend
 from muster.report.curves import Point, finite_values, metric_points, smooth
 from muster.report.expert_load import draw_expert_load, draw_expert_moves
@@ -15,7 +15,6 @@ from muster.report.report_data import PredictedVsMeasured, ReportData
 from muster.report.stragglers import draw_stragglers
 from muster.report.style import SCRIPT, style_sheet
 from muster.report.swarm import draw_swarm
-from muster.spec.errors import MusterError
 from muster.spec.formatting import (
     format_count,
     format_error,
@@ -39,12 +38,7 @@ def write_report(path: Path, data: ReportData) -> None:
 
 def write_page(path: Path, text: str) -> None:
     """Write a page to `path`, whole or not at all. Raises MusterError where it can't be written."""
-    unfinished = path.with_name(path.name + ".tmp")
-    try:
-        unfinished.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(unfinished, path)
-    except OSError as error:
-        raise MusterError(f"the report can't be written to {path}: {error.strerror}") from error
+    write_output(path, text, "the report")
 
 
 def render_report(data: ReportData, refresh_s: int | None = None) -> str:

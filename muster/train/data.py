@@ -126,7 +126,10 @@ def describe_data(config: RunConfig, dataset: SampleStream) -> list[str]:
 
 
 def describe_missing_validation(config: RunConfig, dataset: SampleStream) -> list[str]:
-    """Return a line when there are too few validation samples for the validation loss that was asked for."""
+    """Return a line when there are no or too few validation samples for the validation loss that was asked for."""
+    if config.eval.every and not (config.data.validation_split and config.eval.batches):
+        key = "eval.batches" if config.data.validation_split else "data.validation_split"
+        return [f"eval: no validation loss every {config.eval.every} steps, since {key} is 0"]
     count = dataset.num_validation_samples
     batch = config.train.global_batch_size
     if not config.eval.batches or not config.data.validation_split or count >= batch:

@@ -237,9 +237,12 @@ def _open_run(options: EvalOptions) -> _Evaluation:
         )
         samples = {"all": _whole_samples(own, options.samples)}
         return _Evaluation(source.model, plan, _parts(source, options, samples, seq_len))
-    dataset = open_dataset(
-        config.model_copy(update={"train": config.train.model_copy(update={"seq_len": seq_len})}), run_dir
-    )
+    if seq_len != config.train.seq_len:  # other windows than the run's, most of whose tokens it has trained on
+        raise ConfigError(
+            f"--seq-len {seq_len}: the run's validation samples are windows of {config.train.seq_len} tokens; leave"
+            " --seq-len out, or name data that the run hasn't read with --source"
+        )
+    dataset = open_dataset(config, run_dir)
     size = _samples_per_forward(seq_len)
     samples = {
         name: _Samples(part.validation_batch, min(options.samples, part.num_validation_samples), size)

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from muster.config.attempt_files import attempt_files, read_plans_for_losses
+from muster.config.file_writer import write_atomically
 from muster.config.load_config import plan_yaml
 from muster.config.run_config import RunConfig
-from muster.config.yaml_writer import write_atomically
 from muster.data.dataset import SampleStream
 from muster.launch.heartbeat import open_heartbeat
 from muster.launch.launcher_words import WORD_TIMEOUT_S, LauncherWords, Membership

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from muster.checkpoint.checkpoint_dir import checkpoint_path
 from muster.config.attempt_files import attempt_files
+from muster.config.file_writer import write_atomically
 from muster.config.load_config import plan_yaml
 from muster.config.run_config import RunConfig
-from muster.config.yaml_writer import write_atomically
 from muster.cost.time.op_times import OpTimes
 from muster.data.dataset import SampleStream, StreamHash, sample_digest
 from muster.launch.rank_errors import EXIT_STOPPED

@@ -11,13 +11,14 @@ from muster.checkpoint.checkpoint_dir import find_latest, step_of
 from muster.checkpoint.manifest import read_manifest
 from muster.checkpoint.remote import RemoteCheckpoints
 from muster.config.attempt_files import TOKENIZER_FOLDER
+from muster.config.file_writer import write_atomically
 from muster.config.freezing import frozen_numel
 from muster.config.load_config import ResolvedConfig, derived_value_lines, with_steps_from_epochs
 from muster.config.optimizer_state import is_zeroth_order
 from muster.config.outer_config import OuterConfig
 from muster.config.outer_rules import require_plan_with_outer_steps
 from muster.config.run_config import RunConfig
-from muster.config.yaml_writer import write_atomically, yaml_text
+from muster.config.yaml_writer import yaml_text
 from muster.data.dataset import SampleStream
 from muster.data.dp_slice import parts_of_micro_batches
 from muster.launch.nodes.rendezvous_config import RendezvousConfig

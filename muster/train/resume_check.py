@@ -10,7 +10,7 @@ from typing import Any
 from muster.config.load_config import load_run_config
 from muster.config.optimizers import OPTIMIZERS
 from muster.config.run_config import RunConfig
-from muster.config.run_paths import with_absolute_paths, without_data_locations
+from muster.config.run_paths import CONTENT_KEYS, with_absolute_paths, without_data_locations
 from muster.config.swarm_config import SwarmConfig
 from muster.data.dataset import SampleStream
 from muster.plugins.loader import PluginFile
@@ -181,6 +181,7 @@ def config_changes(before: RunConfig, after: RunConfig) -> list[str]:
     """
     places = (with_absolute_paths(without_data_locations(config)) for config in (before, after))
     old, new = (config.model_dump(mode="json", exclude={"plugins"}) for config in places)
+    said_old, said_new = (_flatten({"data": with_absolute_paths(one).data.model_dump()}) for one in (before, after))
     sections = [key for key in old if {type(old[key]), type(new[key])} == {dict, type(None)}]
     changed = [
         f"section {key} {'is new' if old[key] is None else 'is left out'}"
@@ -189,7 +190,8 @@ def config_changes(before: RunConfig, after: RunConfig) -> list[str]:
     ]
     old, new = (_flatten({key: tree[key] for key in tree if key not in sections}) for tree in (old, new))
     changed += [
-        f"{key} was {old.get(key)}, now {new.get(key)}"
+        f"{key} was {(said_old if key in CONTENT_KEYS else old).get(key)},"
+        f" now {(said_new if key in CONTENT_KEYS else new).get(key)}"
         for key in sorted(old | new)
         if old.get(key) != new.get(key) and key not in CHANGEABLE_KEYS and not key.startswith("parallel")
         if not _belongs_to_one_optimizer(key, before, after)

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from muster.spec.errors import MusterError
+from muster.config.file_writer import write_output
 from muster.spec.plan import SCALED_PRECISIONS
 from muster.validate.comparison import RowResult
 from muster.validate.score import configuration_of
@@ -50,7 +50,4 @@ def _errors(results: Iterable[RowResult]) -> list[float]:
 def write_error_table(path: Path, summary: Summary) -> None:
     """Write the table as JSON with a line for each class. Raises MusterError where it can't be written."""
     rows = ",\n".join(json.dumps(row) for row in error_table(summary))
-    try:
-        path.write_text(f'{{"version": 1, "errors": [\n{rows}\n]}}\n', encoding="utf-8")
-    except OSError as error:
-        raise MusterError(f"the errors can't be written to {path}: {error.strerror}") from None
+    write_output(path, f'{{"version": 1, "errors": [\n{rows}\n]}}\n', "the errors")

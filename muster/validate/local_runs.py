@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
+from muster.config.file_writer import write_output
 from muster.config.local_machine import catalog_device_name, cluster_text, with_num_ranks
-from muster.config.yaml_writer import write_atomically
 from muster.simulate.predict import predict
 from muster.spec.cluster import ClusterSpec
 from muster.spec.device import DeviceSpec
@@ -50,10 +50,7 @@ def keep_run_errors(table: Path, output: Path, machine: ClusterSpec) -> list[Loc
     rates = group.device.rates.model_copy(update={"run_errors": errors})
     device = group.device.model_copy(update={"rates": rates})
     changed = machine.model_copy(update={"groups": (group.model_copy(update={"device": device}),)})
-    try:
-        write_atomically(output, cluster_text(changed))
-    except OSError as error:
-        raise MusterError(f"can't write the profile to {output}: {error.strerror}") from None
+    write_output(output, cluster_text(changed), "the profile")
     return runs
 
 

@@ -34,7 +34,7 @@ from muster.checkpoint.checkpoint_dir import (
 )
 from muster.checkpoint.manifest import TensorIndex
 from muster.checkpoint.rank_file import rank_index_path
-from muster.config.yaml_writer import write_atomically
+from muster.config.file_writer import write_atomically
 from muster.spec.base import Frozen
 from muster.spec.checksum import crc32
 

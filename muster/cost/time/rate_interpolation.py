@@ -23,8 +23,11 @@ class RateInterpolator:
 
     def __init__(self, machine: MachineRates, precision: Precision) -> None:
         if precision not in machine.kernels:
-            known = ", ".join(machine.kernels)
-            raise ConfigError(f"this cluster was measured in {known}, not in {precision}: profile it again with it")
+            first, *_ = known = list(machine.kernels)
+            raise ConfigError(
+                f"this cluster was measured in {', '.join(known)}, not in {precision}: give a plan in {first}, such as"
+                f" dp4-{first}, or measure {precision}, too, by 'muster profile' without --quick"
+            )
         self.machine, self.kernels = machine, machine.kernels[precision]
         self._matmuls = {kind: _RateGrid(points) for kind, points in self.kernels.matmuls.items()}
         self._attention = {kind: _RateGrid(points) for kind, points in self.kernels.attention.items()}
