@@ -1,5 +1,7 @@
 """Parts of `make soak`, each of at most ten minutes on two cores, and the soak tests that belong to each."""
 
+from muster.spec.schedules import SCHEDULES
+
 
 def _walk_from(first: int, count: int) -> tuple[str, ...]:
     """Return the tests of some of the 24 pieces of the walk through all pairs of plans with context parallelism."""
@@ -11,6 +13,15 @@ def _public(ranks: int, *counts: int) -> tuple[str, ...]:
     """Return the tests of `auto` against public schedules of so many ranks and of each number of micro-batches."""
     name = "test_auto.py::test_never_behind_public_schedulers_on_more_ranks"
     return tuple(f"{name}[{ranks}-{count}-{third}]" for count in counts for third in range(3))
+
+
+_SYNCHRONOUS = tuple(name for name, entry in SCHEDULES.items() if not entry.is_asynchronous)
+
+
+def _gpu_steps_of(schedules: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the tests of steps of some schedules with each kind of plan, on a GPU in name only."""
+    name = "test_fake_gpu.py::test_steps_of_every_schedule_with_each_kind_of_plan_wait_once_and_all_ranks_meet"
+    return tuple(f"{name}[{schedule}-" for schedule in schedules)
 
 
 _RANDOM_FAULTS = "test_random_faults.py::test_runs_under_random_faults_have_every_loss_of_an_undisturbed_one"
@@ -67,8 +78,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "gpu-traits": ("test_framework_traits.py",),
     "gpu-order": ("test_executed_order.py", "test_cuda_graphs.py", "test_symmetric_memory.py"),
     "gpu-benchmark": ("test_gpu_benchmark.py",),
-    "gpu-schedules": (
-        "test_fake_gpu.py::test_steps_of_every_schedule_with_each_kind_of_plan_wait_once_and_all_ranks_meet",
+    **{f"gpu-schedules-{part + 1}": _gpu_steps_of(_SYNCHRONOUS[3 * part : 3 * part + 3]) for part in range(8)},
+    "gpu-kinds": (
         "test_fake_gpu.py::test_steps_of_schedules_with_several_kinds_of_plans_wait_once_and_all_ranks_meet",
     ),
     "data": ("test_packing.py", "test_eval.py", "test_tracking.py", "test_fine_tuning.py"),
@@ -116,4 +127,5 @@ def find_part(text: str) -> str:
 
 
 def _has_prefix(test_id: str, prefix: str) -> bool:
-    return test_id == prefix or test_id.startswith((prefix + "::", prefix + "["))
+    """Return True for a test in a file, a test or, where the prefix ends within its brackets, some cases of it."""
+    return test_id == prefix or test_id.startswith((prefix + "::", prefix + "[", *([prefix] if "[" in prefix else [])))
