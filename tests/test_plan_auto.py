@@ -115,7 +115,7 @@ def test_the_profile_of_the_machine_is_planned_for(tmp_path):
     assert chosen.plan.world_size == 2  # all its cores, since two processes are twice as fast
     assert choose_plan(resolved, 4).plan.world_size == 4
     other = choose_plan(tiny(("parallel.precision", "bf16")), 2).lines[1]
-    assert "times of the catalogue (machine.yaml has fp32, not bf16, which 'muster profile' measures" in other
+    assert "(machine.yaml was measured in fp32, not in bf16, which 'muster profile' without --quick measures" in other
     (tmp_path / "machine.yaml").write_text((tmp_path / "machine.yaml").read_text()[:-200])
     assert "times of the catalogue (the profile can't be read: machine.yaml:" in choose_plan(resolved, 2).lines[1]
 

@@ -9,12 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from muster.config.load_config import load_run_config
 from muster.launch import restarts as module
 from muster.launch.exit_status import ExitStatus, RankExit, determine_exit_status
 from muster.launch.rank_errors import make_rank_error
 from muster.launch.restarts import Restarts
 from muster.report.run_files import restarts_note
 from muster.spec.errors import MusterError
+from muster.train.preflight import notes
 from tests.train_runs import QUICK, Command, assert_same_training, whole_run
 
 LOST = ExitStatus(1, "rank 1 on here was killed by signal 9 (SIGKILL)", 1, "here", restartable=True)
@@ -67,6 +69,17 @@ def test_what_would_only_come_again_is_no_reason_to_start_again(tmp_path: Path) 
     assert restarts_note(tmp_path) is None
 
 
+def test_spares_that_would_not_wait_are_told() -> None:
+    told = {
+        (spares, elastic): list(
+            notes(load_run_config("tiny", None, [("train.spares", spares), ("train.elastic", elastic)]).config)
+        )
+        for spares, elastic in (("1", "false"), ("3", "false"), ("3", "true"))
+    }
+    words = "spares: none of the 3 (train.spares) waits for lost ranks, since train.elastic is false"
+    assert told == {("1", "false"): [], ("3", "false"): [words], ("3", "true"): []}
+
+
 def test_a_stop_before_ranks_could_tell_of_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     ends = {
         "early": [RankExit(rank, "here", -15, False, None, None) for rank in (0, 1)],
@@ -74,9 +87,9 @@ def test_a_stop_before_ranks_could_tell_of_it_is_told(capsys: pytest.CaptureFixt
     }
     said = {}
     for when, found in ends.items():
-        assert determine_exit_status(found, stop_requested=True, kill_requested=False).report() == 75
+        assert determine_exit_status(found, stop_requested=True, kill_requested=False).report_training() == 75
         said[when] = capsys.readouterr().out
-    assert said == {"early": "stopped on request before training began; the same command goes on\n", "later": ""}
+    assert said == {"early": "stopped on request while its ranks started; the same command goes on\n", "later": ""}
 
 
 def test_a_run_that_loses_a_rank_starts_again_and_is_the_same(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -263,12 +263,14 @@ def convert(
     residual: Literal["standard", "ladder"] | None = None,
     set_total: Callable[[int], None] = lambda _: None,
     progress: Callable[[int], None] = lambda _: None,
+    report: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Write a directory of weights in another format to `target`, which must not exist, and return its facts; the
     arguments are those of `muster checkpoint convert`.
 
-    `set_total` receives the bytes to write, `progress` those of each part as it is written. Raises ConfigError,
-    InfeasibleError, MusterError.
+    `set_total` receives the bytes to write, `progress` those of each part as it is written, `report` a sentence for
+    each damaged checkpoint before which an older one of a run is taken. Raises ConfigError, InfeasibleError,
+    MusterError.
     """
     require_text("source", source, "a directory of weights")
     require_text("target", target, "a directory to write")
@@ -283,7 +285,7 @@ def convert(
         model=None if model is None else resolve_model(model),
         residual=residual,
     )
-    done = verb.convert(Path(source), Path(target), options, set_total, progress)
+    done = verb.convert(Path(source), Path(target), options, set_total, progress, report)
     return {
         "version": 1,
         "source": {"path": str(done.source.folder), "format": done.source.format, "step": done.source.step},

@@ -104,16 +104,17 @@ def convert(
     options: ConversionOptions,
     set_total: Callable[[int], None],
     progress: Callable[[int], None],
+    report: Callable[[str], None] | None = None,
 ) -> ConversionResult:
     """Write the directory at `source` in another format to `target`, which must not exist.
 
-    `set_total` receives the bytes to write, `progress` those of each part as it is written. Raises ConfigError for a
-    wrong request, InfeasibleError for a model that the other format can't express, MusterError if a file is damaged or
-    can't be written; then `target` doesn't exist.
+    `set_total` receives the bytes to write, `progress` those of each part as it is written, `report` what
+    `open_directory` reports. Raises ConfigError for a wrong request, InfeasibleError for a model that the other format
+    can't express, MusterError if a file is damaged or can't be written; then `target` doesn't exist.
     """
     if target.exists():
         raise ConfigError(f"{target} exists already: give a directory that doesn't")
-    directory = open_directory(source, options.model)
+    directory = open_directory(source, options.model, report)
     found = directory.model
     if options.residual is not None:
         directory = _with_residual(directory, options.residual)

@@ -16,12 +16,17 @@ from muster.spec.plan_name import format_plan_name
 from muster.spec.suggest import did_you_mean
 
 
-def describe(path: Path, with_tensors: bool = False, names: Sequence[str] = ()) -> dict[str, Any]:
+def describe(
+    path: Path,
+    with_tensors: bool = False,
+    names: Sequence[str] = (),
+    report: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
     """Return the facts of the directory at `path` as JSON, optionally with every tensor, or statistics of some.
 
-    Raises as `open_directory` does, and ConfigError for a tensor that doesn't exist.
+    `report` and errors are those of `open_directory`; raises ConfigError for a tensor that doesn't exist, too.
     """
-    directory = open_directory(path)
+    directory = open_directory(path, report=report)
     metas = directory.stored.metas
     for name in names:
         if name not in metas:

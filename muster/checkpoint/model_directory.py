@@ -2,8 +2,7 @@
 
 import json
 import re
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -93,15 +92,18 @@ class ModelDirectory:
     """Island whose path its weights are."""
 
 
-def open_directory(path: Path, model: ModelSpec | None = None) -> ModelDirectory:
+def open_directory(
+    path: Path, model: ModelSpec | None = None, report: Callable[[str], None] | None = None
+) -> ModelDirectory:
     """Open the directory at `path`. `model` is the model in it, if no file of Muster describes it.
 
-    After `@ema` its weights are the moving averages. Raises ConfigError if its format is unknown or there are none,
+    After `@ema` its weights are the moving averages. `report` receives one sentence for each damaged checkpoint before
+    which an older one of the run is taken. Raises ConfigError if its format is unknown or there are none,
     MusterError if it is damaged.
     """
     place, average = split_average(path)
     if average:
-        directory = open_directory(place, model)
+        directory = open_directory(place, model, report)
         if not any(_AVERAGE_NAME.fullmatch(name) for name in directory.stored.metas):
             raise ConfigError(
                 f"{directory.folder} has no moving average of the weights: optim.ema_decay keeps one in training"
@@ -113,7 +115,7 @@ def open_directory(path: Path, model: ModelSpec | None = None) -> ModelDirectory
     if (path / MANIFEST).exists():
         return _open_native(path, model)
     if (path / "config.yaml").exists() or list_checkpoints(path):
-        return _open_native(_latest_of_run(path), model)
+        return _open_native(_latest_of_run(path, report), model)
     if (path / TRACKER_FILE).exists():
         path = latest_iteration(path)
     if (path / METADATA).exists():
@@ -215,12 +217,13 @@ def _split_group(name: str) -> tuple[str, str]:
     return (group, rest) if group in ("model", "optim") else ("", name)
 
 
-def _latest_of_run(path: Path) -> Path:
+def _latest_of_run(path: Path, report: Callable[[str], None] | None) -> Path:
     root = path if list_checkpoints(path) else path / "checkpoints"
     problems: list[str] = []
     if (folder := find_latest(root, problems.append)) is not None:
-        for problem in problems:
-            print(f"muster: {problem}", file=sys.stderr)
+        if report is not None:
+            for problem in problems:
+                report(problem)
         return folder
     if problems:
         raise MusterError(f"{path} has no readable checkpoint: {'; '.join(problems)}")

@@ -50,6 +50,10 @@ SubcommandOutput = tuple[dict[str, Any], list[str], int]
 """JSON object, lines for people, exit code."""
 
 
+def _warn(problem: str) -> None:
+    print(f"muster: {problem}", file=sys.stderr)
+
+
 def _convert(args: argparse.Namespace) -> SubcommandOutput:
     """Convert a directory of weights to another format."""
     from muster.api.trained_models import convert
@@ -67,13 +71,14 @@ def _convert(args: argparse.Namespace) -> SubcommandOutput:
             residual=args.residual,
             set_total=bar.add_total,
             progress=bar.advance,
+            report=_warn,
         )
     return facts, converted_lines(facts), 0
 
 
 def _inspect(args: argparse.Namespace) -> SubcommandOutput:
     """Describe a directory of weights."""
-    facts = import_torch_module("muster.checkpoint.describe").describe(args.path, args.tensors, args.tensor)
+    facts = import_torch_module("muster.checkpoint.describe").describe(args.path, args.tensors, args.tensor, _warn)
     return facts, described_lines(facts), 0
 
 
@@ -91,8 +96,8 @@ def _diff(args: argparse.Namespace) -> SubcommandOutput:
     """Compare two directories tensor by tensor."""
     diff = import_torch_module("muster.checkpoint.diff")
     directories = import_torch_module("muster.checkpoint.model_directory")
-    a = directories.open_directory(args.a)
-    b = directories.open_directory(args.b)
+    a = directories.open_directory(args.a, report=_warn)
+    b = directories.open_directory(args.b, report=_warn)
     with ByteProgress("comparing") as progress:
         facts = diff.compare(a, b, progress.add_total, progress.advance)
     return facts, diff_lines(facts), int(not facts["equal"])

@@ -35,18 +35,20 @@ def run(arguments: list[str]) -> int:
     from muster.config.import_config import import_config
 
     found = import_config(args.file, args.nproc, args.model)
-    if args.output is not None:
-        write_output(args.output, found.yaml(), "the run file")
     if args.json:
         print(json.dumps(found.to_json(), indent=2))
-        return 0
-    if args.output is None:
-        print(found.yaml(), end="")
-    _show_notes(found, args.output, sys.stderr if args.output is None else sys.stdout)
+    else:
+        if args.output is None:
+            print(found.yaml(), end="")
+        _show_notes(found, sys.stderr if args.output is None else sys.stdout)
+    if args.output is not None:
+        write_output(args.output, found.yaml(), "the run file")
+        if not args.json:
+            print(f"run file: {args.output}")
     return 0
 
 
-def _show_notes(found: "ImportedConfig", output: Path | None, stream: TextIO) -> None:
+def _show_notes(found: "ImportedConfig", stream: TextIO) -> None:
     """Print the options that the run file lacks: to stderr where the run file itself goes to stdout."""
     carried = found.conversion
     lines = [
@@ -58,6 +60,4 @@ def _show_notes(found: "ImportedConfig", output: Path | None, stream: TextIO) ->
         lines.append(f"not carried over: {one.option}{value}: {one.reason}")
     lines += [f"still to be set: {key}" for key in found.missing]
     lines += [f"can't be run as is: {reason}" for reason in found.refused]
-    if output is not None:
-        lines.append(f"run file: {output}")
     print("\n".join(lines), file=stream)

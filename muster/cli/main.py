@@ -35,7 +35,8 @@ VERBS = {
 }
 """Verbs and their summaries. Each has a module of its name here (_ for -) with `run(arguments) -> exit code`."""
 
-_FAILED_WRITES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_FAILED_WRITES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a disk that is full, or full for this user."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,19 +59,22 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has seen enough, as in `muster program … | head`
         _drop_output()
         return 1
-    except OSError as error:  # verbs tell of files that have a name; this is of stdout, or of a file already open
+    except OSError as error:  # of stdout or another open file; of those that can't be opened, verbs tell
         if error.filename is not None or error.errno not in _FAILED_WRITES:
             raise
         _drop_output()
-        print(f"muster: the output can't be written: {error.strerror}", file=sys.stderr)
+        print(f"muster: writing failed: {error.strerror}", file=sys.stderr)
         return 1
     except SystemExit as end:  # how argparse ends after --help
         return int(end.code or 0)
 
 
 def _drop_output() -> None:
-    """Let the rest of the output go nowhere, so that the interpreter's own flush at the end doesn't fail again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Let output that can't be written go nowhere, so that the interpreter's own flush at the end doesn't fail."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(arguments: list[str]) -> int:

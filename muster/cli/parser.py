@@ -171,14 +171,18 @@ def positive_int(text: str) -> int:
 
 def output_file(text: str) -> Path:
     """Parse the path of a file to write, before anything is computed for it."""
-    path, place = Path(text), Path(text).absolute().parent
-    if not text or path.is_dir():
-        raise argparse.ArgumentTypeError(f"expected a file to write, got the directory '{path}'")
-    if not place.is_dir():
-        raise argparse.ArgumentTypeError(f"{path} can't be written: there is no directory {place}")
-    replaced = path.is_file() or not path.exists()  # and not a device or a pipe
-    if not os.access(place if replaced else path, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{path} can't be written: no permission")
+    path = Path(text)
+    try:
+        place = Path(os.path.realpath(path)).parent
+        exists = path.exists()
+        if not text or path.is_dir():
+            raise argparse.ArgumentTypeError(f"expected a file to write, got the directory '{path}'")
+        if not place.is_dir():
+            raise argparse.ArgumentTypeError(f"{path} can't be written: there is no directory {place}")
+    except OSError as error:  # a name that is too long, or a folder that may not be searched
+        raise argparse.ArgumentTypeError(f"{path} can't be written: {error.strerror}") from None
+    if not os.access(path if exists else place, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} can't be written: no permission for {'it' if exists else place}")
     return path
 
 

@@ -86,13 +86,14 @@ def _compare(directories: list[Path], html: Path | None, as_json: bool) -> None:
     from muster.report.run_files import read_runs
 
     found = compare_runs(read_runs(directories))
-    if html is not None:
-        write_page(html, comparison_page(found))
     if as_json:
         print(json.dumps(found.to_json(), indent=2, allow_nan=False))
     else:
         _show(found)
-        print(f"report: {html}")
+    if html is not None:
+        write_page(html, comparison_page(found))
+        if not as_json:
+            print(f"report: {html}")
 
 
 def _show(found: "RunComparison") -> None:

@@ -350,10 +350,21 @@ def _show(
     gap: "OptimalityGap | None",
     pair_share: float | None,
 ) -> None:
-    """Write and print one schedule."""
+    """Print one schedule, and write its files."""
     from muster.config.file_writer import write_output
     from muster.schedule.serialization import schedule_to_json
 
+    if args.json:
+        print(json.dumps(schedule_to_json(schedule, timing, gap, pair_share)))
+    else:
+        from muster.report.console import table_console, text_width
+        from muster.report.schedule_grid import grid_text, schedule_summary
+
+        console = table_console()
+        console.print(schedule_summary(schedule, timing), soft_wrap=True)
+        if gap is not None:
+            console.print(str(gap), soft_wrap=True)
+        console.print(grid_text(schedule, timing, text_width()))
     if args.svg is not None:
         from muster.report.schedule_svg import schedule_svg
 
@@ -364,17 +375,6 @@ def _show(
 
         trace = chrome_trace(schedule_timeline(schedule, timing), schedule.name)
         write_output(args.trace, json.dumps(trace), "the trace")
-    if args.json:
-        print(json.dumps(schedule_to_json(schedule, timing, gap, pair_share)))
-        return
-    from muster.report.console import table_console, text_width
-    from muster.report.schedule_grid import grid_text, schedule_summary
-
-    console = table_console()
-    console.print(schedule_summary(schedule, timing), soft_wrap=True)
-    if gap is not None:
-        console.print(str(gap), soft_wrap=True)
-    console.print(grid_text(schedule, timing, text_width()))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -71,9 +71,15 @@ def load_run_config(preset: str | None, file: Path | None, overrides: Sequence[t
         if not file.exists() and str(file) in names("presets"):
             raise ConfigError(f"there is no file {file}; for the preset of that name write --preset {file}")
         layers += _chain(own := read_file_layer(file), [str(file.resolve())])
-        if not own.values and not overrides and preset is None:
-            raise ConfigError(f"{file} is empty: expected the sections of a run, such as model, data and train")
+        if preset is None and not overrides:
+            _require_values(own, file, "the sections of a run, such as model, data and train")
     return _resolve([*layers, ConfigLayer("command line", dict(overrides), Path(), is_file=False)])
+
+
+def _require_values(layer: ConfigLayer, path: Path, expected: str) -> None:
+    """Raise ConfigError for a file that says nothing but its version."""
+    if all(key == "version" or value is None for key, value in layer.values.items()):
+        raise ConfigError(f"{path} has no values: expected {expected}")
 
 
 def load_config_tree(tree: Mapping[str, Any], name: str) -> ResolvedConfig:
@@ -153,8 +159,7 @@ def derived_value_lines(resolved: ResolvedConfig) -> list[str]:
 def load_plan(path: Path) -> Plan:
     """Load the plan in a plan.yaml. Raises ConfigError."""
     layer = read_file_layer(path)
-    if not layer.values:
-        raise ConfigError(f"{path} is empty: expected the fields of a plan, such as dp_shard: 4")
+    _require_values(layer, path, "the fields of a plan, such as dp_shard: 4")
     return _plan_in(current_layer("plan", layer))
 
 

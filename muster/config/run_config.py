@@ -245,8 +245,6 @@ class TrainConfig(Frozen):
             raise ValueError("elastic keeps the state of every step in memory: leave in_memory_checkpoint_every out")
         if self.delayed_update and self.update_in_backward:
             raise ValueError("delayed_update and update_in_backward are given, expected one of them")
-        if self.spares > 1 and not self.elastic:
-            raise ValueError(f"spares {self.spares} wait for lost ranks: set elastic true, too, or leave spares out")
         if self.recovery != "copy" and not self.elastic:
             raise ValueError(f"recovery {self.recovery} says how ranks go on when one is lost: set elastic true, too")
         if self.loss is not None and self.z_loss:

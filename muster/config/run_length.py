@@ -22,8 +22,10 @@ def steps_from_tokens(values: Mapping[str, Any]) -> tuple[int, str] | None:
                 f"train.epochs: {' and '.join(missing)} can't be derived from it, since its number of steps is known"
                 " only once the data are there; give a value, or train.steps or train.tokens instead of epochs"
             )
-    if given["tokens"] is None or not _are_counts(given["tokens"], *map(values.get, _STEP_KEYS)):
+    if given["tokens"] is None:
         return None
+    for key in ("train.tokens", *_STEP_KEYS):
+        _require_count(key, values.get(key))
     steps, origin = _steps_of_tokens(given["tokens"], values)
     if given["steps"] not in (None, steps):
         raise _both("steps", given["steps"], "tokens", f"{given['tokens']} ({steps} steps)")
@@ -46,9 +48,10 @@ _STEP_KEYS = ("train.global_batch_size", "train.seq_len")
 """Keys of the tokens of a step."""
 
 
-def _are_counts(*values: object) -> bool:
-    """Return False if one of the values that are given can't be a count, which the check of its key will say."""
-    return all(value is None or (isinstance(value, int) and value > 0) for value in values)
+def _require_count(key: str, value: object) -> None:
+    """Raise ConfigError for a value that is given and is no count."""
+    if value is not None and not (isinstance(value, int) and value > 0):
+        raise ConfigError(f"{key}: expected a whole number >= 1, got {value!r}")
 
 
 def _steps_of_tokens(tokens: int, values: Mapping[str, Any]) -> tuple[int, str]:

@@ -110,21 +110,24 @@ class ExitStatus:
     host: str | None = None
     restartable: bool = False
     """True where another attempt may go on: a rank was lost, hung, or met an error that isn't one of the request."""
+    is_untold: bool = False
+    """True where the ranks were stopped on request before they could tell of it, as those of a training do."""
 
     def report(self) -> int:
-        """Print the reason of a failure, or of a stop of which no rank could tell; returns the exit code."""
-        if self.reason == _STOPPED_EARLY:
-            print(self.reason, flush=True)
-        elif self.code not in (0, EXIT_STOPPED):
+        """Print the reason of a failure; returns the exit code."""
+        if self.code not in (0, EXIT_STOPPED):
             print(f"error: {self.reason}", file=sys.stderr, flush=True)
         return self.code
+
+    def report_training(self) -> int:
+        """Print the reason of a failure, and of a stop of which no rank told; returns the exit code."""
+        if self.is_untold:
+            print(self.reason, flush=True)
+        return self.report()
 
     def write(self, run_dir: Path) -> None:
         """Write `exit.json`."""
         write_exit_file(run_dir, self.code, self.reason, self.rank, self.host)
-
-
-_STOPPED_EARLY = "stopped on request before training began; the same command goes on"
 
 
 def determine_exit_status(
@@ -139,7 +142,8 @@ def determine_exit_status(
         reason = f"rank {cause.rank} on {cause.host}{joint}{cause.sentence}"
         return ExitStatus(cause.exit_code, reason, cause.rank, cause.host, not stop_requested and not cause.is_lasting)
     if any(end.rank == 0 and end.code == -signal.SIGTERM for end in rank_exits):
-        return ExitStatus(EXIT_STOPPED, _STOPPED_EARLY)
+        reason = "stopped on request while its ranks started; the same command goes on"
+        return ExitStatus(EXIT_STOPPED, reason, is_untold=True)
     if any(end.code != 0 for end in rank_exits):
         return ExitStatus(EXIT_STOPPED, "stopped on request; the same command continues the run")
     return ExitStatus(0, "finished")

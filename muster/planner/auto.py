@@ -42,6 +42,7 @@ from muster.spec.device_update_rules import updates_fetched_state
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.layer_strategy import LayerStrategy
 from muster.spec.legality import required_world_size
+from muster.spec.machine_rates import PROFILED_PRECISIONS
 from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan import Plan
@@ -160,8 +161,7 @@ def _search_process_counts(
     best: tuple[EvaluatedPlan, _Machine] | None = None
     best_rank = True, inf
     refusal: InfeasibleError | None = None
-    is_known = nodes == 1 and config.model.architecture is None
-    measured, reason = _measured_cluster(config.parallel.precision) if is_known else (None, _NO_PROFILE)
+    measured, reason = _measured_cluster(config, nodes)
     for count in _process_counts(world_size, measured is not None):
         machine = _machine(count, nodes, measured, reason)
         cluster = machine_within_limit(machine.cluster, config.train.memory_limit_bytes)
@@ -531,9 +531,12 @@ def _process_counts(world_size: int | None, measured: bool) -> Iterator[int]:
 _NO_PROFILE = "'muster profile' measures this machine"
 
 
-def _measured_cluster(precision: str) -> tuple[ClusterSpec | None, str]:
+def _measured_cluster(config: RunConfig, nodes: int) -> tuple[ClusterSpec | None, str]:
     """Return the cluster of the profile in the working directory, or None and the reason why its times can't be
     used."""
+    precision = config.parallel.precision
+    if nodes > 1 or config.model.architecture is not None:
+        return None, f"profiles aren't used for {'several nodes' if nodes > 1 else 'architectures of plugins'}"
     if not Path(PROFILE_FILE).exists():
         return None, _NO_PROFILE
     try:
@@ -543,8 +546,10 @@ def _measured_cluster(precision: str) -> tuple[ClusterSpec | None, str]:
     known = [] if cluster.device.rates is None else list(cluster.device.rates.kernels)
     if precision in known:
         return cluster, ""
-    times = ", ".join(known) or "no times"
-    return None, f"{PROFILE_FILE} has {times}, not {precision}, which 'muster profile' measures without --quick"
+    if not known:
+        return None, f"{PROFILE_FILE} has no measured times; {_NO_PROFILE}"
+    full = ", which 'muster profile' without --quick measures, too" if precision in PROFILED_PRECISIONS else ""
+    return None, f"{PROFILE_FILE} was measured in {', '.join(known)}, not in {precision}{full}"
 
 
 def _machine(count: int, nodes: int, measured: ClusterSpec | None, reason: str) -> _Machine:

@@ -126,8 +126,8 @@ def shard_groups(plan: Plan, request: PlanRequest) -> list[tuple[int, int]]:
 
 def active_stages(plan: Plan, request: PlanRequest) -> list[dict[str, Any]]:
     """Return the fields of plans that gather parameters for units of passes under z3: of 1, 2 or 4 of a rank's stages
-    under the plan's own schedule, and of one under breadth-first, whose units are longest. Empty without a pipeline or
-    ranks that share state, where stages aren't run round by round, and for another runtime than Muster's."""
+    under the plan's own schedule, where that runs stages round by round, and of one under breadth-first, whose units
+    are longest. Empty without a pipeline or ranks that share state, and for another runtime than Muster's."""
     if plan.pp == 1 or plan.dp_shard * plan.cp == 1 or request.framework.storage != "muster":
         return []
     sizes = [count for count in (2, 4) if plan.pp * count <= request.model.num_layers]

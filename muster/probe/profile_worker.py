@@ -22,13 +22,13 @@ from muster.probe.host_link import time_host_copies
 from muster.probe.kernels import QUICK, SIZES, time_kernels
 from muster.probe.runtime_overhead import profile_run, runtime_overheads, tiny_runs
 from muster.probe.timer import KernelTimer
-from muster.spec.machine_rates import KernelRates, MachineRates
+from muster.spec.machine_rates import PROFILED_PRECISIONS, KernelRates, MachineRates
 from muster.spec.plan import Plan, Precision
 
 RATES_FILE, QUICK_FILE = "rates.json", "quick"
 QUICK_RUNS = 2
 """Ways to store a stage whose runtime overhead a quick profile measures: unsharded, and z1."""
-PRECISIONS: dict[str, tuple[Precision, ...]] = {"cpu": ("fp32", "bf16"), "cuda": ("bf16", "fp32")}
+PRECISIONS: dict[str, tuple[Precision, ...]] = {"cpu": PROFILED_PRECISIONS, "cuda": PROFILED_PRECISIONS[::-1]}
 
 
 def profile_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> int:

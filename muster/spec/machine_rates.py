@@ -10,6 +10,9 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from muster.spec.base import Frozen
 from muster.spec.plan import Precision
 
+PROFILED_PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
+"""Precisions that `muster profile` measures; with --quick one of them."""
+
 MatmulPass = Literal["forward", "input", "weight"]
 """Matmul of a linear layer: x·Wᵀ, the gradient of x, or the gradient of W accumulated onto the existing one."""
 

@@ -237,7 +237,7 @@ def _open_run(options: EvalOptions) -> _Evaluation:
         )
         samples = {"all": _whole_samples(own, options.samples)}
         return _Evaluation(source.model, plan, _parts(source, options, samples, seq_len))
-    if seq_len != config.train.seq_len:  # other windows than the run's, most of whose tokens it has trained on
+    if seq_len != config.train.seq_len and config.data.validation_split:  # other windows, with tokens trained on
         raise ConfigError(
             f"--seq-len {seq_len}: the run's validation samples are windows of {config.train.seq_len} tokens; leave"
             " --seq-len out, or name data that the run hasn't read with --source"

@@ -36,7 +36,7 @@ def train_on_nodes(resolved: ResolvedConfig, options: TrainOptions, nodes: Rende
     while True:
         status = _train_once(resolved, options, nodes)
         if not restarts.wait_for_next(status):
-            return restarts.explained(status).report()
+            return restarts.explained(status).report_training()
         options = replace(options, fresh=False)
 
 

@@ -245,9 +245,11 @@ def _check_adapter_parts(config: RunConfig, plan: Plan) -> None:
 
 
 def notes(config: RunConfig) -> Iterator[str]:
-    """Yield notes on frozen parameters, on delays that don't begin, and on plugin parts that the prediction leaves
-    out."""
+    """Yield notes on spares that don't wait, on frozen parameters, on delays that don't begin, and on plugin parts that
+    the prediction leaves out."""
     train = config.train
+    if train.spares > 1 and not train.elastic:
+        yield f"spares: none of the {train.spares} (train.spares) waits for lost ranks, since train.elastic is false"
     if train.delayed_update and train.delayed_update_warmup_steps >= train.num_steps:
         yield (
             f"delayed update: none of the {train.num_steps} steps is delayed, since the first"

@@ -181,7 +181,9 @@ def config_changes(before: RunConfig, after: RunConfig) -> list[str]:
     """
     places = (with_absolute_paths(without_data_locations(config)) for config in (before, after))
     old, new = (config.model_dump(mode="json", exclude={"plugins"}) for config in places)
-    said_old, said_new = (_flatten({"data": with_absolute_paths(one).data.model_dump()}) for one in (before, after))
+    said_old, said_new = (
+        _flatten({"data": with_absolute_paths(one).data.model_dump(mode="json")}) for one in (before, after)
+    )
     sections = [key for key in old if {type(old[key]), type(new[key])} == {dict, type(None)}]
     changed = [
         f"section {key} {'is new' if old[key] is None else 'is left out'}"

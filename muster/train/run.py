@@ -57,6 +57,6 @@ def _train(resolved: ResolvedConfig, options: TrainOptions) -> int:
             command = rank_command(WORKER, options.run_dir, world_size)
             status = launch(command, world_size, options.run_dir, hang_timeout_s=hang_s, elastic=elastic)
             if not restarts.wait_for_next(status):
-                return restarts.explained(status).report()
+                return restarts.explained(status).report_training()
             options = replace(options, fresh=False)
     return 0

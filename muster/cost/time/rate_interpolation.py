@@ -8,7 +8,14 @@ from statistics import mean
 from typing import get_args
 
 from muster.spec.errors import ConfigError
-from muster.spec.machine_rates import Curve, GroupedKernel, GroupedMatmuls, MachineRates, MatmulPass
+from muster.spec.machine_rates import (
+    PROFILED_PRECISIONS,
+    Curve,
+    GroupedKernel,
+    GroupedMatmuls,
+    MachineRates,
+    MatmulPass,
+)
 from muster.spec.plan import Precision
 
 
@@ -24,9 +31,10 @@ class RateInterpolator:
     def __init__(self, machine: MachineRates, precision: Precision) -> None:
         if precision not in machine.kernels:
             first, *_ = known = list(machine.kernels)
+            full = " 'muster profile' without --quick measures it, too" if precision in PROFILED_PRECISIONS else ""
             raise ConfigError(
-                f"this cluster was measured in {', '.join(known)}, not in {precision}: give a plan in {first}, such as"
-                f" dp4-{first}, or measure {precision}, too, by 'muster profile' without --quick"
+                f"this cluster was measured in {', '.join(known)}, not in {precision}: give a plan in {first} (-{first}"
+                f" in its name, or --precision {first}){full and ';'}{full}"
             )
         self.machine, self.kernels = machine, machine.kernels[precision]
         self._matmuls = {kind: _RateGrid(points) for kind, points in self.kernels.matmuls.items()}
