@@ -214,7 +214,7 @@ def copied_again(me: Rank) -> list[Any]:
 
 def room(me: Rank) -> str:
     try:
-        me.copies.require_capacity(10**15, me.gather)
+        me.copies.require_capacity(10**15, me.gather, "train.in_memory_checkpoint_every", "set it to 0")
     except InfeasibleError as error:
         return str(error)
     return "there is room"

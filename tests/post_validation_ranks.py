@@ -125,7 +125,7 @@ def _run(
         feed = body.trainer.load_batch
 
         def feed_and_ask() -> StepState:
-            body.stop_requested = body.trainer.step_count + 1 == stop_at
+            body.carried.stop_requested = body.trainer.step_count + 1 == stop_at
             return feed()
 
         body.trainer.load_batch = feed_and_ask  # type: ignore[method-assign]

@@ -27,8 +27,9 @@ from muster.report.run_files import read_metrics
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 from muster.train import loop
+from muster.train.carried import Carried
 from muster.train.checkfree import Holding, KeptState, neighbour_weights, plan_transfers
-from muster.train.loop import Carried, TrainingLoop
+from muster.train.loop import TrainingLoop
 from muster.train.parameter_updater import ParameterUpdater
 from tests.checkfree_ranks import state_of
 from tests.ranks import run_ranks
@@ -146,6 +147,19 @@ def test_a_stage_that_is_lost_before_the_first_step_begins_anew() -> None:
     plan = parse_plan_name("pp4")
     held = [[Holding(rank, 0, 0, 0.0)] if rank != 2 else [] for rank in range(4)]
     assert plan_transfers(plan, held, "squared_norm") is None
+
+
+def test_state_from_before_a_return_to_a_checkpoint_counts_as_lost() -> None:
+    """Ranks that waited as spares meanwhile are ahead of the others, in steps that these have taken back."""
+    plan = parse_plan_name("dp2x1-pp2")
+    held = [[Holding(held_stage(plan, rank), 12, 12, 1.0, origin=3)] for rank in range(4)]
+    waited = next(rank for rank in range(4) if held_stage(plan, rank) == 0)
+    held[waited] = [Holding(0, 15, 15, 1.0, origin=0)]
+    found = plan_transfers(plan, held, "squared_norm")
+    assert found is not None
+    assert (found.step, found.origin, found.approximation) == (12, 3, Approximation())
+    other = next(rank for rank in range(4) if held_stage(plan, rank) == 0 and rank != waited)
+    assert found.sources[waited] == (other,)
 
 
 def held_stage(plan: Plan, rank: int) -> int:

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from muster.checkpoint.checkpoint_dir import find_latest, list_checkpoints, step_of
 from muster.config import local_machine
 from muster.config.attempt_files import write_plans_for_losses
 from muster.config.load_config import load_run_config
@@ -30,6 +31,7 @@ from muster.launch.heartbeat import RankStatus
 from muster.launch.launcher import launch
 from muster.launch.launcher_words import LauncherWords, Membership, word_of
 from muster.launch.recovery import Elasticity, ElasticSupervisor, Recovery, replacement_text
+from muster.launch.supervised_rank import RankProcess, SupervisedRank
 from muster.parallel.connections import Connections
 from muster.parallel.world import open_world
 from muster.planner import auto
@@ -50,6 +52,7 @@ from tests.train_runs import (
     Command,
     assert_one_sentence,
     assert_same_training,
+    losses,
     rows_of,
     sample_hash,
     train,
@@ -250,6 +253,40 @@ def test_the_planner_names_plans_for_the_ranks_that_are_left(
     checkfree = load_run_config("tiny", None, [*given, ("train.elastic", True), ("train.recovery", "checkfree")])
     kept = plans_for_losses(checkfree, checkfree.config.parallel)
     assert all((one.tp, one.pp) == (parallel.tp, parallel.pp) for one in kept.values()), "nothing is cut anew"
+
+
+def test_nothing_is_held_for_lost_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places are tried again for days where their processes fail, so what is held for each would run out."""
+    closed: list[SupervisedRank] = []
+    close = RankProcess.close
+    monkeypatch.setattr(RankProcess, "close", lambda rank: (closed.append(rank), close(rank))[1])
+    held_at_end: list[int] = []
+    shut_down = ElasticSupervisor.shut_down
+    monkeypatch.setattr(
+        ElasticSupervisor, "shut_down", lambda job: (held_at_end.append(len(closed)), shut_down(job))[1]
+    )
+    assert run_job(tmp_path, iter(["killed-1", "killed-0 killed-2", "end"])).code == 0
+    assert held_at_end == [3], "those of the three that were lost are closed before the end"
+    assert len(set(map(id, closed))) == len(closed), "each once"
+
+
+def test_ranks_go_on_where_no_process_can_be_started_for_lost_ones(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, failures = ElasticSupervisor._start_spare, iter([OSError(24, "Too many open files")])
+
+    def start_or_fail(job: ElasticSupervisor) -> SupervisedRank:
+        if job._recoveries and (error := next(failures, None)) is not None:
+            raise error
+        return start(job)
+
+    monkeypatch.setattr(recovery, "wait_before", lambda number: 0.0)
+    monkeypatch.setattr(ElasticSupervisor, "_start_spare", start_or_fail)
+    status = run_job(tmp_path, iter(["killed-2", "end"]), Elasticity(0, (2,)))
+    assert status.code == 0
+    assert [(row["ranks"], row["world_size"]) for row in recoveries(tmp_path)] == [([2], 2), ([], 3)]
+    said = capfd.readouterr().out
+    assert "no process takes the place of a lost rank for now: [Errno 24] Too many open files" in said
 
 
 def test_lost_ranks_are_replaced_where_there_is_no_smaller_number(tmp_path: Path) -> None:
@@ -652,6 +689,43 @@ def test_a_run_that_loses_ranks_goes_on_and_is_the_same(tmp_path_factory: pytest
     left = [owner for owner in Path("/dev/shm").glob("muster-*/owner.json") if str(run) in owner.read_text()]
     assert not left, "copies in memory end with the run"
     assert_same_training(run, whole)
+
+
+KILLS_WHILE_SAVING = """
+import os, signal
+from pathlib import Path
+from muster.train.checkpoint_manager import CheckpointManager
+
+def killing(method, which):
+    def replaced(self, *arguments, **named):
+        step = self._trainer.step_count
+        mark = Path(os.environ["MARKS"]) / f"{which} {step}"
+        if self._world.rank == 1 and step in (2, 5) and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return method(self, *arguments, **named)
+    return replaced
+
+CheckpointManager._start_save = killing(CheckpointManager._start_save, "start")
+CheckpointManager.save_and_wait = killing(CheckpointManager.save_and_wait, "end")
+"""
+
+
+def test_a_save_that_a_loss_cuts_short_is_made_when_ranks_go_on(tmp_path: Path) -> None:
+    """A rank is lost as the save after step 2 starts, and twice in the save after the last step, of which the others
+    have copies in memory: no step is left that would save it."""
+    plugin, run = tmp_path / "killing.py", tmp_path / "run"
+    plugin.write_text(KILLS_WHILE_SAVING)
+    common = ["--preset", "tiny", *QUICK, "--parallel", "dp2", "--train.steps", "5"]
+    saves = ["--train.save_every", "2", "--train.keep_last", "9", "--train.elastic", "true", "--plugins", plugin]
+    with Command(*common, *saves, "--run", run, env={"MARKS": str(tmp_path)}) as job:
+        ended = job.wait()
+    assert (ended.code, ended.err) == (0, "")
+    assert {path.name for path in tmp_path.glob("* ?")} == {"start 2", "start 5", "end 5"}
+    assert [row["ranks"] for row in recoveries(run)] == [[1], [1], [1]]
+    assert [step_of(path) for path in list_checkpoints(run / "checkpoints")] == [2, 4, 5]
+    assert find_latest(run / "checkpoints") == run / "checkpoints/step-00000005"
+    assert losses(run) == losses(whole_beside(run, common))
 
 
 @pytest.mark.soak

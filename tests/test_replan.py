@@ -11,8 +11,8 @@ from muster.launch.launcher_words import Membership
 from muster.simulate.stragglers import Straggler
 from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.train import replan
+from muster.train.carried import Carried
 from muster.train.generations import _Rank
-from muster.train.loop import Carried
 from muster.train.replan import Replanner
 from muster.train.straggler_monitor import StragglerCheck, StragglerMonitor
 from tests.test_slow_ranks import config_of, passes_of

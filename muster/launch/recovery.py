@@ -25,6 +25,7 @@ from muster.launch.supervisor import RankSupervisor
 from muster.report.approximation import Approximation, pop_approximation
 from muster.report.recoveries import LossCause
 from muster.report.run_files import RECOVERIES_FILE, read_metrics
+from muster.spec.errors import MusterError
 from muster.spec.units import numbered, pluralize
 
 MAX_RECOVERIES_IN_A_ROW = 3
@@ -83,8 +84,6 @@ class ElasticSupervisor(RankSupervisor):
         self._elastic = elastic
         self.terminal_fds = os.dup(1), os.dup(2)
         self._spares: list[SupervisedRank] = []
-        self._lost: list[SupervisedRank] = []
-        """Ranks that others have replaced."""
         self._generation = self._in_a_row = 0
         self._generation_start = 0.0
         """Time of the last loss, on this machine's monotonic clock."""
@@ -113,11 +112,14 @@ class ElasticSupervisor(RankSupervisor):
     def _start_spares(self) -> int:
         """Start the spares that are missing, and processes for the places of lost ranks that nobody has taken; return
         how many."""
-        self._lost += [spare for spare in self._spares if spare.exit_code is not None]
+        for spare in self._spares:
+            if spare.exit_code is not None:
+                spare.close()
         self._spares = [spare for spare in self._spares if spare.exit_code is None]
         missing = self._elastic.num_spares + self._num_ranks - len(self.ranks) - len(self._spares)
         count = max(0, min(missing, self._room()))
-        self._spares += [self._start_spare() for _ in range(count)]
+        for _ in range(count):
+            self._spares.append(self._start_spare())
         return count
 
     def _start_spare(self) -> SupervisedRank:
@@ -193,7 +195,7 @@ class ElasticSupervisor(RankSupervisor):
 
     def _let_ranks_return(self) -> None:
         """Let more ranks go on from the end of a step, once there are processes for the places of lost ones."""
-        if time.monotonic() >= self._next_start and self._start_spares():
+        if time.monotonic() >= self._next_start and self._try_to_start_spares():
             self._num_starts += 1
             self._next_start = time.monotonic() + wait_before(self._num_starts + 1)
         ready = self._ready_spares()
@@ -203,6 +205,15 @@ class ElasticSupervisor(RankSupervisor):
         size = max((size for size in sizes if size <= len(self.ranks) + len(ready)), default=0)
         if size > len(self.ranks):
             self._announce(size, f"{pluralize(size - len(self.ranks), 'rank')} came back")
+
+    def _try_to_start_spares(self) -> bool:
+        """Start processes for the places of lost ranks; returns False where there is none to start. Without them, which
+        this machine may refuse for a while, the ranks that are left go on."""
+        try:
+            return self._start_spares() > 0
+        except (MusterError, OSError) as error:
+            print(f"no process takes the place of a lost rank for now: {error}", flush=True)
+            return True
 
     def _announce(self, size: int, reason: str, changes_plan: bool = False) -> None:
         """Tell the ranks that `size` of them go on after a step."""
@@ -246,7 +257,7 @@ class ElasticSupervisor(RankSupervisor):
             spare = self._take_spare(rank.node)
             spare.renumber(rank.rank)
             self.ranks[self.ranks.index(rank)] = spare
-            self._lost.append(rank)
+            rank.close()
         self._tell_places()
 
     def _shrink(self, failed: list[SupervisedRank], reason: str, size: int) -> None:
@@ -259,7 +270,8 @@ class ElasticSupervisor(RankSupervisor):
         if waiting:
             word += ", another waits as a spare" if len(waiting) == 1 else f", {len(waiting)} others wait as spares"
         self._begin_generation(failed, word, reason, size)
-        self._lost += failed
+        for rank in failed:
+            rank.close()
         self.ranks = sorted([*staying, *joining], key=lambda rank: rank.node)
         for number, rank in enumerate(self.ranks):
             rank.renumber(number)
@@ -362,7 +374,7 @@ class ElasticSupervisor(RankSupervisor):
             )
             self._write_record()
             if self._elastic.num_spares:
-                self._start_spares()
+                self._try_to_start_spares()
 
     def _give_up_waiting(self, late: list[SupervisedRank], limit_s: float, reason: str) -> None:
         """Kill ranks that have not joined the newest generation in time, so that they are replaced: those that the
@@ -414,8 +426,6 @@ class ElasticSupervisor(RankSupervisor):
         self.ranks += self._spares  # they end with the ranks, and have no part in how the job ended
         super().shut_down()
         del self.ranks[len(self.ranks) - len(self._spares) :]
-        for rank in self._lost:
-            rank.close()
         for number in self.terminal_fds:
             os.close(number)
 

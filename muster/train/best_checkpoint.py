@@ -58,11 +58,17 @@ class ValidationTracker:
             text += f", {self._num_without_improvement} of {pluralize(patience, 'validation')} without improvement"
         return text
 
-    def describe(self, is_last: bool) -> list[str]:
-        """Return lines about the whole run, for its end; `is_last`: all steps were made."""
+    def describe(self, is_last: bool, kept_step: int | None) -> list[str]:
+        """Return lines about the whole run, for its end; `is_last`: all steps were made, `kept_step`: that of the
+        checkpoint that is kept as the best one."""
         if not self.is_used or self.best_loss is None:
             return []
-        kept = ", kept as checkpoints/best" if self._train.keep_best else ""
+        kept = ""
+        if self._train.keep_best:
+            kept = ", kept as checkpoints/best"
+            if kept_step != self.best_step:  # ranks were lost while it was written
+                place = "" if kept_step is None else f"; checkpoints/best is that of step {kept_step}"
+                kept = f", whose checkpoint was not completed{place}"
         lines = [f"best validation loss {self.best_loss:.4f} after step {self.best_step}{kept}"]
         if not is_last and self.should_stop:
             count = pluralize(self._num_without_improvement, "validation")

@@ -43,6 +43,8 @@ class KeptState:
     """Norm of the layers' gradients in the last step, before clipping; 1 before the first."""
     tensors: Mapping[str, Tensor]
     """Parameters and optimizer state, by stored name."""
+    origin: int = 0
+    """Generation in which all ranks last went back to a checkpoint, or to the beginning; 0: in none."""
 
 
 class Holding(NamedTuple):
@@ -52,6 +54,7 @@ class Holding(NamedTuple):
     num_updates: int
     step: int
     grad_norm: float
+    origin: int = 0
 
 
 class Transfers(NamedTuple):
@@ -64,6 +67,7 @@ class Transfers(NamedTuple):
     sources: list[tuple[int, ...]]
     """Sources by rank: itself, another with the same stage, or those that hold the stages before and after it."""
     approximation: Approximation
+    origin: int
 
 
 class RecoveredState(NamedTuple):
@@ -76,6 +80,8 @@ class RecoveredState(NamedTuple):
     """Parameters of the rebuilt stages, whose optimizer state is new."""
     copied: list[str]
     """Sentences about ranks whose stage comes from another rank that has held it, which is exact."""
+    origin: int
+    """That of the states; see `KeptState`."""
 
 
 def recover_state(
@@ -86,7 +92,7 @@ def recover_state(
 
     All ranks call it. Returns None, with the tensors as they were, where a lost stage can't be rebuilt.
     """
-    own = [Holding(one.stage, one.num_updates, one.step, one.grad_norm) for one in kept]
+    own = [Holding(one.stage, one.num_updates, one.step, one.grad_norm, one.origin) for one in kept]
     transfers = plan_transfers(world.plan, world.all_gather_object(own), kind)
     if transfers is None:
         return None
@@ -105,15 +111,17 @@ def recover_state(
     own_stage = _stage_of(world.plan, world.rank)
     names = [name.removeprefix("model/") for name in tensors if name.startswith("model/") and own_stage in rebuilt]
     new = sorted({name for gathered in world.all_gather_object(names) for name in gathered})
-    return RecoveredState(transfers.step, counters, transfers.approximation, new, copied)
+    return RecoveredState(transfers.step, counters, transfers.approximation, new, copied, transfers.origin)
 
 
 def plan_transfers(plan: Plan, holdings: Sequence[Sequence[Holding]], kind: WeightKind) -> Transfers | None:
     """Return where each rank's state comes from, given what each holds; None where a stage can't be rebuilt.
 
     Of ranks with the same stage the first of those with most updates counts. Ranks whose state is older than the step
-    before count as lost: they have waited as spares meanwhile.
+    before, or than a checkpoint to which others have gone back, count as lost: they have waited as spares meanwhile.
     """
+    origin = max((one.origin for held in holdings for one in held), default=0)
+    holdings = [[one for one in held if one.origin == origin] for held in holdings]
     newest = max((one.num_updates for held in holdings for one in held), default=0)
     holders: dict[int, int] = {}
     known: dict[int, Holding] = {}
@@ -146,7 +154,7 @@ def plan_transfers(plan: Plan, holdings: Sequence[Sequence[Holding]], kind: Weig
     if rebuilt and step == 0:  # all begin alike from the seed, which is exact
         return None
     ahead = tuple(sorted(stage for stage, one in known.items() if one.num_updates > step))
-    return Transfers(step, counters_rank, sources, Approximation(tuple(rebuilt.values()), ahead))
+    return Transfers(step, counters_rank, sources, Approximation(tuple(rebuilt.values()), ahead), origin)
 
 
 def substitutes(plan: Plan, stage: int) -> tuple[int, ...]:

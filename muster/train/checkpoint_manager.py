@@ -9,7 +9,7 @@ from time import sleep
 from typing import Any, TypeVar
 
 from muster.checkpoint.async_saver import AsyncSaver, SaveRequest
-from muster.checkpoint.checkpoint_dir import RetentionPolicy, find_latest, link_best, step_of
+from muster.checkpoint.checkpoint_dir import BEST, RetentionPolicy, find_latest, link_best, step_of
 from muster.checkpoint.in_memory.checkpointer import InMemoryCheckpointer
 from muster.checkpoint.save import manifest_header, write_local_shards
 from muster.config.run_config import TrainConfig
@@ -162,6 +162,29 @@ class CheckpointManager:
             self._retry_step = 0
         return sentence
 
+    def newest_step_on_disk(self) -> int:
+        """Return the step of the last complete checkpoint on disk, 0 without one; all ranks call it."""
+        latest = find_latest(self._run_dir / CHECKPOINTS_FOLDER) if self._world.rank == 0 else None
+        return self._world.broadcast_object(0 if latest is None else step_of(latest))
+
+    def best_step_on_disk(self) -> int | None:
+        """Return the step of the checkpoint that `checkpoints/best` leads to; None where there is none."""
+        best = self._run_dir / CHECKPOINTS_FOLDER / BEST
+        return step_of(best.resolve()) if best.is_dir() else None
+
+    def save_again(self, newest: int, info: Callable[[], dict[str, Any]]) -> None:
+        """Start a save of the present state, where one was due after the checkpoint on disk of step `newest` and isn't
+        there; all ranks call it before their first step."""
+        step = self._trainer.step_count
+        if self._saves_in_background and any(map(self._is_regular_disk_save, range(newest + 1, step + 1))):
+            self._disk_save_due = self._is_saving = True
+            self._last_targets = True, False
+            self._start_save(CHECKPOINTS_FOLDER, info(), self._train.async_save)
+            if not self._train.async_save:
+                self._saver.wait()
+                self._link_best()
+            self._disk_save_due = False
+
     def keep_step(self, info: Callable[[], dict[str, Any]]) -> None:
         """Keep a copy of the present state in memory, from which all ranks go on when one is lost.
 
@@ -196,10 +219,12 @@ class CheckpointManager:
         return bool(self._retry_step and step >= self._retry_step)
 
     def _is_disk_save_due(self, step: int) -> bool:
+        return self._is_regular_disk_save(step) or (self._last_targets[0] and self._is_retry_due(step))
+
+    def _is_regular_disk_save(self, step: int) -> bool:
         train = self._train
         regular = any(every and step % every == 0 for every in (train.save_every, train.ephemeral_every))
-        permanent = self._retention.is_permanent(step)
-        return bool(regular or permanent or (self._last_targets[0] and self._is_retry_due(step)))
+        return regular or self._retention.is_permanent(step)
 
     def save_and_wait(self, info: dict[str, Any], folder: str = CHECKPOINTS_FOLDER) -> str | None:
         """Save the present state and wait until it is on disk; all ranks call it.

@@ -33,8 +33,9 @@ from muster.parallel.world import open_world
 from muster.spec.errors import MusterError
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
+from muster.train.carried import Carried
 from muster.train.config_consistency import require_same_config
-from muster.train.loop import Carried, TrainingLoop
+from muster.train.loop import TrainingLoop
 from muster.train.memory_limit import limit_of_run
 
 _NOTICE_S = 1.0
@@ -206,7 +207,7 @@ class _Rank:
             return False
         is_by_others = says_only_that_a_rank_is_lost(error)
         if is_by_others and self._has_left:
-            return True
+            return self._words.next_after(generation) is not None
         return self._words.is_lost_after(generation, WORD_TIMEOUT_S if is_by_others else _NOTICE_S)
 
     def _abandon(self) -> None:

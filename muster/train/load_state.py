@@ -29,6 +29,8 @@ class LoadedState(NamedTuple):
     """Counters after the trainer's step; None at the beginning of a run."""
     approximation: Approximation
     """In what the state differs from that before a loss, under `train.recovery` checkfree."""
+    origin: int
+    """Generation in which all ranks last went back to a checkpoint, or to the beginning."""
 
 
 class StateLoader:
@@ -54,7 +56,7 @@ class StateLoader:
         if (recovered := self._recover_from_ranks(kept)) is not None:
             self._trainer.restore(recovered.step, recovered.counters)
             begin_rebuilt_stages(self._trainer.updater, recovered, self._config.train.checkfree_lr_scale)
-            return LoadedState(recovered.counters, recovered.approximation)
+            return LoadedState(recovered.counters, recovered.approximation, recovered.origin)
         counters = None
         if (manifest := self._load_in_memory_checkpoint() or self._load_latest()) is not None:
             counters = manifest.counters
@@ -66,7 +68,7 @@ class StateLoader:
         elif (place := self._config.train.init_from) is not None:
             load_initial_weights(Path(place), self._config.model, self._trainer.weights_to_load())
             self._trainer.restore(0, {"samples_consumed": 0})
-        return LoadedState(counters, Approximation(went_back_to=self._trainer.step_count))
+        return LoadedState(counters, Approximation(went_back_to=self._trainer.step_count), self._world.generation)
 
     def _recover_from_ranks(self, kept: Sequence[KeptState]) -> RecoveredState | None:
         """Go on with what the ranks hold of the generation before, where they keep no copies; None where they can't."""

@@ -1,9 +1,9 @@
 """The training loop of one rank, from the first step or the last checkpoint to the end; all ranks go the same way."""
 
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from time import time
 from typing import Any
@@ -31,6 +31,7 @@ from muster.spec.plan import Plan
 from muster.train.async_pipeline import AsyncPipeline
 from muster.train.best_checkpoint import ValidationTracker
 from muster.train.callbacks import Callbacks
+from muster.train.carried import Carried
 from muster.train.checkfree import KeptState
 from muster.train.checkpoint_manager import CHECKPOINTS_FOLDER, CheckpointManager
 from muster.train.console import TrainingDisplay
@@ -59,32 +60,6 @@ _FLUSHES_FOR_MEAN = 64
 """Flushes of an asynchronous pipeline over which the steps between two are averaged."""
 
 
-@dataclass
-class Carried:
-    """State that a rank carries from one generation of ranks to the next, beside its copies in memory."""
-
-    stop_requested: bool = False
-    started_at: float = 0.0
-    """Time at which the first generation was ready, in seconds since 1970; 0 before."""
-    profiles: dict[str, list[StageProfile]] = field(default_factory=dict)
-    """Profiles of all ranks, by rank, for each plan that there has been, by its hash without a pinned order."""
-    leave_requested: Callable[[], bool] = lambda: False
-    """True once another generation follows at the end of a step."""
-    usual_times: tuple[Plan, OpTimes] | None = None
-    """A plan and the times of its passes where no rank is slow: of the run's first profile, corrected since."""
-    usual_plan: Plan | None = None
-    """Plan for as many ranks where none is slow; None where ranks don't change."""
-    plan_refined: Callable[[Plan], None] = lambda plan: None
-    """Receiver of the plan once its schedule has been refined."""
-    num_plan_changes: int = 0
-    """Changes of the plan because of slow ranks that this process has asked for, as rank 0."""
-    ask_for_plan: Callable[[Plan], None] = lambda plan: None
-    """Asks for another generation under this plan, on rank 0."""
-    kept: Sequence[KeptState] = ()
-    """State of this rank's stage when its last generation ended, and the copy of another stage that it had, under
-    `train.recovery` checkfree."""
-
-
 class TrainingLoop:
     """One rank's way through a run: profile, resume, train, evaluate and report."""
 
@@ -106,7 +81,6 @@ class TrainingLoop:
         self.run_dir = run_dir
         self.memory_limit = memory_limit
         self.is_main = world.rank == 0
-        self.stop_requested = self.carried.stop_requested
         self.trainer = Trainer(config, plan, world, dataset, self._hooks())
         stages = self.trainer.stages.values()
         use_measured_kernels((stage.module for stage in stages), run_dir, world.device.type)
@@ -127,12 +101,14 @@ class TrainingLoop:
         """Comparison of the ranks' gradients; None without `train.gradient_check_every`."""
         self.stream = StreamHash()
         self.validation = ValidationTracker(config.train)
-        self.callbacks = Callbacks(config.train.callbacks, world.rank, run_dir, self._on_stop)
+        self.callbacks = Callbacks(config.train.callbacks, world.rank, run_dir, self.carried.request_stop)
         self._last_losses: tuple[int, dict[str, float]] = (-1, {})
         """Step and result of the last validation."""
         self._recorded: tuple[int, dict[str, Any]] | None = None
         """Last step that was recorded and the counters after it, under `train.recovery` checkfree; None before the
         state is whole."""
+        self._origin = 0
+        """Generation in which all ranks last went back to a checkpoint, or to the beginning."""
         self._end_stage_copy: EndStageCopy | None = None
         """Copy of the embedding or the head, under CheckFree+."""
         self.tokens_seen = 0
@@ -143,12 +119,13 @@ class TrainingLoop:
         self.checkpoint_manager = CheckpointManager(
             config.train, self.trainer, world, run_dir, self.in_memory_checkpoint
         )
-        signal.signal(signal.SIGTERM, self._on_stop)
+        # Not a method of this loop, which would keep its tensors alive when another generation follows.
+        signal.signal(signal.SIGTERM, self.carried.request_stop)
 
     def _hooks(self) -> StepHooks:
         """Connect the trainer's steps with this run; the checkpoint manager is made after the trainer."""
         return StepHooks(
-            stop_requested=lambda: self.stop_requested,
+            stop_requested=lambda: self.carried.stop_requested,
             leave_requested=self.carried.leave_requested,
             save_status=lambda: self.checkpoint_manager.status(),
             before_update=lambda: self.checkpoint_manager.wait_staged(),
@@ -167,17 +144,14 @@ class TrainingLoop:
         trainer, copy = self.trainer, self._end_stage_copy
         (stage,) = trainer.stages
         norm = trainer.updater.layer_grad_norm
-        found = [KeptState(stage, trainer.step_count, step, counters, norm, self._own_tensors())]
+        found = [KeptState(stage, trainer.step_count, step, counters, norm, self._own_tensors(), self._origin)]
         if copy is not None and copy.stage is not None and copy.tensors:
-            found.append(KeptState(copy.stage, copy.num_updates, step, counters, 1.0, copy.tensors))
+            found.append(KeptState(copy.stage, copy.num_updates, step, counters, 1.0, copy.tensors, self._origin))
         return found
 
     def _own_tensors(self) -> dict[str, Tensor]:
         """Return this rank's parameters and optimizer state, by stored name."""
         return {shard.name: shard.tensor.detach() for shard in self.trainer.local_shards()}
-
-    def _on_stop(self, *_: object) -> None:
-        self.stop_requested = self.carried.stop_requested = True
 
     def run(self) -> int | None:
         """Profile, resume, train and report; returns the exit code, or None where another generation of ranks
@@ -246,7 +220,7 @@ class TrainingLoop:
                     started_at,
                     first_step,
                     losses,
-                    self.validation.describe(self.trainer.step_count == self.config.train.num_steps),
+                    self.validation.describe(self.trainer.is_done, self.checkpoint_manager.best_step_on_disk()),
                 )
                 self.trackers.log({"step": self.trainer.step_count} | validation_metrics(losses))
                 self.world.wait_for_rank_0()
@@ -284,10 +258,11 @@ class TrainingLoop:
         trainer = self.trainer
         train = self.config.train
         with TrainingDisplay(train.num_steps, trainer.step_count, visible=self.is_main) as display:
+            self._save_again(display)
             while trainer.step_count < train.num_steps and not self.validation.should_stop:
                 stopping = leaving = False
                 if self.is_main and train.max_minutes and time() - self.carried.started_at >= 60 * train.max_minutes:
-                    self.stop_requested = True
+                    self.carried.stop_requested = True
                 for result in self._finished_steps():
                     self._renew_end_stage_copy()
                     self._record(result, display)
@@ -304,15 +279,9 @@ class TrainingLoop:
                         if problem and self.is_main:
                             display.print_line(problem)
                     leaving = result.leave_requested
-                at_end = trainer.is_done or self.validation.should_stop
-                if trainer.is_done and self.validation.is_used:
-                    self._track_validation(trainer.step_count, self._final_losses())
-                if (
-                    (at_end or stopping)
-                    and (problem := self.checkpoint_manager.save_and_wait(self._checkpoint_info()))
-                    and self.is_main
-                ):
-                    display.print_line(problem)
+                at_end = self._is_at_end
+                if at_end or stopping:
+                    self._save_at_end(display)
                 self._report_saves()
                 if stopping and not at_end:
                     if self.is_main:
@@ -326,6 +295,28 @@ class TrainingLoop:
                         display.print_line(f"{problem}; training continues")
                     return None
         return 0
+
+    @property
+    def _is_at_end(self) -> bool:
+        return self.trainer.is_done or self.validation.should_stop
+
+    def _save_at_end(self, display: TrainingDisplay) -> None:
+        if self.trainer.is_done and self.validation.is_used:
+            self._track_validation(self.trainer.step_count, self._final_losses())
+        problem = self.checkpoint_manager.save_and_wait(self._checkpoint_info())
+        if problem and self.is_main:
+            display.print_line(problem)
+
+    def _save_again(self, display: TrainingDisplay) -> None:
+        """Save the state from which ranks go on where a loss, or a kill, has cut short a save to disk that was due."""
+        step, manager = self.trainer.step_count, self.checkpoint_manager
+        if not step or self.trainer.swarm is not None or (newest := manager.newest_step_on_disk()) >= step:
+            return
+        if self._is_at_end:
+            self._save_at_end(display)
+        else:
+            manager.save_again(newest, self._checkpoint_info)
+        self._report_saves()
 
     def _finished_steps(self) -> Iterator[StepResult]:
         """Run the next step, and yield the results of the steps whose outcome is known by then.
@@ -536,6 +527,7 @@ class TrainingLoop:
         loaded = StateLoader(*own, self.in_memory_checkpoint).load(self.carried.kept)
         if self.is_main and self.config.train.recovery == "checkfree" and self.world.generation:
             write_approximation(self.run_dir, self.world.generation, loaded.approximation)
+        self._origin = loaded.origin
         if loaded.counters is not None:
             self._take_up(loaded.counters)
         self._renew_end_stage_copy()

@@ -12,6 +12,7 @@ from muster.config.load_config import ResolvedConfig, write_attempt_files
 from muster.planner.auto import ChosenPlan
 from muster.planner.plans_for_losses import plans_for_losses
 from muster.spec.plan import Plan
+from muster.train.memory_preflight import has_memory
 from muster.train.preflight import TrainOptions, preflight
 from muster.train.resume_point import record_in_memory_identity
 from muster.train.run_directory import explain_write_errors, remove_last_exit, remove_previous_results
@@ -52,6 +53,8 @@ def prepare_for_losses(resolved: ResolvedConfig, plan: Plan, run_dir: Path, num_
     """Write the plans with which fewer ranks would go on; returns their numbers of ranks, none where spares wait for
     whatever may be lost at once: one node's spares don't replace another node."""
     plans = {} if resolved.config.train.spares and num_nodes == 1 else plans_for_losses(resolved, plan)
+    if resolved.config.train.memory_limit_bytes is not None:  # without one, all ranks share what their nodes have
+        plans = {size: fewer for size, fewer in plans.items() if has_memory(resolved.config, fewer)}
     with explain_write_errors(run_dir):
         write_plans_for_losses(run_dir, plans)
     return tuple(plans)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from muster.checkpoint.checkpoint_dir import remove_incomplete
 from muster.checkpoint.in_memory import transport
 from muster.checkpoint.in_memory.directory import InMemoryDirectory, StepHeader
 from muster.checkpoint.in_memory.node_groups import NodeGroups
@@ -29,7 +30,7 @@ NUM_VERSIONS = 2
 """Number of in-memory checkpoints that exist at once: one is removed when the next is complete on all nodes."""
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN)
 """Errors of a message to a machine that is down, or whose network is."""
-_PART_TIMEOUT_S = 30.0
+PART_TIMEOUT_S = 30.0
 """Time for which the sending of a part may stall after each step: more than launchers need to find that a node is
 silent, less than ranks have to join the next generation."""
 
@@ -63,7 +64,12 @@ class InMemoryCheckpointer:
             )
         except MusterError as error:
             problem = f"in-memory checkpoints can't be written: {error} (rank {rank})"
-        gathered = all_gather((mark, tuple(address), problem))
+        try:
+            gathered = all_gather((mark, tuple(address), problem))
+        except Exception:  # another rank is lost: nobody else knows of the server
+            if problem is None:
+                self._server.close()
+            raise
         if problems := [text for _, _, text in gathered if text]:
             raise MusterError(problems[0])
         self.addresses = [transport.PeerAddress(*peer) for _, peer, _ in gathered]
@@ -71,10 +77,10 @@ class InMemoryCheckpointer:
         self.is_node_leader = self.node_groups.ranks_on_node_of(rank)[0] == rank
         """True if this rank does what is done once per node."""
 
-    def require_capacity(self, local_bytes: int, all_gather: AllGather[Any]) -> None:
+    def require_capacity(self, local_bytes: int, all_gather: AllGather[Any], key: str, remedy: str) -> None:
         """Raise InfeasibleError on all ranks if a node has too little memory for in-memory checkpoints.
 
-        `local_bytes` is the size of this rank's part.
+        `local_bytes` is the size of this rank's part; `key` asks for these checkpoints, `remedy` does without.
         """
         usage = shutil.disk_usage(self.directory.path)
         used = sum(path.stat().st_size for path in self.directory.path.rglob("*") if path.is_file())
@@ -86,9 +92,9 @@ class InMemoryCheckpointer:
             _, free_bytes, host, parent = gathered[leader]
             if needed_bytes > free_bytes:
                 raise InfeasibleError(
-                    f"train.in_memory_checkpoint_every: the parts of {format_ranks(ranks)} on {host} and of the node"
+                    f"{key}: the parts of {format_ranks(ranks)} on {host} and of the node"
                     f" before need {needed_bytes / 1e9:.2f} GB in {parent}, which has {free_bytes / 1e9:.2f}: give more"
-                    " nodes or another train.in_memory_checkpoint_dir, or set it to 0"
+                    f" nodes or another train.in_memory_checkpoint_dir, or {remedy}"
                 )
 
     def save(
@@ -142,11 +148,13 @@ class InMemoryCheckpointer:
             self.directory.begin_parts(step, head)
         write(folder := self.directory.step_dir(step))
         if self.partner_address is not None:
-            send_to_partner(folder, self.rank, self.partner_address, _PART_TIMEOUT_S)
+            send_to_partner(folder, self.rank, self.partner_address, PART_TIMEOUT_S)
 
     def begin_after(self, step: int, all_gather: AllGather[Any]) -> None:
-        """Remove what parts other attempts have left of steps but `step`, from which all ranks go on; all call it."""
+        """Remove what parts other attempts have left of steps but `step`, from which all ranks go on, and what a leader
+        that was lost was about to remove; all call it."""
         if self.is_node_leader:
+            remove_incomplete(self.directory.path)
             self.directory.remove_steps(lambda other: other != step)
         all_gather(None)
 

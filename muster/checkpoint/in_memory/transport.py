@@ -104,11 +104,15 @@ def put(address: PeerAddress, name: str, path: Path, timeout_s: float = TIMEOUT_
             _require_ok(lines)
 
 
+_GET_TIMEOUT_S = 30.0
+"""Longest silence of a node that is asked for a file: less than what ranks have to join the others when it is lost."""
+
+
 def get(address: PeerAddress, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
     """Fill buffers in order with the bytes from `offset` on of the server's file `name`. Raises OSError."""
     nbytes = sum(len(buffer) for buffer in buffers)
     with (
-        _request(address, "get", name, TIMEOUT_S, offset=offset, nbytes=nbytes) as connection,
+        _request(address, "get", name, _GET_TIMEOUT_S, offset=offset, nbytes=nbytes) as connection,
         connection.makefile("rb") as lines,
     ):
         _require_ok(lines)
