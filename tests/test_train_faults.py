@@ -8,6 +8,8 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -19,9 +21,12 @@ from muster.launch.shared_filesystem import require_shared_run_dir
 from muster.report.run_files import read_metrics
 from muster.spec.errors import MusterError
 from muster.spec.plan import Plan
+from muster.train.carried import Carried
 from muster.train.config_consistency import require_same_config
+from muster.train.loop import TrainingLoop
 from muster.train.metrics import MetricsLog
 from tests.forks import words_of
+from tests.full_disk import files_of_at_most
 from tests.parity import small_run
 from tests.test_checkpoint import save_one
 from tests.train_runs import (
@@ -378,6 +383,33 @@ def test_metrics_wait_for_a_full_disk(tmp_path: Path) -> None:
     assert read_metrics(log.path) == [{"step": 1}, {"step": 2}, {"step": 3}]
 
 
+def test_ranks_that_go_on_write_what_a_full_disk_did_not_take(tmp_path: Path) -> None:
+    """Rows that wait outlast their generation, but those of the step that is done again; cutting needs no room."""
+    carried, path = Carried(), tmp_path / "metrics.jsonl"
+    carried.log(path).append({"step": 1})
+    with files_of_at_most(path.stat().st_size):
+        for step in (2, 3):
+            carried.log(path).append({"step": step})
+        carried.log(path).truncate_after(2)
+    carried.log(path).append({"step": 3, "again": True})
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
+
+
+def test_a_full_disk_ends_no_training_that_goes_on_after_a_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    world = SimpleNamespace(generation=2)
+    log, trainer = MetricsLog(tmp_path / "metrics.jsonl"), SimpleNamespace(step_count=3)
+    run = SimpleNamespace(world=world, run_dir=tmp_path, started_at=1.0, metrics=log, trainer=trainer)
+    with files_of_at_most(0):
+        TrainingLoop._record_attempt(cast(Any, run))
+        assert "File too large; choose another with --run; training continues" in capsys.readouterr().out
+        world.generation = 0
+        with pytest.raises(MusterError, match="can't write the run directory"):
+            TrainingLoop._record_attempt(cast(Any, run))
+
+
 def test_metrics_forget_what_is_done_again(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.truncate_after(0)
@@ -389,6 +421,9 @@ def test_metrics_forget_what_is_done_again(tmp_path: Path) -> None:
     log.append({"step": 3})
     assert log.path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
     assert read_metrics(log.path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+    log.path.write_text('{"step": 1}\n{"step"\n{"step": 2}\n{"step": 3}\n{"step": 4}')
+    log.truncate_after(4)
+    assert log.path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4}\n', "all that is whole"
 
 
 @pytest.mark.parametrize(("variable", "launcher"), [("SLURM_STEP_NUM_TASKS", "srun"), ("WORLD_SIZE", "a launcher")])

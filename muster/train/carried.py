@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from muster.cost.time.op_times import OpTimes
 from muster.parallel.op_profile import StageProfile
 from muster.spec.plan import Plan
 from muster.train.checkfree import KeptState
+from muster.train.metrics import MetricsLog
 
 
 @dataclass
@@ -33,6 +35,12 @@ class Carried:
     kept: Sequence[KeptState] = ()
     """State of this rank's stage when its last generation ended, and the copy of another stage that it had, under
     `train.recovery` checkfree."""
+    logs: dict[Path, MetricsLog] = field(default_factory=dict)
+    """Logs by path, with the rows that a full disk did not take yet."""
+
+    def log(self, path: Path) -> MetricsLog:
+        """Return the log in a file."""
+        return self.logs.setdefault(path, MetricsLog(path))
 
     def request_stop(self, *_: object) -> None:
         """Stop after the present step, as on SIGTERM."""

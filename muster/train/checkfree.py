@@ -81,7 +81,7 @@ class RecoveredState(NamedTuple):
     copied: list[str]
     """Sentences about ranks whose stage comes from another rank that has held it, which is exact."""
     origin: int
-    """That of the states; see `KeptState`."""
+    """Generation in which their ranks last went back, as `KeptState` has it."""
 
 
 def recover_state(

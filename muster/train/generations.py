@@ -136,7 +136,11 @@ class _Rank:
             self._plan, self._is_around = self._plans[place.world_size], False
         os.environ["LOCAL_WORLD_SIZE"] = str(place.local_world_size or place.world_size)
         if place.rank == 0:
-            write_atomically(attempt_files(self._run_dir).plan, plan_yaml(self._plan))
+            path = attempt_files(self._run_dir).plan
+            try:
+                write_atomically(path, plan_yaml(self._plan))
+            except OSError as error:  # it is for people: ranks learn the plan from one another
+                print(f"can't write {path} ({error.strerror}); training continues", flush=True)
             print(f"plan      {format_plan_name(self._plan)}", flush=True)
 
     def _ask_for_plan(self, plan: Plan) -> None:

@@ -44,10 +44,10 @@ from muster.train.grouped_kernels import use_measured_kernels
 from muster.train.in_memory_checkpoint import open_in_memory_checkpoint
 from muster.train.load_state import StateLoader
 from muster.train.memory_limit import MemoryLimit
-from muster.train.metrics import MetricsLog, metrics_row, null_non_finite, write_text
+from muster.train.metrics import metrics_row, null_non_finite, write_text
 from muster.train.post_validation import PostValidation
 from muster.train.replan import Replanner
-from muster.train.run_directory import begin_attempt, explain_write_errors
+from muster.train.run_directory import begin_attempt, run_directory_error
 from muster.train.schedule_refinement import refine_schedule_from_profile
 from muster.train.step_result import StepResult
 from muster.train.step_state import StepHooks
@@ -88,11 +88,11 @@ class TrainingLoop:
         self.device_metrics = DeviceMetrics(*own, memory_limit.meter)
         self.post_validation: PostValidation | None = None
         self.async_pipeline = AsyncPipeline(self.trainer) if plan.schedule_entry.is_asynchronous else None
-        self.metrics = MetricsLog(run_dir / "metrics.jsonl")
+        self.metrics = self.carried.log(run_dir / "metrics.jsonl")
         self.expert_load = ExpertLoadLog(run_dir)
-        self.meetings = MetricsLog(run_dir / MEETINGS_FILE)
-        self.straggler_log = MetricsLog(run_dir / STRAGGLERS_FILE)
-        self.swarm_log = MetricsLog(run_dir / SWARM_FILE)
+        self.meetings = self.carried.log(run_dir / MEETINGS_FILE)
+        self.straggler_log = self.carried.log(run_dir / STRAGGLERS_FILE)
+        self.swarm_log = self.carried.log(run_dir / SWARM_FILE)
         self.stragglers: StragglerMonitor | None = None
         """Comparison of the ranks' times; None without `train.straggler_check_every`, or with one rank."""
         self.replanner: Replanner | None = None
@@ -202,9 +202,9 @@ class TrainingLoop:
                 self.trainer.peers.leave()
             if self.trainer.swarm is not None:
                 self.trainer.swarm.leave(is_over=code == 0)
-            self.metrics.flush()
             if code is None:
                 return None
+            self.metrics.flush()
             if self.is_main:
                 self.expert_load.write()
             self.world.heartbeat.update("finish")
@@ -552,10 +552,14 @@ class TrainingLoop:
                 self.checkpoint_manager.keep_best(self.validation.best_step)
 
     def _record_attempt(self) -> None:
-        """Note when this attempt goes on, and which steps it repeats."""
+        """Note when this attempt goes on, and which steps it repeats; ranks that went on after a loss do without."""
         row = attempt_row(self.started_at, time(), self.trainer.step_count, self.metrics.path, self.world.generation)
-        with explain_write_errors(self.run_dir):
+        try:
             append_attempt(self.run_dir, row)
+        except OSError as error:
+            if not self.world.generation:
+                raise run_directory_error(self.run_dir, error) from error
+            print(f"{run_directory_error(self.run_dir, error)}; training continues")
 
     def _stop_after_skips(self, result: StepResult, reason: str) -> None:
         """Stop after too many consecutive skipped steps, the last one for `reason`, and save the state before them."""

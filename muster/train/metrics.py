@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from muster.report.run_files import read_metrics
 from muster.spec.errors import MusterError
 from muster.train.device_metrics import DeviceMemory
 from muster.train.step_result import StepResult
@@ -77,12 +76,22 @@ class MetricsLog:
         """Lines that could not be written yet."""
 
     def truncate_after(self, step: int) -> None:
-        """Drop the rows of steps that a resumed run repeats, and a last line that was cut short by a kill."""
-        if self.path.exists():
-            kept = [row for row in read_metrics(self.path) if row["step"] <= step]
-            beside = self.path.with_suffix(".tmp")
-            write_text(beside, "".join(json.dumps(row) + "\n" for row in kept))
-            beside.replace(self.path)
+        """Drop the rows of steps that a resumed run repeats, and a last line that was cut short by a kill.
+
+        They are the end of the file, which is cut off: that goes on a full disk, too.
+        """
+        self._waiting = [line for line in self._waiting if json.loads(line)["step"] <= step]
+        if not self.path.exists():
+            return
+        content = self.path.read_bytes()
+        kept = b"".join(line + b"\n" for line in content.splitlines() if _step_of(line) <= step)
+        try:
+            if content.startswith(kept):
+                os.truncate(self.path, len(kept))
+            else:  # a line in between is damaged, or the last lacks its end
+                self.path.write_bytes(kept)
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
 
     def append(self, row: dict[str, Any]) -> str | None:
         """Append a row. One that can't be written waits for the next; the first time, a sentence is returned."""
@@ -112,6 +121,14 @@ class MetricsLog:
                 os.truncate(self.path, size)
             raise
         self._waiting = []
+
+
+def _step_of(line: bytes) -> float:
+    """Return the step of a row; infinity for a line that is none."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def write_text(path: Path, text: str, mode: str = "w") -> None:

@@ -97,9 +97,12 @@ def explain_write_errors(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise MusterError(
-            f"can't write the run directory {run_dir}: {error.strerror}; choose another with --run"
-        ) from error
+        raise run_directory_error(run_dir, error) from error
+
+
+def run_directory_error(run_dir: Path, error: OSError) -> MusterError:
+    """Return the error about a run directory that can't be written."""
+    return MusterError(f"can't write the run directory {run_dir}: {error.strerror}; choose another with --run")
 
 
 def begin_attempt(run_dir: Path) -> None:
