@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -340,6 +341,23 @@ def test_a_profile_that_cannot_be_written_is_not_measured(place, capsys, tmp_pat
     said = capsys.readouterr().err
     assert "argument -o/--output: " in said
     assert place in said
+
+
+def test_a_profile_that_is_stopped_has_not_failed(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    stopped = SimpleNamespace(report=lambda: 75)
+    monkeypatch.setattr("muster.probe.profile.launch", lambda *_: stopped)
+    assert main(["profile", "--quick"]) == 130
+    assert not capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["run.yaml", "gone.yml"])
+def test_a_run_file_is_no_address_of_a_training(name, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").touch()
+    assert main(["swarm", name]) == 2
+    assert f"{name} is a file: expected the address HOST:PORT of the training" in capsys.readouterr().err
 
 
 def test_dotted_flags_are_split_off():

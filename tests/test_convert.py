@@ -21,6 +21,7 @@ from muster.checkpoint.model_directory import open_directory
 from muster.checkpoint.remapped import BoxMapping, RemappedTensors
 from muster.checkpoint.tensors import TensorMeta, split_into_boxes
 from muster.cli.main import main
+from muster.config.load_config import load_run_config
 from muster.layout.tensor_layout import Box
 from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Plan
@@ -465,3 +466,31 @@ def test_prune(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {path.name for path in root.iterdir()} == {"latest", "step-00000035"}
     assert "kept" in capsys.readouterr().out
     assert "no good checkpoint" in error_message(capsys, 2, "prune", run.parent, "--keep-last", "1")
+
+
+def test_prune_keeps_the_last_checkpoint_whose_checksums_are_right(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest has all its bytes, two of them wrong: without the ones before it the training would be lost."""
+    root = run / "checkpoints"
+    for step in (8, 9):
+        shutil.copytree(root / "step-00000007", root / f"step-{step:08}")
+    (root / "latest").write_text("step-00000009\n")
+    file = root / "step-00000009/rank-00002.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 16
+    file.write_bytes(data)
+    said = facts(capsys, "prune", run, "--keep-last", "2")
+    assert said["removed"] == [str(root / "step-00000009")]
+    assert said["kept"] == [str(root / "step-00000007"), str(root / "step-00000008")]
+    for folder in (root / "step-00000007", root / "step-00000008"):
+        (folder / file.name).write_bytes(data)
+    assert "has no good checkpoint (" in error_message(capsys, 2, "prune", run, "--keep-last", "1")
+    assert len(list(root.glob("step-*"))) == 2, "nothing is removed"
+
+
+def test_a_folder_of_torch_knows_the_context_of_the_run(run: Path, tmp_path: Path) -> None:
+    assert run_muster("convert", run, tmp_path / "dcp", "--to", "dcp") == 0
+    model = open_directory(tmp_path / "dcp").model
+    assert model is not None
+    assert model.max_positions == load_run_config(None, run / "config.yaml", []).config.train.seq_len

@@ -209,6 +209,16 @@ def test_deepspeed_whose_values_are_left_to_the_trainer(tmp_path: Path, capsys: 
     assert auto == {"train_batch_size", "gradient_accumulation_steps"}
 
 
+def test_deepspeed_whose_values_contradict_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}
+    (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED | sizes))
+    assert main(["import-config", str(tmp_path / "ds.json"), "--nproc", "4"]) == 2
+    assert (
+        "train_batch_size 32 isn't train_micro_batch_size_per_gpu 4 · gradient_accumulation_steps 3 · 4 data-parallel"
+        " ranks (48): mend one of them"
+    ) in capsys.readouterr().err
+
+
 def test_plans_that_cannot_run_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, said = imported(tmp_path, capsys, "c.yaml", NANOTRON.replace("dp: 4", "expert_parallel_size: 2, dp: 4"))
     assert any("expert" in reason for reason in said["refused"])
@@ -231,6 +241,7 @@ def test_plans_that_cannot_run_are_reported(tmp_path: Path, capsys: pytest.Captu
         ("a.json", "{", "no JSON"),
         ("a.json", '{"model_type": "llama"}', "a model's config.json is named in a run file, as model: hf:DIR"),
         ("a.json", json.dumps(DEEPSPEED | {"train_batch_size": 60}), "train_batch_size 60 is not a multiple of"),
+        ("a.json", json.dumps(DEEPSPEED | {"fp16": {"enabled": True}, "bf16": {"enabled": True}}), "are both true"),
         ("a.yaml", "extends: tiny", "it is a run file of Muster already: start it with muster train"),
         ("a.yaml", "train: {steps: 3}", "it is a run file of Muster already: start it with muster train"),
     ],

@@ -1,6 +1,7 @@
 """Runs of one's own, which sharpen predictions on their machine."""
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,22 @@ def table(capsys: pytest.CaptureFixture[str], *seconds: float) -> None:
         assert main(["report", str(write_run(Path(f"run{number}"), rows, PLAN)), "--as-measurement"]) == 0
         lines += capsys.readouterr().out.splitlines()[bool(lines) :]
     Path("runs.csv").write_text("\n".join(lines) + "\n")
+
+
+def test_steps_under_another_plan_are_no_measurement_of_the_last_one(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = metrics(16)
+    for row in rows:
+        row["time/step"] = 7.0 if 6 < row["step"] <= 11 else 9.0 if row["step"] in (1, 2, 12, 13) else 2.0
+    run = write_run(Path("run"), rows, PLAN)
+    attempts = [{"step": 0, "plan": "a"}, {"step": 6, "plan": "b"}, {"step": 11, "plan": "a"}]
+    (run / "attempts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in attempts))
+    assert main(["report", str(run), "--as-measurement"]) == 0
+    (row,) = csv.DictReader(capsys.readouterr().out.splitlines())
+    assert (row["metric"], row["value"]) == ("iteration_time_s", "2")
+    assert "median of 7 steps" in ",".join(row.values())
+    (run / "attempts.jsonl").write_text("".join(json.dumps({"step": one["step"]}) + "\n" for one in attempts))
+    assert main(["report", str(run), "--as-measurement"]) == 0
+    assert "median of 3 steps" in capsys.readouterr().out, "of the last attempt, where plans were not written down"
 
 
 def test_runs_that_took_longer_than_predicted_move_the_interval(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,10 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from muster.data.chat import read_template
 from muster.data.prepare import PrepareOptions, open_or_prepare, prepare
 from muster.data.sources import source_files
 from muster.data.store import TokenStore
 from muster.data.tokenizer import ByteTokenizer
+from muster.data.train_tokenizer import train_tokenizer
 from muster.spec.errors import ConfigError, MusterError
 from tests.full_disk import files_of_at_most
 
@@ -151,6 +153,12 @@ def _edit_header(directory: Path, **change: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
 
 
+def _edit_documents(directory: Path, index: int, start: int) -> None:
+    starts = np.fromfile(directory / "documents.bin", "<i8")
+    starts[index] = start
+    starts.tofile(directory / "documents.bin")
+
+
 @pytest.mark.parametrize(
     ("harm", "sentence"),
     [
@@ -159,16 +167,21 @@ def _edit_header(directory: Path, **change: object) -> None:
             "tokens-00000.bin has 100 bytes, but store.json",
         ),
         (lambda d: (d / "tokens-00000.bin").unlink(), "tokens-00000.bin has 0 bytes"),
-        (lambda d: os.truncate(d / "documents.bin", 8), "documents.bin has 8 bytes, but store.json says 24; delete"),
+        (lambda d: os.truncate(d / "documents.bin", 8), "documents.bin has 8 bytes, but store.json says 24; build"),
         (
             lambda d: (d / "store.json").unlink(),
             "expected a directory with store.json, which 'muster data prepare' writes",
         ),
-        (lambda d: (d / "store.json").write_text('{"version": 1'), "store.json is damaged; delete"),
-        (lambda d: (d / "store.json").write_text("[]"), "store.json is damaged; delete"),
-        (lambda d: _edit_header(d, num_tokens=-3), "store.json is damaged; delete"),
+        (lambda d: (d / "store.json").write_text('{"version": 1'), "store.json is damaged; build"),
+        (lambda d: (d / "store.json").write_text("[]"), "store.json is damaged; build"),
+        (
+            lambda d: _edit_documents(d, 1, 10**18),
+            "documents.bin is damaged; build it again with 'muster data",
+        ),
+        (lambda d: _edit_documents(d, 0, 1), "documents.bin is damaged; build"),
+        (lambda d: _edit_header(d, num_tokens=-3), "store.json is damaged; build"),
         (lambda d: _edit_header(d, version=3), "has schema 3, .* up to 2; use a newer Muster"),
-        (lambda d: _edit_header(d, tokenizer="other-1"), "made with tokenizer other-1, this run has bytes-"),
+        (lambda d: _edit_header(d, tokenizer="other-1"), "made with tokenizer other-1, not with bytes-"),
     ],
 )
 def test_a_store_that_cannot_be_right_is_refused_in_a_sentence(store, harm, sentence):
@@ -284,3 +297,18 @@ def test_a_store_of_schema_1_still_opens(store):
     again = TokenStore.open(store.directory, TOKENIZER)
     assert again.fingerprint == store.fingerprint
     again.verify()
+
+
+def test_a_store_is_no_source_of_another_one(store, tmp_path):
+    with pytest.raises(ConfigError, match="is a token store already: train on it, or name what it was made of"):
+        prepare(PrepareOptions(str(store.directory), TOKENIZER), tmp_path / "other")
+
+
+def test_a_vocabulary_beyond_memory_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="--vocab-size 99999999999 is too large: expected 10000000 or fewer"):
+        train_tokenizer(["python-stdlib"], tmp_path / "tokenizer", 99_999_999_999)
+
+
+def test_a_missing_template_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere.jinja can't be read: No such file or directory"):
+        read_template(tmp_path / "nowhere.jinja")

@@ -177,21 +177,22 @@ class RetentionPolicy(NamedTuple):
 KEEP_LAST_TWO = RetentionPolicy()
 
 
-def prune(root: Path, retention: RetentionPolicy, newest: Path) -> list[Path]:
+def prune(root: Path, retention: RetentionPolicy, newest: Path, damaged: Collection[Path] = ()) -> list[Path]:
     """Remove the checkpoints that `prunable` lists, and return them.
 
     One that can't be removed now is tried again after the next save.
     """
     removed = []
-    for path in prunable(root, retention, newest):
+    for path in prunable(root, retention, newest, damaged):
         with contextlib.suppress(OSError):
             remove_checkpoint(path)
             removed.append(path)
     return removed
 
 
-def prunable(root: Path, retention: RetentionPolicy, newest: Path) -> list[Path]:
+def prunable(root: Path, retention: RetentionPolicy, newest: Path, damaged: Collection[Path] = ()) -> list[Path]:
     """Return the checkpoints that `retention` doesn't keep, damaged ones first; never `newest` or the linked best.
+    `damaged` are known to be, beside those that look so.
 
     If all others are ephemeral, the newest of them is kept too, so that there is one to fall back to.
     """
@@ -204,7 +205,8 @@ def prunable(root: Path, retention: RetentionPolicy, newest: Path) -> list[Path]
         if path != newest and path.name != best and not retention.is_permanent(step_of(path))
     ]
     regular = [path for path in others if not retention.is_ephemeral(step_of(path))]
-    candidates = sorted(regular or others[-1:], key=lambda path: find_damage(path) is None)
+    usable = [path for path in regular or others[-1:] if path not in damaged]
+    candidates = sorted(usable, key=lambda path: find_damage(path) is None)
     kept = candidates[len(candidates) - min(retention.last - 1, len(candidates)) :]
     return [path for path in others if path not in kept]
 

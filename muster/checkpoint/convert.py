@@ -237,9 +237,15 @@ def _write_dcp(
 
     write_dcp(folder, tensors, buffer_bytes(options.max_shard_bytes), progress)
     sidecar = {"version": 1, "step": source.step or 0, "plan": source.plan, "counters": source.counters}
-    model = {"model": source.model.model_dump(mode="json")} if source.model else {}
+    model = {"model": _with_context(source, source.model).model_dump(mode="json")} if source.model else {}
     write_json(folder / DCP_SIDECAR, sidecar | model)
     return None
+
+
+def _with_context(source: ModelDirectory, model: ModelSpec) -> ModelSpec:
+    """Return the model with the length of its context, which for a run is that of its samples."""
+    context = model.max_positions or _run_config_of(source).get("train", {}).get("seq_len")
+    return model.model_copy(update={"max_positions": context})
 
 
 def _write_hf(
@@ -251,8 +257,7 @@ def _write_hf(
 ) -> str | None:
     assert source.model is not None
     run = _run_config_of(source)
-    context = source.model.max_positions or run.get("train", {}).get("seq_len")
-    spec = merged_model(source.model).model_copy(update={"max_positions": context})
+    spec = _with_context(source, merged_model(source.model))
     auxiliary = _auxiliary_folder(source, options)
     config = hf_config_from_spec(spec, _model_type(auxiliary))
     tokenizer = None
@@ -272,7 +277,7 @@ def _write_hf(
                 settle_exported_tokenizer(folder, found, config)
     elif run.get("data", {}).get("tokenizer") == "bytes":
         tokenizer = "bytes"
-        for name, content in byte_tokenizer_files(context).items():
+        for name, content in byte_tokenizer_files(spec.max_positions).items():
             write_json(folder / name, content)
         config |= {"eos_token_id": 256, "bos_token_id": None, "pad_token_id": None}
     else:

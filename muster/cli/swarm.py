@@ -42,6 +42,10 @@ def run(arguments: list[str]) -> int:
         help="TCP connections by which it sends to the next peer of its stage (default: 1)",
     )
     args = parser.parse(arguments)
+    if Path(args.trainer).exists() or Path(args.trainer).suffix in (".yaml", ".yml"):
+        raise ConfigError(
+            f"{args.trainer} is a file: expected the address HOST:PORT of the training, which knows its run file"
+        )
     trainer = _endpoint("HOST:PORT", args.trainer, SWARM_PORT)
     announce = None if args.announce is None else _endpoint("--announce", args.announce)
     from muster.launch.peers.channel import load_secret

@@ -96,7 +96,9 @@ def read_template(path: Path, special_tokens: tuple[tuple[str, str], ...] = ()) 
     """Read a template from a file. Raises ConfigError if it can't be read."""
     try:
         return ChatTemplate(path.read_text(encoding="utf-8"), special_tokens)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"data.chat_template: {path} can't be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise ConfigError(f"data.chat_template: {path} can't be read as UTF-8 text ({error})") from error
 
 

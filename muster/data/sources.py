@@ -82,6 +82,8 @@ def source_files(source: str) -> list[SourceFile]:
             + (did_you_mean(Path(source).name, known) if (known := component_names("dataset")) else "")
             + f"; give a file, a directory, or {', '.join([PYTHON_STDLIB, *known])}"
         )
+    if not files and (Path(source) / "store.json").exists():
+        raise ConfigError(f"data.source: {source} is a token store already: train on it, or name what it was made of")
     if not files:
         raise ConfigError(f"data.source: {source} has no {', '.join('*' + s for s in _LISTED_SUFFIXES)} files")
     full = [file for file in files if file.size_bytes]

@@ -25,7 +25,9 @@ from muster.spec.errors import ConfigError
 
 VERSION = 2
 HEADER_FILE = "store.json"
-_REBUILD_HINT = "delete the store's directory, and the next run builds it again"
+_CHECKED_DOCUMENTS = 1_000_000
+"""Most documents whose order is checked when a store is opened; 'muster data check' reads everything."""
+_REBUILD_HINT = "build it again with 'muster data prepare'; one that a run has made, by deleting it"
 
 
 class StoreHeader(Frozen):
@@ -124,9 +126,9 @@ class TokenStore:
         header = read_header(directory)
         if tokenizer is not None and header.tokenizer != tokenizer.fingerprint:
             raise ConfigError(
-                f"the token store {directory} was made with tokenizer {header.tokenizer}, this run has"
-                f" {tokenizer.fingerprint}; use the same tokenizer, data.eos_token and data.add_bos, or another"
-                " data.cache"
+                f"the token store {directory} was made with tokenizer {header.tokenizer}, not with"
+                f" {tokenizer.fingerprint}; use the same tokenizer, data.eos_token and data.add_bos, or for a run"
+                " another data.cache"
             )
         shards = tuple(_memory_map(directory / one.file, header.numpy_dtype, one.num_tokens) for one in header.shards)
         loss_masks = tuple(
@@ -134,6 +136,7 @@ class TokenStore:
             for one in header.shards
         )
         starts = _memory_map(directory / "documents.bin", np.dtype("<i8"), header.num_documents)
+        _require_rising(starts, header.num_tokens, directory)
         return TokenStore(directory, header, shards, loss_masks, starts)
 
     def verify(self) -> None:
@@ -207,3 +210,10 @@ def _memory_map(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
     if found != expected:
         raise ConfigError(f"{path} has {found:,} bytes, but store.json says {expected:,}; {_REBUILD_HINT}")
     return np.memmap(path, dtype, "r", shape=(length,)).view(np.ndarray)
+
+
+def _require_rising(starts: np.ndarray, num_tokens: int, directory: Path) -> None:
+    """Raise ConfigError where the first documents don't begin one after another within the tokens."""
+    first = starts[:_CHECKED_DOCUMENTS]
+    if len(first) and not (first[0] == 0 and first[-1] < num_tokens and bool((np.diff(first) >= 0).all())):
+        raise ConfigError(f"{directory / 'documents.bin'} is damaged; {_REBUILD_HINT}")

@@ -15,6 +15,8 @@ from muster.spec.errors import ConfigError, MusterError
 END_OF_TEXT = "<|endoftext|>"
 CHAT_TOKENS = ("<|im_start|>", "<|im_end|>")
 """Tokens of ChatML, the template of dialogues where a tokenizer has none."""
+MAX_VOCAB_SIZE = 10_000_000
+"""More than any model has; the library takes memory for all of them at once."""
 MIN_VOCAB_SIZE = 256 + 1 + len(CHAT_TOKENS)
 """Ids of the 256 bytes and of the special tokens."""
 PIECE_BYTES = 1 << 20
@@ -38,6 +40,8 @@ def train_tokenizer(sources: Sequence[str], out: Path, vocab_size: int, max_byte
             f"--vocab-size {vocab_size} is too small: expected {MIN_VOCAB_SIZE} or more, for the 256 bytes and"
             f" {MIN_VOCAB_SIZE - 256} special tokens"
         )
+    if vocab_size > MAX_VOCAB_SIZE:
+        raise ConfigError(f"--vocab-size {vocab_size} is too large: expected {MAX_VOCAB_SIZE} or fewer")
     try:
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:

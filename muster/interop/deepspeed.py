@@ -23,7 +23,8 @@ _ITSELF = "Muster sets it itself"
 _REASONS = {
     "activation_checkpointing.": "the plan sets recompute by layer: parallel.default_strategy.recompute",
     "zero_optimization.": _ITSELF,
-    "zero_optimization.offload": "a plan offloads activations: parallel.default_strategy.offload",
+    "zero_optimization.offload_optimizer": "a plan says so: parallel.default_strategy.offload_optimizer host or disk",
+    "zero_optimization.offload_param": "a plan says so: parallel.default_strategy.offload_param host or disk",
     "zero_optimization.zero_quantized": "parallel.quantized_weights and quantized_gradients are of plans with zpNgM",
     "fp16.": "the loss scale adjusts itself",
     "communication_data_type": "gradients are reduced in fp32",
@@ -77,6 +78,11 @@ def _plan(found: ConfigConversion, nproc: int | None) -> None:
     batch = batch or (micro * ranks * (rounds or 1) if micro else None)
     if batch and micro and batch % (micro * ranks):
         raise ConfigError(f"{_BATCH} {batch} is not a multiple of {_MICRO} {micro} · {ranks} data-parallel ranks")
+    if batch and micro and rounds and batch != micro * ranks * rounds:
+        raise ConfigError(
+            f"{_BATCH} {batch} isn't {_MICRO} {micro} · {_ROUNDS} {rounds} · {ranks} data-parallel ranks"
+            f" ({micro * rounds * ranks}): mend one of them, or leave one out"
+        )
     if tp > 1:
         found.put("parallel.tp", tp, "tensor_parallel.autotp_size")
     stage = found.number("zero_optimization.stage", 0)
@@ -89,6 +95,8 @@ def _plan(found: ConfigConversion, nproc: int | None) -> None:
         found.put("parallel.param_shard_size", near, "zero_optimization.zero_hpz_partition_size")
         found.put("parallel.grad_shard_size", ranks, "zero_optimization.zero_hpz_partition_size")
     enabled = [kind for kind in ("bf16", "fp16") if found.take(f"{kind}.enabled", False)]
+    if len(enabled) == 2:
+        raise ConfigError("bf16.enabled and fp16.enabled are both true: expected one of them")
     found.put("parallel.precision", enabled[0] if enabled else "fp32", *(f"{kind}.enabled" for kind in enabled))
     if batch and micro:
         found.put("parallel.micro_batch_size", micro, _MICRO, _BATCH)

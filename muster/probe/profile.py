@@ -13,6 +13,7 @@ from muster.config.file_writer import write_output
 from muster.config.local_machine import cluster_text
 from muster.cost.time.plan_times import HOST_LINK_EFFICIENCY
 from muster.launch.launcher import launch, rank_command
+from muster.launch.rank_errors import EXIT_STOPPED
 from muster.probe.profile_worker import QUICK_FILE, RATES_FILE
 from muster.spec.cluster import ClusterSpec, NodeGroup
 from muster.spec.device import DeviceSpec, DiskSpec, LinkSpec
@@ -36,7 +37,9 @@ def profile(output: Path, num_ranks: int | None, quick: bool = False) -> Cluster
         if quick:
             (folder / QUICK_FILE).touch()
         command = rank_command("muster.probe.profile_worker", folder, ranks)
-        if code := launch(command, ranks, folder).report():
+        if (code := launch(command, ranks, folder).report()) == EXIT_STOPPED:
+            raise KeyboardInterrupt
+        if code:
             raise MusterError(f"the profile failed: its ranks ended with exit code {code}")
         machine = MachineRates.model_validate_json((folder / RATES_FILE).read_text(encoding="utf-8"))
     cluster = cluster_from_rates(machine)

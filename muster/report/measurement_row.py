@@ -5,13 +5,14 @@ from io import StringIO
 from statistics import median
 from typing import Any
 
-from muster.report.run_files import RunRecord
+from muster.report.run_files import RunRecord, read_metrics
+from muster.report.wall_time import ATTEMPTS_FILE
 from muster.spec.errors import ConfigError
 from muster.spec.plan_name import format_plan_name, settings_beyond_name
 from muster.validate.columns import COLUMNS
 
 WARM_UP_STEPS = 2
-"""First steps of a run that its median leaves out: they compile, fill caches and connect."""
+"""First steps of each attempt that the median leaves out: they compile, fill caches and connect."""
 
 
 def measurement_csv(run: RunRecord) -> str:
@@ -25,6 +26,19 @@ def measurement_csv(run: RunRecord) -> str:
     return text.getvalue()
 
 
+def _step_times(run: RunRecord) -> list[float]:
+    """Return the seconds of the steps that the run made under its last plan, without each attempt's first ones."""
+    attempts = read_metrics(run.directory / ATTEMPTS_FILE) or [{"step": 0}]
+    last = attempts[-1]
+    ends = [*(attempt["step"] for attempt in attempts[1:]), run.metrics[-1]["step"]]
+    found: list[float] = []
+    for attempt, end in zip(attempts, ends, strict=True):
+        if attempt is last or (attempt.get("plan") and attempt["plan"] == last.get("plan")):
+            rows = [row for row in run.metrics if attempt["step"] < row["step"] <= end]
+            found += [float(row["time/step"]) for row in rows if row["step"] > attempt["step"] + WARM_UP_STEPS]
+    return found or [float(run.metrics[-1]["time/step"])]
+
+
 def _row(run: RunRecord) -> dict[str, Any]:
     machine, plan, config = run.result.get("machine"), run.plan, run.config
     if not isinstance(machine, dict):
@@ -33,8 +47,7 @@ def _row(run: RunRecord) -> dict[str, Any]:
         raise ConfigError(f"{run.directory} ran on peers that come and go, of which no plan says how many there were")
     if beyond := settings_beyond_name(plan):
         raise ConfigError(f"no row of a table can say all of the run's plan, {format_plan_name(plan)}: {beyond[0]}")
-    times = [float(row["time/step"]) for row in run.metrics]
-    times = times[WARM_UP_STEPS:] or times[-1:]
+    times = _step_times(run)
     peak = _measured(run, "memory: allocated")
     experts = {"n_experts": "num_experts", "top_k": "top_k"}
     widths = {

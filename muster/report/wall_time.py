@@ -43,12 +43,14 @@ class WallTime:
         return asdict(self)
 
 
-def attempt_row(started: float, begins: float, step: int, metrics: Path, generation: int = 0) -> dict[str, Any]:
+def attempt_row(
+    started: float, begins: float, step: int, metrics: Path, generation: int = 0, plan: str = ""
+) -> dict[str, Any]:
     """Return an attempt's line of attempts.jsonl; call it before the metrics of steps to be repeated are dropped.
 
     `started` is the time when its ranks were ready, `begins` that when its first step begins, after `step`; in seconds
     since 1970. Ranks of a later `generation` go on in the processes of the one before. Steps that were kept but not
-    logged took `unlogged_s`.
+    logged took `unlogged_s`. `plan` is the hash of its plan.
     """
     rows = read_metrics(metrics)
     repeated = [row for row in rows if row["step"] > step]
@@ -61,6 +63,7 @@ def attempt_row(started: float, begins: float, step: int, metrics: Path, generat
         "lost_steps": lost_steps,
         "lost_s": lost_steps * _mean_step_s(repeated),
         "generation": generation,
+        "plan": plan,
         "last_logged": metrics.stat().st_mtime if metrics.exists() else None,
         "unlogged_s": max(0, step - last) * _mean_step_s(rows),
     }

@@ -553,7 +553,8 @@ class TrainingLoop:
 
     def _record_attempt(self) -> None:
         """Note when this attempt goes on, and which steps it repeats; ranks that went on after a loss do without."""
-        row = attempt_row(self.started_at, time(), self.trainer.step_count, self.metrics.path, self.world.generation)
+        own = self.trainer.step_count, self.metrics.path, self.world.generation, self.plan.hash
+        row = attempt_row(self.started_at, time(), *own)
         try:
             append_attempt(self.run_dir, row)
         except OSError as error:

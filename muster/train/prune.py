@@ -14,22 +14,37 @@ from muster.checkpoint.checkpoint_dir import (
     remove_incomplete,
     step_of,
 )
+from muster.checkpoint.describe import verify
 from muster.checkpoint.in_memory.directory import candidate_directories, find_orphaned
 from muster.config.load_config import load_run_config
 from muster.spec.errors import ConfigError
 from muster.train.run_directory import locked_run_dir
 
 
+def _newest_undamaged(root: Path) -> tuple[Path | None, list[Path]]:
+    """Return the last checkpoint whose files have the right checksums, and newer ones whose haven't."""
+    damaged: list[Path] = []
+    while (newest := find_latest(root, excluded=damaged)) is not None:
+        (found,) = verify(newest, lambda _: None, lambda _: None)
+        if not found.problems:
+            break
+        damaged.append(newest)
+    return newest, damaged
+
+
 def prune_run(run: Path, keep_last: int, keep_every: int | None = None, dry_run: bool = False) -> dict[str, Any]:
     """Keep the newest `keep_last` checkpoints and those at multiples of `keep_every` steps (None: as the run does).
 
-    The last good checkpoint always stays. Everything else is removed, and so are half-written checkpoints of killed
-    runs, and in-memory checkpoints on this machine that aren't newer. Returns what was done, as JSON. Raises
-    ConfigError where there is no checkpoint, MusterError while a job runs there.
+    The last checkpoint whose checksums are right always stays, and newer ones, whose aren't, go. Everything else is
+    removed, and so are half-written checkpoints of killed runs, and in-memory checkpoints on this machine that
+    aren't newer. Returns what was done, as JSON. Raises ConfigError where there is no checkpoint, MusterError while
+    a job runs there.
     """
     root = run / "checkpoints"
-    if (newest := find_latest(root)) is None:
-        raise ConfigError(f"{run} has no good checkpoint: expected a run directory, such as runs/demo")
+    newest, damaged = _newest_undamaged(root)
+    if newest is None:
+        why = f" ({damaged[0]})" if damaged else ""
+        raise ConfigError(f"{run} has no good checkpoint{why}: expected a run directory, such as runs/demo")
     train = load_run_config(None, run / "config.yaml", []).config.train
     keep_every = train.keep_every if keep_every is None else keep_every
     keep = RetentionPolicy(last=keep_last, permanent_every=keep_every)
@@ -41,10 +56,10 @@ def prune_run(run: Path, keep_last: int, keep_every: int | None = None, dry_run:
             for left in find_orphaned(place)
             if left.run_dir == run.absolute() and (left.is_stale or (left.step or 0) <= step_of(newest))
         ]
-        doomed = [*prunable(root, keep, newest), *stale, *old]
+        doomed = [*prunable(root, keep, newest, damaged), *stale, *old]
         nbytes = sum(file.stat().st_size for path in doomed for file in [path, *path.rglob("*")] if file.is_file())
         if not dry_run:
-            prune(root, keep, newest)
+            prune(root, keep, newest, damaged)
             remove_incomplete(root)
             for path in old:
                 with suppress(OSError):
