@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from muster.cli.main import main
 from muster.data.chat import read_template
 from muster.data.prepare import PrepareOptions, open_or_prepare, prepare
 from muster.data.sources import source_files
@@ -312,3 +313,13 @@ def test_a_vocabulary_beyond_memory_is_refused(tmp_path):
 def test_a_missing_template_is_named(tmp_path):
     with pytest.raises(ConfigError, match="nowhere.jinja can't be read: No such file or directory"):
         read_template(tmp_path / "nowhere.jinja")
+
+
+def test_invalid_rows_are_left_out_of_what_a_tokenizer_learns_from(tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "one two three"}\n{\n')
+    command = ["data", "tokenizer", str(rows), "-o", str(tmp_path / "tokenizer"), "--vocab-size", "300"]
+    assert main(command) == 2
+    assert "leave such rows out with --on-invalid-row skip" in capsys.readouterr().err
+    assert main([*command, "--on-invalid-row", "skip"]) == 0

@@ -62,6 +62,7 @@ def train_tokenizer(
     *,
     vocab_size: int,
     max_bytes: int | None = None,
+    on_invalid_row: Literal["stop", "skip"] = "stop",
 ) -> dict[str, Any]:
     """Train a byte-level BPE tokenizer on one or several sources and write it to the directory `out`; returns the facts
     about it. The arguments are the flags of `muster data tokenizer`.
@@ -72,7 +73,7 @@ def train_tokenizer(
 
     require_text("out", out, "a directory")
     several = [sources] if isinstance(sources, str | Path) else sources
-    return train([str(source) for source in several], Path(out), vocab_size, max_bytes)
+    return train([str(source) for source in several], Path(out), vocab_size, max_bytes, on_invalid_row)
 
 
 def inspect_data(

@@ -103,7 +103,13 @@ def _tokenizer(args: argparse.Namespace) -> SubcommandOutput:
     """Train a tokenizer."""
     from muster.api.data import train_tokenizer
 
-    facts = train_tokenizer(args.sources, args.out, vocab_size=args.vocab_size, max_bytes=args.max_bytes)
+    facts = train_tokenizer(
+        args.sources,
+        args.out,
+        vocab_size=args.vocab_size,
+        max_bytes=args.max_bytes,
+        on_invalid_row=args.on_invalid_row,
+    )
     size = f"{facts['ids']:,} ids from {facts['bytes']:,} bytes, {facts['bytes_per_token']:.2f} bytes a token"
     return facts, [f"{facts['tokenizer']}: {size}"], 0
 
@@ -125,12 +131,7 @@ def _parse_prepare(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("source", metavar="SOURCE", help="a file, a directory, or python-stdlib")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="token store to write")
     _add_reading_flags(parser)
-    parser.add_argument(
-        "--on-invalid-row",
-        choices=("stop", "skip"),
-        default="stop",
-        help="stop at an invalid row, or skip it (default: stop)",
-    )
+    _add_invalid_row_flag(parser)
     parser.add_argument("--max-bytes", type=positive_int, metavar="N", help="read at most N bytes of text and JSON")
     parser.add_argument("--workers", type=positive_int, metavar="N", help="processes (default: one per core)")
     parser.add_argument("--megatron", type=Path, metavar="PREFIX", help="also write PREFIX.bin and PREFIX.idx")
@@ -171,13 +172,25 @@ def _parse_tokenizer(arguments: list[str]) -> argparse.Namespace:
         "--vocab-size", type=positive_int, required=True, metavar="N", help="largest number of ids, special tokens too"
     )
     parser.add_argument("--max-bytes", type=positive_int, metavar="N", help="read at most N bytes of each source")
+    _add_invalid_row_flag(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse(arguments)
 
 
+def _add_invalid_row_flag(parser: Parser) -> None:
+    parser.add_argument(
+        "--on-invalid-row",
+        choices=("stop", "skip"),
+        default="stop",
+        help="stop at an invalid row, or skip it (default: stop)",
+    )
+
+
 def _add_reading_flags(parser: Parser) -> None:
     """Add the flags that say how a source is read."""
-    parser.add_argument("--tokenizer", metavar="T", help="bytes (default), a tokenizer.json, or a *.model")
+    parser.add_argument(
+        "--tokenizer", metavar="T", help="bytes (default), a tokenizer.json, its directory, or a *.model"
+    )
     parser.add_argument(
         "--eos-token", metavar="TOKEN", help="end-of-document token, if the tokenizer's files don't name it"
     )

@@ -42,7 +42,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
         epilog="Any run-file key is a flag too, such as --train.steps 100 --optim.lr=1e-3.",
     )
     parser.add_argument("file", nargs="?", type=Path, metavar="RUN.yaml", help="run file")
-    parser.add_argument("--preset", metavar="NAME", help="a run file that comes with Muster: demo or tiny")
+    parser.add_argument("--preset", metavar="NAME", help="a run file that comes with Muster, such as demo or tiny")
     parser.add_argument(
         "--run", type=Path, metavar="DIR", help="the run directory (default: runs/ and the file's name)"
     )

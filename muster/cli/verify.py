@@ -43,7 +43,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
         epilog="The default tolerance depends on the precision: fp64 1e-10, fp32 1e-5, bf16 3e-2, fp8 1e-1.",
     )
     parser.add_argument("file", nargs="?", type=Path, metavar="RUN.yaml", help="a run file or a run directory")
-    parser.add_argument("--preset", metavar="NAME", help="a run file that comes with Muster: demo or tiny")
+    parser.add_argument("--preset", metavar="NAME", help="a run file that comes with Muster, such as demo or tiny")
     parser.add_argument(
         "--against",
         nargs="+",

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from muster.data.invalid_rows import InvalidRowPolicy
 from muster.data.prepare import PrepareOptions, prepare
 from muster.data.tokenizer import load_tokenizer
 from muster.spec.errors import ConfigError, MusterError
@@ -28,7 +29,13 @@ _PATTERN = (
 """Pieces that no token crosses: words with the space before them, up to three digits, punctuation, spaces."""
 
 
-def train_tokenizer(sources: Sequence[str], out: Path, vocab_size: int, max_bytes: int | None = None) -> dict[str, Any]:
+def train_tokenizer(
+    sources: Sequence[str],
+    out: Path,
+    vocab_size: int,
+    max_bytes: int | None = None,
+    on_invalid_row: InvalidRowPolicy = "stop",
+) -> dict[str, Any]:
     """Train a byte-level BPE tokenizer on texts and write it to the directory `out`; returns the facts about it.
 
     Raises ConfigError for a wrong request, MusterError where `out` can't be written or the library is missing.
@@ -61,7 +68,7 @@ def train_tokenizer(sources: Sequence[str], out: Path, vocab_size: int, max_byte
         show_progress=False,
     )
     with TemporaryDirectory(prefix="muster-tokenizer-") as folder:
-        texts = _Texts(sources, Path(folder), max_bytes)
+        texts = _Texts(sources, Path(folder), max_bytes, on_invalid_row)
         tokenizer.train_from_iterator(texts, trainer)
         num_ids = sum(len(one.ids) for one in tokenizer.encode_batch(texts.sample))
     about = {
@@ -86,12 +93,12 @@ def train_tokenizer(sources: Sequence[str], out: Path, vocab_size: int, max_byte
     }
 
 
-def _texts_of(source: str, folder: Path, max_bytes: int | None) -> Iterator[bytes]:
+def _texts_of(source: str, folder: Path, max_bytes: int | None, on_invalid_row: InvalidRowPolicy) -> Iterator[bytes]:
     """Yield the texts of a source, whatever its format, in pieces of at most `PIECE_BYTES`.
 
     They are read as training reads them, through a token store of bytes under `folder`.
     """
-    store = prepare(PrepareOptions(source, load_tokenizer("bytes"), max_bytes), folder)
+    store = prepare(PrepareOptions(source, load_tokenizer("bytes"), max_bytes, on_invalid_row=on_invalid_row), folder)
     starts = store.document_starts.tolist()
     for start, stop in zip(starts, [*starts[1:], store.header.num_tokens], strict=True):
         for first in range(start, stop, PIECE_BYTES):
@@ -102,15 +109,18 @@ def _texts_of(source: str, folder: Path, max_bytes: int | None) -> Iterator[byte
 class _Texts:
     """Iterator over texts that counts their bytes; the markers of ChatML are tokens of their own, and left out."""
 
-    def __init__(self, sources: Sequence[str], folder: Path, max_bytes: int | None) -> None:
+    def __init__(
+        self, sources: Sequence[str], folder: Path, max_bytes: int | None, on_invalid_row: InvalidRowPolicy
+    ) -> None:
         self._sources, self._folder, self._max_bytes = sources, folder, max_bytes
+        self._on_invalid_row: InvalidRowPolicy = on_invalid_row
         self.num_bytes = 0
         self.sample: list[str] = []
         """First texts, on which the compression is measured."""
 
     def __iter__(self) -> Iterator[str]:
         for number, source in enumerate(self._sources):
-            for piece in _texts_of(source, self._folder / str(number), self._max_bytes):
+            for piece in _texts_of(source, self._folder / str(number), self._max_bytes, self._on_invalid_row):
                 self.num_bytes += len(piece)
                 text = piece.decode(errors="ignore")
                 for token in CHAT_TOKENS:
