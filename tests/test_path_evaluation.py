@@ -246,11 +246,14 @@ def test_the_router_is_read_from_the_checkpoint_alone(
     manifest.write_text(content)
 
 
-def test_paths_that_there_are_not_are_refused(run: PathsRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_paths_that_there_are_not_are_refused(
+    run: PathsRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (source := tmp_path / "other.txt").write_text("some words of another text " * 20)
     for verb in (["eval", run.folder], ["generate", run.folder, "--prompt", "a"]):
         assert main([*map(str, verb), "--path", "4"]) == 2
         assert "has 4, expected 0 to 3" in capsys.readouterr().err
-    assert main(["eval", str(run.folder), "--seq-len", "4"]) == 2
+    assert main(["eval", str(run.folder), "--seq-len", "4", "--source", str(source)]) == 2
     assert "leaves nothing of samples whose first 4 tokens" in capsys.readouterr().err
     for flags, problem in ((["2"], "shorter than the 4 tokens"), (["8", "--path", "1"], "and --path 1 is one for all")):
         for verb in (["eval", run.folder], ["generate", run.folder, "--prompt", "a"]):

@@ -176,7 +176,7 @@ def test_a_tokenizer_json_gives_the_ids_of_its_library_and_brings_its_template(t
     source = write_rows(tmp_path / "a.jsonl", {"text": "a rose"}, {"text": "so"})
     store = store_of(source, tokenizer=own)
     assert store.tokens.tolist() == [*theirs.encode("a rose").ids, own.eos_id, *theirs.encode("so").ids, own.eos_id]
-    with pytest.raises(ConfigError, match="was made with tokenizer json-.*, this run has bytes-"):
+    with pytest.raises(ConfigError, match="was made with tokenizer json-.*, not with bytes-"):
         TokenStore.open(store.directory, TOKENIZER)
 
 

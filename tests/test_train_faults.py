@@ -401,7 +401,7 @@ def test_a_full_disk_ends_no_training_that_goes_on_after_a_loss(
     (tmp_path / "metrics.jsonl").touch()
     world = SimpleNamespace(generation=2)
     log, trainer = MetricsLog(tmp_path / "metrics.jsonl"), SimpleNamespace(step_count=3)
-    run = SimpleNamespace(world=world, run_dir=tmp_path, started_at=1.0, metrics=log, trainer=trainer)
+    run = SimpleNamespace(world=world, run_dir=tmp_path, started_at=1.0, metrics=log, trainer=trainer, plan=Plan())
     with files_of_at_most(0):
         TrainingLoop._record_attempt(cast(Any, run))
         assert "File too large; choose another with --run; training continues" in capsys.readouterr().out

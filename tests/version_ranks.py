@@ -207,7 +207,7 @@ def run_attempts(rank: int, world_size: int, store: dist.Store, payload: dict[st
             def load_and_ask(
                 ahead: int = 0, loop: TrainingLoop = loop, load: Any = load_batch, at: int = stop_at
             ) -> Any:
-                loop.stop_requested |= loop.trainer.step_count + ahead + 1 == at
+                loop.carried.stop_requested |= loop.trainer.step_count + ahead + 1 == at
                 return load(ahead)
 
             loop.trainer.load_batch = load_and_ask  # type: ignore[method-assign]
@@ -217,7 +217,7 @@ def run_attempts(rank: int, world_size: int, store: dist.Store, payload: dict[st
 
 def _load_and_ask(loop: TrainingLoop, load: Callable[[int], StepState], stop_at: int, ahead: int = 0) -> StepState:
     """Load the batch of a step, and ask to stop in the one `stop_at`."""
-    loop.stop_requested |= loop.trainer.step_count + ahead + 1 == stop_at
+    loop.carried.stop_requested |= loop.trainer.step_count + ahead + 1 == stop_at
     return load(ahead)
 
 
