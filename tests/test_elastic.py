@@ -286,7 +286,7 @@ def test_ranks_go_on_where_no_process_can_be_started_for_lost_ones(
     assert status.code == 0
     assert [(row["ranks"], row["world_size"]) for row in recoveries(tmp_path)] == [([2], 2), ([], 3)]
     said = capfd.readouterr().out
-    assert "no process takes the place of a lost rank for now: [Errno 24] Too many open files" in said
+    assert "no other process can be started for now: [Errno 24] Too many open files" in said
 
 
 def test_lost_ranks_are_replaced_where_there_is_no_smaller_number(tmp_path: Path) -> None:

@@ -217,6 +217,13 @@ def test_deepspeed_whose_values_contradict_each_other(tmp_path: Path, capsys: py
         "train_batch_size 32 isn't train_micro_batch_size_per_gpu 4 · gradient_accumulation_steps 3 · 4 data-parallel"
         " ranks (48): mend one of them"
     ) in capsys.readouterr().err
+    sizes = {"train_batch_size": 60, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 4}
+    (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED | sizes))
+    assert main(["import-config", str(tmp_path / "ds.json"), "--nproc", "4"]) == 2
+    assert (
+        "train_batch_size 60 is not a multiple of gradient_accumulation_steps 4 · 4 data-parallel ranks"
+        in capsys.readouterr().err
+    )
 
 
 def test_plans_that_cannot_run_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,6 +59,13 @@ def test_steps_under_another_plan_are_no_measurement_of_the_last_one(capsys: pyt
     (row,) = csv.DictReader(capsys.readouterr().out.splitlines())
     assert (row["metric"], row["value"]) == ("iteration_time_s", "2")
     assert "median of 7 steps" in ",".join(row.values())
+    back = [{"step": 0, "plan": "a"}, {"step": 11, "plan": "b"}, {"step": 4, "plan": "b"}, {"step": 11, "plan": "a"}]
+    (run / "attempts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in back))
+    assert main(["report", str(run), "--as-measurement"]) == 0
+    assert "median of 5 steps" in capsys.readouterr().out, "3 and 4, 14 to 16: others were made anew under b"
+    (run / "attempts.jsonl").write_text(json.dumps({"step": 0}) + "\n" + json.dumps({"step": 16}) + "\n")
+    assert main(["report", str(run), "--as-measurement"]) == 2
+    assert "made no step under its last plan" in capsys.readouterr().err
     (run / "attempts.jsonl").write_text("".join(json.dumps({"step": one["step"]}) + "\n" for one in attempts))
     assert main(["report", str(run), "--as-measurement"]) == 0
     assert "median of 3 steps" in capsys.readouterr().out, "of the last attempt, where plans were not written down"

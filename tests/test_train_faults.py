@@ -404,7 +404,7 @@ def test_a_full_disk_ends_no_training_that_goes_on_after_a_loss(
     run = SimpleNamespace(world=world, run_dir=tmp_path, started_at=1.0, metrics=log, trainer=trainer, plan=Plan())
     with files_of_at_most(0):
         TrainingLoop._record_attempt(cast(Any, run))
-        assert "File too large; choose another with --run; training continues" in capsys.readouterr().out
+        assert f"can't write {tmp_path}/attempts.jsonl (File too large); training continues" in capsys.readouterr().out
         world.generation = 0
         with pytest.raises(MusterError, match="can't write the run directory"):
             TrainingLoop._record_attempt(cast(Any, run))

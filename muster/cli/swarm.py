@@ -42,7 +42,7 @@ def run(arguments: list[str]) -> int:
         help="TCP connections by which it sends to the next peer of its stage (default: 1)",
     )
     args = parser.parse(arguments)
-    if Path(args.trainer).exists() or Path(args.trainer).suffix in (".yaml", ".yml"):
+    if Path(args.trainer).is_file() or Path(args.trainer).suffix in (".yaml", ".yml"):
         raise ConfigError(
             f"{args.trainer} is a file: expected the address HOST:PORT of the training, which knows its run file"
         )

@@ -79,6 +79,8 @@ def _plan(found: ConfigConversion, nproc: int | None) -> None:
     if batch and micro and batch % (micro * ranks):
         raise ConfigError(f"{_BATCH} {batch} is not a multiple of {_MICRO} {micro} · {ranks} data-parallel ranks")
     if batch and micro and rounds and batch != micro * ranks * rounds:
+        if not found.number(_MICRO):
+            raise ConfigError(f"{_BATCH} {batch} is not a multiple of {_ROUNDS} {rounds} · {ranks} data-parallel ranks")
         raise ConfigError(
             f"{_BATCH} {batch} isn't {_MICRO} {micro} · {_ROUNDS} {rounds} · {ranks} data-parallel ranks"
             f" ({micro * rounds * ranks}): mend one of them, or leave one out"

@@ -90,6 +90,8 @@ class ElasticSupervisor(RankSupervisor):
         self._under_way: Recovery | None = None
         self._announced: Recovery | None = None
         """Return of ranks that begins when the others have finished a step."""
+        self._lacks_spares = False
+        """True where processes could not be started, for which it is tried again."""
         self._num_starts, self._next_start = 0, 0.0
         """Times at which new processes were started for lost ranks, and the earliest time of the next."""
         self._last_start = 0.0
@@ -192,12 +194,12 @@ class ElasticSupervisor(RankSupervisor):
             self._announce(len(self.ranks), "another plan was chosen around slow ranks", changes_plan=True)
         elif len(self.ranks) < self._num_ranks:
             self._let_ranks_return()
+        elif self._lacks_spares:
+            self._start_missing()
 
     def _let_ranks_return(self) -> None:
         """Let more ranks go on from the end of a step, once there are processes for the places of lost ones."""
-        if time.monotonic() >= self._next_start and self._try_to_start_spares():
-            self._num_starts += 1
-            self._next_start = time.monotonic() + wait_before(self._num_starts + 1)
+        self._start_missing()
         ready = self._ready_spares()
         if len(ready) < len(self._waiting_spares()):
             return  # one larger generation after the other would cost more than to wait for all
@@ -206,13 +208,21 @@ class ElasticSupervisor(RankSupervisor):
         if size > len(self.ranks):
             self._announce(size, f"{pluralize(size - len(self.ranks), 'rank')} came back")
 
+    def _start_missing(self) -> None:
+        """Start processes for the places of lost ranks and of spares, with longer and longer pauses."""
+        if time.monotonic() >= self._next_start and self._try_to_start_spares():
+            self._num_starts += 1
+            self._next_start = time.monotonic() + wait_before(self._num_starts + 1)
+
     def _try_to_start_spares(self) -> bool:
-        """Start processes for the places of lost ranks; returns False where there is none to start. Without them, which
-        this machine may refuse for a while, the ranks that are left go on."""
+        """Start processes for the places of lost ranks and of spares; returns False where there are none to start. The
+        ranks that are left go on without them, where this machine refuses more for a while."""
+        self._lacks_spares = False
         try:
             return self._start_spares() > 0
         except (MusterError, OSError) as error:
-            print(f"no process takes the place of a lost rank for now: {error}", flush=True)
+            print(f"no other process can be started for now: {error}", flush=True)
+            self._lacks_spares = True
             return True
 
     def _announce(self, size: int, reason: str, changes_plan: bool = False) -> None:

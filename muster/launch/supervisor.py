@@ -72,6 +72,7 @@ class RankSupervisor:
                     start_new_session=True,
                 )
         except OSError as error:
+            monitor.page.close()
             what = f"rank {rank}" if rank >= 0 else "a spare"
             raise MusterError(f"could not start {what} ({error.filename}: {error.strerror})") from error
         monitor.pid = process.pid

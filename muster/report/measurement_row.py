@@ -2,6 +2,7 @@
 
 import csv
 from io import StringIO
+from math import inf
 from statistics import median
 from typing import Any
 
@@ -30,13 +31,16 @@ def _step_times(run: RunRecord) -> list[float]:
     """Return the seconds of the steps that the run made under its last plan, without each attempt's first ones."""
     attempts = read_metrics(run.directory / ATTEMPTS_FILE) or [{"step": 0}]
     last = attempts[-1]
-    ends = [*(attempt["step"] for attempt in attempts[1:]), run.metrics[-1]["step"]]
-    found: list[float] = []
-    for attempt, end in zip(attempts, ends, strict=True):
+    found, all_steps, end = [], [], inf
+    for attempt in reversed(attempts):  # later ones have made anew what follows their begin
         if attempt is last or (attempt.get("plan") and attempt["plan"] == last.get("plan")):
             rows = [row for row in run.metrics if attempt["step"] < row["step"] <= end]
+            all_steps += [float(row["time/step"]) for row in rows]
             found += [float(row["time/step"]) for row in rows if row["step"] > attempt["step"] + WARM_UP_STEPS]
-    return found or [float(run.metrics[-1]["time/step"])]
+        end = min(end, attempt["step"])
+    if not all_steps:
+        raise ConfigError(f"{run.directory} made no step under its last plan, {format_plan_name(run.plan)}")
+    return found or all_steps
 
 
 def _row(run: RunRecord) -> dict[str, Any]:

@@ -162,19 +162,16 @@ class CheckpointManager:
             self._retry_step = 0
         return sentence
 
-    def newest_step_on_disk(self) -> int:
-        """Return the step of the last complete checkpoint on disk, 0 without one; all ranks call it."""
-        latest = find_latest(self._run_dir / CHECKPOINTS_FOLDER) if self._world.rank == 0 else None
-        return self._world.broadcast_object(0 if latest is None else step_of(latest))
-
     def best_step_on_disk(self) -> int | None:
-        """Return the step of the checkpoint that `checkpoints/best` leads to; None where there is none."""
+        """Return the step of the checkpoint that the link `checkpoints/best` leads to; None where there is none."""
         best = self._run_dir / CHECKPOINTS_FOLDER / BEST
-        return step_of(best.resolve()) if best.is_dir() else None
+        return step_of(best.resolve()) if best.is_symlink() and best.is_dir() else None
 
-    def save_again(self, newest: int, info: Callable[[], dict[str, Any]]) -> None:
-        """Start a save of the present state, where one was due after the checkpoint on disk of step `newest` and isn't
-        there; all ranks call it before their first step."""
+    def save_again(self, info: Callable[[], dict[str, Any]]) -> None:
+        """Start a save of the present state, where one was due since the newest checkpoint on disk and isn't there; all
+        ranks call it before their first step."""
+        latest = find_latest(self._run_dir / CHECKPOINTS_FOLDER) if self._world.rank == 0 else None
+        newest = self._world.broadcast_object(0 if latest is None else step_of(latest))
         step = self._trainer.step_count
         if self._saves_in_background and any(map(self._is_regular_disk_save, range(newest + 1, step + 1))):
             self._disk_save_due = self._is_saving = True

@@ -47,7 +47,11 @@ def open_in_memory_checkpoint(
     own = "train.in_memory_checkpoint_every", "set it to 0"
     if train.elastic:
         own = "train.elastic", "set train.recovery checkfree, which keeps no copies"
-    checkpointer.require_capacity(sum(part.nbytes for part in write_items(shards)), world.all_gather_object, *own)
+    try:
+        checkpointer.require_capacity(sum(part.nbytes for part in write_items(shards)), world.all_gather_object, *own)
+    except Exception:  # too little room, or another rank is lost
+        checkpointer.close(delete=False)
+        raise
     for leftover in removed:
         print(
             f"removed {leftover.path}, an in-memory checkpoint of {leftover.run_dir} that nobody can resume from",

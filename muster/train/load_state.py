@@ -31,6 +31,8 @@ class LoadedState(NamedTuple):
     """In what the state differs from that before a loss, under `train.recovery` checkfree."""
     origin: int
     """Generation in which all ranks last went back to a checkpoint, or to the beginning."""
+    is_from_disk: bool = False
+    """True where a checkpoint on disk has this state."""
 
 
 class StateLoader:
@@ -58,7 +60,8 @@ class StateLoader:
             begin_rebuilt_stages(self._trainer.updater, recovered, self._config.train.checkfree_lr_scale)
             return LoadedState(recovered.counters, recovered.approximation, recovered.origin)
         counters = None
-        if (manifest := self._load_in_memory_checkpoint() or self._load_latest()) is not None:
+        in_memory = self._load_in_memory_checkpoint()
+        if (manifest := in_memory or self._load_latest()) is not None:
             counters = manifest.counters
             self._trainer.restore(manifest.step, counters)
             new = find_new_state(manifest, self._config)
@@ -68,7 +71,9 @@ class StateLoader:
         elif (place := self._config.train.init_from) is not None:
             load_initial_weights(Path(place), self._config.model, self._trainer.weights_to_load())
             self._trainer.restore(0, {"samples_consumed": 0})
-        return LoadedState(counters, Approximation(went_back_to=self._trainer.step_count), self._world.generation)
+        return LoadedState(
+            counters, Approximation(went_back_to=self._trainer.step_count), self._world.generation, not in_memory
+        )
 
     def _recover_from_ranks(self, kept: Sequence[KeptState]) -> RecoveredState | None:
         """Go on with what the ranks hold of the generation before, where they keep no copies; None where they can't."""

@@ -23,7 +23,7 @@ from muster.parallel.world import World
 from muster.planner.slow_ranks import with_usual_ratios
 from muster.report.approximation import write_approximation
 from muster.report.run_files import MEETINGS_FILE, RECOVERIES_FILE, STRAGGLERS_FILE, SWARM_FILE, read_metrics
-from muster.report.wall_time import append_attempt, attempt_row
+from muster.report.wall_time import ATTEMPTS_FILE, append_attempt, attempt_row
 from muster.schedule.build import build_program
 from muster.simulate.simulator import simulate
 from muster.spec.errors import MusterError
@@ -107,6 +107,8 @@ class TrainingLoop:
         self._recorded: tuple[int, dict[str, Any]] | None = None
         """Last step that was recorded and the counters after it, under `train.recovery` checkfree; None before the
         state is whole."""
+        self._is_from_disk = False
+        """True where a checkpoint on disk has the state with which this generation began."""
         self._origin = 0
         """Generation in which all ranks last went back to a checkpoint, or to the beginning."""
         self._end_stage_copy: EndStageCopy | None = None
@@ -204,8 +206,8 @@ class TrainingLoop:
                 self.trainer.swarm.leave(is_over=code == 0)
             if code is None:
                 return None
-            self.metrics.flush()
             if self.is_main:
+                self.metrics.flush()
                 self.expert_load.write()
             self.world.heartbeat.update("finish")
             if code == 0:
@@ -309,13 +311,12 @@ class TrainingLoop:
 
     def _save_again(self, display: TrainingDisplay) -> None:
         """Save the state from which ranks go on where a loss, or a kill, has cut short a save to disk that was due."""
-        step, manager = self.trainer.step_count, self.checkpoint_manager
-        if not step or self.trainer.swarm is not None or (newest := manager.newest_step_on_disk()) >= step:
+        if not self.trainer.step_count or self.trainer.swarm is not None or self._is_from_disk:
             return
         if self._is_at_end:
             self._save_at_end(display)
         else:
-            manager.save_again(newest, self._checkpoint_info)
+            self.checkpoint_manager.save_again(self._checkpoint_info)
         self._report_saves()
 
     def _finished_steps(self) -> Iterator[StepResult]:
@@ -527,7 +528,7 @@ class TrainingLoop:
         loaded = StateLoader(*own, self.in_memory_checkpoint).load(self.carried.kept)
         if self.is_main and self.config.train.recovery == "checkfree" and self.world.generation:
             write_approximation(self.run_dir, self.world.generation, loaded.approximation)
-        self._origin = loaded.origin
+        self._origin, self._is_from_disk = loaded.origin, loaded.is_from_disk
         if loaded.counters is not None:
             self._take_up(loaded.counters)
         self._renew_end_stage_copy()
@@ -540,6 +541,8 @@ class TrainingLoop:
             self._record_attempt()
             for log in (self.metrics, self.meetings, self.straggler_log, self.swarm_log):
                 log.truncate_after(self.trainer.step_count)
+        else:
+            self.carried.logs.clear()  # of a rank that is no longer the first
 
     def _take_up(self, counters: Mapping[str, Any]) -> None:
         """Take up the loop's counters after the step that the trainer is at."""
@@ -560,7 +563,7 @@ class TrainingLoop:
         except OSError as error:
             if not self.world.generation:
                 raise run_directory_error(self.run_dir, error) from error
-            print(f"{run_directory_error(self.run_dir, error)}; training continues")
+            print(f"can't write {self.run_dir / ATTEMPTS_FILE} ({error.strerror}); training continues")
 
     def _stop_after_skips(self, result: StepResult, reason: str) -> None:
         """Stop after too many consecutive skipped steps, the last one for `reason`, and save the state before them."""

@@ -89,7 +89,9 @@ class MetricsLog:
             if content.startswith(kept):
                 os.truncate(self.path, len(kept))
             else:  # a line in between is damaged, or the last lacks its end
-                self.path.write_bytes(kept)
+                beside = self.path.with_suffix(".tmp")
+                beside.write_bytes(kept)
+                beside.replace(self.path)
         except OSError as error:
             raise _cannot_write(self.path, error) from error
 

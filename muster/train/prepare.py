@@ -53,7 +53,7 @@ def prepare_for_losses(resolved: ResolvedConfig, plan: Plan, run_dir: Path, num_
     """Write the plans with which fewer ranks would go on; returns their numbers of ranks, none where spares wait for
     whatever may be lost at once: one node's spares don't replace another node."""
     plans = {} if resolved.config.train.spares and num_nodes == 1 else plans_for_losses(resolved, plan)
-    if resolved.config.train.memory_limit_bytes is not None:  # without one, all ranks share what their nodes have
+    if resolved.config.train.memory_limit_bytes is not None and num_nodes == 1:  # which ranks are held to
         plans = {size: fewer for size, fewer in plans.items() if has_memory(resolved.config, fewer)}
     with explain_write_errors(run_dir):
         write_plans_for_losses(run_dir, plans)

@@ -127,7 +127,7 @@ class ElasticNodes(ElasticSupervisor):
                 self._num_starts, self._next_start = 0, 0.0
                 print(f"{self._group.nodes[node]} is back", flush=True)
                 if self._elastic.num_spares:
-                    self._start_spares()
+                    self._try_to_start_spares()
 
     def _lose(self, node: int, reason: str) -> None:
         """Take a node, whose launcher is gone, for lost with its processes."""
