@@ -174,13 +174,12 @@ class CheckpointManager:
         newest = self._world.broadcast_object(0 if latest is None else step_of(latest))
         step = self._trainer.step_count
         if self._saves_in_background and any(map(self._is_regular_disk_save, range(newest + 1, step + 1))):
-            self._disk_save_due = self._is_saving = True
             self._last_targets = True, False
             self._start_save(CHECKPOINTS_FOLDER, info(), self._train.async_save)
             if not self._train.async_save:
                 self._saver.wait()
                 self._link_best()
-            self._disk_save_due = False
+            self._is_saving = True
 
     def keep_step(self, info: Callable[[], dict[str, Any]]) -> None:
         """Keep a copy of the present state in memory, from which all ranks go on when one is lost.
