@@ -28,7 +28,8 @@ def _write_output(path: Path, content: bytes) -> None:
     found = path.stat() if path.exists() else None
     if found is not None and _is_stdout(found):
         sys.stdout.flush()
-        os.write(sys.stdout.fileno(), content)
+        sys.stdout.buffer.write(content)
+        sys.stdout.flush()
         return
     if found is not None and not stat.S_ISREG(found.st_mode):
         path.write_bytes(content)

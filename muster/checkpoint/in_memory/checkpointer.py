@@ -30,9 +30,6 @@ NUM_VERSIONS = 2
 """Number of in-memory checkpoints that exist at once: one is removed when the next is complete on all nodes."""
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN)
 """Errors of a message to a machine that is down, or whose network is."""
-PART_TIMEOUT_S = 30.0
-"""Time for which the sending of a part may stall after each step: more than launchers need to find that a node is
-silent, less than ranks have to join the next generation."""
 
 
 class InMemoryCheckpointer:
@@ -148,7 +145,7 @@ class InMemoryCheckpointer:
             self.directory.begin_parts(step, head)
         write(folder := self.directory.step_dir(step))
         if self.partner_address is not None:
-            send_to_partner(folder, self.rank, self.partner_address, PART_TIMEOUT_S)
+            send_to_partner(folder, self.rank, self.partner_address, transport.PART_TIMEOUT_S)
 
     def begin_after(self, step: int, all_gather: AllGather[Any]) -> None:
         """Remove what parts other attempts have left of steps but `step`, from which all ranks go on, and what a leader

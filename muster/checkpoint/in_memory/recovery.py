@@ -7,7 +7,7 @@ from threading import Lock
 from typing import Any
 
 from muster.checkpoint.in_memory import transport
-from muster.checkpoint.in_memory.checkpointer import PART_TIMEOUT_S, AllGather, InMemoryCheckpointer, send_to_partner
+from muster.checkpoint.in_memory.checkpointer import AllGather, InMemoryCheckpointer, send_to_partner
 from muster.checkpoint.in_memory.directory import InMemoryDirectory, StepHeader, is_intact, stored_ranks
 from muster.checkpoint.load import CheckpointFiles, fill_shards
 from muster.checkpoint.local_shard import LocalShard
@@ -43,7 +43,7 @@ class RecoveredCheckpoint:
             directory.begin_parts(self.step, self.header)
         all_gather(None)
         for writer in self.only_here:
-            send_to_partner(self.folder, writer, checkpointer.partner_address, PART_TIMEOUT_S)
+            send_to_partner(self.folder, writer, checkpointer.partner_address, transport.PART_TIMEOUT_S)
 
     def load(self, shards: Sequence[LocalShard]) -> None:
         """Fill this rank's shards. Raises MusterError."""

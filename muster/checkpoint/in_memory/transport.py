@@ -18,6 +18,9 @@ from muster.launch.network import ConnectionAcceptor, address_family
 
 TIMEOUT_S = 120.0
 """Time for which a connection may stall."""
+PART_TIMEOUT_S = 30.0
+"""Longest silence of a node to which a part is sent after each step, or from which one is fetched: more than launchers
+need to find that a node is silent, less than ranks have to join the next generation."""
 _CHUNK_BYTES = 4 << 20
 _BEGUN_TOGETHER = ".tmp"
 """Suffix of the folder of a step that all nodes have begun before anyone sends; the ranks of other steps may not have
@@ -104,15 +107,11 @@ def put(address: PeerAddress, name: str, path: Path, timeout_s: float = TIMEOUT_
             _require_ok(lines)
 
 
-_GET_TIMEOUT_S = 30.0
-"""Longest silence of a node that is asked for a file: less than what ranks have to join the others when it is lost."""
-
-
 def get(address: PeerAddress, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
     """Fill buffers in order with the bytes from `offset` on of the server's file `name`. Raises OSError."""
     nbytes = sum(len(buffer) for buffer in buffers)
     with (
-        _request(address, "get", name, _GET_TIMEOUT_S, offset=offset, nbytes=nbytes) as connection,
+        _request(address, "get", name, PART_TIMEOUT_S, offset=offset, nbytes=nbytes) as connection,
         connection.makefile("rb") as lines,
     ):
         _require_ok(lines)
