@@ -201,6 +201,8 @@ EXAMPLES = [
     {"plan": "pp2-sgpipe-oact", **SMALL},
     {"plan": "dp2-rfull-oact", "layers": 4, "batch": 4},
     {"plan": "dp2-z1", "layers": 3, "batch": 4},
+    {"plan": "dp2-pp3-z3", "layers": 6, "batch": 12},  # whose middle stage must gather nothing after their step
+    {"plan": "dp4-pp4-ep2-z3", "layers": 8, "batch": 32, "family": "experts"},
     {"plan": "dp2-pp2v2-sbreadthfirst-active1", "layers": 4, "batch": 8},
     {"plan": "dp2-pp2v2-szeropp-active1", "layers": 4, "batch": 8},
     {"plan": "dp2-pp2v4-sinterleaved-active2", "layers": 8, "batch": 8, "tied": True},
@@ -213,7 +215,7 @@ def name_of(case: dict[str, Any]) -> str:
     return "-".join(str(value) for key, value in case.items() if key not in ("layers", "batch", "changes"))
 
 
-@pytest.mark.parametrize("case", quick_sample(EXAMPLES + SAMPLE, 1, 2, 4, 6, 10), ids=name_of)
+@pytest.mark.parametrize("case", quick_sample(EXAMPLES + SAMPLE, 1, 2, 4, 6, 8, 12), ids=name_of)
 def test_a_step_waits_once_its_streams_wait_for_each_other_and_all_ranks_meet(case: dict[str, Any]) -> None:
     check(case)
 
