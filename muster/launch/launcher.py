@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from muster.launch.exit_status import ExitStatus
+from muster.launch.fork_server import RANK_PYTHON
 from muster.launch.network import address_family, format_endpoint
 from muster.launch.nodes.elastic_nodes import ElasticNodes
 from muster.launch.nodes.launcher_group import LauncherGroup
@@ -21,6 +21,7 @@ from muster.launch.nodes.rank_agent import RankAgent
 from muster.launch.nodes.rendezvous_config import rank_environment
 from muster.launch.open_files import require_open_files
 from muster.launch.rank_errors import error_path, hang_path, log_path
+from muster.launch.rank_starter import RankStarter
 from muster.launch.recovery import Elasticity, ElasticSupervisor
 from muster.launch.supervisor import POLL_INTERVAL_S, RankSupervisor
 from muster.spec.errors import MusterError
@@ -38,6 +39,7 @@ def launch(
     group: LauncherGroup | None = None,
     timeout_s: float | None = None,
     elastic: Elasticity | None = None,
+    starter: RankStarter | None = None,
 ) -> ExitStatus:
     """Run `command_for_rank(rank, "host:port of the store")` for every rank; returns how the job ended.
 
@@ -81,8 +83,11 @@ def launch(
         supervisor = ElasticNodes(*own, elastic, group, num_ranks, address)
     else:
         supervisor = RankAgent(*own, group)
-    with _forward_signals(supervisor):
+    with _forward_signals(supervisor), contextlib.ExitStack() as held:
+        supervisor.starter = starter or held.enter_context(RankStarter())
         try:
+            command = command_for_rank(first, address)
+            supervisor.starter.prepare(command, environment, lambda: not supervisor.stop_requested)
             ranks = range(first, first + num_ranks)
             supervisor.start(lambda rank: command_for_rank(rank, address), ranks, environment)
             begin = time.monotonic()
@@ -100,7 +105,7 @@ def launch(
 def rank_command(module: str, folder: Path, world_size: int) -> Callable[[int, str], list[str]]:
     """Return a function from a rank's number, -1 for a spare, and the store's endpoint to the command of a module that
     calls `rank_main`."""
-    python = [sys.executable, "-X", "faulthandler", "-m", "muster.launch.rank_module", module, str(folder)]
+    python = [*RANK_PYTHON, module, str(folder)]
 
     def command(rank: int, store: str) -> list[str]:
         place = ["--rank", str(rank)] if rank >= 0 else ["--spare"]

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import subprocess
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -13,6 +12,7 @@ from muster.launch.hang_diagnosis import RankFault, RankSnapshot
 from muster.launch.heartbeat import RankStatus
 from muster.launch.rank_errors import EXIT_STOPPED
 from muster.launch.rank_monitor import RankMonitor
+from muster.launch.rank_starter import Process
 
 _PF_EXITING = 0x4
 """Linux's flag of a thread that exits (PF_EXITING)."""
@@ -80,7 +80,7 @@ class SupervisedRank(ABC):
 class RankProcess(SupervisedRank):
     """A process that this launcher has started."""
 
-    def __init__(self, rank: int, process: "subprocess.Popen[bytes]", monitor: RankMonitor, last_alive: float) -> None:
+    def __init__(self, rank: int, process: Process, monitor: RankMonitor, last_alive: float) -> None:
         super().__init__(rank, last_alive)
         self.process, self.monitor = process, monitor
 

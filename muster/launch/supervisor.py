@@ -1,9 +1,7 @@
 """Supervision of the ranks' processes on this machine: start, poll, stop, kill and reap."""
 
 import contextlib
-import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +13,7 @@ from muster.launch.oom_kills import oom_kill_count
 from muster.launch.output_streams import TERMINAL_FDS_VARIABLE
 from muster.launch.rank_errors import hang_path, log_path
 from muster.launch.rank_monitor import SNAPSHOT_INTERVAL_S, RankMonitor, is_hung
+from muster.launch.rank_starter import RankStarter
 from muster.launch.supervised_rank import RankProcess, SupervisedRank
 from muster.spec.errors import MusterError
 
@@ -33,6 +32,7 @@ class RankSupervisor:
 
     def __init__(self, run_dir: Path, grace_s: float, hang_timeout_s: float | None) -> None:
         self.ranks: list[SupervisedRank] = []
+        self.starter = RankStarter()
         self.run_dir = run_dir
         self.hang_timeout_s = hang_timeout_s
         self.stop_requested = False
@@ -56,21 +56,15 @@ class RankSupervisor:
     def _start_process(self, rank: int, command: list[str], environment: Mapping[str, str]) -> RankProcess:
         """Start the process of a rank, or of a spare, whose number is negative and whose output is that of rank 0."""
         monitor = RankMonitor(rank)
-        own = {HEARTBEAT_FD_VARIABLE: str(monitor.page.fd)}
+        files: dict[str, Sequence[int]] = {HEARTBEAT_FD_VARIABLE: [monitor.page.fd]}
         if self.terminal_fds:
-            own[TERMINAL_FDS_VARIABLE] = ",".join(map(str, self.terminal_fds))
-        has_log = rank > 0
+            files[TERMINAL_FDS_VARIABLE] = self.terminal_fds
         try:
-            with open(log_path(self.run_dir, rank) if has_log else os.devnull, "ab") as log:
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,  # carries the launcher's words, and ends when the launcher does
-                    stdout=log if has_log else None,
-                    stderr=log if has_log else None,
-                    env={"OMP_NUM_THREADS": "1", **os.environ, **environment, **own},
-                    pass_fds=(monitor.page.fd, *self.terminal_fds),
-                    start_new_session=True,
-                )
+            if rank > 0:
+                with open(log_path(self.run_dir, rank), "ab") as log:
+                    process = self.starter.start(command, environment, files, log.fileno())
+            else:
+                process = self.starter.start(command, environment, files)
         except OSError as error:
             monitor.page.close()
             what = f"rank {rank}" if rank >= 0 else "a spare"

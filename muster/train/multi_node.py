@@ -14,6 +14,7 @@ from muster.launch.nodes.launcher_group import JobEnded, LauncherGroup, error_fo
 from muster.launch.nodes.rendezvous import rendezvous
 from muster.launch.nodes.rendezvous_config import RendezvousConfig
 from muster.launch.rank_errors import EXIT_STOPPED
+from muster.launch.rank_starter import RankStarter
 from muster.launch.restarts import Restarts
 from muster.launch.shared_filesystem import require_marker, write_marker
 from muster.planner.auto import choose_plan
@@ -33,14 +34,17 @@ def train_on_nodes(resolved: ResolvedConfig, options: TrainOptions, nodes: Rende
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED))  # until there are ranks
     run_dir = options.run_dir
     restarts = Restarts(run_dir, resolved.config.train.restarts, lambda: last_step(run_dir), nodes.node_rank == 0)
-    while True:
-        status = _train_once(resolved, options, nodes)
-        if not restarts.wait_for_next(status):
-            return restarts.explained(status).report_training()
-        options = replace(options, fresh=False)
+    with RankStarter() as starter:
+        while True:
+            status = _train_once(resolved, options, nodes, starter)
+            if not restarts.wait_for_next(status):
+                return restarts.explained(status).report_training()
+            options = replace(options, fresh=False)
 
 
-def _train_once(resolved: ResolvedConfig, options: TrainOptions, nodes: RendezvousConfig) -> ExitStatus:
+def _train_once(
+    resolved: ResolvedConfig, options: TrainOptions, nodes: RendezvousConfig, starter: RankStarter
+) -> ExitStatus:
     """Meet the launchers of the other nodes and train until the ranks end, all of them or one too early."""
     ranks = ranks_per_node(resolved, options.nproc, nodes.num_nodes)
     train = resolved.config.train
@@ -64,8 +68,15 @@ def _train_once(resolved: ResolvedConfig, options: TrainOptions, nodes: Rendezvo
 
             command = rank_command(WORKER, options.run_dir, ranks * nodes.num_nodes)
             elastic = Elasticity(train.spares, sizes) if train.elastic else None
-            hang_s = train.hang_timeout_s
-            return launch(command, ranks, options.run_dir, hang_timeout_s=hang_s, group=group, elastic=elastic)
+            return launch(
+                command,
+                ranks,
+                options.run_dir,
+                hang_timeout_s=train.hang_timeout_s,
+                group=group,
+                elastic=elastic,
+                starter=starter,
+            )
     except JobEnded as over:
         if over.code == 0:
             print(over.reason)

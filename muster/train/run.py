@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from muster.config.load_config import ResolvedConfig
 from muster.launch.output_streams import ignore_output_errors
 from muster.launch.rank_errors import EXIT_STOPPED
+from muster.launch.rank_starter import RankStarter
 from muster.launch.restarts import Restarts
 from muster.planner.auto import choose_plan
 from muster.report.run_files import last_step
@@ -45,7 +46,7 @@ def _train(resolved: ResolvedConfig, options: TrainOptions) -> int:
     # Until there are ranks, nothing has to be saved before stopping.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED))
     train_config = resolved.config.train
-    with locked_run_dir(options.run_dir, train_config.remote_checkpoint_dir):
+    with locked_run_dir(options.run_dir, train_config.remote_checkpoint_dir), RankStarter() as starter:
         restarts = Restarts(options.run_dir, train_config.restarts, lambda: last_step(options.run_dir))
         while prepare(resolved, chosen, options):
             from muster.launch.launcher import launch, rank_command
@@ -55,7 +56,9 @@ def _train(resolved: ResolvedConfig, options: TrainOptions) -> int:
             if train_config.elastic:
                 elastic = Elasticity(train_config.spares, prepare_for_losses(resolved, chosen.plan, options.run_dir))
             command = rank_command(WORKER, options.run_dir, world_size)
-            status = launch(command, world_size, options.run_dir, hang_timeout_s=hang_s, elastic=elastic)
+            status = launch(
+                command, world_size, options.run_dir, hang_timeout_s=hang_s, elastic=elastic, starter=starter
+            )
             if not restarts.wait_for_next(status):
                 return restarts.explained(status).report_training()
             options = replace(options, fresh=False)

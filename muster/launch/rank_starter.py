@@ -1,0 +1,99 @@
+"""Start of ranks' processes: forks of a process that has imported their module, or interpreters of their own."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import IO, Protocol, Self
+
+from muster.launch.fork_server import RANK_PYTHON, ForkServer
+
+_CHECK_INTERVAL_S = 0.05
+
+
+class Process(Protocol):
+    """Child process of this one."""
+
+    pid: int
+
+    @property
+    def stdin(self) -> IO[bytes] | None:
+        """The writer's end of its standard input."""
+        ...
+
+    def wait(self) -> int:
+        """Reap the process; returns its exit code, or minus the signal that killed it."""
+        ...
+
+
+class RankStarter:
+    """Starts processes of ranks, and keeps the fork server between the attempts of a job."""
+
+    def __init__(self) -> None:
+        self._server: ForkServer | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def prepare(self, command: Sequence[str], environment: Mapping[str, str], goes_on: Callable[[], bool]) -> None:
+        """Have what commands like `command` import ready to be forked; wait for it while `goes_on`."""
+        if sys.platform != "linux" or not _is_forkable(command):
+            return
+        module, variables = command[len(RANK_PYTHON)], _complete(environment)
+        if self._server is not None and (self._server.module, self._server.environment) != (module, variables):
+            self.close()
+        if self._server is None:
+            self._server = ForkServer(module, variables)
+        while goes_on() and not self._server.is_waiting(_CHECK_INTERVAL_S):
+            pass
+
+    def start(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        files: Mapping[str, Sequence[int]],
+        output: int | None = None,
+    ) -> Process:
+        """Start a process in a session, and so a process group, of its own, whose standard input is a pipe.
+
+        It inherits `files`: descriptors, by the variable that tells it their numbers. It writes to the descriptor
+        `output`; None: to this process's outputs. Raises OSError where no process can be started.
+        """
+        variables = _complete(environment)
+        if self._server is not None and _is_forkable(command) and self._server.is_waiting(0):
+            outputs = (1, 2) if output is None else (output, output)
+            process = self._server.fork(command, variables, outputs, files)
+            if process is not None:
+                return process
+            self.close()
+        numbers = {variable: ",".join(map(str, descriptors)) for variable, descriptors in files.items()}
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            env={**variables, **numbers},
+            pass_fds=[one for descriptors in files.values() for one in descriptors],
+            start_new_session=True,
+        )
+
+    def close(self) -> None:
+        """End the fork server. Ranks go on."""
+        if self._server is not None:
+            self._server.close()
+        self._server = None
+
+
+def _is_forkable(command: Sequence[str]) -> bool:
+    return tuple(command[: len(RANK_PYTHON)]) == RANK_PYTHON
+
+
+def _complete(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a rank: that of this process, with one thread for each operator by default."""
+    return {"OMP_NUM_THREADS": "1", **os.environ, **environment}
