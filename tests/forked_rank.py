@@ -3,10 +3,13 @@
 import faulthandler
 import json
 import os
+import random
 import signal
 import sys
 import threading
 from pathlib import Path
+
+import numpy.random
 
 if os.environ.get("TEST_IMPORT") == "thread":
     threading.Thread(target=threading.Event().wait, daemon=True).start()
@@ -46,6 +49,8 @@ if __name__ == "__main__":
     match sys.argv[1]:
         case "describe":
             print(json.dumps(describe()))
+        case "chance":
+            print(random.random(), numpy.random.random())
         case "raise":
             raise ValueError("on purpose")
         case "exit":

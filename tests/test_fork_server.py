@@ -90,6 +90,34 @@ def test_what_can_not_be_forked_is_an_interpreter(tmp_path: Path, what: str) -> 
         assert said.endswith("ImportError: no such thing\n") == (what == "error")
 
 
+def test_forks_draw_numbers_of_their_own(forking: RankStarter, tmp_path: Path) -> None:
+    drawn = [run(forking, tmp_path, "chance", is_forked=True)[1].split() for _ in range(2)]
+    assert len({number for numbers in drawn for number in numbers}) == 4, drawn
+
+
+def test_a_fork_takes_a_large_environment(forking: RankStarter, tmp_path: Path) -> None:
+    large = {f"TEST_{number}": 50_000 * "ü" for number in range(10)}
+    code, said = run(forking, tmp_path, "describe", is_forked=True, **large)
+    assert code == 0
+    assert large.items() <= json.loads(said)["environment"].items()
+
+
+def test_a_server_that_can_not_be_started_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr("muster.launch.rank_starter.ForkServer", fail)
+    with ready() as starter:
+        assert run(starter, tmp_path, "exit", "3", is_forked=False)[0] == 3
+
+
+def test_a_module_that_can_not_be_forked_is_not_tried_again() -> None:
+    with ready({"TEST_IMPORT": "thread"}) as starter:
+        assert starter._server is None
+        starter.prepare(command(), {**ENVIRONMENT, "TEST_IMPORT": "thread"}, lambda: True)
+        assert starter._server is None
+
+
 def test_a_stop_does_not_wait_for_imports(tmp_path: Path) -> None:
     with RankStarter() as starter:
         starter.prepare(command(), ENVIRONMENT, lambda: False)

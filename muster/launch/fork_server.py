@@ -2,8 +2,9 @@
 
 An interpreter needs seconds of a core to import PyTorch. With more ranks than cores these add up, when a job starts and
 whenever it starts again, and on a cluster every rank reads thousands of small files. A fork has all of it and shares
-its memory. The idea is that of `multiprocessing`'s forkserver, whose processes are its own children, though: a launcher
-waits for its ranks and kills their groups, so these become the launcher's.
+its memory. The idea is that of `multiprocessing`'s forkserver, whose processes are its own children, though, while a
+launcher has to wait for its ranks. So the server forks a process that forks the rank and ends, and the launcher adopts
+the orphan.
 
 A process with threads can't be forked, nor one that has opened a GPU, since CUDA doesn't survive it. Such a server
 ends, and ranks are interpreters of their own, as they are on systems other than Linux. Free of torch.
@@ -32,15 +33,16 @@ RANK_PYTHON = (sys.executable, "-X", "faulthandler", "-m", "muster.launch.rank_m
 _SPARE_BYTES = 1024
 """Room in the server's command line for those of ranks, which replace it."""
 _ANSWER_TIMEOUT_S = 10.0
-"""Longest wait for a fork, which takes milliseconds."""
+"""Longest wait for a fork, which takes milliseconds, and for the end of a server that was killed."""
 _MESSAGE_BYTES = 1 << 16
 _SET_CHILD_SUBREAPER = 36
 """Linux's PR_SET_CHILD_SUBREAPER, which makes orphans below a process its children."""
-_GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
+_GET_CHILD_SUBREAPER = 37
+_GPU_DEVICES = ("/dev/nvidia", "/dev/nvhost", "/dev/nvmap", "/dev/dxg", "/dev/kfd", "/dev/dri")
 
 
 class ForkedProcess:
-    """Child process that a fork server has forked, as `subprocess.Popen` is one that this process has started."""
+    """Child process that a fork server has forked; stands in for `subprocess.Popen`."""
 
     def __init__(self, pid: int, stdin: IO[bytes]) -> None:
         self.pid, self.stdin = pid, stdin
@@ -63,7 +65,8 @@ class ForkServer:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env=self.environment,
+                # OpenBLAS would start its threads when NumPy is imported, and nothing of Muster multiplies with it.
+                env={"OPENBLAS_NUM_THREADS": "1", **self.environment},
                 start_new_session=True,
             )
         except OSError:
@@ -72,11 +75,17 @@ class ForkServer:
         finally:
             theirs.close()
         self._connection.settimeout(_ANSWER_TIMEOUT_S)
-        self._has_answered = False
+        self._is_ready = False
 
-    def is_waiting(self, wait_s: float) -> bool:
-        """Return whether the server is done with its imports, or has ended; wait up to `wait_s` for it."""
-        return self._has_answered or bool(select.select([self._connection], [], [], wait_s)[0])
+    def await_imports(self, wait_s: float) -> bool | None:
+        """Return True once the server can fork, False where it has ended, None where neither comes within `wait_s`."""
+        if not self._is_ready:
+            poll = select.poll()
+            poll.register(self._connection, select.POLLIN)
+            if not poll.poll(1000 * wait_s):
+                return None
+            self._is_ready = "ready" in self._read_answer()
+        return self._is_ready and self._process.poll() is None
 
     def fork(
         self,
@@ -87,27 +96,27 @@ class ForkServer:
     ) -> ForkedProcess | None:
         """Fork a process in a session of its own that does what `command`, which begins with `RANK_PYTHON`, would do.
 
-        `outputs` are the descriptors of its standard output and error; `files` are those that it inherits, by the
-        variable with their numbers. None where this server can't fork. Raises OSError where there can be no more
-        processes.
+        `outputs` are the descriptors of its standard output and error; `files` are those that it inherits, keyed by the
+        environment variable that lists them. None where this server can't fork. Raises OSError where there can be no
+        more processes.
         """
         sizes = {variable: len(descriptors) for variable, descriptors in files.items()}
         request = {"command": [*command], "environment": dict(environment), "files": sizes}
         passed = [*outputs, *(one for descriptors in files.values() for one in descriptors)]
-        reading, writing = os.pipe()
+        stdin, to_rank = os.pipe()
         try:
-            if not self._has_answered:  # its first line says that it is ready
-                self._has_answered = "ready" in self._read_answer()
             with _adopted_orphans():
-                socket.send_fds(self._connection, [json.dumps(request).encode() + b"\n"], [reading, *passed])
+                message = json.dumps(request).encode() + b"\n"
+                sent = socket.send_fds(self._connection, [message], [stdin, *passed])
+                self._connection.sendall(message[sent:])
                 answer = self._read_answer()
-        except OSError:  # the server has ended or is stuck, or an output of this process is closed
+        except (OSError, ValueError):  # the server has ended or is stuck, or an output of this process is closed
             answer = {}
         finally:
-            os.close(reading)
-        if "pid" in answer:
-            return ForkedProcess(answer["pid"], open(writing, "wb"))
-        os.close(writing)
+            os.close(stdin)
+        if "pid" in answer and _is_child(answer["pid"]):
+            return ForkedProcess(answer["pid"], open(to_rank, "wb"))
+        os.close(to_rank)  # at which a rank ends of which nobody knows
         if "errno" in answer:
             raise OSError(answer["errno"], os.strerror(answer["errno"]), command[0])
         return None
@@ -121,19 +130,28 @@ class ForkServer:
         """End the server. What it has forked goes on."""
         self._connection.close()
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, as on a file system that is gone
+            self._process.wait(_ANSWER_TIMEOUT_S)
+
+
+def _is_child(pid: int) -> bool:
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
 def _adopted_orphans() -> Iterator[None]:
     """Make orphans below this process its children meanwhile. Raises OSError where the system can't."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is None or prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
+    if prctl(_GET_CHILD_SUBREAPER, ctypes.byref(before)) or prctl(_SET_CHILD_SUBREAPER, 1):
         raise OSError("no subreapers")
     try:
         yield
     finally:
-        prctl(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        prctl(_SET_CHILD_SUBREAPER, before.value)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -143,6 +161,7 @@ def _adopted_orphans() -> Iterator[None]:
 def serve(module: str) -> None:
     """Import `module`, then fork a process for each request that comes in over standard input, until that ends."""
     gc.disable()  # as `rank_module` does
+    variables = [*os.environ]
     importlib.import_module(module)
     gc.freeze()
     if not _can_fork():
@@ -151,7 +170,7 @@ def serve(module: str) -> None:
         connection.sendall(b'{"ready": true}\n')
         while received := _receive(connection):
             request, files = received
-            answer = _fork(connection, request, files)
+            answer = _fork(connection, request | {"variables": variables}, files)
             for file in files:
                 os.close(file)
             connection.sendall(json.dumps(answer).encode() + b"\n")
@@ -180,12 +199,12 @@ def _fork(connection: socket.socket, request: dict[str, Any], files: list[int]) 
     """Fork a process that leaves the server, as an orphan; return its number, or why there is none."""
     reading, writing = os.pipe()
     try:
-        parent = os.fork()
+        between = os.fork()
     except OSError as error:
         os.close(writing)
         os.close(reading)
         return {"errno": error.errno or 0}
-    if parent == 0:
+    if between == 0:
         try:
             if os.fork() == 0:
                 connection.detach()
@@ -201,7 +220,7 @@ def _fork(connection: socket.socket, request: dict[str, Any], files: list[int]) 
     os.close(writing)
     answer = os.read(reading, _MESSAGE_BYTES)
     os.close(reading)
-    os.waitpid(parent, 0)
+    os.waitpid(between, 0)
     return json.loads(answer or b"{}")
 
 
@@ -210,7 +229,7 @@ def _fork(connection: socket.socket, request: dict[str, Any], files: list[int]) 
 
 
 def _become_rank(request: dict[str, Any], files: list[int]) -> NoReturn:
-    """Do what the command of a request would do in an interpreter of its own, and end as that would."""
+    """Do what the command of a request would do in an interpreter of its own, and end with its exit code."""
     code = 1
     try:
         stdin, stdout, stderr, *inherited = files
@@ -221,8 +240,11 @@ def _become_rank(request: dict[str, Any], files: list[int]) -> NoReturn:
         for variable, count in request["files"].items():
             environment[variable] = ",".join(map(str, inherited[:count]))
             del inherited[:count]
-        os.environ.clear()
+        for variable in request["variables"]:  # what imports have set stays
+            os.environ.pop(variable, None)
         os.environ.update(environment)
+        if (numpy_random := sys.modules.get("numpy.random")) is not None:
+            numpy_random.seed()  # `random` does so by itself
         _open_standard_streams()
         faulthandler.enable()
         _set_command_line(request["command"])

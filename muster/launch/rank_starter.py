@@ -1,8 +1,10 @@
 """Start of ranks' processes: forks of a process that has imported their module, or interpreters of their own."""
 
+import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import IO, Protocol, Self
@@ -10,6 +12,8 @@ from typing import IO, Protocol, Self
 from muster.launch.fork_server import RANK_PYTHON, ForkServer
 
 _CHECK_INTERVAL_S = 0.05
+_IMPORT_TIMEOUT_S = 60.0
+"""Longest wait for a fork server: imports take seconds, on a busy machine or file system a multiple."""
 
 
 class Process(Protocol):
@@ -32,6 +36,8 @@ class RankStarter:
 
     def __init__(self) -> None:
         self._server: ForkServer | None = None
+        self._unforkable: set[str] = set()
+        """Modules whose server has ended instead."""
 
     def __enter__(self) -> Self:
         return self
@@ -42,16 +48,29 @@ class RankStarter:
         self.close()
 
     def prepare(self, command: Sequence[str], environment: Mapping[str, str], goes_on: Callable[[], bool]) -> None:
-        """Have what commands like `command` import ready to be forked; wait for it while `goes_on`."""
+        """Have what commands like `command` import ready to be forked; wait for it while `goes_on`, a minute at most.
+        Where there can be no fork server, ranks are interpreters."""
         if sys.platform != "linux" or not _is_forkable(command):
             return
         module, variables = command[len(RANK_PYTHON)], _complete(environment)
-        if self._server is not None and (self._server.module, self._server.environment) != (module, variables):
+        if self._server is not None and not self._serves(self._server, module, variables):
             self.close()
-        if self._server is None:
-            self._server = ForkServer(module, variables)
-        while goes_on() and not self._server.is_waiting(_CHECK_INTERVAL_S):
-            pass
+        if self._server is None and module not in self._unforkable:
+            with contextlib.suppress(OSError):  # of which the ranks tell, too
+                self._server = ForkServer(module, variables)
+        limit = time.monotonic() + _IMPORT_TIMEOUT_S
+        while self._server is not None and goes_on() and time.monotonic() < limit:
+            is_ready = self._server.await_imports(_CHECK_INTERVAL_S)
+            if is_ready:
+                return
+            if is_ready is False:
+                self._unforkable.add(module)
+                self.close()
+
+    @staticmethod
+    def _serves(server: ForkServer, module: str, variables: Mapping[str, str]) -> bool:
+        """Return whether a server is alive and has imported this module in this environment, or is about to."""
+        return (server.module, server.environment) == (module, variables) and server.await_imports(0) is not False
 
     def start(
         self,
@@ -62,11 +81,11 @@ class RankStarter:
     ) -> Process:
         """Start a process in a session, and so a process group, of its own, whose standard input is a pipe.
 
-        It inherits `files`: descriptors, by the variable that tells it their numbers. It writes to the descriptor
+        It inherits `files`: descriptors, keyed by the environment variable that lists them. It writes to the descriptor
         `output`; None: to this process's outputs. Raises OSError where no process can be started.
         """
         variables = _complete(environment)
-        if self._server is not None and _is_forkable(command) and self._server.is_waiting(0):
+        if self._server is not None and _is_forkable(command) and self._server.await_imports(0):
             outputs = (1, 2) if output is None else (output, output)
             process = self._server.fork(command, variables, outputs, files)
             if process is not None:
