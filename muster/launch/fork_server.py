@@ -84,7 +84,8 @@ class ForkServer:
             poll.register(self._connection, select.POLLIN)
             if not poll.poll(1000 * wait_s):
                 return None
-            self._is_ready = "ready" in self._read_answer()
+            with contextlib.suppress(OSError):  # the connection of a process that was killed may be reset
+                self._is_ready = "ready" in self._read_answer()
         return self._is_ready and self._process.poll() is None
 
     def fork(
