@@ -161,6 +161,7 @@ def _adopted_orphans() -> Iterator[None]:
 
 def serve(module: str) -> None:
     """Import `module`, then fork a process for each request that comes in over standard input, until that ends."""
+    _set_command_line(sys.orig_argv[:-1])
     gc.disable()  # as `rank_module` does
     variables = [*os.environ]
     importlib.import_module(module)
