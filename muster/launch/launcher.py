@@ -2,7 +2,6 @@
 failure."""
 
 import contextlib
-import os
 import signal
 import socket
 import time
@@ -21,7 +20,7 @@ from muster.launch.nodes.rank_agent import RankAgent
 from muster.launch.nodes.rendezvous_config import rank_environment
 from muster.launch.open_files import require_open_files
 from muster.launch.rank_errors import error_path, hang_path, log_path
-from muster.launch.rank_starter import RankStarter
+from muster.launch.rank_starter import RankStarter, quiet_pytorch
 from muster.launch.recovery import Elasticity, ElasticSupervisor
 from muster.launch.supervisor import POLL_INTERVAL_S, RankSupervisor
 from muster.spec.errors import MusterError
@@ -58,10 +57,7 @@ def launch(
 
     Must run in the main thread. Raises MusterError when the run directory can't be written or a rank can't be started.
     """
-    # PyTorch warns, with a stack of its own, of each connection that a lost process leaves and of nameless addresses.
-    # Where others go on without a lost rank, gloo's errors are such warnings, too: of groups that break while they are
-    # made, and are made anew. A rank that fails for one has it in its exception.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR" if elastic is None else "FATAL")
+    quiet_pytorch(elastic is not None)
     store = None
     if group is None or group.is_coordinator:
         require_open_files(num_ranks * (1 if group is None else group.num_nodes))

@@ -47,17 +47,21 @@ class RankStarter:
     ) -> None:
         self.close()
 
-    def prepare(self, command: Sequence[str], environment: Mapping[str, str], goes_on: Callable[[], bool]) -> None:
-        """Have what commands like `command` import ready to be forked; wait for it while `goes_on`, a minute at most.
-        Where there can be no fork server, ranks are interpreters."""
-        if sys.platform != "linux" or not _is_forkable(command):
-            return
-        module, variables = command[len(RANK_PYTHON)], _complete(environment)
+    def begin(self, module: str, environment: Mapping[str, str]) -> None:
+        """Begin to have ready to be forked what a module of ranks imports. Where there can be no fork server, ranks
+        are interpreters."""
+        variables = _complete(environment)
         if self._server is not None and not self._serves(self._server, module, variables):
             self.close()
-        if self._server is None and module not in self._unforkable:
+        if sys.platform == "linux" and self._server is None and module not in self._unforkable:
             with contextlib.suppress(OSError):  # of which the ranks tell, too
                 self._server = ForkServer(module, variables)
+
+    def prepare(self, command: Sequence[str], environment: Mapping[str, str], goes_on: Callable[[], bool]) -> None:
+        """Begin with the module of `command`, a rank's, and wait for it while `goes_on`, a minute at most."""
+        if not _is_forkable(command):
+            return
+        self.begin(module := command[len(RANK_PYTHON)], environment)
         limit = time.monotonic() + _IMPORT_TIMEOUT_S
         while self._server is not None and goes_on() and time.monotonic() < limit:
             is_ready = self._server.await_imports(_CHECK_INTERVAL_S)
@@ -116,3 +120,13 @@ def _is_forkable(command: Sequence[str]) -> bool:
 def _complete(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a rank: that of this process, with one thread for each operator by default."""
     return {"OMP_NUM_THREADS": "1", **os.environ, **environment}
+
+
+def quiet_pytorch(is_elastic: bool) -> None:
+    """Have PyTorch keep warnings to itself, here and in ranks.
+
+    It warns, with a stack of its own, of each connection that a lost process leaves and of nameless addresses. Where
+    others go on without a lost rank, gloo's errors are such warnings, too: of groups that break while they are made,
+    and are made anew. A rank that fails for one has it in its exception.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL" if is_elastic else "ERROR")

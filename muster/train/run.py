@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from muster.config.load_config import ResolvedConfig
 from muster.launch.output_streams import ignore_output_errors
 from muster.launch.rank_errors import EXIT_STOPPED
-from muster.launch.rank_starter import RankStarter
+from muster.launch.rank_starter import RankStarter, quiet_pytorch
 from muster.launch.restarts import Restarts
 from muster.planner.auto import choose_plan
 from muster.report.run_files import last_step
@@ -47,6 +47,8 @@ def _train(resolved: ResolvedConfig, options: TrainOptions) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED))
     train_config = resolved.config.train
     with locked_run_dir(options.run_dir, train_config.remote_checkpoint_dir), RankStarter() as starter:
+        quiet_pytorch(train_config.elastic)
+        starter.begin(WORKER, {})  # beside what this process imports and prepares
         restarts = Restarts(options.run_dir, train_config.restarts, lambda: last_step(options.run_dir))
         while prepare(resolved, chosen, options):
             from muster.launch.launcher import launch, rank_command
