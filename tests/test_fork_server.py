@@ -26,7 +26,8 @@ def command(*words: str) -> list[str]:
 def ready(environment: dict[str, str] | None = None) -> RankStarter:
     starter = RankStarter()
     limit = time.monotonic() + LIMIT_S
-    starter.prepare(command(), {**ENVIRONMENT, **(environment or {})}, lambda: time.monotonic() < limit)
+    starter.begin(command(), {**ENVIRONMENT, **(environment or {})})
+    starter.await_imports(lambda: time.monotonic() < limit)
     return starter
 
 
@@ -114,13 +115,14 @@ def test_a_server_that_can_not_be_started_is_no_error(tmp_path: Path, monkeypatc
 def test_a_module_that_can_not_be_forked_is_not_tried_again() -> None:
     with ready({"TEST_IMPORT": "thread"}) as starter:
         assert starter._server is None
-        starter.prepare(command(), {**ENVIRONMENT, "TEST_IMPORT": "thread"}, lambda: True)
+        starter.begin(command(), {**ENVIRONMENT, "TEST_IMPORT": "thread"})
         assert starter._server is None
 
 
 def test_a_stop_does_not_wait_for_imports(tmp_path: Path) -> None:
     with RankStarter() as starter:
-        starter.prepare(command(), ENVIRONMENT, lambda: False)
+        starter.begin(command(), ENVIRONMENT)
+        starter.await_imports(lambda: False)
         assert run(starter, tmp_path, "exit", "3", is_forked=False)[0] == 3
 
 
@@ -130,7 +132,8 @@ def test_the_loss_of_the_server_costs_nothing_but_time(tmp_path: Path) -> None:
         assert server is not None
         os.kill(server._process.pid, signal.SIGKILL)
         assert run(starter, tmp_path, "exit", "3", is_forked=False)[0] == 3
-        starter.prepare(command(), ENVIRONMENT, lambda: True)
+        starter.begin(command(), ENVIRONMENT)
+        starter.await_imports(lambda: True)
         assert run(starter, tmp_path, "exit", "3", is_forked=True)[0] == 3
 
 
@@ -166,9 +169,10 @@ def test_another_module_or_environment_takes_another_server(tmp_path: Path) -> N
     with ready() as starter:
         servers = [starter._server]
         for environment in (ENVIRONMENT, {**ENVIRONMENT, "TEST_OTHER": "1"}):
-            starter.prepare(command(), environment, lambda: True)
+            starter.begin(command(), environment)
+            starter.await_imports(lambda: True)
             servers.append(starter._server)
         assert servers[0] is servers[1] is not servers[2]
         assert servers[0]._process.returncode is not None  # type: ignore[union-attr]
-        starter.prepare(["true"], {}, lambda: True)
+        starter.begin(["true"], {})
         assert run(starter, tmp_path, "exit", "0", is_forked=True, TEST_OTHER="1")[0] == 0

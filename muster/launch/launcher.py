@@ -58,32 +58,34 @@ def launch(
     Must run in the main thread. Raises MusterError when the run directory can't be written or a rank can't be started.
     """
     quiet_pytorch(elastic is not None)
-    store = None
-    if group is None or group.is_coordinator:
-        require_open_files(num_ranks * (1 if group is None else group.num_nodes))
-        _remove_previous_outcome(run_dir)
-        store = open_store() if group is None else open_store(address=group.address)
-        address = format_endpoint(store.host, store.port)
-        if group is not None:
-            group.send("start", store=address)
-    else:
-        address = group.wait_for("start", _STORE_TIMEOUT_S)[0]["store"]
     first = 0 if group is None else group.node_rank * num_ranks
     environment = {} if group is None else rank_environment(group.config, group.interface)
-    own = run_dir, grace_s, hang_timeout_s
-    if group is None:
-        supervisor = RankSupervisor(*own) if elastic is None else ElasticSupervisor(*own, elastic)
-    elif elastic is None:
-        supervisor = NodeSupervisor(*own, group, num_ranks)
-    elif group.is_coordinator:
-        supervisor = ElasticNodes(*own, elastic, group, num_ranks, address)
-    else:
-        supervisor = RankAgent(*own, group)
-    with _forward_signals(supervisor), contextlib.ExitStack() as held:
-        supervisor.starter = starter or held.enter_context(RankStarter())
+    with contextlib.ExitStack() as held:
+        starter = starter or held.enter_context(RankStarter())
+        starter.begin(command_for_rank(first, ""), environment)
+        store = None
+        if group is None or group.is_coordinator:
+            require_open_files(num_ranks * (1 if group is None else group.num_nodes))
+            _remove_previous_outcome(run_dir)
+            store = open_store() if group is None else open_store(address=group.address)
+            address = format_endpoint(store.host, store.port)
+            if group is not None:
+                group.send("start", store=address)
+        else:
+            address = group.wait_for("start", _STORE_TIMEOUT_S)[0]["store"]
+        own = run_dir, grace_s, hang_timeout_s
+        if group is None:
+            supervisor = RankSupervisor(*own) if elastic is None else ElasticSupervisor(*own, elastic)
+        elif elastic is None:
+            supervisor = NodeSupervisor(*own, group, num_ranks)
+        elif group.is_coordinator:
+            supervisor = ElasticNodes(*own, elastic, group, num_ranks, address)
+        else:
+            supervisor = RankAgent(*own, group)
+        supervisor.starter = starter
+        held.enter_context(_forward_signals(supervisor))
         try:
-            command = command_for_rank(first, address)
-            supervisor.starter.prepare(command, environment, lambda: not supervisor.stop_requested)
+            starter.await_imports(lambda: not supervisor.stop_requested)
             ranks = range(first, first + num_ranks)
             supervisor.start(lambda rank: command_for_rank(rank, address), ranks, environment)
             begin = time.monotonic()

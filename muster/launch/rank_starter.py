@@ -47,28 +47,27 @@ class RankStarter:
     ) -> None:
         self.close()
 
-    def begin(self, module: str, environment: Mapping[str, str]) -> None:
-        """Begin to have ready to be forked what a module of ranks imports. Where there can be no fork server, ranks
-        are interpreters."""
-        variables = _complete(environment)
+    def begin(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Begin to have ready to be forked what ranks import whose command begins as `command`. Where there can be no
+        fork server, they are interpreters."""
+        if sys.platform != "linux" or not _is_forkable(command):
+            return
+        module, variables = command[len(RANK_PYTHON)], _complete(environment)
         if self._server is not None and not self._serves(self._server, module, variables):
             self.close()
-        if sys.platform == "linux" and self._server is None and module not in self._unforkable:
+        if self._server is None and module not in self._unforkable:
             with contextlib.suppress(OSError):  # of which the ranks tell, too
                 self._server = ForkServer(module, variables)
 
-    def prepare(self, command: Sequence[str], environment: Mapping[str, str], goes_on: Callable[[], bool]) -> None:
-        """Begin with the module of `command`, a rank's, and wait for it while `goes_on`, a minute at most."""
-        if not _is_forkable(command):
-            return
-        self.begin(module := command[len(RANK_PYTHON)], environment)
+    def await_imports(self, goes_on: Callable[[], bool]) -> None:
+        """Wait for what was begun while `goes_on`, a minute at most."""
         limit = time.monotonic() + _IMPORT_TIMEOUT_S
         while self._server is not None and goes_on() and time.monotonic() < limit:
             is_ready = self._server.await_imports(_CHECK_INTERVAL_S)
             if is_ready:
                 return
             if is_ready is False:
-                self._unforkable.add(module)
+                self._unforkable.add(self._server.module)
                 self.close()
 
     @staticmethod
