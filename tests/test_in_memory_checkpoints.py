@@ -22,10 +22,12 @@ from muster.checkpoint.in_memory.directory import (
 )
 from muster.checkpoint.in_memory.node_groups import NodeGroups
 from muster.checkpoint.rank_file import rank_file_name
+from muster.config.run_config import TrainConfig
 from muster.launch.rank_errors import make_rank_error
 from muster.probe import doctor
 from muster.spec.errors import MusterError
 from muster.train.prune import prune_run
+from muster.train.resume_point import ResumePoint, find_resume_point
 from tests.ranks import run_ranks
 from tests.saver_ranks import COLUMNS, ROWS
 from tests.train_runs import AT_ONCE, QUICK, Command, assert_one_sentence, copy_of, losses, train, whole_run
@@ -223,6 +225,26 @@ def test_folders_of_other_users_and_versions_are_left_alone(tmp_path: Path) -> N
         there.open()
 
 
+def test_memory_counts_where_all_newer_checkpoints_are_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, memory = tmp_path / "run", tmp_path / "memory"
+    given = {"in_memory_checkpoint_every": 2, "in_memory_checkpoint_dir": str(memory), "steps": 20}
+    train = TrainConfig(seq_len=8, global_batch_size=1, **given)
+    (damaged := run / "checkpoints/step-00000009").mkdir(parents=True)
+    (damaged / "manifest.json").write_bytes(bytes(100))
+    folder = InMemoryDirectory(memory, run, claim_run_id(run, "settings", resumes=False))
+    folder.open()
+    folder.begin(8, StepHeader(attempt="", world_size=1, about={"step": 8, "counters": {"tokens": 3}}))
+    folder.commit(8)
+    folder.release()
+    assert find_resume_point(run, train) == ResumePoint(8, {"tokens": 3})
+    assert "skipped a damaged checkpoint: " in capsys.readouterr().out
+    folder.delete()
+    with pytest.raises(MusterError, match="has no checkpoint to resume from"):
+        find_resume_point(run, train)
+
+
 def test_a_removal_that_is_interrupted_can_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = InMemoryDirectory(tmp_path / "memory", tmp_path, "id")
     folder.open()
@@ -261,6 +283,12 @@ def test_nodes_may_be_lost_with_their_memory(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "memory-0")
     for path in (tmp_path / "memory-1").glob("muster-*/step-*/rank-00000.json"):
         path.unlink()
+    shutil.copytree(run / "checkpoints", tmp_path / "kept", symlinks=True)
+    spoil(run)
+    ended = train(*command)
+    assert_one_sentence(ended, 1, "has no checkpoint to resume from", "--fresh")
+    shutil.rmtree(run / "checkpoints")
+    (tmp_path / "kept").rename(run / "checkpoints")
     ended = train(*command)
     assert (ended.code, ended.err) == (0, "")
     assert "has lost the parts of rank 0: step" in ended.out

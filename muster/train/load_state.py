@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from muster.checkpoint.checkpoint_dir import find_latest, step_of
+from muster.checkpoint.checkpoint_dir import find_latest, list_checkpoints, step_of
 from muster.checkpoint.in_memory.checkpointer import InMemoryCheckpointer
 from muster.checkpoint.initial_weights import load_initial_weights
 from muster.checkpoint.load import fill_shards
@@ -19,6 +19,7 @@ from muster.train.checkfree import KeptState, RecoveredState, begin_rebuilt_stag
 from muster.train.checkpoint_manager import CHECKPOINTS_FOLDER
 from muster.train.in_memory_checkpoint import LOAD_TIMEOUT, load_in_memory_checkpoint
 from muster.train.new_state import find_new_state
+from muster.train.resume_point import no_checkpoint_sentence
 from muster.train.trainer import Trainer
 
 
@@ -125,8 +126,9 @@ class StateLoader:
             last_problem = problem
             if self._is_main:
                 print(f"skipped a damaged checkpoint: {problem}", flush=True)
-        if damaged:
-            raise MusterError(f"{self._run_dir} has no checkpoint to resume from ({last_problem}): --fresh starts anew")
+        # By the names alone: where memory has lost what it held, those whose damage everyone sees are all that is left.
+        if damaged or self._world.broadcast_object(list_checkpoints(root)):
+            raise MusterError(no_checkpoint_sentence(self._run_dir, [last_problem or "all are damaged"]))
         return None
 
     @host_memory()

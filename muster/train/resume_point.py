@@ -1,6 +1,6 @@
 """Resume point of a run, as its launcher sees it before there are ranks: from checkpoints on disk or in memory."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -51,7 +51,8 @@ def _name_of(fields: Mapping[str, Any]) -> str:
 
 
 def find_resume_point(run_dir: Path, train: TrainConfig) -> ResumePoint | None:
-    """Find the point to resume from; None where nothing was saved. Raises MusterError when all checkpoints are damaged.
+    """Find the point to resume from; None where nothing was saved. Raises MusterError when all checkpoints are damaged
+    and memory holds none.
 
     This machine has only a part of an in-memory checkpoint: the ranks may find that too much of it is lost.
     """
@@ -59,8 +60,8 @@ def find_resume_point(run_dir: Path, train: TrainConfig) -> ResumePoint | None:
     names = list_checkpoints(run_dir / "checkpoints")
     if copied is not None and (not names or copied.step >= step_of(names[-1])):
         return copied
-    latest = _last_checkpoint(run_dir)
-    if latest is None:
+    latest = _last_checkpoint(run_dir, copied is not None)
+    if latest is None or (copied is not None and copied.step >= step_of(latest)):
         return copied
     manifest = read_manifest(latest)
     return ResumePoint(manifest.step, manifest.counters, manifest.plan)
@@ -80,15 +81,21 @@ def _in_memory_resume_point(run_dir: Path, train: TrainConfig) -> ResumePoint | 
     return max((one for one in found if one.step <= train.num_steps), key=lambda one: one.step, default=None)
 
 
-def _last_checkpoint(run_dir: Path) -> Path | None:
-    """Return the checkpoint to resume from; None without any. Raises MusterError when all are damaged."""
+def _last_checkpoint(run_dir: Path, is_copied: bool) -> Path | None:
+    """Return the checkpoint to resume from; None without any. Raises MusterError when all are damaged, unless memory
+    holds one."""
     problems: list[str] = []
     latest = find_latest(run_dir / "checkpoints", problems.append)
-    if problems and latest is None:
-        raise MusterError(f"{run_dir} has no checkpoint to resume from ({'; '.join(problems)}): --fresh starts anew")
+    if problems and latest is None and not is_copied:
+        raise MusterError(no_checkpoint_sentence(run_dir, problems))
     for problem in problems:
         print(problem)
     return latest
+
+
+def no_checkpoint_sentence(run_dir: Path, problems: Sequence[str]) -> str:
+    """Return the error of a run whose checkpoints are all damaged."""
+    return f"{run_dir} has no checkpoint to resume from ({'; '.join(problems)}): --fresh starts anew"
 
 
 def record_in_memory_identity(run_dir: Path, config: RunConfig, dataset: SampleStream, resumes: bool) -> None:
