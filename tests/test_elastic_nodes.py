@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -91,6 +92,39 @@ def test_fewer_ranks_go_on_on_two_nodes(tmp_path: Path) -> None:
         chosen[places, size] = [rank.number for rank in nodes._choose(left, size)]
     nodes.shut_down()
     assert list(chosen.values()) == [[0, 2], [0, 1], [0], [0], [0, 1, 3]]
+
+
+def test_a_node_whose_memory_alone_has_the_newest_copies_gets_a_process(tmp_path: Path) -> None:
+    """Those of nodes that have just come back are ready at once, but have no copies yet."""
+
+    def process(node: int) -> Any:
+        return SimpleNamespace(node=node, exit_code=None, status=lambda: "ready", close=lambda: None)
+
+    group = SimpleNamespace(nodes={0: "a", 1: "b", 2: "c"}, connections={})
+    nodes = ElasticNodes(tmp_path, 1.0, None, Elasticity(0, (1,)), group, 2, "")  # type: ignore[arg-type]
+    nodes._start_on = lambda node: SimpleNamespace(node=node, exit_code=None)  # type: ignore[assignment,return-value]
+    found = {}
+    for keeping, left, gone in (
+        ({0}, (), ()),
+        ({0}, (0,), ()),
+        ({0}, (1,), ()),
+        ({0, 2}, (), ()),
+        ({0, 2}, (2,), ()),
+        ({0, 2}, (1,), (0,)),
+        ({0}, (), (0,)),
+    ):
+        nodes._keeping, nodes._joined = set(keeping), {0, 1, 2} - set(gone)
+        nodes.ranks, nodes._spares = [process(node) for node in left], [process(1), process(1)]
+        found[tuple(keeping), left, gone] = nodes._take_spare(2).node, len(nodes._spares)
+    assert list(found.values()) == [(0, 2), (1, 1), (0, 2), (0, 2), (1, 1), (2, 2), (1, 1)]
+    nodes._keeping, nodes._joined, nodes.ranks, nodes._spares = {0}, {0, 1}, [process(1)], [process(0), process(1)]
+    assert nodes._take_spare(1).node == 0, "one that waits there, before a new one"
+    nodes._spares, nodes.ranks = [], [process(1)]
+    assert nodes._smaller_size([process(0), process(0)]) is None, "a rank of the other node doesn't go on alone"
+    nodes.ranks = [process(0)]
+    assert nodes._smaller_size([process(0), process(0)]) == 1
+    nodes.ranks = []
+    nodes.shut_down()
 
 
 def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

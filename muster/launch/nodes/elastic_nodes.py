@@ -46,6 +46,8 @@ class ElasticNodes(ElasticSupervisor):
         """Processes on other nodes, by their numbers there."""
         self._joined = set(group.nodes)
         """Nodes whose launchers run processes."""
+        self._keeping = set(group.nodes)
+        """Nodes of the last ranks that have finished a step together: in their memory are the newest copies."""
 
     def start(
         self, command_for_rank: Callable[[int], list[str]], ranks: range, environment: Mapping[str, str] | None = None
@@ -67,8 +69,37 @@ class ElasticNodes(ElasticSupervisor):
     def _start_spare(self) -> SupervisedRank:
         """Start a process that waits for a place, on the node with the most room."""
         room = self._room_of_nodes()
-        node = max(sorted(room), key=lambda node: room[node])
+        return self._start_on(max(sorted(room), key=lambda node: room[node]))
+
+    def _start_on(self, node: int) -> SupervisedRank:
         return self._start_remote(-1, node) if node else super()._start_spare()
+
+    def _take_spare(self, node: int = 0) -> SupervisedRank:
+        """Return a spare; where the newest copies would be lost without a process on a node, one of that, even if it
+        has still to start: those of other nodes can't read its memory."""
+        if (needed := self._needed_node()) is None:
+            return super()._take_spare(node)
+        if (spare := next((one for one in self._waiting_spares() if one.node == needed), None)) is None:
+            return self._start_on(needed)
+        self._spares.remove(spare)
+        return spare
+
+    def _smaller_size(self, failed: list[SupervisedRank]) -> int | None:
+        return super()._smaller_size(failed) if self._needed_node() is None else None
+
+    def _needed_node(self) -> int | None:
+        """Return a node that is there, on which no rank is any more and without whose memory the newest copies aren't
+        complete: of several nodes, each of which has a copy of what another holds, any one may be missing."""
+        absent = self._keeping - {rank.node for rank in self.running()}
+        if len(absent) <= (1 if len(self._keeping) > 1 else 0):
+            return None
+        return min(absent & self._joined, default=None)
+
+    def _follow(self) -> None:
+        was_under_way = self._under_way is not None
+        super()._follow()
+        if was_under_way and self._under_way is None:
+            self._keeping = {rank.node for rank in self.ranks}
 
     def _room(self) -> int:
         return sum(max(0, room) for room in self._room_of_nodes().values())
