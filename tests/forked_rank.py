@@ -4,6 +4,7 @@ import faulthandler
 import json
 import os
 import random
+import resource
 import signal
 import sys
 import threading
@@ -51,6 +52,8 @@ if __name__ == "__main__":
             print(json.dumps(describe()))
         case "chance":
             print(random.random(), numpy.random.random())
+        case "files":
+            print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         case "raise":
             raise ValueError("on purpose")
         case "exit":

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from muster.launch.fork_server import RANK_PYTHON, ForkedProcess, ForkServer
+from muster.launch.launcher import launch
 from muster.launch.rank_starter import RankStarter
 
 LIMIT_S = 120.0
@@ -117,6 +119,17 @@ def test_a_module_that_can_not_be_forked_is_not_tried_again() -> None:
         assert starter._server is None
         starter.begin(command(), {**ENVIRONMENT, "TEST_IMPORT": "thread"})
         assert starter._server is None
+
+
+def test_ranks_may_open_as_many_files_as_their_launcher(tmp_path: Path) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, limit[1]))
+    try:
+        assert launch(lambda *_: command("files"), 2, tmp_path).code == 0
+        raised = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    assert int((tmp_path / "logs/rank-1.txt").read_text()) == raised > 100
 
 
 def test_a_stop_does_not_wait_for_imports(tmp_path: Path) -> None:

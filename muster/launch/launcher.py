@@ -62,10 +62,11 @@ def launch(
     environment = {} if group is None else rank_environment(group.config, group.interface)
     with contextlib.ExitStack() as held:
         starter = starter or held.enter_context(RankStarter())
+        if group is None or group.is_coordinator:  # whose limit ranks inherit
+            require_open_files(num_ranks * (1 if group is None else group.num_nodes))
         starter.begin(command_for_rank(first, ""), environment)
         store = None
         if group is None or group.is_coordinator:
-            require_open_files(num_ranks * (1 if group is None else group.num_nodes))
             _remove_previous_outcome(run_dir)
             store = open_store() if group is None else open_store(address=group.address)
             address = format_endpoint(store.host, store.port)

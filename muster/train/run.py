@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 from muster.config.load_config import ResolvedConfig
 from muster.launch.fork_server import RANK_PYTHON
+from muster.launch.open_files import require_open_files
 from muster.launch.output_streams import ignore_output_errors
 from muster.launch.rank_errors import EXIT_STOPPED
 from muster.launch.rank_starter import RankStarter, quiet_pytorch
@@ -49,6 +50,7 @@ def _train(resolved: ResolvedConfig, options: TrainOptions) -> int:
     train_config = resolved.config.train
     with locked_run_dir(options.run_dir, train_config.remote_checkpoint_dir), RankStarter() as starter:
         quiet_pytorch(train_config.elastic)
+        require_open_files(world_size)  # ranks have the limit that their fork server has had
         starter.begin([*RANK_PYTHON, WORKER], {})  # beside what this process imports and prepares
         restarts = Restarts(options.run_dir, train_config.restarts, lambda: last_step(options.run_dir))
         while prepare(resolved, chosen, options):
