@@ -14,8 +14,9 @@ import pytest
 
 from muster.cli.main import main
 from muster.launch.nodes.elastic_nodes import ElasticNodes
-from muster.launch.recovery import Elasticity
+from muster.launch.recovery import MAX_RECOVERIES_IN_A_ROW, Elasticity
 from muster.report.recoveries import recoveries_note
+from muster.spec.errors import MusterError
 from tests.nodes import HOSTS, Network, network
 from tests.test_elastic import RANK, recoveries, whole_beside
 from tests.test_launch import assert_gone
@@ -122,7 +123,16 @@ def test_a_node_whose_memory_alone_has_the_newest_copies_gets_a_process(tmp_path
     nodes._spares, nodes.ranks = [], [process(1)]
     assert nodes._smaller_size([process(0), process(0)]) is None, "a rank of the other node doesn't go on alone"
     nodes.ranks = [process(0)]
-    assert nodes._smaller_size([process(0), process(0)]) == 1
+    assert nodes._smaller_size([process(0), process(0), process(0), process(0)]) == 1
+    nodes.ranks, nodes._in_a_row, nodes._spares = [process(1)], MAX_RECOVERIES_IN_A_ROW, [process(1)]
+    assert nodes._take_spare(0).node == 1, "before the last attempt there was none on the other node either"
+    nodes._in_a_row, nodes._spares = 0, [process(1)]
+
+    def fail(node: int) -> Any:
+        raise MusterError("no more processes")
+
+    nodes._start_on = fail
+    assert nodes._take_spare(0).node == 1
     nodes.ranks = []
     nodes.shut_down()
 

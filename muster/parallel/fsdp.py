@@ -86,8 +86,11 @@ def apply_fsdp(module: Decoder, world: World, zero: ZeroLevel, plan: Plan) -> bo
         for part in {id(_state(part)): part for part in fsdp_modules(module)}.values():  # one of each bucket
             module.leveled_collectives.attach(part)
     if zero == "z3":
-        experts = [part for part in fsdp_modules(module) if isinstance(part, Experts)]
-        _set_prefetch([bucket[0] for bucket in buckets], plan.prefetch_buckets, experts)
+        _set_prefetch([bucket[0] for bucket in buckets], plan.prefetch_buckets)
+        for bucket in buckets:
+            _set_expert_prefetch(
+                [part for block in bucket for part in fsdp_modules(block) if isinstance(part, Experts)]
+            )
     if zero == "z1":
         module.set_requires_gradient_sync(False)  # type: ignore[operator]
         module.set_is_last_backward(False)  # type: ignore[operator]
@@ -105,18 +108,23 @@ def _expert_placement(module: Decoder, mesh: Mesh) -> Callable[[nn.Parameter], S
 
 
 def _set_prefetch(
-    buckets: list, num_buckets: int, experts: list
-) -> None:  # of a block of each, and of experts, which fully_shard has made FSDPModules
+    buckets: list, num_buckets: int
+) -> None:  # of a block of each, which fully_shard has made an FSDPModule
     """Let each bucket start the all-gather of the next `num_buckets` ones as soon as it is gathered itself.
 
-    The first bucket, and experts, name themselves for the backward, which gathers nothing: without a name PyTorch takes
-    what ran before in the forward. Of the first bucket that is the last one, of another micro-batch: gathered in vain.
+    In the backward the first bucket names itself, which gathers nothing: without a name PyTorch takes what ran before
+    in the forward, that is, something of another micro-batch, which may be gathered in vain.
     """
     for index, bucket in enumerate(buckets):
         bucket.set_modules_to_forward_prefetch(buckets[index + 1 : index + 1 + num_buckets])
         bucket.set_modules_to_backward_prefetch(buckets[max(0, index - num_buckets) : index][::-1] or [bucket])
-    for part in experts:
-        part.set_modules_to_backward_prefetch([part])
+
+
+def _set_expert_prefetch(experts: list) -> None:  # of one bucket, which fully_shard has made FSDPModules
+    """Let the experts of a layer start the all-gather of those before in their bucket, in the backward; the first name
+    themselves, as the first bucket does."""
+    for index, part in enumerate(experts):
+        part.set_modules_to_backward_prefetch(experts[max(0, index - 1) : index] or [part])
 
 
 def materialize(module: Decoder, device: torch.device, empty_groups: Collection[Any] = ()) -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -15,6 +16,7 @@ from muster.launch.rank_starter import RankStarter, quiet_pytorch
 from muster.launch.restarts import Restarts
 from muster.planner.auto import choose_plan
 from muster.report.run_files import last_step
+from muster.spec.errors import MusterError
 from muster.train.preflight import TrainOptions, check_launcher_environment, require_launcher
 from muster.train.prepare import WORKER, prepare, prepare_for_losses
 from muster.train.run_directory import locked_run_dir
@@ -50,7 +52,8 @@ def _train(resolved: ResolvedConfig, options: TrainOptions) -> int:
     train_config = resolved.config.train
     with locked_run_dir(options.run_dir, train_config.remote_checkpoint_dir), RankStarter() as starter:
         quiet_pytorch(train_config.elastic)
-        require_open_files(world_size)  # ranks have the limit that their fork server has had
+        with suppress(MusterError):  # which `launch` raises
+            require_open_files(world_size)  # ranks have the limit that their fork server has had
         starter.begin([*RANK_PYTHON, WORKER], {})  # beside what this process imports and prepares
         restarts = Restarts(options.run_dir, train_config.restarts, lambda: last_step(options.run_dir))
         while prepare(resolved, chosen, options):

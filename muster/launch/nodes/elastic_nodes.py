@@ -4,6 +4,7 @@ The launchers of the other nodes do what node 0 asks (`rank_agent.py`), so that 
 who goes on, and one order of events. A node is lost when its launcher is; its ranks are then lost together.
 """
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -17,10 +18,11 @@ from muster.launch.nodes.connection import Message
 from muster.launch.nodes.handshake import node_differences
 from muster.launch.nodes.launcher_group import LauncherGroup, describe_disconnect
 from muster.launch.nodes.remote_rank import RemoteRank
-from muster.launch.recovery import Elasticity, ElasticSupervisor
+from muster.launch.recovery import MAX_RECOVERIES_IN_A_ROW, Elasticity, ElasticSupervisor
 from muster.launch.shared_filesystem import write_marker
 from muster.launch.supervised_rank import SupervisedRank
 from muster.launch.supervisor import RankSupervisor
+from muster.spec.errors import MusterError
 
 _FAREWELL_S = 0.1
 """Longest time to tell a lost launcher so."""
@@ -47,7 +49,8 @@ class ElasticNodes(ElasticSupervisor):
         self._joined = set(group.nodes)
         """Nodes whose launchers run processes."""
         self._keeping = set(group.nodes)
-        """Nodes of the last ranks that have finished a step together: in their memory are the newest copies."""
+        """Nodes of the last ranks that have finished a step together, in whose memory are the newest copies; before the
+        first step all nodes."""
 
     def start(
         self, command_for_rank: Callable[[int], list[str]], ranks: range, environment: Mapping[str, str] | None = None
@@ -77,19 +80,26 @@ class ElasticNodes(ElasticSupervisor):
     def _take_spare(self, node: int = 0) -> SupervisedRank:
         """Return a spare; where the newest copies would be lost without a process on a node, one of that, even if it
         has still to start: those of other nodes can't read its memory."""
-        if (needed := self._needed_node()) is None:
-            return super()._take_spare(node)
-        if (spare := next((one for one in self._waiting_spares() if one.node == needed), None)) is None:
-            return self._start_on(needed)
-        self._spares.remove(spare)
-        return spare
+        needed = self._needed_node()
+        spare = next((one for one in self._waiting_spares() if one.node == needed), None)
+        if spare is not None:
+            self._spares.remove(spare)
+            return spare
+        if needed is not None:
+            with contextlib.suppress(MusterError):  # there can be no other process: the job goes on from disk
+                return self._start_on(needed)
+        return super()._take_spare(node)
 
     def _smaller_size(self, failed: list[SupervisedRank]) -> int | None:
-        return super()._smaller_size(failed) if self._needed_node() is None else None
+        has_room = len(failed) <= len(self._waiting_spares()) + self._room()
+        return None if has_room and self._needed_node() is not None else super()._smaller_size(failed)
 
     def _needed_node(self) -> int | None:
         """Return a node that is there, on which no rank is any more and without whose memory the newest copies aren't
-        complete: of several nodes, each of which has a copy of what another holds, any one may be missing."""
+        complete: of several nodes, each of which has a copy of what another holds, any one may be missing. None also
+        for the last recovery in a row, before which its processes have not lived."""
+        if self._in_a_row == MAX_RECOVERIES_IN_A_ROW:
+            return None
         absent = self._keeping - {rank.node for rank in self.running()}
         if len(absent) <= (1 if len(self._keeping) > 1 else 0):
             return None
