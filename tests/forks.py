@@ -24,8 +24,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from typing import Any
 import torch
 
 import muster.cli
+from muster.launch.fork_server import run_and_exit
 from tests.ranks import nursery
 
 _CLIENT = Path(__file__).with_name("fork_client.py")
@@ -93,7 +93,7 @@ def serve(place: str, ready: int) -> int:
         while True:
             asking, _ = listener.accept()
             if os.fork() == 0:
-                _leave(partial(_see_through, asking, listener))
+                run_and_exit(partial(_see_through, asking, listener))
             asking.close()
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
@@ -119,7 +119,7 @@ def _see_through(asking: socket.socket, listener: socket.socket) -> int:
         said += asking.recv(2**16)
     command = os.fork()
     if command == 0:
-        _leave(partial(_be_command, json.loads(said), streams))
+        run_and_exit(partial(_be_command, json.loads(said), streams))
     for stream in streams:
         os.close(stream)
     end = os.pidfd_open(command)
@@ -159,7 +159,7 @@ class ForkingPopen(subprocess.Popen):
             sys.stdout.flush()
             sys.stderr.flush()
             more["preexec_fn"] = partial(
-                _leave, partial(_run, module, rest, environment, tuple(more.get("pass_fds", ())))
+                run_and_exit, partial(_run, module, rest, environment, tuple(more.get("pass_fds", ())))
             )
         super().__init__(args, *others, **more)
 
@@ -192,22 +192,6 @@ def _run(program: str, words: Sequence[str], environment: Mapping[str, str], kee
             sys.modules.pop(module, None)
     runpy.run_module(program, run_name="__main__", alter_sys=True)
     return 0
-
-
-def _leave(run: Callable[[], int]) -> None:
-    """Does `run` and ends this process with the exit code that it gives, as an interpreter would."""
-    code = 1
-    try:
-        code = run()
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
 
 
 def _die_with_parent() -> None:

@@ -201,7 +201,7 @@ EXAMPLES = [
     {"plan": "pp2-sgpipe-oact", **SMALL},
     {"plan": "dp2-rfull-oact", "layers": 4, "batch": 4},
     {"plan": "dp2-z1", "layers": 3, "batch": 4},
-    {"plan": "dp2-pp3-z3", "layers": 6, "batch": 12},  # whose middle stage must gather nothing after their step
+    {"plan": "dp2-pp3-z3", "layers": 6, "batch": 12},  # whose middle stage must gather nothing after its step
     {"plan": "dp4-pp4-ep2-z3", "layers": 8, "batch": 32, "family": "experts"},
     {"plan": "dp2-pp2v2-sbreadthfirst-active1", "layers": 4, "batch": 8},
     {"plan": "dp2-pp2v2-szeropp-active1", "layers": 4, "batch": 8},

@@ -171,11 +171,12 @@ def test_the_server_ends_with_its_launcher() -> None:
         time.sleep(0.01)
 
 
-def test_no_more_processes_is_an_error_of_the_start(forking: RankStarter, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert forking._server is not None
-    monkeypatch.setattr(ForkServer, "_read_answer", lambda self: {"errno": 11})
-    with pytest.raises(OSError, match="temporarily unavailable"):
-        forking._server.fork(command("exit", "0"), {}, (1, 2), {})
+def test_no_more_processes_is_an_error_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ready() as starter:
+        assert starter._server is not None
+        monkeypatch.setattr(ForkServer, "_read_answer", lambda self: {"errno": 11})
+        with pytest.raises(OSError, match="temporarily unavailable"):
+            starter._server.fork(command("exit", "0"), {}, (1, 2), {})
 
 
 def test_another_module_or_environment_takes_another_server(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -214,7 +215,7 @@ def _fork(connection: socket.socket, request: dict[str, Any], files: list[int]) 
                 os.setsid()
                 os.write(writing, json.dumps({"pid": os.getpid()}).encode())
                 os.close(writing)
-                _become_rank(request, files)
+                run_and_exit(partial(_become_rank, request, files))
         except OSError as error:
             os.write(writing, json.dumps({"errno": error.errno}).encode())
         finally:
@@ -230,30 +231,35 @@ def _fork(connection: socket.socket, request: dict[str, Any], files: list[int]) 
 # In a rank
 
 
-def _become_rank(request: dict[str, Any], files: list[int]) -> NoReturn:
-    """Do what the command of a request would do in an interpreter of its own, and end with its exit code."""
+def _become_rank(request: dict[str, Any], files: list[int]) -> int:
+    """Do what the command of a request would do in an interpreter of its own; returns its exit code."""
+    stdin, stdout, stderr, *inherited = files
+    for number, file in enumerate((stdin, stdout, stderr)):
+        os.dup2(file, number)
+        os.close(file)
+    environment = request["environment"]
+    for variable, count in request["files"].items():
+        environment[variable] = ",".join(map(str, inherited[:count]))
+        del inherited[:count]
+    for variable in request["variables"]:  # what imports have set stays
+        os.environ.pop(variable, None)
+    os.environ.update(environment)
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()  # `random` does so by itself
+    _open_standard_streams()
+    faulthandler.enable()
+    _set_command_line(request["command"])
+    sys.orig_argv, sys.argv = request["command"], request["command"][len(RANK_PYTHON) :]
+    del sys.modules[sys.argv[0]]  # it is `__main__` alone, as in an interpreter
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    return 0
+
+
+def run_and_exit(run: Callable[[], int]) -> NoReturn:
+    """Do `run` in a forked process and end that with the exit code that it gives, as an interpreter would."""
     code = 1
     try:
-        stdin, stdout, stderr, *inherited = files
-        for number, file in enumerate((stdin, stdout, stderr)):
-            os.dup2(file, number)
-            os.close(file)
-        environment = request["environment"]
-        for variable, count in request["files"].items():
-            environment[variable] = ",".join(map(str, inherited[:count]))
-            del inherited[:count]
-        for variable in request["variables"]:  # what imports have set stays
-            os.environ.pop(variable, None)
-        os.environ.update(environment)
-        if (numpy_random := sys.modules.get("numpy.random")) is not None:
-            numpy_random.seed()  # `random` does so by itself
-        _open_standard_streams()
-        faulthandler.enable()
-        _set_command_line(request["command"])
-        sys.orig_argv, sys.argv = request["command"], request["command"][len(RANK_PYTHON) :]
-        del sys.modules[sys.argv[0]]  # it is `__main__` alone, as in an interpreter
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-        code = 0
+        code = run()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if end.code is not None and end.code != code:

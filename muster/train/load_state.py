@@ -126,7 +126,7 @@ class StateLoader:
             last_problem = problem
             if self._is_main:
                 print(f"skipped a damaged checkpoint: {problem}", flush=True)
-        # By the names alone: where memory has lost what it held, those whose damage everyone sees are all that is left.
+        # The launcher counted on memory, which has lost what it held: beginning anew would overwrite what is left.
         if damaged or self._world.broadcast_object(list_checkpoints(root)):
             raise MusterError(no_checkpoint_sentence(self._run_dir, [last_problem or "all are damaged"]))
         return None

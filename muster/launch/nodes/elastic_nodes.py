@@ -97,7 +97,7 @@ class ElasticNodes(ElasticSupervisor):
     def _needed_node(self) -> int | None:
         """Return a node that is there, on which no rank is any more and without whose memory the newest copies aren't
         complete: of several nodes, each of which has a copy of what another holds, any one may be missing. None also
-        for the last recovery in a row, before which its processes have not lived."""
+        in the last of several recoveries in a row: its processes have not survived those before."""
         if self._in_a_row == MAX_RECOVERIES_IN_A_ROW:
             return None
         absent = self._keeping - {rank.node for rank in self.running()}
