@@ -1,18 +1,23 @@
 """Recovery over several nodes: ranks and whole nodes are lost and come back while the others go on."""
 
+import contextlib
 import os
 import re
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from muster.cli.main import main
+from muster.launch.nodes.copy_ring import choose_ranks_per_node, missing_pairs
 from muster.launch.nodes.elastic_nodes import ElasticNodes
 from muster.launch.recovery import MAX_RECOVERIES_IN_A_ROW, Elasticity
 from muster.report.recoveries import recoveries_note
@@ -84,15 +89,55 @@ def test_a_launcher_that_fails_before_its_ranks_start_is_told_once(
     assert capsys.readouterr().out == "node 1 on b has left again: no disk\n"
 
 
-def test_fewer_ranks_go_on_on_two_nodes(tmp_path: Path) -> None:
+def test_fewer_ranks_go_on_on_nodes_that_together_have_the_newest_copies(tmp_path: Path) -> None:
+    """Of two neighbours in the ring one stays, then whole nodes, and two nodes at least."""
     group = SimpleNamespace(nodes={}, connections={})
     nodes = ElasticNodes(tmp_path, 1.0, None, Elasticity(0), group, 2, "")  # type: ignore[arg-type]
-    chosen = {}
-    for places, size in (((0, 0, 1), 2), ((0, 1, 1), 2), ((0, 0, 1), 1), ((1, 1), 1), ((0, 0, 0, 1, 1, 2), 3)):
+    chosen = []
+    for num_nodes, places, size in (
+        (2, (0, 0, 1), 2),
+        (2, (0, 1, 1), 2),
+        (2, (0, 0, 1), 1),
+        (2, (1, 1), 1),
+        (3, (0, 0, 0, 1, 1, 2), 3),
+        (4, (0, 0, 1, 1, 2, 2, 3), 4),
+        (4, (0, 0, 1, 2, 2, 3, 3), 6),
+        (4, (0, 1, 2), 2),
+        (4, (0, 1, 3), 2),
+        (3, (0, 1), 1),  # too few
+    ):
+        nodes._ring = tuple(range(num_nodes))
         left: list = [SimpleNamespace(node=node, number=number) for number, node in enumerate(places)]
-        chosen[places, size] = [rank.number for rank in nodes._choose(left, size)]
+        chosen.append([rank.number for rank in nodes._choose(left, size)])
     nodes.shut_down()
-    assert list(chosen.values()) == [[0, 2], [0, 1], [0], [0], [0, 1, 3]]
+    assert chosen == [[0, 2], [0, 1], [0], [0], [0, 1, 3], [0, 1, 4, 5], [0, 1, 3, 4, 5, 6], [0, 2], [1, 2], [0]]
+
+
+@given(st.permutations(range(6)), st.lists(st.integers(0, 3), min_size=8, max_size=8), st.data())
+def test_fewer_ranks_on_all_nodes_keep_the_newest_copies(ring: list[int], counts: list[int], data: Any) -> None:
+    """Nodes 6 and 7 have just come back, or never had a rank."""
+    left = {node: count for node, count in enumerate(counts) if count}
+    assume(left)
+    size = data.draw(st.integers(1, sum(left.values())))
+    kept = choose_ranks_per_node(ring, left, size)
+    assert sum(kept.values()) == size
+    assert all(1 <= count <= left[node] for node, count in kept.items())
+    assert len(kept) >= min(2, size, len(left))
+    assert size < len(left) or holds_all(ring, left, kept)
+
+
+def test_the_fewest_nodes_that_can_keep_the_newest_copies_do() -> None:
+    """Each node has one rank; any nodes are lost."""
+    ring = range(7)
+    for left in (left for count in ring for left in combinations(ring, count + 1)):
+        enough = (some for count in ring for some in combinations(left, count + 1) if holds_all(ring, left, some))
+        size = len(next(enough))
+        kept = choose_ranks_per_node(ring, dict.fromkeys(left, 1), size)
+        assert holds_all(ring, left, kept), (left, kept)
+
+
+def holds_all(ring: Sequence[int], left: Iterable[int], kept: Iterable[int]) -> bool:
+    return missing_pairs(ring, set(kept)) == missing_pairs(ring, set(left))
 
 
 def test_a_node_whose_memory_alone_has_the_newest_copies_gets_a_process(tmp_path: Path) -> None:
@@ -105,20 +150,20 @@ def test_a_node_whose_memory_alone_has_the_newest_copies_gets_a_process(tmp_path
     nodes = ElasticNodes(tmp_path, 1.0, None, Elasticity(0, (1,)), group, 2, "")  # type: ignore[arg-type]
     nodes._start_on = lambda node: SimpleNamespace(node=node, exit_code=None)  # type: ignore[assignment,return-value]
     found = {}
-    for keeping, left, gone in (
-        ({0}, (), ()),
-        ({0}, (0,), ()),
-        ({0}, (1,), ()),
-        ({0, 2}, (), ()),
-        ({0, 2}, (2,), ()),
-        ({0, 2}, (1,), (0,)),
-        ({0}, (), (0,)),
+    for ring, left, gone in (
+        ((0,), (), ()),
+        ((0,), (0,), ()),
+        ((0,), (1,), ()),
+        ((0, 2), (), ()),
+        ((0, 2), (2,), ()),
+        ((0, 2), (1,), (0,)),
+        ((0,), (), (0,)),
     ):
-        nodes._keeping, nodes._joined = set(keeping), {0, 1, 2} - set(gone)
+        nodes._ring, nodes._joined = ring, {0, 1, 2} - set(gone)
         nodes.ranks, nodes._spares = [process(node) for node in left], [process(1), process(1)]
-        found[tuple(keeping), left, gone] = nodes._take_spare(2).node, len(nodes._spares)
+        found[ring, left, gone] = nodes._take_spare(2).node, len(nodes._spares)
     assert list(found.values()) == [(0, 2), (1, 1), (0, 2), (0, 2), (1, 1), (2, 2), (1, 1)]
-    nodes._keeping, nodes._joined, nodes.ranks, nodes._spares = {0}, {0, 1}, [process(1)], [process(0), process(1)]
+    nodes._ring, nodes._joined, nodes.ranks, nodes._spares = (0,), {0, 1}, [process(1)], [process(0), process(1)]
     assert nodes._take_spare(1).node == 0, "one that waits there, before a new one"
     nodes._spares, nodes.ranks = [], [process(1)]
     assert nodes._smaller_size([process(0), process(0)]) is None, "a rank of the other node doesn't go on alone"
@@ -274,4 +319,39 @@ def test_a_node_whose_network_is_cut_is_lost(nodes: Network, tmp_path: Path) -> 
     gone = "error: node 0 on node-a is gone, and with it the store in which ranks meet"
     assert_one_sentence(ended[1], 1, f"{gone}: {silent}")
     assert exit_of(run)["code"] == 0
+    assert_nearly_same(run, whole)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("gone", [2, 3])
+def test_half_of_four_nodes_go_on_from_the_copies_of_all(gone: int, tmp_path: Path) -> None:
+    """Each launcher has a memory of its own; the lost rank's is still there, but not for the others."""
+    if os.geteuid():
+        pytest.skip("a memory of its own is a mount, which needs root")
+    run, port = tmp_path / "run", free_port()
+    words = (*SMALL, "--train.global_batch_size", "4", "--parallel", "dp4-z1-fp64", "--train.steps", "9")
+    whole = whole_beside(run, list(words))
+    own = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh")
+
+    def start(node: int) -> Command:
+        place = ("--nodes", "4", "--node-rank", str(node), "--rendezvous", f"127.0.0.1:{port}")
+        (cwd := tmp_path / f"node-{node}").mkdir()
+        more = ("--train.elastic", "true", "--train.spares", "0", "--run", str(run))
+        held = (3, 6) if node == 0 else ()
+        return Command(*words, *more, *place, before=own, cwd=cwd, output=cwd, hold_after=held)
+
+    with contextlib.ExitStack() as stack:
+        launchers = [stack.enter_context(start(node)) for node in range(4)]
+        launchers[0].wait_until_held(3)
+        os.kill(launchers[gone].ranks()[gone], signal.SIGKILL)
+        launchers[0].go_on(3)
+        while ": 4 ranks go on after this step (generation 2)" not in (tmp_path / "node-0.out").read_text():
+            launchers[0].be_patient("nobody came back")
+        launchers[0].go_on(6)
+        ended = [one.wait() for one in launchers]
+    assert [(one.code, one.err) for one in ended] == [(0, "")] * 4, ended
+    assert [(row["ranks"], row["world_size"]) for row in recoveries(run)] == [([gone], 2), ([], 4)]
+    said = "".join(one.out for one in ended)  # whichever node rank 0 is on
+    assert re.findall(r"resuming .* after step (\d+)", said)[0] in ("3", "4"), said
+    assert "are repeated" not in said
     assert_nearly_same(run, whole)

@@ -15,6 +15,7 @@ from pathlib import Path
 from muster.launch.exit_status import ExitStatus
 from muster.launch.launcher_words import Membership
 from muster.launch.nodes.connection import Message
+from muster.launch.nodes.copy_ring import choose_ranks_per_node, missing_pairs
 from muster.launch.nodes.handshake import node_differences
 from muster.launch.nodes.launcher_group import LauncherGroup, describe_disconnect
 from muster.launch.nodes.remote_rank import RemoteRank
@@ -48,7 +49,7 @@ class ElasticNodes(ElasticSupervisor):
         """Processes on other nodes, by their numbers there."""
         self._joined = set(group.nodes)
         """Nodes whose launchers run processes."""
-        self._keeping = set(group.nodes)
+        self._ring = tuple(sorted(group.nodes))
         """Nodes of the last ranks that have finished a step together, in whose memory are the newest copies; before the
         first step all nodes."""
 
@@ -91,25 +92,32 @@ class ElasticNodes(ElasticSupervisor):
         return super()._take_spare(node)
 
     def _smaller_size(self, failed: list[SupervisedRank]) -> int | None:
-        has_room = len(failed) <= len(self._waiting_spares()) + self._room()
-        return None if has_room and self._needed_node() is not None else super()._smaller_size(failed)
+        """Return as `ElasticSupervisor._smaller_size`, but None also where processes can be started for the failed
+        ranks and the newest copies would be lost otherwise."""
+        size = super()._smaller_size(failed)
+        if size is None or len(failed) > len(self._waiting_spares()) + self._room():
+            return size
+        loses_none = self._missing_pairs(self._choose(self.running(), size)) == self._missing_pairs(self.running())
+        return size if loses_none and self._needed_node() is None else None
+
+    def _missing_pairs(self, ranks: list[SupervisedRank]) -> list[tuple[int, int]]:
+        """Return the pairs of nodes of whose copies none is on the nodes of these ranks."""
+        return missing_pairs(self._ring, {rank.node for rank in ranks})
 
     def _needed_node(self) -> int | None:
         """Return a node that is there, on which no rank is any more and without whose memory the newest copies aren't
-        complete: of several nodes, each of which has a copy of what another holds, any one may be missing. None also
-        in the last of several recoveries in a row: its processes have not survived those before."""
+        complete. None also in the last of several recoveries in a row: its processes have not survived those
+        before."""
         if self._in_a_row == MAX_RECOVERIES_IN_A_ROW:
             return None
-        absent = self._keeping - {rank.node for rank in self.running()}
-        if len(absent) <= (1 if len(self._keeping) > 1 else 0):
-            return None
-        return min(absent & self._joined, default=None)
+        pairs = self._missing_pairs(self.running())
+        return min((node for pair in pairs for node in pair if node in self._joined), default=None)
 
     def _follow(self) -> None:
         was_under_way = self._under_way is not None
         super()._follow()
         if was_under_way and self._under_way is None:
-            self._keeping = {rank.node for rank in self.ranks}
+            self._ring = tuple(dict.fromkeys(rank.node for rank in self.ranks))
 
     def _room(self) -> int:
         return sum(max(0, room) for room in self._room_of_nodes().values())
@@ -125,13 +133,9 @@ class ElasticNodes(ElasticSupervisor):
         return Membership(self._generation, rank.rank, size, at_step_end, local, self._ranks_per_node)
 
     def _choose(self, left: list[SupervisedRank], size: int) -> list[SupervisedRank]:
-        """Return the first ranks, but one of another node as the last where all these are on one node: their copies
-        would be lost with it."""
-        first = left[:size]
-        elsewhere = next((rank for rank in left[size:] if rank.node != first[-1].node), None)
-        if elsewhere is None or size == 1 or first[0].node != first[-1].node:
-            return first
-        return [*first[:-1], elsewhere]
+        """Return the ranks that go on; on nodes that together have the newest copies, if they can."""
+        per_node = choose_ranks_per_node(self._ring, Counter(rank.node for rank in left), size)
+        return [rank for node, count in sorted(per_node.items()) for rank in _on_node(left, node)[:count]]
 
     def poll(self) -> bool:
         """Hear what the other nodes tell, and poll as `RankSupervisor.poll`."""
@@ -218,3 +222,8 @@ class ElasticNodes(ElasticSupervisor):
                 rank.killed = True
                 rank.exit_code = -9
         super().shut_down()
+
+
+def _on_node(ranks: list[SupervisedRank], node: int) -> list[SupervisedRank]:
+    """Return those of the ranks that are on a node."""
+    return [rank for rank in ranks if rank.node == node]

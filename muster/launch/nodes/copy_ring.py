@@ -1,0 +1,40 @@
+"""Nodes whose memory holds a run's newest copies: who may be missing, and who goes on where fewer ranks do.
+
+The nodes form a ring: each holds the parts of its own ranks and a copy of those of the node before it
+(`checkpoint/in_memory/`). So the copies are complete as long as of each two neighbours one has a rank to read them.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+
+def missing_pairs(ring: Sequence[int], present: Collection[int]) -> list[tuple[int, int]]:
+    """Return the neighbours in the ring, each with the one after it, of which neither is present: nobody else has the
+    parts of the first."""
+    pairs = zip(ring, [*ring[1:], *ring[:1]], strict=True)
+    return [(one, other) for one, other in pairs if one not in present and other not in present]
+
+
+def choose_ranks_per_node(ring: Sequence[int], left: Mapping[int, int], size: int) -> dict[int, int]:
+    """Return how many of the ranks that are `left` on each node go on where `size` of all do.
+
+    Nodes that have lost ranks are left out first, so that whole nodes stay together, then every other one, from the
+    lost node backwards; but none whose memory the others need, and two nodes stay, if there are: copies on one alone
+    are lost with it. Where there are too few places for all nodes whose memory is needed, the copies are lost, and
+    count no more.
+    """
+    kept = dict(left)
+    lost = next((place for place, node in enumerate(ring) if node not in left), 0)
+    distance = {node: (lost - 1 - place) % len(ring) for place, node in enumerate(ring)}
+    by_need = sorted(left, key=lambda node: (left[node], distance.get(node, -1), -node))
+    for node in by_need:
+        rest = {other: count for other, count in kept.items() if other != node}
+        if sum(rest.values()) < size or len(rest) < min(2, size):
+            break  # those that follow have as many ranks or more
+        if missing_pairs(ring, rest) == missing_pairs(ring, kept):
+            kept = rest
+    if len(kept) > size:
+        return choose_ranks_per_node((), left, size)
+    for node in filter(kept.__contains__, by_need):
+        too_many = max(0, sum(kept.values()) - size)
+        kept[node] -= min(kept[node] - 1, too_many)
+    return kept
