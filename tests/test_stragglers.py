@@ -20,6 +20,7 @@ from muster.report.stragglers import draw_stragglers, straggler_note
 from muster.schedule.action import Action, Kind
 from muster.simulate.stragglers import (
     CONFIRMING_CHECKS,
+    CONFIRMING_CHECKS_OF_WAITS,
     SLOW_ON_SHARED_CORES,
     Comparable,
     RankTimes,
@@ -136,6 +137,34 @@ def test_one_of_two_ranks_is_named_however_early_it_is_slow(begin: int) -> None:
         found = find_stragglers(times, [0.2, 0.2], units, noise=detector.noise)
         named += [one.ranks for one in detector.update(found)[0]]
     assert named == [(1,)]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "waits_s", "checks"),
+    [
+        (1.3, (0.0, 0.0), CONFIRMING_CHECKS),
+        (2.5, (0.0, 0.3), CONFIRMING_CHECKS_OF_WAITS),
+        (2.5, (0.3, 0.3), CONFIRMING_CHECKS),
+        (2.5, (0.3, 0.0), CONFIRMING_CHECKS),
+        (2.5, (0.0, 0.1), CONFIRMING_CHECKS),
+        (1.5, (0.3, 0.0), CONFIRMING_CHECKS_OF_WAITS),
+    ],
+)
+@pytest.mark.parametrize("which", ["compute_s", "product_s"])
+def test_a_rank_whose_core_others_use_is_named_after_more_checks(
+    which: str, ratio: float, waits_s: tuple[float, float], checks: int
+) -> None:
+    """What waiting for a core explains, and what is below twice the others' while anybody waits for one."""
+    if which == "product_s" and ratio > SLOW_ON_SHARED_CORES:
+        checks = CONFIRMING_CHECKS  # no product of a check was so short
+    detector, units = StragglerDetector(), comparable_units(parse_plan_name("dp2-z1"), [0.2, 0.2], shares_cores=False)
+    quiet = [replace(QUIET, median_compute_s=0.2, step_s=0.4, link_s=(), core_wait_s=one) for one in waits_s]
+    slow = [quiet[0], replace(quiet[1], **{which: getattr(QUIET, which) * ratio})]
+    comparable = units if which == "compute_s" else []
+    named = [detector.update(find_stragglers(slow, [0.2, 0.2], comparable))[0] for _ in range(checks)]
+    assert [[one.ranks for one in new] for new in named] == [*[[]] * (checks - 1), [(1,)]]
+    waits = checks == CONFIRMING_CHECKS_OF_WAITS
+    assert str(named[-1][0]).endswith("while others use the cores" if waits else "to compute")
 
 
 def test_noise_in_a_product_does_not_hide_a_slow_group() -> None:

@@ -78,6 +78,15 @@ def time_file(folder: Path) -> float | None:
         return None
 
 
+def waited_for_core_s() -> float:
+    """Return the seconds for which this thread has waited for a core that others had; 0.0 where no kernel counts
+    them."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
 def time_messages(world: World) -> tuple[float | None, ...]:
     """Return the seconds of a message to each other rank and of its acknowledgement, the shortest of a few; pairs of
     ranks do it at the same time, round by round."""

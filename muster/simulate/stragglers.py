@@ -5,7 +5,7 @@ A rank's passes are held against the prediction for its stages, and that ratio a
 more layers isn't slow. A process that others interrupt now and then isn't either. Of the steps of a check the shortest
 counts, since noise only adds, and so does the median: in the shortest one the passes of a rank that is stopped again
 and again may have fitted between the stops. What changes from check to check is noise, above which a straggler has to
-be, and what three checks in a row find is one.
+be, and what three checks in a row find is one. A rank that waits for its core, which others have, is one if twelve do.
 
 Transfers form a matrix, a row for each sender and a column for each receiver, as in C4 (arXiv:2406.04594): one slow
 cell is a link, a slow row a sender, a slow column a receiver. Links within a machine are held against one another, and
@@ -50,6 +50,10 @@ QUARTILE_CHECKS = 8
 """Checks from which the upper quartile of the changes counts, too."""
 CONFIRMING_CHECKS = 3
 """Checks in a row that have to find a straggler: with one every 5 steps it is named within 20 of its first."""
+CONFIRMING_CHECKS_OF_WAITS = 12
+"""The same where others use the cores: they come and go."""
+BUSY_CORES = 0.05
+"""Share of a step for which a rank waits for a core, from which on others use the cores."""
 MOST_OF = 0.6
 """Share of a row's or column's cells above which not the links are slow, but their sender or receiver is."""
 
@@ -74,6 +78,8 @@ class RankTimes:
     """Share of the elements of products of matrices that are wrong."""
     median_compute_s: float = 0.0
     """Passes of a step, the median."""
+    core_wait_s: float = 0.0
+    """Wait of a step for a core of a CPU that others had, the mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,8 @@ class Straggler:
     share of the ranks that agree on others."""
     in_median: bool = False
     """True for passes that are slow in the median of the steps only, not in the shortest."""
+    waits_for_core: bool = False
+    """True where that may be because others use the cores."""
 
     @property
     def key(self) -> StragglerKey:
@@ -123,7 +131,8 @@ class Straggler:
         times = f"{self.ratio:.2f} times as long as the others"
         if self.kind == "compute":
             within = ", whose passes wait for one another," if len(self.ranks) > 1 else ""
-            return f"{who}{within} {takes} {times} to compute"
+            why = ", while others use the cores" if self.waits_for_core else ""
+            return f"{who}{within} {takes} {times} to compute{why}"
         if self.kind == "data":
             return f"{who} {'waits' if len(self.ranks) == 1 else 'wait'} for samples for {self.ratio:.0%} of a step"
         if self.kind == "disk":
@@ -214,22 +223,31 @@ def _slow_compute(
     noise: NoiseEstimate,
 ) -> list[Straggler]:
     """Return the units whose passes are slow, and the ranks whose product of matrices is. What the passes of a rank
-    alone say of it, no product says better."""
+    alone say of it, no product says better. Of several findings one that no wait for a core explains counts."""
     known = {unit[0] for units, _ in comparable if len(units) > 1 for unit in units if len(unit) == 1}
+    are_busy = any(one.core_wait_s > BUSY_CORES * one.step_s for one in times)
+    usual_wait_s = median_low(one.core_wait_s for one in times)
     product_s = [one.product_s for one in times]
     least = max(slow_product, noise.factor("product", product_s))
-    alone = _slower(product_s, least, LEAST_EXCESS_S["product"])
     slow: dict[Unit, Straggler] = {
-        (rank,): Straggler("compute", (rank,), ratio) for rank, ratio in alone if rank not in known
+        (rank,): Straggler("compute", (rank,), ratio, waits_for_core=are_busy and ratio < SLOW_ON_SHARED_CORES)
+        for rank, ratio in _slower(product_s, least, LEAST_EXCESS_S["product"])
+        if rank not in known
     }
     for number, (units, factor) in enumerate(comparable):
         usual_s = median_low(expected_s[unit[0]] for unit in units)
+        scales = [usual_s / expected_s[unit[0]] for unit in units]
+        waits_s = [max(times[rank].core_wait_s for rank in unit) - usual_wait_s for unit in units]
         for which in ("compute_s", "median_compute_s"):
             of_unit_s = (min(getattr(times[rank], which) for rank in unit) for unit in units)
-            passes_s = [one * usual_s / expected_s[unit[0]] for one, unit in zip(of_unit_s, units, strict=True)]
+            passes_s = [one * scale for one, scale in zip(of_unit_s, scales, strict=True)]
             least = max(factor, noise.factor((which, number), passes_s))
             for at, ratio in _slower(passes_s, least, LEAST_EXCESS_S["compute"]):
-                slow.setdefault(units[at], Straggler("compute", units[at], ratio, which == "median_compute_s"))
+                without_wait = ratio * (1 - waits_s[at] * scales[at] / passes_s[at])
+                waits = without_wait <= least or (are_busy and ratio < SLOW_ON_SHARED_CORES)
+                found = Straggler("compute", units[at], ratio, which == "median_compute_s", waits)
+                if found.ranks not in slow or (slow[found.ranks].waits_for_core and not waits):
+                    slow[found.ranks] = found
     return list(slow.values())
 
 
@@ -297,6 +315,8 @@ class StragglerDetector:
         self.noise = NoiseEstimate()
         self._in_a_row: Counter[StragglerKey] = Counter()
         """Last checks in a row that have found each straggler."""
+        self._unexplained: Counter[StragglerKey] = Counter()
+        """Last checks in a row in which it was slow without waiting for a core."""
         self.confirmed: dict[StragglerKey, Straggler] = {}
         self._missing: Counter[StragglerKey] = Counter()
         """Last checks in a row that haven't found a confirmed straggler."""
@@ -312,11 +332,16 @@ class StragglerDetector:
         checks haven't found."""
         now = {one.key: one for one in found}
         self._in_a_row = Counter({key: self._in_a_row[key] + 1 for key in now})
+        alone = [key for key, one in now.items() if not one.waits_for_core]
+        self._unexplained = Counter({key: self._unexplained[key] + 1 for key in alone})
         self._missing = Counter({key: self._missing[key] + 1 for key in self.confirmed if key not in now})
         over = [self.confirmed.pop(key) for key, count in self._missing.items() if count == 2]
         before = set(self.confirmed)
         for key, one in now.items():
-            if key in before or self._in_a_row[key] >= CONFIRMING_CHECKS or one.kind in WRONG:
+            is_confirmed = (
+                self._unexplained[key] >= CONFIRMING_CHECKS or self._in_a_row[key] >= CONFIRMING_CHECKS_OF_WAITS
+            )
+            if key in before or is_confirmed or one.kind in WRONG:
                 self.confirmed[key] = one
         for key in _explained_units(self.confirmed):
             del self.confirmed[key]

@@ -12,7 +12,7 @@ from muster.cost.time.op_times import OpTimes
 from muster.launch.rank_errors import StragglerError
 from muster.layout.mesh import coordinates_of, dp_index_of
 from muster.parallel.machines import machine_of_each_rank
-from muster.parallel.rank_probes import ProductProbe, probe_product, time_file, time_messages
+from muster.parallel.rank_probes import ProductProbe, probe_product, time_file, time_messages, waited_for_core_s
 from muster.parallel.world import World
 from muster.planner.slow_ranks import MeasuredPasses
 from muster.report.recoveries import loss_causes
@@ -68,6 +68,8 @@ class StragglerMonitor:
         self._products: list[ProductProbe] = []
         """Products since the last check, on a CPU."""
         self._num_checks = 0
+        self._waited_s = waited_for_core_s()
+        """Wait of this rank for a core, up to the last check."""
         self._messages: tuple[float | None, ...] = ()
         """Times of the messages of the comparison before."""
         actions = (item.action for item in trainer.program.ranks[self.world.at.pp].get("compute", ()))
@@ -93,6 +95,7 @@ class StragglerMonitor:
         times = self.world.all_gather_object(self._own_times())
         self._correct_expected(times)
         new, over = self.detector.update(self._find(times))
+        self._waited_s = waited_for_core_s()
         told = [f"step {result.step}: straggler: {one}" for one in new]
         told += [f"step {result.step}: no straggler any more: {one.subject}" for one in over]
         self._num_checks += 1
@@ -155,6 +158,7 @@ class StragglerMonitor:
             for one in self._results
             if one.step in steps
         ]
+        core_wait_s = (waited_for_core_s() - self._waited_s) / self.every if self.world.device.type == "cpu" else 0.0
         messages = time_messages(self.world)
         products, self._products = self._products or [probe_product(self.world.device)], []
         link_s, self._messages = shorter_links(messages, self._messages or messages), messages
@@ -167,6 +171,7 @@ class StragglerMonitor:
             link_s,
             fmean(one.wrong_share for one in products),
             median(sums_s) if sums_s else 0.0,
+            core_wait_s,
         )
 
     def _row(self, step: int, times: list[RankTimes]) -> dict[str, Any]:
