@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from muster.cli.main import main
 from muster.launch.nodes.copy_ring import choose_ranks_per_node, missing_pairs
 from muster.launch.nodes.elastic_nodes import ElasticNodes
+from muster.launch.nodes.rank_agent import RankAgent
 from muster.launch.recovery import MAX_RECOVERIES_IN_A_ROW, Elasticity
 from muster.report.recoveries import recoveries_note
 from muster.spec.errors import MusterError
@@ -180,6 +182,45 @@ def test_a_node_whose_memory_alone_has_the_newest_copies_gets_a_process(tmp_path
     assert nodes._take_spare(0).node == 1
     nodes.ranks = []
     nodes.shut_down()
+
+
+def test_another_node_frees_what_has_ended_and_survives_a_failed_start(tmp_path: Path) -> None:
+    told: list[Any] = []
+    messages: list[Any] = []
+
+    def tell(kind: str, **content: Any) -> None:
+        told.append((kind, content))
+
+    group = SimpleNamespace(
+        node_rank=1,
+        local_node=SimpleNamespace(host="b"),
+        send=tell,
+        receive=lambda: [messages.pop(0)] if messages else [],
+        put_back=messages.extend,
+    )
+    (tmp_path / "logs").mkdir()
+    agent = RankAgent(tmp_path, 1.0, None, group)  # type: ignore[arg-type]
+    agent.start(lambda rank: [sys.executable, "-c", ""] if rank >= 0 else ["/no/such/file"], range(2, 4))
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for number, rank in enumerate((2, -1)):
+        messages.append((0, {"kind": "start process", "process": number, "rank": rank}))
+    while sum(kind == "ended" for kind, _ in told) < 2:
+        assert agent.poll()
+        time.sleep(0.01)
+    messages.append((0, {"kind": "word", "process": 0, "rank": 3, "word": ""}))  # sent before node 0 heard of the end
+    messages.append((0, {"kind": "kill process", "process": 1, "killed": True}))
+    for _ in range(2):
+        assert agent.poll()
+    assert agent.ranks == []
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    ends = {content["process"]: content["end"] for kind, content in told if kind == "ended"}
+    assert ends[0]["code"] == 0
+    assert ends[1]["code"] == 1
+    assert ends[1]["observed"]["sentence"].startswith("has no process: could not start a spare (/no/such/file: ")
+    messages.append((0, {"kind": "over", "code": 0, "reason": "finished"}))
+    assert not agent.poll()
+    agent.shut_down()
+    assert agent.exit_status().code == 0
 
 
 def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

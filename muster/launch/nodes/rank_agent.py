@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from muster.launch.exit_status import ExitStatus
+from muster.launch.exit_status import ExitStatus, RankExit, make_observed_error
 from muster.launch.nodes.connection import Message
 from muster.launch.nodes.launcher_group import LauncherGroup, describe_disconnect
 from muster.launch.rank_monitor import snapshot_to_json
+from muster.launch.supervised_rank import SupervisedRank
 from muster.launch.supervisor import RankSupervisor
+from muster.spec.errors import MusterError
 
 _SNAPSHOT_INTERVAL_S = 0.1
 """Time between what node 0 hears of the processes."""
@@ -27,10 +29,8 @@ class RankAgent(RankSupervisor):
         super().__init__(run_dir, grace_s, hang_timeout_s)
         self._group = group
         self.terminal_fds = os.dup(1), os.dup(2)
-        self._numbers: dict[int, int] = {}
-        """Place in `ranks` of each process that node 0 has given a number."""
-        self._told: set[int] = set()
-        """Numbers of the processes whose end node 0 knows."""
+        self._processes: dict[int, SupervisedRank] = {}
+        """Processes whose end node 0 doesn't know, by the numbers that it has given them."""
         self._next_sending = 0.0
         self._requests_sent: set[str] = set()
         self._final_status: ExitStatus | None = None
@@ -56,32 +56,40 @@ class RankAgent(RankSupervisor):
         return self._final_status is None
 
     def _handle(self, message: Message) -> None:
+        process = self._processes.get(message.get("process", -1))
         match message["kind"]:
             case "start process":
                 self._start(message["process"], message["rank"])
-            case "word":
-                rank = self.ranks[self._numbers[message["process"]]]
-                rank.renumber(message["rank"])
-                rank.tell(message["word"].encode())
-            case "signal" | "kill process":
-                rank = self.ranks[self._numbers[message["process"]]]
-                if rank.exit_code is None and message["kind"] == "signal":
-                    number = signal.Signals(message["number"])
-                    self.stop_requested |= number == signal.SIGTERM
-                    rank.send_signal(number)
-                elif rank.exit_code is None:
-                    rank.killed = message["killed"]
-                    rank.kill()
+            case "word" if process is not None:
+                process.renumber(message["rank"])
+                process.tell(message["word"].encode())
+            case "signal" if process is not None and process.exit_code is None:
+                number = signal.Signals(message["number"])
+                self.stop_requested |= number == signal.SIGTERM
+                process.send_signal(number)
+            case "kill process" if process is not None and process.exit_code is None:
+                process.killed = message["killed"]
+                process.kill()
             case "over":
                 self._final_status = ExitStatus(**{key: value for key, value in message.items() if key != "kind"})
             case "gone":
                 self._lose_node_0(message)
 
     def _start(self, number: int, rank: int) -> None:
+        """Start a process; where that fails, node 0 is told that it has ended, and tries again or does without."""
         local = {"LOCAL_RANK": str(rank - self._first_rank)} if rank >= 0 else {}
-        process = self._start_process(rank, self._command_for_rank(rank), {**self._environment, **local})
-        self._numbers[number] = len(self.ranks)
-        self.ranks.append(process)
+        try:
+            process = self._start_process(rank, self._command_for_rank(rank), {**self._environment, **local})
+        except (MusterError, OSError) as error:
+            host, now = self._group.local_node.host, time.time()
+            observed = make_observed_error(rank, host, f"has no process: {error}", now)
+            self._tell_end(number, RankExit(rank, host, 1, killed=False, reported=None, observed=observed), now)
+        else:
+            self._processes[number] = process
+            self.ranks.append(process)
+
+    def _tell_end(self, number: int, end: RankExit, last_alive: float) -> None:
+        self._group.send("ended", process=number, last_alive=last_alive, end=end.to_json())
 
     def _tell_node_0(self) -> None:
         """Send node 0 requests of this node's user, ends of processes, and now and then how the others are."""
@@ -89,16 +97,17 @@ class RankAgent(RankSupervisor):
             if wanted and request not in self._requests_sent:
                 self._requests_sent.add(request)
                 self._group.send(request)
-        processes = {number: self.ranks[place] for number, place in self._numbers.items() if number not in self._told}
-        for number, rank in processes.items():
-            if rank.exit_code is not None:
-                self._told.add(number)
-                (end,) = self.rank_exits([rank])
-                self._group.send("ended", process=number, last_alive=rank.last_alive, end=end.to_json())
-        self._use_up_oom_kills(processes.values())
+        ended = {number: one for number, one in self._processes.items() if one.exit_code is not None}
+        for number, process in ended.items():
+            (end,) = self.rank_exits([process])
+            self._tell_end(number, end, process.last_alive)
+            process.close()
+            self.ranks.remove(process)
+            del self._processes[number]
+        self._use_up_oom_kills(ended.values())
         if time.monotonic() >= self._next_sending:
             self._next_sending = time.monotonic() + _SNAPSHOT_INTERVAL_S
-            seen = {n: rank.snapshot(self.hang_timeout_s) for n, rank in processes.items() if rank.exit_code is None}
+            seen = {number: one.snapshot(self.hang_timeout_s) for number, one in self._processes.items()}
             self._group.send("snapshots", rows={number: snapshot_to_json(one) for number, one in seen.items()})
 
     def _lose_node_0(self, message: Message) -> None:
@@ -112,8 +121,7 @@ class RankAgent(RankSupervisor):
 
     def exit_status(self) -> ExitStatus:
         """Return what node 0 has declared, or that it is gone."""
-        if self._final_status is None:  # an error on this node
-            return super().exit_status()
+        assert self._final_status is not None, "asked before the end"
         return self._final_status
 
     def shut_down(self) -> None:
