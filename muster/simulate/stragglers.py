@@ -5,7 +5,7 @@ A rank's passes are held against the prediction for its stages, and that ratio a
 more layers isn't slow. A process that others interrupt now and then isn't either. Of the steps of a check the shortest
 counts, since noise only adds, and so does the median: in the shortest one the passes of a rank that is stopped again
 and again may have fitted between the stops. What changes from check to check is noise, above which a straggler has to
-be, and what three checks in a row find is one. A rank that waits for its core, which others have, is one if twelve do.
+be, and what three checks in a row find is one. Where others use the cores of a CPU, twelve have to.
 
 Transfers form a matrix, a row for each sender and a column for each receiver, as in C4 (arXiv:2406.04594): one slow
 cell is a link, a slow row a sender, a slow column a receiver. Links within a machine are held against one another, and
@@ -51,9 +51,9 @@ QUARTILE_CHECKS = 8
 CONFIRMING_CHECKS = 3
 """Checks in a row that have to find a straggler: with one every 5 steps it is named within 20 of its first."""
 CONFIRMING_CHECKS_OF_WAITS = 12
-"""The same where others use the cores: they come and go."""
+"""The same where others use the cores: other programs come and go."""
 BUSY_CORES = 0.05
-"""Share of a step for which a rank waits for a core, from which on others use the cores."""
+"""Share of a step for which a rank waits for a core, above which others are taken to use the cores."""
 MOST_OF = 0.6
 """Share of a row's or column's cells above which not the links are slow, but their sender or receiver is."""
 
@@ -79,7 +79,7 @@ class RankTimes:
     median_compute_s: float = 0.0
     """Passes of a step, the median."""
     core_wait_s: float = 0.0
-    """Wait of a step for a core of a CPU that others had, the mean."""
+    """Wait of a step for a core of a CPU that others had, the median."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,8 @@ def find_stragglers(
     (empty: one for all).
     """
     noise = noise or NoiseEstimate()
-    found = _slow_compute(times, expected_s, comparable, slow_product, noise)
+    machines = machines or (0,) * len(times)
+    found = _slow_compute(times, expected_s, comparable, slow_product, noise, machines)
     for rank, one in enumerate(times):
         if one.data_s > max(SLOW_DATA * one.step_s, LEAST_EXCESS_S["data"]):
             found.append(Straggler("data", (rank,), one.data_s / one.step_s))
@@ -212,7 +213,7 @@ def find_stragglers(
         for at, ratio in _slower(files_s, max(SLOW_DISK, noise.factor("disk", files_s)), LEAST_EXCESS_S["disk"])
     ]
     found += [Straggler("result", (rank,), one.wrong_share) for rank, one in enumerate(times) if one.wrong_share]
-    return found + _slow_links([one.link_s for one in times], machines or (0,) * len(times), noise)
+    return found + _slow_links([one.link_s for one in times], machines, noise)
 
 
 def _slow_compute(
@@ -221,30 +222,38 @@ def _slow_compute(
     comparable: Sequence[Comparable],
     slow_product: float,
     noise: NoiseEstimate,
+    machines: Sequence[int],
 ) -> list[Straggler]:
     """Return the units whose passes are slow, and the ranks whose product of matrices is. What the passes of a rank
     alone say of it, no product says better. Of several findings one that no wait for a core explains counts."""
     known = {unit[0] for units, _ in comparable if len(units) > 1 for unit in units if len(unit) == 1}
-    are_busy = any(one.core_wait_s > BUSY_CORES * one.step_s for one in times)
-    usual_wait_s = median_low(one.core_wait_s for one in times)
+    busy: set[int] = set()
+    """Machines whose cores other programs use, where ranks don't share them anyway."""
+    if slow_product < SLOW_ON_SHARED_CORES:
+        waiting = (rank for rank, one in enumerate(times) if one.core_wait_s > BUSY_CORES * one.step_s)
+        busy.update(machines[rank] for rank in waiting)
     product_s = [one.product_s for one in times]
     least = max(slow_product, noise.factor("product", product_s))
     slow: dict[Unit, Straggler] = {
-        (rank,): Straggler("compute", (rank,), ratio, waits_for_core=are_busy and ratio < SLOW_ON_SHARED_CORES)
+        (rank,): Straggler(
+            "compute", (rank,), ratio, waits_for_core=ratio < SLOW_ON_SHARED_CORES and machines[rank] in busy
+        )
         for rank, ratio in _slower(product_s, least, LEAST_EXCESS_S["product"])
         if rank not in known
     }
     for number, (units, factor) in enumerate(comparable):
         usual_s = median_low(expected_s[unit[0]] for unit in units)
         scales = [usual_s / expected_s[unit[0]] for unit in units]
-        waits_s = [max(times[rank].core_wait_s for rank in unit) - usual_wait_s for unit in units]
+        waits_s = [max(times[rank].core_wait_s for rank in unit) for unit in units]
+        usual_wait_s = median_low(waits_s)
         for which in ("compute_s", "median_compute_s"):
             of_unit_s = (min(getattr(times[rank], which) for rank in unit) for unit in units)
             passes_s = [one * scale for one, scale in zip(of_unit_s, scales, strict=True)]
             least = max(factor, noise.factor((which, number), passes_s))
             for at, ratio in _slower(passes_s, least, LEAST_EXCESS_S["compute"]):
-                without_wait = ratio * (1 - waits_s[at] * scales[at] / passes_s[at])
-                waits = without_wait <= least or (are_busy and ratio < SLOW_ON_SHARED_CORES)
+                without_wait = ratio * (1 - (waits_s[at] - usual_wait_s) * scales[at] / passes_s[at])
+                is_busy = any(machines[rank] in busy for rank in units[at])
+                waits = without_wait <= least or (is_busy and ratio < SLOW_ON_SHARED_CORES)
                 found = Straggler("compute", units[at], ratio, which == "median_compute_s", waits)
                 if found.ranks not in slow or (slow[found.ranks].waits_for_core and not waits):
                     slow[found.ranks] = found

@@ -68,8 +68,10 @@ class StragglerMonitor:
         self._products: list[ProductProbe] = []
         """Products since the last check, on a CPU."""
         self._num_checks = 0
-        self._waited_s = waited_for_core_s()
-        """Wait of this rank for a core, up to the last check."""
+        self._core_waits_s: deque[float] = deque(maxlen=every)
+        """Wait of this rank for a core in the last steps."""
+        self._waited_s: float | None = None
+        """The same since it began, up to the last step or check; None before the first step."""
         self._messages: tuple[float | None, ...] = ()
         """Times of the messages of the comparison before."""
         actions = (item.action for item in trainer.program.ranks[self.world.at.pp].get("compute", ()))
@@ -88,6 +90,7 @@ class StragglerMonitor:
     def after_step(self, result: StepResult) -> StragglerCheck | None:
         """Take a step's times and, every few steps, compare those of all ranks; None where that isn't due."""
         self._results.append(result)
+        self._take_core_wait()
         if self.world.device.type == "cpu" and result.step % ceil(self.every / PRODUCTS_IN_CHECK) == 0:
             self._products.append(probe_product(self.world.device, REPEATS_ON_CPU))
         if result.step % self.every or len(self._results) < self.every:
@@ -100,6 +103,15 @@ class StragglerMonitor:
         told += [f"step {result.step}: no straggler any more: {one.subject}" for one in over]
         self._num_checks += 1
         return StragglerCheck(self._row(result.step, times), told, new, self._measured(times))
+
+    def _take_core_wait(self) -> None:
+        """Take how long this rank has waited for a core of its CPU since the step before."""
+        if self.world.device.type != "cpu":
+            return
+        now_s = waited_for_core_s()
+        if self._waited_s is not None:
+            self._core_waits_s.append(now_s - self._waited_s)
+        self._waited_s = now_s
 
     def _find(self, times: list[RankTimes]) -> list[Straggler]:
         own = self._expected_s, self._comparable, self._slow_product
@@ -158,7 +170,6 @@ class StragglerMonitor:
             for one in self._results
             if one.step in steps
         ]
-        core_wait_s = (waited_for_core_s() - self._waited_s) / self.every if self.world.device.type == "cpu" else 0.0
         messages = time_messages(self.world)
         products, self._products = self._products or [probe_product(self.world.device)], []
         link_s, self._messages = shorter_links(messages, self._messages or messages), messages
@@ -171,7 +182,7 @@ class StragglerMonitor:
             link_s,
             fmean(one.wrong_share for one in products),
             median(sums_s) if sums_s else 0.0,
-            core_wait_s,
+            median(self._core_waits_s) if self._core_waits_s else 0.0,
         )
 
     def _row(self, step: int, times: list[RankTimes]) -> dict[str, Any]:
@@ -198,8 +209,8 @@ def end_if_replaceable(rank: int, new: Sequence[Straggler], recoveries: Sequence
 
 def is_replaceable(one: Straggler, recoveries: Sequence[Mapping[str, Any]]) -> bool:
     """Return True for a single slow or wrong rank whose place hasn't been given to another process for the same
-    before."""
-    if one.kind not in ("compute", *WRONG) or len(one.ranks) != 1:
+    before; others that use its core would slow that process, too."""
+    if one.kind not in ("compute", *WRONG) or len(one.ranks) != 1 or one.waits_for_core:
         return False
     return not any(loss_causes(row).get(one.ranks[0]) == _cause(one) for row in recoveries)
 
