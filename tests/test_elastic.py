@@ -32,6 +32,7 @@ from muster.launch.launcher import launch
 from muster.launch.launcher_words import LauncherWords, Membership, word_of
 from muster.launch.recovery import Elasticity, ElasticSupervisor, Recovery, replacement_text
 from muster.launch.supervised_rank import RankProcess, SupervisedRank
+from muster.layout.mesh import state_numbers
 from muster.parallel.connections import Connections
 from muster.parallel.world import open_world
 from muster.planner import auto
@@ -42,7 +43,7 @@ from muster.report.run_files import read_metrics
 from muster.schedule.action import Action, Kind
 from muster.spec.errors import InfeasibleError
 from muster.spec.plan import Plan
-from muster.spec.plan_name import format_plan_name
+from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.train import generations
 from muster.train.preflight import require_elastic
 from tests.random_faults import children, status_of
@@ -301,6 +302,20 @@ def test_ranks_beyond_the_smaller_number_wait_as_spares(tmp_path: Path, capfd: p
     sizes = [(row["ranks"], row["world_size"]) for row in recoveries(tmp_path)]
     assert sizes == [([2], 2), ([], 4), ([0], 2), ([], 4)], "the spare comes back with a new process"
     assert ": 2 ranks go on, another waits as a spare (generation 1)" in capfd.readouterr().out
+
+
+def test_of_states_without_copies_one_of_each_goes_on(tmp_path: Path) -> None:
+    """Two replicas of four stages, under CheckFree: which of them are left decides, not their numbers."""
+    plans = [parse_plan_name(name) for name in ("dp2x1-pp4", "pp4")]
+    states = {plan.world_size: state_numbers(plan) for plan in plans}
+    assert states == {8: (0, 0, 1, 1, 2, 2, 3, 3), 4: (0, 1, 2, 3)}
+    for keeps, expected in ((states, [1, 2, 4, 6]), ({}, [1, 2, 3, 4])):
+        job = ElasticSupervisor(tmp_path, 1.0, None, Elasticity(0, (4,), keeps))
+        job.ranks = [SimpleNamespace(rank=rank) for rank in range(8)]  # type: ignore[misc]
+        chosen = job._choose([rank for rank in job.ranks if rank.rank not in (0, 7)], 4)
+        assert [rank.rank for rank in chosen] == expected
+        job.ranks = []
+        job.shut_down()
 
 
 def test_only_the_loss_after_an_oom_kill_is_explained_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,12 +107,25 @@ def test_fewer_ranks_go_on_on_nodes_that_together_have_the_newest_copies(tmp_pat
         (4, (0, 1, 2), 2),
         (4, (0, 1, 3), 2),
         (3, (0, 1), 1),  # too few
+        (6, (0, 1, 2, 3, 3, 4, 4), 3),
     ):
         nodes._ring = tuple(range(num_nodes))
         left: list = [SimpleNamespace(node=node, number=number) for number, node in enumerate(places)]
         chosen.append([rank.number for rank in nodes._choose(left, size)])
     nodes.shut_down()
-    assert chosen == [[0, 2], [0, 1], [0], [0], [0, 1, 3], [0, 1, 4, 5], [0, 1, 3, 4, 5, 6], [0, 2], [1, 2], [0]]
+    assert chosen == [
+        [0, 2],
+        [0, 1],
+        [0],
+        [0],
+        [0, 1, 3],
+        [0, 1, 4, 5],
+        [0, 1, 3, 4, 5, 6],
+        [0, 2],
+        [1, 2],
+        [0],
+        [0, 2, 5],
+    ]
 
 
 @given(st.permutations(range(6)), st.lists(st.integers(0, 3), min_size=8, max_size=8), st.data())
@@ -160,11 +173,22 @@ def test_a_node_whose_memory_alone_has_the_newest_copies_gets_a_process(tmp_path
         ((0, 2), (2,), ()),
         ((0, 2), (1,), (0,)),
         ((0,), (), (0,)),
+        ((0, 1, 2), (), ()),  # any of them has copies of all but one: that where a process waits
+        ((0, 1, 2, 3), (0,), ()),  # 2 has both parts that are missing
+        ((0, 1, 2), (), (0, 2)),  # the part of 2 is lost
     ):
         nodes._ring, nodes._joined = ring, {0, 1, 2} - set(gone)
         nodes.ranks, nodes._spares = [process(node) for node in left], [process(1), process(1)]
         found[ring, left, gone] = nodes._take_spare(2).node, len(nodes._spares)
-    assert list(found.values()) == [(0, 2), (1, 1), (0, 2), (0, 2), (1, 1), (2, 2), (1, 1)]
+    assert list(found.values()) == [(0, 2), (1, 1), (0, 2), (0, 2), (1, 1), (2, 2), (1, 1), (1, 1), (2, 2), (1, 1)]
+    nodes._ring, nodes._joined, nodes._spares = (0, 1, 2), {0, 1, 2}, []
+    nodes.ranks = [process(0), process(1)]
+    assert nodes._smaller_size([process(2)]) is None, "one rank alone would lose the part of node 1"
+    nodes._in_a_row = MAX_RECOVERIES_IN_A_ROW - 1
+    assert nodes._smaller_size([process(2)]) == 1, "but a place where none survives isn't filled again and again"
+    nodes._in_a_row, nodes._joined, nodes._ranks_per_node = 0, {0, 1}, 1
+    assert nodes._smaller_size([process(2)]) == 1, "node 2 is gone, and there is no room elsewhere"
+    nodes._ranks_per_node = 2
     nodes._ring, nodes._joined, nodes.ranks, nodes._spares = (0,), {0, 1}, [process(1)], [process(0), process(1)]
     assert nodes._take_spare(1).node == 0, "one that waits there, before a new one"
     nodes._spares, nodes.ranks = [], [process(1)]

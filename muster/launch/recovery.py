@@ -9,8 +9,9 @@ ready, from the end of a step on.
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from muster.config.file_writer import write_atomically
@@ -45,6 +46,9 @@ class Elasticity:
     """Processes that wait to take a lost rank's place; 0: fewer ranks go on, where they can."""
     smaller_sizes: tuple[int, ...] = ()
     """Numbers of ranks, fewer than the job's, with which it can go on."""
+    states_by_size: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Where nothing keeps copies of states: for each number of ranks the number of each rank's state, which only its
+    replicas hold, too (`layout.mesh.state_numbers`)."""
 
 
 @dataclass
@@ -292,8 +296,17 @@ class ElasticSupervisor(RankSupervisor):
         self._tell_places()
 
     def _choose(self, left: list[SupervisedRank], size: int) -> list[SupervisedRank]:
-        """Return those of the ranks that are left which go on where only `size` do."""
-        return left[:size]
+        """Return those of the ranks that are left which go on where only `size` do: the first, but where they alone
+        hold their states one of each state before others."""
+        if (states := self._elastic.states_by_size.get(len(self.ranks))) is None:
+            return left[:size]
+        num_seen = Counter[int]()
+        turns = []
+        for rank in left:
+            turns.append(num_seen[states[rank.rank]])
+            num_seen[states[rank.rank]] += 1
+        chosen = sorted(range(len(left)), key=turns.__getitem__)[:size]
+        return [left[place] for place in sorted(chosen)]
 
     def _begin_generation(self, failed: list[SupervisedRank], word: str, reason: str, size: int) -> None:
         """Record that ranks were lost, and say what follows."""

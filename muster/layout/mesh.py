@@ -40,6 +40,13 @@ def coordinates_of(plan: Plan, rank: int) -> MeshCoordinates:
     return MeshCoordinates(**index, island=island)
 
 
+def state_numbers(plan: Plan) -> tuple[int, ...]:
+    """Return the number of each rank's state; replicas (`dp_replicate`) have the same."""
+    states = [replace(coordinates_of(plan, rank), dp_replicate=0) for rank in range(plan.world_size)]
+    numbers = {state: number for number, state in enumerate(dict.fromkeys(states))}
+    return tuple(numbers[state] for state in states)
+
+
 def rank_at(plan: Plan, at: MeshCoordinates) -> int:
     """Return the world rank at `at`: the inverse of `coordinates_of`."""
     first = at.island * plan.island_size

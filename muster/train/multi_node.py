@@ -15,6 +15,7 @@ from muster.launch.nodes.rendezvous import rendezvous
 from muster.launch.nodes.rendezvous_config import RendezvousConfig
 from muster.launch.rank_errors import EXIT_STOPPED
 from muster.launch.rank_starter import RankStarter
+from muster.launch.recovery import Elasticity
 from muster.launch.restarts import Restarts
 from muster.launch.shared_filesystem import require_marker, write_marker
 from muster.planner.auto import choose_plan
@@ -48,7 +49,7 @@ def _train_once(
     """Meet the launchers of the other nodes and train until the ranks end, all of them or one too early."""
     ranks = ranks_per_node(resolved, options.nproc, nodes.num_nodes)
     train = resolved.config.train
-    sizes: tuple[int, ...] = ()
+    elastic = Elasticity(train.spares) if train.elastic else None
     try:
         with rendezvous(nodes, training_facts(resolved, ranks)) as group, ExitStack() as held:
             if group.is_coordinator:
@@ -58,16 +59,14 @@ def _train_once(
                 if not prepare(resolved, chosen, options):
                     raise JobEnded(0, f"{options.run_dir} is finished")
                 if train.elastic:
-                    sizes = prepare_for_losses(resolved, chosen.plan, options.run_dir, nodes.num_nodes)
+                    elastic = prepare_for_losses(resolved, chosen.plan, options.run_dir, nodes.num_nodes)
                 group.send("prepared", mark=write_marker(options.run_dir))
                 group.wait_for("ready", _DATA_TIMEOUT.total_seconds())
             else:
                 _follow_node_0(group, resolved, options)
             from muster.launch.launcher import launch, rank_command
-            from muster.launch.recovery import Elasticity
 
             command = rank_command(WORKER, options.run_dir, ranks * nodes.num_nodes)
-            elastic = Elasticity(train.spares, sizes) if train.elastic else None
             return launch(
                 command,
                 ranks,

@@ -9,6 +9,8 @@ from pathlib import Path
 from muster.config.attempt_files import write_plans_for_losses
 from muster.config.grouped_matmul_file import keep_grouped_rates
 from muster.config.load_config import ResolvedConfig, write_attempt_files
+from muster.launch.recovery import Elasticity
+from muster.layout.mesh import state_numbers
 from muster.planner.auto import ChosenPlan
 from muster.planner.plans_for_losses import plans_for_losses
 from muster.spec.plan import Plan
@@ -49,12 +51,15 @@ def prepare(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOptions)
     return True
 
 
-def prepare_for_losses(resolved: ResolvedConfig, plan: Plan, run_dir: Path, num_nodes: int = 1) -> tuple[int, ...]:
-    """Write the plans with which fewer ranks would go on; returns their numbers of ranks, none where spares wait for
+def prepare_for_losses(resolved: ResolvedConfig, plan: Plan, run_dir: Path, num_nodes: int = 1) -> Elasticity:
+    """Write the plans with which fewer ranks would go on; return how the job does. There are none where spares wait for
     whatever may be lost at once: one node's spares don't replace another node."""
-    plans = {} if resolved.config.train.spares and num_nodes == 1 else plans_for_losses(resolved, plan)
-    if resolved.config.train.memory_limit_bytes is not None and num_nodes == 1:  # which ranks are held to
+    train = resolved.config.train
+    plans = {} if train.spares and num_nodes == 1 else plans_for_losses(resolved, plan)
+    if train.memory_limit_bytes is not None and num_nodes == 1:  # which ranks are held to
         plans = {size: fewer for size, fewer in plans.items() if has_memory(resolved.config, fewer)}
     with explain_write_errors(run_dir):
         write_plans_for_losses(run_dir, plans)
-    return tuple(plans)
+    without_copies = {**plans, plan.world_size: plan} if train.recovery == "checkfree" else {}
+    states = {size: state_numbers(one) for size, one in without_copies.items()}
+    return Elasticity(train.spares, tuple(plans), states)

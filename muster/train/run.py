@@ -58,11 +58,10 @@ def _train(resolved: ResolvedConfig, options: TrainOptions) -> int:
         restarts = Restarts(options.run_dir, train_config.restarts, lambda: last_step(options.run_dir))
         while prepare(resolved, chosen, options):
             from muster.launch.launcher import launch, rank_command
-            from muster.launch.recovery import Elasticity
 
             hang_s, elastic = train_config.hang_timeout_s, None
             if train_config.elastic:
-                elastic = Elasticity(train_config.spares, prepare_for_losses(resolved, chosen.plan, options.run_dir))
+                elastic = prepare_for_losses(resolved, chosen.plan, options.run_dir)
             command = rank_command(WORKER, options.run_dir, world_size)
             status = launch(
                 command, world_size, options.run_dir, hang_timeout_s=hang_s, elastic=elastic, starter=starter

@@ -1,7 +1,7 @@
 """Nodes whose memory holds a run's newest copies: who may be missing, and who goes on where fewer ranks do.
 
 The nodes form a ring: each holds the parts of its own ranks and a copy of those of the node before it
-(`checkpoint/in_memory/`). So the copies are complete as long as of each two neighbours one has a rank to read them.
+(`checkpoint/in_memory/`). So the copies are complete as long as one of every two neighbours has a rank to read them.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,24 +17,34 @@ def missing_pairs(ring: Sequence[int], present: Collection[int]) -> list[tuple[i
 def choose_ranks_per_node(ring: Sequence[int], left: Mapping[int, int], size: int) -> dict[int, int]:
     """Return how many of the ranks that are `left` on each node go on where `size` of all do.
 
-    Nodes that have lost ranks are left out first, so that whole nodes stay together, then every other one, from the
-    lost node backwards; but none whose memory the others need, and two nodes stay, if there are: copies on one alone
-    are lost with it. Where there are too few places for all nodes whose memory is needed, the copies are lost, and
-    count no more.
+    Nodes with the fewest ranks are left out first, so that whole nodes stay together, then every other one, from a lost
+    node backwards; but none whose memory the others need, and two nodes stay, if there are: copies on one alone are
+    lost with it. Where there are too few places for all nodes whose memory is needed, the copies are lost, and count no
+    more.
     """
-    kept = dict(left)
     lost = next((place for place, node in enumerate(ring) if node not in left), 0)
     distance = {node: (lost - 1 - place) % len(ring) for place, node in enumerate(ring)}
-    by_need = sorted(left, key=lambda node: (left[node], distance.get(node, -1), -node))
-    for node in by_need:
-        rest = {other: count for other, count in kept.items() if other != node}
-        if sum(rest.values()) < size or len(rest) < min(2, size):
-            break  # those that follow have as many ranks or more
-        if missing_pairs(ring, rest) == missing_pairs(ring, kept):
-            kept = rest
-    if len(kept) > size:
+    every_other = sorted(left, key=lambda node: (distance.get(node, -1), -node))
+    fewest_first = sorted(every_other, key=left.__getitem__)
+    for order in (fewest_first, every_other):
+        kept = _leave_out(order, ring, left, size)
+        if len(kept) <= size:
+            break
+    else:
         return choose_ranks_per_node((), left, size)
-    for node in filter(kept.__contains__, by_need):
+    for node in filter(kept.__contains__, fewest_first):
         too_many = max(0, sum(kept.values()) - size)
         kept[node] -= min(kept[node] - 1, too_many)
+    return kept
+
+
+def _leave_out(order: Sequence[int], ring: Sequence[int], left: Mapping[int, int], size: int) -> dict[int, int]:
+    """Return the ranks on each node that stays where nodes leave in this order, as long as the others can do without
+    them."""
+    kept = dict(left)
+    for node in order:
+        rest = {other: count for other, count in kept.items() if other != node}
+        is_enough = sum(rest.values()) >= size and len(rest) >= min(2, size)
+        if is_enough and missing_pairs(ring, rest) == missing_pairs(ring, kept):
+            kept = rest
     return kept

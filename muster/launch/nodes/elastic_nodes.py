@@ -50,8 +50,8 @@ class ElasticNodes(ElasticSupervisor):
         self._joined = set(group.nodes)
         """Nodes whose launchers run processes."""
         self._ring = tuple(sorted(group.nodes))
-        """Nodes of the last ranks that have finished a step together, in whose memory are the newest copies; before the
-        first step all nodes."""
+        """Nodes of the last ranks that have finished a step together, in whose memory are the newest copies, in the
+        order of their ranks; before the first step all nodes."""
 
     def start(
         self, command_for_rank: Callable[[int], list[str]], ranks: range, environment: Mapping[str, str] | None = None
@@ -92,26 +92,36 @@ class ElasticNodes(ElasticSupervisor):
         return super()._take_spare(node)
 
     def _smaller_size(self, failed: list[SupervisedRank]) -> int | None:
-        """Return as `ElasticSupervisor._smaller_size`, but None also where processes can be started for the failed
-        ranks and the newest copies would be lost otherwise."""
+        """Return as `ElasticSupervisor._smaller_size`, but None also where the newest copies would be lost with so few
+        ranks, and there may be processes for the places of the failed ones, which takes longer. Not in the last of
+        several recoveries in a row: the processes of those before have not survived them."""
         size = super()._smaller_size(failed)
-        if size is None or len(failed) > len(self._waiting_spares()) + self._room():
+        if size is None or len(failed) > len(self._waiting_spares()) + self._room() or self._is_last_recovery:
             return size
-        loses_none = self._missing_pairs(self._choose(self.running(), size)) == self._missing_pairs(self.running())
-        return size if loses_none and self._needed_node() is None else None
+        if self._needed_node() is not None:
+            return None
+        keeps_copies = self._missing_pairs(self._choose(self.running(), size)) == self._missing_pairs(self.running())
+        return size if keeps_copies else None
+
+    @property
+    def _is_last_recovery(self) -> bool:
+        return self._in_a_row >= MAX_RECOVERIES_IN_A_ROW - 1
 
     def _missing_pairs(self, ranks: list[SupervisedRank]) -> list[tuple[int, int]]:
-        """Return the pairs of nodes of whose copies none is on the nodes of these ranks."""
-        return missing_pairs(self._ring, {rank.node for rank in ranks})
+        """Return the neighbours of the ring of which none of these ranks can read the memory; none where nothing is
+        kept there."""
+        return [] if self._elastic.states_by_size else missing_pairs(self._ring, {rank.node for rank in ranks})
 
     def _needed_node(self) -> int | None:
         """Return a node that is there, on which no rank is any more and without whose memory the newest copies aren't
-        complete. None also in the last of several recoveries in a row: its processes have not survived those
-        before."""
-        if self._in_a_row == MAX_RECOVERIES_IN_A_ROW:
-            return None
+        complete: one that makes the most of them so, and of several one where a process waits. None where they are
+        lost, and once a recovery of this kind may have failed (`MAX_RECOVERIES_IN_A_ROW`)."""
         pairs = self._missing_pairs(self.running())
-        return min((node for pair in pairs for node in pair if node in self._joined), default=None)
+        if self._in_a_row == MAX_RECOVERIES_IN_A_ROW or not all(self._joined.intersection(pair) for pair in pairs):
+            return None
+        num_pairs = Counter(node for pair in pairs for node in set(pair) & self._joined)
+        waiting = {spare.node for spare in self._waiting_spares()}
+        return max(num_pairs, key=lambda node: (num_pairs[node], node in waiting, -node), default=None)
 
     def _follow(self) -> None:
         was_under_way = self._under_way is not None
@@ -133,7 +143,10 @@ class ElasticNodes(ElasticSupervisor):
         return Membership(self._generation, rank.rank, size, at_step_end, local, self._ranks_per_node)
 
     def _choose(self, left: list[SupervisedRank], size: int) -> list[SupervisedRank]:
-        """Return the ranks that go on; on nodes that together have the newest copies, if they can."""
+        """Return the ranks that go on; on nodes that together have the newest copies, if these are kept and they
+        can."""
+        if self._elastic.states_by_size:
+            return super()._choose(left, size)
         per_node = choose_ranks_per_node(self._ring, Counter(rank.node for rank in left), size)
         return [rank for node, count in sorted(per_node.items()) for rank in _on_node(left, node)[:count]]
 
