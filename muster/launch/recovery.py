@@ -47,8 +47,8 @@ class Elasticity:
     smaller_sizes: tuple[int, ...] = ()
     """Numbers of ranks, fewer than the job's, with which it can go on."""
     states_by_size: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """Where nothing keeps copies of states: for each number of ranks the number of each rank's state, which only its
-    replicas hold, too (`layout.mesh.state_numbers`)."""
+    """Number of each rank's state, which only its replicas hold, too (`layout.mesh.state_numbers`), for each number of
+    ranks; empty where copies of all states are kept."""
 
 
 @dataclass
