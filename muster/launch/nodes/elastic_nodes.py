@@ -93,8 +93,8 @@ class ElasticNodes(ElasticSupervisor):
 
     def _smaller_size(self, failed: list[SupervisedRank]) -> int | None:
         """Return as `ElasticSupervisor._smaller_size`, but None also where the newest copies would be lost with so few
-        ranks, and there may be processes for the places of the failed ones, which takes longer. Not in the last of
-        several recoveries in a row: the processes of those before have not survived them."""
+        ranks, and there can be processes for the places of the failed ones, which takes longer. Not in the last of
+        several recoveries in a row."""
         size = super()._smaller_size(failed)
         if size is None or len(failed) > len(self._waiting_spares()) + self._room() or self._is_last_recovery:
             return size
@@ -115,7 +115,7 @@ class ElasticNodes(ElasticSupervisor):
     def _needed_node(self) -> int | None:
         """Return a node that is there, on which no rank is any more and without whose memory the newest copies aren't
         complete: one that makes the most of them so, and of several one where a process waits. None where they are
-        lost, and once a recovery of this kind may have failed (`MAX_RECOVERIES_IN_A_ROW`)."""
+        lost, and in the last of several recoveries in a row: the processes of those before have not survived them."""
         pairs = self._missing_pairs(self.running())
         if self._in_a_row == MAX_RECOVERIES_IN_A_ROW or not all(self._joined.intersection(pair) for pair in pairs):
             return None
