@@ -8,6 +8,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -309,6 +310,15 @@ def test_a_rank_is_planned_around_by_the_time_that_shows_how_slow_it_is(monkeypa
         check = compare(monitor, times, monkeypatch)
     assert ("disk", (0,)) in monitor.detector.confirmed, "missed once"
     assert check.measured is not None, "another kind of straggler, on which no passes depend"
+
+
+def test_rows_are_json_where_predicted_times_are_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor = monitor_of("pp2", list(np.array([1.0, 1.0])), monkeypatch)
+    slow = [replace(QUIET, compute_s=one, median_compute_s=one, step_s=10.0, link_s=()) for one in (2.0, 6.0)]
+    slow[1] = replace(slow[1], core_wait_s=4.0)
+    rows = [compare(monitor, slow, monkeypatch).row for _ in range(CONFIRMING_CHECKS_OF_WAITS)]
+    (found,) = json.loads(json.dumps(rows[-1]))["stragglers"]
+    assert (found["kind"], found["ranks"], found["waits_for_core"]) == ("compute", [1], True)
 
 
 def test_a_change_of_the_plan_waits_until_slow_ranks_are_named_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ class StragglerMonitor:
         self._factors = [1.0] * trainer.plan.pp
         """Least time of each pipeline rank's passes so far, over that by `times`."""
         own_s = sum(times.seconds.get(key, times.seconds.get((key[0], -1), 0.0)) for key in keys)
-        self._expected_s: list[float] = self.world.all_gather_object(own_s)
+        self._expected_s: list[float] = self.world.all_gather_object(float(own_s))  # not NumPy's, for rows of JSON
         self._machines = machine_of_each_rank(self.world)
         most_ranks = max(Counter(self._machines).values())
         shares_cores = times.cores is not None and most_ranks > times.cores
