@@ -252,8 +252,7 @@ def _slow_compute(
             least = max(factor, noise.factor((which, number), passes_s))
             for at, ratio in _slower(passes_s, least, LEAST_EXCESS_S["compute"]):
                 without_wait = ratio * (1 - (waits_s[at] - usual_wait_s) * scales[at] / passes_s[at])
-                is_busy = any(machines[rank] in busy for rank in units[at])
-                waits = without_wait <= least or (is_busy and ratio < SLOW_ON_SHARED_CORES)
+                waits = without_wait <= least
                 found = Straggler("compute", units[at], ratio, which == "median_compute_s", waits)
                 if found.ranks not in slow or (slow[found.ranks].waits_for_core and not waits):
                     slow[found.ranks] = found
