@@ -40,7 +40,8 @@ def compare(rank: int, world_size: int, store: dist.Store, payload: dict[str, An
     monitor = StragglerMonitor(trainer, times, every, Path.cwd())
     rows = []
     for step in steps:
-        check = monitor.after_step(SimpleNamespace(step=step, time_s=200.0, data_s=0.0))
+        core_wait_s = float(step % every) if rank == 1 else 0.0
+        check = monitor.after_step(SimpleNamespace(step=step, time_s=200.0, data_s=0.0, core_wait_s=core_wait_s))
         assert (check is not None) == (step % every == 0)
         rows += [check.row] if check is not None else []
     dist.destroy_process_group()

@@ -304,6 +304,19 @@ def test_ranks_beyond_the_smaller_number_wait_as_spares(tmp_path: Path, capfd: p
     assert ": 2 ranks go on, another waits as a spare (generation 1)" in capfd.readouterr().out
 
 
+class MadeUpRank(SimpleNamespace):
+    """A rank without a process, known again by its identity like real ones."""
+
+    node, exit_code = 0, None
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+    def status(self) -> str:
+        return "ready"
+
+    def close(self) -> None:
+        pass
+
+
 def test_of_states_without_copies_one_of_each_goes_on(tmp_path: Path) -> None:
     """Two replicas of four stages, under CheckFree: which of them are left decides, not their numbers."""
     plans = [parse_plan_name(name) for name in ("dp2x1-pp4", "pp4")]
@@ -311,10 +324,18 @@ def test_of_states_without_copies_one_of_each_goes_on(tmp_path: Path) -> None:
     assert states == {8: (0, 0, 1, 1, 2, 2, 3, 3), 4: (0, 1, 2, 3)}
     for keeps, expected in ((states, [1, 2, 4, 6]), ({}, [1, 2, 3, 4])):
         job = ElasticSupervisor(tmp_path, 1.0, None, Elasticity(0, (4,), keeps))
-        job.ranks = [SimpleNamespace(rank=rank) for rank in range(8)]  # type: ignore[misc]
+        job.ranks = [MadeUpRank(rank=rank) for rank in range(8)]  # type: ignore[misc]
+        job._note_states()
         chosen = job._choose([rank for rank in job.ranks if rank.rank not in (0, 7)], 4)
         assert [rank.rank for rank in chosen] == expected
-        job.ranks = []
+        job._spares, job.ranks = job.ranks[3:6], chosen[:2] + chosen[3:]
+        assert job._take_spare().rank == (4 if keeps else 3), "of the stage that nobody holds"
+        job.ranks = [MadeUpRank(rank=rank) for rank in range(4)]  # type: ignore[misc]
+        job._note_states()
+        came = [MadeUpRank(rank=rank) for rank in range(4, 7)]
+        chosen = job._choose([came[0], *job.ranks, *came[1:]], 4)  # type: ignore[list-item]
+        assert [rank.rank for rank in chosen] == ([0, 1, 2, 3] if keeps else [4, 0, 1, 2]), "before they hold any state"
+        job.ranks = job._spares = []
         job.shut_down()
 
 

@@ -25,7 +25,7 @@ from muster.launch.recovery import MAX_RECOVERIES_IN_A_ROW, Elasticity
 from muster.report.recoveries import recoveries_note
 from muster.spec.errors import MusterError
 from tests.nodes import HOSTS, Network, network
-from tests.test_elastic import RANK, recoveries, whole_beside
+from tests.test_elastic import RANK, MadeUpRank, recoveries, whole_beside
 from tests.test_launch import assert_gone
 from tests.train_runs import QUICK, Command, assert_one_sentence, exit_of, free_port, rows_of, sample_hash
 
@@ -159,7 +159,7 @@ def test_a_node_whose_memory_alone_has_the_newest_copies_gets_a_process(tmp_path
     """Those of nodes that have just come back are ready at once, but have no copies yet."""
 
     def process(node: int) -> Any:
-        return SimpleNamespace(node=node, exit_code=None, status=lambda: "ready", close=lambda: None)
+        return MadeUpRank(node=node)
 
     group = SimpleNamespace(nodes={0: "a", 1: "b", 2: "c"}, connections={})
     nodes = ElasticNodes(tmp_path, 1.0, None, Elasticity(0, (1,)), group, 2, "")  # type: ignore[arg-type]
@@ -208,7 +208,9 @@ def test_a_node_whose_memory_alone_has_the_newest_copies_gets_a_process(tmp_path
     nodes.shut_down()
 
 
-def test_another_node_frees_what_has_ended_and_survives_a_failed_start(tmp_path: Path) -> None:
+def test_another_node_frees_what_has_ended_and_survives_a_failed_start(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     told: list[Any] = []
     messages: list[Any] = []
 
@@ -241,6 +243,12 @@ def test_another_node_frees_what_has_ended_and_survives_a_failed_start(tmp_path:
     assert ends[0]["code"] == 0
     assert ends[1]["code"] == 1
     assert ends[1]["observed"]["sentence"].startswith("has no process: could not start a spare (/no/such/file: ")
+    (word,) = (content | {"kind": kind} for kind, content in told if kind == "no spare")
+    nodes = ElasticNodes(tmp_path, 1.0, None, Elasticity(0), SimpleNamespace(nodes={1: "node 1 on b"}), 2, "")  # type: ignore[arg-type]
+    nodes._handle(1, word)
+    said = "no other process can be started on node 1 on b for now: could not start a spare (/no/such/file: "
+    assert said in capfd.readouterr().out
+    nodes.shut_down()
     messages.append((0, {"kind": "over", "code": 0, "reason": "finished"}))
     assert not agent.poll()
     agent.shut_down()

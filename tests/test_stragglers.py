@@ -1,6 +1,10 @@
 """Stragglers: what is slow is named by three checks in a row, and noise isn't."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
@@ -11,11 +15,16 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
+from muster.config.load_config import load_run_config
 from muster.cost.time.op_times import OpTimes
+from muster.data.dataset import SampleStream
 from muster.launch.rank_errors import StragglerError, make_rank_error
 from muster.parallel import rank_probes
 from muster.parallel.rank_probes import MOST_RANKS_IN_PAIRS
+from muster.parallel.world import open_world
+from muster.probe.contention import RandomDataset
 from muster.probe.doctor_ranks import check_rank_probes
 from muster.report.stragglers import draw_stragglers, straggler_note
 from muster.schedule.action import Action, Kind
@@ -36,7 +45,9 @@ from muster.train.straggler_monitor import (
     StragglerMonitor,
     comparable_units,
     end_if_replaceable,
+    is_replaceable,
 )
+from muster.train.trainer import Trainer
 from tests.ranks import run_ranks
 
 NUM_RANKS, EVERY = 8, 5
@@ -166,7 +177,45 @@ def test_a_rank_whose_core_others_use_is_named_after_more_checks(
     named = [detector.update(find_stragglers(slow, [0.2, 0.2], comparable))[0] for _ in range(checks)]
     assert [[one.ranks for one in new] for new in named] == [*[[]] * (checks - 1), [(1,)]]
     waits = checks == CONFIRMING_CHECKS_OF_WAITS
-    assert str(named[-1][0]).endswith("while others use the cores" if waits else "to compute")
+    assert str(named[-1][0]).endswith("while cores are short" if waits else "to compute")
+
+
+def test_a_rank_that_is_slow_without_a_wait_is_named_again_and_replaced() -> None:
+    """One comparison without a wait doesn't say so, whichever it is; three in a row do, and stay right."""
+    detector = StragglerDetector()
+    waits, alone = (Straggler("compute", (1,), 2.5, waits_for_core=one) for one in (True, False))
+    checks = [waits] * (CONFIRMING_CHECKS_OF_WAITS - 1) + [alone, waits, alone, alone, alone, waits]
+    named = [(check, one) for check, found in enumerate(checks, 1) for one in detector.update([found])[0]]
+    assert named == [(CONFIRMING_CHECKS_OF_WAITS, waits), (len(checks) - 1, alone)]
+    assert [is_replaceable(one, []) for _, one in named] == [False, True]
+    assert detector.confirmed == {alone.key: alone}
+
+
+def test_the_kernel_counts_the_wait_for_a_core() -> None:
+    """Two processes on one core: each waits while the other runs."""
+    cores = os.sched_getaffinity(0)
+    core = {min(cores)}
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        try:
+            os.sched_setaffinity(other.pid, core)
+            os.sched_setaffinity(0, core)
+            begin_s, first_s = time.perf_counter(), rank_probes.waited_for_core_s()
+            while (waited_s := rank_probes.waited_for_core_s() - first_s) < 0.05:
+                pass
+            assert waited_s <= time.perf_counter() - begin_s
+        finally:
+            os.sched_setaffinity(0, cores)
+            other.kill()
+
+
+def test_a_step_says_for_how_long_its_rank_had_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = [("parallel", "dp1-mb1-fp32"), ("train.seq_len", "32"), ("train.global_batch_size", "1")]
+    config = load_run_config("tiny", None, small).config
+    data = cast(SampleStream, RandomDataset(config.model.vocab_size, 32))
+    with open_world(dist.HashStore(), 0, 1, config.parallel, 1) as world:
+        own = Trainer(config, config.parallel, world, data)
+        monkeypatch.setattr("muster.train.trainer.waited_for_core_s", iter([2.0, 2.5]).__next__)
+        assert own.step().core_wait_s == 0.5
 
 
 def test_noise_in_a_product_does_not_hide_a_slow_group() -> None:
@@ -333,6 +382,18 @@ def test_a_change_of_the_plan_waits_until_slow_ranks_are_named_again(monkeypatch
     assert [monitor.may_replan(changes) for changes in range(4)] == [True, True, True, False]
 
 
+def test_plans_do_not_change_back_before_a_rank_that_waits_for_a_core_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor = monitor_of("pp2", [1.0, 1.0], monkeypatch)
+    slow = [replace(QUIET, compute_s=one, median_compute_s=one, step_s=10.0, link_s=()) for one in (2.0, 4.0)]
+    slow[1] = replace(slow[1], core_wait_s=2.0)
+    may = [compare(monitor, slow, monkeypatch) and monitor.may_replan(1) for _ in range(CONFIRMING_CHECKS_OF_WAITS)]
+    assert may == [False] * (CONFIRMING_CHECKS_OF_WAITS - 1) + [True]
+    for _ in range(2):
+        compare(monitor, [slow[0], slow[0]], monkeypatch)
+    assert not monitor.detector.confirmed
+    assert monitor.may_replan(1), "all are as fast again"
+
+
 def monitor_of(plan: str, expected_s: list[float], monkeypatch: pytest.MonkeyPatch) -> StragglerMonitor:
     """Return the monitor of rank 0 of ranks whose passes, a forward and a backward, should take so long each."""
     world = SimpleNamespace(
@@ -389,6 +450,8 @@ def test_ranks_name_the_same_stragglers():
     compute = [one for row in told[0] for one in row["stragglers"] if one["kind"] == "compute"]
     assert [2] in [one["ranks"] for one in compute]
     assert told[0][0]["stragglers"] == [], "one check alone is no evidence"
+    waits_s = [[one["core_wait_s"] for one in row["ranks"]] for row in told[0]]
+    assert waits_s == [[0, 1, 0, 0]] * 3, "the median of 1, 2 and 0 s"
     assert "rank 2 takes" in straggler_note(told[0])
     page = draw_stragglers(told[0])
     assert "from 3" in page

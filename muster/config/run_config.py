@@ -196,11 +196,12 @@ class TrainConfig(Frozen):
     steps makes that pay before the next time; 0: they stay."""
     straggler_check_every: NonNegativeInt = 0
     """Steps between comparisons of the ranks' times, which name slow ranks, links, data and disks that three of them in
-    a row have found; 0: none."""
+    a row have found, or twelve where cores are short; 0: none."""
     straggler_action: Literal["tell", "replace", "replan"] = "tell"
     """Action for a rank that is slow to compute, or computes wrongly. tell: it is named. replace: under
-    `train.elastic` its process ends, and a spare takes its place, once for each place. replan: under `train.elastic`
-    all ranks go on under a plan with fewer layers, or a smaller share of the batch, for one that is slow to compute."""
+    `train.elastic` its process ends, and a spare takes its place, once for each place and not for want of a core.
+    replan: under `train.elastic` all ranks go on under a plan with fewer layers, or a smaller share of the batch, for
+    one that is slow to compute."""
     gradient_check_every: NonNegativeInt = 0
     """Steps between comparisons of gradients that all data-parallel ranks compute of one micro-batch, to the bit, which
     name ranks that compute wrongly; 0: none."""

@@ -47,8 +47,8 @@ class Elasticity:
     smaller_sizes: tuple[int, ...] = ()
     """Numbers of ranks, fewer than the job's, with which it can go on."""
     states_by_size: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """Number of each rank's state, which only its replicas hold, too (`layout.mesh.state_numbers`), for each number of
-    ranks; empty where copies of all states are kept."""
+    """Number of the state that each rank holds (`layout.mesh.state_numbers`), by the number of ranks; empty where
+    copies of all states are kept."""
 
 
 @dataclass
@@ -94,6 +94,9 @@ class ElasticSupervisor(RankSupervisor):
         self._under_way: Recovery | None = None
         self._announced: Recovery | None = None
         """Return of ranks that begins when the others have finished a step."""
+        self._states: dict[SupervisedRank, int] = {}
+        """Number of the state that each process holds since the last step that all ranks have finished together; empty
+        where copies of all are kept."""
         self._lacks_spares = False
         """True where processes could not be started, for which it is tried again."""
         self._num_starts, self._next_start = 0, 0.0
@@ -113,7 +116,13 @@ class ElasticSupervisor(RankSupervisor):
         self._command_for_rank, self._num_ranks = command_for_rank, len(ranks)
         self._environment = {"LOCAL_WORLD_SIZE": str(len(ranks)), **(environment or {})}
         super().start(command_for_rank, ranks, environment)
+        self._note_states()
         self._start_spares()
+
+    def _note_states(self) -> None:
+        """Note whose states the ranks hold, now that they do."""
+        states = self._elastic.states_by_size.get(len(self.ranks))
+        self._states = {} if states is None else {rank: states[rank.rank] for rank in self.ranks}
 
     def _start_spares(self) -> int:
         """Start the spares that are missing, and processes for the places of lost ranks that nobody has taken; return
@@ -279,14 +288,16 @@ class ElasticSupervisor(RankSupervisor):
         left = self.running()
         staying = self._choose(left, size)
         waiting = [rank for rank in left if rank not in staying]
-        joining = [self._take_spare() for _ in range(size - len(left))]
         word = f"{reason}: {pluralize(size, 'rank')} {'goes' if size == 1 else 'go'} on"
         if waiting:
             word += ", another waits as a spare" if len(waiting) == 1 else f", {len(waiting)} others wait as spares"
         self._begin_generation(failed, word, reason, size)
         for rank in failed:
             rank.close()
-        self.ranks = sorted([*staying, *joining], key=lambda rank: rank.node)
+        self.ranks = staying
+        for _ in range(size - len(left)):
+            self.ranks.append(self._take_spare())
+        self.ranks.sort(key=lambda rank: rank.node)
         for number, rank in enumerate(self.ranks):
             rank.renumber(number)
         for rank in waiting:
@@ -296,15 +307,13 @@ class ElasticSupervisor(RankSupervisor):
         self._tell_places()
 
     def _choose(self, left: list[SupervisedRank], size: int) -> list[SupervisedRank]:
-        """Return those of the ranks that are left which go on where only `size` do: the first, but where they alone
-        hold their states one of each state before others."""
-        if (states := self._elastic.states_by_size.get(len(self.ranks))) is None:
-            return left[:size]
-        num_seen = Counter[int]()
+        """Return those of the ranks that are left which go on where only `size` do: the first; where no copies are
+        kept, one that holds each state before others, and last those that hold none yet."""
+        num_seen = Counter[int | None]()
         turns = []
-        for rank in left:
-            turns.append(num_seen[states[rank.rank]])
-            num_seen[states[rank.rank]] += 1
+        for state in map(self._states.get, left):
+            turns.append((state is None, num_seen[state]))
+            num_seen[state] += 1
         chosen = sorted(range(len(left)), key=turns.__getitem__)[:size]
         return [left[place] for place in sorted(chosen)]
 
@@ -340,10 +349,12 @@ class ElasticSupervisor(RankSupervisor):
         self._write_record()
 
     def _take_spare(self, node: int = 0) -> SupervisedRank:
-        """Return a spare that is ready, one that starts, or a new one; of several the first on `node`."""
+        """Return a spare that is ready, one that starts, or a new one; of several the first on `node`, but before that
+        one with a state that no rank holds any more."""
         if not (waiting := self._ready_spares() or self._waiting_spares()):
             return self._start_spare()
-        spare = next((one for one in waiting if one.node == node), waiting[0])
+        held = {None, *map(self._states.get, self.running())}
+        spare = max(waiting, key=lambda one: (self._states.get(one) not in held, one.node == node))
         self._spares.remove(spare)
         return spare
 
@@ -389,6 +400,7 @@ class ElasticSupervisor(RankSupervisor):
             if not under_way.ranks:
                 under_way.step = min(self._first_steps.values(), default=under_way.step)
             self._under_way, self._in_a_row = None, 0
+            self._note_states()
             since = "the loss" if under_way.ranks else "the one before ended"
             print(
                 f"generation {self._generation} has finished a step {passed_s:.1f} s after {since}"

@@ -79,7 +79,8 @@ def time_file(folder: Path) -> float | None:
 
 
 def waited_for_core_s() -> float:
-    """Return the seconds for which this thread could run and others had its core; 0.0 where no kernel counts them."""
+    """Return the seconds for which this thread could run and had no core, since others had it or the processes of its
+    container had used up theirs; 0.0 where no kernel counts them."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):

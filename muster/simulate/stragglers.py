@@ -5,7 +5,7 @@ A rank's passes are held against the prediction for its stages, and that ratio a
 more layers isn't slow. A process that others interrupt now and then isn't either. Of the steps of a check the shortest
 counts, since noise only adds, and so does the median: in the shortest one the passes of a rank that is stopped again
 and again may have fitted between the stops. What changes from check to check is noise, above which a straggler has to
-be, and what three checks in a row find is one. Where others use the cores of a CPU, twelve have to.
+be, and what three checks in a row find is one. Where ranks have to wait for a core of a CPU, twelve have to.
 
 Transfers form a matrix, a row for each sender and a column for each receiver, as in C4 (arXiv:2406.04594): one slow
 cell is a link, a slow row a sender, a slow column a receiver. Links within a machine are held against one another, and
@@ -15,7 +15,7 @@ has, isn't slow.
 
 from collections import Counter, deque
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import exp, inf, log, sqrt
 from statistics import fmean, median_low, quantiles
 from typing import Literal, NamedTuple
@@ -51,9 +51,9 @@ QUARTILE_CHECKS = 8
 CONFIRMING_CHECKS = 3
 """Checks in a row that have to find a straggler: with one every 5 steps it is named within 20 of its first."""
 CONFIRMING_CHECKS_OF_WAITS = 12
-"""The same where others use the cores: other programs come and go."""
+"""The same where ranks wait for a core: other programs come and go."""
 BUSY_CORES = 0.05
-"""Share of a step for which a rank waits for a core, above which others are taken to use the cores."""
+"""Share of a step for which a rank waits for a core, above which cores are taken to be short on its machine."""
 MOST_OF = 0.6
 """Share of a row's or column's cells above which not the links are slow, but their sender or receiver is."""
 
@@ -79,7 +79,7 @@ class RankTimes:
     median_compute_s: float = 0.0
     """Passes of a step, the median."""
     core_wait_s: float = 0.0
-    """Wait of a step for a core of a CPU that others had, the median."""
+    """Time of a step for which the rank could run and had no core of a CPU, the median."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Straggler:
     in_median: bool = False
     """True for passes that are slow in the median of the steps only, not in the shortest."""
     waits_for_core: bool = False
-    """True where that may be because others use the cores."""
+    """True where that may be because the rank has to wait for a core."""
 
     @property
     def key(self) -> StragglerKey:
@@ -131,7 +131,7 @@ class Straggler:
         times = f"{self.ratio:.2f} times as long as the others"
         if self.kind == "compute":
             within = ", whose passes wait for one another," if len(self.ranks) > 1 else ""
-            why = ", while others use the cores" if self.waits_for_core else ""
+            why = ", while cores are short" if self.waits_for_core else ""
             return f"{who}{within} {takes} {times} to compute{why}"
         if self.kind == "data":
             return f"{who} {'waits' if len(self.ranks) == 1 else 'wait'} for samples for {self.ratio:.0%} of a step"
@@ -228,7 +228,7 @@ def _slow_compute(
     alone say of it, no product says better. Of several findings one that no wait for a core explains counts."""
     known = {unit[0] for units, _ in comparable if len(units) > 1 for unit in units if len(unit) == 1}
     busy: set[int] = set()
-    """Machines whose cores other programs use, where ranks don't share them anyway."""
+    """Machines on which cores are short, where ranks don't share them anyway."""
     if slow_product < SLOW_ON_SHARED_CORES:
         waiting = (rank for rank, one in enumerate(times) if one.core_wait_s > BUSY_CORES * one.step_s)
         busy.update(machines[rank] for rank in waiting)
@@ -330,30 +330,40 @@ class StragglerDetector:
         """Last checks in a row that haven't found a confirmed straggler."""
 
     @property
+    def suspects_compute(self) -> bool:
+        """True where a rank was slow to compute in the last check, but in too few before to be named yet."""
+        return any(kind == "compute" for kind, _ in self._in_a_row.keys() - self.confirmed.keys())
+
+    @property
     def ratios_are_new(self) -> bool:
         """True where the last check found all ranks that are confirmed to compute slowly: else the ratio of one is that
         of an earlier check."""
         return not any(kind == "compute" for kind, _ in self._missing.keys() & self.confirmed.keys())
 
     def update(self, found: Sequence[Straggler]) -> tuple[list[Straggler], list[Straggler]]:
-        """Take what a check has found; return the stragglers that it has confirmed, and those that are over, which two
-        checks haven't found."""
+        """Take what a check has found; return the stragglers that it has confirmed, those with a wait for a core again
+        once they are slow without, and the stragglers that are over, which two checks haven't found."""
         now = {one.key: one for one in found}
         self._in_a_row = Counter({key: self._in_a_row[key] + 1 for key in now})
         alone = [key for key, one in now.items() if not one.waits_for_core]
         self._unexplained = Counter({key: self._unexplained[key] + 1 for key in alone})
         self._missing = Counter({key: self._missing[key] + 1 for key in self.confirmed if key not in now})
         over = [self.confirmed.pop(key) for key, count in self._missing.items() if count == 2]
-        before = set(self.confirmed)
+        before = dict(self.confirmed)
         for key, one in now.items():
-            is_confirmed = (
-                self._unexplained[key] >= CONFIRMING_CHECKS or self._in_a_row[key] >= CONFIRMING_CHECKS_OF_WAITS
-            )
-            if key in before or is_confirmed or one.kind in WRONG:
-                self.confirmed[key] = one
+            is_alone = one.kind in WRONG or self._unexplained[key] >= CONFIRMING_CHECKS
+            waits = not is_alone and (key not in before or before[key].waits_for_core)
+            if key in before or is_alone or self._in_a_row[key] >= CONFIRMING_CHECKS_OF_WAITS:
+                self.confirmed[key] = replace(one, waits_for_core=waits)
         for key in _explained_units(self.confirmed):
             del self.confirmed[key]
-        return [one for key, one in self.confirmed.items() if key not in before], over
+        new = (key for key, one in self.confirmed.items() if _says_more(one, before.get(key)))
+        return [self.confirmed[key] for key in new], over
+
+
+def _says_more(now: Straggler, before: Straggler | None) -> bool:
+    """Return True for a straggler that is new, or that no wait for a core explains any more."""
+    return before is None or (before.waits_for_core and not now.waits_for_core)
 
 
 def _explained_units(slow: Collection[StragglerKey]) -> list[StragglerKey]:

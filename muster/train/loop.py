@@ -428,7 +428,8 @@ class TrainingLoop:
             recoveries = read_metrics(self.run_dir / RECOVERIES_FILE)
             for one in check.new if self.is_main else ():
                 if not is_replaceable(one, recoveries):
-                    display.print_line(f"step {result.step}: replace does nothing about the {one.fault}")
+                    why = ": another process would wait for a core, too" if one.waits_for_core else ""
+                    display.print_line(f"step {result.step}: replace does nothing about the {one.fault}{why}")
             end_if_replaceable(self.world.rank, check.new, recoveries)
         if self.replanner is not None:
             change = self.replanner.after_check(check, result.step)

@@ -52,8 +52,8 @@ def prepare(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOptions)
 
 
 def prepare_for_losses(resolved: ResolvedConfig, plan: Plan, run_dir: Path, num_nodes: int = 1) -> Elasticity:
-    """Write the plans with which fewer ranks would go on; return how the job does. There are none where spares wait for
-    whatever may be lost at once: one node's spares don't replace another node."""
+    """Write the plans with which fewer ranks would go on; return how the job goes on. There are no such plans where
+    spares wait for whatever may be lost at once: one node's spares don't replace another node."""
     train = resolved.config.train
     plans = {} if train.spares and num_nodes == 1 else plans_for_losses(resolved, plan)
     if train.memory_limit_bytes is not None and num_nodes == 1:  # which ranks are held to

@@ -76,6 +76,7 @@ class StepResult:
     """Positions that are no padding."""
     time_s: float
     data_s: float
+    """Time for which this rank waited for its samples."""
     skip_reason: str | None
     """Reason why the step changed nothing, as a continuation of `step 7 was skipped: `; None when it was applied."""
     total_skips: int
@@ -100,3 +101,5 @@ class StepResult:
     """Load of each layer with experts, in the layers' order."""
     expert_moves: ExpertMoves | None = None
     """Moves of experts after this step; None where none were considered."""
+    core_wait_s: float = 0.0
+    """Time for which this rank could run and had no core of a CPU; 0.0 on a GPU, whose passes need none."""

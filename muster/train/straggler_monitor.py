@@ -12,7 +12,7 @@ from muster.cost.time.op_times import OpTimes
 from muster.launch.rank_errors import StragglerError
 from muster.layout.mesh import coordinates_of, dp_index_of
 from muster.parallel.machines import machine_of_each_rank
-from muster.parallel.rank_probes import ProductProbe, probe_product, time_file, time_messages, waited_for_core_s
+from muster.parallel.rank_probes import ProductProbe, probe_product, time_file, time_messages
 from muster.parallel.world import World
 from muster.planner.slow_ranks import MeasuredPasses
 from muster.report.recoveries import loss_causes
@@ -68,10 +68,6 @@ class StragglerMonitor:
         self._products: list[ProductProbe] = []
         """Products since the last check, on a CPU."""
         self._num_checks = 0
-        self._core_waits_s: deque[float] = deque(maxlen=every)
-        """Wait of this rank for a core in the last steps."""
-        self._waited_s: float | None = None
-        """The same since it began, up to the last step or check; None before the first step."""
         self._messages: tuple[float | None, ...] = ()
         """Times of the messages of the comparison before."""
         actions = (item.action for item in trainer.program.ranks[self.world.at.pp].get("compute", ()))
@@ -90,7 +86,6 @@ class StragglerMonitor:
     def after_step(self, result: StepResult) -> StragglerCheck | None:
         """Take a step's times and, every few steps, compare those of all ranks; None where that isn't due."""
         self._results.append(result)
-        self._take_core_wait()
         if self.world.device.type == "cpu" and result.step % ceil(self.every / PRODUCTS_IN_CHECK) == 0:
             self._products.append(probe_product(self.world.device, REPEATS_ON_CPU))
         if result.step % self.every or len(self._results) < self.every:
@@ -98,20 +93,10 @@ class StragglerMonitor:
         times = self.world.all_gather_object(self._own_times())
         self._correct_expected(times)
         new, over = self.detector.update(self._find(times))
-        self._waited_s = waited_for_core_s()
         told = [f"step {result.step}: straggler: {one}" for one in new]
         told += [f"step {result.step}: no straggler any more: {one.subject}" for one in over]
         self._num_checks += 1
         return StragglerCheck(self._row(result.step, times), told, new, self._measured(times))
-
-    def _take_core_wait(self) -> None:
-        """Take how long this rank has waited for a core of its CPU since the step before."""
-        if self.world.device.type != "cpu":
-            return
-        now_s = waited_for_core_s()
-        if self._waited_s is not None:
-            self._core_waits_s.append(now_s - self._waited_s)
-        self._waited_s = now_s
 
     def _find(self, times: list[RankTimes]) -> list[Straggler]:
         own = self._expected_s, self._comparable, self._slow_product
@@ -143,12 +128,14 @@ class StragglerMonitor:
         """Return whether another plan may be looked for, after this many changes of the plan: where a rank computes
         slowly, or one did before.
 
-        The second change waits for as many comparisons as name a rank that is still slow, the third for four, and each
-        further one for twice as many as the one before: noise that comes and goes costs little so.
+        The second change waits for three comparisons, the third for four, and each further one for twice as many as the
+        one before: noise that comes and goes costs little so. All ranks count as fast only once none of them could
+        still be named.
         """
         is_slow = any(one.kind == "compute" for one in self.detector.confirmed.values())
         least = max(CONFIRMING_CHECKS, 2 ** min(num_changes, MOST_DOUBLINGS))
-        return (is_slow or num_changes > 0) and self._num_checks >= least
+        is_fast_again = num_changes > 0 and not self.detector.suspects_compute
+        return (is_slow or is_fast_again) and self._num_checks >= least
 
     def _measured(self, times: list[RankTimes]) -> MeasuredPasses | None:
         """Return the times of the ranks' passes, of each as that which shows how slow it is; None where this comparison
@@ -182,7 +169,7 @@ class StragglerMonitor:
             link_s,
             fmean(one.wrong_share for one in products),
             median(sums_s) if sums_s else 0.0,
-            median(self._core_waits_s) if self._core_waits_s else 0.0,
+            median(one.core_wait_s for one in self._results),
         )
 
     def _row(self, step: int, times: list[RankTimes]) -> dict[str, Any]:
@@ -209,7 +196,7 @@ def end_if_replaceable(rank: int, new: Sequence[Straggler], recoveries: Sequence
 
 def is_replaceable(one: Straggler, recoveries: Sequence[Mapping[str, Any]]) -> bool:
     """Return True for a single slow or wrong rank whose place hasn't been given to another process for the same
-    before; others that use its core would slow that process, too."""
+    before; one that has to wait for a core has no faster place."""
     if one.kind not in ("compute", *WRONG) or len(one.ranks) != 1 or one.waits_for_core:
         return False
     return not any(loss_causes(row).get(one.ranks[0]) == _cause(one) for row in recoveries)

@@ -25,6 +25,7 @@ from muster.parallel.executor import Executor, Handler
 from muster.parallel.op_profile import StageProfile, profile_stages
 from muster.parallel.p2p import stage_routes, tied_embedding_routes, variable_length_routes
 from muster.parallel.param_offload import param_store
+from muster.parallel.rank_probes import waited_for_core_s
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World
 from muster.schedule.action import Action, Kind, most_in_flight
@@ -309,7 +310,7 @@ class Trainer:
 
     def step(self) -> StepResult:
         """Run one optimizer step over the next global batch. The batch of a skipped step is not tried again."""
-        start_s = perf_counter()
+        start_s, waited_s = perf_counter(), waited_for_core_s()
         state = self.load_batch()
         data_s = perf_counter() - start_s
         executor = self._executor_of_step()
@@ -324,7 +325,8 @@ class Trainer:
         self.count_finished_step(record)
         if self.path_routing.reshards_after(self.step_count):
             self._reshard_paths()
-        return self.result(state, perf_counter() - start_s, data_s)
+        core_wait_s = waited_for_core_s() - waited_s if self.world.device.type == "cpu" else 0.0
+        return replace(self.result(state, perf_counter() - start_s, data_s), core_wait_s=core_wait_s)
 
     def run_instructions(self, executor: Executor) -> StepRecord:
         """Run the instructions of a step whose batch is loaded."""

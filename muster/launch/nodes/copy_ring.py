@@ -17,10 +17,10 @@ def missing_pairs(ring: Sequence[int], present: Collection[int]) -> list[tuple[i
 def choose_ranks_per_node(ring: Sequence[int], left: Mapping[int, int], size: int) -> dict[int, int]:
     """Return how many of the ranks that are `left` on each node go on where `size` of all do.
 
-    Nodes with the fewest ranks are left out first, so that whole nodes stay together, then every other one, from a lost
-    node backwards; but none whose memory the others need, and two nodes stay, if there are: copies on one alone are
-    lost with it. Where there are too few places for all nodes whose memory is needed, the copies are lost, and count no
-    more.
+    Nodes with the fewest ranks are left out first, so that whole nodes stay together, but none whose memory the others
+    need, and two nodes stay, if there are: copies on one alone are lost with it. Where more than `size` nodes would
+    stay so, every other one is left out instead, from a lost node backwards. Where still more would, the copies are
+    lost, and count no more. Ranks beyond `size` are then taken from the nodes with the fewest, which keep one.
     """
     lost = next((place for place, node in enumerate(ring) if node not in left), 0)
     distance = {node: (lost - 1 - place) % len(ring) for place, node in enumerate(ring)}

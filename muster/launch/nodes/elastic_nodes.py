@@ -49,7 +49,7 @@ class ElasticNodes(ElasticSupervisor):
         """Processes on other nodes, by their numbers there."""
         self._joined = set(group.nodes)
         """Nodes whose launchers run processes."""
-        self._ring = tuple(sorted(group.nodes))
+        self._ring: tuple[int, ...] = ()
         """Nodes of the last ranks that have finished a step together, in whose memory are the newest copies, in the
         order of their ranks; before the first step all nodes."""
 
@@ -62,7 +62,12 @@ class ElasticNodes(ElasticSupervisor):
         RankSupervisor.start(self, command_for_rank, ranks, environment)
         for rank in range(len(ranks), self._num_ranks):
             self.ranks.append(self._start_remote(rank, rank // len(ranks)))
+        self._note_states()
         self._start_spares()
+
+    def _note_states(self) -> None:
+        super()._note_states()
+        self._ring = tuple(dict.fromkeys(rank.node for rank in self.ranks))
 
     def _start_remote(self, rank: int, node: int) -> RemoteRank:
         number = len(self._remote)
@@ -87,7 +92,7 @@ class ElasticNodes(ElasticSupervisor):
             self._spares.remove(spare)
             return spare
         if needed is not None:
-            with contextlib.suppress(MusterError):  # there can be no other process: the job goes on from disk
+            with contextlib.suppress(MusterError, OSError):  # there can be no other process: the job goes on from disk
                 return self._start_on(needed)
         return super()._take_spare(node)
 
@@ -122,12 +127,6 @@ class ElasticNodes(ElasticSupervisor):
         num_pairs = Counter(node for pair in pairs for node in set(pair) & self._joined)
         waiting = {spare.node for spare in self._waiting_spares()}
         return max(num_pairs, key=lambda node: (num_pairs[node], node in waiting, -node), default=None)
-
-    def _follow(self) -> None:
-        was_under_way = self._under_way is not None
-        super()._follow()
-        if was_under_way and self._under_way is None:
-            self._ring = tuple(dict.fromkeys(rank.node for rank in self.ranks))
 
     def _room(self) -> int:
         return sum(max(0, room) for room in self._room_of_nodes().values())
@@ -164,6 +163,9 @@ class ElasticNodes(ElasticSupervisor):
             case "ended":
                 offset_s = self._group.clock_offset_s.get(node, 0.0)
                 self._remote[message["process"]].receive_end(message, offset_s)
+            case "no spare":
+                name = self._group.nodes[node]
+                print(f"no other process can be started on {name} for now: {message['reason']}", flush=True)
             case "stop":
                 self.stop_requested = True
             case "kill":

@@ -84,6 +84,8 @@ class RankAgent(RankSupervisor):
             host, now = self._group.local_node.host, time.time()
             observed = make_observed_error(rank, host, f"has no process: {error}", now)
             self._tell_end(number, RankExit(rank, host, 1, killed=False, reported=None, observed=observed), now)
+            if rank < 0:  # whose end nobody else tells
+                self._group.send("no spare", reason=str(error))
         else:
             self._processes[number] = process
             self.ranks.append(process)
