@@ -11,23 +11,30 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from muster.config.attempt_files import NEXT_TOKENIZER_FOLDER, adopt_attempt_files, attempt_files, attempt_id
 from muster.config.file_writer import write_atomically
+from muster.config.load_config import load_run_config
 from muster.launch.flight_records import GroupRecord, find_late_rank, format_records, parse_dump, read_records
 from muster.launch.hang_diagnosis import _WAITS_IN, RankFault, RankSnapshot, diagnose, is_waiting, main_thread_frames
 from muster.launch.heartbeat import HEARTBEAT_FD_VARIABLE, PAGE_BYTES, Heartbeat, HeartbeatPage, RankStatus
 from muster.launch.launcher import launch
+from muster.launch.launcher_words import Membership
 from muster.launch.rank_errors import run_guarded
 from muster.launch.rank_monitor import RankMonitor, is_hung, snapshot_from_json, snapshot_to_json
 from muster.launch.recovery import Elasticity, ElasticSupervisor
 from muster.launch.watchdog import Watchdog, WatchdogConfig
+from muster.parallel.world import open_world
 from muster.schedule.action import Action, Kind
 from muster.spec.errors import MusterError
+from muster.spec.plan import Plan
+from muster.train import generations
 from tests.nodes import ADDRESSES, network
 from tests.train_runs import AT_ONCE, ROOT
 
@@ -310,6 +317,31 @@ def test_only_what_should_be_short_can_hang() -> None:
     assert not is_hung([still, seen(1, "validate")], 4)
     assert is_hung([seen(0, "load"), seen(1, "load", state="T")], 4), "one that is stopped holds up others everywhere"
     assert not is_hung([], 4)
+
+
+@pytest.mark.parametrize(
+    ("hang_timeout_s", "all_s", "some_s"), [(180, 300, 1800), (600, 720, 1800), (3600, 3720, 3720)]
+)
+def test_nobody_gives_up_before_a_hang_is_found(
+    hang_timeout_s: float, all_s: float, some_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a run's `train.hang_timeout_s` is reaches the time for which ranks wait for each other."""
+    wanted: list[float] = []
+
+    def record(*arguments: Any) -> Any:
+        wanted.append(arguments[-1])
+        raise InterruptedError
+
+    monkeypatch.setattr(generations, "open_world", record)
+    monkeypatch.setattr(generations, "require_same_config", lambda *_: None)
+    config = load_run_config("tiny", None, [("train.hang_timeout_s", str(hang_timeout_s))]).config
+    own = SimpleNamespace(_config=config, _store=dist.HashStore(), _plan=None, _dataset=Mock(), _heartbeat=None)
+    with pytest.raises(InterruptedError):
+        generations._Rank._train_in(own, Membership(0, 0, 1, False), Mock())  # type: ignore[arg-type]
+    with open_world(dist.HashStore(), 0, 1, Plan(), hang_timeout_s=wanted[0]) as world:
+        groups = dist.group.WORLD, world.groups._new_group([0])
+        found = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+    assert found == [all_s, some_s]
 
 
 def test_survivors_of_a_loss_do_not_hang_for_having_waited_for_the_lost(tmp_path: Path) -> None:

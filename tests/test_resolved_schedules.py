@@ -69,7 +69,7 @@ def test_an_order_that_does_not_fit_is_refused() -> None:
         ),
         "its pinned_schedule is for 4 stages on 4 pipeline ranks": plan.model_copy(update={"pp": 2}),
         "pinned_schedule is for searched schedules": plan.model_copy(update={"schedule": "1f1b"}),
-        "max_in_flight_micro_batches is for auto and exact": parse_plan_name("pp4-inflight2"),
+        "max_in_flight_micro_batches is for searched schedules (skippipe, ": parse_plan_name("pp4-inflight2"),
         "max_in_flight_micro_batches 0.5 doesn't hold one micro-batch's activations": parse_plan_name(
             "pp4-sauto-inflight0.5"
         ),

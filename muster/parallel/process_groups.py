@@ -33,12 +33,14 @@ _REPLICATE, _SHARD = "dp_replicate", "dp_shard"
 class ProcessGroups:
     """The groups of the rank at `at`; every rank makes them after joining the world, in the same order of axes."""
 
-    def __init__(self, plan: Plan, at: MeshCoordinates, device: torch.device) -> None:
-        self._plan, self._at, self._device = plan, at, device
+    def __init__(self, plan: Plan, at: MeshCoordinates, device: torch.device, timeout: timedelta | None = None) -> None:
+        """`timeout`: time after which a rank gives up waiting for the others in a collective of a group; None:
+        PyTorch's own."""
+        self._plan, self._at, self._device, self._timeout = plan, at, device, timeout
         self._alone: dist.ProcessGroup | None = None
         mesh = plan.mesh(at.pp)
         self.by_axis = {
-            axis: _new_group(ranks_along(plan, at, (axis,))) for axis in STAGE_AXES if getattr(mesh, axis) > 1
+            axis: self._new_group(ranks_along(plan, at, (axis,))) for axis in STAGE_AXES if getattr(mesh, axis) > 1
         }
         """This rank's group by the axis within a stage along which it lies."""
         self.replicas = self.by_axis.get(_REPLICATE)
@@ -47,19 +49,19 @@ class ProcessGroups:
         """Ranks that shard a stage's optimizer state, and by the ZeRO level gradients and parameters; None for one.
         Attention has a group of its own, whose collectives don't wait for those of parameters."""
         if any(axis in self.by_axis for axis in STATE_SHARD_AXES if axis != _SHARD):
-            self.state_shards = _new_group(sorted(ranks_along(plan, at, STATE_SHARD_AXES)))
+            self.state_shards = self._new_group(sorted(ranks_along(plan, at, STATE_SHARD_AXES)))
         self.shard_levels = self._shard_levels() if plan.has_shard_levels else None
         """Neighbours among `state_shards` that share parameters and gradients, where these aren't all of them."""
         self.ulysses = self._ulysses_group()
         """Part of the context-parallel ranks with which this one exchanges positions for heads; None without groups."""
         context = plan.context_ranks(mesh)
-        self.second_ring = _new_group(ranks_along(plan, at, ("cp",))) if context.has_second_ring else None
+        self.second_ring = self._new_group(ranks_along(plan, at, ("cp",))) if context.has_second_ring else None
         """The context-parallel ranks once more, for sends that overlap with those in their other group."""
         self.tp_beside = self.by_axis.get("tp")
         """The tensor-parallel ranks, for sums of gradients beside passes: under an asynchronous schedule each rank
         begins them at a time of its own, so that they need a group of their own."""
         if self.tp_beside is not None and plan.schedule_entry.is_asynchronous:
-            self.tp_beside = _new_group(ranks_along(plan, at, ("tp",)))
+            self.tp_beside = self._new_group(ranks_along(plan, at, ("tp",)))
         self.context_blocks = self._context_blocks() if plan.dynamic_context_parallel else {}
         """Aligned blocks of 2, 4, 8 … context-parallel ranks that this one belongs to, all but the whole, by size."""
         own = expert_coordinates(plan, at)
@@ -100,7 +102,7 @@ class ProcessGroups:
 
     def _expert_axis(self, own: ExpertCoordinates) -> ExpertAxis:
         ranks = self._expert_ranks(self._at.dp_replicate, edp=own.edp, etp=own.etp)
-        axis = ExpertAxis(_new_group(ranks), len(ranks), own.ep)
+        axis = ExpertAxis(self._new_group(ranks), len(ranks), own.ep)
         inner = self._plan.expert_dispatch(self._plan.mesh(self._at.pp)).inner
         if inner == 1:
             return axis
@@ -108,8 +110,8 @@ class ProcessGroups:
         near, far = ranks[group * inner : (group + 1) * inner], ranks[place::inner]
         return replace(
             axis,
-            inner=ExpertAxis(_new_group(near), len(near), place),
-            outer=ExpertAxis(_new_group(far), len(far), group),
+            inner=ExpertAxis(self._new_group(near), len(near), place),
+            outer=ExpertAxis(self._new_group(far), len(far), group),
         )
 
     def _make_expert_data_mesh(self, own: ExpertCoordinates) -> DeviceMesh:
@@ -117,7 +119,7 @@ class ProcessGroups:
         group = self._group_of_itself()
         ranks = [self._expert_ranks(n, ep=own.ep, etp=own.etp) for n in range(mesh.dp_replicate)]
         if mesh.expert_state_shards > 1:
-            group = _new_group(ranks[self._at.dp_replicate])
+            group = self._new_group(ranks[self._at.dp_replicate])
         if _REPLICATE not in self.by_axis:
             return self._shard_mesh(group)
         return DeviceMesh.from_group(
@@ -145,17 +147,17 @@ class ProcessGroups:
         here = ranks.index(rank_at(self._plan, self._at))
 
         def neighbours(size: int) -> dist.ProcessGroup | None:
-            return None if size == len(ranks) else _new_group(ranks[here // size * size :][:size])
+            return None if size == len(ranks) else self._new_group(ranks[here // size * size :][:size])
 
         grads = self._plan.reduce_ranks(mesh)
         params, near = neighbours(self._plan.gather_ranks(mesh)), neighbours(grads)
-        return ShardLevels(params, near, None if near is None else _new_group(ranks[here % grads :: grads]))
+        return ShardLevels(params, near, None if near is None else self._new_group(ranks[here % grads :: grads]))
 
     def _shard_mesh(self, group: dist.ProcessGroup) -> DeviceMesh:
         return DeviceMesh.from_group(group, self._device.type, mesh_dim_names=(_SHARD,))
 
     def _group_of_itself(self) -> dist.ProcessGroup:
-        self._alone = self._alone or _new_group([rank_at(self._plan, self._at)])
+        self._alone = self._alone or self._new_group([rank_at(self._plan, self._at)])
         return self._alone
 
     def _ulysses_group(self) -> dist.ProcessGroup | None:
@@ -163,40 +165,39 @@ class ProcessGroups:
         if context.ulysses in (1, context.size):
             return None
         first = self._at.cp // context.ulysses * context.ulysses
-        return _new_group(ranks_along(self._plan, self._at, ("cp",))[first : first + context.ulysses])
+        return self._new_group(ranks_along(self._plan, self._at, ("cp",))[first : first + context.ulysses])
 
     def _context_blocks(self) -> dict[int, dist.ProcessGroup]:
         ranks, found, size = ranks_along(self._plan, self._at, ("cp",)), {}, 2
         while size < len(ranks):
             first = self._at.cp // size * size
-            found[size] = _new_group(ranks[first : first + size])
+            found[size] = self._new_group(ranks[first : first + size])
             size *= 2
         return found
 
     def _island_group(self) -> dist.ProcessGroup:
         size = self._plan.island_size
-        return _new_group(range(self._at.island * size, (self._at.island + 1) * size))
+        return self._new_group(range(self._at.island * size, (self._at.island + 1) * size))
 
     def _islands_axis(self) -> IslandAxis:
         """Make the groups for exchanges between islands; none of them serves anything else, so that exchanges may run
         beside the passes."""
         ranks = [rank_at(self._plan, replace(self._at, island=island)) for island in range(self._plan.islands)]
-        peers, everyone = (_new_group(them, ISLANDS_TIMEOUT) for them in (ranks, range(self._plan.world_size)))
+        peers, everyone = (self._new_group(them, ISLANDS_TIMEOUT) for them in (ranks, range(self._plan.world_size)))
         return IslandAxis(peers, everyone, self._plan.islands, self._at.island)
 
     def _pipeline_axis(self) -> PipelineAxis:
         """Make the group of ranks with one member on each pipeline rank that this one belongs to."""
         ranks = tuple(rank_at(self._plan, replace(self._at, pp=pp_rank)) for pp_rank in range(self._plan.pp))
-        return PipelineAxis(_new_group(ranks), ranks, self._at.pp)
+        return PipelineAxis(self._new_group(ranks), ranks, self._at.pp)
+
+    def _new_group(self, ranks: Sequence[int], timeout: timedelta | None = None) -> dist.ProcessGroup:
+        group = dist.new_group(list(ranks), timeout=timeout or self._timeout, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
 
 
 def ranks_along(plan: Plan, at: MeshCoordinates, axes: Sequence[str]) -> list[int]:
     """Return the world ranks that differ from the one at `at` along `axes` only, the last axis changing fastest."""
     sizes = (range(getattr(plan.mesh(at.pp), axis)) for axis in axes)
     return [rank_at(plan, replace(at, **dict(zip(axes, index, strict=True)))) for index in product(*sizes)]
-
-
-def _new_group(ranks: Sequence[int], timeout: timedelta | None = None) -> dist.ProcessGroup:
-    group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group

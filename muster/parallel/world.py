@@ -30,7 +30,12 @@ from muster.spec.units import pluralize
 T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
-"""Time after which a rank gives up waiting for the others in a collective."""
+"""Time after which a rank gives up waiting for the others in a collective of all ranks, or for a message."""
+GROUP_TIMEOUT = timedelta(minutes=30)
+"""The same in a collective of some of the ranks, where more time than COLLECTIVE_TIMEOUT is wanted; else PyTorch's own
+(30 minutes with gloo, 10 with NCCL)."""
+HANG_MARGIN = timedelta(minutes=2)
+"""Time from when a hang is noticed until its cause is found and said; nobody gives up before."""
 FINALIZE_TIMEOUT = timedelta(days=1)
 """Time for which the other ranks wait at the end while rank 0 works alone."""
 
@@ -180,13 +185,16 @@ def open_world(
     generation: int = 0,
     device: torch.device | None = None,
     heartbeat: Heartbeat | None = None,
+    hang_timeout_s: float = 0.0,
 ) -> Iterator[World]:
     """Join `size` ranks under this generation's prefix of the launcher's store, yield the World, and leave together at
     the end.
 
     A rank that leaves early can abort slower ones, so a normal exit ends with a barrier. An exception skips it, because
-    the others may never come. A process that has opened a World before gives that one's `heartbeat`.
+    the others may never come. A process that has opened a World before gives that one's `heartbeat`. Where a hang is
+    noticed after `hang_timeout_s`, ranks wait for each other for longer than that.
     """
+    timeout = max(COLLECTIVE_TIMEOUT, timedelta(seconds=hang_timeout_s) + HANG_MARGIN)
     where = open_heartbeat() if heartbeat is None else heartbeat
     where.update("join")
     prefixed = dist.PrefixStore(f"generation-{generation}", store)
@@ -199,10 +207,11 @@ def open_world(
             store=prefixed,
             rank=rank,
             world_size=size,
-            timeout=COLLECTIVE_TIMEOUT,
+            timeout=timeout,
         )
         at = coordinates_of(plan, rank)
-        world = World(generation, rank, size, plan, at, device, prefixed, ProcessGroups(plan, at, device), where)
+        groups = ProcessGroups(plan, at, device, None if timeout == COLLECTIVE_TIMEOUT else max(GROUP_TIMEOUT, timeout))
+        world = World(generation, rank, size, plan, at, device, prefixed, groups, where)
         where.generation = generation
         where.update("join")  # the launcher sees by the generation that this rank is there
         yield world

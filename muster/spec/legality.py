@@ -118,10 +118,14 @@ def _order(plan: Plan, workload: Workload) -> Iterator[str]:
     """Check the pinned result of a schedule search."""
     order = plan.pinned_schedule
     if not plan.schedule_entry.searched:
+        searched = ", ".join(name for name, entry in SCHEDULES.items() if entry.searched)
         if order is not None:
-            yield f"pinned_schedule is for searched schedules (auto, exact), not for {plan.schedule}: leave it out"
+            yield f"pinned_schedule is for searched schedules ({searched}), not for {plan.schedule}: leave it out"
         if plan.max_in_flight_micro_batches is not None:
-            yield f"max_in_flight_micro_batches is for auto and exact; schedule {plan.schedule} holds a fixed number"
+            yield (
+                f"max_in_flight_micro_batches is for searched schedules ({searched}); schedule {plan.schedule} holds a"
+                " fixed number"
+            )
         return
     if plan.max_in_flight_micro_batches is not None and plan.max_in_flight_micro_batches < 1:
         yield (

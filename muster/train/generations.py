@@ -177,7 +177,7 @@ class _Rank:
         if place.generation:
             self._agree_on_plan(place, own)
         require_same_config(self._config, self._plan, self._dataset.fingerprint, own, place.rank)
-        beside = place.generation, None, self._heartbeat
+        beside = place.generation, None, self._heartbeat, self._config.train.hang_timeout_s
         with (
             open_world(store, place.rank, place.world_size, self._plan, *beside) as world,
             limit_of_run(self._config, self._plan, world) as limit,
