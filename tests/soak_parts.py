@@ -46,16 +46,12 @@ PARTS: dict[str, tuple[str, ...]] = {
         "test_memory_forecast.py::test_forecast_of_random_vocabulary_shards_of_wide_models_is_what_pytorch_counts",
     ),
     "context": (
-        *(
-            "test_context_parallel.py",
-            "test_context_memory.py",
-            "test_dynamic_groups.py",
-            "test_linear_attention.py",
-            "test_latent_attention.py",
-            "test_tiling.py",
-        ),
-        "test_sequence_slices.py",
+        "test_context_parallel.py",
+        "test_context_memory.py",
+        "test_dynamic_groups.py",
+        "test_tiling.py",
     ),
+    "attention": ("test_linear_attention.py", "test_latent_attention.py", "test_sequence_slices.py"),
     "experts": ("test_experts.py", "test_expert_moves.py", "test_multi_token_prediction.py", "test_pass_pairs.py"),
     "parity": ("test_parity.py", "test_grad_reduce.py", "test_dropout.py"),
     "overlap": (
