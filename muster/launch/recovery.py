@@ -120,7 +120,7 @@ class ElasticSupervisor(RankSupervisor):
         self._start_spares()
 
     def _note_states(self) -> None:
-        """Note whose states the ranks hold, now that they do."""
+        """Note the states that the ranks hold now."""
         states = self._elastic.states_by_size.get(len(self.ranks))
         self._states = {} if states is None else {rank: states[rank.rank] for rank in self.ranks}
 

@@ -345,15 +345,15 @@ class StragglerDetector:
         once they are slow without, and the stragglers that are over, which two checks haven't found."""
         now = {one.key: one for one in found}
         self._in_a_row = Counter({key: self._in_a_row[key] + 1 for key in now})
-        alone = [key for key, one in now.items() if not one.waits_for_core]
-        self._unexplained = Counter({key: self._unexplained[key] + 1 for key in alone})
+        unexplained = [key for key, one in now.items() if not one.waits_for_core]
+        self._unexplained = Counter({key: self._unexplained[key] + 1 for key in unexplained})
         self._missing = Counter({key: self._missing[key] + 1 for key in self.confirmed if key not in now})
         over = [self.confirmed.pop(key) for key, count in self._missing.items() if count == 2]
         before = dict(self.confirmed)
         for key, one in now.items():
-            is_alone = one.kind in WRONG or self._unexplained[key] >= CONFIRMING_CHECKS
-            waits = not is_alone and (key not in before or before[key].waits_for_core)
-            if key in before or is_alone or self._in_a_row[key] >= CONFIRMING_CHECKS_OF_WAITS:
+            is_unexplained = one.kind in WRONG or self._unexplained[key] >= CONFIRMING_CHECKS
+            waits = not is_unexplained and (key not in before or before[key].waits_for_core)
+            if key in before or is_unexplained or self._in_a_row[key] >= CONFIRMING_CHECKS_OF_WAITS:
                 self.confirmed[key] = replace(one, waits_for_core=waits)
         for key in _explained_units(self.confirmed):
             del self.confirmed[key]

@@ -63,7 +63,7 @@ class ExpertMoves:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step; the same on every rank."""
+    """Result of one optimizer step; all but the times is the same on every rank."""
 
     step: int
     loss: float

@@ -66,6 +66,7 @@ class ElasticNodes(ElasticSupervisor):
         self._start_spares()
 
     def _note_states(self) -> None:
+        """Note the states that the ranks hold now, and the nodes that hold their copies."""
         super()._note_states()
         self._ring = tuple(dict.fromkeys(rank.node for rank in self.ranks))
 
