@@ -10,18 +10,25 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from muster.config.cluster_files import load_cluster
+from muster.cost.time import param_communication
 from muster.cost.time.attention import SINK_PASSES
 from muster.cost.time.layer import LOGIT_BYTES
 from muster.cost.time.mlp import CLAMPED_SWIGLU_PASSES
+from muster.cost.time.pass_cost import OVERLAP_SLOWDOWN
+from muster.cost.time.plan_times import plan_times
 from muster.cost.time.sublayer import FP8_CAST_BYTES, FP8_LAYOUT_BYTES
 from muster.model import norms
 from muster.model.attention_sinks import add_sinks_, sink_gradients
 from muster.model.kernels import clamped_swiglu
 from muster.parallel import compile as compiling
 from muster.parallel.axis import PendingTensor
+from muster.schedule.resolve import resolve_schedule
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import MUSTER
-from tests.fake_gpu import OperatorLog
+from muster.spec.plan_name import parse_plan_name
+from tests.fake_gpu import Module, OperatorLog, Watch
+from tests.parity import small_run
 from tests.test_fake_gpu import fake_factories, watch_step
 
 __all__ = ["fake_factories"]
@@ -234,7 +241,10 @@ def waits_within_passes(patch: pytest.MonkeyPatch, plan: str) -> bool:
 
 def overlaps_whole_passes_only(patch: pytest.MonkeyPatch) -> bool:
     split = "dp2-pp2-szbh1-z1"
-    return not waits_within_passes(patch, split) and not any(before_last_matmul(step(split), SCATTER))
+    reduces_within_halves = any(hidden_collectives(f"szbh1-{zero}")[1] for zero in ("z2", "z3"))
+    return not (
+        waits_within_passes(patch, split) or any(before_last_matmul(step(split), SCATTER)) or reduces_within_halves
+    )
 
 
 def joint_ends(patch: pytest.MonkeyPatch) -> bool:
@@ -242,6 +252,46 @@ def joint_ends(patch: pytest.MonkeyPatch) -> bool:
     log = step("dp2-z1")
     assert not before_last_matmul(log, SCATTER)[-1]
     return len(log.where(GATHER)) == len(log.where(SCATTER)) == LAYERS + 1
+
+
+class CollectiveWatch(Watch):
+    """A watch that finds the gathers and reductions beside which a matmul runs: its stream hasn't waited for them."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self._launched: list[tuple[str, int, int]] = []
+        """Collective, its stream and its number in this."""
+        self._hidden: set[tuple[str, int, int]] = set()
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self._launched, self._hidden = [], set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        name, stream = func.overloadpacket.__name__, Module.current_stream()
+        if name in (GATHER, SCATTER):
+            self._launched.append((name, stream.id, stream.launch()))
+        elif name == "mm":
+            self._hidden.update(one for one in self._launched if stream.known.get(one[1], 0) < one[2])
+        return result
+
+    def num_hidden(self, name: str) -> int:
+        """Return the collectives of a kind that a matmul runs beside, for each micro-batch."""
+        return sum(one[0] == name for one in self._hidden) // MICRO_BATCHES
+
+
+@cache
+def hidden_collectives(words: str) -> tuple[int, int]:
+    """Return the gathers and the reductions of each micro-batch that matmuls run beside, on the middle one of three
+    pipeline ranks, which has two layers."""
+    seen = watch_step({"plan": f"dp2-pp3-{words}", "layers": 6, "batch": 2 * MICRO_BATCHES}, 2, CollectiveWatch)
+    return seen.num_hidden(GATHER), seen.num_hidden(SCATTER)
+
+
+def overlap_fsdp(patch: pytest.MonkeyPatch) -> bool:
+    """Those of all layers but one, in each pass."""
+    return (hidden_collectives("z2"), hidden_collectives("z3")) == ((0, 1), (2, 1))
 
 
 def per_parameter_collectives(patch: pytest.MonkeyPatch) -> bool:
@@ -342,7 +392,6 @@ NOT_RUN = {
     "fp8": ("fp8_activations",),
     "what the plan decides (tp_overlap)": ("async_tp",),
     "moments of another storage": ("moment_bytes",),
-    "streams of FSDP2, which the order of calls on a CPU doesn't show": ("overlap_fsdp",),
     "turns of two passes, which tests/test_pass_pairs.py holds to those predicted": ("overlap_pairs",),
     "graphs of kernels, which nothing in Muster makes": ("cuda_graphs", "graphed"),
     "other programs' experts, dispatchers and modules": (
@@ -364,7 +413,7 @@ CHECKS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
         fused_loss, loss_keeps_gradient, early_stop_recompute, repeats_last_tp_matmul, gathered_logits, dropout,
         fused_grad_accumulation,
         grad_bytes, all_reduce_grads, replica_reduce_once,
-        overlap_grad_reduce, overlap_param_gather, overlaps_whole_passes_only, joint_ends,
+        overlap_grad_reduce, overlap_param_gather, overlaps_whole_passes_only, joint_ends, overlap_fsdp,
         per_parameter_collectives, broadcast_updates, overlap_p2p,
         scatter_gather_p2p, joint_input_grad_reduce, overlap_tp_grad_reduce, symmetric_memory, blocking_launches,
         recasts_fp8,
@@ -391,6 +440,25 @@ OWN_STEPS = (
 )
 def test_a_trait_is_what_the_program_does(trait: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert getattr(MUSTER, trait) == CHECKS[trait](monkeypatch)
+
+
+@pytest.mark.parametrize("words", ["z2", "z3", "szbh1-z2", "szbh1-z3"])
+def test_passes_run_beside_as_many_gathers_and_reductions_as_predictions_hide(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of collectives that are predicted to be much shorter than passes. W hides none, since it reduces when its matmuls
+    are over."""
+    each_s, run = 1e-9, small_run(layers=6)
+    for collective in ("all_gather_s", "reduce_scatter_s"):
+        monkeypatch.setattr(param_communication, collective, lambda group, size: each_s)
+    plan = resolve_schedule(parse_plan_name(f"dp2-pp3-{words}-bf16"), run.model, run.workload)
+    exposed_s = plan_times(run.model, plan, run.workload, load_cluster("6xh100")).exposed_s
+    gathers, reductions = 2 * ("z3" in words), 2
+    by_pass = {"I": gathers, "W": reductions} if plan.split_backward else {"B": gathers + reductions}
+    by_pass["F"] = gathers
+    hidden_s = sum(number * each_s - exposed_s[kind, 1].get("dp", 0.0) for kind, number in by_pass.items())
+    expected = hidden_s / (1 - OVERLAP_SLOWDOWN) / each_s
+    assert sum(hidden_collectives(words)) == pytest.approx(expected)
 
 
 def test_every_trait_is_counted_or_has_a_reason_why_not() -> None:

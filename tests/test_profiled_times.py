@@ -133,10 +133,11 @@ def test_each_level_of_sharding_gathers_and_reduces_where_it_does():
     for zero in ("z1", "z2", "z3"):
         plan = Plan(pp=4, dp_shard=2, precision="fp32", default_strategy=LayerStrategy(zero=zero))
         times = profiled_times(SMALL, plan, WORKLOAD, machine())
-        forward, backward = (times.exposed_s.get((kind, 1), {}).get("dp", 0.0) for kind in "FB")
+        forward, backward, inputs, weights = (times.exposed_s.get((kind, 1), {}).get("dp", 0.0) for kind in "FBIW")
         assert forward == pytest.approx(gather_s if zero == "z3" else 0, rel=1e-3)
         expected = (gather_s if zero == "z3" else 0) + (reduce_s if zero != "z1" else 0)
         assert backward == pytest.approx(expected, rel=1e-3)
+        assert (inputs, weights) == pytest.approx((forward, reduce_s if zero != "z1" else 0), rel=1e-3)
         assert times.seconds["UNSHARD", 1] == pytest.approx(gather_s, rel=1e-3)
         assert times.seconds["REDUCE_GRAD", 1] == pytest.approx(reduce_s, rel=1e-3)
 

@@ -89,7 +89,8 @@ class FrameworkTraits(Frozen):
     """The all-gather of updated parameters overlaps the first forward."""
     overlaps_whole_passes_only: bool = False
     """Neither overlaps passes that are split, replayed from graphs, or leave out the vocabulary's layers
-    (`Plan.overlaps_data_parallel`)."""
+    (`Plan.overlaps_data_parallel`); nor do the reductions of z2 and z3 overlap the half of a split backward that
+    computes weights' gradients."""
     joint_ends: bool = False
     """Under z1 embedding and head are gathered and reduced as one bucket, before the first layer and after all others:
     no pass hides it. Each bucket of layers is a collective of its own; otherwise all parameters count as one."""

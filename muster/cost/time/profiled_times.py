@@ -185,12 +185,14 @@ class _StagePasses:
         if known:
             cost.add_end_of_run(next(iter(known.values())), self.trained is None or self.trained.layers[0][0])
         cost.add(self._embedding_and_head(self.param_shapes.get("", {})))
-        self._add_sharding(cost)
+        reductions_s = self._add_sharding(cost)
         forward_s, backward_s = self._overhead(Kind.F), self._overhead(Kind.B)
         yield Kind.F, cost.forward_s + forward_s, dict(cost.forward_exposed_s)
-        yield Kind.B, cost.input_grad_s + cost.weight_grad_s + backward_s, dict(cost.backward_exposed_s)
         yield Kind.I, cost.input_grad_s + backward_s / 2, dict(cost.backward_exposed_s)
-        yield Kind.W, cost.weight_grad_s + backward_s / 2, {}
+        yield Kind.W, cost.weight_grad_s + backward_s / 2, reductions_s
+        for axis, time_s in reductions_s.items():
+            cost.backward_exposed_s[axis] += time_s
+        yield Kind.B, cost.input_grad_s + cost.weight_grad_s + backward_s, dict(cost.backward_exposed_s)
         gathered_s = sum(map(self._gather, self._buckets()))
         yield Kind.UNSHARD, gathered_s + self._overhead(Kind.UNSHARD), {}
         yield Kind.REDUCE_GRAD, self._reduce_all() + self._overhead(Kind.REDUCE_GRAD), {}
@@ -517,17 +519,16 @@ class _StagePasses:
         """Return the seconds to reduce the gradients of all buckets, as far as these are trained."""
         return sum(map(self._reduce, self._buckets())) * (1.0 if self.trained is None else self.trained.gradient_share)
 
-    def _add_sharding(self, cost: ProfiledCost) -> None:
-        """Add the gathers and reductions within passes."""
+    def _add_sharding(self, cost: ProfiledCost) -> dict[str, float]:
+        """Add the gathers within passes, and return by axis the seconds of the reductions that end a backward."""
         if self.mesh.grad_sum_size == 1 and not self.plan.offloads_params:
-            return
+            return {}
         buckets, zero = self._buckets(), self.plan.pass_strategy(0).zero
         if zero == "z3":
             layers = buckets[: len(buckets) - bool(self.param_shapes.get(""))]
             cost.forward_exposed_s["dp"] += sum(self._gather(bucket, in_pass=True) for bucket in buckets)
             cost.backward_exposed_s["dp"] += sum(self._gather(bucket, in_pass=True) for bucket in layers)
-        if zero != "z1":
-            cost.backward_exposed_s["dp"] += self._reduce_all()
+        return {} if zero == "z1" else {"dp": self._reduce_all()}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

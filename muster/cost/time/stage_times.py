@@ -230,7 +230,11 @@ class StageTimes:
         gathers *= 1.0 if self.trained is None else self.trained.backward_share
         yield "B", self._with_data_parallel(backward, gathers * gather_s, reduce_s)
         yield "I", self._with_data_parallel(recompute + input_grads, gathers * gather_s, 0.0)
-        yield "W", self._with_data_parallel(weight_grads, 0.0, reduce_s)
+        if self.placed.framework.overlaps_whole_passes_only:
+            # W reduces once all weights have their gradients, and the next pass waits for the end (`finish_backward`).
+            yield "W", weight_grads + PassCost(exposed_s={"dp": reduce_s})
+        else:
+            yield "W", self._with_data_parallel(weight_grads, 0.0, reduce_s)
 
     def _compute(self) -> tuple[PassCost, PassCost, PassCost, PassCost]:
         """Return the cost of forward, input gradients, weight gradients and recompute of one micro-batch."""
