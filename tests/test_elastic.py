@@ -41,7 +41,7 @@ from muster.report.approximation import Approximation, RebuiltStage, write_appro
 from muster.report.recoveries import loss_causes, recoveries_note, recoveries_of
 from muster.report.run_files import read_metrics
 from muster.schedule.action import Action, Kind
-from muster.spec.errors import InfeasibleError
+from muster.spec.errors import InfeasibleError, MusterError
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.train import generations
@@ -288,6 +288,27 @@ def test_ranks_go_on_where_no_process_can_be_started_for_lost_ones(
     assert [(row["ranks"], row["world_size"]) for row in recoveries(tmp_path)] == [([2], 2), ([], 3)]
     said = capfd.readouterr().out
     assert "no other process can be started for now: [Errno 24] Too many open files" in said
+
+
+def test_fewer_ranks_go_on_where_no_process_can_be_started_for_one_of_two(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One spare waits; a second one, for which there is room, can't be started just then."""
+    start, failures = ElasticSupervisor._start_spare, iter([MusterError("could not start a spare (x: no memory)")])
+
+    def start_or_fail(job: ElasticSupervisor) -> SupervisedRank:
+        if any(rank.failed for rank in job.ranks) and (error := next(failures, None)) is not None:
+            raise error
+        return start(job)
+
+    monkeypatch.setattr(recovery, "wait_before", lambda number: 0.0)
+    monkeypatch.setattr(ElasticSupervisor, "_start_spare", start_or_fail)
+    status = run_job(tmp_path, iter(["killed-1 killed-2", "end"]), Elasticity(1, (2,)))
+    assert status.code == 0
+    sizes = [row["world_size"] for row in recoveries(tmp_path)]
+    assert sizes[-2:] == [2, 3], "the second of two may be noticed after the first has been replaced"
+    said = capfd.readouterr().out
+    assert "no other process can be started for now: could not start a spare (x: no memory)" in said
 
 
 def test_lost_ranks_are_replaced_where_there_is_no_smaller_number(tmp_path: Path) -> None:

@@ -182,13 +182,29 @@ class ElasticSupervisor(RankSupervisor):
         return status.reason if status.restartable else None
 
     def _smaller_size(self, failed: list[SupervisedRank]) -> int | None:
-        """Return the most ranks that can go on without the failed ones; None where these are replaced."""
+        """Return the most ranks that can go on without the failed ones; None where these are replaced, by processes
+        that are started if need be and this machine allows it."""
         ready = len(self._ready_spares())
-        started = len(self._waiting_spares()) + self._room() if self._elastic.num_spares else ready
-        if started >= len(failed):
+        possible = len(self._waiting_spares()) + self._room() if self._elastic.num_spares else ready
+        if possible >= len(failed) and self._provide_spares(len(failed)):
             return None
         left = len(self.running()) + ready
         return max((size for size in self._elastic.smaller_sizes if size <= left), default=None)
+
+    def _provide_spares(self, count: int) -> bool:
+        """Start processes until so many wait for a place; returns False where this machine refuses one."""
+        try:
+            while len(self._waiting_spares()) < count:
+                self._spares.append(self._start_spare())
+        except (MusterError, OSError) as error:
+            self._say_no_start(error)
+            return False
+        return True
+
+    def _say_no_start(self, error: Exception) -> None:
+        """Say that a process can't be started, and remember to try again."""
+        print(f"no other process can be started for now: {error}", flush=True)
+        self._lacks_spares = True
 
     def _let_ranks_leave(self) -> None:
         """Let ranks go on in another generation from the end of a step, where they ask for one or others are ready to
@@ -234,8 +250,7 @@ class ElasticSupervisor(RankSupervisor):
         try:
             return self._start_spares() > 0
         except (MusterError, OSError) as error:
-            print(f"no other process can be started for now: {error}", flush=True)
-            self._lacks_spares = True
+            self._say_no_start(error)
             return True
 
     def _announce(self, size: int, reason: str, changes_plan: bool = False) -> None:

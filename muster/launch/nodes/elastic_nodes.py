@@ -77,7 +77,9 @@ class ElasticNodes(ElasticSupervisor):
         return self._remote[number]
 
     def _start_spare(self) -> SupervisedRank:
-        """Start a process that waits for a place, on the node with the most room."""
+        """Start a process that waits for a place, on the node whose memory is needed, or that with the most room."""
+        if (needed := self._needed_node()) is not None and all(one.node != needed for one in self._waiting_spares()):
+            return self._start_on(needed)
         room = self._room_of_nodes()
         return self._start_on(max(sorted(room), key=lambda node: room[node]))
 
