@@ -44,6 +44,8 @@ SPREADS = 4.0
 """Median absolute deviations by which the time of a slow link must be above the median of all links."""
 NOISE_SIGMAS = 2.5
 """Standard deviations of the noise by which a time must be above the others'."""
+NOISE_SIGMAS_OF_MEDIAN = 4.0
+"""The same for a median of a few steps, whose noise has a longer tail than that of the shortest."""
 NOISE_CHECKS = 40
 """Checks from which the noise is known."""
 QUARTILE_CHECKS = 8
@@ -161,8 +163,9 @@ class NoiseEstimate:
     """Logarithms of the last check's times, less their mean, by what was timed."""
     _changes: dict[Hashable, deque[float]] = field(default_factory=dict)
 
-    def factor(self, subject: Hashable, times_s: Sequence[float]) -> float:
-        """Take the times of the next check; return the ratio to the others from which one is more than noise.
+    def factor(self, subject: Hashable, times_s: Sequence[float], sigmas: float = NOISE_SIGMAS) -> float:
+        """Take the times of the next check; return the ratio to the others from which one is more than noise, by so
+        many standard deviations.
 
         The standard deviation is 1.4826 times the median of absolute deviations, or their upper quartile over 1.1503,
         as for a normal distribution: the larger, since noise of other programs has a longer tail. A difference of two
@@ -183,7 +186,7 @@ class NoiseEstimate:
         if len(changes) < QUARTILE_CHECKS * len(now):  # of so few one that has just become slow would be the quartile
             upper = 0.0
         sigma = max(1.4826 * middle, upper / 1.1503) / sqrt(2) * sqrt(len(now) / (len(now) - 1))
-        return exp(NOISE_SIGMAS * sigma)
+        return exp(sigmas * sigma)
 
 
 def find_stragglers(
@@ -246,10 +249,10 @@ def _slow_compute(
         scales = [usual_s / expected_s[unit[0]] for unit in units]
         waits_s = [max(times[rank].core_wait_s for rank in unit) for unit in units]
         usual_wait_s = median_low(waits_s)
-        for which in ("compute_s", "median_compute_s"):
+        for which, sigmas in (("compute_s", NOISE_SIGMAS), ("median_compute_s", NOISE_SIGMAS_OF_MEDIAN)):
             of_unit_s = (min(getattr(times[rank], which) for rank in unit) for unit in units)
             passes_s = [one * scale for one, scale in zip(of_unit_s, scales, strict=True)]
-            least = max(factor, noise.factor((which, number), passes_s))
+            least = max(factor, noise.factor((which, number), passes_s, sigmas))
             for at, ratio in _slower(passes_s, least, LEAST_EXCESS_S["compute"]):
                 without_wait = ratio * (1 - (waits_s[at] - usual_wait_s) * scales[at] / passes_s[at])
                 waits = without_wait <= least
