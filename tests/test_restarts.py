@@ -14,7 +14,7 @@ from muster.launch import restarts as module
 from muster.launch.exit_status import ExitStatus, RankExit, determine_exit_status
 from muster.launch.rank_errors import make_rank_error
 from muster.launch.restarts import Restarts
-from muster.report.run_files import restarts_note
+from muster.report.run_files import read_metrics, restarts_note
 from muster.spec.errors import MusterError
 from muster.train.preflight import notes
 from tests.train_runs import QUICK, Command, assert_same_training, whole_run
@@ -110,6 +110,8 @@ def test_a_run_that_loses_a_rank_starts_again_and_is_the_same(tmp_path_factory: 
     assert "lost (steps done again)" in page
     attempts = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
     assert [(one["step"], one["lost_steps"]) for one in attempts] == [(0, 0), (6, 2)]
+    (restart,) = read_metrics(run / "restarts.jsonl")
+    assert attempts[0]["launched"] == attempts[1]["launched"] == restart["launched"] < attempts[0]["started"]
     time = json.loads((run / "result.json").read_text())["wall_time"]
     parts = time["productive_s"], time["lost_s"], time["recovering_s"], time["other_s"]
     assert min(parts) > 0

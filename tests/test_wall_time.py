@@ -91,6 +91,43 @@ def test_a_restart_before_the_first_step_is_logged_is_a_recovery(tmp_path: Path)
     assert (time.recovering_s, time.stopped_s, time.total_s) == (20, 0, 31)
 
 
+def test_a_pause_after_the_launcher_has_given_up_is_no_recovery(tmp_path: Path) -> None:
+    """Three restarts lead to no step; people start the run again after 2 h, in vain, and after 7 h."""
+    metrics, restarts = tmp_path / "metrics.jsonl", tmp_path / "restarts.jsonl"
+    append_attempt(tmp_path, attempt_row(started=5, begins=10, step=0, metrics=metrics, launched=0))
+    write_rows(metrics, range(1, 11), written=30)
+    for time, launched in ((31, 0), (40, 0), (50, 0), (7300, 7200)):
+        append_row(restarts, {"time": time, "step": 10, "launched": launched})
+    draft = tmp_path / "config.next.yaml"
+    draft.write_text("")
+    os.utime(draft, (25200, 25200))
+    waiting = split_wall_time(tmp_path, 25205)
+    assert waiting is not None
+    assert (waiting.recovering_s, waiting.stopped_s, waiting.other_s) == (20, 25150, 10)
+    draft.unlink()
+    append_attempt(tmp_path, attempt_row(started=25210, begins=25230, step=10, metrics=metrics, launched=25200))
+    append_row(restarts, {"time": 25240, "step": 10, "launched": 25200})
+    append_attempt(tmp_path, attempt_row(started=25245, begins=25250, step=10, metrics=metrics, launched=25200))
+    write_rows(metrics, range(1, 21), written=25270)
+    time = split_wall_time(tmp_path, 25270)
+    assert time is not None
+    assert (time.recovering_s, time.stopped_s, time.productive_s, time.other_s) == (20 + 20, 25180, 40, 5)
+
+
+def test_a_rank_that_is_lost_while_a_run_starts_again_makes_its_pause_no_recovery(tmp_path: Path) -> None:
+    """The first line of the second attempt is that of the generation after the loss."""
+    metrics = tmp_path / "metrics.jsonl"
+    append_attempt(tmp_path, attempt_row(started=5, begins=10, step=0, metrics=metrics, launched=0))
+    write_rows(metrics, range(1, 11), written=30)
+    own = {"step": 10, "metrics": metrics, "launched": 90030.0}
+    append_attempt(tmp_path, attempt_row(started=90035, begins=90040, generation=1, **own))
+    append_attempt(tmp_path, attempt_row(started=90045, begins=90047, generation=2, **own))
+    write_rows(metrics, range(1, 21), written=90067)
+    time = split_wall_time(tmp_path, 90067)
+    assert time is not None
+    assert (time.recovering_s, time.stopped_s, time.productive_s) == (7, 90010, 40)
+
+
 def test_an_attempt_that_cannot_resume_follows_a_pause(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     append_attempt(tmp_path, attempt_row(started=0, begins=1, step=0, metrics=metrics))

@@ -5,6 +5,7 @@ the newest state; an error in the request would only come again. Attempts that g
 time, so that a machine that needs a minute is given it, and are limited, so that a job that can't go on ends.
 """
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,6 +17,19 @@ from muster.spec.units import pluralize
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 """Seconds before the second restart in a row without progress, doubled for each further one, and their limit."""
+_LAUNCH_TIME_VARIABLE = "MUSTER_LAUNCH_TIME"
+"""Environment variable, which ranks inherit, with the time at which a person started their launcher."""
+
+
+def note_launch_time() -> None:
+    """Note that a person has started this launcher now."""
+    os.environ[_LAUNCH_TIME_VARIABLE] = str(time.time())
+
+
+def launch_time() -> float | None:
+    """Return when a person started this process's launcher, in seconds since 1970; None where nobody noted it."""
+    noted = os.environ.get(_LAUNCH_TIME_VARIABLE)
+    return None if noted is None else float(noted)
 
 
 def wait_before(attempt: int) -> float:
@@ -63,6 +77,7 @@ class Restarts:
 
     def _record(self, status: ExitStatus, step: int) -> None:
         row = {"time": time.time(), "step": step, "reason": status.reason, "rank": status.rank, "host": status.host}
+        row["launched"] = launch_time()
         try:
             append_row(self.run_dir / RESTARTS_FILE, row)
         except OSError as error:

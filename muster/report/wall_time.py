@@ -1,5 +1,6 @@
 """Wall time of a run, split into steps that count and what attempts, failures and pauses took beside them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -11,6 +12,7 @@ from muster.report.recoveries import recoveries_of
 from muster.report.run_files import RECOVERIES_FILE, RESTARTS_FILE, append_row, read_metrics
 from muster.spec.formatting import format_fraction, format_seconds
 
+Row = Mapping[str, Any]
 ATTEMPTS_FILE = "attempts.jsonl"
 """File of a run directory with a line for each attempt, written when its first step begins."""
 
@@ -29,9 +31,9 @@ class WallTime:
     """Steps that were done again, because a failure came before they were saved."""
     recovering_s: float
     """From the last step that was logged before a failure to the first after its restart by the launcher, or the
-    recovery without one."""
+    recovery without one; to the launcher's last restart where none led to a step."""
     stopped_s: float
-    """The same where a person started the run again."""
+    """From there to the first step after a person had started the run again."""
     other_s: float
     """Start, validation, and waiting for checkpoints."""
     restarts: int
@@ -44,13 +46,20 @@ class WallTime:
 
 
 def attempt_row(
-    started: float, begins: float, step: int, metrics: Path, generation: int = 0, plan: str = ""
+    started: float,
+    begins: float,
+    step: int,
+    metrics: Path,
+    generation: int = 0,
+    plan: str = "",
+    launched: float | None = None,
 ) -> dict[str, Any]:
     """Return an attempt's line of attempts.jsonl; call it before the metrics of steps to be repeated are dropped.
 
     `started` is the time when its ranks were ready, `begins` that when its first step begins, after `step`; in seconds
     since 1970. Ranks of a later `generation` go on in the processes of the one before. Steps that were kept but not
-    logged took `unlogged_s`. `plan` is the hash of its plan.
+    logged took `unlogged_s`. `plan` is the hash of its plan. `launched` is the time at which a person started its
+    launcher.
     """
     rows = read_metrics(metrics)
     repeated = [row for row in rows if row["step"] > step]
@@ -64,12 +73,13 @@ def attempt_row(
         "lost_s": lost_steps * _mean_step_s(repeated),
         "generation": generation,
         "plan": plan,
+        "launched": launched,
         "last_logged": metrics.stat().st_mtime if metrics.exists() else None,
         "unlogged_s": max(0, step - last) * _mean_step_s(rows),
     }
 
 
-def append_attempt(run_dir: Path, row: Mapping[str, Any]) -> None:
+def append_attempt(run_dir: Path, row: Row) -> None:
     """Append an attempt's line; raises OSError where that can't be done."""
     append_row(run_dir / ATTEMPTS_FILE, row)
 
@@ -87,18 +97,17 @@ def split_wall_time(run_dir: Path, ended: float | None = None) -> WallTime | Non
     last_logged = metrics.stat().st_mtime
     end = last_logged if ended is None else ended
     productive_s = (rows[-1]["step"] - first["step"]) * _mean_step_s(rows)
-    restarts = [row["time"] for row in read_metrics(run_dir / RESTARTS_FILE)]
+    restarts = read_metrics(run_dir / RESTARTS_FILE)
     recoveries = len(recoveries_of(read_metrics(run_dir / RECOVERIES_FILE)))
     recovering_s = stopped_s = 0.0
     for before, attempt in pairwise(attempts):
         since = max(attempt["last_logged"] or 0.0, before["begins"])  # an attempt may end before it logs a step
-        gap_s = max(0.0, attempt["begins"] - since - attempt.get("unlogged_s", 0.0))
-        if attempt.get("generation") or any(since <= time <= attempt["begins"] for time in restarts):
-            recovering_s += gap_s
-        else:
-            stopped_s += gap_s
+        pause = _split_pause(since, attempt, restarts)
+        recovering_s, stopped_s = recovering_s + pause[0], stopped_s + pause[1]
     if (draft := attempt_files(run_dir).config).exists():  # of an attempt that hasn't begun a step
-        stopped_s += max(0.0, min(draft.stat().st_mtime, end) - max(last_logged, attempts[-1]["begins"]))
+        pending = {"begins": min(draft.stat().st_mtime, end), "launched": math.inf}
+        pause = _split_pause(max(last_logged, attempts[-1]["begins"]), pending, restarts)
+        recovering_s, stopped_s = recovering_s + pause[0], stopped_s + pause[1]
     lost_s = sum(attempt["lost_s"] for attempt in attempts)
     known_s = productive_s + lost_s + recovering_s + stopped_s
     total_s = max(end - first["started"], known_s)
@@ -123,5 +132,22 @@ def wall_time_note(run_dir: Path, ended: float | None = None) -> str | None:
     return f"wall time {format_seconds(time.total_s)}: {told}"
 
 
-def _mean_step_s(rows: Sequence[Mapping[str, Any]]) -> float:
+def _split_pause(since: float, attempt: Row, restarts: Sequence[Row]) -> tuple[float, float]:
+    """Return the seconds of recovery and of standing still from `since`, when the last step was logged, to the
+    attempt's first step.
+
+    A launcher that a person had started before `since` has recovered by itself. Otherwise the recovery has come to
+    nothing, and the last that is known of it is a restart by the former launcher.
+    """
+    begins, launched = attempt["begins"], attempt.get("launched")
+    times = [row["time"] for row in restarts if (row.get("launched") or 0.0) <= since <= row["time"] <= begins]
+    if launched is None:  # of an earlier version
+        launched = since if times or attempt.get("generation") else math.inf
+    ended = begins if launched <= since else max(times, default=since)
+    trained_until = since + attempt.get("unlogged_s", 0.0)
+    pause_s, recovering_s = max(0.0, begins - trained_until), max(0.0, ended - trained_until)
+    return recovering_s, pause_s - recovering_s
+
+
+def _mean_step_s(rows: Sequence[Row]) -> float:
     return sum(row["time/step"] for row in rows) / len(rows) if rows else 0.0

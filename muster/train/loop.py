@@ -18,6 +18,7 @@ from muster.config.run_config import RunConfig
 from muster.cost.time.op_times import OpTimes
 from muster.data.dataset import SampleStream, StreamHash, sample_digest
 from muster.launch.rank_errors import EXIT_STOPPED
+from muster.launch.restarts import launch_time
 from muster.parallel.op_profile import StageProfile
 from muster.parallel.world import World
 from muster.planner.slow_ranks import with_usual_ratios
@@ -558,7 +559,7 @@ class TrainingLoop:
     def _record_attempt(self) -> None:
         """Note when this attempt goes on, and which steps it repeats; ranks that went on after a loss do without."""
         own = self.trainer.step_count, self.metrics.path, self.world.generation, self.plan.hash
-        row = attempt_row(self.started_at, time(), *own)
+        row = attempt_row(self.started_at, time(), *own, launch_time())
         try:
             append_attempt(self.run_dir, row)
         except OSError as error:

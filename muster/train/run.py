@@ -13,7 +13,7 @@ from muster.launch.open_files import require_open_files
 from muster.launch.output_streams import ignore_output_errors
 from muster.launch.rank_errors import EXIT_STOPPED
 from muster.launch.rank_starter import RankStarter, quiet_pytorch
-from muster.launch.restarts import Restarts
+from muster.launch.restarts import Restarts, note_launch_time
 from muster.planner.auto import choose_plan
 from muster.report.run_files import last_step
 from muster.spec.errors import MusterError
@@ -30,6 +30,7 @@ def train(resolved: ResolvedConfig, options: TrainOptions) -> int:
 
     Under torchrun this process becomes one of the ranks; otherwise it starts them. A lost output stops neither.
     """
+    note_launch_time()
     with ignore_output_errors():
         return _train(resolved, options)
 
