@@ -3,18 +3,24 @@
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from muster.config.load_config import load_run_config
 from muster.launch import restarts as module
-from muster.launch.exit_status import ExitStatus, RankExit, determine_exit_status
+from muster.launch.exit_status import ExitStatus, RankExit, determine_exit_status, make_observed_error
+from muster.launch.heartbeat import RankStatus
+from muster.launch.launcher import launch
+from muster.launch.nodes.node_supervisor import NodeSupervisor
 from muster.launch.rank_errors import make_rank_error
 from muster.launch.restarts import Restarts
-from muster.report.run_files import read_metrics, restarts_note
+from muster.report.run_files import last_step, read_metrics, restarts_note
+from muster.schedule.action import Action, Kind
 from muster.spec.errors import MusterError
 from muster.train.preflight import notes
 from tests.train_runs import QUICK, Command, assert_same_training, whole_run
@@ -51,6 +57,66 @@ def test_restarts_are_limited_and_wait_longer_the_less_they_help(
     rows = [json.loads(line) for line in (tmp_path / "restarts.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == attempts[:-1]
     assert f"{len(waits)} restart" in (restarts_note(tmp_path) or "")
+
+
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+from muster.launch.heartbeat import open_heartbeat
+folder, rank, step = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+page = open_heartbeat()
+page.step = step + (rank == 0)
+page.update("data")
+(folder / f"{step}-{rank}").touch()
+while rank == 0 or not (folder / f"{step}-0").exists():
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+"""A rank 0 that has finished one step more than rank 1, which dies."""
+
+
+def test_steps_count_that_ranks_have_finished_but_not_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    restarts = Restarts(tmp_path, 1, lambda: last_step(tmp_path))
+    goes_on = []
+    for number, step in enumerate((10, 20, 20)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        command = [sys.executable, "-c", RANK, str(folder)]
+        status = launch(lambda rank, _, command=command, step=step: [*command, str(rank), str(step)], 2, tmp_path, 0.1)
+        goes_on.append(restarts.wait_for_next(status))
+    assert goes_on == [True, True, False]
+    assert [row["step"] for row in read_metrics(tmp_path / "restarts.jsonl")] == [10, 20]
+    assert "restart 1 of 1, after step 20: rank 1 on " in capsys.readouterr().out
+
+
+def test_all_launchers_count_the_step_that_node_0_tells(tmp_path: Path) -> None:
+    """They see their own ranks at other steps."""
+    messages: list[Any] = []
+    nodes = []
+    for node, step in enumerate((12, 11, 13)):
+        group = SimpleNamespace(
+            is_coordinator=node == 0,
+            num_nodes=1,
+            send=lambda kind, **content: messages.append({"kind": kind, **content}),
+            receive=list,
+            put_back=lambda _: None,
+        )
+        nodes.append(NodeSupervisor(tmp_path, 1.0, None, group, 1))  # type: ignore[arg-type]
+        end = RankExit(node, "here", -9, False, None, make_observed_error(node, "here", "ended"))
+        status = RankStatus(1, step, "data", Action(Kind.F), False)
+        rank = {"exit_code": -9, "failed": True, "status": lambda status=status: status}
+        nodes[node].ranks = [SimpleNamespace(**rank, end=lambda *_, end=end: end)]  # type: ignore[list-item]
+        nodes[node].poll()
+    assert [node.exit_status().step for node in nodes[1:]] == [0, 0], "where node 0 is gone, nobody tells"
+    told = [nodes[0].exit_status()]
+    for node in nodes[1:]:
+        node._handle(0, messages[-1])
+        told.append(node.exit_status())
+    assert told == [told[0]] * 3
+    assert (told[0].step, told[0].restartable) == (12, True)
 
 
 def test_what_would_only_come_again_is_no_reason_to_start_again(tmp_path: Path) -> None:

@@ -112,6 +112,8 @@ class ExitStatus:
     """True where another attempt may go on: a rank was lost, hung, or met an error that isn't one of the request."""
     is_untold: bool = False
     """True where the ranks were stopped on request before they could tell of it, as those of a training do."""
+    step: int = 0
+    """Last step that all ranks had finished, as far as they had told their launcher, that of node 0; 0: none."""
 
     def report(self) -> int:
         """Print the reason of a failure; returns the exit code."""

@@ -280,11 +280,6 @@ class ElasticSupervisor(RankSupervisor):
         """Return a rank's place in the newest generation, which has `size` ranks."""
         return Membership(self._generation, rank.rank, size, at_step_end)
 
-    def _last_step(self) -> int:
-        """Return the last step that all ranks had finished, as far as they have told."""
-        steps = [status.step for rank in self.ranks if (status := rank.status()) is not None]
-        return min(filter(None, steps), default=0)  # a spare that has no step yet has not told any
-
     def _replace(self, failed: list[SupervisedRank], reason: str) -> None:
         """Give the places of failed ranks to spares, and tell all ranks of the next generation."""
         lost = [rank.rank for rank in failed]

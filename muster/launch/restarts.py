@@ -39,7 +39,11 @@ def wait_before(attempt: int) -> float:
 
 @dataclass
 class Restarts:
-    """Restarts of one job; `last_step` returns the last step that it has recorded, 0 before the first."""
+    """Restarts of one job; `last_step` returns the last step that it has logged, 0 before the first.
+
+    Ranks may have got further than that, as node 0 tells all launchers. Each of several counts by itself, so that all
+    have to know the same: what was logged, on a disk that they share, where node 0 is gone and tells none.
+    """
 
     run_dir: Path
     limit: int
@@ -55,7 +59,7 @@ class Restarts:
         request, would fail in the same way, or has come to the limit."""
         if not status.restartable or not self.limit:
             return False
-        step = self.last_step()
+        step = max(status.step, self.last_step())
         if step > self.furthest_step:
             self.in_a_row, self.furthest_step = 0, step
         if self.in_a_row == self.limit:

@@ -4,6 +4,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from muster.launch.exit_status import ExitStatus, RankExit, determine_exit_status
@@ -44,6 +45,8 @@ class RankSupervisor:
         """Time at which the ranks were asked to stop, on this machine's monotonic clock."""
         self._grace_s = grace_s
         self._deadline: float | None = None
+        self._final_step = 0
+        """Last step that all ranks had finished when none ran any more."""
 
     def start(
         self, command_for_rank: Callable[[int], list[str]], ranks: range, environment: Mapping[str, str] | None = None
@@ -86,7 +89,15 @@ class RankSupervisor:
             self.start_grace_period()
         if self.kill_requested or self.hang_fault or (self._deadline is not None and time.monotonic() > self._deadline):
             self.kill()
-        return bool(self.running())
+        is_running = bool(self.running())
+        if not is_running:
+            self._final_step = self._last_step()
+        return is_running
+
+    def _last_step(self) -> int:
+        """Return the last step that all ranks had finished, as far as they have told."""
+        steps = [status.step for rank in self.ranks if (status := rank.status()) is not None]
+        return min(filter(None, steps), default=0)  # a spare that has no step yet has not told any
 
     def _recover(self) -> None:
         """Replace failed ranks, where the job can go on without those of this attempt."""
@@ -160,4 +171,9 @@ class RankSupervisor:
 
     def exit_status(self) -> ExitStatus:
         """Return how the job ended."""
-        return determine_exit_status(self.rank_exits(), self.stop_requested, self.kill_requested, self.hang_fault)
+        return self._determine_status(self.rank_exits())
+
+    def _determine_status(self, ends: Sequence[RankExit]) -> ExitStatus:
+        """Determine the exit status from the ends of all ranks of the job."""
+        status = determine_exit_status(ends, self.stop_requested, self.kill_requested, self.hang_fault)
+        return replace(status, step=self._final_step)

@@ -2,16 +2,10 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from muster.launch.exit_status import (
-    ExitStatus,
-    RankExit,
-    determine_exit_status,
-    make_observed_error,
-    rank_exit_from_json,
-)
+from muster.launch.exit_status import ExitStatus, RankExit, make_observed_error, rank_exit_from_json
 from muster.launch.hang_diagnosis import RankSnapshot
 from muster.launch.nodes.connection import Message
 from muster.launch.nodes.launcher_group import LauncherGroup, describe_disconnect
@@ -150,7 +144,8 @@ class NodeSupervisor(RankSupervisor):
         # Node 0 writes exit.json, or any other node when node 0 is gone. Where only the network between them is down,
         # node 0 may have written it already.
         self.writes_exit_file = self._group.is_coordinator or not (self.run_dir / "exit.json").exists()
-        status = determine_exit_status(ends, self.stop_requested, self.kill_requested, self.hang_fault)
-        if self._group.is_coordinator:
-            self._group.send("over", **asdict(status))
+        status = self._determine_status(ends)
+        if not self._group.is_coordinator:
+            return replace(status, step=0)  # other nodes may have seen another step, and all have to decide alike
+        self._group.send("over", **asdict(status))
         return status
