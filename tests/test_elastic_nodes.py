@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +19,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from muster.cli.main import main
+from muster.launch.exit_status import RankExit
 from muster.launch.nodes.copy_ring import choose_ranks_per_node, missing_pairs
 from muster.launch.nodes.elastic_nodes import ElasticNodes
 from muster.launch.nodes.rank_agent import RankAgent
+from muster.launch.rank_errors import StragglerError, make_rank_error
 from muster.launch.recovery import MAX_RECOVERIES_IN_A_ROW, Elasticity
 from muster.report.recoveries import recoveries_note
 from muster.spec.errors import MusterError
@@ -205,6 +208,41 @@ def test_a_node_whose_memory_alone_has_the_newest_copies_gets_a_process(tmp_path
     nodes._start_on = fail
     assert nodes._take_spare(0).node == 1
     nodes.ranks = []
+    nodes.shut_down()
+
+
+@pytest.mark.parametrize(
+    ("error", "starts", "expected"),
+    [
+        (StragglerError("takes 2.00 times as long as the others to compute", "slow"), None, 1),
+        (StragglerError("takes 2.00 times as long as the others to compute", "slow"), 1, 1),
+        (StragglerError("takes 2.00 times as long as the others to compute", "slow"), 0, 1),
+        (ValueError("once"), None, 0),
+        (ValueError("once"), 0, 1),  # one that is ready, at once
+    ],
+)
+def test_the_place_of_a_slow_rank_goes_to_another_node(
+    error: Exception, starts: int | None, expected: int, tmp_path: Path
+) -> None:
+    """Where a node is slow, so is another process there; other ranks are replaced on their own node if they can."""
+
+    def process(node: int, rank: int, **more: Any) -> Any:
+        one = MadeUpRank(node=node, rank=rank, last_alive=0.0, fault=None, tell=lambda _: None, **more)
+        one.renumber, one.status = partial(setattr, one, "rank"), lambda: SimpleNamespace(step=3)
+        return one
+
+    group = SimpleNamespace(nodes={0: "a", 1: "b"}, connections={})
+    nodes = ElasticNodes(tmp_path, 1.0, None, Elasticity(2), group, 1, "")  # type: ignore[arg-type]
+    end = RankExit(0, "a", 1, False, make_rank_error(error, 0), None)
+    lost = process(0, 0, failed=True, end=lambda *_: end)
+    lost.exit_code = 1
+    nodes.ranks, nodes._spares = [lost, process(1, 1)], [process(0, -1), process(1, -1)]
+    if starts is not None:
+        nodes._spares[starts].status = lambda: None
+    nodes._replace([lost], "a loss")
+    assert [(rank.node, rank.rank) for rank in nodes.ranks] == [(expected, 0), (1, 1)]
+    assert [spare.node for spare in nodes._spares] == [1 - expected]
+    nodes.ranks = nodes._spares = []
     nodes.shut_down()
 
 

@@ -285,9 +285,9 @@ class ElasticSupervisor(RankSupervisor):
         lost = [rank.rank for rank in failed]
         who = replacement_text(lost, len(self._ready_spares()))
         others = ", and the other ranks go on" if self.running() else ""
-        self._begin_generation(failed, f"{reason}: {who}{others}", reason, len(self.ranks))
-        for rank in failed:
-            spare = self._take_spare(rank.node)
+        causes = self._begin_generation(failed, f"{reason}: {who}{others}", reason, len(self.ranks))
+        for rank, cause in zip(failed, causes, strict=True):
+            spare = self._take_spare(rank.node, elsewhere=cause == "slow")
             spare.renumber(rank.rank)
             self.ranks[self.ranks.index(rank)] = spare
             rank.close()
@@ -327,8 +327,8 @@ class ElasticSupervisor(RankSupervisor):
         chosen = sorted(range(len(left)), key=turns.__getitem__)[:size]
         return [left[place] for place in sorted(chosen)]
 
-    def _begin_generation(self, failed: list[SupervisedRank], word: str, reason: str, size: int) -> None:
-        """Record that ranks were lost, and say what follows."""
+    def _begin_generation(self, failed: list[SupervisedRank], word: str, reason: str, size: int) -> Sequence[LossCause]:
+        """Record that ranks were lost, and say what follows; return why each of them was."""
         self._generation += 1
         self._generation_start = time.monotonic()
         self._in_a_row += 1
@@ -343,6 +343,7 @@ class ElasticSupervisor(RankSupervisor):
         print(f"{word} (generation {self._generation})", flush=True)
         for rank in lost:
             error_path(self.run_dir, rank).unlink(missing_ok=True)
+        return causes
 
     def _cause(self, failed: SupervisedRank) -> LossCause:
         """Return why a rank is lost."""
@@ -358,13 +359,18 @@ class ElasticSupervisor(RankSupervisor):
             rank.tell(word_of(self._membership(rank, len(self.ranks))))
         self._write_record()
 
-    def _take_spare(self, node: int = 0) -> SupervisedRank:
+    def _take_spare(self, node: int = 0, elsewhere: bool = False) -> SupervisedRank:
         """Return a spare that is ready, one that starts, or a new one; of several the first on `node`, but before that
-        one with a state that no rank holds any more."""
-        if not (waiting := self._ready_spares() or self._waiting_spares()):
+        one with a state that no rank holds any more. With `elsewhere` the first on another node, even if it has still
+        to start."""
+        ready, waiting = self._ready_spares(), self._waiting_spares()
+        if not waiting:
             return self._start_spare()
         held = {None, *map(self._states.get, self.running())}
-        spare = max(waiting, key=lambda one: (self._states.get(one) not in held, one.node == node))
+        spare = max(
+            waiting if elsewhere else ready or waiting,
+            key=lambda one: (self._states.get(one) not in held, (one.node == node) != elsewhere, one in ready),
+        )
         self._spares.remove(spare)
         return spare
 

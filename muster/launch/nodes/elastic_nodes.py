@@ -86,7 +86,7 @@ class ElasticNodes(ElasticSupervisor):
     def _start_on(self, node: int) -> SupervisedRank:
         return self._start_remote(-1, node) if node else super()._start_spare()
 
-    def _take_spare(self, node: int = 0) -> SupervisedRank:
+    def _take_spare(self, node: int = 0, elsewhere: bool = False) -> SupervisedRank:
         """Return a spare; where the newest copies would be lost without a process on a node, one of that, even if it
         has still to start: those of other nodes can't read its memory."""
         needed = self._needed_node()
@@ -97,7 +97,7 @@ class ElasticNodes(ElasticSupervisor):
         if needed is not None:
             with contextlib.suppress(MusterError, OSError):  # there can be no other process: the job goes on from disk
                 return self._start_on(needed)
-        return super()._take_spare(node)
+        return super()._take_spare(node, elsewhere)
 
     def _smaller_size(self, failed: list[SupervisedRank]) -> int | None:
         """Return as `ElasticSupervisor._smaller_size`, but None also where the newest copies would be lost with so few
