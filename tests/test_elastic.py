@@ -53,6 +53,7 @@ from tests.train_runs import (
     Command,
     assert_one_sentence,
     assert_same_training,
+    exit_of,
     losses,
     rows_of,
     sample_hash,
@@ -323,6 +324,22 @@ def test_ranks_beyond_the_smaller_number_wait_as_spares(tmp_path: Path, capfd: p
     sizes = [(row["ranks"], row["world_size"]) for row in recoveries(tmp_path)]
     assert sizes == [([2], 2), ([], 4), ([0], 2), ([], 4)], "the spare comes back with a new process"
     assert ": 2 ranks go on, another waits as a spare (generation 1)" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("error", [MusterError("no more processes"), OSError(24, "Too many open files")])
+def test_a_launcher_that_cannot_replace_a_rank_ends_an_attempt_that_can_be_restarted(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: ElasticSupervisor) -> SupervisedRank:
+        raise error
+
+    monkeypatch.setattr(ElasticSupervisor, "_start_spare", fail)
+    status = run_job(tmp_path, iter(["killed-1"]), Elasticity(0))
+    reason, host = f"the launcher on {socket.gethostname()}: {error}", socket.gethostname()
+    assert (status.code, status.reason, status.rank, status.host) == (1, reason, None, host)
+    assert status.restartable
+    assert status.step > 0
+    assert exit_of(tmp_path)["reason"] == reason
 
 
 class MadeUpRank(SimpleNamespace):

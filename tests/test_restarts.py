@@ -1,10 +1,15 @@
 """Restarts by the launcher: when, after how long, and that a run that lost ranks becomes the same run."""
 
+import errno
 import json
 import os
+import queue
 import signal
+import socket
 import sys
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,6 +122,69 @@ def test_all_launchers_count_the_step_that_node_0_tells(tmp_path: Path) -> None:
         told.append(node.exit_status())
     assert told == [told[0]] * 3
     assert (told[0].step, told[0].restartable) == (12, True)
+
+
+class Group:
+    """The launchers of two nodes, as one of them sees them."""
+
+    num_nodes, clock_offset_s = 2, {1: 0.0}
+
+    def __init__(self, node: int, inboxes: Sequence["queue.SimpleQueue[Any]"]) -> None:
+        self.is_coordinator, self._node, self._inboxes = node == 0, node, inboxes
+
+    def send(self, kind: str, **content: Any) -> None:
+        self._inboxes[1 - self._node].put((self._node, {"kind": kind, **content}))
+
+    def receive(self) -> list[Any]:
+        return [self._inboxes[self._node].get() for _ in range(self._inboxes[self._node].qsize())]
+
+    def put_back(self, messages: Sequence[Any]) -> None:
+        assert not messages
+
+
+class RunningRank(SimpleNamespace):
+    """A rank that runs until it is killed."""
+
+    exit_code, killed, failed = None, False, False
+
+    def poll(self) -> None:
+        pass
+
+    def status(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        self.exit_code = -9
+
+    def end(self, *_: object) -> RankExit:
+        return RankExit(self.rank, "here", -9, self.killed, None, None)
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_what_fails_in_one_launcher_ends_the_attempt_on_all_nodes(
+    fails: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def run(node: NodeSupervisor) -> ExitStatus:
+        while node.poll():
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        return node.exit_status()
+
+    inboxes = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
+    nodes = [NodeSupervisor(tmp_path, 0.1, None, Group(node, inboxes), 1) for node in (0, 1)]  # type: ignore[arg-type]
+    for number, node in enumerate(nodes):
+        node.ranks = [RunningRank(rank=number)]  # type: ignore[list-item]
+        assert node.poll()
+    monkeypatch.setattr(nodes[fails], "_take_snapshots", fail)
+    limit = time.monotonic() + 20
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(run, nodes)
+    assert first == second
+    reason = f"the launcher on {socket.gethostname()}: [Errno 24] Too many open files"
+    assert (first.code, first.reason, first.rank, first.restartable) == (1, reason, None, True)
 
 
 def test_what_would_only_come_again_is_no_reason_to_start_again(tmp_path: Path) -> None:

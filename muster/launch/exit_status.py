@@ -10,7 +10,9 @@ from typing import Any
 
 from muster.launch.hang_diagnosis import RankFault
 from muster.launch.rank_errors import EXIT_STOPPED, RankError, log_path, read_rank_error, write_exit_file
+from muster.spec.errors import MusterError
 
+_NO_RANK = -1
 OBSERVED_BY_LAUNCHER = "ended"
 """Kind of an error that a launcher observed, because the rank could report nothing itself."""
 
@@ -73,6 +75,13 @@ def collect_rank_exit(
     if code in (0, EXIT_STOPPED):
         reported = None
     return RankExit(rank, socket.gethostname(), code, killed, reported, observed)
+
+
+def launcher_exit(error: MusterError | OSError) -> RankExit:
+    """Return the end of ranks whose launcher, on this machine, fails beside them: no error of theirs comes before."""
+    host = socket.gethostname()
+    observed = RankError(_NO_RANK, host, type(error).__name__, str(error), "", 0.0, primary=True, exit_code=1)
+    return RankExit(_NO_RANK, host, 1, killed=False, reported=None, observed=observed)
 
 
 def make_observed_error(rank: int, host: str, sentence: str, at: float = 0.0, primary: bool = True) -> RankError:
@@ -141,8 +150,10 @@ def determine_exit_status(
     cause = root_cause(rank_exits, stop_requested, hang_fault)
     if cause is not None:
         joint = " " if cause.kind == OBSERVED_BY_LAUNCHER else ": "
-        reason = f"rank {cause.rank} on {cause.host}{joint}{cause.sentence}"
-        return ExitStatus(cause.exit_code, reason, cause.rank, cause.host, not stop_requested and not cause.is_lasting)
+        rank = None if cause.rank == _NO_RANK else cause.rank
+        who = "the launcher" if rank is None else f"rank {rank}"
+        reason = f"{who} on {cause.host}{joint}{cause.sentence}"
+        return ExitStatus(cause.exit_code, reason, rank, cause.host, not stop_requested and not cause.is_lasting)
     if any(end.rank == 0 and end.code == -signal.SIGTERM for end in rank_exits):
         reason = "stopped on request while its ranks started; the same command goes on"
         return ExitStatus(EXIT_STOPPED, reason, is_untold=True)

@@ -55,7 +55,8 @@ def launch(
     With a `group` each node's launcher calls this for its own `num_ranks` ranks, with a run directory on a shared file
     system; all return the same status, unless node 0 is lost.
 
-    Must run in the main thread. Raises MusterError when the run directory can't be written or a rank can't be started.
+    Must run in the main thread. Raises MusterError when the run directory can't be written or a rank can't be started;
+    what fails here while they run ends them, as the loss of a rank would.
     """
     quiet_pytorch(elastic is not None)
     first = 0 if group is None else group.node_rank * num_ranks

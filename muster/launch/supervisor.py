@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from muster.launch.exit_status import ExitStatus, RankExit, determine_exit_status
+from muster.launch.exit_status import ExitStatus, RankExit, determine_exit_status, launcher_exit
 from muster.launch.hang_diagnosis import RankFault, RankSnapshot, diagnose, format_snapshots
 from muster.launch.heartbeat import HEARTBEAT_FD_VARIABLE
 from muster.launch.oom_kills import oom_kill_count
@@ -47,6 +47,8 @@ class RankSupervisor:
         self._deadline: float | None = None
         self._final_step = 0
         """Last step that all ranks had finished when none ran any more."""
+        self._error: MusterError | OSError | None = None
+        """Error at which this launcher has ended the ranks."""
 
     def start(
         self, command_for_rank: Callable[[int], list[str]], ranks: range, environment: Mapping[str, str] | None = None
@@ -76,7 +78,22 @@ class RankSupervisor:
         return RankProcess(rank, process, monitor, time.time())
 
     def poll(self) -> bool:
-        """Notice ended ranks, requests and hangs, and act on them; False when no rank runs any more."""
+        """Notice ended ranks, requests and hangs, and act on them; False when no rank runs any more, or this launcher
+        can't go on, for which it has killed them."""
+        if self._error is None:
+            try:
+                self._supervise()
+            except (MusterError, OSError) as error:
+                self._error = error
+                self.kill()
+        goes_on = self._error is None and bool(self.running())
+        if not goes_on:
+            self._final_step = self._last_step()
+        return goes_on
+
+    def _supervise(self) -> None:
+        """Notice what has happened, and act on it. Raises MusterError or OSError where this machine doesn't allow
+        that."""
         for rank in self.running():
             rank.poll()
         self._recover()
@@ -89,10 +106,6 @@ class RankSupervisor:
             self.start_grace_period()
         if self.kill_requested or self.hang_fault or (self._deadline is not None and time.monotonic() > self._deadline):
             self.kill()
-        is_running = bool(self.running())
-        if not is_running:
-            self._final_step = self._last_step()
-        return is_running
 
     def _last_step(self) -> int:
         """Return the last step that all ranks had finished, as far as they have told."""
@@ -104,8 +117,8 @@ class RankSupervisor:
 
     @property
     def failed(self) -> bool:
-        """True when a rank here has failed."""
-        return any(rank.failed for rank in self.ranks)
+        """True when a rank here has failed, or their launcher."""
+        return self._error is not None or any(rank.failed for rank in self.ranks)
 
     def start_grace_period(self) -> None:
         """Give the ranks the time of grace to end by themselves."""
@@ -163,11 +176,12 @@ class RankSupervisor:
         self._earlier_oom_kills = min(kills, self._earlier_oom_kills + used)
 
     def rank_exits(self, ranks: Sequence[SupervisedRank] | None = None) -> list[RankExit]:
-        """Return how `ranks` ended; all of this launcher by default."""
+        """Return how `ranks` ended; all of this launcher by default, and how it has failed itself."""
         kills = oom_kill_count()
         out_of_memory = None if kills is None else kills != self._earlier_oom_kills
         asked = self.ranks if ranks is None else ranks
-        return [rank.end(self.run_dir, self.stop_requested, out_of_memory) for rank in asked]
+        ends = [rank.end(self.run_dir, self.stop_requested, out_of_memory) for rank in asked]
+        return ends if ranks is not None or self._error is None else [*ends, launcher_exit(self._error)]
 
     def exit_status(self) -> ExitStatus:
         """Return how the job ended."""

@@ -152,11 +152,11 @@ class ElasticNodes(ElasticSupervisor):
         per_node = choose_ranks_per_node(self._ring, Counter(rank.node for rank in left), size)
         return [rank for node, count in sorted(per_node.items()) for rank in _on_node(left, node)[:count]]
 
-    def poll(self) -> bool:
-        """Hear what the other nodes tell, and poll as `RankSupervisor.poll`."""
+    def _supervise(self) -> None:
+        """Hear what the other nodes tell, and supervise as `RankSupervisor`."""
         for node, message in self._group.receive():
             self._handle(node, message)
-        return super().poll()
+        super()._supervise()
 
     def _handle(self, node: int, message: Message) -> None:
         match message["kind"]:
