@@ -4,14 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from muster.config.cluster_files import load_device
+from muster.config.cluster_files import load_cluster, load_device
+from muster.config.named_model import load_model
 from muster.planner.alternatives import FirstPlan
 from muster.planner.custom_schedules import find_custom_schedules
 from muster.planner.heterogeneous import find_best_plans
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.reasons import find_reasons
-from muster.planner.request import PlanRequest
+from muster.planner.request import PlanRequest, build_request
+from muster.planner.search import search
 from muster.planner.search_budget import SearchBudget
+from muster.planner.searched_orders import try_searched_orders
 from muster.schedule.check import check
 from muster.schedule.custom_search import search_custom_orders, sort_final_weight_grads
 from muster.schedule.registry import make_schedule
@@ -19,6 +22,7 @@ from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import ScheduleSpec
 from muster.schedule.timing import time_schedule
 from muster.spec.cluster import ClusterSpec, NodeGroup
+from muster.spec.legality import plan_violations
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
@@ -119,3 +123,25 @@ def test_what_is_asked_for_keeps_its_order(request_of_sites: PlanRequest) -> Non
     (even,) = orders(fixed={"stages": ()})
     assert not even.stages
     assert not find_custom_schedules([parse_plan_name("dp8-z1")], PlanEvaluator(request_of_sites), SearchBudget(500.0))
+
+
+def test_an_order_for_its_times_beats_registered_schedules_where_nodes_are_alike() -> None:
+    """Eight micro-batches on eight ranks, in memory that holds more of them than ZB-V does."""
+    own = load_model("llama2-13b"), load_cluster("8xa100"), 4096, 8
+    request = replace(build_request(*own, fix="pp8", runnable=True), tolerance=0.0)
+    named = search(request, 2, SearchBudget(6000.0), exact=1)
+    found = try_searched_orders(named, 2, SearchBudget(1200.0))
+    best, registered = found.best[0], named.best[0]
+    assert registered.plan.pinned_schedule is None
+    assert best.plan.schedule == "auto"
+    assert best.value < 0.99 * registered.value
+    assert found.evaluator.memory_budget.fits(best.plan)
+    assert not plan_violations(best.plan, request.model, request.workload, 8)
+    again = PlanEvaluator(request).evaluate(best.plan)
+    assert again.prediction.step_time_s == pytest.approx(best.value, rel=1e-12)
+    assert not found.proven
+    assert try_searched_orders(named, 2, SearchBudget(0.0)) == named
+    least = registered.value / best.value - 1
+    for changes in ({"tolerance": 1.01 * least}, {"fixed": {"schedule": "zb-v"}}, {"objective": "memory"}):
+        other = replace(named, evaluator=PlanEvaluator(replace(request, **changes)))
+        assert try_searched_orders(other, 2, SearchBudget(1200.0)) == other, changes

@@ -13,24 +13,16 @@ from math import inf
 from operator import attrgetter
 from random import Random
 
-from muster.cost.time.plan_times import plan_times
 from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.plan_evaluator import PlanEvaluator
+from muster.planner.plan_orders import MAX_PASSES, with_orders
 from muster.planner.search_budget import SearchBudget, simulation_work
 from muster.planner.space import CHUNK_COUNTS, is_admitted, micro_batch_sizes
-from muster.schedule.action import Kind
-from muster.schedule.custom_search import search_custom_orders
-from muster.schedule.schedule import Schedule
-from muster.schedule.schedule_spec import ScheduleSpec
-from muster.spec.errors import InfeasibleError
 from muster.spec.legality import plan_violations
 from muster.spec.plan import PinnedSchedule, Plan, StageSpec, split_evenly
 
 MAX_START_PLANS = 3
 """Plans that a local search starts from."""
-
-MAX_PASSES = 60_000
-"""Passes of the longest schedule that is searched: more take seconds."""
 
 SHARE_PER_PLAN = 0.75
 """Share of the budget left that each start plan but the last may take."""
@@ -221,31 +213,7 @@ class _LocalSearch:
         passes = 3 * plan.num_stages * plan.num_micro_batches(request.workload)
         if passes > MAX_PASSES or plan_violations(plan, request.model, request.workload, request.cluster.num_devices):
             return
-        own = request.model, plan, request.workload, request.cluster, request.framework
-        times = plan_times(*own, cache=request.cost_cache, optim=request.optim)
-        stages = range(plan.num_stages)
-        forward_s, inputs_s, weights_s = (
-            tuple(times.seconds[kind, stage] for stage in stages) for kind in (Kind.F, Kind.I, Kind.W)
-        )
-        hops_s = [
-            0.0 if plan.placement[stage] == plan.placement[stage + 1] else times.p2p_time(stage, stage + 1).total_s
-            for stage in stages[:-1]
-        ]
-        setting = ScheduleSpec(
-            plan.pp,
-            plan.num_micro_batches(request.workload),
-            plan.vpp,
-            forward_s,
-            inputs_s,
-            weights_s,
-            placement=plan.placement,
-            memory_limit=draft.in_flight,
-        )
-        try:
-            for schedule in search_custom_orders(setting, hops_s):
-                yield plan.model_copy(update={"pinned_schedule": _pinned_schedule(schedule)})
-        except InfeasibleError:
-            return
+        yield from with_orders(plan, request)
 
     def _drafted_plan(self, draft: ScheduleDraft) -> Plan:
         """Return the drafted plan, with its schedule yet to be found."""
@@ -272,10 +240,3 @@ class _LocalSearch:
 
 def _stage(num_layers: int) -> StageSpec:
     return StageSpec(layers=num_layers)
-
-
-def _pinned_schedule(schedule: Schedule) -> PinnedSchedule:
-    ranks = tuple(" ".join(map(str, passes)) for passes in schedule.ranks)
-    return PinnedSchedule(
-        times="predicted", micro_batches=schedule.num_micro_batches, placement=schedule.placement, ranks=ranks
-    )

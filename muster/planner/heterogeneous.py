@@ -17,6 +17,7 @@ from muster.planner.request import PlanRequest
 from muster.planner.search import evaluate_seeds, search
 from muster.planner.search_budget import SearchBudget, simulation_work
 from muster.planner.search_result import SearchResult, total_counts
+from muster.planner.searched_orders import try_searched_orders
 from muster.spec.cluster import ClusterSpec
 from muster.spec.frameworks import runs_schedule
 from muster.spec.mesh_axes import MESH_AXES
@@ -24,6 +25,10 @@ from muster.spec.plan import Plan
 
 LATE_SHARE = 0.05
 """Share of the budget for schedules that are tried late."""
+
+ORDER_EFFORT, ORDER_TIME_SHARE = 0.15, 0.3
+"""Budget, as parts of the work and of the time left, for orders of passes found for the best plans' own times where
+nodes are alike."""
 
 FIRST_WORK = 6400.0
 """Work of the first search over node orders, that of `muster plan` by default; each after it has as much as all
@@ -101,7 +106,8 @@ def find_best_plans(
     if not is_heterogeneous(request.island_cluster):
         result = search(request, top, budget.share(1 - LATE_SHARE), exact=1, known=known)
         late = try_late_schedules(result, top, budget.share(LATE_SHARE))
-        return PlanSearch(choose_buckets(trim_offload(late, budget), budget))
+        ordered = try_searched_orders(late, top, budget.renew(ORDER_EFFORT, ORDER_TIME_SHARE))
+        return PlanSearch(choose_buckets(trim_offload(ordered, budget), budget))
     found: PlanSearch | None = None
     for part in _doubling_parts(budget):
         other = _HeterogeneousSearch(request, top, part).run()
