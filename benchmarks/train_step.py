@@ -85,8 +85,8 @@ SIZES = {
 }
 
 BARS = {
-    1: {"plain": 0.98, "hugging-face": 1.0},
-    2: {"plain": 0.98, "deepspeed": 1.0},
+    1: {"plain": 1.05, "hugging-face": 1.15},
+    2: {"plain": 1.15, "deepspeed": 1.2},
 }
 """Peers and the ratio of tokens/s that Muster should reach, by number of processes."""
 MOE_BARS = {
