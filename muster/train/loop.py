@@ -410,6 +410,7 @@ class TrainingLoop:
             measured = self.device_metrics.mfu(result), self.device_metrics.memory()
             row = metrics_row(result, self.tokens_seen, self._epoch_after(result.step), *measured)
             row |= validation_metrics(losses) | (self.validation.metrics() if losses else {})
+            row |= {} if self.stragglers is None else self.stragglers.metrics()
             if problem := self.metrics.append(row):
                 display.print_line(problem)
             self.trackers.log(row)

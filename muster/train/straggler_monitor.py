@@ -98,6 +98,10 @@ class StragglerMonitor:
         self._num_checks += 1
         return StragglerCheck(self._row(result.step, times), told, new, self._measured(times))
 
+    def metrics(self) -> dict[str, int]:
+        """Return the number of what is known to be slow, for the metrics of a step."""
+        return {"perf/stragglers": len(self.detector.confirmed)}
+
     def _find(self, times: list[RankTimes]) -> list[Straggler]:
         own = self._expected_s, self._comparable, self._slow_product
         return find_stragglers(times, *own, self.detector.noise, self._machines)
