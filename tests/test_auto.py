@@ -3,26 +3,29 @@
 import csv
 import json
 import sys
+from dataclasses import replace
 from functools import cache
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.cli.main import main
-from muster.schedule import exact
+from muster.schedule import exact, registry
 from muster.schedule.auto import makespan_bound_s
 from muster.schedule.check import check
-from muster.schedule.compare import CompareRequest, make_with_best_chunks
+from muster.schedule.compare import CompareRequest, compare_schedules, make_with_best_chunks
+from muster.schedule.interleaved import interleaved
 from muster.schedule.lower import LoweringOptions, lower
 from muster.schedule.registry import make_schedule, solve_exact
 from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import ScheduleSpec
 from muster.schedule.timing import Timing, time_schedule
 from muster.spec.errors import InfeasibleError, MusterError
-from muster.spec.schedules import SCHEDULES
+from muster.spec.schedules import SCHEDULES, ScheduleEntry
 
 DATA = Path(__file__).parent / "data"
 
@@ -181,11 +184,70 @@ def test_two_searched_replicas_are_shorter_than_dualpipe_and_bitpipe(times: tupl
             assert timing.makespan_s < other_timing.makespan_s - 1e-6, (other, ranks)
 
 
-def test_long_runs_are_never_behind_either():
-    """Long runs, for which registered schedules are judged by shorter runs."""
-    setting = ScheduleSpec.uniform(16, 1300, (1, 1.2, 0.8), p2p_s=0.1, memory_limit=16)
+LONG_RUNS = [
+    ("zb-h1", ScheduleSpec.uniform(16, 1300, (1, 1.2, 0.8), p2p_s=0.1, memory_limit=16)),
+    ("interleaved", ScheduleSpec.uniform(40, 137, (1, 2, 0), 4, p2p_s=0.2, memory_limit=80)),
+]
+
+
+@pytest.mark.parametrize(("name", "setting"), LONG_RUNS, ids=[name for name, _ in LONG_RUNS])
+def test_long_runs_are_never_behind_either(name: str, setting: ScheduleSpec):
+    """Nor where a run with more micro-batches isn't a shorter one with more periods, as `interleaved`'s is not."""
     _, timing = auto(setting)
-    assert timing.makespan_s <= time_schedule(make_schedule("zb-h1", setting), setting).makespan_s
+    assert timing.makespan_s <= time_schedule(make_schedule(name, setting), setting).makespan_s + 1e-9
+
+
+def open_request(ranks: int, micro_batches: int, times: tuple, **more: Any) -> CompareRequest:
+    """Return a request that leaves the number of chunks open."""
+    values = {"p2p_s": 0.0, "memory_limit": inf, "replicas": None, "fill": False, **more}
+    return CompareRequest(ranks, micro_batches, None, times, **values)
+
+
+def test_long_runs_are_tried_with_each_number_of_stages(monkeypatch: pytest.MonkeyPatch):
+    alone = {"interleaved": interleaved}  # making the others takes most of the time
+    monkeypatch.setattr(registry, "_comparable_schedules", lambda spec: alone)
+    request = open_request(128, 138, (1, 2, 0))
+    other = make_with_best_chunks("interleaved", replace(request, chunks=4))[1]
+    assert make_with_best_chunks("auto", request)[1].makespan_s <= other.makespan_s + 1e-9
+
+
+def test_two_replicas_are_tried_with_the_stages_of_each_schedule_that_has_them():
+    request = open_request(4, 4, (1, 2, 0), replicas=2)
+    other = make_with_best_chunks("bitpipe", request)[1]
+    assert make_with_best_chunks("auto", request)[1].makespan_s <= other.makespan_s + 1e-9
+
+
+def test_a_plugins_number_of_stages_is_tried_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(SCHEDULES, "three-chunks", ScheduleEntry(interleaved, "", 3))
+    request = open_request(4, 6, (1, 2, 0), p2p_s=0.3)
+    other = make_with_best_chunks("three-chunks", request)[1]
+    assert make_with_best_chunks("auto", request)[1].makespan_s <= other.makespan_s + 1e-9
+
+
+def test_makespans_of_billionths_are_told_apart():
+    times = (1e-10, 1e-10, 1e-10)
+    other = make_with_best_chunks("zb-v", open_request(4, 8, times))[1]
+    assert make_with_best_chunks("auto", open_request(4, 8, times))[1].makespan_s <= other.makespan_s * (1 + 1e-9)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("micro_batches", "hop"), [(160, 0.5), (161, 0.05)])
+def test_long_runs_of_64_ranks_are_behind_no_registered_schedule(micro_batches: int, hop: float):
+    request = replace(open_request(64, micro_batches, (1, 1, 1)), chunks=2, p2p_s=hop)
+    made, _ = compare_schedules(request)
+    assert {schedule.name for schedule, _ in made} >= {"interleaved", "hanayo", "zb-v"}
+    check_first(made)
+
+
+@pytest.mark.soak
+def test_a_long_comparison_has_auto_first():
+    check_first(compare_schedules(open_request(64, 600, (1, 1, 1)))[0])
+
+
+def check_first(made: list[tuple[Schedule, Timing]]) -> None:
+    """Check that nothing among schedules is shorter than `auto`, of those with one copy of the model."""
+    makespan_s = {schedule.name: timing.makespan_s for schedule, timing in made if schedule.replicas == 1}
+    assert makespan_s["auto"] <= min(makespan_s.values()) + 1e-6
 
 
 def test_too_little_memory_is_refused():

@@ -140,6 +140,8 @@ _MAX_SIZE = 1_000_000
 """Largest ranks × micro-batches × chunks of a schedule; more would take minutes and many GiB."""
 _ANNOUNCED_SIZE = 200_000
 """Size from which the wait is announced."""
+_ANNOUNCED_COMPARED_SIZE = 40_000
+"""The same where all schedules are made, with several numbers of stages per rank."""
 _MAX_TOTAL_TIME = 1e100
 """Largest total of times; sums beyond it overflow."""
 
@@ -178,13 +180,15 @@ def _request(args: argparse.Namespace) -> "CompareRequest":
                 f"--{flag} is missing: expected the number of {flag.replace('microbatches', 'micro-batches')}"
             )
     steps = _steps(args)
-    size = args.ranks * args.microbatches * (args.vpp or 1) * args.slices * steps
+    compared = _compared_chunks(args)
+    size = args.ranks * args.microbatches * (args.vpp or max((1, *compared))) * args.slices * steps
     if size > _MAX_SIZE:
+        tried = f" (without --vpp, {max(compared)} is tried)" if compared else ""
         raise ConfigError(
-            f"ranks × micro-batches × vpp are {size:,}, too many to draw: expected at most {_MAX_SIZE:,}."
+            f"ranks × micro-batches × vpp are {size:,}{tried}, too many to draw: expected at most {_MAX_SIZE:,}."
             " Every micro-batch adds the same period, so fewer of them show the schedule"
         )
-    if size > _ANNOUNCED_SIZE:
+    if size > (_ANNOUNCED_COMPARED_SIZE if compared else _ANNOUNCED_SIZE):
         print(f"scheduling {size:,} stages × micro-batches …", file=sys.stderr, flush=True)
     return CompareRequest(
         args.ranks,
@@ -200,6 +204,17 @@ def _request(args: argparse.Namespace) -> "CompareRequest":
         steps,
         _skip_ratio(args),
     )
+
+
+def _compared_chunks(args: argparse.Namespace) -> list[int]:
+    """Return the stages per rank that the schedule, or `auto` among all, tries; none where it tries one number."""
+    from muster.schedule.compare import chunks_to_compare
+    from muster.spec.schedules import find_schedule
+
+    entry = find_schedule("auto" if args.compare else args.name)
+    if args.vpp is not None or args.slices > 1 or not entry.compared_chunks:
+        return []
+    return chunks_to_compare(entry, args.replicas or entry.default_replicas)
 
 
 _USUAL_STEPS = 3

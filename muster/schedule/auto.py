@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from heapq import nsmallest
 from math import inf
 
 from muster.schedule.makespan_bound import OptimalityGap, lower_bound_s
@@ -21,8 +22,8 @@ most the third."""
 _SMALL_SPEC = (1000, 240_000)
 """Size of small problems in passes, and the budget of passes for several of them."""
 _LARGE_SPEC = 60_000
-"""Size of a problem in passes beyond which a registered schedule is only made if a run with fewer micro-batches
-promises to be the best."""
+"""Size of a problem in passes beyond which one placement is searched, and only the best registered schedule is kept: a
+schedule of 400,000 passes takes 30 MB."""
 
 ScheduleFunctions = Mapping[str, Callable[[ScheduleSpec], Schedule]]
 TimedSchedule = tuple[Timing, Schedule]
@@ -41,18 +42,11 @@ def find_best_schedule(candidates: Sequence[tuple[ScheduleSpec, ScheduleFunction
     found: list[TimedSchedule] = []
     searches: list[SeededSearch] = []
     for spec, functions in candidates:
-        known = []
-        if not _is_large(spec):
-            known = [one for function in functions.values() if (one := _make_if_fitting(function, spec))]
+        made = (one for function in functions.values() if (one := _make_if_fitting(function, spec)))
+        known = nsmallest(1, made, key=_sort_key) if _is_large(spec) else list(made)
         found += known
         searches += _seed_searches(spec, known)
     found += _run_searches(searches, min((timing.makespan_s for timing, _ in found), default=inf))
-    for spec, functions in candidates:
-        if _is_large(spec):
-            for estimate_s, function in _estimate_makespans(spec, functions):
-                best_s = min((timing.makespan_s for timing, _ in found), default=inf)
-                if estimate_s < best_s and (made := _make_if_fitting(function, spec)):
-                    found.append(made)
     if not found:
         raise InfeasibleError(
             f"no schedule with {candidates[0][0].replicas} replicas fits chunks, micro-batches and memory"
@@ -89,8 +83,7 @@ def optimality_gap(spec: ScheduleSpec, makespan_s: float) -> OptimalityGap:
 
 
 def _sort_key(timed: TimedSchedule) -> tuple[float, float]:
-    timing, _ = timed
-    return round(timing.makespan_s, 9), max(timing.peak_activation)
+    return timed[0].sort_key
 
 
 def _make_if_fitting(function: Callable[[ScheduleSpec], Schedule], spec: ScheduleSpec) -> TimedSchedule | None:
@@ -103,20 +96,6 @@ def _make_if_fitting(function: Callable[[ScheduleSpec], Schedule], spec: Schedul
         return None
     timing = time_schedule(schedule, spec)
     return (timing, schedule) if max(timing.peak_activation) <= spec.memory_limit + _EPSILON else None
-
-
-def _estimate_makespans(
-    spec: ScheduleSpec, functions: ScheduleFunctions
-) -> Iterator[tuple[float, Callable[[ScheduleSpec], Schedule]]]:
-    """Yield each schedule's function with its estimated makespan, best first.
-
-    A run with fewer micro-batches is timed, and a period added for each of the rest.
-    """
-    fewer = replace(spec, num_micro_batches=min(spec.num_micro_batches, 2 * spec.num_ranks))
-    rest = spec.num_micro_batches - fewer.num_micro_batches
-    made = [(found[0], function) for function in functions.values() if (found := _make_if_fitting(function, fewer))]
-    for timing, function in sorted(made, key=lambda one: one[0].makespan_s):
-        yield timing.makespan_s + rest * max(timing.work_s) / fewer.num_micro_batches, function
 
 
 def _seed_searches(spec: ScheduleSpec, known: list[TimedSchedule]) -> list[SeededSearch]:

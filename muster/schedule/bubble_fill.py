@@ -172,6 +172,8 @@ class RankQueue:
         if self.limit == inf:
             return True
         kept = self.activations + 1
+        if self.weights_fill:  # all that is pending before it are W, which free memory
+            return kept <= self.limit
         for earlier in reversed(self.pending):
             if kept > self.limit or earlier >= number:
                 break

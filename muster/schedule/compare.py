@@ -2,15 +2,12 @@
 
 from dataclasses import dataclass, replace
 
-from muster.schedule.registry import best_auto_schedule, make_schedule
+from muster.schedule.registry import best_auto_schedule, make_schedule, require_runs
 from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import PathLimits, ScheduleSpec
 from muster.schedule.timing import Timing, time_schedule
 from muster.spec.errors import InfeasibleError, MusterError
 from muster.spec.schedules import SCHEDULES, ScheduleEntry, find_schedule
-
-_MAX_COMPARED_PASSES = 70_000
-"""Ranks × micro-batches × chunks beyond which larger numbers of chunks are not tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +68,18 @@ def make_with_best_chunks(name: str, request: CompareRequest) -> tuple[Schedule,
     """Return the schedule `name` with its timing, at its best number of chunks if the request leaves them open. Raises
     as `make_and_time`."""
     entry = find_schedule(name)
-    refuses_slices = request.num_slices > 1 and not entry.has_slices
-    if request.chunks is not None or not entry.compared_chunks or (request.replicas or 1) > 1 or refuses_slices:
-        return make_and_time(name, request.spec(entry))
-    size, (fewest, *more) = request.num_ranks * request.num_micro_batches, entry.compared_chunks
-    tried = [fewest, *(chunks for chunks in more if size * chunks <= _MAX_COMPARED_PASSES)]
+    spec = request.spec(entry)
+    if request.chunks is not None or not entry.compared_chunks:
+        return make_and_time(name, spec)
+    require_runs(name, spec)
+    tried = chunks_to_compare(entry, spec.replicas)
     return best_auto_schedule([replace(request, chunks=chunks).spec(entry) for chunks in tried])
 
 
-def _sort_key(made: tuple[Schedule, Timing]) -> tuple[float, float]:
-    return round(made[1].makespan_s, 9), max(made[1].peak_activation)
+def chunks_to_compare(entry: ScheduleEntry, replicas: int) -> list[int]:
+    """Return the stages per rank that a searched schedule compares: its own, and those that others fix."""
+    fixed = (other.chunks for other in SCHEDULES.values() if other.replicas == replicas and not other.searched)
+    return sorted({chunks for chunks in (*entry.compared_chunks, *fixed) if chunks and chunks % replicas == 0})
 
 
 def compare_schedules(request: CompareRequest) -> tuple[list[tuple[Schedule, Timing]], list[tuple[str, str]]]:
@@ -105,5 +104,5 @@ def compare_schedules(request: CompareRequest) -> tuple[list[tuple[Schedule, Tim
             made.append(make_with_best_chunks(name, request))
         except MusterError as error:
             refused.append((name, str(error)))
-    made.sort(key=_sort_key)
+    made.sort(key=lambda one: one[1].sort_key)
     return made, refused

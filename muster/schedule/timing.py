@@ -34,6 +34,11 @@ class Timing:
         return max(ends[-1] for ends in self.end_s if ends) - min(begins[0] for begins in self.begin_s if begins)
 
     @property
+    def sort_key(self) -> tuple[float, float]:
+        """Makespan to nine digits, as equal sums of times differ by rounding, then peak of memory."""
+        return float(f"{self.makespan_s:.9g}"), max(self.peak_activation)
+
+    @property
     def bubble_s(self) -> float:
         return self.makespan_s - max(self.work_s)
 
