@@ -6,7 +6,7 @@ from torch import Tensor
 from muster.api.verbs import predict
 from muster.config.cluster_files import load_cluster
 from muster.cost.time import param_communication
-from muster.cost.time.param_communication import _exposed_s
+from muster.cost.time.param_communication import exposed_beside_pass_s
 from muster.spec.cluster import ClusterSpec
 from muster.train.memory_check import FakeStage
 from tests.fake_gpu import Stream
@@ -105,6 +105,6 @@ def test_a_step_hides_as_much_of_z1s_communication_as_predicted(
     ends = 2 * 257 * 32 / LAYER_NUMEL
     first = (ends + 1) / (ends + LAYERS)
     pass_s = alone_s / MICRO_BATCHES / 3
-    exposed_s = _exposed_s(travels_s / 3, pass_s, first) + _exposed_s(travels_s * 2 / 3, 2 * pass_s, first)
+    exposed_s = sum(exposed_beside_pass_s(part * travels_s / 3, part * pass_s, first, 1 / LAYERS) for part in (1, 2))
     assert hidden == pytest.approx(1 - exposed_s / travels_s, abs=0.05)
     assert hidden > 0.7 or gather_s > 1

@@ -193,16 +193,16 @@ class ParamCommunication:
         if element_bytes is not None:
             gather_s += stream_s(self.groups.device, travelling + gathered)
         bucket_layers = self.plan.bucket_layers if software.joint_ends else 1
-        first = min(1.0, bucket_layers / max(1, len(self.layers)))
+        bucket = first = min(1.0, bucket_layers / max(1, len(self.layers)))
         if software.joint_ends:
-            first = min(1.0, self._ends_numel / self.numel + (1 - self._ends_numel / self.numel) * first)
+            first = min(1.0, self._ends_numel / self.numel + (1 - self._ends_numel / self.numel) * bucket)
         # Ranks on a CPU share its cores, and gloo's reductions return when they are over.
         overlaps = self.groups.device.kind != "cpu"
         overlaps &= not software.overlaps_whole_passes_only or self.plan.overlaps_data_parallel
         forward_s = passes_s[Kind.F] if overlaps and software.overlap_param_gather else 0.0
         backward_s = passes_s[Kind.B] if overlaps and software.overlap_grad_reduce else 0.0
-        yield Kind.REDUCE_GRAD, _exposed_s(reduce_s, backward_s, first)
-        yield Kind.UNSHARD, _exposed_s(gather_s, forward_s, first)
+        yield Kind.REDUCE_GRAD, exposed_beside_pass_s(reduce_s, backward_s, first, bucket)
+        yield Kind.UNSHARD, exposed_beside_pass_s(gather_s, forward_s, first, bucket)
         whole = 2 * self.model.hidden_size * (len(self.layers) + 1)  # norms, and one factor of each low-rank layer
         whole += sum(self.model.low_rank_ranks.values()) * self.model.hidden_size * len(self.layers)
         yield Kind.ALL_REDUCE_TP, all_reduce_s(self.groups.tp, whole * software.grad_bytes)
@@ -227,13 +227,13 @@ class ParamCommunication:
         )
 
 
-def _exposed_s(travels_s: float, beside_s: float, waited_for: float) -> float:
+def exposed_beside_pass_s(travels_s: float, beside_s: float, waited_for: float, alone: float) -> float:
     """Return the exposed seconds of communication in buckets that overlaps with a pass.
 
-    They are the bucket before or after the pass, a part `waited_for` of all, the part that is longer than the pass, and
-    the slowdown of the pass.
+    They are the bucket before or after the pass, a part `waited_for` of all, what takes longer than the pass does but
+    for its last or first bucket, a part `alone` of it, and the slowdown of the pass.
     """
     if beside_s <= 0:
         return travels_s
-    hidden_s = min(travels_s * (1 - waited_for), beside_s)
+    hidden_s = min(travels_s * (1 - waited_for), beside_s * (1 - alone))
     return travels_s - hidden_s + OVERLAP_SLOWDOWN * hidden_s
