@@ -6,8 +6,8 @@ Each mechanism's own code runs on small tensors: compute sleeps, and a message a
 another over one link. So neither cores nor arithmetic count. In turns: with messages that take no time, without overlap
 (each message is waited for where it is sent), and with it. Prints, for messages of several shares of the compute, these
 times, the longer one of compute and messages over the time with overlap, the overlap efficiency η (what overlap saves
-over the most that it could, the smaller one of the two), and the η of the cost model's formulas, whose compute isn't
-slower beside messages here.
+over the most that it could, the smaller one of the two), the η of the cost model's formulas, whose compute isn't slower
+beside messages here, and the exposed part of the messages' time.
 """
 
 import argparse
@@ -26,82 +26,52 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.expert_exchange import Sleep as SleepingExperts
 from benchmarks.expert_exchange import even_routing
+from benchmarks.overlap_data_parallel import (
+    gather_cases,
+    many_layers_cases,
+    once_a_step_cases,
+    stage_cases,
+    step_cases,
+    version_cases,
+)
+from benchmarks.sleeping_layers import (
+    FORWARD_S,
+    INPUT_S,
+    LAYERS,
+    MODEL,
+    POSITIONS,
+    SEQUENCES,
+    WEIGHT_S,
+    Case,
+    Link,
+    sleep_in_layers,
+    timed,
+    without_slowdown,
+)
 from benchmarks.sleeping_stages import ExchangingStage, turns_of
 from muster.cost.time.alternating_turns import alternating_s
 from muster.cost.time.batch_slices import slices_s
 from muster.cost.time.expert_parallel import chunked_s
-from muster.cost.time.op_times import OpTimes
-from muster.cost.time.pass_cost import OVERLAP_SLOWDOWN, PassCost
+from muster.cost.time.pass_cost import PassCost
 from muster.cost.time.pass_pairs import Turns as PassTurns
 from muster.cost.time.pass_pairs import pair_s
 from muster.cost.time.sublayer import add_in_chunks
-from muster.layout.update_buckets import update_buckets
 from muster.model.decoder import Decoder
 from muster.model.grouped_matmul import Segments
 from muster.parallel import axis as axes
 from muster.parallel.axis import ExpertAxis, PendingTensor, TensorAxis
 from muster.parallel.domino import DominoLayers
 from muster.parallel.ep_all_to_all import AllToAll
-from muster.parallel.executor import Executor
-from muster.parallel.stage import DecoderStage
 from muster.parallel.tensor_parallel import apply_parallel_linears
 from muster.parallel.turns import Turns
 from muster.parallel.weight_grad_store import WeightGradStore
-from muster.parallel.world import fake_world
-from muster.schedule.action import Kind
-from muster.schedule.build import build_program
-from muster.schedule.program import Instruction, Program, Wait
-from muster.simulate.simulator import simulate
 from muster.spec.expert_kinds import ExpertDispatch
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Plan
-from muster.spec.plan_name import parse_plan_name
-from muster.spec.workload import Workload
 
-LAYERS, SEQUENCES, POSITIONS = 6, 4, 8
-MODEL = ModelSpec(
-    vocab_size=8, hidden_size=16, num_layers=LAYERS, num_heads=2, num_kv_heads=2, intermediate_size=16, gated=False
-)
-FORWARD_S, INPUT_S, WEIGHT_S = 0.025, 0.025, 0.0125
-"""Seconds of a sublayer's compute for one sequence: of the forward, of the backward until the gradient of its input
-sets out, and of the gradients of weights behind that."""
 RING, RING_MATMUL_S = 8, 0.4
 """Ranks of a ring, and seconds of the matmul of what all of them have."""
 CHUNKS, EXPERT_TOKENS, EXPERT_COMPUTE_S = 8, 256, 2.0
-STEP_S = 0.7
-"""Seconds of an optimizer step."""
 CPU = torch.device("cpu")
-
-
-@dataclass
-class Link:
-    """A link over which messages travel one after another."""
-
-    overlaps: bool = True
-    """False: each message is waited for where it is sent."""
-    takes_time: bool = True
-    """False: messages arrive at once."""
-    free_s: float = 0.0
-
-    def send(self, seconds: float) -> "Arrival":
-        """Send a message that takes so long once the link is free."""
-        self.free_s = max(time.perf_counter(), self.free_s) + seconds * self.takes_time
-        arrival = Arrival(self.free_s)
-        if not self.overlaps:
-            arrival.wait()
-        return arrival
-
-
-class Arrival(dist.Work):
-    """End of a message."""
-
-    def __init__(self, at_s: float) -> None:
-        super().__init__()
-        self._at_s = at_s
-
-    def wait(self, timeout: object = None) -> bool:
-        time.sleep(max(0.0, self._at_s - time.perf_counter()))
-        return True
 
 
 @dataclass
@@ -113,20 +83,6 @@ class SlowAxis(TensorAxis):
 
     def all_reduce(self, x: Tensor, *_: Any) -> PendingTensor:
         return PendingTensor([self.link.send(self.seconds * len(x))], lambda: x, self.turns)  # type: ignore[list-item]
-
-
-class Slept(torch.autograd.Function):
-    """The same tensor after a while, by its sequences (B, …)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        time.sleep(seconds * len(x))
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        time.sleep(INPUT_S * len(grads[0]))
-        return grads[0], None
 
 
 class SlowWeightGrads(WeightGradStore):
@@ -142,35 +98,8 @@ class SlowWeightGrads(WeightGradStore):
         return super().compute_or_defer(weight_OI, bias_O, x_NI, grad_NO)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A mechanism at one ratio: seconds of compute and of messages, the run, which returns its seconds, and those that
-    are predicted."""
-
-    name: str
-    compute_s: float
-    messages_s: float
-    run: Callable[[Link], float]
-    predicted_s: float
-
-
-def timed(action: Callable[[], object]) -> float:
-    """Return the seconds of an action."""
-    start_s = time.perf_counter()
-    action()
-    return time.perf_counter() - start_s
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Mechanisms
-
-
-def sleep_in_layers(module: Decoder, forward_s: float) -> None:
-    """Let attention and MLP of each layer take `forward_s` a sequence in the forward, and INPUT_S in the backward."""
-    for layer in module.blocks():
-        attend, activate = layer.attn.attend, layer.mlp._activate  # type: ignore[union-attr]
-        layer.attn.attend = lambda *args, own=attend: Slept.apply(own(*args), forward_s)  # type: ignore[method-assign,union-attr,assignment]
-        layer.mlp._activate = lambda *args, own=activate: Slept.apply(own(*args), forward_s)  # type: ignore[union-attr]
 
 
 def pass_of_layers(
@@ -252,12 +181,6 @@ def kraken_cases(ratio: float) -> Iterator[Case]:
         predicted_s = 2 * turn_s + sums * (layer.compute_s + layer.exposed_s["tp"])
         run = pass_of_layers(None, ratio * one_s, backward, model)
         yield Case(f"sub-layers, {words}", *alone, run, without_slowdown(predicted_s, sum(alone)))
-
-
-def without_slowdown(seconds: float, alone_s: float) -> float:
-    """Return the predicted seconds of things that overlap where none of them is slower for it; `alone_s`: what they
-    take one after another."""
-    return (seconds - OVERLAP_SLOWDOWN * alone_s) / (1 - OVERLAP_SLOWDOWN)
 
 
 def ring_cases(ratio: float) -> Iterator[Case]:
@@ -362,105 +285,6 @@ def expert_cases(ratio: float) -> Iterator[Case]:
     yield Case(f"experts' rows in {CHUNKS} chunks", EXPERT_COMPUTE_S, messages_s, run, predicted_s)
 
 
-class SlowAllGather:
-    """An all-gather of a layer's parameters, which are zeros; it takes `seconds`."""
-
-    def __init__(self, seconds: float) -> None:
-        self.link, self._seconds = Link(), seconds
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work:
-        output_tensor.zero_()
-        return self.link.send(self._seconds)
-
-
-def gather_cases(ratio: float) -> Iterator[Case]:
-    """Yield z3's gathers of layers, or of two layers each, beside the bucket before, in a forward and in a backward."""
-    for size in (1, 2):
-        yield from bucket_gather_cases(ratio, parse_plan_name(f"dp2-z3-bucket{size}-fp32"))
-
-
-def bucket_gather_cases(ratio: float, plan: Plan) -> Iterator[Case]:
-    """Yield the gathers of a plan's buckets of layers, a forward's and a backward's."""
-    world, size = fake_world(plan, 0, FakeStore()), plan.bucket_layers
-    buckets = [size] * (LAYERS // size)
-    named = f"z3's gathers of {size} layers" if size > 1 else "z3's gathers"
-    for words, backward, computed_s in (("forward", False, FORWARD_S), ("backward", True, INPUT_S)):
-        compute_s = 2 * LAYERS * SEQUENCES * computed_s
-        gathers = [SlowAllGather(ratio * compute_s / len(buckets)) for _ in buckets]
-        stage = DecoderStage(MODEL, world, 0, POSITIONS, seed=0)
-        sleep_in_layers(stage.module, 0.0 if backward else FORWARD_S)
-        for layer, own in zip([*stage.module.blocks()][::size], gathers, strict=True):
-            layer.set_custom_all_gather(own)  # type: ignore[operator]
-
-        def run(
-            link: Link, module: Decoder = stage.module, gathers: list[SlowAllGather] = gathers, back: bool = backward
-        ) -> float:
-            made: list[Tensor] = []
-            tokens_BS = torch.zeros(SEQUENCES, POSITIONS, dtype=torch.int64)
-            for own in gathers:
-                own.link = Link(takes_time=False) if back else link
-            forward_s = timed(lambda: made.append(module(tokens_BS).sum()))
-            for own in gathers:
-                own.link = link
-            return timed(made[0].backward) if back else forward_s
-
-        messages_s, cost = ratio * compute_s, PassCost()
-        cost.add_by_buckets("dp", messages_s, 0.0, buckets, compute_s)
-        predicted_s = without_slowdown(compute_s + cost.exposed_s["dp"], compute_s + messages_s)
-        yield Case(f"{named}, {words}", compute_s, messages_s, run, predicted_s)
-
-
-def step_cases(ratio: float) -> Iterator[Case]:
-    """Yield an optimizer step bucket by bucket, each gathered beside the updates behind it, as instructions of a
-    Program; its times are simulated."""
-    plan = parse_plan_name("dp2-z1-stepgather-fp32")
-    program = steps_of(build_program(plan, MODEL, Workload(seq_len=POSITIONS, global_batch_size=2)))
-    stage = DecoderStage(MODEL, fake_world(plan, 0, FakeStore()), 0, POSITIONS, seed=0)
-    buckets = update_buckets(plan, MODEL, 0)
-    update_s, gather_s = STEP_S / len(buckets), ratio * STEP_S / len(buckets)
-    parts = [stage.module, *stage.module.blocks()]
-    gathers = [SlowAllGather(gather_s) for _ in parts]
-    for part, own in zip(parts, gathers, strict=True):
-        part.set_custom_all_gather(own)  # type: ignore[operator]
-    handlers: dict[Kind, Any] = {
-        Kind.CLIP: lambda action: None,
-        Kind.STEP_BUCKET: lambda action: time.sleep(update_s),
-        Kind.UNSHARD_BUCKET: lambda action: stage.unshard_bucket(buckets[action.slice]),
-        Kind.STEP: lambda action: stage.unshard(),  # which waits, as the next step's does
-    }
-    executor = Executor(program, 0, 0, {0: stage}, {}, handlers)
-
-    def run(link: Link) -> float:
-        stage.reshard()
-        for own in gathers:
-            own.link = link
-        return timed(executor.run)
-
-    times = {Kind.STEP_BUCKET: update_s, Kind.UNSHARD_BUCKET: gather_s}
-    own_s: dict[tuple[str, int], tuple[float, ...]] = {(kind, 0): (s,) * len(buckets) for kind, s in times.items()}
-    predicted_s = simulate(program, OpTimes({}, bucket_s=own_s)).makespan_s
-    yield Case("gathers beside the optimizer step", STEP_S, ratio * STEP_S, run, predicted_s)
-
-
-def steps_of(program: Program) -> Program:
-    """Return the end of a one-rank Program, behind its gradient norm."""
-    lanes = program.ranks[0]
-    compute = [item.action.kind for item in lanes["compute"]].index(Kind.CLIP)
-    gathers = [item.action.kind for item in lanes["collective"]].index(Kind.UNSHARD_BUCKET)
-
-    def moved(items: Sequence[Instruction]) -> tuple[Instruction, ...]:
-        waits = (tuple(Wait(lane, n - compute) for lane, n in item.waits if lane == "compute") for item in items)
-        return tuple(item._replace(waits=own) for item, own in zip(items, waits, strict=True))
-
-    rank = {"compute": moved(lanes["compute"][compute:]), "collective": moved(lanes["collective"][gathers:])}
-    return replace(program, ranks=(rank,), transfers=None)  # type: ignore[arg-type]
-
-
 MECHANISMS: dict[str, Callable[[float], Iterator[Case]]] = {
     "tensor-parallel": tensor_parallel_cases,
     "ladder": ladder_cases,
@@ -469,6 +293,10 @@ MECHANISMS: dict[str, Callable[[float], Iterator[Case]]] = {
     "pairs": pair_cases,
     "tp-pairs": tp_pair_cases,
     "experts": expert_cases,
+    "z1": once_a_step_cases,
+    "many-layers": many_layers_cases,
+    "stages": stage_cases,
+    "2bw": version_cases,
     "z3": gather_cases,
     "step": step_cases,
 }
@@ -490,9 +318,9 @@ def row(case: Case, rounds: int) -> str:
     saved, predicted = apart_s - together_s, case.compute_s + case.messages_s - case.predicted_s
     spread = f"{min(one[2] for one in found) * 1e3:.0f}–{max(one[2] for one in found) * 1e3:.0f}"
     return (
-        f"{case.name:34} {compute_s * 1e3:8.0f} {case.messages_s * 1e3:9.0f} {apart_s * 1e3:9.0f}"
+        f"{case.name:42} {compute_s * 1e3:8.0f} {case.messages_s * 1e3:9.0f} {apart_s * 1e3:9.0f}"
         f" {together_s * 1e3:11.0f} {spread:>11} {longer_s / together_s:8.2f} {saved / shorter_s:6.2f}"
-        f" {predicted / min(case.compute_s, case.messages_s):10.2f}"
+        f" {predicted / min(case.compute_s, case.messages_s):10.2f} {(together_s - compute_s) / case.messages_s:8.2f}"
     )
 
 
@@ -503,10 +331,10 @@ def main() -> None:
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1.0, 2.0])
     args = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     print(
-        f"{'ms':34} {'compute':>8} {'messages':>9} {'in turn':>9} {'overlapped':>11} {'range':>11} {'max / it':>8}"
-        f" {'η':>6} {'predicted':>10}"
+        f"{'ms':42} {'compute':>8} {'messages':>9} {'in turn':>9} {'overlapped':>11} {'range':>11} {'max / it':>8}"
+        f" {'η':>6} {'predicted':>10} {'exposed':>8}"
     )
     for name in args.mechanisms or MECHANISMS:
         for ratio in args.ratios if name != "pairs" else args.ratios[:1]:
