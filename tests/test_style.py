@@ -3,6 +3,7 @@
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,11 @@ FORBIDDEN = {"What", "Whether", "How", "Where", "Of", "Those", "By", "Why", "Whi
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -44,7 +50,7 @@ def test_docstrings_stand_by_themselves():
     found = [
         f"{path.relative_to(PACKAGE)}:{line}: {text.splitlines()[0]}"
         for path in FILES
-        for line, text in docstrings(ast.parse(path.read_text(encoding="utf-8")))
+        for line, text in docstrings(parsed(path))
         if first_word(text) in FORBIDDEN
     ]
     assert not found
@@ -52,7 +58,7 @@ def test_docstrings_stand_by_themselves():
 
 def runtime_imports(path: Path) -> Iterator[str]:
     """Yield the modules that a file imports when it runs, wherever in it, without imports for type checkers."""
-    stack: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    stack: list[ast.AST] = [parsed(path)]
     while stack:
         node = stack.pop()
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
@@ -110,7 +116,7 @@ def test_constants_are_set_once():
     found = [
         f"{path.relative_to(PACKAGE.parent)}: {name}"
         for path in [*FILES, *Path(__file__).parent.rglob("*.py")]
-        for name in constants_set_twice(ast.parse(path.read_text(encoding="utf-8")))
+        for name in constants_set_twice(parsed(path))
     ]
     assert not found
 
@@ -121,7 +127,7 @@ def test_files_and_functions_are_short():
         text = path.read_text(encoding="utf-8")
         if text.count("\n") > MAX_FILE_LINES:
             long.append(f"{path.relative_to(PACKAGE)}: {text.count(chr(10))} lines")
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > MAX_FUNCTION_LINES:
