@@ -158,14 +158,14 @@ program 2 schedule=own ranks=2 micro_batches=2 placement=0,1,1,0 replicas=2
 rank 0 compute: 0F0@collective:0 3F1@p2p:1,collective:1 3B1 0B0@p2p:2 STEP@collective:8
 rank 0 p2p: 0SEND_F0>1@compute:0 3RECV_F1<1 0RECV_B0<1@compute:1 3SEND_B1>1@compute:2
 rank 0 collective: 0UNSHARD 3UNSHARD 3REDUCE_GRAD@compute:2 0REDUCE_GRAD@compute:3\
- 0ALL_REDUCE_REPLICAS<1@compute:3,collective:2,collective:3 1ALL_REDUCE_REPLICAS<1@compute:3,collective:2,collective:3\
+ 1ALL_REDUCE_REPLICAS<1@compute:3,collective:2,collective:3 0ALL_REDUCE_REPLICAS<1@compute:3,collective:2,collective:3\
  0ALL_REDUCE_TIED<1@compute:3,collective:2,collective:3,collective:4,collective:5\
  3ALL_REDUCE_TIED<1@compute:3,collective:2,collective:3,collective:4,collective:5\
  GRAD_NORM@compute:3,collective:2,collective:3,collective:4,collective:5,collective:6,collective:7
 rank 1 compute: 2F1@collective:0 1F0@p2p:0,collective:1 1B0 2B1@p2p:3 STEP@collective:8
 rank 1 p2p: 1RECV_F0<0 2SEND_F1>0@compute:0 1SEND_B0>0@compute:2 2RECV_B1<0@compute:1
 rank 1 collective: 2UNSHARD 1UNSHARD 1REDUCE_GRAD@compute:2 2REDUCE_GRAD@compute:3\
- 0ALL_REDUCE_REPLICAS<0@compute:3,collective:2,collective:3 1ALL_REDUCE_REPLICAS<0@compute:3,collective:2,collective:3\
+ 1ALL_REDUCE_REPLICAS<0@compute:3,collective:2,collective:3 0ALL_REDUCE_REPLICAS<0@compute:3,collective:2,collective:3\
  1ALL_REDUCE_TIED<0@compute:3,collective:2,collective:3,collective:4,collective:5\
  2ALL_REDUCE_TIED<0@compute:3,collective:2,collective:3,collective:4,collective:5\
  GRAD_NORM@compute:3,collective:2,collective:3,collective:4,collective:5,collective:6,collective:7
@@ -193,7 +193,7 @@ def test_a_copy_of_a_stage_on_the_same_rank_is_merged_there():
     [
         (
             [
-                ("0ALL_REDUCE_REPLICAS<0@compute:3 1ALL_REDUCE_REPLICAS", "1ALL_REDUCE_REPLICAS"),
+                (" 0ALL_REDUCE_REPLICAS<0@compute:3", ""),
                 ("2B1@p2p:3 STEP@collective:4", "2B1@p2p:3 STEP@collective:3"),
             ],
             "0ALL_REDUCE_REPLICAS on rank 0 has no ALL_REDUCE_REPLICAS on its partner, rank 1",
@@ -205,11 +205,11 @@ def test_a_copy_of_a_stage_on_the_same_rank_is_merged_there():
         (
             [
                 (
+                    "1ALL_REDUCE_REPLICAS<1@compute:2 0ALL_REDUCE_REPLICAS<1@compute:3",
                     "0ALL_REDUCE_REPLICAS<1@compute:3 1ALL_REDUCE_REPLICAS<1@compute:3",
-                    "1ALL_REDUCE_REPLICAS<1@compute:3 0ALL_REDUCE_REPLICAS<1@compute:3",
                 )
             ],
-            "where rank 0 has 1ALL_REDUCE_REPLICAS, its partner, rank 1, has 0ALL_REDUCE_REPLICAS",
+            "where rank 0 has 0ALL_REDUCE_REPLICAS, its partner, rank 1, has 1ALL_REDUCE_REPLICAS",
         ),
         ([("3ALL_REDUCE_TIED<1", "2ALL_REDUCE_TIED<1")], "2ALL_REDUCE_TIED is on rank 0, but stage 2 lies on rank 1"),
         (

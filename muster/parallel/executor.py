@@ -191,7 +191,7 @@ class Executor:
         self._handlers[instruction.action.kind](instruction)
         if instruction.action.kind == Kind.GRAD_NORM:  # whose result the host has read
             self._clock.mark_idle()
-        if own in self._pending and instruction.action.kind == Kind.REDUCE_GRAD:
+        if own in self._pending and instruction.action.kind in (Kind.REDUCE_GRAD, Kind.ALL_REDUCE_REPLICAS):
             self._begun[own] = start
         elif instruction.action.kind not in RECEIVES and not KINDS[instruction.action.kind].overlapped:
             self._timed.append((lane, instruction.action, start, self._clock.mark()))

@@ -18,6 +18,7 @@ from muster.layout.mesh import coordinates_of
 from muster.model.dropout import sample_keys
 from muster.model.further_tokens import shift_further
 from muster.model.saved_tensors import count_saved_bytes_of_each
+from muster.parallel.axis import PendingTensor
 from muster.parallel.device_clock import synchronize
 from muster.parallel.fsdp import gradient_bytes, reduce_in_next_backward
 from muster.parallel.machines import machine_of_each_rank
@@ -269,8 +270,15 @@ def _time_gradient_exchanges(
     """Time the gradient exchanges between two pipeline ranks, which all ranks begin together."""
     for ends in _gradient_exchanges(plan):
         local = next((action for action in ends if action in actions), None)
-        run = None if local is None else partial(handlers[local.kind], local)
+        run = None if local is None else partial(_run_to_end, handlers[local.kind], local)
         clock.time_together(("", -1) if local is None else local[:2], run)
+
+
+def _run_to_end(handler: Callable[[Action], object], action: Action) -> None:
+    """Run an instruction and wait for what it leaves under way."""
+    pending = handler(action)
+    if isinstance(pending, PendingTensor):
+        pending.wait()
 
 
 def _gradient_exchanges(plan: Plan) -> Iterator[list[Action]]:

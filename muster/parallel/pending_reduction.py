@@ -1,5 +1,4 @@
-"""Reduction of a stage's gradients under z1, beside passes of other stages: BitPipe's eager one of stages that are done
-(arXiv:2410.19367).
+"""Reduction of a stage's gradients over its data-parallel ranks under z1, beside passes of other stages.
 
 `fully_shard` starts a group's reduce-scatter once its gradients are complete, and waits for all of them at the end of a
 step's last backward. Here a later call waits. Collectives of NCCL run in a stream of their own; those of gloo return at

@@ -70,6 +70,8 @@ class ProcessGroups:
         self._expert_data_mesh = self._make_expert_data_mesh(own) if mesh.ep > 1 else None
         self.pipeline = self._pipeline_axis() if plan.vocab_parallel else None
         """Ranks that share the vocabulary with this one under vocabulary parallelism over pipeline ranks."""
+        self.pipeline_replicas = self._replica_pair() if plan.pipeline_replicas > 1 else None
+        """This rank and the one with the same layers in the other replica of a bidirectional pipeline."""
         self.island = self._island_group() if plan.islands > 1 and plan.island_size > 1 else None
         """Ranks of this one's island; None for a single rank, and without islands."""
         self.islands = self._islands_axis() if plan.islands > 1 else None
@@ -185,6 +187,16 @@ class ProcessGroups:
         ranks = [rank_at(self._plan, replace(self._at, island=island)) for island in range(self._plan.islands)]
         peers, everyone = (self._new_group(them, ISLANDS_TIMEOUT) for them in (ranks, range(self._plan.world_size)))
         return IslandAxis(peers, everyone, self._plan.islands, self._at.island)
+
+    def _replica_pair(self) -> dist.ProcessGroup:
+        """Make the group for sums over both replicas, which run beside the passes: one replica has its stages in the
+        opposite order of ranks. The first collective of NCCL makes a communicator, and the host waits for the other
+        rank, whose passes may need this one's: it comes here, before any."""
+        pair = sorted((self._at.pp, self._plan.pp - 1 - self._at.pp))
+        group = self._new_group([rank_at(self._plan, replace(self._at, pp=pp_rank)) for pp_rank in pair])
+        if self._device.type == "cuda":
+            dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+        return group
 
     def _pipeline_axis(self) -> PipelineAxis:
         """Make the group of ranks with one member on each pipeline rank that this one belongs to."""

@@ -7,8 +7,8 @@ The rules, which any executor may relax but none may tighten:
   may mean to begin the entries before them in their lanes. After the compute lane it finishes all the others.
 * A transfer is over when both ends have begun it and all transfers before it, of whatever ranks, are over on both:
   sends are not buffered, and a rank's transfers run one after another.
-* A collective blocks the thread until all its ranks have begun it; an overlapped one only at a wait for it. A rank's
-  collectives end in the order in which they began.
+* A collective of several pipeline ranks blocks the thread until all of them have begun it; an overlapped one only at a
+  wait for it, as does one within a pipeline rank. A rank's collectives end in the order in which they began.
 * A copy between device and host memory is over when its rank has waited for it.
 * The result of a receive, a collective or a copy may be used only after a wait for it.
 
@@ -104,7 +104,8 @@ class _RankState:
                 yield from self._complete(wait)
         self.starting.pop()
         self._start(lane)
-        if lane == "collective" and not _is_overlapped(instruction.action):
+        is_alone = participants(instruction, self.rank, len(self.ranks)) == (self.rank,)
+        if lane == "collective" and not is_alone and not _is_overlapped(instruction.action):
             while self.completed[lane] <= index:
                 yield Wait(lane, index)
 
@@ -204,5 +205,6 @@ def _wait_cycle(rank: _RankState) -> str:
 
 def _is_overlapped(action: Action) -> bool:
     """Return True if a collective is known to be over only where something waits for it: those that run beside passes,
-    as reductions of the gradients of a version do."""
-    return KINDS[action.kind].overlapped or (action.kind == Kind.REDUCE_GRAD and action.version > 0)
+    as reductions of the gradients of a version and those over replicas do."""
+    beside = action.kind == Kind.ALL_REDUCE_REPLICAS or (action.kind == Kind.REDUCE_GRAD and action.version > 0)
+    return beside or KINDS[action.kind].overlapped

@@ -192,10 +192,10 @@ def lower(schedule: Schedule, options: LoweringOptions) -> Program:
 def add_gradient_exchanges(draft: ProgramDraft, options: LoweringOptions) -> None:
     """Add what makes gradients complete once the backwards are over."""
     add_grad_reductions(draft, options)
-    if options.tp_replicated_weights:
-        add_replicated_grad_reductions(draft)
     if draft.schedule.replicas > 1:
-        add_replica_reductions(draft)
+        add_replica_reductions(draft, options.tp_replicated_weights)
+    elif options.tp_replicated_weights:
+        add_replicated_grad_reductions(draft)
     if options.tied_embeddings:
         add_tied_embedding_reductions(draft)
 
@@ -314,32 +314,48 @@ def add_grad_reductions(draft: ProgramDraft, options: LoweringOptions) -> None:
 def add_replicated_grad_reductions(draft: ProgramDraft) -> None:
     """Add the all-reduce of gradients of weights replicated over tp, once those of the stage are complete."""
     for rank, lanes in enumerate(draft.ranks):
-        reduced = {
-            lanes["collective"][wait.index].action.stage: wait
-            for wait in draft.wait_collectives(rank, Kind.REDUCE_GRAD)
-        }
         for stage, last in _last_backwards(lanes["compute"]).items():
-            leaving = draft.wait_copies_beside(rank)
-            draft.add(rank, Action(Kind.ALL_REDUCE_TP, stage), [reduced.get(stage, last), *leaving])
+            _add_replicated_grad_reduction(draft, rank, stage, last)
 
 
-def add_replica_reductions(draft: ProgramDraft) -> None:
-    """Add the all-reduce of gradients between the two replicas; n ALL_REDUCE_REPLICAS is the n-th stage of each.
+def _add_replicated_grad_reduction(draft: ProgramDraft, rank: int, stage: int, last: Wait) -> Wait:
+    """Add that of a stage behind the `last` of its backwards, and return the wait for it."""
+    lane = enumerate(draft.ranks[rank]["collective"])
+    reduced = [Wait("collective", index) for index, item in lane if item.action == Action(Kind.REDUCE_GRAD, stage)]
+    return draft.add(rank, Action(Kind.ALL_REDUCE_TP, stage), [*(reduced or [last]), *draft.wait_copies_beside(rank)])
 
-    It comes after all passes of the rank, since the other rank may need them first, and in order of depth on all ranks,
-    so that no two ranks wait for each other.
+
+def add_replica_reductions(draft: ProgramDraft, tp_replicated_weights: bool) -> None:
+    """Add the all-reduce of gradients between the two replicas; n ALL_REDUCE_REPLICAS is the n-th stage of each. With
+    `tp_replicated_weights` that over tp comes before it.
+
+    It begins once the rank's own copy of the stage is done, beside passes of others (BitPipe, arXiv:2410.19367). No two
+    ranks wait for each other: nothing waits for it before the passes are over, and all ranks have the stages in one
+    order, that in which both copies are done. Behind a REDUCE_GRAD, whose end no rank knows before it waits for it, it
+    comes after all passes.
     """
     placement, depth = draft.schedule.placement, draft.schedule.depth
-    ready = [
-        draft.wait_all_passes(rank) + draft.wait_collectives(rank, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP)
-        for rank in range(len(draft.schedule.ranks))
-    ]
-    for stage in range(depth):
-        one = placement[stage]
-        other = placement[stage + depth]
-        draft.add(one, Action(Kind.ALL_REDUCE_REPLICAS, stage), ready[one], None if one == other else other)
-        if one != other:
-            draft.add(other, Action(Kind.ALL_REDUCE_REPLICAS, stage), ready[other], one)
+    last = [_last_backwards(lanes["compute"]) for lanes in draft.ranks]
+    left = [0] * len(placement)  # passes of the rank behind the stage's last backward
+    for rank, own in enumerate(last):
+        for stage, wait in own.items():
+            left[stage] = len(draft.ranks[rank]["compute"]) - wait.index
+    order = sorted(range(depth), key=lambda stage: (-min(left[stage], left[stage + depth]), -stage))
+    for rank, own in enumerate(last):
+        passes, reduced = draft.wait_all_passes(rank), draft.wait_collectives(rank, Kind.REDUCE_GRAD)
+        summed: dict[int, Wait] = {}
+        for number in order:
+            copies = [stage for stage in (number, number + depth) if placement[stage] == rank]
+            last_of_copies = [] if reduced else sorted(own[stage] for stage in copies if stage in own)[-1:]
+            done = last_of_copies or passes
+            for stage, wait in own.items():
+                if copies and tp_replicated_weights and stage not in summed and wait <= max(done):
+                    summed[stage] = _add_replicated_grad_reduction(draft, rank, stage, wait)
+            complete = [wait for stage, wait in summed.items() if reduced or stage in copies]
+            for stage in copies[:1]:
+                other = placement[(stage + depth) % len(placement)]
+                waits = [*done, *reduced, *complete]
+                draft.add(rank, Action(Kind.ALL_REDUCE_REPLICAS, number), waits, None if other == rank else other)
 
 
 def add_tied_embedding_reductions(draft: ProgramDraft) -> None:

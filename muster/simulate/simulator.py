@@ -98,7 +98,7 @@ def _awaited(program: Program) -> list[list[int]]:
     return [transfers.awaited(rank, lanes.get("compute", ())) for rank, lanes in enumerate(program.ranks)]
 
 
-_HIDDEN_KINDS = (Kind.UNSHARD, Kind.UNSHARD_BUCKET, Kind.REDUCE_GRAD)
+_HIDDEN_KINDS = (Kind.UNSHARD, Kind.UNSHARD_BUCKET, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_REPLICAS)
 """Collectives of parameters and gradients, which lie beside compute where a Program has them early or in parts."""
 
 _DEADLOCK = "the program deadlocks; muster.schedule.check.check says why"

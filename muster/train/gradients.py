@@ -4,9 +4,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from muster.parallel.p2p import P2PRoute
+from muster.parallel.axis import PendingTensor
 from muster.parallel.stage import DecoderStage
 
 
@@ -44,15 +45,23 @@ def with_gradients(stage: DecoderStage, without: Collection[str] = ()) -> Iterat
             yield name, local
 
 
-def add_replica_gradients(stage: DecoderStage, other_rank: int) -> None:
-    """Add the gradients of the same layers on another rank to a stage's; both end with the same bits."""
+def add_replica_gradients(stage: DecoderStage, pair: dist.ProcessGroup) -> PendingTensor | None:
+    """Start to sum a stage's gradients with those of the same layers in the other replica, on the other rank of `pair`;
+    both end with the same bits. None without gradients."""
     stage.attach_local_gradients()
-    gradients = [local.grad for local in stage.parameters.values() if local.grad is not None]
-    if gradients:
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        flat += P2PRoute.whole_to(other_rank).exchange(flat)
-        for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(total.view_as(gradient))
+    gradients = [local.grad for _, local in with_gradients(stage)]
+    if not gradients:
+        return None
+    sums = [gradient.contiguous() for gradient in gradients]  # the gradient itself where it is contiguous
+    works = [dist.all_reduce(total, group=pair, async_op=True) for total in sums]
+
+    def take_sums() -> Tensor:
+        for gradient, total in zip(gradients, sums, strict=True):
+            if total is not gradient:
+                gradient.copy_(total)
+        return sums[-1]
+
+    return PendingTensor(works, take_sums)
 
 
 def find_tied_copies(stages: Iterable[DecoderStage], parameters: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:

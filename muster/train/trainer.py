@@ -14,10 +14,11 @@ from muster.config.load_config import plan_from_tree
 from muster.config.optim_config import UpdateTime
 from muster.config.run_config import RunConfig
 from muster.data.dataset import SampleStream
-from muster.layout.mesh import dp_index_of, rank_at
+from muster.layout.mesh import dp_index_of
 from muster.layout.tensor_layout import stages_on
 from muster.layout.update_buckets import update_buckets
 from muster.optim.lr import lr_at_step
+from muster.parallel.axis import PendingTensor
 from muster.parallel.cuda_graphs import PassGraphs, has_cuda_graphs
 from muster.parallel.device_clock import StepRecord, step_clock
 from muster.parallel.disk_activations import DiskActivations, activation_store
@@ -474,12 +475,12 @@ class Trainer:
         theirs = self._tied_routes[action.stage].exchange(gradient.to(self.world.device))
         gradient += theirs.to(gradient.device)
 
-    def _reduce_replica_gradients(self, action: Action) -> None:
-        """Add the gradients of the same layers in the other replica; both end with the same bits."""
-        depth = self.plan.stages_per_replica
-        stage = self.stages.get(action.stage) or self.stages[action.stage + depth]
-        other_pp = self.plan.pp_rank((stage.index + depth) % (2 * depth))
-        add_replica_gradients(stage, rank_at(self.plan, replace(self.world.at, pp=other_pp)))
+    def _reduce_replica_gradients(self, action: Action) -> PendingTensor | None:
+        """Start to add the gradients of the same layers in the other replica."""
+        stage = self.stages.get(action.stage) or self.stages[action.stage + self.plan.stages_per_replica]
+        pair = self.world.groups.pipeline_replicas
+        assert pair is not None
+        return add_replica_gradients(stage, pair)
 
     def _reduce_norm(self, action: Action) -> None:
         self.updater.reduce_norm()

@@ -33,7 +33,7 @@ def device_overhead(device: DeviceSpec, plan: Plan, pp_rank: int, transient_byte
 
 def communicator_sizes(plan: Plan, pp_rank: int) -> list[int]:
     """Return the sizes of a rank's process groups of more than one rank: dp_replicate, sharded data parallelism, tp,
-    cp, ep, pp."""
+    cp, ep, pp, and both replicas of a bidirectional pipeline."""
     mesh = plan.mesh(pp_rank)
-    sizes = [mesh.dp_replicate, mesh.state_shards, mesh.tp, mesh.cp, mesh.ep, plan.pp]
+    sizes = [mesh.dp_replicate, mesh.state_shards, mesh.tp, mesh.cp, mesh.ep, plan.pp, plan.pipeline_replicas]
     return [size for size in sizes if size > 1]

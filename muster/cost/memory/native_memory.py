@@ -121,7 +121,7 @@ def _pass_memory(
             Kind.DEVICE_UPDATE: (PeakCandidate("updating a layer", MemoryTerms(optimizer=own.fetched_state)),),
             "later REDUCE_GRAD": (moments.reduce(is_first=False),),
             Kind.ALL_REDUCE_TIED: (moments.tied_exchange(),),
-            Kind.ALL_REDUCE_REPLICAS: (PeakCandidate("copies swapped", MemoryTerms(communication=2 * own.parameters)),),
+            Kind.ALL_REDUCE_REPLICAS: (PeakCandidate("copies summed", MemoryTerms()),),
         },
         freed_by_reduction=0 if own.zero == "z3" else own.gradients - own.trained_shard_numel * own.master_size,
         pending_gradients=moments.pending_gradients,
