@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from math import prod
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from muster.model.attention_sinks import add_sinks_, sink_gradients
 from muster.model.kernels import clamped_swiglu
 from muster.parallel import compile as compiling
 from muster.parallel.axis import PendingTensor
+from muster.schedule.action import Kind
 from muster.schedule.resolve import resolve_schedule
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import MUSTER
@@ -248,9 +250,12 @@ def overlaps_whole_passes_only(patch: pytest.MonkeyPatch) -> bool:
 
 
 def joint_ends(patch: pytest.MonkeyPatch) -> bool:
-    """One bucket for each layer, and one for all else, which is gathered first and reduced last."""
+    """One bucket for each layer, and one for all else, which is gathered first and reduced last: beside no matmul."""
     log = step("dp2-z1")
     assert not before_last_matmul(log, SCATTER)[-1]
+    sizes = watched("z3", 1).hidden_sizes
+    assert sizes, "those of layers"
+    assert watched("z3", 0).hidden_sizes == watched("z3", 2).hidden_sizes == sizes
     return len(log.where(GATHER)) == len(log.where(SCATTER)) == LAYERS + 1
 
 
@@ -259,9 +264,9 @@ class CollectiveWatch(Watch):
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
-        self._launched: list[tuple[str, int, int]] = []
-        """Collective, its stream and its number in this."""
-        self._hidden: set[tuple[str, int, int]] = set()
+        self._launched: list[tuple[str, int, int, int]] = []
+        """Collective, its stream, its number in this, and its elements."""
+        self._hidden: set[tuple[str, int, int, int]] = set()
 
     def begin_step(self) -> None:
         super().begin_step()
@@ -271,7 +276,7 @@ class CollectiveWatch(Watch):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         name, stream = func.overloadpacket.__name__, Module.current_stream()
         if name in (GATHER, SCATTER):
-            self._launched.append((name, stream.id, stream.launch()))
+            self._launched.append((name, stream.id, stream.launch(), max(x.numel() for x in args[:2])))
         elif name == "mm":
             self._hidden.update(one for one in self._launched if stream.known.get(one[1], 0) < one[2])
         return result
@@ -280,12 +285,23 @@ class CollectiveWatch(Watch):
         """Return the collectives of a kind that a matmul runs beside, for each micro-batch."""
         return sum(one[0] == name for one in self._hidden) // MICRO_BATCHES
 
+    @property
+    def hidden_sizes(self) -> set[int]:
+        """Elements of the collectives that a matmul runs beside."""
+        return {one[3] for one in self._hidden}
+
+
+@cache
+def watched(words: str, stage: int) -> CollectiveWatch:
+    """Return a step of one of three pipeline ranks with two layers each."""
+    case = {"plan": f"dp2-pp3-{words}", "layers": 6, "batch": 2 * MICRO_BATCHES}
+    return watch_step(case, 2 * stage, CollectiveWatch)
+
 
 @cache
 def hidden_collectives(words: str) -> tuple[int, int]:
-    """Return the gathers and the reductions of each micro-batch that matmuls run beside, on the middle one of three
-    pipeline ranks, which has two layers."""
-    seen = watch_step({"plan": f"dp2-pp3-{words}", "layers": 6, "batch": 2 * MICRO_BATCHES}, 2, CollectiveWatch)
+    """Return the gathers and the reductions of each micro-batch that matmuls run beside, on a stage of layers alone."""
+    seen = watched(words, 1)
     return seen.num_hidden(GATHER), seen.num_hidden(SCATTER)
 
 
@@ -459,6 +475,38 @@ def test_passes_run_beside_as_many_gathers_and_reductions_as_predictions_hide(
     hidden_s = sum(number * each_s - exposed_s[kind, 1].get("dp", 0.0) for kind, number in by_pass.items())
     expected = hidden_s / (1 - OVERLAP_SLOWDOWN) / each_s
     assert sum(hidden_collectives(words)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("plan", "stage", "tied"),
+    [
+        ("dp2-z2", 0, False),
+        ("dp2-z3", 0, True),
+        ("dp2-pp3-z3", 0, False),
+        ("dp2-pp3-z3", 1, False),
+        ("dp2-pp3-z3", 2, True),
+        ("dp2-pp3-szbh1-z2", 2, False),
+        ("dp2-pp2-vocab-z2", 0, False),
+        ("dp2-pp2-vocab-z2", 1, True),
+    ],
+)
+def test_passes_of_one_layer_are_predicted_to_wait_for_all_that_they_gather_and_reduce(
+    plan: str, stage: int, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its layer, and the embedding and the head that the stage has."""
+    parsed = parse_plan_name(f"{plan}-bf16")
+    log = step(plan, rank=2 * stage, layers=parsed.pp, tied=tied)
+    counted = sum(4 * max(map(prod, log.operators[at].operand_shapes)) for at in log.where(SCATTER))
+    if "z3" in plan:  # else a step gathers once
+        counted += sum(2 * max(map(prod, log.operators[at].operand_shapes)) for at in log.where(GATHER))
+    run, byte_s = small_run(layers=parsed.pp, tied=tied), 1e-18
+    for collective in ("all_gather_s", "reduce_scatter_s"):
+        monkeypatch.setattr(param_communication, collective, lambda group, size: size * byte_s)
+    resolved = resolve_schedule(parsed, run.model, run.workload)
+    exposed_s = plan_times(run.model, resolved, run.workload, load_cluster("6xh100")).exposed_s
+    kinds = "FIW" if resolved.split_backward else "FB"
+    waited_s = sum(exposed_s.get((kind, stage), {}).get("dp", 0.0) for kind in (*kinds, Kind.T, Kind.EMB_W))
+    assert waited_s / byte_s == pytest.approx(counted / MICRO_BATCHES, rel=0.01)
 
 
 def test_every_trait_is_counted_or_has_a_reason_why_not() -> None:

@@ -14,6 +14,7 @@ from muster.config.optim_config import OptimConfig
 from muster.config.optimizer_state import optimizer_state
 from muster.cost.comm_volume import step_comm_bytes
 from muster.cost.memory.forecast import forecast_memory
+from muster.cost.time import param_communication
 from muster.cost.time.plan_times import plan_times
 from muster.cost.time.trained_parts import trained_parts
 from muster.model.decoder import Decoder
@@ -137,6 +138,17 @@ def test_a_prediction_has_no_backward_of_frozen_layers(cluster: ClusterSpec, nam
     assert half["F", 0] == whole["F", 0]
     assert mlp["I", 0] == whole["I", 0]
     assert mlp["W", 1] < whole["W", 1]
+
+
+def test_backwards_reduce_no_frozen_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, byte_s = parse_plan_name("dp2-pp2-z2-bf16"), 1e-18
+    monkeypatch.setattr(param_communication, "reduce_scatter_s", lambda group, size: size * byte_s)
+    whole, rest = (
+        plan_times(SPEC, plan, WORKLOAD, load_cluster("4xh100"), optim=optim).exposed_s
+        for optim in (None, frozen("embed.*"))
+    )
+    assert (whole["B", 0]["dp"] - rest["B", 0]["dp"]) / byte_s == pytest.approx(4 * prod((512, 64)))
+    assert rest["B", 1] == whole["B", 1]
 
 
 def test_frozen_shards_of_the_vocabulary_have_no_gradient_to_compute() -> None:

@@ -1,5 +1,6 @@
 """Zeroth-order training: equal under all plans, with streamed parameters bit for bit; memory and bytes as predicted."""
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from muster.config.named_model import load_model
 from muster.config.optim_config import OptimConfig
 from muster.cost.comm_volume import STEP_REPORT_BYTES, step_comm_bytes
 from muster.cost.memory.forecast import forecast_memory
+from muster.cost.time import param_communication
+from muster.cost.time.plan_times import plan_times
 from muster.layout.box import Box
 from muster.model.perturbation import Direction, Part, move_, moved, rows_of, whole_numbers
 from muster.planner.request import with_tier_sizes
@@ -20,6 +23,7 @@ from muster.schedule.action import Kind
 from muster.schedule.build import build_program
 from muster.schedule.check import check
 from muster.simulate.predict import predict
+from muster.spec.model import stage_parameter_shapes
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
 from muster.train.memory_check import FAKE_KERNELS, measure_fake_rank
@@ -231,6 +235,20 @@ def test_a_step_is_predicted_as_two_forwards_and_the_drawing_of_numbers() -> Non
     assert 2 * forward < mezo.times.seconds[Kind.F, 0] < 3 * forward
     assert mezo.forecast.fullest.terms.total < 0.6 * adamw.forecast.fullest.terms.total
     assert mezo.tflops_per_device < 2 / 3 * adamw.tflops_per_device * adamw.step_time_s / mezo.step_time_s * 1.01
+
+
+def test_forwards_without_a_backward_gather_embedding_and_head_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of such plans are counted in `tests/test_comm_volume.py`."""
+    model, plan, byte_s = load_model("tiny"), parse_plan_name("dp2-z3-mb1-bf16"), 1e-18
+    monkeypatch.setattr(param_communication, "all_gather_s", lambda group, size: size * byte_s)
+
+    def gathered(count: int) -> float:
+        workload = Workload(seq_len=64, global_batch_size=2 * count)
+        times = plan_times(model, plan, workload, load_cluster("2xh100"), optim=OPTIM)
+        return count * times.exposed_s[Kind.F, 0]["dp"] / byte_s
+
+    ends = sum(prod(shape) for _, shape in stage_parameter_shapes(model, range(0), True, True))
+    assert 4 * gathered(1) - gathered(4) == pytest.approx(3 * 2 * ends)
 
 
 def test_updates_in_host_memory_end_beside_the_passes_of_the_next_step() -> None:

@@ -92,8 +92,9 @@ class FrameworkTraits(Frozen):
     (`Plan.overlaps_data_parallel`); nor do the reductions of z2 and z3 overlap the half of a split backward that
     computes weights' gradients."""
     joint_ends: bool = False
-    """Under z1 embedding and head are gathered and reduced as one bucket, before the first layer and after all others:
-    no pass hides it. Each bucket of layers is a collective of its own; otherwise all parameters count as one."""
+    """Embedding and head are gathered and reduced as one bucket, before the first layer and after all others: no pass
+    hides it, once a step under z1, in each micro-batch under z2 and z3, which otherwise count layers alone. Under z1
+    each bucket of layers is a collective of its own; otherwise all parameters count as one."""
     overlap_fsdp: bool = True
     """Under z2 and z3 the all-gathers and reduce-scatters of all layers but one overlap with the passes."""
     per_parameter_collectives: bool = False

@@ -6,6 +6,7 @@ from functools import cached_property
 from math import prod
 from operator import mul
 
+from muster.config.optimizer_state import is_zeroth_order
 from muster.cost.precision_bytes import compute_bytes, grad_reduce_bytes
 from muster.cost.time.collectives import (
     all_gather_s,
@@ -18,6 +19,7 @@ from muster.cost.time.kernels import stream_s
 from muster.cost.time.pass_cost import OVERLAP_SLOWDOWN
 from muster.cost.time.rank_placement import PlacedPlan
 from muster.layout.island_bytes import encoded_element_bytes
+from muster.layout.tensor_layout import VOCAB_PARAMETERS
 from muster.schedule.action import Kind
 from muster.spec.four_bit import stored_element_bytes
 from muster.spec.model import layer_parameter_shapes, stage_parameter_shapes
@@ -52,6 +54,10 @@ class ParamCommunication:
             if once and (self.replicas.size > 1 or self.between_reducing is not None)
             else 1
         )
+        self.forwards_per_ends_gather = (
+            self.plan.num_stage_micro_batches(stage, setting.workload) if is_zeroth_order(setting.optim) else 1
+        )
+        """Forwards of a gather of what is outside of layers: under z3 a backward drops it, a forward doesn't."""
         self.element_bytes = compute_bytes(self.plan.precision)
         """Bytes of an element in the dtype of the passes."""
 
@@ -100,7 +106,7 @@ class ParamCommunication:
             return prod(shape) / (self.mesh.tp if is_shared else 1)
         if ".experts." in name:
             return prod(shape) / (self.mesh.ep * self.mesh.etp)
-        words = name in ("embed.weight", "head.weight")
+        words = name in VOCAB_PARAMETERS
         return prod(shape) / self.mesh.tp / (self.plan.pp if words and self.plan.vocab_parallel else 1)
 
     @property
@@ -116,7 +122,7 @@ class ParamCommunication:
 
     def per_micro_batch_s(self, layers: range) -> tuple[float, float]:
         """Return the seconds (gather, reduce) of the parameters of some layers in each micro-batch, one collective for
-        each bucket of them.
+        each bucket of them; `ends_per_micro_batch_s` are those of a stage's other parameters.
 
         z3 gathers parameters, in the dtype of the compute; z2 and z3 reduce gradients, and all-reduce them over
         replicas, or reduce them further where they are sharded over fewer ranks than optimizer state. Where that is
@@ -132,10 +138,45 @@ class ParamCommunication:
             if self.zero == "z3":
                 gathered = sum(map(self._layer_bytes, bucket))
                 gather_s += count * (all_gather_s(self.gathering, gathered) + per_tensor_s)
-            size = sum(map(self._layer_numel, bucket)) * self.framework.grad_bytes
-            further_s = self._further_reduction_s(size) / self.backwards_per_replica_reduction
-            reduce_s += count * (self._first_reduction_s(size) + further_s + per_tensor_s)
+            reduce_s += count * (self.backward_reduction_s(sum(map(self._layer_numel, bucket))) + per_tensor_s)
         return gather_s, reduce_s
+
+    @property
+    def ends_per_micro_batch_s(self) -> tuple[float, float]:
+        """Seconds (gather, reduce) of embedding, last norm and head in each micro-batch, where they are one bucket.
+
+        Every backward reduces it. Under z3 it drops it as well, and the next pass gathers it: as often as there are
+        backwards, all counted as parts of forwards.
+        """
+        if self.zero == "z1" or not self.framework.joint_ends or not (numel := self._ends_of_passes_numel):
+            return 0.0, 0.0
+        gather_s = 0.0
+        if self.zero == "z3":
+            gather_s = all_gather_s(self.gathering, numel * self.element_bytes) / self.forwards_per_ends_gather
+        return gather_s, self.backward_reduction_s(numel)
+
+    @property
+    def words_reduction_s(self) -> float:
+        """Seconds in which a pass over a pipeline rank's words reduces the gradients of their rows."""
+        if self.zero == "z1" or not self.framework.joint_ends:
+            return 0.0
+        return self.backward_reduction_s(self.model.vocab_size * self.model.hidden_size / self.plan.pp)
+
+    @property
+    def _ends_of_passes_numel(self) -> float:
+        """Elements of embedding, last norm and head that passes reduce: without layers for multi-token prediction,
+        which are buckets of layers, and without words that are spread over pipeline ranks."""
+        first, last = self.plan.is_first(self.stage), self.plan.is_last(self.stage)
+        return sum(
+            self._local_numel(name, shape)
+            for name, shape in stage_parameter_shapes(self.model, range(0), first, last)
+            if not name.startswith("mtp.") and not (self.plan.vocab_parallel and name in VOCAB_PARAMETERS)
+        )
+
+    def backward_reduction_s(self, numel: float) -> float:
+        """Return the seconds in which a backward reduces the gradients of so many elements."""
+        size = numel * self.framework.grad_bytes
+        return self._first_reduction_s(size) + self._further_reduction_s(size) / self.backwards_per_replica_reduction
 
     def _first_reduction_s(self, size: float) -> float:
         """Return the seconds to reduce so many bytes of gradients; over fewer ranks than share optimizer state they

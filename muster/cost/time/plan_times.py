@@ -143,7 +143,9 @@ def _micro_batch_times(
     seconds.update(_offload_times(setting, dict(seconds)))
     seconds.update(_host_update_times(setting))
     if plan.vocab_parallel:
-        seconds.update(_vocab_parallel_times(setting))
+        for key, time_s, reduction_s in _vocab_parallel_times(setting):
+            seconds[key] = time_s + reduction_s
+            exposed_s[key] = {"dp": reduction_s} if reduction_s else {}
     whole = setting if data_rank is None else replace(setting, data_rank=None)  # all wait for the slowest
     seconds[Kind.GRAD_NORM, -1], seconds[Kind.STEP, -1] = per_step_s(
         whole, examples if data_rank is None else example_stage_times(whole)
@@ -553,8 +555,9 @@ def _link_bytes_per_s(group: CommGroup) -> float:
     return fabric if group.num_domains == 1 else min(fabric, group.network_bytes_per_s)
 
 
-def _vocab_parallel_times(setting: PlacedPlan) -> Iterator[tuple[tuple[str, int], float]]:
-    """Yield the times of vocabulary parallelism over pipeline ranks (arXiv:2411.05288).
+def _vocab_parallel_times(setting: PlacedPlan) -> Iterator[tuple[tuple[str, int], float, float]]:
+    """Yield the times of vocabulary parallelism over pipeline ranks (arXiv:2411.05288), and the reductions of gradients
+    that end passes.
 
     Each rank computes embedding and logits of its part of the vocabulary; the collectives overlap with its passes.
     """
@@ -569,17 +572,19 @@ def _vocab_parallel_times(setting: PlacedPlan) -> Iterator[tuple[tuple[str, int]
             (True, True) if times.trained is None else (times.trained.embedding, times.trained.head)
         )
         hidden, wide = at.hidden_bytes, at.high_precision
+        reduction_s = times.param_communication.words_reduction_s
         score_s = matmul_s(at.device, at.tokens, words, model.hidden_size, wide)
         logits_s = stream_s(at.device, 3 * at.element_bytes * at.tokens * words, 2)
-        yield (Kind.EMB_F, stage), stream_s(at.device, 2 * hidden / plan.pp)
-        yield (Kind.S, stage), 2 * score_s + logits_s
+        yield (Kind.EMB_F, stage), stream_s(at.device, 2 * hidden / plan.pp), 0.0
+        yield (Kind.S, stage), 2 * score_s + logits_s, 0.0
         gradient_s = score_s + stream_s(at.device, at.element_bytes * at.tokens * words)
-        yield (Kind.T, stage), gradient_s * trains_head
-        yield (Kind.EMB_W, stage), stream_s(at.device, 3 * hidden / plan.pp) * trains_embedding
+        yield (Kind.T, stage), gradient_s * trains_head, reduction_s * trains_head
+        rows_s = stream_s(at.device, 3 * hidden / plan.pp)
+        yield (Kind.EMB_W, stage), rows_s * trains_embedding, reduction_s * trains_embedding
         for kind, size in (
             (Kind.EMB_REDUCE, hidden),
             (Kind.HIDDEN_BCAST, hidden),
             (Kind.LOGIT_STATS, 2 * hidden),
             (Kind.EMB_GRAD_BCAST, hidden),
         ):
-            yield (kind, stage), all_reduce_s(pipeline, size) / 2
+            yield (kind, stage), all_reduce_s(pipeline, size) / 2, 0.0

@@ -129,7 +129,8 @@ class StageTimes:
     def _data_parallel_key(self) -> tuple:
         found = self.param_communication
         levels = found.gathering, found.reducing, found.between_reducing
-        own = *levels, found.backwards_per_replica_reduction, self.placed.plan.bucket_layers
+        own = *levels, found.backwards_per_replica_reduction, found.forwards_per_ends_gather
+        own = *own, self.placed.plan.bucket_layers
         return *self._key, found.data, found.replicas, *own
 
     @property
@@ -219,22 +220,26 @@ class StageTimes:
         """Yield (kind, cost) of F, B, I and W."""
         forward, input_grads, weight_grads, recompute = self._compute()
         gather_s, reduce_s = self.param_communication.per_micro_batch_s(self.layers)
-        reduce_s *= self._gradient_share
+        ends_gather_s, ends_reduce_s = self.param_communication.ends_per_micro_batch_s
+        if self.trained is not None:
+            reduce_s, ends_reduce_s = reduce_s * self.trained.layers_share, ends_reduce_s * self.trained.ends_share
+        # Embedding and head are gathered before the first layer, and reduced after all others: nothing hides it.
+        ends_gather, ends_reduce = (PassCost(exposed_s={"dp": one_s}) for one_s in (ends_gather_s, ends_reduce_s))
         if not self.placed.framework.overlap_p2p:
             forward = self._with_blocking_p2p(forward, 1)
             recompute = self._with_blocking_p2p(recompute, -1)
         backward = recompute + input_grads + weight_grads
-        yield "F", self._with_data_parallel(forward, gather_s, 0.0, is_forward=True)
+        yield "F", self._with_data_parallel(forward, gather_s, 0.0, is_forward=True) + ends_gather
         # A recomputed layer stays gathered for its backward, unless each parameter is gathered by itself.
         gathers: float = 1 + (self.placed.framework.per_parameter_collectives and recompute.compute_s > 0)
         gathers *= 1.0 if self.trained is None else self.trained.backward_share
-        yield "B", self._with_data_parallel(backward, gathers * gather_s, reduce_s)
+        yield "B", self._with_data_parallel(backward, gathers * gather_s, reduce_s) + ends_reduce
         yield "I", self._with_data_parallel(recompute + input_grads, gathers * gather_s, 0.0)
         if self.placed.framework.overlaps_whole_passes_only:
             # W reduces once all weights have their gradients, and the next pass waits for the end (`finish_backward`).
-            yield "W", weight_grads + PassCost(exposed_s={"dp": reduce_s})
+            yield "W", weight_grads + PassCost(exposed_s={"dp": reduce_s}) + ends_reduce
         else:
-            yield "W", self._with_data_parallel(weight_grads, 0.0, reduce_s)
+            yield "W", self._with_data_parallel(weight_grads, 0.0, reduce_s) + ends_reduce
 
     def _compute(self) -> tuple[PassCost, PassCost, PassCost, PassCost]:
         """Return the cost of forward, input gradients, weight gradients and recompute of one micro-batch."""

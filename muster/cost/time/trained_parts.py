@@ -29,6 +29,10 @@ class TrainedParts:
     """True if the gradient of the head's input is needed."""
     gradient_share: float
     """Share of the elements of all parameters that have gradients."""
+    layers_share: float
+    """The same of the layers' parameters."""
+    ends_share: float
+    """The same of all others."""
 
     @property
     def backward_share(self) -> float:
@@ -59,6 +63,8 @@ def trained_parts_of(
         head=not matches_pattern(patterns, head),
         head_input=not (all_frozen_below and matches_pattern(patterns, "norm.weight")),
         gradient_share=_trained_share(patterns, own),
+        layers_share=_trained_share(patterns, stage_parameter_shapes(spec, layers, False, False)),
+        ends_share=_trained_share(patterns, stage_parameter_shapes(spec, range(0), first, last)),
     )
 
 
