@@ -101,6 +101,16 @@ def test_no_more_stages_than_that_are_gathered_and_all_is_reduced(
         assert (most, held) == (active, 0)
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "gis", "hanayo", "zbv"])
+def test_weights_replicated_over_tp_are_summed_behind_the_last_of_a_stage_s_reductions(schedule: str) -> None:
+    program = program_of(f"dp2-tp2-sp-pp2v2-s{schedule}-active1", 6)
+    check(program)
+    for lanes in program.ranks:
+        for item in (one for one in lanes["collective"] if one.action.kind == Kind.ALL_REDUCE_TP):
+            (wait,) = item.waits
+            assert lanes["collective"][wait.index].action[:2] == (Kind.REDUCE_GRAD, item.action.stage)
+
+
 def test_breadth_first_gathers_each_stage_once_for_all_forwards_and_once_for_all_backwards() -> None:
     plan = parse_plan_name("dp2-pp2v4-sbreadthfirst-active1")
     counts = count_units(schedule_for_plan(plan, 6).ranks, 1)

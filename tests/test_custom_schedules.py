@@ -128,7 +128,7 @@ def test_what_is_asked_for_keeps_its_order(request_of_sites: PlanRequest) -> Non
 def test_an_order_for_its_times_beats_registered_schedules_where_nodes_are_alike() -> None:
     """Eight micro-batches on eight ranks, in memory that holds more of them than ZB-V does."""
     own = load_model("llama2-13b"), load_cluster("8xa100"), 4096, 8
-    request = replace(build_request(*own, fix="pp8", runnable=True), tolerance=0.0)
+    request = build_request(*own, fix="pp8", runnable=True)
     named = search(request, 2, SearchBudget(6000.0), exact=1)
     found = try_searched_orders(named, 2, SearchBudget(1200.0))
     best, registered = found.best[0], named.best[0]
@@ -141,7 +141,6 @@ def test_an_order_for_its_times_beats_registered_schedules_where_nodes_are_alike
     assert again.prediction.step_time_s == pytest.approx(best.value, rel=1e-12)
     assert not found.proven
     assert try_searched_orders(named, 2, SearchBudget(0.0)) == named
-    least = registered.value / best.value - 1
-    for changes in ({"tolerance": 1.01 * least}, {"fixed": {"schedule": "zb-v"}}, {"objective": "memory"}):
+    for changes in ({"fixed": {"schedule": "zb-v"}}, {"objective": "memory"}):
         other = replace(named, evaluator=PlanEvaluator(replace(request, **changes)))
         assert try_searched_orders(other, 2, SearchBudget(1200.0)) == other, changes

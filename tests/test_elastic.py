@@ -335,8 +335,9 @@ def test_a_launcher_that_cannot_replace_a_rank_ends_an_attempt_that_can_be_resta
 
     monkeypatch.setattr(ElasticSupervisor, "_start_spare", fail)
     status = run_job(tmp_path, iter(["killed-1"]), Elasticity(0))
-    reason, host = f"the launcher on {socket.gethostname()}: {error}", socket.gethostname()
-    assert (status.code, status.reason, status.rank, status.host) == (1, reason, None, host)
+    host = socket.gethostname()
+    reason = f"rank 1 on {host} was killed by signal 9 (SIGKILL); the launcher on {host}: {error}"
+    assert (status.code, status.reason, status.rank, status.host) == (1, reason, 1, host)
     assert status.restartable
     assert status.step > 0
     assert exit_of(tmp_path)["reason"] == reason

@@ -13,12 +13,14 @@ from muster.parallel.axis import PendingTensor
 from muster.schedule.action import Action, Kind
 from muster.schedule.build import build_program
 from muster.schedule.check import check
-from muster.schedule.lower import LoweringOptions, lower
+from muster.schedule.lower import COPY_LANES, LoweringOptions, lower
 from muster.schedule.program import Program
 from muster.schedule.registry import make_schedule
 from muster.simulate.simulator import simulate
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.schedules import SCHEDULES
+from muster.spec.workload import Workload
+from tests.parity import small_run
 from tests.ranks import run_ranks
 from tests.replica_reduction_ranks import run_of
 from tests.stream_check import StreamCheck
@@ -35,6 +37,20 @@ PASSES_S = {("F", -1): 1.0, ("B", -1): 2.0, ("I", -1): 1.0, ("W", -1): 1.0}
 
 def lowered(name: str, ranks: int, micro_batches: int, **options) -> Program:
     return lower(make_schedule(name, setting_of(name, ranks, micro_batches)), LoweringOptions(**options))
+
+
+@pytest.mark.parametrize("words", ["z3-oopt-oparam", "oact", "oopt"])
+def test_sums_come_behind_copies_beside_the_last_backward(words: str) -> None:
+    """Those of parameters, which a sum mustn't begin before; optimizer state moves later."""
+    plan = parse_plan_name(f"dp1-tp2-sp-pp2v2-mb1-sdualpipe-{words}")
+    model = small_run(False).model.model_copy(update={"num_layers": 4})
+    program = build_program(plan, model, Workload(seq_len=8, global_batch_size=4))
+    check(program)
+    for lanes in program.ranks:
+        copies = {lane for lane in lanes if lane in COPY_LANES}
+        sums = [item for item in lanes["collective"] if item.action.kind == Kind.ALL_REDUCE_REPLICAS]
+        waited = [{wait.lane for wait in item.waits} & copies for item in sums]
+        assert all(waited) == ("oparam" in words)
 
 
 @settings(max_examples=60, deadline=None)

@@ -186,7 +186,7 @@ def _request(args: argparse.Namespace) -> "CompareRequest":
         tried = f" (without --vpp, {max(compared)} is tried)" if compared else ""
         raise ConfigError(
             f"ranks × micro-batches × vpp are {size:,}{tried}, too many to draw: expected at most {_MAX_SIZE:,}."
-            " Every micro-batch adds the same period, so fewer of them show the schedule"
+            " Fewer micro-batches show the schedule, too" + ", and --vpp leaves the other sizes out" * bool(compared)
         )
     if size > (_ANNOUNCED_COMPARED_SIZE if compared else _ANNOUNCED_SIZE):
         print(f"scheduling {size:,} stages × micro-batches …", file=sys.stderr, flush=True)

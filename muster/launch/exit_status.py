@@ -77,10 +77,11 @@ def collect_rank_exit(
     return RankExit(rank, socket.gethostname(), code, killed, reported, observed)
 
 
-def launcher_exit(error: MusterError | OSError) -> RankExit:
-    """Return the end of ranks whose launcher, on this machine, fails beside them: no error of theirs comes before."""
+def launcher_exit(error: MusterError | OSError, at: float) -> RankExit:
+    """Return the end of ranks whose launcher, on this machine, has failed beside them `at` a time in seconds since
+    1970: errors of theirs may have come before."""
     host = socket.gethostname()
-    observed = RankError(_NO_RANK, host, type(error).__name__, str(error), "", 0.0, primary=True, exit_code=1)
+    observed = RankError(_NO_RANK, host, type(error).__name__, str(error), "", at, primary=True, exit_code=1)
     return RankExit(_NO_RANK, host, 1, killed=False, reported=None, observed=observed)
 
 

@@ -49,6 +49,7 @@ class RankSupervisor:
         """Last step that all ranks had finished when none ran any more."""
         self._error: MusterError | OSError | None = None
         """Error at which this launcher has ended the ranks."""
+        self._error_time = 0.0
 
     def start(
         self, command_for_rank: Callable[[int], list[str]], ranks: range, environment: Mapping[str, str] | None = None
@@ -84,7 +85,7 @@ class RankSupervisor:
             try:
                 self._supervise()
             except (MusterError, OSError) as error:
-                self._error = error
+                self._error, self._error_time = error, time.time()
                 self.kill()
         goes_on = self._error is None and bool(self.running())
         if not goes_on:
@@ -181,7 +182,9 @@ class RankSupervisor:
         out_of_memory = None if kills is None else kills != self._earlier_oom_kills
         asked = self.ranks if ranks is None else ranks
         ends = [rank.end(self.run_dir, self.stop_requested, out_of_memory) for rank in asked]
-        return ends if ranks is not None or self._error is None else [*ends, launcher_exit(self._error)]
+        if ranks is None and self._error is not None:
+            ends.append(launcher_exit(self._error, self._error_time))
+        return ends
 
     def exit_status(self) -> ExitStatus:
         """Return how the job ended."""
@@ -190,4 +193,7 @@ class RankSupervisor:
     def _determine_status(self, ends: Sequence[RankExit]) -> ExitStatus:
         """Determine the exit status from the ends of all ranks of the job."""
         status = determine_exit_status(ends, self.stop_requested, self.kill_requested, self.hang_fault)
+        if self._error is not None and status.rank is not None:  # whose loss the launcher couldn't make good
+            own = launcher_exit(self._error, self._error_time)
+            status = replace(status, reason=f"{status.reason}; the launcher on {own.host}: {self._error}")
         return replace(status, step=self._final_step)

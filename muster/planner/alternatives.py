@@ -1,8 +1,8 @@
 """Alternatives to the first plan: the best plan that meets one more requirement, and how it compares.
 
-Each is searched for like the answer itself, simple plans first, so that its figures are those of
-`muster plan --require`. A search that its budget ended is no comparison of plans, but bounds one: it is told as an
-interval.
+Each is searched for like the answer itself, simple plans first, so that its figures are those of `muster plan
+--require`, but for an order of passes found for its own times, which only the first plan gets. A search that its budget
+ended is no comparison of plans, but bounds one: it is told as an interval.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Orders of passes that are found for the best plans' own times and memory, where nodes are alike.
 
-A registered schedule holds a certain number of micro-batches: 1F1B and ZB-H1 those of the pipeline's ranks, ZB-H2 twice
-as many. Where the memory is enough for a number between them, or micro-batches are few, an order that is searched for
-just that memory is shorter. Nothing bounds it but the work of the ranks, so only the best plans' stages get one.
+A registered schedule holds a certain number of micro-batches: 1F1B and ZB-H1 as many as the pipeline has ranks, ZB-H2
+twice as many. Where the memory is enough for a number between them, or micro-batches are few, an order that is searched
+for just that memory is shorter. Nothing bounds it but the work of the ranks, so only the best plans' stages get one.
 """
 
 from collections.abc import Iterator
@@ -29,14 +29,14 @@ ORDER_WORK = 150.0
 
 def try_searched_orders(result: SearchResult, top: int, budget: SearchBudget) -> SearchResult:
     """Return the result with better plans that have the best plans' stages, or these in a V, and an order found for
-    them. A schedule that has a name is simpler, so that an order has to gain more than the request's tolerance."""
+    them."""
     request = result.evaluator.request
-    is_asked = {"schedule", "max_in_flight_micro_batches"} & set(request.fixed)
-    if not result.best or is_asked or request.objective == "memory" or not runs_schedule(request.framework, "auto"):
+    searches = "schedule" not in request.fixed and runs_schedule(request.framework, "auto")
+    if not result.best or not searches or request.objective == "memory":
         return result
     bases = dict.fromkeys(base for one in result.best for base in _bases(one.plan, result.evaluator))
     found = [one for base in bases if (one := _best_order(base, result.evaluator, budget)) is not None]
-    least = result.best[0].value / (1 + max(request.tolerance, ROUNDING_TOLERANCE))
+    least = result.best[0].value * (1 - ROUNDING_TOLERANCE)
     if not (better := [one for one in found if one.value < least]):
         return result
     return replace(result, best=sorted([*result.best, *better], key=attrgetter("sort_key"))[:top])

@@ -320,9 +320,10 @@ def add_replicated_grad_reductions(draft: ProgramDraft) -> None:
 
 def _add_replicated_grad_reduction(draft: ProgramDraft, rank: int, stage: int, last: Wait) -> Wait:
     """Add that of a stage behind the `last` of its backwards, and return the wait for it."""
-    lane = enumerate(draft.ranks[rank]["collective"])
-    reduced = [Wait("collective", index) for index, item in lane if item.action == Action(Kind.REDUCE_GRAD, stage)]
-    return draft.add(rank, Action(Kind.ALL_REDUCE_TP, stage), [*(reduced or [last]), *draft.wait_copies_beside(rank)])
+    actions = [item.action for item in draft.ranks[rank]["collective"]]
+    reduced = [Wait("collective", index) for index, one in enumerate(actions) if one[:2] == (Kind.REDUCE_GRAD, stage)]
+    complete = reduced[-1:] or [last]  # units of active stages have a reduction each
+    return draft.add(rank, Action(Kind.ALL_REDUCE_TP, stage), [*complete, *draft.wait_copies_beside(rank)])
 
 
 def add_replica_reductions(draft: ProgramDraft, tp_replicated_weights: bool) -> None:
@@ -331,8 +332,8 @@ def add_replica_reductions(draft: ProgramDraft, tp_replicated_weights: bool) -> 
 
     It begins once the rank's own copy of the stage is done, beside passes of others (BitPipe, arXiv:2410.19367). No two
     ranks wait for each other: nothing waits for it before the passes are over, and all ranks have the stages in one
-    order, that in which both copies are done. Behind a REDUCE_GRAD, whose end no rank knows before it waits for it, it
-    comes after all passes.
+    order, that in which both copies are done. Behind a REDUCE_GRAD, whose end no rank knows before it waits for it, and
+    behind copies of parameters and gradients, it comes after all passes.
     """
     placement, depth = draft.schedule.placement, draft.schedule.depth
     last = [_last_backwards(lanes["compute"]) for lanes in draft.ranks]
@@ -342,19 +343,20 @@ def add_replica_reductions(draft: ProgramDraft, tp_replicated_weights: bool) -> 
             left[stage] = len(draft.ranks[rank]["compute"]) - wait.index
     order = sorted(range(depth), key=lambda stage: (-min(left[stage], left[stage + depth]), -stage))
     for rank, own in enumerate(last):
-        passes, reduced = draft.wait_all_passes(rank), draft.wait_collectives(rank, Kind.REDUCE_GRAD)
+        passes = draft.wait_all_passes(rank)
+        late = draft.wait_collectives(rank, Kind.REDUCE_GRAD) + draft.wait_copies_beside(rank)
         summed: dict[int, Wait] = {}
         for number in order:
             copies = [stage for stage in (number, number + depth) if placement[stage] == rank]
-            last_of_copies = [] if reduced else sorted(own[stage] for stage in copies if stage in own)[-1:]
+            last_of_copies = [] if late else sorted(own[stage] for stage in copies if stage in own)[-1:]
             done = last_of_copies or passes
             for stage, wait in own.items():
                 if copies and tp_replicated_weights and stage not in summed and wait <= max(done):
                     summed[stage] = _add_replicated_grad_reduction(draft, rank, stage, wait)
-            complete = [wait for stage, wait in summed.items() if reduced or stage in copies]
+            complete = [wait for stage, wait in summed.items() if late or stage in copies]
             for stage in copies[:1]:
                 other = placement[(stage + depth) % len(placement)]
-                waits = [*done, *reduced, *complete]
+                waits = [*done, *late, *complete]
                 draft.add(rank, Action(Kind.ALL_REDUCE_REPLICAS, number), waits, None if other == rank else other)
 
 

@@ -139,7 +139,7 @@ def _order(plan: Plan, workload: Workload) -> Iterator[str]:
     if len(order.ranks) != plan.pp or sorted(order.placement) != sorted([*range(plan.pp)] * plan.vpp):
         yield f"its pinned_schedule is for {len(order.placement)} stages on {len(order.ranks)} pipeline ranks: {again}"
     per_micro_batch = plan.mesh(0).dp_size * plan.micro_batch_size
-    if order.micro_batches * per_micro_batch != workload.global_batch_size:
+    if order.micro_batches * per_micro_batch * plan.islands != workload.global_batch_size:
         yield (
             f"its pinned_schedule is for {order.micro_batches} micro-batches, now of {per_micro_batch} sequences, but"
             f" global_batch_size is {workload.global_batch_size}: {again}"
