@@ -32,7 +32,8 @@ def found(name: str) -> Plan:
 
 
 @pytest.mark.parametrize(
-    "name", ["pp4-sauto", "pp4v2-sauto-inflight2", "pp2v4-sauto-inflight1.5", "dp2-pp2-sauto-vocab-z1"]
+    "name",
+    ["pp4-sauto", "pp4v2-sauto-inflight2", "pp2v4-sauto-inflight1.5", "dp2-pp2-sauto-vocab-z1", "isl2-pp2-sauto"],
 )
 def test_a_found_schedule_is_kept_in_the_plan_and_hashed_into_it(name: str, tmp_path: Path) -> None:
     asked, plan = parse_plan_name(name), found(name)
