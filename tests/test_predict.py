@@ -33,7 +33,11 @@ WORKLOAD = Workload(seq_len=64, global_batch_size=32)
 
 
 @pytest.mark.parametrize(
-    "name", ["dp8", "dp2-pp4-mb2", "dp2-tp2-sp-pp2-z1", "dp2x2-pp2-z2-rfull", "pp4v2-dp2-sinterleaved"]
+    "name",
+    [
+        *("dp8", "dp2-pp4-mb2", "dp2-tp2-sp-pp2-z1", "dp2x2-pp2-z2-rfull", "pp4v2-dp2-sinterleaved"),
+        "dp2-pp4-z3-szbh1-oopt-oparam",
+    ],
 )
 def test_the_parts_of_a_step_make_up_the_step(name: str):
     one = predict(SMALL, parse_plan_name(name), WORKLOAD, load_cluster("8xh100"))
