@@ -28,18 +28,18 @@ ORDER_WORK = 150.0
 
 
 def try_searched_orders(result: SearchResult, top: int, budget: SearchBudget) -> SearchResult:
-    """Return the result with better plans that have the best plans' stages, or these in a V, and an order found for
-    them."""
+    """Return the result with the best plan, if it is better, that has the stages of one of its plans, or these in a V,
+    and an order found for them."""
     request = result.evaluator.request
     searches = "schedule" not in request.fixed and runs_schedule(request.framework, "auto")
     if not result.best or not searches or request.objective == "memory":
         return result
     bases = dict.fromkeys(base for one in result.best for base in _bases(one.plan, result.evaluator))
     found = [one for base in bases if (one := _best_order(base, result.evaluator, budget)) is not None]
-    least = result.best[0].value * (1 - ROUNDING_TOLERANCE)
-    if not (better := [one for one in found if one.value < least]):
+    best = min(found, key=attrgetter("sort_key"), default=None)
+    if best is None or best.value >= result.best[0].value * (1 - ROUNDING_TOLERANCE):
         return result
-    return replace(result, best=sorted([*result.best, *better], key=attrgetter("sort_key"))[:top])
+    return replace(result, best=[best, *result.best][:top])
 
 
 def _bases(plan: Plan, evaluator: PlanEvaluator) -> Iterator[Plan]:
