@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import chain, repeat
@@ -272,18 +272,23 @@ def test_nothing_is_held_for_lost_processes(tmp_path: Path, monkeypatch: pytest.
     assert len(set(map(id, closed))) == len(closed), "each once"
 
 
-def test_ranks_go_on_where_no_process_can_be_started_for_lost_ones(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start, failures = ElasticSupervisor._start_spare, iter([OSError(24, "Too many open files")])
+def fail_once(error: Exception, is_due: Callable[[ElasticSupervisor], bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the first start of a process that is due fail, and the next be tried at once."""
+    start, failures = ElasticSupervisor._start_spare, iter([error])
 
     def start_or_fail(job: ElasticSupervisor) -> SupervisedRank:
-        if job._recoveries and (error := next(failures, None)) is not None:
-            raise error
+        if is_due(job) and (failure := next(failures, None)) is not None:
+            raise failure
         return start(job)
 
     monkeypatch.setattr(recovery, "wait_before", lambda number: 0.0)
     monkeypatch.setattr(ElasticSupervisor, "_start_spare", start_or_fail)
+
+
+def test_ranks_go_on_where_no_process_can_be_started_for_lost_ones(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_once(OSError(24, "Too many open files"), lambda job: bool(job._recoveries), monkeypatch)
     status = run_job(tmp_path, iter(["killed-2", "end"]), Elasticity(0, (2,)))
     assert status.code == 0
     assert [(row["ranks"], row["world_size"]) for row in recoveries(tmp_path)] == [([2], 2), ([], 3)]
@@ -295,15 +300,8 @@ def test_fewer_ranks_go_on_where_no_process_can_be_started_for_one_of_two(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One spare waits; a second one, for which there is room, can't be started just then."""
-    start, failures = ElasticSupervisor._start_spare, iter([MusterError("could not start a spare (x: no memory)")])
-
-    def start_or_fail(job: ElasticSupervisor) -> SupervisedRank:
-        if any(rank.failed for rank in job.ranks) and (error := next(failures, None)) is not None:
-            raise error
-        return start(job)
-
-    monkeypatch.setattr(recovery, "wait_before", lambda number: 0.0)
-    monkeypatch.setattr(ElasticSupervisor, "_start_spare", start_or_fail)
+    error = MusterError("could not start a spare (x: no memory)")
+    fail_once(error, lambda job: any(rank.failed for rank in job.ranks), monkeypatch)
     status = run_job(tmp_path, iter(["killed-1 killed-2", "end"]), Elasticity(1, (2,)))
     assert status.code == 0
     sizes = [row["world_size"] for row in recoveries(tmp_path)]

@@ -15,11 +15,11 @@ from random import Random
 
 from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.plan_evaluator import PlanEvaluator
-from muster.planner.plan_orders import MAX_PASSES, with_orders
+from muster.planner.plan_orders import MAX_PASSES, draft_of, with_orders
 from muster.planner.search_budget import SearchBudget, simulation_work
 from muster.planner.space import CHUNK_COUNTS, is_admitted, micro_batch_sizes
 from muster.spec.legality import plan_violations
-from muster.spec.plan import PinnedSchedule, Plan, StageSpec, split_evenly
+from muster.spec.plan import Plan, StageSpec, split_evenly
 
 MAX_START_PLANS = 3
 """Plans that a local search starts from."""
@@ -111,10 +111,6 @@ class _LocalSearch:
         self.request = evaluator.request
         self.plan = plan
         self.seen: set[ScheduleDraft] = set()
-        base = evaluator.request.base.default_strategy
-        fixed = evaluator.request.fixed
-        self._default_policy = {name: fixed.get(name, getattr(base, name)) for name in ("recompute", "offload")}
-        """Recompute and offload of all layers unless the plan doesn't fit."""
 
     def best(self) -> EvaluatedPlan | None:
         """Return the best local optimum over all micro-batch sizes, after combined changes too."""
@@ -217,25 +213,11 @@ class _LocalSearch:
 
     def _drafted_plan(self, draft: ScheduleDraft) -> Plan:
         """Return the drafted plan, with its schedule yet to be found."""
-        plan = self.plan
-        pp = plan.pp
-        placement = tuple(rank for rank in range(pp) for _ in range(draft.chunks))
+        placement = tuple(rank for rank in range(self.plan.pp) for _ in range(draft.chunks))
         layers = [count for held in draft.layers for count in split_evenly(held, draft.chunks)]
-        data = plan.mesh(0).dp_size
-        count = self.request.island_sequences // data // draft.micro_batch_size
-        empty = PinnedSchedule(times="predicted", micro_batches=count, placement=placement, ranks=("",) * pp)
-        return plan.model_copy(
-            update={
-                "schedule": "auto",
-                "vpp": draft.chunks,
-                "micro_batch_size": draft.micro_batch_size,
-                "max_in_flight_micro_batches": draft.in_flight,
-                "stages": () if "stages" in self.request.fixed else tuple(map(_stage, layers)),
-                "overrides": (),
-                "default_strategy": plan.default_strategy.model_copy(update=self._default_policy),
-                "pinned_schedule": empty,
-            }
-        )
+        stages = () if "stages" in self.request.fixed else tuple(map(_stage, layers))
+        plan = self.plan.model_copy(update={"micro_batch_size": draft.micro_batch_size})
+        return draft_of(plan, self.request, placement, stages, draft.in_flight)
 
 
 def _stage(num_layers: int) -> StageSpec:

@@ -9,10 +9,33 @@ from muster.schedule.custom_search import search_custom_orders
 from muster.schedule.resolve import pin_schedule
 from muster.schedule.schedule_spec import ScheduleSpec
 from muster.spec.errors import InfeasibleError
-from muster.spec.plan import Plan
+from muster.spec.plan import PinnedSchedule, Plan, StageSpec
 
 MAX_PASSES = 60_000
 """Passes of the longest order that is searched: more take seconds."""
+
+
+def draft_of(
+    plan: Plan, request: PlanRequest, placement: tuple[int, ...], stages: tuple[StageSpec, ...], in_flight: float
+) -> Plan:
+    """Return a plan of schedule `auto` whose order is yet to be found, with stages on these ranks and at most so many
+    micro-batches in flight; no layer recomputes or offloads but as the request asks for."""
+    default, fixed = request.base.default_strategy, request.fixed
+    policy = {name: fixed.get(name, getattr(default, name)) for name in ("recompute", "offload")}
+    count = request.island_sequences // plan.mesh(0).dp_size // plan.micro_batch_size
+    return plan.model_copy(
+        update={
+            "schedule": "auto",
+            "vpp": len(placement) // plan.pp,
+            "stages": stages,
+            "overrides": (),
+            "max_in_flight_micro_batches": in_flight,
+            "default_strategy": plan.default_strategy.model_copy(update=policy),
+            "pinned_schedule": PinnedSchedule(
+                times="predicted", micro_batches=count, placement=placement, ranks=("",) * plan.pp
+            ),
+        }
+    )
 
 
 def with_orders(plan: Plan, request: PlanRequest) -> Iterator[Plan]:

@@ -11,13 +11,13 @@ from operator import attrgetter
 
 from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.plan_evaluator import PlanEvaluator
-from muster.planner.plan_orders import MAX_PASSES, with_orders
+from muster.planner.plan_orders import MAX_PASSES, draft_of, with_orders
 from muster.planner.search_budget import SearchBudget, simulation_work
 from muster.planner.search_result import ROUNDING_TOLERANCE, SearchResult
 from muster.planner.space import is_admitted
 from muster.spec.frameworks import runs_schedule
 from muster.spec.legality import plan_violations
-from muster.spec.plan import PinnedSchedule, Plan
+from muster.spec.plan import Plan
 from muster.spec.stage_placement import wave_placement
 
 IN_FLIGHT = (2.0, 1.75, 1.5, 1.25, 1.0, 0.75, 0.5)
@@ -46,30 +46,16 @@ def _bases(plan: Plan, evaluator: PlanEvaluator) -> Iterator[Plan]:
     """Yield plans with the stages of one, and with two stages of each of its ranks in a V, whose orders can be
     searched."""
     request = evaluator.request
-    default, pp = request.base.default_strategy, plan.pp
-    policy = {name: request.fixed.get(name, getattr(default, name)) for name in ("recompute", "offload")}
-    placements = [(plan.vpp, plan.placement, plan.stages)]
+    is_simple = plan.pipeline_replicas == 1 and plan.is_uniform and not plan.uneven_micro_batches
+    if plan.pp == 1 or not is_simple or plan.pinned_schedule is not None:
+        return
+    placements = [(plan.placement, plan.stages)]
     if plan.vpp == 1 and not {"vpp", "stages"} & set(request.fixed):
-        placements.append((2, wave_placement(pp, 2), ()))
-    count = plan.num_micro_batches(request.workload)
-    for vpp, placement, stages in placements:
-        base = plan.model_copy(
-            update={
-                "schedule": "auto",
-                "vpp": vpp,
-                "stages": stages,
-                "overrides": (),
-                "max_in_flight_micro_batches": float(pp),
-                "default_strategy": plan.default_strategy.model_copy(update=policy),
-                "pinned_schedule": PinnedSchedule(
-                    times="predicted", micro_batches=count, placement=placement, ranks=("",) * pp
-                ),
-            }
-        )
-        is_simple = pp > 1 and plan.pipeline_replicas == 1 and plan.is_uniform and not plan.uneven_micro_batches
-        is_short = 3 * base.num_stages * count <= MAX_PASSES
-        own = request.model, request.workload, request.cluster.num_devices
-        if is_simple and is_short and not plan.pinned_schedule and not plan_violations(base, *own):
+        placements.append((wave_placement(plan.pp, 2), ()))
+    for placement, stages in placements:
+        base = draft_of(plan, request, placement, stages, float(plan.pp))
+        is_short = 3 * base.num_stages * base.num_micro_batches(request.workload) <= MAX_PASSES
+        if is_short and not plan_violations(base, request.model, request.workload, request.cluster.num_devices):
             yield base
 
 
