@@ -1,10 +1,12 @@
 """Steps after the loss of a rank that nobody replaces, beside the prediction of the plan that fewer ranks go on with.
 
     python -m benchmarks.fewer_ranks --plans dp4-z1 dp8-z1
+    python -m benchmarks.fewer_ranks --plans dp4-mb14-z1 dp8-mb3-z1 --sleep
 
 A rank of a run of the preset `tiny` under `train.elastic` without spares is killed. The processes that would come back
 are stopped while they start, so that fewer ranks go on to the end. Prints the steps of the first plan, those since and
-their prediction, from passes timed by the ranks that were left.
+their prediction, from passes timed by the ranks that were left. With --sleep layers sleep for most of a pass of short
+sequences (`benchmarks.sleeping_plugin`), so that ranks that share cores don't wait for them.
 """
 
 import argparse
@@ -33,17 +35,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plans", nargs="+", default=["dp4-z1", "dp8-z1"])
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--sleep", action="store_true", help="let layers sleep for most of a pass")
     args = parser.parse_args()
     for plan in args.plans:
         with tempfile.TemporaryDirectory() as folder:
-            print(describe(measure(Path(folder) / "run", plan, args.steps), plan), flush=True)
+            print(describe(measure(Path(folder) / "run", plan, args.steps, args.sleep), plan), flush=True)
 
 
-def measure(run: Path, plan: str, steps: int) -> Path:
+def measure(run: Path, plan: str, steps: int, sleep: bool) -> Path:
     """Run a plan, kill one of its ranks after a few steps, and wait for the end; returns the run's directory."""
     command = [sys.executable, "-m", "muster", "train", "--preset", "tiny", "--run", str(run), "--parallel", plan]
     command += ["--train.steps", str(steps), "--train.global_batch_size", str(BATCH), "--train.elastic", "true"]
-    command += ["--train.spares", "0", "--train.seq_len", "64", "--eval.batches", "1", "--train.sample_tokens", "0"]
+    command += ["--train.spares", "0", "--train.seq_len", "8" if sleep else "64"]
+    command += ["--eval.batches", "1", "--train.sample_tokens", "0"]
+    command += ["--plugins", "benchmarks.sleeping_plugin"] if sleep else []
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     for _ in range(3):
         wait_for_row(process, run, after=time.time())

@@ -15,6 +15,12 @@ def _public(ranks: int, *counts: int) -> tuple[str, ...]:
     return tuple(f"{name}[{ranks}-{count}-{third}]" for count in counts for third in range(3))
 
 
+def _simplest_from(*seeds: int) -> tuple[str, ...]:
+    """Return the tests of simplest plans that look at 50 instances each from these seeds on."""
+    name = "test_plan_claims.py::test_the_simplest_plan_is_what_looking_at_everything_finds_in_200_instances"
+    return tuple(f"{name}[{seed}]" for seed in seeds)
+
+
 _SYNCHRONOUS = tuple(name for name, entry in SCHEDULES.items() if not entry.is_asynchronous)
 
 
@@ -37,7 +43,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "claims": ("test_schedules.py", "test_plan_homes.py"),  # 80 s of one core
     "planner": ("test_planner.py",),
     "recipes": ("test_recipes.py", "test_validate.py", "test_comm_volume.py"),
-    "simplest": ("test_plan_claims.py::test_the_simplest_plan_is_what_looking_at_everything_finds_in_200_instances",),
+    "simplest-1": _simplest_from(0, 50),
+    "simplest-2": _simplest_from(100, 150),
     "answers": ("test_plan_claims.py",),
     "memory": ("test_memory_forecast.py", "test_conversion_memory.py"),
     "random-memory": (

@@ -103,8 +103,9 @@ def test_the_simplest_plan_is_what_looking_at_everything_finds() -> None:
 
 
 @pytest.mark.soak
-def test_the_simplest_plan_is_what_looking_at_everything_finds_in_200_instances() -> None:
-    for seed in range(200):
+@pytest.mark.parametrize("first", [0, 50, 100, 150])
+def test_the_simplest_plan_is_what_looking_at_everything_finds_in_200_instances(first: int) -> None:
+    for seed in range(first, first + 50):
         assert_finds_the_simplest(seed)
 
 
