@@ -15,12 +15,13 @@ def _public(ranks: int, *counts: int) -> tuple[str, ...]:
     return tuple(f"{name}[{ranks}-{count}-{third}]" for count in counts for third in range(3))
 
 
-def _simplest_from(*seeds: int) -> tuple[str, ...]:
-    """Return the tests of simplest plans that look at 50 instances each from these seeds on."""
-    name = "test_plan_claims.py::test_the_simplest_plan_is_what_looking_at_everything_finds_in_200_instances"
-    return tuple(f"{name}[{seed}]" for seed in seeds)
+def _instances(test: str, *first: int) -> tuple[str, ...]:
+    """Return the pieces of a test of 200 random instances of planning that begin with these."""
+    return tuple(f"{test}_in_200_instances[{instance}]" for instance in first)
 
 
+_SIMPLEST = "test_plan_claims.py::test_the_simplest_plan_is_what_looking_at_everything_finds"
+_SEARCH = "test_planner.py::test_the_search_finds_what_simulating_everything_finds"
 _SYNCHRONOUS = tuple(name for name, entry in SCHEDULES.items() if not entry.is_asynchronous)
 
 
@@ -41,10 +42,10 @@ PARTS: dict[str, tuple[str, ...]] = {
     "public-97": _public(32, 97),
     "public-128": _public(32, 128),
     "claims": ("test_schedules.py", "test_plan_homes.py"),  # 80 s of one core
-    "planner": ("test_planner.py",),
+    **{f"planner-{part + 1}": _instances(_SEARCH, 50 * part, 50 * part + 25) for part in range(4)},
     "recipes": ("test_recipes.py", "test_validate.py", "test_comm_volume.py"),
-    "simplest-1": _simplest_from(0, 50),
-    "simplest-2": _simplest_from(100, 150),
+    "simplest-1": _instances(_SIMPLEST, 0, 50),
+    "simplest-2": _instances(_SIMPLEST, 100, 150),
     "answers": ("test_plan_claims.py",),
     "memory": ("test_memory_forecast.py", "test_conversion_memory.py"),
     "random-memory": (
