@@ -146,6 +146,8 @@ def test_where_torch_is_needed_and_missing_the_sentence_says_so(tmp_path, argume
         ),
         ("verify --preset tiny --tolerance x", 2, "expected a number above 0, such as 1e-5, got 'x'"),
         ("verify --preset tiny --steps 0", 2, "expected a whole number >= 1, got '0'"),
+        ("plan --model tiny --cluster 8xh100 --mtbf 5years", 2, "--mtbf: expected a number, got '5years'"),
+        ("generate runs/demo --prompt x --top-p all", 2, "--top-p: expected a number, got 'all'"),
         ("verify --preset tiny --precision fp12", 2, "parallel.precision"),
         ("report nowhere", 2, "there is no run directory nowhere"),
         ("report", 2, "the following arguments are required: RUN"),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
 
-from muster.cli.parser import Parser, positive_int
+from muster.cli.parser import Parser, number, positive_int
 from muster.spec.errors import ConfigError
 
 
@@ -103,7 +103,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--temperature",
-        type=float,
+        type=number,
         default=0.7,
         metavar="T",
         help="sampling temperature; 0: always the likeliest token (default: 0.7)",
@@ -113,7 +113,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--top-p",
-        type=float,
+        type=number,
         default=1.0,
         metavar="P",
         help="sample from the likeliest tokens with total probability P (default: 1)",

@@ -193,14 +193,22 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
+def number(text: str) -> float:
+    """Parse a number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, got '{text}'") from None
+
+
 def sequence_length(text: str) -> int:
     """Parse tokens of a sequence: `8192`, or as contexts are named, in powers of two: `128k`, `1M`."""
-    number, factor = text, 1
+    digits, factor = text, 1
     if text[-1:].lower() in _BINARY_FACTORS:
-        number, factor = text[:-1], _BINARY_FACTORS[text[-1].lower()]
-    if not number.isdecimal() or int(number) < 1:
+        digits, factor = text[:-1], _BINARY_FACTORS[text[-1].lower()]
+    if not digits.isdecimal() or int(digits) < 1:
         raise argparse.ArgumentTypeError(f"expected tokens such as 8192, 128k (131,072) or 1M, got '{text}'")
-    return int(number) * factor
+    return int(digits) * factor
 
 
 _BINARY_FACTORS = {"k": 2**10, "m": 2**20}

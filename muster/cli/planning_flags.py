@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from muster.api.defaults import FRAMEWORK_NAMES, SEQ_LEN
-from muster.cli.parser import Override, Parser, positive_int, sequence_length, whole_number
+from muster.cli.parser import Override, Parser, number, positive_int, sequence_length, whole_number
 from muster.spec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def add_training_flags(parser: Parser) -> None:
     add("--tokens", metavar="T", help="tokens of the whole training, such as 15T; shows its days, cost, energy and CO₂")
     add(
         "--mtbf",
-        type=float,
+        type=number,
         metavar="HOURS",
         help="with --tokens: mean time between failures of one device, its share of node and network included"
         " (default: 50,000, that of Llama 3's H100)",
@@ -96,7 +96,7 @@ def add_training_flags(parser: Parser) -> None:
     )
     add(
         "--restart-time",
-        type=float,
+        type=number,
         metavar="SECONDS",
         help="with --tokens: time from a failure until ranks run again, without loading (default: 600, MegaScale's)",
     )
@@ -108,7 +108,7 @@ def add_training_flags(parser: Parser) -> None:
     )
     add(
         "--repair-time",
-        type=float,
+        type=number,
         metavar="HOURS",
         help="with --tokens: time for which a failed node is away (default: another takes its place at once)",
     )
