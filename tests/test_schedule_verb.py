@@ -224,6 +224,7 @@ SIZE = "--ranks 2 --microbatches 2"
         ("1f1b --ranks 2000 --microbatches 200000", 2, "are 400,000,000, too many to draw: expected at most 1,000,000"),
         ("auto --ranks 512 --microbatches 500", 2, "vpp are 1,024,000 (without --vpp, 4 is tried), too many to draw"),
         (f"auto-bidirectional {SIZE} --replicas 1", 3, "auto-bidirectional runs 2 copies of the model, got replicas 1"),
+        (f"auto-bidirectional {SIZE} --replicas 3", 2, "--replicas 3: expected one of 1, 2"),
         (f"1f1a {SIZE}", 2, "unknown schedule '1f1a'; known: gpipe, 1f1b,"),
         (f"1f1b {SIZE} --times -1,1,1", 2, "--times: expected a number >= 0, got '-1'"),
         (f"1f1b {SIZE} --times 1,1", 2, "--times: expected three numbers F,I,W such as 1,1,1, got '1,1'"),

@@ -75,7 +75,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         metavar="X",
         help="maximum activations that a rank may keep (default: no limit)",
     )
-    add("--replicas", type=positive_int, metavar="R", help="copies of the model: 2 run in opposite directions")
+    add("--replicas", type=positive_int, choices=(1, 2), help="copies of the model: 2 run in opposite directions")
     add(
         "--slices",
         type=positive_int,
