@@ -18,19 +18,17 @@ from itertools import count
 from math import inf
 from statistics import median
 from threading import Lock
-from typing import Any, cast
+from typing import cast
 from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from benchmarks.sleeping_layers import sleeping_layers
 from muster.config.cluster_files import load_cluster
 from muster.config.optim_config import OptimConfig
 from muster.config.run_config import DataConfig, RunConfig, TrainConfig
 from muster.cost.time.op_times import OpTimes
 from muster.data.dataset import SampleStream
-from muster.model.decoder import Layer
 from muster.parallel.file_store import FileStore
 from muster.parallel.world import open_world
 from muster.probe.contention import RandomDataset
@@ -55,20 +53,6 @@ PLANS = (
 _generations = count()
 
 
-class Sleep(torch.autograd.Function):
-    """The identity, whose forward and backward take time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        time.sleep(FORWARD_S)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        time.sleep(2 * FORWARD_S)
-        return gradient
-
-
 class RateLimit:
     """Bytes a second that pass through all stores."""
 
@@ -85,18 +69,6 @@ class RateLimit:
             self._free_s = max(self._free_s, begin_s) + taken_s
             until_s = self._free_s
         time.sleep(max(0.0, until_s - time.perf_counter()))
-
-
-@contextmanager
-def sleeping_layers() -> Iterator[None]:
-    """Let layers sleep in their passes."""
-    compute = Layer.forward
-
-    def forward(self: Layer, x_BSD: Tensor, *constants: Any) -> Tensor:
-        return compute(self, cast(Tensor, Sleep.apply(x_BSD)), *constants)
-
-    with patch.object(Layer, "forward", forward):
-        yield
 
 
 @contextmanager
@@ -140,7 +112,7 @@ def measure_steps(
     take."""
     data = cast(SampleStream, RandomDataset(MODEL.vocab_size, SEQ_LEN))
     with (
-        sleeping_layers(),
+        sleeping_layers(FORWARD_S),
         limited_store(limit),
         open_world(dist.HashStore(), 0, 1, config.parallel, next(_generations)) as world,
     ):

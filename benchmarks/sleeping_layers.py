@@ -1,16 +1,18 @@
 """Layers whose compute sleeps, and a link on which a message takes a set time, for `benchmarks.overlap`."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from muster.cost.time.pass_cost import OVERLAP_SLOWDOWN
-from muster.model.decoder import Decoder
+from muster.model.decoder import Decoder, Layer
 from muster.spec.model import ModelSpec
 
 LAYERS, SEQUENCES, POSITIONS = 6, 4, 8
@@ -96,6 +98,18 @@ def sleep_in_layers(module: Decoder, forward_s: float, backward_s: float = INPUT
         attend, activate = layer.attn.attend, layer.mlp._activate  # type: ignore[union-attr]
         layer.attn.attend = lambda *args, own=attend: Slept.apply(own(*args), forward_s, backward_s)  # type: ignore[method-assign,union-attr,assignment]
         layer.mlp._activate = lambda *args, own=activate: Slept.apply(own(*args), forward_s, backward_s)  # type: ignore[union-attr]
+
+
+@contextmanager
+def sleeping_layers(forward_s: float) -> Iterator[None]:
+    """Let each layer take so many seconds a sequence in its forward, and twice as many in its backward."""
+    compute = Layer.forward
+
+    def forward(self: Layer, x_BSD: Tensor, *constants: Any) -> Tensor:
+        return compute(self, cast(Tensor, Slept.apply(x_BSD, forward_s, 2 * forward_s)), *constants)
+
+    with patch.object(Layer, "forward", forward):
+        yield
 
 
 def without_slowdown(seconds: float, alone_s: float) -> float:
