@@ -200,30 +200,31 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | No
 
 def _fork(connection: socket.socket, request: dict[str, Any], files: list[int]) -> dict[str, int]:
     """Fork a process that leaves the server, as an orphan; return its number, or why there is none."""
-    reading, writing = os.pipe()
+    ours, theirs = socket.socketpair()
     try:
         between = os.fork()
     except OSError as error:
-        os.close(writing)
-        os.close(reading)
+        ours.close()
+        theirs.close()
         return {"errno": error.errno or 0}
     if between == 0:
         try:
             if os.fork() == 0:
                 connection.detach()
-                os.close(reading)
+                ours.close()
                 os.setsid()
-                os.write(writing, json.dumps({"pid": os.getpid()}).encode())
-                os.close(writing)
+                theirs.sendall(json.dumps({"pid": os.getpid()}).encode())
+                theirs.recv(1)  # ends once the launcher is the parent
+                theirs.close()
                 run_and_exit(partial(_become_rank, request, files))
         except OSError as error:
-            os.write(writing, json.dumps({"errno": error.errno}).encode())
+            theirs.sendall(json.dumps({"errno": error.errno}).encode())
         finally:
             os._exit(0)
-    os.close(writing)
-    answer = os.read(reading, _MESSAGE_BYTES)
-    os.close(reading)
+    theirs.close()
+    answer = ours.recv(_MESSAGE_BYTES)
     os.waitpid(between, 0)
+    ours.close()
     return json.loads(answer or b"{}")
 
 
