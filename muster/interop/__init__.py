@@ -1,1 +1,2 @@
-"""Interoperability: Hugging Face configurations and weights, configurations of Megatron-LM, torchtitan and nanotron."""
+"""Interoperability: Hugging Face configurations and weights; configurations of Megatron-LM, torchtitan, nanotron and
+DeepSpeed."""

@@ -1,4 +1,4 @@
-"""Timeline: the begin and end of each rank's instructions. The simulator and the executor both return one."""
+"""Timeline: the begin and end of each rank's instructions, as the simulator predicts them or as ranks measured them."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast

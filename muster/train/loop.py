@@ -471,7 +471,7 @@ class TrainingLoop:
         return trainer.batch_loader.num_epochs(trainer.samples_consumed - later * self.config.train.global_batch_size)
 
     def _is_validation_step(self, step: int) -> bool:
-        """Return whether a validation loss is due after a step; after the last step `finalize` computes it."""
+        """Return whether a validation loss is due after a step; the last step's is that of the report."""
         every = self.config.eval.every
         return every > 0 and step % every == 0 and step < self.config.train.num_steps
 
