@@ -22,6 +22,7 @@ def _instances(test: str, *first: int) -> tuple[str, ...]:
 
 _SIMPLEST = "test_plan_claims.py::test_the_simplest_plan_is_what_looking_at_everything_finds"
 _SEARCH = "test_planner.py::test_the_search_finds_what_simulating_everything_finds"
+_LOSSES = "test_parity.py::test_losses_of_every_plan_equal_one_process"
 _SYNCHRONOUS = tuple(name for name, entry in SCHEDULES.items() if not entry.is_asynchronous)
 
 
@@ -62,6 +63,12 @@ PARTS: dict[str, tuple[str, ...]] = {
     "attention": ("test_linear_attention.py", "test_latent_attention.py", "test_sequence_slices.py"),
     "experts": ("test_experts.py", "test_expert_moves.py", "test_multi_token_prediction.py", "test_pass_pairs.py"),
     "parity": ("test_parity.py", "test_grad_reduce.py", "test_dropout.py"),
+    "parity-2": (f"{_LOSSES}[2]", f"{_LOSSES}[8]"),
+    "parity-4": (f"{_LOSSES}[4]",),
+    "parity-compiled": (
+        "test_parity.py::test_more_compiled_blocks_equal_one_process",
+        "test_parity.py::test_host_updates_of_more_plans_leave_the_same_bits",
+    ),
     "overlap": (
         "test_domino.py",
         "test_ladder.py",
