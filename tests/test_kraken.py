@@ -11,9 +11,9 @@ from muster.api.verbs import plan as best_plans
 from muster.cli.main import main
 from muster.config.named_model import load_model
 from muster.model.decoder import Decoder
-from muster.model.init import init_stage
+from muster.model.init import init_stage, initial_value
 from muster.spec.errors import InfeasibleError
-from muster.spec.model import ModelSpec
+from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
@@ -142,6 +142,17 @@ def _sublayer(model: Decoder, prefix: str, narrow: Any, own: int) -> Any:
         dim = 1 if name in ("attn.o.weight", "mlp.down.weight") else 0
         parameter.copy_(whole.chunk(2, dim)[own])
     return layer
+
+
+def test_weights_into_a_stream_begin_smaller_by_the_number_of_sub_layers() -> None:
+    """Those of one model with two sub-layers side by side and one without: 1 / √(2 · layers · k), as in the program of
+    Kraken's authors."""
+    wide = small_run(family="gpt2 kraken2").model
+    plain = wide.model_copy(update={"parallel_sublayers": 1})
+    for name in ("layers.0.attn.o.weight", "layers.1.mlp.down.weight"):
+        shape = dict(parameter_shapes(wide))[name]
+        ours, theirs = (initial_value(spec, name, shape, 0) for spec in (wide, plain))
+        torch.testing.assert_close(ours, theirs / 2**0.5)
 
 
 def test_what_sub_layers_are_without_is_said() -> None:

@@ -10,7 +10,7 @@ from muster.spec.model import ModelSpec
 from muster.spec.plan import DEFAULT_SCHEDULE, Plan
 from muster.spec.plan_name import format_plan_name
 
-PRECISIONS = ("fp64", "fp32", "tf32", "bf16")
+PRECISIONS = ("fp64", "fp32", "bf16")
 
 
 def require_swarm_goes_with(

@@ -52,7 +52,8 @@ def initial_value(
     layer's rows for its magnitudes, else normal.
 
     With `scaled_residual`, weights that write to the residual stream are scaled by 1 / sqrt(2 · layers), since that
-    many terms add up there (GPT-2, section 2.3). Both factors of a low-rank layer have the standard deviation that
+    many terms add up there (GPT-2, section 2.3); with k sub-layers side by side by 1 / sqrt(2 · layers · k), as in the
+    program of Kraken's authors. Both factors of a low-rank layer have the standard deviation that
     gives the elements of their product that of a whole weight.
     """
     if is_four_bit_part(name):
@@ -85,7 +86,7 @@ def _std(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> float:
     if is_low_rank(name):  # each of r terms has the product of two variances
         return (_std(spec, f"{low_rank_module(name)[0]}.weight", shape) ** 2 / min(shape)) ** 0.25
     residual = spec.scaled_residual and name.endswith(_INTO_RESIDUAL)
-    return spec.init_std / (2 * spec.num_layers) ** 0.5 if residual else spec.init_std
+    return spec.init_std / (2 * spec.num_layers * spec.parallel_sublayers) ** 0.5 if residual else spec.init_std
 
 
 def init_stage(module: nn.Module, spec: ModelSpec, seed: int) -> None:

@@ -154,7 +154,8 @@ class ModelSpec(Frozen):
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights (GPT-2, and most decoders since)."""
     scaled_residual: bool = True
-    """Initial weights of projections into the residual stream are divided by √(2 · num_layers) (GPT-2, section 2.3)."""
+    """Initial weights of projections into the residual stream are divided by √(2 · num_layers) (GPT-2, section 2.3), or
+    by √(2 · num_layers · parallel_sublayers)."""
 
     @model_validator(mode="before")
     @classmethod
