@@ -40,7 +40,7 @@ demo: $(DEV)
 
 test: $(DEV)
 	.venv/bin/ruff check --quiet
-	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 30 $(PYTEST_ARGS)
 
 test-oldest: $(DEV)
 	if [ ! -e $(OLDEST)/complete ]; then

@@ -67,7 +67,7 @@ def test_registry_refuses_in_one_sentence():
         make_schedule("1f1b", ScheduleSpec(2, 4, 2))
     with pytest.raises(InfeasibleError, match="num_micro_batches of at least 1, got 0"):
         make_schedule("1f1b", ScheduleSpec(2, 0))
-    with pytest.raises(InfeasibleError, match="chunks 3 don't spread over 2 replicas: expected a multiple of 2"):
+    with pytest.raises(InfeasibleError, match="chunks. is 3, which 2 replicas can't share: expected a multiple of 2"):
         ScheduleSpec(2, 4, 3, replicas=2)
     with pytest.raises(InfeasibleError, match="memory_limit is 0, expected more than 0"):
         ScheduleSpec(2, 4, memory_limit=0)

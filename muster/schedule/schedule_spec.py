@@ -70,7 +70,7 @@ class ScheduleSpec:
                 raise InfeasibleError(f"a schedule needs {name} of at least 1, got {getattr(self, name)}")
         if self.chunks % self.replicas:
             raise InfeasibleError(
-                f"chunks {self.chunks} don't spread over {self.replicas} replicas:"
+                f"stages per rank (chunks) is {self.chunks}, which {self.replicas} replicas can't share:"
                 f" expected a multiple of {self.replicas}"
             )
         for name in ("forward_s", "input_backward_s", "weight_backward_s"):
