@@ -1,5 +1,6 @@
 """Preparation of token stores from rows, tables and foreign files, on several processes, and after a kill."""
 
+import errno
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from muster.data.chat import CHATML, ChatTemplate
 from muster.data.prepare import PrepareOptions, prepare
 from muster.data.store import TokenStore
 from muster.data.tokenizer import ByteTokenizer, load_tokenizer
-from muster.spec.errors import ConfigError
+from muster.spec.errors import ConfigError, MusterError
 
 TOKENIZER = ByteTokenizer()
 END = TOKENIZER.eos_id
@@ -365,6 +366,29 @@ def muster(capsys, *arguments: object) -> tuple[int, str, str]:
     code = main(["data", *map(str, arguments)])
     said = capsys.readouterr()
     return code, said.out, said.err
+
+
+def test_a_builder_goes_on_where_another_has_just_renamed_the_folder(tmp_path, monkeypatch):
+    """The folder is there for mkdir, and gone when pathlib looks whether it is one."""
+    (tmp_path / "rows.txt").write_text("a row")
+    make, met = os.mkdir, []
+
+    def mkdir(path: Path, mode: int = 0o777) -> None:
+        if str(path).endswith(".partial") and not met:
+            met.append(path)
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        make(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    prepare(PrepareOptions(str(tmp_path / "rows.txt"), ByteTokenizer()), tmp_path / "store").verify()
+    assert met
+
+
+def test_a_file_in_the_place_of_the_folder_is_said(tmp_path):
+    (tmp_path / "rows.txt").write_text("a row")
+    (tmp_path / "store.partial").write_text("")
+    with pytest.raises(MusterError, match="store can't be written: File exists"):
+        prepare(PrepareOptions(str(tmp_path / "rows.txt"), ByteTokenizer()), tmp_path / "store")
 
 
 def test_prepare_inspect_and_check(tmp_path, capsys):

@@ -376,10 +376,13 @@ def _hold_build_lock(folder: Path, directory: Path) -> Iterator[bool]:
         if directory.exists():
             yield False
             return
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         try:
+            folder.mkdir(exist_ok=True)
             lock = (folder / "lock").open("w")
-        except FileNotFoundError:  # the lock's holder has just renamed or removed the folder
+        except (FileExistsError, FileNotFoundError):  # the lock's holder has just renamed or removed the folder
+            if folder.is_file() or folder.is_symlink():
+                raise
             continue
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
