@@ -394,6 +394,7 @@ def test_a_swarm_is_predicted_with_what_binds_it(tmp_path: Path, capsys: pytest.
         ("mb1-spipedream", "", "leave out schedule pipedream"),
         ("mb1-sauto", "", "leave out schedule auto"),
         ("mb1-vocab", "", "vocab needs collectives"),
+        ("mb1-tf32", "", "precision tf32 isn't built for swarms"),
         ("mb1", "optim: {name: mezo}", "optim.name mezo isn't built for swarms"),
         ("mb1", "outer: {every: 50}", "outer isn't built for swarms"),
         ("mb1", "train.update_in_backward: true", "train.update_in_backward isn't"),
@@ -405,7 +406,7 @@ def test_a_swarm_is_predicted_only_where_it_trains(
     plan: str, more: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(RUN_FILE.replace("mb1", f"{plan}-bf16") + more)
+    file.write_text(RUN_FILE.replace("mb1", plan if plan == "mb1-tf32" else f"{plan}-bf16") + more)
     config = load_run_config("tiny", file, []).config
     with pytest.raises(MusterError) as found:
         require_swarm(config, config.parallel, False)

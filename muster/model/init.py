@@ -53,8 +53,8 @@ def initial_value(
 
     With `scaled_residual`, weights that write to the residual stream are scaled by 1 / sqrt(2 · layers), since that
     many terms add up there (GPT-2, section 2.3); with k sub-layers side by side by 1 / sqrt(2 · layers · k), as in the
-    program of Kraken's authors. Both factors of a low-rank layer have the standard deviation that
-    gives the elements of their product that of a whole weight.
+    program of Kraken's authors. Both factors of a low-rank layer have the standard deviation that gives the elements of
+    their product that of a whole weight.
     """
     if is_four_bit_part(name):
         return _initial_parts(spec, weight_of_part(name), seed)[name]
