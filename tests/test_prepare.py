@@ -17,7 +17,7 @@ from muster.data.chat import CHATML, ChatTemplate
 from muster.data.prepare import PrepareOptions, prepare
 from muster.data.store import TokenStore
 from muster.data.tokenizer import ByteTokenizer, load_tokenizer
-from muster.spec.errors import ConfigError, MusterError
+from muster.spec.errors import ConfigError
 
 TOKENIZER = ByteTokenizer()
 END = TOKENIZER.eos_id
@@ -387,7 +387,7 @@ def test_a_builder_goes_on_where_another_has_just_renamed_the_folder(tmp_path, m
 def test_a_file_in_the_place_of_the_folder_is_said(tmp_path):
     (tmp_path / "rows.txt").write_text("a row")
     (tmp_path / "store.partial").write_text("")
-    with pytest.raises(MusterError, match="store can't be written: File exists"):
+    with pytest.raises(ConfigError, match="store.partial, where the store is built, must be a folder"):
         prepare(PrepareOptions(str(tmp_path / "rows.txt"), ByteTokenizer()), tmp_path / "store")
 
 

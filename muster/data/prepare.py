@@ -380,10 +380,10 @@ def _hold_build_lock(folder: Path, directory: Path) -> Iterator[bool]:
         try:
             folder.mkdir(exist_ok=True)
             lock = (folder / "lock").open("w")
-        except (FileExistsError, FileNotFoundError):  # the lock's holder has just renamed or removed the folder
+        except (FileExistsError, FileNotFoundError) as error:
             if folder.is_file() or folder.is_symlink():
-                raise
-            continue
+                raise ConfigError(f"{folder}, where the store is built, must be a folder or not be there") from error
+            continue  # the lock's holder has just renamed or removed the folder
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:
