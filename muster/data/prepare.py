@@ -376,9 +376,8 @@ def _hold_build_lock(folder: Path, directory: Path) -> Iterator[bool]:
         if directory.exists():
             yield False
             return
-        folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             lock = (folder / "lock").open("w")
         except (FileExistsError, FileNotFoundError) as error:
             if folder.is_file() or folder.is_symlink():
