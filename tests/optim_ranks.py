@@ -99,7 +99,10 @@ def plain(config: OptimConfig, name: str, shape: tuple[int, ...], steps: int) ->
             lr *= config.muon_lr_ratio
         else:
             m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
-            update = (m / (1 - b1**step)) / ((v / (1 - b2**step)).sqrt() + config.eps)
+            mean = m / (1 - b1**step)
+            if config.name == "adamw" and config.nesterov:
+                mean = b1 * m / (1 - b1 ** (step + 1)) + (1 - b1) * g / (1 - b1**step)
+            update = mean / ((v / (1 - b2**step)).sqrt() + config.eps)
         w = w - lr * decay * w - lr * update
     return w
 

@@ -19,6 +19,7 @@ from muster.config.optimizer_state import (
 from muster.config.optimizers import OPTIMIZERS, is_layer_matrix
 from muster.cost.comm_volume import step_comm_bytes
 from muster.cost.memory.rank_memory import rank_memory
+from muster.cost.time.update_bytes import optimizer_bytes_per_element
 from muster.layout import matrix_owners
 from muster.layout.matrix_owners import OwnedMatrix, assign_owners, sent_numel
 from muster.layout.tensor_layout import Box, TensorLayout, rank_layouts
@@ -36,6 +37,7 @@ from tests.toy_optimizer import ENTRY
 
 CONFIGS = {
     "adamw": OptimConfig(lr=LR),
+    "adamw, Nesterov": OptimConfig(lr=LR, nesterov=True),
     "sgd": OptimConfig(name="sgd", lr=LR),
     "sgd, Nesterov": OptimConfig(name="sgd", lr=LR, momentum=0.8, nesterov=True),
     "sgd, no momentum": OptimConfig(name="sgd", lr=LR, momentum=0.0),
@@ -327,7 +329,8 @@ def test_declared_costs_of_the_optimizers():
     moved = {name: mean_update_bytes(config, shapes, 4, 2) for name, config in CONFIGS.items()}
     assert moved == {**moved, "adamw": 30, "sgd": 22, "sgd, no momentum": 14, "lion": 22}
     assert moved["lion"] < moved["muon"] < moved["adamw"]
-    assert mean_update_bytes(None, shapes, 4, 2) == 30
+    assert mean_update_bytes(None, shapes, 4, 2) == optimizer_bytes_per_element(SPEC, CONFIGS["adamw"]) == 30
+    assert optimizer_bytes_per_element(SPEC, CONFIGS["adamw, Nesterov"]) == 50
     assert mean_state_bytes(None, shapes, 4) == 8
     matrices = [shape for name, shape in shapes.items() if is_layer_matrix(name, shape)]
     assert update_flops(CONFIGS["muon"], shapes) == sum(

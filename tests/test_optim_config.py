@@ -12,6 +12,7 @@ from muster.optim.lr import learning_rate, lr_at_step
 from muster.planner.auto import choose_plan, resolve_plan
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.train.prepare import TrainOptions, prepare
+from muster.train.resume_check import config_changes
 from tests.optim_ranks import SPEC
 
 # --- learning rates ---
@@ -172,3 +173,14 @@ def test_derived_values_are_printed_before_training_with_warnings(tmp_path, caps
     assert f"\noptim.lr {resolved.config.optim.lr:g}, derived (Step Law, arXiv:2503.04715: for 394k param" in told
     with pytest.raises(InfeasibleError, match=r"is not a multiple of 2 .*; train.global_batch_size 1, derived \(Step"):
         resolve_plan(load_run_config(None, None, [*keys.items(), ("parallel", "dp2-mb1-fp32")]), None)
+
+
+def test_what_only_follows_from_another_optimizer_is_no_change_of_its_own() -> None:
+    adamw, muon, ahead = (
+        load_run_config("tiny", None, list({"optim.lr": 0.01, **keys}.items())).config
+        for keys in ({}, {"optim.name": "muon"}, {"optim.nesterov": True})
+    )
+    assert config_changes(adamw, muon) == ["optim.name was adamw, now muon"]
+    assert config_changes(muon, adamw) == ["optim.name was muon, now adamw"]
+    assert config_changes(adamw, ahead) == ["optim.nesterov was False, now True"]
+    assert "optim.nesterov was True, now False" not in config_changes(ahead, muon)

@@ -319,11 +319,14 @@ def _config(
     clip_norm: float = 50.0,
     batch: int = 8,
     delay_compensation: str = "none",
+    nesterov: bool = False,
 ) -> RunConfig:
     config = small_run(False, steps, layers, optim=optim)
     return config.model_copy(
         update={
             "train": config.train.model_copy(update={"sample_tokens": 0, "global_batch_size": batch}),
-            "optim": config.optim.model_copy(update={"clip_norm": clip_norm, "delay_compensation": delay_compensation}),
+            "optim": config.optim.model_copy(
+                update={"clip_norm": clip_norm, "delay_compensation": delay_compensation, "nesterov": nesterov}
+            ),
         }
     )

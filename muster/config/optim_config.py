@@ -42,7 +42,8 @@ class OptimConfig(Frozen):
     momentum: Fraction = 0.0
     """sgd, 0.9 if not given; muon, 0.95 if not given."""
     nesterov: bool = False
-    """Look one step ahead along the momentum. sgd; muon, true if not given."""
+    """Look one step ahead along the momentum. sgd; muon, true if not given; adamw, which then is NAdam with decoupled
+    weight decay."""
     delay_compensation: Literal["none", "spike", "predict"] = "none"
     """Compensation for gradients of older weights, under an asynchronous schedule. predict (sgd, adamw, lion):
     passes whose gradients come D steps late use the weights as D more updates like the last one would leave them.
@@ -130,7 +131,7 @@ class OptimConfig(Frozen):
             if users and chosen not in users and value != model_field.default:
                 shown = str(value).lower() if isinstance(value, bool) else value
                 raise ValueError(f"{key} {shown} is for {_joined(users)}, but {chosen} is chosen; leave it out")
-        if self.nesterov and not self.momentum:
+        if self.nesterov and not self.momentum and self.name != "adamw":
             raise ValueError("nesterov needs momentum, which is 0; set momentum or leave nesterov out")
         if self.clip_by_previous_norm and not self.clip_norm:
             raise ValueError("clip_by_previous_norm clips to clip_norm, which is 0: leave one of them out")

@@ -185,7 +185,9 @@ operators on 8-byte integers move four times as many, but between a core and its
 streams 9 GB/s; on a GPU it is an assumption."""
 
 OPTIMIZERS: dict[str, OptimizerEntry] = {
-    "adamw": OptimizerEntry("muster.optim.adamw:AdamW", ADAMW_UPDATE, keys=_ADAMW_KEYS | {"delay_compensation"}),
+    "adamw": OptimizerEntry(
+        "muster.optim.adamw:AdamW", ADAMW_UPDATE, keys=_ADAMW_KEYS | {"nesterov", "delay_compensation"}
+    ),
     "sgd": OptimizerEntry(
         "muster.optim.sgd:SGD",
         UpdateRule(state=(StateTensor("momentum", required_key="momentum"),)),

@@ -1,6 +1,7 @@
 """AdamW over one rank's local tensors, with a state that exists from the start and has names."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +13,17 @@ from muster.optim.base import Optimizer, has_decay
 FUSED_DEVICES = ("cpu", "cuda")
 """Types of devices for which PyTorch has a fused kernel."""
 STATE = tuple(tensor.name for tensor in ADAMW_UPDATE.state)
+PIECE = 2**22
+"""Elements of a parameter whose next mean gradient is held at a time."""
 
 
 class AdamW(Optimizer):
-    """PyTorch's AdamW (I. Loshchilov and F. Hutter, arXiv:1711.05101), fused where there is a fused kernel."""
+    """PyTorch's AdamW (I. Loshchilov and F. Hutter, arXiv:1711.05101), fused where there is a fused kernel.
+
+    With `nesterov`, where AdamW is the run's optimizer, it is NAdam (T. Dozat, ICLR workshop 2016) with decoupled
+    weight decay: β₁ m / (1 − β₁ᵗ⁺¹) + (1 − β₁) g / (1 − β₁ᵗ), the mean gradient as of the next step, stands in place
+    of m / (1 − β₁ᵗ).
+    """
 
     def __init__(self, config: OptimConfig, params: Mapping[str, Tensor]) -> None:
         super().__init__(params)
@@ -26,7 +34,10 @@ class AdamW(Optimizer):
             }
             for decays in (True, False)
         ]
+        self._names = {param: name for name, param in self.params.items()}
+        self._is_nesterov = config.name == "adamw" and config.nesterov
         self._is_fused = fused = all(param.device.type in FUSED_DEVICES for param in self.params.values())
+        assert fused or not self._is_nesterov, "nesterov goes through the fused kernel"
         betas = (config.beta1, config.beta2)
         self._torch = torch.optim.AdamW(groups, betas=betas, eps=config.eps, fused=fused, foreach=not fused)
         self._steps: list[Tensor] = []
@@ -65,18 +76,40 @@ class AdamW(Optimizer):
             for param in group["params"]:
                 if param.grad is not None and param.numel():
                     alike.setdefault((param.device, param.dtype), []).append(param)
-            beta1, beta2 = group["betas"]
             for params in alike.values():
+                if self._is_nesterov:
+                    for param in params:
+                        self._step_ahead(lr, group, param)
+                    continue
+                state = [self._torch.state[param] for param in params]
                 gradients = [param.grad for param in params if param.grad is not None]
-                moments = [[self._torch.state[param][kind] for param in params] for kind in STATE]
-                steps = [self._torch.state[param]["step"] for param in params]
-                torch._fused_adamw_(
-                    *(params, gradients, moments[0], moments[1], [], steps),
-                    lr=lr,
-                    beta1=beta1,
-                    beta2=beta2,
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    amsgrad=False,
-                    maximize=False,
-                )
+                means, squares, steps = ([one[kind] for one in state] for kind in (*STATE, "step"))
+                _call_kernel(lr, group, params, gradients, means, squares, steps)
+
+    def _step_ahead(self, lr: float, group: Mapping[str, Any], param: Tensor) -> None:
+        """Update a parameter by the mean gradient of the next step, of which the kernel is given a copy: it multiplies
+        it by β₁, adds (1 − β₁) g, and divides all by 1 − β₁ᵗ. Piece by piece, so that the copy is small."""
+        assert param.grad is not None
+        state, beta1 = self._torch.state[param], group["betas"][0]
+        step = self.steps_of(self._names[param]) + 1
+        factor = (1 - beta1**step) / (1 - beta1 ** (step + 1))
+        tensors = param.view(-1), param.grad.reshape(-1), *(state[kind].view(-1) for kind in STATE)
+        for values, gradient, mean, square in zip(*(tensor.split(PIECE) for tensor in tensors), strict=True):
+            ahead = mean.lerp_(gradient, 1 - beta1) * factor
+            _call_kernel(lr, group, [values], [gradient], [ahead], [square], [state["step"]])
+
+
+def _call_kernel(lr: float, group: Mapping[str, Any], *tensors: list[Tensor]) -> None:
+    """Update parameters with gradients, mean gradients, mean squares and counts of steps."""
+    params, gradients, means, squares, steps = tensors
+    beta1, beta2 = group["betas"]
+    torch._fused_adamw_(
+        *(params, gradients, means, squares, [], steps),
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+    )

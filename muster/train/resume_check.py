@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.config.load_config import load_run_config
+from muster.config.optim_config import OptimConfig
 from muster.config.optimizers import OPTIMIZERS
 from muster.config.run_config import RunConfig
 from muster.config.run_paths import CONTENT_KEYS, with_absolute_paths, without_data_locations
@@ -202,11 +203,18 @@ def config_changes(before: RunConfig, after: RunConfig) -> list[str]:
 
 
 def _belongs_to_one_optimizer(key: str, before: RunConfig, after: RunConfig) -> bool:
-    """Return True for a key of an optimizer that the run didn't have before or hasn't after: with the optimizer its
-    values change, given or not."""
-    users = [name for name, entry in OPTIMIZERS.items() if key.removeprefix("optim.") in entry.keys]
-    both = before.optim.name, after.optim.name
-    return key.startswith("optim.") and bool(users) and not set(both) <= set(users)
+    """Return True for a key of an optimizer that the run didn't have before or hasn't after, and for one that has the
+    default of either: with the optimizer its values change, given or not."""
+    own = key.removeprefix("optim.")
+    users = [name for name, entry in OPTIMIZERS.items() if own in entry.keys]
+    both = before.optim, after.optim
+    if not key.startswith("optim.") or not users:
+        return False
+    if not {one.name for one in both} <= set(users):
+        return True
+    default = OptimConfig.model_fields[own].default
+    by_default = [getattr(one, own) == OPTIMIZERS[one.name].defaults.get(own, default) for one in both]
+    return before.optim.name != after.optim.name and all(by_default)
 
 
 def _tokenizer_change(before: RunConfig, after: RunConfig) -> list[str]:

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 
 from muster.config.optim_config import OptimConfig
-from muster.config.optimizer_state import mean_state_bytes, mean_update_bytes
+from muster.config.optimizer_state import mean_state_bytes
 from muster.cost.host_updates import host_part_copies, shared_update_numels
 from muster.cost.param_offload import OffloadedParams
 from muster.cost.precision_bytes import master_bytes
 from muster.cost.time.rate_interpolation import RateInterpolator
+from muster.cost.time.update_bytes import ADAMW_UPDATE_BYTES, optimizer_bytes_per_element
 from muster.schedule.action import Kind
 from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Plan
@@ -17,8 +18,7 @@ def adamw_numel(count: int, model: ModelSpec, optim: OptimConfig | None) -> int:
     """Return the elements that AdamW updates in the time in which the optimizer updates `count`."""
     if optim is None:
         return count
-    shapes = dict(parameter_shapes(model))
-    return round(count * mean_update_bytes(optim, shapes, 4, 2) / mean_update_bytes(None, shapes, 4, 2))
+    return round(count * optimizer_bytes_per_element(model, optim) / ADAMW_UPDATE_BYTES)
 
 
 def host_update_times(

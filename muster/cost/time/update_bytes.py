@@ -11,6 +11,9 @@ passes use: 3 · 8 + 4 + 2 for each number (arXiv:1711.05101, algorithm 2)."""
 PREDICTED_WEIGHT_BYTES = 32
 """Bytes per element of weight prediction: the weights are copied before an update (8), their change is taken (12) and
 added to them (12)."""
+NEXT_MEAN_BYTES = 20
+"""Bytes per element of AdamW with `nesterov`: the mean gradient is updated (12), and a copy of it made (8), which the
+update then has in its place."""
 _MASTER_BYTES, _PASS_BYTES = 4, 2
 
 
@@ -24,7 +27,8 @@ def optimizer_bytes_per_element(model: ModelSpec, optim: OptimConfig | None) -> 
     if optim is None:
         return ADAMW_UPDATE_BYTES
     predicted = PREDICTED_WEIGHT_BYTES if optim.delay_compensation == "predict" else 0
-    return mean_update_bytes(optim, dict(parameter_shapes(model)), _MASTER_BYTES, _PASS_BYTES) + predicted
+    ahead = NEXT_MEAN_BYTES if optim.name == "adamw" and optim.nesterov else 0
+    return mean_update_bytes(optim, dict(parameter_shapes(model)), _MASTER_BYTES, _PASS_BYTES) + predicted + ahead
 
 
 def _kept_bytes(plan: Plan, model: ModelSpec, optim: OptimConfig | None) -> float:
