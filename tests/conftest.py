@@ -1,5 +1,8 @@
 """What all tests share."""
 
+import gc
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +59,15 @@ def _select_soak_part(config: pytest.Config, items: list[pytest.Item]) -> None:
     name = find_part(wanted)
     config.hook.pytest_deselected(items=[item for item in items if parts.get(item) != name])
     items[:] = [item for item in items if parts.get(item) == name]
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and test items out of the garbage collector's rounds, which would walk through all of them; and let
+    no process of the tests write byte code, which those that fill a disk would cut short."""
+    sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,8 +2,9 @@
 
 A server, forked from the nursery of ranks, which has imported all of it, forks one process for each command; so do the
 commands for what they start with `python -m muster.…`: ranks, and the processes that write their checkpoints. Each is a
-process like any other, with its own number, session, streams and environment. Only its command line says nothing; so
-tests that look for that, or are about how commands start and are killed, start interpreters: `interpreter_words()`.
+process like any other, with its own number, session, streams and environment. Only its command line says nothing, but
+for those of ranks; so tests that look for that, or are about how commands start, start interpreters:
+`interpreter_words()`.
 
 Where PyTorch finds a GPU all commands start interpreters: CUDA doesn't survive a fork.
 """
@@ -122,6 +123,8 @@ def _see_through(asking: socket.socket, listener: socket.socket) -> int:
         run_and_exit(partial(_be_command, json.loads(said), streams))
     for stream in streams:
         os.close(stream)
+    with contextlib.suppress(OSError):
+        asking.sendall(b"%d\n" % command)
     end = os.pidfd_open(command)
     ready, _, _ = select.select([end, asking], [], [])
     if end not in ready:
@@ -152,7 +155,7 @@ class ForkingPopen(subprocess.Popen):
     def __init__(self, args: Any, *others: Any, **more: Any) -> None:
         words = [] if isinstance(args, str | bytes | os.PathLike) else [str(word) for word in args]
         at = words.index("-m") if "-m" in words else len(words)
-        if words[:1] == [sys.executable] and at < 4 and words[at + 1].startswith("muster."):
+        if words[:1] == [sys.executable] and at < 4 and "".join(words[at + 1 : at + 2]).startswith("muster."):
             module, rest = words[at + 1], words[at + 2 :]
             environment = more.get("env")
             environment = dict(os.environ) if environment is None else environment
@@ -176,6 +179,8 @@ def _run(program: str, words: Sequence[str], environment: Mapping[str, str], kee
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as an interpreter does when it starts
     os.environ.clear()
     os.environ.update(environment)
+    if environment.get("HELD_AFTER"):
+        importlib.import_module("tests.held.sitecustomize").listen()
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115

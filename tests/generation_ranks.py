@@ -36,7 +36,7 @@ def compare(rank: int, world_size: int, store: dist.Store, payload: dict[str, An
     source = find_trained_model(Path(payload["run"]))
     plan = Plan(tp=world_size, precision="fp64")
     prompts, greedy = ("import ", "d", "class Text:\n    "), SamplingParams(temperature=0)
-    request = GenerationRequest(trained_model=source, plan=plan, prompts=prompts, max_new_tokens=90, sampling=greedy)
+    request = GenerationRequest(trained_model=source, plan=plan, prompts=prompts, max_new_tokens=60, sampling=greedy)
     expected = logits_of(source, None)
     with open_world(store, rank, world_size, plan) as world:
         axis = world.tensor_axis(plan.default_strategy)

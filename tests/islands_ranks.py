@@ -377,7 +377,9 @@ def _config(case: dict[str, Any]) -> RunConfig:
 
 
 def _plan(case: dict[str, Any], name: str) -> Plan:
-    return parse_plan_name(name, Plan(micro_batch_size=1, precision=case.get("precision", "fp32")))
+    return parse_plan_name(
+        name, Plan(micro_batch_size=case["micro_batch_size"], precision=case.get("precision", "fp32"))
+    )
 
 
 def _largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

@@ -48,7 +48,8 @@ def train(rank: int, size: int, store: dist.Store, payload: dict[str, Any]) -> l
     found: list[dict[str, Any] | None] = []
     whole: dict[str, dict[str, torch.Tensor]] = {}
     for number, case in enumerate(payload["cases"]):
-        config, plan = mezo_run(case), parse_plan_name(case["plan"], Plan(precision=case.get("precision", "fp64")))
+        base = Plan(precision=case.get("precision", "fp64"), micro_batch_size=payload.get("micro_batch_size", 1))
+        config, plan = mezo_run(case), parse_plan_name(case["plan"], base)
         result = None
         if rank < plan.world_size:
             with open_world(store, rank, plan.world_size, plan, number) as world, FAULTS[case.get("fault")]():
@@ -75,9 +76,9 @@ def train(rank: int, size: int, store: dist.Store, payload: dict[str, Any]) -> l
                     losses, first = reference(config, payload["cache"])
                     result["loss_error"] = max(abs(a - b) for a, b in zip(result["losses"], losses, strict=True))
                 result["error"] = max(float((tensors[name] - first[name]).abs().max()) for name in first)
-        store.add(f"done {number}", 1)
-        while store.add(f"done {number}", 0) < size:
-            pass
+        if store.add(f"done {number}", 1) == size:
+            store.set(f"all done {number}", "")
+        store.wait([f"all done {number}"])
         found.append(result)
     return found
 

@@ -346,6 +346,15 @@ def small_run(
     )
 
 
+def with_two_layers(case: dict[str, Any]) -> dict[str, Any]:
+    """Return the case with two layers, if its plan and its model can have so few."""
+    plan, family = parse_plan_name(case["plan"]), FAMILIES[case.get("family", "llama")]
+    by_number = plan.stages or "changes" in case or "linear_attention" in family
+    if by_number or plan.num_stages > 2 or max(family.get("window_layers", (0,))) > 1:
+        return case
+    return {"layers": 2} | case
+
+
 def open_data(config: RunConfig, cache: str) -> Dataset:
     source, packing = config.data.source, config.data.packing
     store = _open_store("short" if packing == "none" else source, config.data.max_bytes, cache)

@@ -79,7 +79,7 @@ class Faults:
                     self._wait(lambda: len(self._members()) == self._size, "not as many ranks as before")
         except AssertionError as error:
             rows = "\n".join(map(str, self._recoveries()[-6:]))
-            processes = [pid for one in self._launchers() for pid in children(one)]
+            processes = [pid for one in self._launchers() for pid in one.children()]
             seen = "\n".join(f"process {pid}: {status_of(pid)}\n{stacks_of(pid)}" for pid in processes)
             raise AssertionError(f"after {', '.join(self.caused)}: {error}\n{rows}\n{seen}") from error
 
@@ -154,7 +154,7 @@ class Faults:
 
     def _members(self) -> list[int]:
         """The processes of the newest generation of ranks."""
-        processes = [pid for one in self._launchers() for pid in children(one)]
+        processes = [pid for one in self._launchers() for pid in one.children()]
         statuses = {pid: status for pid in processes if (status := status_of(pid)) and status.phase != "start"}
         newest = max((status.generation for status in statuses.values()), default=0)
         return sorted(pid for pid, status in statuses.items() if status.generation == newest)
@@ -229,7 +229,7 @@ class FaultsOfNodes(Faults):
         self._wait_for_steps()  # by then each node has a copy of what the other holds, if there are ranks on both
         self._rest(0.3)
         lost = 0 if kind == "coordinator" else 1
-        if not set(self._members()) & set(children(self._both[1 - lost])):  # all copies would be lost, too
+        if not set(self._members()) & set(self._both[1 - lost].children()):  # all copies would be lost, too
             lost, kind = 1 - lost, "launcher" if lost == 0 else "coordinator"
         meetings = self._count(0, "node 1 on node-b is back") + self._count(0, "nodes: node 0")
         match kind:
@@ -277,16 +277,6 @@ def last_step(run: Path) -> int:
     except OSError:
         return 0
     return json.loads(lines[-1])["step"] if lines else 0
-
-
-def children(job: Command) -> list[int]:
-    """The processes that a launcher has started, spares among them."""
-    try:
-        return [
-            int(pid) for pid in Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
-        ]
-    except OSError:
-        return []
 
 
 def status_of(pid: int) -> RankStatus | None:

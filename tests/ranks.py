@@ -38,6 +38,8 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 _TAIL_CHARACTERS = 3000
+_SPARE_BYTES = 1024
+"""Room in the nursery's command line for that of a rank, which a fork server of Muster writes there."""
 _GRACE_S = 1.0
 """Seconds that the other ranks may continue after one has failed, so that all of them can report why."""
 
@@ -94,7 +96,7 @@ class _Nursery:
         paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.ranks"],
+            [sys.executable, "-m", "tests.ranks", " " * _SPARE_BYTES],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **environment},

@@ -33,8 +33,6 @@ from muster.train.step_state import StepHooks
 from muster.train.trainer import Trainer
 from tests.parity import open_data
 
-STEPS = 5
-"""Steps after loading whose losses are compared."""
 SEARCHED = ("auto", "exact")
 """Schedules that are orders found for one plan; where numbers lie under them is what it is under 1f1b."""
 
@@ -111,7 +109,7 @@ def chains(rank: int, size: int, store: dist.Store, payload: dict[str, Any]) -> 
     for number, chain in enumerate(payload["chains"]):
         config = RunConfig.model_validate(chain["config"])
         plans = [Plan.model_validate(plan) for plan in chain["plans"]]
-        link = Link(config, payload["cache"], Path(payload["root"]) / str(number), chain.get("fault"))
+        link = Link(config, payload["cache"], Path(payload["root"]) / str(number), chain.get("fault"), payload["steps"])
         results = []
         for plan in plans:
             generation += 1
@@ -130,16 +128,16 @@ def chains(rank: int, size: int, store: dist.Store, payload: dict[str, Any]) -> 
 
 
 class Link:
-    """One chain: what the plan before has saved, and what it did after that."""
+    """One chain: what the plan before has saved, and what it did in so many steps after that."""
 
-    def __init__(self, config: RunConfig, cache: str, root: Path, fault: str | None) -> None:
-        self.config, self.cache, self.root, self.fault = config, cache, root, fault
+    def __init__(self, config: RunConfig, cache: str, root: Path, fault: str | None, num_steps: int) -> None:
+        self.config, self.cache, self.root, self.fault, self.num_steps = config, cache, root, fault, num_steps
         self.step = 0
         self.losses: list[float] = []
         self.whole: dict[str, np.ndarray] = {}
 
     def go_on(self, world: World, plan: Plan) -> dict[str, Any] | None:
-        """Load the checkpoint, train STEPS steps, saves, and trains STEPS more for the next to compare with."""
+        """Load the checkpoint, train `num_steps` steps, save, and train as many more for the next to compare with."""
         saver = AsyncSaver(world.rank, world.size, world.store)
         hooks = StepHooks(before_update=saver.wait_staged)
         trainer = Trainer(self.config, plan, world, open_data(self.config, self.cache), hooks)
@@ -153,7 +151,7 @@ class Link:
             losses = [trainer.step().loss]
             if self.config.optim.ema_decay:
                 result["average"] = self._average_error(assemble(world, trainer.local_shards()), trainer.step_count)
-            losses += [trainer.step().loss for _ in range(STEPS - 1)]
+            losses += [trainer.step().loss for _ in range(self.num_steps - 1)]
             pairs = list(zip(losses, self.losses, strict=True)) if world.rank == 0 else []
             result |= {"error": max((abs(a - b) / abs(b) for a, b in pairs), default=0.0)}
         else:
@@ -166,7 +164,7 @@ class Link:
         info = {"plan": plan.model_dump(mode="json"), "model": {}, "counters": trainer.counters()}
         saver.start(SaveRequest(self.root, self.step, info, RetentionPolicy()), trainer.local_shards())
         self.whole = assemble(world, trainer.local_shards())
-        self.losses = [trainer.step().loss for _ in range(STEPS)]
+        self.losses = [trainer.step().loss for _ in range(self.num_steps)]
         assert saver.wait(60)
         assert saver.error is None, saver.error
         saver.close()

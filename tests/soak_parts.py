@@ -44,6 +44,10 @@ PARTS: dict[str, tuple[str, ...]] = {
     "public-128": _public(32, 128),
     "claims": ("test_schedules.py", "test_plan_homes.py"),  # 80 s of one core
     **{f"planner-{part + 1}": _instances(_SEARCH, 50 * part, 50 * part + 25) for part in range(4)},
+    "planning": (
+        *("test_planner.py", "test_plan_answers.py", "test_search_budget.py", "test_tiers.py", "test_plan_islands.py"),
+        *("test_plan_auto.py", "test_heterogeneous.py", "test_plan_offload.py", "test_plan.py", "test_config.py"),
+    ),
     "recipes": ("test_recipes.py", "test_validate.py", "test_comm_volume.py"),
     "simplest-1": _instances(_SIMPLEST, 0, 50),
     "simplest-2": _instances(_SIMPLEST, 100, 150),
@@ -57,12 +61,16 @@ PARTS: dict[str, tuple[str, ...]] = {
     "context": (
         "test_context_parallel.py",
         "test_context_memory.py",
+        "test_context_overlap.py",
         "test_dynamic_groups.py",
         "test_tiling.py",
     ),
     "attention": ("test_linear_attention.py", "test_latent_attention.py", "test_sequence_slices.py"),
-    "experts": ("test_experts.py", "test_expert_moves.py", "test_multi_token_prediction.py", "test_pass_pairs.py"),
-    "parity": ("test_parity.py", "test_grad_reduce.py", "test_dropout.py"),
+    "experts": (
+        *("test_experts.py", "test_expert_moves.py", "test_multi_token_prediction.py", "test_pass_pairs.py"),
+        *("test_lsh_rows.py", "test_row_casts.py"),
+    ),
+    "parity": ("test_parity.py", "test_grad_reduce.py", "test_dropout.py", "test_precision.py"),
     "parity-2": (f"{_LOSSES}[2]", f"{_LOSSES}[8]"),
     "parity-4": (f"{_LOSSES}[4]",),
     "parity-compiled": (
@@ -76,6 +84,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "test_eager_reduction.py",
         "test_bucket_steps.py",
         "test_shard_levels.py",
+        "test_overlap_benchmark.py",
     ),
     "paths": ("test_skippipe.py", "test_active_stages.py"),
     "versions": ("test_versions.py", "test_post_validation.py", "test_shared_updates.py"),
@@ -87,13 +96,16 @@ PARTS: dict[str, tuple[str, ...]] = {
     "gpu": ("test_fake_gpu.py",),
     "gpu-4": ("test_fake_gpu.py::test_steps_of_all_plans_of_four_ranks_wait_once_and_all_ranks_meet",),
     "gpu-traits": ("test_framework_traits.py",),
-    "gpu-order": ("test_executed_order.py", "test_cuda_graphs.py", "test_symmetric_memory.py"),
+    "gpu-order": (
+        *("test_executed_order.py", "test_cuda_graphs.py", "test_symmetric_memory.py"),
+        "test_replica_reductions.py",
+    ),
     "gpu-benchmark": ("test_gpu_benchmark.py",),
     **{f"gpu-schedules-{part + 1}": _gpu_steps_of(_SYNCHRONOUS[3 * part : 3 * part + 3]) for part in range(8)},
     "gpu-kinds": (
         "test_fake_gpu.py::test_steps_of_schedules_with_several_kinds_of_plans_wait_once_and_all_ranks_meet",
     ),
-    "data": ("test_packing.py", "test_eval.py", "test_tracking.py", "test_fine_tuning.py"),
+    "data": ("test_packing.py", "test_eval.py", "test_tracking.py", "test_fine_tuning.py", "test_older_files.py"),
     "resume": ("test_resume.py", "test_changed_resume.py", "test_delayed_update.py", "test_backward_updates.py"),
     **{f"context-resume-{part + 1}": _walk_from(2 * part, 2) for part in range(12)},
     "kills": ("test_async_saver.py", "test_train.py", "test_remote_checkpoints.py", "test_in_memory_checkpoints.py"),
@@ -107,12 +119,12 @@ PARTS: dict[str, tuple[str, ...]] = {
     },
     "random-faults-on-two-nodes": ("test_random_faults.py",),
     "lost-nodes": ("test_elastic_nodes.py",),
-    "gradient-checks": ("test_gradient_check.py",),
+    "gradient-checks": ("test_gradient_check.py", "test_stragglers.py"),
     "hangs": ("test_hang.py", "test_doctor.py"),
     "nodes": ("test_nodes.py", "test_profile_nodes.py", "test_ring_order.py"),
     "preflight": ("test_preflight.py", "test_islands.py", "test_memory_limit.py"),
     "docs": ("test_docs.py",),
-    "site": ("test_site.py",),
+    "site": ("test_site.py", "test_report_page.py", "test_report.py"),
     "walk": ("test_docs.py::test_the_walk_through_planning_prints_what_it_shows",),
 }
 """Name of each part, in the order in which `make soak` runs them, to the files or the tests (`file.py::test`) in it."""

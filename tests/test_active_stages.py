@@ -44,7 +44,7 @@ def test_gradients_equal_one_process(cache: Path) -> None:
     """In float64, beside a sown bug, a reduction that is left out; and to the bit as under z1, which adds up the
     gradients of a unit's micro-batches in the same order where a step has one unit of each stage's backwards."""
     cases = [case | {"precision": "fp64", "steps": 1} for case in SAMPLE]
-    check_parity(4, cases, cache)
+    check_parity(4, cases[:1], cache)
     plans = [{"plan": f"dp2-pp2v2-sbreadthfirst-{word}", "steps": 2} for word in ("active1", "z1")]
     lost, by_unit, by_step = run(4, [cases[1] | {"fault": "missing reduction"}, *plans], cache)
     assert max(rank["gradient_error"] for rank in lost) > 1e4 * GRADIENT_TOLERANCE
@@ -53,7 +53,8 @@ def test_gradients_equal_one_process(cache: Path) -> None:
 
 @pytest.mark.soak
 def test_more_plans_equal_one_process(cache: Path) -> None:
-    check_parity(4, [case | {"precision": "fp64", "steps": 1} for case in MORE if "gbf16" not in case["plan"]], cache)
+    exact = [case for case in SAMPLE + MORE if "gbf16" not in case["plan"]]
+    check_parity(4, [case | {"precision": "fp64", "steps": 1} for case in exact], cache)
     check_parity(4, [case | {"precision": "fp32", "steps": 5} for case in (*SAMPLE, *MORE)], cache)
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.cli.main import main
+from muster.schedule import auto as auto_schedule
 from muster.schedule import exact, registry
 from muster.schedule.auto import makespan_bound_s
 from muster.schedule.check import check
@@ -26,6 +27,7 @@ from muster.schedule.schedule_spec import ScheduleSpec
 from muster.schedule.timing import Timing, time_schedule
 from muster.spec.errors import InfeasibleError, MusterError
 from muster.spec.schedules import SCHEDULES, ScheduleEntry
+from tests.sampling import quick_sample
 
 DATA = Path(__file__).parent / "data"
 
@@ -68,7 +70,7 @@ def check_public(setting: tuple[float, ...]) -> None:
         assert timing.makespan_s <= best + 1e-6, (setting, limit)
 
 
-@pytest.mark.parametrize("number", range(0, 480, 40))
+@pytest.mark.parametrize("number", range(0, 480, 120))
 def test_never_behind_public_schedulers(number: int):
     small = sorted(key for key in public_settings() if key[0] <= 4 and key[1] <= 8)
     check_public(small[number % len(small)])
@@ -167,7 +169,8 @@ def check_any(setting: ScheduleSpec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("times", "p2p_s", "limit"), [((1, 1, 1), 0, inf), ((1, 1, 0.5), 0.1, 5), ((1, 1.3, 1), 0.1, 9)]
+    ("times", "p2p_s", "limit"),
+    quick_sample([((1, 1, 1), 0, inf), ((1, 1, 0.5), 0.1, 5), ((1, 1.3, 1), 0.1, 9)], 0, 2),
 )
 def test_two_searched_replicas_are_shorter_than_dualpipe_and_bitpipe(times: tuple, p2p_s: float, limit: float):
     """And than one searched replica, which has half of their weights."""
@@ -185,14 +188,34 @@ def test_two_searched_replicas_are_shorter_than_dualpipe_and_bitpipe(times: tupl
 
 
 LONG_RUNS = [
-    ("zb-h1", ScheduleSpec.uniform(16, 1300, (1, 1.2, 0.8), p2p_s=0.1, memory_limit=16)),
-    ("interleaved", ScheduleSpec.uniform(40, 137, (1, 2, 0), 4, p2p_s=0.2, memory_limit=80)),
+    ("zb-h1", 16, 130, ScheduleSpec.uniform(16, 1300, (1, 1.2, 0.8), p2p_s=0.1, memory_limit=16)),
+    ("interleaved", 10, 57, ScheduleSpec.uniform(40, 137, (1, 2, 0), 4, p2p_s=0.2, memory_limit=80)),
 ]
+"""Schedules with a run that counts as a long one, and the ranks and micro-batches of one of a tenth of its passes."""
 
 
-@pytest.mark.parametrize(("name", "setting"), LONG_RUNS, ids=[name for name, _ in LONG_RUNS])
-def test_long_runs_are_never_behind_either(name: str, setting: ScheduleSpec):
+@pytest.mark.parametrize(("name", "ranks", "micro_batches", "setting"), LONG_RUNS, ids=[name for name, *_ in LONG_RUNS])
+def test_runs_that_count_as_long_are_never_behind_either(
+    name: str, ranks: int, micro_batches: int, setting: ScheduleSpec, monkeypatch: pytest.MonkeyPatch
+):
     """Nor where a run with more micro-batches isn't a shorter one with more periods, as `interleaved`'s is not."""
+    monkeypatch.setattr(auto_schedule, "_LARGE_SPEC", auto_schedule._LARGE_SPEC // 10)
+    first = setting.forward_s[0], setting.input_backward_s[0], setting.weight_backward_s[0]
+    times = [time_s * setting.chunks for time_s in first]
+    limit = setting.memory_limit * ranks / setting.num_ranks
+    check_long(
+        name, ScheduleSpec.uniform(ranks, micro_batches, times, setting.chunks, p2p_s=setting.p2p_s, memory_limit=limit)
+    )
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "ranks", "micro_batches", "setting"), LONG_RUNS, ids=[name for name, *_ in LONG_RUNS])
+def test_long_runs_are_never_behind_either(name: str, ranks: int, micro_batches: int, setting: ScheduleSpec):
+    check_long(name, setting)
+
+
+def check_long(name: str, setting: ScheduleSpec) -> None:
+    assert auto_schedule._is_large(setting)
     _, timing = auto(setting)
     assert timing.makespan_s <= time_schedule(make_schedule(name, setting), setting).makespan_s + 1e-9
 

@@ -21,6 +21,7 @@ from muster.spec.nearest_plans import nearest_plans, require_runnable
 from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.spec.workload import Workload
 from tests.parity import small_run
+from tests.sampling import quick_sample
 from tests.stream_check import StreamCheck
 from tests.test_fake_gpu import fake_factories, watch_step
 from tests.test_parity import cache, run
@@ -50,7 +51,7 @@ def check_bits(num_ranks: int, cases: list[dict[str, Any]], cache: Path) -> None
 
 
 def test_steps_have_the_bits_of_those_that_gather_behind_the_updates(cache: Path) -> None:
-    check_bits(2, [{"plan": "dp2-z1"}, {"plan": "dp2-z2", "tied": True}], cache)
+    check_bits(2, [{"plan": "dp2-z2", "tied": True, "layers": 2}], cache)
 
 
 @pytest.mark.soak
@@ -64,9 +65,10 @@ def test_steps_of_more_plans_have_the_bits_of_those_that_gather_behind_the_updat
         {"plan": "dp2-pp2-z1", "overlaps": True},
     ]
     check_bits(4, cases, cache)
+    check_bits(2, [{"plan": "dp2-z1"}, {"plan": "dp2-z2", "tied": True}], cache)
 
 
-@pytest.mark.parametrize("level", ["z1", "z2"])
+@pytest.mark.parametrize("level", quick_sample(["z1", "z2"], 0))
 def test_no_stream_reads_what_an_update_or_a_gather_writes(level: str) -> None:
     watch = watch_step({"plan": f"dp2-{level}-stepgather", "layers": 2, "batch": 4}, 0, StreamCheck)
     assert not watch.races

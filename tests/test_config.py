@@ -199,8 +199,8 @@ def test_a_plan_file_that_says_less_keeps_micro_batch_and_precision_too(tmp_path
 
 
 def test_auto_follows_the_number_of_processes_and_an_explicit_plan_does_not():
-    assert [resolve_plan(load_run_config("tiny", None, []), n).world_size for n in (None, 4, 5)] == [1, 4, 5]
-    assert "-mb3-" in plan_name(("parallel.micro_batch_size", "3"), n=4)
+    assert [resolve_plan(load_run_config("tiny", None, []), n).world_size for n in (None, 2, 3)] == [1, 2, 3]
+    assert "-mb3-" in plan_name(("parallel.micro_batch_size", "3"), n=2)
     with pytest.raises(InfeasibleError, match="it needs 4 processes .* but there are 3; nearest: dp3"):
         plan_name(("parallel", "dp2-pp2"), n=3)
     with pytest.raises(InfeasibleError, match="it needs 2 processes"):
@@ -365,9 +365,23 @@ overrides_that_hold = st.fixed_dictionaries(
 )
 
 
+ANY_FOLDER = [HealthCheck.function_scoped_fixture]
+
+
 @given(overrides_that_hold)
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(deadline=None, suppress_health_check=ANY_FOLDER, max_examples=20)
 def test_config_yaml_and_plan_yaml_load_back_to_the_same_values(tmp_path, overrides):
+    check_written_files(tmp_path, overrides)
+
+
+@pytest.mark.soak
+@given(overrides_that_hold)
+@settings(deadline=None, suppress_health_check=ANY_FOLDER, max_examples=200)
+def test_config_yaml_and_plan_yaml_of_more_runs_load_back_to_the_same_values(tmp_path, overrides):
+    check_written_files(tmp_path, overrides)
+
+
+def check_written_files(tmp_path, overrides):
     if overrides.get("model") == "demo" and "l3.5" in overrides.get("parallel", ""):
         return
     resolved = load_run_config("tiny", None, list(overrides.items()))
@@ -386,13 +400,13 @@ def test_config_yaml_and_plan_yaml_load_back_to_the_same_values(tmp_path, overri
 def test_every_value_in_config_yaml_says_where_it_comes_from(tmp_path):
     file = write(tmp_path, "run.yaml", "extends: tiny\nseed: 3\n")
     resolved = load_run_config(None, file, [("optim.lr", "1e-2")])
-    lines = config_yaml(resolved, resolve_plan(resolved, 4)).splitlines()
+    lines = config_yaml(resolved, resolve_plan(resolved, 2)).splitlines()
     assert f"seed: 3  # {file}:2" in lines
     assert "  lr: 0.01  # command line" in lines
     assert "  steps: 20  # preset tiny" in lines
     assert "  num_layers: 8  # model tiny" in lines
     assert "  eps: 1.0e-08  # default" in lines
-    assert any(line.endswith("# auto, for world size 4") for line in lines if line.startswith("  dp_shard: "))
+    assert any(line.endswith("# auto, for world size 2") for line in lines if line.startswith("  dp_shard: "))
     assert "  precision: fp32  # preset tiny" in lines
     assert all("  # " in line or line.endswith(":") for line in lines)
 
@@ -409,14 +423,26 @@ def test_plans_that_no_name_can_say_load_back(tmp_path):
     assert path.read_text().splitlines()[:2] == [f"# {format_plan_name(plan)}", f"# hash {plan.hash}"]
 
 
-@settings(deadline=None)
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
-    )
+trees = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
 )
+
+
+@settings(deadline=None, max_examples=40)
+@given(trees)
 def test_yaml_text_reads_back_as_it_was(value):
+    check_yaml_text(value)
+
+
+@pytest.mark.soak
+@settings(deadline=None, max_examples=200)
+@given(trees)
+def test_yaml_text_of_more_values_reads_back_as_it_was(value):
+    check_yaml_text(value)
+
+
+def check_yaml_text(value):
     tree = {"key": value, "other": 1}
     text = yaml_text(tree, lambda path: f"about {path}\nand more # of it")
     assert yaml.safe_load(text) == tree

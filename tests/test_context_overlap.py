@@ -11,6 +11,7 @@ from muster.parallel.cp_ring import RingAttention
 from muster.parallel.cp_token_ring import TokenRingAttention
 from muster.spec.context_kinds import ContextRanks
 from tests.logical_ring import LogicalAxis, run_kind
+from tests.sampling import quick_sample
 
 KINDS: dict[str, tuple[type[BlockAttention], int, dict[str, float]]] = {
     "ring": (RingAttention, 1, {"ring": 1.0}),
@@ -22,7 +23,7 @@ where the inner ring and the outer one keep up with them."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", [8, 16])
+@pytest.mark.parametrize("ranks", quick_sample([8, 16], 0))
 def test_rings_hide_links_that_keep_up(kind: str, ranks: int) -> None:
     """With links that take 90 % of the time of the scores of a step, and an outer ring as much slower as it has time,
     passes take no longer than 1.05 times the longer of computation and communication."""
@@ -38,7 +39,7 @@ def test_a_single_ring_hides_all_of_it() -> None:
 
 
 @pytest.mark.parametrize("kind", ["ring", "double ring"])
-@pytest.mark.parametrize("ranks", [8, 16])
+@pytest.mark.parametrize("ranks", quick_sample([8, 16], 0))
 def test_a_ring_over_slow_links_waits_for_little_else(kind: str, ranks: int) -> None:
     """With links that take half as long again as the scores, which the cost model says too."""
     of_kind, window, seconds = KINDS[kind]

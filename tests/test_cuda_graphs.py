@@ -46,7 +46,7 @@ FAULTS = ("one pair of graphs for all", "stale inputs of graphs")
 def test_replayed_passes_give_the_bits_of_others_and_a_faulty_capture_is_found(cache: Path) -> None:
     plain = [
         {"plan": "pp2", "precision": "bf16", "layers": 2, "steps": 3},
-        {"plan": "pp2v2-sinterleaved-rfull", "precision": "fp64", "tied": True, "steps": 3},
+        {"plan": "pp2v2-sinterleaved-rfull", "precision": "fp64", "tied": True, "steps": 2},
     ]
     replayed = [case | {"changes": GRAPHS, "fault": "recorded graphs"} for case in plain]
     faulty = [plain[0] | {"changes": GRAPHS, "fault": fault} for fault in FAULTS]

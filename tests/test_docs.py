@@ -39,6 +39,8 @@ WALK = ROOT / "docs/planning.md"
 LONG = (
     "asynchronous-pipelines",
     "context-parallel",
+    "fine-tuning",
+    "generate",
     "islands",
     "ladder-residual",
     "low-rank",
@@ -55,10 +57,15 @@ LONG = (
     "offload",
     "plan",
     "plans",
+    "predict",
     "profile",
+    "quick-start",
+    "run-directory",
+    "run-files",
+    "tracking",
     "verify",
 )
-"""Pages whose commands train for long, and which only the soak tests run."""
+"""Pages whose commands train, search or simulate for long, and which only the soak tests run."""
 
 
 def each_page(paths: list[Path]) -> pytest.MarkDecorator:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from muster.api.verbs import plan as best_plans
+from muster.config.named_model import load_model
 from muster.cost.time import alternating_turns, batch_slices
 from muster.parallel.stage import DecoderStage
 from muster.parallel.stage_inputs import StageInputs
@@ -17,6 +18,7 @@ from muster.parallel.world import fake_world
 from muster.spec.errors import ConfigError
 from muster.spec.plan_name import parse_plan_name
 from tests.plans import unequal
+from tests.sampling import quick_sample
 from tests.test_memory_forecast import SHORT_LLAMA
 from tests.test_parity import by_layer, check_parity
 
@@ -48,7 +50,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "pp2-domino-mb2-z1", "tied": True, "changes": unequal((3, {"tp": 2}), (1, {"dp_shard": 2}))},
     ],
 }
-SAMPLE = {2: [CASES[2][1], CASES[2][-2]], 4: CASES[4][:1]}
+SAMPLE = {2: [CASES[2][1] | {"layers": 2}, CASES[2][-2] | {"layers": 2}], 4: [CASES[4][0] | {"layers": 2}]}
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +58,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("data")
 
 
-@pytest.mark.parametrize("num_ranks", CASES)
+@pytest.mark.parametrize("num_ranks", quick_sample(list(SAMPLE), 0))
 def test_gradients_of_slices_equal_one_process(num_ranks: int, cache: Path) -> None:
     check_parity(num_ranks, [case | {"precision": "fp64", "steps": 1} for case in SAMPLE[num_ranks]], cache)
 
@@ -99,10 +101,12 @@ def test_slices_take_the_longer_one_of_compute_and_collectives(monkeypatch: pyte
     assert batch_slices.slices_s([2, 2], [3, 3], [1, 1]) == (12, 1)  # no faster than the links
 
 
-def test_the_planner_takes_an_overlap_that_it_may_where_it_pays() -> None:
-    asked: dict[str, Any] = {"global_batch": 64, "require": "tp8-mb8", "top": 1}
-    plain, either = (best_plans("llama3-8b", "8xa100", **asked, allow=allow) for allow in ("", "domino"))
+@pytest.mark.parametrize(("layers", "batch"), quick_sample([(8, 8), (32, 64)], 0))
+def test_the_planner_takes_an_overlap_that_it_may_where_it_pays(layers: int, batch: int) -> None:
+    asked: dict[str, Any] = {"global_batch": batch, "require": "tp8-mb8", "top": 1}
+    model = load_model("llama3-8b").model_copy(update={"num_layers": layers})
+    plain, either = (best_plans(model, "8xa100", **asked, allow=allow) for allow in ("", "domino"))
     assert [found.best.default_strategy.tp_overlap for found in (plain, either)] == ["none", "domino"]
     assert either.predictions[0].step_time_s < 0.97 * plain.predictions[0].step_time_s
     with pytest.raises(ConfigError, match="asynctp, domino or tppairs"):
-        best_plans("llama3-8b", "8xa100", allow="dominos")
+        best_plans(model, "8xa100", allow="dominos")

@@ -15,7 +15,7 @@ from muster.spec.model import ModelSpec
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.supported import not_run_yet
 from tests.fake_gpu import OperatorLog
-from tests.parity import FAMILIES
+from tests.parity import FAMILIES, with_two_layers
 from tests.plans import unequal
 from tests.test_memory_forecast import SHORT_LLAMA, assert_forecast_is_accounting
 from tests.test_parity import check_parity
@@ -123,15 +123,17 @@ def test_attention_dropout_is_refused_where_blocks_of_a_sequence_are_attended_to
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_every_plan_drops_the_same(num_ranks: int, tmp_path: Path) -> None:
+def test_plans_drop_the_same(num_ranks: int, tmp_path: Path) -> None:
     """Gradients in float64 and the first losses equal those of one process; the validation loss is without dropout."""
-    check_parity(num_ranks, [case | {"precision": "fp64", "steps": 2} for case in CASES[num_ranks]], tmp_path)
+    cases = CASES[num_ranks] if num_ranks == 1 else [CASES[2][at] for at in (0, 4, 6)]
+    check_parity(num_ranks, [with_two_layers(case) | {"precision": "fp64", "steps": 2} for case in cases], tmp_path)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_every_larger_plan_drops_the_same(tmp_path: Path) -> None:
-    check_parity(4, [case | {"precision": "fp64", "steps": 2} for case in CASES[4]], tmp_path)
+    for num_ranks in (2, 4):
+        check_parity(num_ranks, [case | {"precision": "fp64", "steps": 2} for case in CASES[num_ranks]], tmp_path)
     compiled = [{"plan": plan, "family": "dropout", "changes": {"compile": True}} for plan in ("dp2", "tp2-sp-rfull")]
     check_parity(2, [case | {"precision": "fp64", "steps": 2} for case in compiled], tmp_path)
 

@@ -11,7 +11,7 @@ from muster.spec.errors import InfeasibleError
 from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.train.grouped_batches import GroupReader
-from tests.parity import open_data, small_run
+from tests.parity import open_data, small_run, with_two_layers
 from tests.test_context_parallel import in_float64
 from tests.test_parity import GRADIENT_TOLERANCE, cache, check_parity, run  # noqa: F401
 
@@ -37,7 +37,7 @@ def unpacked(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_gradients_of_groups_equal_one_process(cache: Path) -> None:  # noqa: F811
-    check_parity(4, unpacked(CASES[4]), cache)
+    check_parity(4, unpacked([with_two_layers(CASES[4][at]) for at in (1, 3)]), cache)
 
 
 def test_samples_of_these_cases_are_in_groups_of_several_sizes(cache: Path) -> None:  # noqa: F811
@@ -50,13 +50,13 @@ def test_samples_of_these_cases_are_in_groups_of_several_sizes(cache: Path) -> N
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("num_ranks", [2, 8])
-def test_gradients_of_other_groups_equal_one_process(num_ranks: int, cache: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize("num_ranks", CASES)
+def test_gradients_of_all_groups_equal_one_process(num_ranks: int, cache: Path) -> None:  # noqa: F811
     check_parity(num_ranks, unpacked(CASES[num_ranks]), cache)
 
 
 def test_sown_bugs_of_groups_are_caught(cache: Path) -> None:  # noqa: F811
-    bugs = [{"plan": "cp2-cpdyn-mb1-z1", "fault": fault} for fault in ("unshared keys", "padding counts")]
+    bugs = [{"plan": "cp2-cpdyn-mb1-z1", "fault": fault, "layers": 2} for fault in ("unshared keys", "padding counts")]
     for case, found in zip(bugs, run(2, unpacked(bugs), cache), strict=True):
         assert max(rank["gradient_error"] for rank in found) > 1e4 * GRADIENT_TOLERANCE, case
 

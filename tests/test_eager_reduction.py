@@ -63,8 +63,9 @@ GPU_CASES = [
     {"plan": plan, "layers": LAYERS, "batch": 8}
     for plan in (*PLANS, "dp2-pp2v2-sbreadthfirst-z1", "dp2-pp2v2-svhalf-z1", "dp2-pp2v2-szbv-z1-gbf16")
 ]
-STAGE_LAYERS, END_LAYERS = 2, 257 * 32 / LAYER_NUMEL
-"""Layers of a stage, and embedding or head in layers."""
+SMALL_CASE = {"plan": PLANS[1], "layers": 4, "batch": 4}
+END_LAYERS = 257 * 32 / LAYER_NUMEL
+"""Embedding or head in layers."""
 
 
 class SlowReductions(TimedStreams):
@@ -95,7 +96,9 @@ def of_one_rank(program: Program, pp_rank: int) -> Program:
     return replace(program, ranks=(lanes,), placement=(0,) * len(program.placement), transfers=None)
 
 
-@pytest.mark.parametrize("case", quick_sample(GPU_CASES, 1), ids=lambda case: case["plan"])
+@pytest.mark.parametrize(
+    "case", quick_sample([SMALL_CASE, *GPU_CASES], 0), ids=lambda case: f"{case['plan']}-{case['layers']}"
+)
 def test_no_stream_reads_what_a_reduction_under_way_writes(case: dict[str, Any]) -> None:
     for rank in (0, 2):  # of either pipeline rank
         assert not watch_step(case, rank, StreamCheck).races
@@ -107,17 +110,17 @@ def test_gradients_that_nobody_waits_for_are_found() -> None:
         assert watch_step(GPU_CASES[1], 0, StreamCheck).races
 
 
-def test_reductions_are_hidden_as_simulated() -> None:
+@pytest.mark.parametrize("case", quick_sample([SMALL_CASE, GPU_CASES[1]], 0), ids=lambda case: str(case["layers"]))
+def test_reductions_are_hidden_as_simulated(case: dict[str, Any]) -> None:
     """The second stage's reduction begins beside the first one's passes, in logical time as in the simulation."""
-    case = GPU_CASES[1]
-    config = small_run(layers=LAYERS)
-    config = config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": 8})})
+    config, stage_layers = small_run(layers=case["layers"]), case["layers"] // 4
+    config = config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": case["batch"]})})
     program = build_program(
         resolve_schedule(plan_of(case), config.model, config.workload), config.model, config.workload
     )
 
     def simulated_s(reduce_s: float) -> float:
-        passes_s = {(kind, stage): STAGE_LAYERS + END_LAYERS * (stage == 3) for kind in "FIW" for stage in (0, 3)}
+        passes_s = {(kind, stage): stage_layers + END_LAYERS * (stage == 3) for kind in "FIW" for stage in (0, 3)}
         times = OpTimes(passes_s | {("REDUCE_GRAD", -1): reduce_s})
         return simulate(of_one_rank(program, 0), times).makespan_s
 
@@ -125,7 +128,7 @@ def test_reductions_are_hidden_as_simulated() -> None:
         return watch_step(case, 0, SlowReductions).step_s
 
     alone_s = watch_step(case, 0, NoReductions).step_s
-    travels_s = (STAGE_LAYERS + END_LAYERS) * SlowReductions.reduce_s
+    travels_s = (stage_layers + END_LAYERS) * SlowReductions.reduce_s
     assert alone_s == pytest.approx(simulated_s(0.0), rel=0.02)
     assert executed_s() == pytest.approx(simulated_s(travels_s), rel=0.05)
     wait = PendingReduction.__init__

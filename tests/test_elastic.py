@@ -46,7 +46,7 @@ from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.train import generations
 from muster.train.preflight import require_elastic
-from tests.random_faults import children, status_of
+from tests.random_faults import status_of
 from tests.train_runs import (
     LIMIT_S,
     QUICK,
@@ -742,7 +742,7 @@ def test_a_run_that_loses_ranks_goes_on_and_is_the_same(tmp_path_factory: pytest
     whole = whole_run(tmp_path_factory.getbasetemp())[0]
     run = whole.with_name("elastic")
     command = ["--preset", "tiny", *QUICK, "--run", run, "--train.elastic", "true"]
-    with Command(*command, "--parallel", "dp2", hold_after=[6]) as job:
+    with Command(*command, "--parallel", "dp2-mb12", hold_after=[6], forked=True) as job:
         while 0 not in (ranks := job.ranks()):
             job.be_patient("no ranks")
         os.kill(ranks[0], signal.SIGKILL)  # while it starts
@@ -789,9 +789,9 @@ def test_a_save_that_a_loss_cuts_short_is_made_when_ranks_go_on(tmp_path: Path) 
     have copies in memory: no step is left that would save it."""
     plugin, run = tmp_path / "killing.py", tmp_path / "run"
     plugin.write_text(KILLS_WHILE_SAVING)
-    common = ["--preset", "tiny", *QUICK, "--parallel", "dp2", "--train.steps", "5"]
+    common = ["--preset", "tiny", *QUICK, "--parallel", "dp2-mb12", "--train.steps", "5"]
     saves = ["--train.save_every", "2", "--train.keep_last", "9", "--train.elastic", "true", "--plugins", plugin]
-    with Command(*common, *saves, "--run", run, env={"MARKS": str(tmp_path)}) as job:
+    with Command(*common, *saves, "--run", run, env={"MARKS": str(tmp_path)}, forked=True) as job:
         ended = job.wait()
     assert (ended.code, ended.err) == (0, "")
     assert {path.name for path in tmp_path.glob("* ?")} == {"start 2", "start 5", "end 5"}
@@ -908,7 +908,7 @@ def test_a_rank_that_is_lost_while_all_start_is_replaced(plan: str, tmp_path: Pa
     for phase in PHASES:
         run = tmp_path / phase
         with Command(*common, "--run", run, "--train.elastic", "true") as job:
-            while not (ranks := [pid for pid in children(job) if (s := status_of(pid)) and s.phase == phase]):
+            while not (ranks := [pid for pid in job.children() if (s := status_of(pid)) and s.phase == phase]):
                 job.be_patient(f"nobody in {phase}")
             os.kill(ranks[0], signal.SIGKILL)
             ended = job.wait()

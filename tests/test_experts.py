@@ -38,6 +38,7 @@ from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.spec.workload import Workload
 from muster.train.memory_check import FAKE_KERNELS, measure_fake_rank
+from tests.parity import with_two_layers
 from tests.ranks import run_ranks
 from tests.sampling import quick_sample, seeded_sample
 from tests.test_memory_forecast import FAKE_CPU
@@ -219,8 +220,8 @@ SOAK: dict[int, list[dict[str, Any]]] = {
 def test_a_sample_of_plans_trains_the_same_experts(ranks: int, tmp_path: Path) -> None:
     cases = CASES[ranks]
     sound, faulty = ([case for case in cases if ("fault" in case) == is_faulty] for is_faulty in (False, True))
-    sample = seeded_sample(sound, {1: 4, 2: 7, 4: 4}[ranks]) + seeded_sample(faulty, min(len(faulty), 2))
-    assert_parity(ranks, sample, tmp_path, steps=1)
+    sample = [with_two_layers(case) for case in seeded_sample(sound, {1: 3, 2: 4, 4: 2}[ranks])]
+    assert_parity(ranks, sample + seeded_sample(faulty, min(len(faulty), 2)), tmp_path, steps=1)
 
 
 @pytest.mark.soak
@@ -290,7 +291,7 @@ BYTES: dict[int, list[tuple[Any, ...]]] = {
 
 @pytest.mark.parametrize("ranks", BYTES)
 def test_bytes_of_a_sample_equal_the_formula(ranks: int, tmp_path: Path) -> None:
-    check_bytes(ranks, seeded_sample(BYTES[ranks], {2: 5, 4: 2}[ranks]), tmp_path)
+    check_bytes(ranks, seeded_sample(BYTES[ranks], {2: 2, 4: 1}[ranks]), tmp_path)
 
 
 @pytest.mark.soak
@@ -592,7 +593,7 @@ def test_chunks_take_as_long_as_what_takes_longest() -> None:
         ["dp2-ep2-z2-bf16", "dp4-ep2-z3-rfull-fp32", "tp2-etp2-sp-fp32", "tp2-sp-ep2-bf16", "tp2-ep2-fp32"]
         + ["tp2-ep2s-fp32", "dp2-ep2g-fp32", "dp4-ep4h-rfull-fp32", "dp2-ep2-epover2-fp32"]
         + ["dp4-ep4x2-z1-fp32", "dp2-ep2x1-z2-bf16", "dp2-ep2-epfp8-fp32", "dp2-ep2-eplsh-fp32"],
-        *(1, 3, 7, 9),
+        7,
     ),
 )
 def test_forecast_of_experts_is_what_pytorch_counts(name: str) -> None:
@@ -601,7 +602,7 @@ def test_forecast_of_experts_is_what_pytorch_counts(name: str) -> None:
     assert_forecast(spec.model_copy(update={"num_heads": 8, "num_kv_heads": 4, "head_dim": 32}), name)
 
 
-@pytest.mark.parametrize("name", ["dp2-ep2-fp32", "dp4-ep4-z1-relem-bf16", "dp2-ep2-rfull-fp32"])
+@pytest.mark.parametrize("name", quick_sample(["dp2-ep2-fp32", "dp4-ep4-z1-relem-bf16", "dp2-ep2-rfull-fp32"], 1))
 def test_forecast_of_a_shortcut_is_what_pytorch_counts(name: str) -> None:
     """Rows in flight while attention's backward runs are the most of what is there."""
     moe = MoeSpec(num_experts=8, top_k=4, expert_size=64, shared_size=512, shortcut=True)
@@ -609,7 +610,7 @@ def test_forecast_of_a_shortcut_is_what_pytorch_counts(name: str) -> None:
     assert_forecast(spec.model_copy(update={"num_heads": 8, "num_kv_heads": 4, "head_dim": 32}), name)
 
 
-@pytest.mark.parametrize("name", ["tp2-etp2-sp-fp32", "dp2-ep2-z2-bf16"])
+@pytest.mark.parametrize("name", quick_sample(["tp2-etp2-sp-fp32", "dp2-ep2-z2-bf16"], 1))
 def test_forecast_of_gpt_oss_is_what_pytorch_counts(name: str) -> None:
     sizes = {"hidden_size": 256, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
     spec = load_model("tiny-gpt-oss")

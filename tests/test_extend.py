@@ -144,9 +144,9 @@ def test_errors_are_exceptions_with_one_sentence(keys, sentence):
 
 
 def test_plan_and_predict_give_what_the_verbs_print(capsys):
-    found = muster.plan("llama3-8b", "8xh100", top=2, seq_len=2048, global_batch=64, require="tp1-z2-mb1")
-    flags = "--model llama3-8b --cluster 8xh100 --top 2 --seq-len 2048 --global-batch 64 --require tp1-z2-mb1 --json"
-    assert main(["plan", *flags.split()]) == 0
+    found = muster.plan("llama3-8b", "8xh100", top=2, seq_len=2048, global_batch=64, require="tp1-pp1-z2-mb1")
+    flags = "--model llama3-8b --cluster 8xh100 --top 2 --seq-len 2048 --global-batch 64 --require tp1-pp1-z2-mb1"
+    assert main(["plan", *flags.split(), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert found.to_json()["plans"] == printed["plans"]
     one = muster.predict("llama3-8b", "8xh100", found.best, seq_len=2048, global_batch=64)

@@ -192,10 +192,10 @@ def check(case: dict[str, Any]) -> None:
     assert not order_problems(watches), case
 
 
-SMALL = {"layers": 2, "batch": 4}
+SMALL, TINY = {"layers": 2, "batch": 4}, {"layers": 1, "batch": 2}
 EXAMPLES = [
     {"plan": "dp2-z3", "packing": "document_mask", "precision": "fp8", **SMALL},
-    {"plan": "tp2-sp", "precision": "fp16", "family": "qwen3", "changes": {"compile": True}, **SMALL},
+    {"plan": "tp2-sp", "precision": "fp16", "family": "qwen3", "changes": {"compile": True}, "layers": 2, "batch": 2},
     {"plan": "pp2-szbh1", "tied": True, **SMALL},
     {"plan": "pp2-vocab", "z_loss": 0.1, **SMALL},
     {"plan": "pp2-sgpipe-oact", **SMALL},
@@ -206,6 +206,7 @@ EXAMPLES = [
     {"plan": "dp2-pp2v2-sbreadthfirst-active1", "layers": 4, "batch": 8},
     {"plan": "dp2-pp2v2-szeropp-active1", "layers": 4, "batch": 8},
     {"plan": "dp2-pp2v4-sinterleaved-active2", "layers": 8, "batch": 8, "tied": True},
+    {"plan": "dp2-pp3-z3", "layers": 3, "batch": 4},
 ]
 SAMPLE = list(islice(random_cases(seed=0), 3))
 
@@ -215,7 +216,7 @@ def name_of(case: dict[str, Any]) -> str:
     return "-".join(str(value) for key, value in case.items() if key not in ("layers", "batch", "changes"))
 
 
-@pytest.mark.parametrize("case", quick_sample(EXAMPLES + SAMPLE, 1, 2, 4, 6, 7, 12), ids=name_of)
+@pytest.mark.parametrize("case", quick_sample(EXAMPLES + SAMPLE, 1, 2, 4, 6, 12), ids=name_of)
 def test_a_step_waits_once_its_streams_wait_for_each_other_and_all_ranks_meet(case: dict[str, Any]) -> None:
     check(case)
 
@@ -279,12 +280,12 @@ def test_a_second_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return sums
 
     monkeypatch.setattr(ParameterUpdater, "local_statistics", read_twice)
-    assert len(watch_step({"plan": "dp1", **SMALL}, 0).syncs) == 2
+    assert len(watch_step({"plan": "dp1", **TINY}, 0).syncs) == 2
 
 
 def test_a_copy_for_which_the_host_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    assert watch_step({"plan": "dp1", **SMALL}, 0).syncs == ["host_copies.py:to_device", *ONE_SYNC]
+    assert watch_step({"plan": "dp1", **TINY}, 0).syncs == ["host_copies.py:to_device", *ONE_SYNC]
 
 
 def test_a_tensor_of_the_host_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +303,7 @@ def test_a_tensor_of_the_host_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_swapped_collectives_are_found() -> None:
-    watches = [watch_step({"plan": "tp2", **SMALL}, rank) for rank in range(2)]
+    watches = [watch_step({"plan": "tp2", **TINY}, rank) for rank in range(2)]
     assert not order_problems(watches)
     calls = watches[1].calls
     pairs = list(pairwise(calls))
@@ -325,7 +326,7 @@ def test_swapped_collectives_are_found() -> None:
             ("dp1-oact", 0, Stream, "wait_stream", lambda self, other: None),
             ("dp1-oact", 0, Stream, "wait_event", lambda self, event: None),
         ],
-        *(0, 1, 2, 3, 5),
+        *(0, 2, 5),
     ),
     ids=[
         "collective",

@@ -132,11 +132,11 @@ def test_a_plan_that_leaves_compile_out_is_compiled_by_muster_on_gpus_where_it_c
 
 
 def test_the_planner_chooses_compile_and_tells_what_it_saves():
-    found = plan("llama3-8b", "8xh100", global_batch=64, require="cp1-pp1-tp1", top=1, effort=0.3)
+    found = plan("llama3-8b", "8xh100", global_batch=64, require="cp1-pp1-tp1", top=1, effort=0.05)
     assert found.answer.first.prediction.compiled
     (reason,) = [one for one in found.answer.reasons if one.comparison.name == "the same plan without compile"]
     assert reason.comparison.slower is not None
     assert reason.comparison.slower > 0.02
-    eager = plan("llama3-8b", "8xh100", global_batch=64, require="cp1-pp1-tp1", top=1, effort=0.3, compile=False)
+    eager = plan("llama3-8b", "8xh100", global_batch=64, require="cp1-pp1-tp1", top=1, effort=0.05, compile=False)
     assert eager.best.compile is False
     assert not eager.answer.first.prediction.compiled

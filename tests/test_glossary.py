@@ -1,6 +1,5 @@
 """The glossary has every word of plans, programs, flags and run files; retired names are gone from the package."""
 
-import ast
 import importlib.util
 import re
 from collections.abc import Iterator
@@ -79,15 +78,15 @@ def test_former_words_are_not_in_it(page):
 def public_names() -> Iterator[tuple[Path, str]]:
     """Yield each public function and type of the package with its file."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
-                yield path, node.name
+        for name in re.findall(r"^(?:class|def) (?!_)(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE):
+            yield path, name
 
 
 def test_no_retired_name_is_left():
     modules = [path for path in PACKAGE.rglob("*.py") if path.stem in RETIRED_MODULES]
     assert modules == []
-    names = [(path, name) for path, name in public_names() if name in RETIRED_TYPES]
-    assert names == []
-    own = [(path, name) for path, name in public_names() if re.match(r"own_|Own[A-Z]", name)]
+    public = list(public_names())
+    assert len(public) > 1000
+    assert [(path, name) for path, name in public if name in RETIRED_TYPES] == []
+    own = [(path, name) for path, name in public if re.match(r"own_|Own[A-Z]", name)]
     assert own == [], "native, plugin or local?"

@@ -35,6 +35,7 @@ from muster.schedule.action import Action, Kind
 from muster.spec.errors import MusterError
 from muster.spec.plan import Plan
 from muster.train import generations
+from tests import forks
 from tests.nodes import ADDRESSES, network
 from tests.train_runs import AT_ONCE, ROOT
 
@@ -404,9 +405,9 @@ def faulty_run(folder: Path, plan: str, fault: str, rank: int) -> tuple[int, dic
     """Trains on two processes, of which one goes wrong after three steps: exit code, exit.json, seconds from the first
     process to the end."""
     run = folder / "run"
-    prepared = subprocess.run(
-        [sys.executable, "-c", PREPARE, run, plan], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    script = folder / "prepare.py"
+    script.write_text(PREPARE)
+    prepared = forks.run(run, plan, program=script, cwd=ROOT)
     assert prepared.returncode == 0, prepared.stderr
     python = [sys.executable, "-m", "tests.hung_rank", fault, "3", str(rank), str(run)]
     begin = time.monotonic()

@@ -36,6 +36,7 @@ from muster.spec.plan import Plan, StageSpec
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.schedules import SCHEDULES
 from muster.spec.workload import Workload
+from tests.sampling import quick_sample
 
 MODEL = ModelSpec(
     vocab_size=512, hidden_size=1024, num_layers=8, num_heads=8, num_kv_heads=8, intermediate_size=4096, name="small"
@@ -139,14 +140,14 @@ def test_the_search_finds_the_best_shares() -> None:
 # --- slow links ---
 
 
-def slow_links() -> PlanRequest:
+def slow_links(global_batch: int = 16) -> PlanRequest:
     """Two sites of two nodes, over a link on which a hop takes as long as several passes."""
     node = load_cluster("2xh100").groups[0]
     group = node.model_copy(update={"num_nodes": 4, "nics": load_device("h100-sxm").node.nics})  # type: ignore[union-attr]
     matrix = tuple(tuple(9e11 if a == b else 4e10 if a // 2 == b // 2 else 1e9 for b in range(4)) for a in range(4))
     cluster = ClusterSpec(name="sites", groups=(group,), node_bandwidth_bytes_per_s=matrix)
     return PlanRequest(
-        MODEL, cluster, Workload(seq_len=2048, global_batch_size=16), fixed={"cp": 1, "tp": 1, "zero": "z1"}
+        MODEL, cluster, Workload(seq_len=2048, global_batch_size=global_batch), fixed={"cp": 1, "tp": 1, "zero": "z1"}
     )
 
 
@@ -191,8 +192,9 @@ def test_bounds_over_slow_links_hold_and_bind() -> None:
     assert binding > 5
 
 
-def test_what_is_tried_first_over_slow_links_does_not_hide_the_best() -> None:
-    request = slow_links()
+@pytest.mark.parametrize("global_batch", quick_sample([8, 16], 0))
+def test_what_is_tried_first_over_slow_links_does_not_hide_the_best(global_batch: int) -> None:
+    request = slow_links(global_batch)
     expected = sorted({verdict.sort_key for verdict in exhaustive_search(PlanEvaluator(request))})[:2]
     assert [verdict.sort_key for verdict in search(request, 2).best] == expected
 

@@ -50,7 +50,11 @@ def _cases(*cases: tuple[str, dict[str, Any], str] | tuple[str, dict[str, Any], 
     ]
 
 
-def _run(ranks: int, target: str, cases: list[Any], folder: Path) -> list[list[dict[str, Any]]]:
+def _run(
+    ranks: int, target: str, cases: list[Any], folder: Path, micro_batch_size: int = 2
+) -> list[list[dict[str, Any]]]:
+    if isinstance(cases[0], dict):
+        cases = [case | {"micro_batch_size": micro_batch_size} for case in cases]
     payload = {"cases": cases, "cache": str(folder), "folder": str(folder)}
     return run_ranks(ranks, f"tests.islands_ranks:{target}", payload)
 
@@ -58,23 +62,42 @@ def _run(ranks: int, target: str, cases: list[Any], folder: Path) -> list[list[d
 def test_islands_train_as_a_serial_emulator_does_to_the_bit(tmp_path: Path) -> None:
     cases = _cases(
         ("isl2", DILOCO, "fp64"),
-        ("isl2-tp2", DILOCO, "fp32"),
-        ("isl2-pp2-z1", DILOCO, "fp32", {"tied": True}),
         ("isl2-dp2-z3", STREAMING, "fp32"),
+        ("isl2-pp2", DILOCOX | {"warmup_steps": 2, "every": 2}, "fp32", {"tied": True}),
         ("isl4", AVERAGING, "fp64"),
-        ("isl2-pp2", DILOCOX | {"warmup_steps": 2, "every": 2}, "fp32"),
         ("isl2", CO2, "fp64"),
-        ("isl2-tp2", LOW_RANK, "fp64"),
-        ("isl2", LOW_RANK, "fp64", {"bug": "error lost"}),
         ("isl2-tp2", ADAPTIVE, "fp64"),
-        ("isl2", ADAPTIVE | {"method": "dilocox", "rank_window": 1}, "fp64"),
-        ("isl2", ADAPTIVE, "fp64", {"bug": "ranks stay"}),
+        ("isl2", LOW_RANK, "fp64", {"bug": "error lost"}),
         ("isl2", DILOCO, "fp32", {"bug": "sum for mean"}),
-        ("isl2", DILOCO, "fp32", {"bug": "momentum lost"}),
-        ("isl2", STREAMING | {"every": 2, "delay": 0, "warmup_steps": 3}, "fp32"),
         ("isl2", DILOCO | {"warmup_steps": 2}, "fp32", {"bug": "warm-up skipped"}),
     )
     ranks = _run(4, "compare_with_emulator", cases, tmp_path)
+    _check_islands(cases, ranks)
+    diloco = ranks[0][0]
+    assert diloco["meetings"] == [[3, 0], [6, 0], [7, 0]]
+    assert diloco["distance"] > 0
+    assert diloco["sent_bytes"] == 8 * diloco["numel"]  # two islands: a half of the elements twice, in 8 bytes
+    assert ranks[0][1]["meetings"] == [[2, 0], [4, 1], [6, 0], [7, 0], [7, 1]]
+    # Two rounds of two steps after the warm-up of two; the last exchange of all ends with its own round.
+    assert ranks[0][2]["meetings"] == [[1, 0], [2, 0], [6, 0], [7, 0], [7, 0]]
+
+
+@pytest.mark.soak
+def test_more_outer_steps_of_islands_are_those_of_a_serial_emulator(tmp_path: Path) -> None:
+    cases = _cases(
+        ("isl2-tp2", DILOCO, "fp32"),
+        ("isl2-pp2-z1", DILOCO, "fp32", {"tied": True}),
+        ("isl2-pp2", DILOCOX | {"warmup_steps": 2, "every": 2}, "fp32"),
+        ("isl2-tp2", LOW_RANK, "fp64"),
+        ("isl2", ADAPTIVE | {"method": "dilocox", "rank_window": 1}, "fp64"),
+        ("isl2", STREAMING | {"every": 2, "delay": 0, "warmup_steps": 3}, "fp32"),
+        ("isl2", ADAPTIVE, "fp64", {"bug": "ranks stay"}),
+        ("isl2", DILOCO, "fp32", {"bug": "momentum lost"}),
+    )
+    _check_islands(cases, _run(4, "compare_with_emulator", cases, tmp_path, micro_batch_size=1))
+
+
+def _check_islands(cases: list[Any], ranks: list[list[dict[str, Any]]]) -> None:
     for index, case in enumerate(cases):
         for rank in ranks:
             found = rank[index]
@@ -85,18 +108,10 @@ def test_islands_train_as_a_serial_emulator_does_to_the_bit(tmp_path: Path) -> N
                     assert ("bug" in case) == (max(differences.values()) > 1e-12), (case, differences)
                     continue
                 assert ("bug" in case) == (differences != EXACT), (case, differences)
-    for index, case in enumerate(cases):
         found = ranks[0][index]
         assert found["counted_bytes"] == sum(found["sent_by_meeting"]), case
         if "rank_window" in case["outer"] and "bug" not in case:
             _check_ranks(found)
-    diloco = ranks[0][0]
-    assert diloco["meetings"] == [[3, 0], [6, 0], [7, 0]]
-    assert diloco["distance"] > 0
-    assert diloco["sent_bytes"] == 8 * diloco["numel"]  # two islands: a half of the elements twice, in 8 bytes
-    assert ranks[0][3]["meetings"] == [[2, 0], [4, 1], [6, 0], [7, 0], [7, 1]]
-    # Two rounds of two steps after the warm-up of two; the last exchange of all ends with its own round.
-    assert ranks[0][5]["meetings"] == [[1, 0], [2, 0], [6, 0], [7, 0], [7, 0]]
 
 
 def _check_ranks(found: dict[str, Any]) -> None:
@@ -113,13 +128,9 @@ def test_paths_through_modules_train_as_a_serial_emulator_does_to_the_bit(tmp_pa
     cases = _cases(
         ("isl2", DIPACO, "fp64"),
         ("isl4", DIPACO | {"modules": (2, 2)}, "fp64"),
-        ("isl4", DIPACO | {"modules": (2, 1)}, "fp32"),
-        ("isl2-pp2", DIPACO, "fp32", {"tied": True}),
         ("isl2-dp2", RESHARDED, "fp64"),
-        ("isl4", RESHARDED | {"modules": (2, 2), "route_top": 2}, "fp64"),
         ("isl2", RESHARDED, "fp64", {"bug": "labels of another path"}),
         ("isl2", DIPACO, "fp32", {"bug": "modules mixed"}),
-        ("isl2", DIPACO, "fp32", {"bug": "paths share data"}),
     )
     ranks = _run(4, "compare_with_emulator", cases, tmp_path)
     _check_paths(cases, ranks)
@@ -134,6 +145,18 @@ def _check_paths(cases: list[Any], ranks: list[list[dict[str, Any]]]) -> None:
             if "loss" in found:
                 assert ("bug" in case) == ({key: found[key] for key in EXACT} != EXACT), (case, found)
                 assert "bug" in case or found["validation"] < 1e-6, (case, found)
+
+
+@pytest.mark.soak
+def test_more_paths_through_modules_train_as_a_serial_emulator_does(tmp_path: Path) -> None:
+    cases = _cases(
+        ("isl4", DIPACO | {"modules": (2, 1)}, "fp32"),
+        ("isl2-pp2", DIPACO, "fp32", {"tied": True}),
+        ("isl2-dp2", RESHARDED, "fp64"),
+        ("isl4", RESHARDED | {"modules": (2, 2), "route_top": 2}, "fp64"),
+        ("isl2", DIPACO, "fp32", {"bug": "paths share data"}),
+    )
+    _check_paths(cases, _run(4, "compare_with_emulator", cases, tmp_path, micro_batch_size=1))
 
 
 @pytest.mark.soak
@@ -169,7 +192,7 @@ def test_more_plans_within_islands_train_as_a_serial_emulator_does(tmp_path: Pat
         "isl4",
     )
     cases = _cases(*((plan, outer, precision) for plan in plans for outer in outers for precision in ("fp64", "fp32")))
-    for rank in _run(4, "compare_with_emulator", cases, tmp_path):
+    for rank in _run(4, "compare_with_emulator", cases, tmp_path, micro_batch_size=1):
         for case, found in zip(cases, rank, strict=True):
             assert {key: found[key] for key in EXACT if key in found} in ({}, EXACT), case
 
@@ -214,21 +237,32 @@ def test_delayed_rounds_end_as_the_next_ones_begin() -> None:
 
 def test_runs_resume_within_a_round_to_the_bit_and_under_another_inner_plan(tmp_path: Path) -> None:
     cases = _cases(
-        ("isl2", DILOCO, "fp32", {"at": 4}),
         ("isl2-pp2", STREAMING, "fp32", {"at": 3}),  # while fragment 1 is under way
         ("isl2-dp2-z3", DILOCO, "fp64", {"at": 4, "then": "isl2-pp2"}),
-        ("isl2", STREAMING, "fp64", {"at": 5, "then": "isl2-tp2"}),
-        ("isl2-pp2", DILOCOX | {"warmup_steps": 1}, "fp32", {"at": 5}),
         ("isl2", CO2, "fp64", {"at": 4, "then": "isl2-tp2"}),
-        ("isl2-dp2-z1", LOW_RANK | {"compression": "int4"}, "fp32", {"at": 3}),
         ("isl2-tp2", ADAPTIVE | {"method": "dilocox", "rank_window": 1, "compression": "int4"}, "fp32", {"at": 5}),
         ("isl4", DIPACO | {"modules": (2, 2)}, "fp32", {"at": 4}),
-        ("isl2", RESHARDED, "fp32", {"at": 2}),
         ("isl2", RESHARDED, "fp32", {"at": 3, "fits_anew": True}),
         ("isl2", DIPACO, "fp32", {"at": 4, "fits_anew": True, "bug": "router lost"}),
+    )
+    _check_resumed(cases, tmp_path)
+
+
+@pytest.mark.soak
+def test_more_runs_resume_within_a_round(tmp_path: Path) -> None:
+    cases = _cases(
+        ("isl2", DILOCO, "fp32", {"at": 4}),
+        ("isl2", STREAMING, "fp64", {"at": 5, "then": "isl2-tp2"}),
+        ("isl2-pp2", DILOCOX | {"warmup_steps": 1}, "fp32", {"at": 5}),
+        ("isl2-dp2-z1", LOW_RANK | {"compression": "int4"}, "fp32", {"at": 3}),
+        ("isl2", RESHARDED, "fp32", {"at": 2}),
         ("isl2-dp2-z3", DIPACO, "fp64", {"at": 4, "then": "isl2-pp2"}),
     )
-    ranks = _run(4, "resume", cases, tmp_path)
+    _check_resumed(cases, tmp_path)
+
+
+def _check_resumed(cases: list[Any], folder: Path) -> None:
+    ranks = _run(4, "resume", cases, folder)
     for index, case in enumerate(cases):
         found = ranks[0][index]
         if "then" in case:

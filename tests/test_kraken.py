@@ -22,9 +22,10 @@ from muster.spec.workload import Workload
 from tests import test_resume
 from tests.parity import small_run
 from tests.plans import unequal
+from tests.sampling import quick_sample
 from tests.test_memory_forecast import SHORT_LLAMA, assert_forecast_is_accounting
 from tests.test_parity import GRADIENT_TOLERANCE, by_layer, check_parity, run
-from tests.train_runs import QUICK, train
+from tests.train_runs import QUICK, generated, train
 
 FOUR: dict[str, Any] = {"family": "llama kraken4"}
 CASES: dict[int, list[dict[str, Any]]] = {
@@ -84,7 +85,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("data")
 
 
-@pytest.mark.parametrize("num_ranks", SAMPLE)
+@pytest.mark.parametrize("num_ranks", quick_sample(list(SAMPLE), 0))
 def test_gradients_of_sub_layers_equal_one_process(num_ranks: int, cache: Path) -> None:
     check_parity(num_ranks, _krakens(SAMPLE[num_ranks]), cache)
 
@@ -199,10 +200,11 @@ def test_as_many_parameters_as_an_ordinary_model_but_for_vectors_and_the_conjunc
     assert 123e6 < own.num_parameters < 126e6
 
 
-def test_the_planner_takes_tensor_parallel_degrees_that_divide_the_sub_layers() -> None:
+@pytest.mark.parametrize(("layers", "batch"), quick_sample([(8, 8), (32, 64)], 0))
+def test_the_planner_takes_tensor_parallel_degrees_that_divide_the_sub_layers(layers: int, batch: int) -> None:
     """And knows that sums are hidden by attention."""
-    asked: dict[str, Any] = {"global_batch": 64, "top": 3}
-    model = load_model("llama3-8b")
+    asked: dict[str, Any] = {"global_batch": batch, "top": 3}
+    model = load_model("llama3-8b").model_copy(update={"num_layers": layers})
     found = best_plans(model.model_copy(update={"parallel_sublayers": 4}), "8xa100", require="tp4", **asked)
     plain = best_plans(model, "8xa100", require="tp4", **asked)
     plain_s, own_s = (one.predictions[0].parts.communication_s["tp"] for one in (plain, found))
@@ -244,7 +246,7 @@ def test_a_run_generates_with_either_degree_and_isnt_exported(
     options = "--preset", "tiny", "--model.parallel_sublayers", "2", "--train.steps", "2", "--parallel", "tp2-mb2-fp32"
     begun = train(*options, "--run", run_dir, *QUICK)
     assert begun.code == 0, begun.err
-    texts = [generate(run_dir, "the quick", tokens=8, top_k=1, plan=plan).texts for plan in ("dp1", "tp2")]
-    assert texts[0] == texts[1] != ("",)
+    text = generate(run_dir, "the quick", tokens=8, temperature=0).texts
+    assert text == generated(run_dir, "the quick", plan="tp2", words=("--tokens", "8")) != ("",)
     assert main(["checkpoint", "convert", str(run_dir), str(tmp_path / "export"), "--to", "hf"]) == 3
     assert "can't express its parallel_sublayers" in capsys.readouterr().err

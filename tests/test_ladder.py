@@ -21,10 +21,11 @@ from muster.spec.supported import unsupported_features
 from tests.fine_tuning import write_base_model, write_dialogues
 from tests.parity import small_run
 from tests.plans import unequal
+from tests.sampling import quick_sample
 from tests.test_adapters import logits
 from tests.test_memory_forecast import SHORT_LLAMA, assert_forecast_is_accounting
 from tests.test_parity import GRADIENT_TOLERANCE, by_layer, check_parity, run
-from tests.train_runs import QUICK, train
+from tests.train_runs import QUICK, generated, train
 
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
@@ -74,7 +75,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("data")
 
 
-@pytest.mark.parametrize("num_ranks", SAMPLE)
+@pytest.mark.parametrize("num_ranks", quick_sample(list(SAMPLE), 0))
 def test_gradients_of_a_ladder_equal_one_process(num_ranks: int, cache: Path) -> None:
     check_parity(num_ranks, _ladders(SAMPLE[num_ranks]), cache)
 
@@ -129,8 +130,8 @@ def test_a_ladder_begins_with_the_weights_of_a_plain_model(tmp_path: Path, capsy
     assert "residual is standard there and ladder here" in begun.out
     on = train(tmp_path / "run.yaml", "--run", run_dir, "--train.steps", "6", "--parallel", "dp2-mb1-z3-fp32", *QUICK)
     assert on.code == 0, on.err
-    texts = [generate(run_dir, "the quick", tokens=8, top_k=1, plan=plan).texts for plan in ("dp1", "tp2")]
-    assert texts[0] == texts[1] != ("",)
+    text = generate(run_dir, "the quick", tokens=8, temperature=0).texts
+    assert text == generated(run_dir, "the quick", plan="tp2", words=("--tokens", "8")) != ("",)
     losses = [json.loads(line)["train/loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0] - 0.5
     assert main(["checkpoint", "convert", str(run_dir), str(tmp_path / "export"), "--to", "hf"]) == 3
@@ -189,13 +190,14 @@ def test_a_sum_is_hidden_by_the_next_sub_layer(monkeypatch: pytest.MonkeyPatch) 
     assert alternating_turns.alternating_s([(2, 3, 0), (2, 3, 0)]) == (6, 2)
 
 
-def test_the_planner_knows_that_sums_of_a_ladder_are_hidden() -> None:
-    asked: dict[str, Any] = {"global_batch": 64, "require": "tp8-mb8", "top": 1}
-    model = load_model("llama3-8b")
+@pytest.mark.parametrize(("layers", "batch"), quick_sample([(8, 8), (32, 64)], 0))
+def test_the_planner_knows_that_sums_of_a_ladder_are_hidden(layers: int, batch: int) -> None:
+    asked: dict[str, Any] = {"global_batch": batch, "require": "tp8-mb8", "top": 1}
+    model = load_model("llama3-8b").model_copy(update={"num_layers": layers})
     plain, ladder = (
         best_plans(model.model_copy(update={"residual": residual}), "8xa100", **asked)
         for residual in ("standard", "ladder")
     )
     plain_s, ladder_s = (found.predictions[0].parts.communication_s["tp"] for found in (plain, ladder))
     assert ladder_s < 0.5 * plain_s
-    assert ladder.predictions[0].step_time_s < plain.predictions[0].step_time_s  # though it recomputes some layers
+    assert ladder.predictions[0].step_time_s < plain.predictions[0].step_time_s  # though it may recompute layers

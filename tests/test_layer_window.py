@@ -27,6 +27,7 @@ from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 from tests.parity import small_run
 from tests.test_model import SMALL, tokens_for
+from tests.train_runs import generated
 
 CPU = torch.device("cpu")
 
@@ -177,7 +178,7 @@ def test_a_limit_is_kept_and_names_the_plan_that_fits(whole: Path, capsys: pytes
     expected = generate(whole, ["import ", "d"], tokens=12, temperature=0).texts
     limited = generate(whole, ["import ", "d"], tokens=12, temperature=0, plan="oparam", memory_limit="900KB")
     assert limited.texts == expected
-    assert generate(whole, ["import ", "d"], tokens=12, temperature=0, plan="tp2-oparam", window=1).texts == expected
+    assert generated(whole, "import ", "d", plan="tp2-oparam", words=("--tokens", "12", "--window", "1")) == expected
     limited = generate(whole, ["import ", "d"], tokens=12, temperature=0, plan="oparamd", memory_limit="900KB")
     assert limited.texts == expected
     flags = ["generate", str(whole), "--prompt", "import ", "--tokens", "12", "--memory-limit"]

@@ -21,6 +21,7 @@ from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
 from muster.train.memory_check import FAKE_KERNELS, measure_fake_rank
 from tests.fine_tuning import write_base_model, write_dialogues
+from tests.sampling import quick_sample
 from tests.test_adapters import check_found, logits
 from tests.test_parity import GRADIENT_TOLERANCE, run
 from tests.train_runs import QUICK, train
@@ -74,7 +75,7 @@ def test_low_rank_layers_train_as_in_one_process(cache: Path) -> None:
     assert max(rank["gradient_error"] for rank in bad) > 1e4 * GRADIENT_TOLERANCE
 
 
-@pytest.mark.parametrize("how", [{"rank": 16}, {"ratio": 0.3, "target_modules": "o,up,down"}])
+@pytest.mark.parametrize("how", quick_sample([{"rank": 16}, {"ratio": 0.3, "target_modules": "o,up,down"}], 1))
 def test_parameters_flops_and_memory_are_those_counted(how: dict[str, Any]) -> None:
     low_rank = LowRankSpec.model_validate(how)
     model = load_model("demo").model_copy(update={"low_rank": low_rank, "num_layers": 3})
@@ -143,7 +144,7 @@ def test_weights_are_factorized_by_svd_and_exported_whole(tmp_path: Path, capsys
     ids = torch.randint(0, 300, (2, 24), generator=torch.Generator().manual_seed(0))
     assert (logits(run_dir, ids) - logits(export, ids)).abs().max() < 1e-5
     more = (tmp_path / "run.yaml", "--run", tmp_path / "more", "--train.init_from", str(run_dir), *QUICK)
-    assert train(*more, "--parallel", "dp1-mb2-fp32").code == 0
+    assert train(*more, "--parallel", "dp1-mb2-fp32", "--train.steps", "1").code == 0
     first = json.loads((tmp_path / "more" / "metrics.jsonl").read_text().splitlines()[0])["train/loss"]
     assert first < losses[0] - 0.5
 

@@ -38,6 +38,7 @@ from muster.spec.supported import unsupported_features
 from muster.spec.workload import Workload
 from muster.train.memory_check import FAKE_KERNELS, measure_fake_rank, measure_real_ranks
 from tests.random_plans import random_case
+from tests.sampling import quick_sample
 
 TOLERANCE = 0.03
 SHORT_LLAMA = ModelSpec(
@@ -86,39 +87,39 @@ def test_norms_of_all_positions_are_forecast(name: str, seq_len: int, micro_batc
     assert_forecast_is_accounting(spec, name, seq_len, micro_batches, only_ends=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "seq_len", "micro_batches"),
-    [
-        ("dp4-tp2-sp-pp2-relem", 2048, 3),
-        ("dp2x4-rfull", 1024, 2),
-        ("pp4-oact-sgpipe", 512, 6),
-        ("pp2v2-szbv", 256, 2),
-        ("pp2-oactd", 1024, 3),
-        ("dp2-oact", 8192, 2),
-        # Nothing but two layers' inputs.
-        pytest.param("cp4u-tile4-rfull-oact", 1 << 17, 1, marks=pytest.mark.soak),
-        pytest.param(
-            "tp4-sp-tile32-rfull-oact", 1 << 17, 1, marks=pytest.mark.soak
-        ),  # attention's gathered input, beside sum and term of its gradient
-        ("dp2-z2-oopt", 256, 2),  # no state in the device's memory
-        ("pp2-oopt-oparam", 512, 2),  # nor parameters
-        ("dp2-pp2-szbh1", 256, 2),  # z3 drops embedding and head after I
-        ("dp8-zp2g4", 256, 3),  # copies of parameters, and sums of gradients, of neighbours
-        ("cp4a-rfull", 4096, 2),
-        ("cp2-pp2", 2048, 2),
-        ("cp2u-tp2-sp-relem", 2048, 2),
-        ("cp4u2", 2048, 2),
-        ("cp8t-rfull", 65536, 1),
-        ("cp8w4-tile8-rfull", 65536, 1),  # attention beside the gradients of the MLP's tiles
-        ("pp2-szbh1", 256, 3),  # sums of gradients beside those of the copies in bf16
-        ("tp2-sp-pp2", 256, 1),  # sums of a first backward, embedding and head's among them
-        ("pp2-vocab", 256, 2),  # their gradients are reduced after T
-        ("pp4-mb2-vocab-rfull-fp32", 2048, 4),  # hidden states of the vocabulary's collectives
-        ("dp2-pp2v2-sinterleaved-active1", 256, 4),  # gathered, and reduced, for units of passes
-        ("dp4-pp2v2-szeropp-active1", 256, 4),
-        ("dp2x1-pp2v2-z1-szbv-fp32", 256, 2),  # added in place, reduced beside the last passes
-    ],
-)
+PLANS = [
+    ("dp4-tp2-sp-pp2-relem", 2048, 3),
+    ("dp2x4-rfull", 1024, 2),
+    ("pp4-oact-sgpipe", 512, 6),
+    ("pp2v2-szbv", 256, 2),
+    ("pp2-oactd", 1024, 3),
+    ("dp2-oact", 8192, 2),
+    # Nothing but two layers' inputs.
+    ("cp4u-tile4-rfull-oact", 1 << 17, 1),
+    ("tp4-sp-tile32-rfull-oact", 1 << 17, 1),  # attention's gathered input, beside sum and term of its gradient
+    ("dp2-z2-oopt", 256, 2),  # no state in the device's memory
+    ("pp2-oopt-oparam", 512, 2),  # nor parameters
+    ("dp2-pp2-szbh1", 256, 2),  # z3 drops embedding and head after I
+    ("dp8-zp2g4", 256, 3),  # copies of parameters, and sums of gradients, of neighbours
+    ("cp4a-rfull", 4096, 2),
+    ("cp2-pp2", 2048, 2),
+    ("cp2u-tp2-sp-relem", 2048, 2),
+    ("cp4u2", 2048, 2),
+    ("cp8t-rfull", 65536, 1),
+    ("cp8w4-tile8-rfull", 65536, 1),  # attention beside the gradients of the MLP's tiles
+    ("pp2-szbh1", 256, 3),  # sums of gradients beside those of the copies in bf16
+    ("tp2-sp-pp2", 256, 1),  # sums of a first backward, embedding and head's among them
+    ("pp2-vocab", 256, 2),  # their gradients are reduced after T
+    ("pp4-mb2-vocab-rfull-fp32", 2048, 4),  # hidden states of the vocabulary's collectives
+    ("dp2-pp2v2-sinterleaved-active1", 256, 4),  # gathered, and reduced, for units of passes
+    ("dp4-pp2v2-szeropp-active1", 256, 4),
+    ("dp2x1-pp2v2-z1-szbv-fp32", 256, 2),  # added in place, reduced beside the last passes
+]
+QUICK = [3, 5, 8, 9, 10, 11, 12, 14, 19, 20, 22]
+"""Places of plans in `make test`, of which each has something that no other has."""
+
+
+@pytest.mark.parametrize(("name", "seq_len", "micro_batches"), quick_sample(PLANS, *QUICK))
 def test_forecast_is_what_pytorch_counts(name, seq_len, micro_batches):
     assert_forecast_is_accounting(SHORT_LLAMA, name, seq_len, micro_batches)
 

@@ -170,7 +170,8 @@ def test_every_plan_equals_one_process_and_streamed_parameters_those_in_memory(t
     """To 1e-12 in float64, and bit for bit; each seeded bug is found; what is saved goes on under other plans."""
     own = cases(str(tmp_path / "saved"))
     streamed = [case | {"profiles": number == 1} for number, case in enumerate(STREAMED)]
-    found = run_ranks(2, "tests.mezo_ranks:train", {"cases": [*own, *streamed], "cache": str(tmp_path)})[0]
+    payload = {"cases": [*own, *streamed], "cache": str(tmp_path), "micro_batch_size": 4}
+    found = run_ranks(2, "tests.mezo_ranks:train", payload)[0]
     for case, result in zip(own, found, strict=False):
         if "fault" in case:
             assert result["error"] > 1e-4, case

@@ -28,8 +28,9 @@ from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
 from tests.hf_models import CONFIGS
-from tests.parity import FAMILIES, further_loss
+from tests.parity import FAMILIES, further_loss, with_two_layers
 from tests.ranks import run_ranks
+from tests.sampling import quick_sample
 from tests.test_context_parallel import in_float64
 from tests.test_hf_round_trip import convert, opened, our_logits, some_tokens, their_logits
 from tests.test_memory_forecast import assert_forecast_is_accounting
@@ -77,7 +78,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "tp2-sp-cp2-ep4", "family": "deepseek mtp"},
     ],
 }
-"""Plans that train models with multi-token prediction; the first of 2 ranks are in `make test`."""
+"""Plans that train models with multi-token prediction; the first three of 2 ranks are in `make test`."""
 
 
 def model_of(family: str, **fields: Any) -> ModelSpec:
@@ -136,7 +137,7 @@ def documents(positions_BS: torch.Tensor) -> list[list[int]]:
 
 
 def test_gradients_equal_one_process(cache: Path) -> None:  # noqa: F811
-    check_parity(2, in_float64(CASES[2][:5]), cache)
+    check_parity(2, in_float64(list(map(with_two_layers, CASES[2][:3]))), cache)
 
 
 @pytest.mark.soak
@@ -184,7 +185,7 @@ def test_sent_bytes_are_the_formulas(tmp_path: Path) -> None:
         assert all(case["counted"] == case["predicted"] for case in ranks), ranks[0]["plan"]
 
 
-@pytest.mark.parametrize("name", ["dp2-z3", "dp1-rfull", "pp2-szbh1"])
+@pytest.mark.parametrize("name", quick_sample(["dp2-z3", "dp1-rfull", "pp2-szbh1"], 1, 2))
 def test_forecast_is_what_pytorch_counts(name: str) -> None:
     shape = {"vocab_size": 2000, "hidden_size": 1024, "num_layers": 2, "num_heads": 16, "intermediate_size": 2816}
     moe = MoeSpec(num_experts=8, top_k=2, expert_size=704)

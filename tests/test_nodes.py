@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,6 +44,7 @@ from muster.probe.doctor_nodes import run_node_checks
 from muster.spec.errors import ConfigError, MusterError
 from tests.nodes import ADDRESSES, HOSTS, Network, network
 from tests.test_launch import assert_gone
+from tests.test_random_faults import FORKING
 from tests.train_runs import AT_ONCE, QUICK, Command, Ended, assert_one_sentence, exit_of, losses, rows_of, train
 
 TINY = ("--preset", "tiny", *QUICK, *AT_ONCE)
@@ -595,7 +597,8 @@ def test_two_nodes_train_as_one_launcher_does(nodes: Network, tmp_path: Path) ->
     waiting = "waiting for 1 of 2 nodes: node 1"
     alone = train(*words, "--run", tmp_path / "alone")
     assert alone.code == 0, alone.err
-    first, second = both(nodes, tmp_path, *words, "--run", tmp_path / "run", late=waiting)
+    forking = () if torch.cuda.is_available() else FORKING
+    first, second = both(nodes, tmp_path, *words, "--run", tmp_path / "run", late=waiting, before=forking)
     assert (first.code, second.code, first.err, second.err) == (0, 0, "", ""), (first, second)
     assert first.out.startswith(waiting)
     assert "nodes: node 0 on node-a, node 1 on node-b; ranks meet through 10.77.1.1 on cable" in first.out

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests import forks
+from tests.sampling import quick_sample
 
 OLDER = Path(__file__).parent / "data" / "written_before" / "b48f258"
 EXPECTED = json.loads((OLDER / "expected.json").read_text())
@@ -57,7 +58,7 @@ def losses(run: Path) -> list[float]:
 # Runs
 
 
-@pytest.mark.parametrize("name", ["run", "vocabulary-run", "auto-run"])
+@pytest.mark.parametrize("name", quick_sample(["run", "vocabulary-run", "auto-run"], 0))
 def test_an_older_run_resumes_as_if_it_had_never_stopped(root: Path, name: str) -> None:
     unpack(root, f"run_dirs/{name}")
     before = len(losses(root / name))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from test_planner import TINY, instance
+from test_planner import TINIER, TINY, roomy_instance
 
 from muster.cli.main import main
 from muster.config.cluster_files import load_cluster
@@ -23,7 +23,7 @@ from muster.spec.plan_name import parse_plan_name
 
 
 def test_no_plan_of_the_front_is_beaten_and_the_fastest_are_those_of_all_plans() -> None:
-    request = replace(instance(3), cluster=load_cluster("2xh100"), objective="time", memory_limit_bytes=None)
+    request = replace(roomy_instance(3), cluster=load_cluster("2xh100"))
     found = pareto_front(request, SearchBudget())
     assert found.proven
     for cluster in sub_clusters(request.cluster):
@@ -45,7 +45,7 @@ def test_no_plan_of_the_front_is_beaten_and_the_fastest_are_those_of_all_plans()
 
 
 def test_no_point_is_beaten_by_data_parallelism_alone_however_little_was_searched() -> None:
-    request = replace(instance(3), cluster=load_cluster("2xh100"), objective="time", memory_limit_bytes=None)
+    request = replace(roomy_instance(3), cluster=load_cluster("2xh100"))
     found = pareto_front(request, SearchBudget(30.0))
     for point in found.points:
         for size, level in product((1, 2, 4), ("z1", "z2", "z3")):
@@ -61,12 +61,12 @@ def test_no_point_is_beaten_by_data_parallelism_alone_however_little_was_searche
 
 def test_the_front_says_what_binds() -> None:
     with pytest.raises(InfeasibleError, match="no plan fits"):
-        pareto_front(replace(instance(3), cluster=load_cluster("2xh100"), memory_limit_bytes=10), SearchBudget())
+        pareto_front(replace(roomy_instance(3), cluster=load_cluster("2xh100"), memory_limit_bytes=10), SearchBudget())
 
 
 def test_the_front_is_printed_drawn_and_written(tmp_path, capsys) -> None:
     page = tmp_path / "front.html"
-    ask = [*TINY[:4], "4xh100", *TINY[5:], "--pareto", "--effort", "1000"]
+    ask = [*TINY, *TINIER, "--pareto", "--effort", "1000"]
     assert main([*ask, "--html", str(page)]) == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
@@ -117,10 +117,8 @@ def test_what_is_no_change_is_said(change: str, words: str) -> None:
 
 def test_a_slower_network_is_never_faster_and_a_failed_node_leaves_a_plan() -> None:
     request = replace(
-        instance(3),
+        roomy_instance(3),
         cluster=load_cluster("24xa100"),
-        objective="time",
-        memory_limit_bytes=None,
         fixed={"cp": 1, "pp": 1},
     )
     batch = request.workload.model_copy(update={"global_batch_size": 24})

@@ -537,9 +537,20 @@ def test_supported_plans(name):
 # --- the nearest ---
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(sayable_plans, st.integers(1, 32))
 def test_the_nearest_can_run_and_come_in_order(plan, world_size):
+    check_nearest(plan, world_size)
+
+
+@pytest.mark.soak
+@settings(deadline=None, max_examples=200)
+@given(sayable_plans, st.integers(1, 32))
+def test_the_nearest_of_more_plans_can_run_and_come_in_order(plan, world_size):
+    check_nearest(plan, world_size)
+
+
+def check_nearest(plan, world_size):
     near = nearest_plans(plan, MODEL, WORKLOAD, world_size, limit=100)
     for candidate in near:
         assert candidate.world_size == world_size

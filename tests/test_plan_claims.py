@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 from plan_claims import assert_claims_hold, assert_nothing_is_better
-from test_planner import instance
+from test_planner import instance, roomy_instance
 
 import muster.api.verbs
 from muster.config.cluster_files import load_cluster
@@ -40,6 +40,7 @@ from muster.spec.legality import plan_violations
 from muster.spec.plan import Plan, StageSpec
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
+from tests.sampling import quick_sample
 
 PAIRS = (
     ("llama3-8b", "8xh100", 4096, 64),
@@ -99,7 +100,7 @@ def assert_finds_the_simplest(seed: int) -> bool:
 
 
 def test_the_simplest_plan_is_what_looking_at_everything_finds() -> None:
-    assert [assert_finds_the_simplest(seed) for seed in (3, 5)] == [True, True]
+    assert [assert_finds_the_simplest(seed) for seed in (5, 42)] == [True, True]
 
 
 @pytest.mark.soak
@@ -304,8 +305,8 @@ def test_eager_plans_are_told_from_compiled_ones() -> None:
 
 @pytest.mark.parametrize("framework", [MEGATRON, DEEPSPEED])
 def test_plans_for_another_framework_are_those_that_it_runs(framework: FrameworkTraits) -> None:
-    request = replace(instance(2), framework=framework, objective="time")
-    least = search(replace(request, objective="memory", memory_limit_bytes=None), 1).best[0].peak_bytes
+    request = replace(roomy_instance(2), framework=framework)
+    least = search(replace(request, objective="memory"), 1).best[0].peak_bytes
     found = search(replace(request, memory_limit_bytes=int(1.1 * least)), 3)
     assert found.best
     assert all(runs_schedule(framework, one.plan.schedule) and not one.plan.overrides for one in found.best)
@@ -352,7 +353,7 @@ def test_parts_of_a_cluster_are_sites_kinds_or_halves() -> None:
 def test_no_plan_is_faster_than_its_passes_on_all_devices_at_once() -> None:
     random = Random(0)
     for seed in random.sample(range(100), 3):
-        request = replace(instance(seed), objective="time", memory_limit_bytes=None, cluster=load_cluster("4xh100"))
+        request = replace(roomy_instance(seed), cluster=load_cluster("4xh100"))
         assert 0 < least_step_s(request) <= search(request, 1).best[0].prediction.step_time_s
 
 
@@ -394,7 +395,7 @@ class LogicalClock:
         return timed
 
 
-@pytest.mark.parametrize(("require", "limit_s"), [("tp2", 3.0), pytest.param("", 1.5, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("require", "limit_s"), quick_sample([("tp2", 1.0), ("tp2", 3.0), ("", 1.5)], 0))
 def test_an_answer_keeps_to_its_time_by_the_work_that_it_does(
     require: str, limit_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -220,16 +220,26 @@ def test_islands_that_are_required_are_compared_with_the_answer_without(in_rooms
     assert json.loads(capsys.readouterr().out)["islands"] is None
 
 
-def test_islands_of_measured_links_get_the_nodes_that_fast_links_join(in_rooms, capsys) -> None:
+def write_measured_links() -> None:
+    """Give the nodes of the file the rates of their links: the first and the last are near, and so are the others."""
     tree = yaml.safe_load(Path("rooms.yaml").read_text(encoding="utf-8"))
     site = (0, 1, 1, 0)
     rates = [[2e10 if one == other else 2e8 for other in site] for one in site]
     Path("rooms.yaml").write_text(yaml.safe_dump(tree | {"tiers": [], "node_bandwidth_bytes_per_s": rates}))
+
+
+def test_islands_of_measured_links_get_the_nodes_that_fast_links_join(in_rooms, capsys) -> None:
+    write_measured_links()
     assert main([*in_rooms, "--effort", "0.05", "--allow", "islands", "-o", "plan.yaml"]) == 0
     said = capsys.readouterr().out
     assert "nodes     order of the listed ones: 0 3 1 2" in said
     assert "\n1  isl2-" in said
     assert "# For the cluster's nodes in this order: 0,3,1,2 " in Path("plan.yaml").read_text(encoding="utf-8")
+
+
+@pytest.mark.soak
+def test_islands_of_measured_links_beside_the_answer_are_about_those_that_are_required(in_rooms, capsys) -> None:
+    write_measured_links()
     first_s = {}
     for flags in (["--require", "isl2", "--effort", "0.05"], ["--effort", "0.05"]):
         assert main([*in_rooms, *flags, "--json"]) == 0
@@ -281,8 +291,10 @@ def test_clusters_without_slow_links_are_asked_nothing_of_islands(monkeypatch, c
         "256",
         "--global-batch",
         "16",
+        "--require",
+        "cp1-tp1",
         "--effort",
-        "0.05",
+        "0.02",
     ]
     assert main([*asked, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["islands"] is None

@@ -34,6 +34,7 @@ from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.spec.workload import Workload
+from tests.sampling import quick_sample
 
 MODEL = ModelSpec(vocab_size=4096, hidden_size=1024, num_layers=4, num_heads=8, intermediate_size=2816, name="small")
 WORK = Workload(seq_len=4096, global_batch_size=12)
@@ -70,7 +71,9 @@ def offloads(plan: Plan) -> bool:
     return any(moves(plan, layer) for layer in range(MODEL.num_layers))
 
 
-@pytest.mark.parametrize(("host_bytes_per_s", "schedule"), [(63e9, "gpipe"), (12e9, "gpipe"), (20e9, "1f1b")])
+@pytest.mark.parametrize(
+    ("host_bytes_per_s", "schedule"), quick_sample([(63e9, "gpipe"), (12e9, "gpipe"), (20e9, "1f1b")], 0, 1)
+)
 def test_the_choice_is_that_of_trying_all(host_bytes_per_s, schedule) -> None:
     """For falling limits of memory, what the search finds is no slower than the best of all plans that fit and differ
     in nothing else."""
@@ -162,7 +165,7 @@ def test_elementwise_recompute_is_weighed_with_the_time_of_eager_blocks() -> Non
     assert "elementwise" in {strategy.recompute for strategy in fitting[False].plan.strategies}
 
 
-@pytest.mark.parametrize("part", [0.1, 0.3])
+@pytest.mark.parametrize("part", quick_sample([0.1, 0.3], 0))
 def test_of_plans_that_take_as_long_the_one_that_copies_least_is_answered(part) -> None:
     """Copies that nothing waits for leave more room than is needed; of all choices by layer none that fits and is no
     slower copies less, and what is answered simulates like what was found."""

@@ -50,14 +50,14 @@ def check_same(num_ranks: int, cases: list[dict[str, Any]], folder: Path) -> Non
 
 def test_to_the_bit_as_with_waiting(tmp_path: Path) -> None:
     """And one that can't take its steps back is found out."""
-    cases = [{"plan": "pp2v2-szbv", "tied": True}, {"plan": "pp2-szbh2"}, {"plan": "pp2", "fault": "not restored"}]
-    check_same(2, cases, tmp_path)
+    check_same(2, [{"plan": "pp2v2-szbv", "tied": True}, {"plan": "pp2", "fault": "not restored"}], tmp_path)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_to_the_bit_as_with_waiting_under_more_plans(tmp_path: Path) -> None:
-    check_same(2, [{"plan": "pp2v2-sdualpipe", "tied": True}, {"plan": "pp2", "optim": "muon"}], tmp_path)
+    cases = [{"plan": "pp2v2-sdualpipe", "tied": True}, {"plan": "pp2", "optim": "muon"}, {"plan": "pp2-szbh2"}]
+    check_same(2, cases, tmp_path)
     plans = ("pp4-szbh2", "dp2-pp2v2-z1-szbv", "dp2-pp2-z2", "dp2-pp2-z3-szbh1", "tp2-sp-pp2-szbh2")
     check_same(4, [{"plan": plan} for plan in plans], tmp_path)
 

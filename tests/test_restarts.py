@@ -230,7 +230,7 @@ def test_a_run_that_loses_a_rank_starts_again_and_is_the_same(tmp_path_factory: 
     whole = whole_run(tmp_path_factory.getbasetemp())[0]
     run = whole.with_name("restarted")
     command = ["--preset", "tiny", *QUICK, "--run", run, "--train.save_every", "3", "--train.restarts", "1"]
-    with Command(*command, "--parallel", whole / "plan.yaml", hold_after=[8]) as job:
+    with Command(*command, "--parallel", whole / "plan.yaml", hold_after=[8], forked=True) as job:
         job.wait_for_step(8)
         os.kill(job.ranks()[0], signal.SIGKILL)
         job.go_on(8)

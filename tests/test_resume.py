@@ -14,6 +14,8 @@ from tests.parity import FAMILIES, open_data, small_run
 from tests.ranks import run_ranks
 from tests.resume_ranks import draw_plan
 
+STEPS = 5
+"""Steps after loading whose losses are compared."""
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 LADDER = (
     *("dp1", "cp2", "cp2a", "cp2u", "cp2b", "cp2t", "cp2s", "cp4", "cp4a", "cp4u2", "cp4w2", "cp4b", "cp4t"),
@@ -40,10 +42,10 @@ def chain(draw: random.Random, optim: str, precision: str, pairs: int, most: int
     }
 
 
-def run(tmp_path: Path, chains: list[dict], most: int) -> list[list[dict]]:
+def run(tmp_path: Path, chains: list[dict], most: int, steps: int = STEPS) -> list[list[dict]]:
     cache = str(tmp_path / "cache")
     open_data(small_run(), cache)
-    payload = {"chains": chains, "cache": cache, "root": str(tmp_path / "checkpoints")}
+    payload = {"chains": chains, "cache": cache, "root": str(tmp_path / "checkpoints"), "steps": steps}
     return run_ranks(most, "tests.resume_ranks:chains", payload)[0]
 
 
@@ -64,20 +66,20 @@ def check(chains: list[dict], found: list[list[dict]]) -> int:
 def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
     draw = random.Random(5)
     chains = [chain(draw, "adamw", "fp64", 1, most=3, family="gpt2"), chain(draw, "muon", "fp32", 1, most=3)]
-    config, base = small_run(steps=500).model_dump(mode="json"), Plan(precision="fp64")
+    config, base = small_run(steps=500).model_dump(mode="json"), Plan(precision="fp64", micro_batch_size=2)
     shares = ("dp2-z1-uneven3.1", "pp2", "dp2-z1-uneven1.3")
     plans = [parse_plan_name(name, base).model_dump(mode="json") for name in shares]
     chains.append({"config": config, "plans": plans, "fault": None})
-    chains.append(ladder_chain(["cp2t", "cp2u", "dp2-ooptd-oparamd", "pp2-oopt-oparam"]))
-    chains.append(optim_chain(ema_decay=0.9, freeze=("embed.*", "layers.[01].*", "layers.2.mlp.*")))
-    found = run(tmp_path, chains, most=3)
+    chains.append(ladder_chain(["cp2t", "cp2u", "dp2-ooptd-oparamd", "pp2-oopt-oparam"], micro_batch_size=2))
+    chains.append(optim_chain(2, ema_decay=0.9, freeze=("embed.*", "layers.[01].*", "layers.2.mlp.*")))
+    found = run(tmp_path, chains, most=3, steps=2)
     assert check(chains, found) == 9
     assert all(result["average"] < 1e-12 for result in found[-1][1:])
 
 
-def ladder_chain(words: list[str]) -> dict:
+def ladder_chain(words: list[str], micro_batch_size: int = 1) -> dict:
     """A chain of plans by their words."""
-    base = Plan(precision="fp64")
+    base = Plan(precision="fp64", micro_batch_size=micro_batch_size)
     plans = [parse_plan_name(word, base).model_dump(mode="json") for word in words]
     return {"config": small_run(steps=500).model_dump(mode="json"), "plans": plans}
 
@@ -94,11 +96,11 @@ def all_pairs(words: Sequence[str]) -> list[str]:
     return walk[::-1]
 
 
-def optim_chain(**optim: Any) -> dict:
+def optim_chain(micro_batch_size: int, **optim: Any) -> dict:
     """A chain of plans that shard the weights, cut them, and place them on stages."""
     config = small_run(steps=500)
     config = config.model_copy(update={"optim": config.optim.model_copy(update=optim)})
-    base = Plan(precision="fp64")
+    base = Plan(precision="fp64", micro_batch_size=micro_batch_size)
     plans = [parse_plan_name(name, base).model_dump(mode="json") for name in ("dp2", "tp2-sp", "pp2-vocab-szbh1")]
     return {"config": config.model_dump(mode="json"), "plans": plans}
 
@@ -106,8 +108,9 @@ def optim_chain(**optim: Any) -> dict:
 def test_what_goes_wrong_when_going_on_is_noticed(tmp_path: Path) -> None:
     faults = ("other position", "other step", "no optimizer", "swapped pieces")
     config = small_run(steps=500).model_dump(mode="json")
-    plans = [Plan(precision="fp64", dp_shard=2).model_dump(mode="json"), Plan(precision="fp64").model_dump(mode="json")]
-    found = run(tmp_path, [{"config": config, "plans": plans, "fault": fault} for fault in faults], most=2)
+    base = Plan(precision="fp64", micro_batch_size=4)
+    plans = [parse_plan_name(name, base).model_dump(mode="json") for name in ("dp2", "dp1")]
+    found = run(tmp_path, [{"config": config, "plans": plans, "fault": fault} for fault in faults], most=2, steps=2)
     for fault, results in zip(faults, found, strict=True):
         assert results[1]["tensors"] or results[1]["error"] > TOLERANCE["fp64"], fault
         assert bool(results[1]["tensors"]) == (fault in ("no optimizer", "swapped pieces")), fault

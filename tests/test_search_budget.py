@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import inf
 
 import pytest
-from test_planner import instance
+from test_planner import roomy_instance
 
 from muster.config.cluster_files import load_cluster
 from muster.config.named_model import load_model
@@ -24,6 +24,7 @@ from muster.planner.search import NUM_PARTS, search
 from muster.planner.search_budget import DEFAULT_WORK, LIMIT_SHARE, SearchBudget
 from muster.planner.search_result import SearchResult
 from muster.spec.workload import Workload
+from tests.sampling import quick_sample
 
 
 def request_of(model: str, cluster: str, seq_len: int, batch: int, **fixed: object) -> PlanRequest:
@@ -81,9 +82,9 @@ def test_parts_of_a_limit_end_before_it(monkeypatch: pytest.MonkeyPatch) -> None
     assert whole.share(0.5).is_spent
 
 
-@pytest.mark.parametrize("work", [600.0, inf])
+@pytest.mark.parametrize("work", quick_sample([150.0, 600.0, inf], 0, 2))
 def test_the_clock_changes_no_answer(monkeypatch: pytest.MonkeyPatch, work: float) -> None:
-    request_ = HARD if work < inf else replace(instance(1), memory_limit_bytes=None)
+    request_ = HARD if work < inf else roomy_instance(1)
     answers = []
     for step_s in (1e-3, 1e3):
         for module in ("search", "search_budget"):
@@ -92,8 +93,9 @@ def test_the_clock_changes_no_answer(monkeypatch: pytest.MonkeyPatch, work: floa
     assert answers[0] == answers[1]
 
 
-def test_a_larger_budget_finds_all_that_a_smaller_one_does() -> None:
-    found = [search(HARD, 3, SearchBudget(work), exact=1) for work in (300.0, 600.0, 1200.0)]
+@pytest.mark.parametrize("least", quick_sample([75.0, 300.0], 0))
+def test_a_larger_budget_finds_all_that_a_smaller_one_does(least: float) -> None:
+    found = [search(HARD, 3, SearchBudget(work), exact=1) for work in (least, 2 * least, 4 * least)]
     assert not found[0].proven, "a question that any budget answers shows nothing"
     for less, more in pairwise(found):
         assert more.counts["simulated"] >= less.counts["simulated"]
@@ -113,9 +115,10 @@ def test_on_unequal_clusters_a_larger_budget_searches_as_the_smaller_ones_before
     assert parts(inf) == [inf]
 
 
-def test_several_processes_answer_as_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("work", quick_sample([100.0, 600.0], 0))
+def test_several_processes_answer_as_one_does(monkeypatch: pytest.MonkeyPatch, work: float) -> None:
     monkeypatch.setattr(lockstep, "can_fork", lambda: True)
-    answers = [answer_of(search(HARD, 3, SearchBudget(600.0, processes=count))) for count in (1, 2, NUM_PARTS)]
+    answers = [answer_of(search(HARD, 3, SearchBudget(work, processes=count))) for count in (1, 2, NUM_PARTS)]
     assert answers[0] == answers[1] == answers[2]
 
 

@@ -63,7 +63,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_gradients_equal_one_process(num_ranks: int, cache: Path) -> None:  # noqa: F811
-    sample = CASES[num_ranks][:2] + random.Random(num_ranks).sample(CASES[num_ranks][2:], 2)
+    sample = CASES[num_ranks][: 4 // num_ranks] + random.Random(num_ranks).sample(CASES[num_ranks][2:], 1)
     found = check_parity(num_ranks, in_float64(sample), cache)
     if num_ranks == 2:
         for on_device, offloaded in zip(*found[:2], strict=True):
@@ -170,8 +170,9 @@ def test_other_schedules_say_that_they_have_no_order() -> None:
             ("pp2-slice4-rfull", 4096),
             ("pp2-slice8-oact", 4096),
             ("tp2-sp-pp2-slice8-relem", 4096),
+            ("pp2-slice4-rfull", 1024),
         ],
-        1,
+        4,
     ),
 )
 def test_forecast_is_what_pytorch_counts(name: str, seq_len: int) -> None:

@@ -49,9 +49,10 @@ MODEL, WORK = load_model("demo"), Workload(seq_len=256, global_batch_size=16)
 EARLY = ("--train.update_in_backward", "true", "--optim.clip_by_previous_norm", "true")
 FAULTS = ("unreturned state", "repeated update by the device", "update before its state")
 SAMPLE: list[tuple[str, str, dict[str, Any]]] = [
-    ("dp2-z3", "oopt-devupdate0.5", {}),
+    ("dp2-z3", "oopt-devupdate0.5", {"layers": 2}),
 ]
 MORE: list[tuple[str, str, dict[str, Any]]] = [
+    ("dp2-z3", "oopt-devupdate0.5", {}),
     *(
         (plan, f"oopt-devupdate{ratio}", {"precision": precision})
         for plan in ("dp2-z1", "dp2-z2-rfull", "dp2-z3", "tp2-sp")

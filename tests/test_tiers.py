@@ -27,6 +27,7 @@ from muster.spec.device import DiskSpec
 from muster.spec.model import parameter_shapes
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
+from tests.sampling import quick_sample
 
 WORK = Workload(seq_len=256, global_batch_size=16)
 
@@ -44,18 +45,20 @@ def least_value(asked: PlanRequest, word: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("devices", "memory"),
-    [
-        ("1xrtx4090", 633_000_000),
-        ("1xrtx4090", 610_000_000),
-        ("1xrtx4090", 60_000_000),
-        ("2xrtx4090", 1_175_000_000),
-    ],
+    ("devices", "memory", "fixed"),
+    quick_sample(
+        [
+            ("1xrtx4090", 633_000_000, {}),
+            ("1xrtx4090", 610_000_000, {}),
+            ("1xrtx4090", 60_000_000, {}),
+            ("2xrtx4090", 1_175_000_000, {"micro_batch_size": 1, "tp": 1, "pp": 1}),
+            ("2xrtx4090", 1_175_000_000, {"micro_batch_size": 1}),
+        ],
+        *range(4),
+    ),
 )
-def test_the_chosen_tier_is_the_best_of_all_words(devices: str, memory: int) -> None:
-    asked = replace(
-        request(memory, 10**10, 10**11, devices), fixed={"micro_batch_size": 1} if devices[0] == "2" else {}
-    )
+def test_the_chosen_tier_is_the_best_of_all_words(devices: str, memory: int, fixed: dict[str, int]) -> None:
+    asked = replace(request(memory, 10**10, 10**11, devices), fixed=fixed)
     values = {word: least_value(asked, word) for word in tier_words(asked)}
     found = choose_tier(asked, SearchBudget())
     assert len(values) == 12
@@ -177,7 +180,7 @@ def test_where_nothing_fits_known_tiers_are_tried() -> None:
 
 
 def test_parameters_go_to_the_disk_where_nothing_else_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    asked: str = "plan --model llama3-70b --cluster 1xrtx4090 --host-memory 128G --disk 2T --json"
+    asked: str = "plan --model llama3.2-3b --cluster 1xrtx4090 --memory-limit 6G --host-memory 20G --disk 2T --json"
     assert main(asked.split()) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["tiers"]["binds"] == "disk link"

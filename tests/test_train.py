@@ -133,7 +133,7 @@ def test_a_run_survives_whatever_ends_its_processes(whole: Path) -> None:
     run, draw = whole.with_name("survivor"), random.Random(1)
     command = [*TINY, "--run", run, "--train.save_every", "3"]
     last = draw.randint(4, 6)
-    with Command(*command, torchrun=2, hold_after=[last]) as job:
+    with Command(*command, torchrun=2, hold_after=[last], forked=True) as job:
         job.wait_for(run / "plan.yaml")
         assert_one_sentence(train(*command, "--fresh"), 1, f"another job is running in {run}", "--run")
         job.wait_for_step(last)
@@ -152,7 +152,7 @@ def test_a_run_survives_whatever_ends_its_processes(whole: Path) -> None:
 
 
 def kill_a_rank(run: Path, command: list, at_step: int, victim: int) -> None:
-    with Command(*command, hold_after=[at_step]) as job:
+    with Command(*command, hold_after=[at_step], forked=True) as job:
         job.wait_for_step(at_step)
         ranks = job.ranks()
         assert len(ranks) == 3

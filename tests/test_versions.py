@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.late_gradient_stability import steepest
 from muster.checkpoint.checkpoint_dir import find_latest
 from muster.config.cluster_files import load_cluster
 from muster.config.optim_config import OptimConfig
@@ -62,10 +63,10 @@ def test_to_the_bit_as_the_serial_emulator(tmp_path: Path) -> None:
     """And one whose backwards use other weights than their forwards, or whose steps mix, is found out."""
     plan, late = "pp2-mb4-spipedream2bw-flush4", {"optim": "sgd", "delay_compensation": "spike"}
     faults = [{"plan": plan, "steps": 5, "fault": fault} for fault in FAULTS]
-    faults += [{"plan": plan, "steps": 5, "fault": fault} | PREDICTED for fault in PREDICTED_FAULTS]
+    faults.append({"plan": plan, "steps": 5, "fault": PREDICTED_FAULTS[1]} | PREDICTED)
     unstashed = {"plan": "pp2-mb4-spipelinedbackprop"} | late
-    sound = [*({"plan": own} | PREDICTED for own in (plan, f"{plan}-bf16")), {"plan": plan}]
-    sound += [{"plan": "pp2-mb4-spipedream"} | late, unstashed]
+    sound = [{"plan": plan, "nesterov": True} | PREDICTED, {"plan": plan}, {"plan": "pp2-mb4-spipedream"} | late]
+    sound.append(unstashed)
     faults.append(unstashed | {"steps": 5, "fault": "stashed"})
     check_same(2, [*(case | {"steps": 5} for case in sound), *faults], tmp_path)
 
@@ -75,7 +76,10 @@ def test_to_the_bit_as_the_serial_emulator(tmp_path: Path) -> None:
 def test_to_the_bit_as_the_serial_emulator_in_more_cases(tmp_path: Path) -> None:
     late = {"optim": "sgd", "delay_compensation": "spike"}
     plans = ("pp2-mb2-spipedream2bw-flush4-fp64", "pp2-mb4-spipedream2bw-flush3-bf16", "pp2-mb8-spipedream-flush3-bf16")
-    check_same(2, [{"plan": "pp2-mb2-spipelinedbackprop-flush3-bf16"}], tmp_path)
+    wide = {"plan": "pp2-mb4-spipedream2bw-flush4-bf16", "steps": 5} | PREDICTED
+    wrong = [{"plan": "pp2-mb4-spipedream2bw-flush4", "steps": 5, "fault": one} | PREDICTED for one in PREDICTED_FAULTS]
+    ahead_of_late = wide | {"nesterov": True}
+    check_same(2, [{"plan": "pp2-mb2-spipelinedbackprop-flush3-bf16"}, wide, ahead_of_late, *wrong], tmp_path)
     faults = [{"plan": "pp2-mb2-spipedream", "fault": fault} for fault in FAULTS]
     ahead = [{"plan": plan} | PREDICTED for plan in plans] + [{"plan": plans[0], "optim": "sgd"} | PREDICTED]
     check_same(2, [*({"plan": plan} for plan in plans), {"plan": plans[0]} | late, *ahead, *faults], tmp_path)
@@ -326,3 +330,31 @@ def test_where_it_is_refused() -> None:
     assert format_plan_name(plan) == "pp2-mb1-spipedream2bw-flush4-bf16"
     with pytest.raises(ValueError, match="delay_compensation spike needs sgd with momentum above 0"):
         OptimConfig(lr=1.0, delay_compensation="spike")
+
+
+@pytest.mark.parametrize(("predicts", "nesterov"), [(False, False), (True, False), (False, True), (True, True)])
+def test_late_gradients_diverge_above_the_limit_alone(predicts: bool, nesterov: bool) -> None:
+    """By the recurrence itself, whose gradients are those of a quadratic loss two steps ago."""
+    delay, beta = 2, 0.9
+    limit = steepest(beta, delay, predicts, nesterov)
+
+    def size_after_many_steps(steepness: float) -> float:
+        weights, mean = [1.0] * (delay + 2), 0.0
+        for _ in range(20_000):
+            late, before = weights[-1 - delay], weights[-2 - delay]
+            gradient = steepness * (late + predicts * delay * (late - before))
+            mean = beta * mean + (1 - beta) * gradient
+            step = beta * mean + (1 - beta) * gradient if nesterov else mean
+            weights.append(weights[-1] - step)
+            if abs(weights[-1]) > 1e6:
+                break
+        return max(map(abs, weights[-50:]))
+
+    assert size_after_many_steps(0.98 * limit) < 1e-6
+    assert size_after_many_steps(1.02 * limit) > 1e6
+
+
+def test_the_limit_of_late_gradients_where_it_is_known() -> None:
+    for beta in (0.5, 0.9, 0.99):
+        assert steepest(beta, 0, False, False) == pytest.approx(2 * (1 + beta) / (1 - beta), rel=1e-3)
+        assert steepest(beta, 1, False, False) == pytest.approx(1, rel=1e-3)  # a product of roots of β + (1 − β) h lr

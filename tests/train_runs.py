@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
+from tests import forks
 from tests.forks import interpreter_words, words_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,8 +41,8 @@ class Command:
     """A running `muster train`, under Muster's own launcher or as `torchrun` processes of torchrun.
 
     It makes no row of metrics after those of the steps `hold_after` until it may `go_on`, or is asked to stop.
-    `forked`, it starts sooner (see forks.py), but can't be held up or stopped, and has no `ranks`. What it says is kept
-    for `wait`: in a pipe, which holds some hundred lines, or in files, added to `output`.
+    `forked`, it starts sooner (see forks.py), and under torchrun its ranks do. What it says is kept for `wait`: in a
+    pipe, which holds some hundred lines, or in files, added to `output`.
     """
 
     def __init__(
@@ -56,10 +57,11 @@ class Command:
         forked: bool = False,
         output: Path | None = None,
     ) -> None:
-        # Without `--`, torchrun would take --run for its own --run-path.
-        elastic = [sys.executable, "-m", "torch.distributed.run", "--master-port", str(free_port())]
-        elastic += ["--nproc-per-node", str(torchrun), "-m", "--", "muster"]
-        python = elastic if torchrun else words_of() if forked else interpreter_words()
+        python = words_of() if forked else interpreter_words()
+        if torchrun:
+            elastic = [sys.executable, "-m", "torch.distributed.run", "--master-port", str(free_port())]
+            # Without `--`, it would take --run for its own --run-path.
+            python = [*elastic, "--nproc-per-node", str(torchrun), "--no-python", "--", *python]
         run = Path(arguments[arguments.index("--run") + 1]) if "--run" in arguments else None
         self._run, self._old_rows = run, rows_of(run) if run else []
         self._started = time.monotonic()
@@ -96,7 +98,8 @@ class Command:
     def kill(self) -> None:
         """SIGKILL for the whole process group."""
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # a forked one may have ended
+                os.killpg(self._launcher(), signal.SIGKILL)
 
     def wait(self) -> Ended:
         """Lets it end by itself."""
@@ -146,14 +149,27 @@ class Command:
         assert time.monotonic() < self._started + LIMIT_S, f"{problem} within {LIMIT_S} s"
         time.sleep(0.003)
 
+    def children(self) -> list[int]:
+        """The processes that Muster's launcher has started, spares among them."""
+        try:
+            launcher = self._launcher()
+            return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+        except OSError:
+            return []
+
+    def _launcher(self) -> int:
+        """The process of the command, which is another than that which asked for a fork of it: see fork_client.py."""
+        name = Path(f"/proc/{self.process.pid}/comm").read_text().strip()
+        return int(name) if name.isdecimal() else self.process.pid
+
     def ranks(self) -> dict[int, int]:
         """The process of each rank that Muster's launcher has started and that still runs."""
         found = {}
         with contextlib.suppress(OSError):
-            for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
+            for child in self.children():
                 words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
                 if "--rank" in words:
-                    found[int(words[words.index("--rank") + 1])] = int(child)
+                    found[int(words[words.index("--rank") + 1])] = child
         return found
 
 
@@ -167,6 +183,14 @@ def train(*arguments: str | Path, torchrun: int = 0, env: dict[str, str] | None 
     """Runs one command to its end."""
     with Command(*arguments, torchrun=torchrun, env=env, forked=not torchrun) as command:
         return command.wait()
+
+
+def generated(run: Path, *prompts: str, plan: str, words: Sequence[str] = ()) -> tuple[str, ...]:
+    """The likeliest texts of `muster generate`, whose ranks are forked (see forks.py)."""
+    asked = [word for prompt in prompts for word in ("--prompt", prompt)]
+    done = forks.run("generate", run, *asked, "--plan", plan, "--temperature", "0", "--json", *words)
+    assert done.returncode == 0, done.stderr
+    return tuple(one["text"] for one in json.loads(done.stdout)["texts"])
 
 
 def rows_of(run: Path) -> list[dict]:
@@ -225,7 +249,7 @@ def whole_run(folder: Path) -> tuple[Path, Ended]:
     with open(shared / "whole.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not said.exists():
-            with Command("--preset", "tiny", "--run", run, "--train.save_every", "5", *AT_ONCE) as command:
+            with Command("--preset", "tiny", "--run", run, "--train.save_every", "5", *AT_ONCE, forked=True) as command:
                 ended = command.wait()
             assert ended.code == 0, ended.err
             said.write_text(json.dumps(asdict(ended)))

@@ -2,7 +2,7 @@
 waits until a file in the folder HELD_IN has the step's number as its name, or this process has been sent a signal. A
 file `held N` there says that it waits.
 
-Python imports a module of this name by itself, in every process on whose path it lies.
+Python imports a module of this name by itself, in every process on whose path it lies; forks.py does where it forks.
 """
 
 import os
@@ -29,7 +29,13 @@ def hold(event: str, arguments: tuple) -> None:
             break
 
 
-if STEPS:
+def listen() -> None:
+    """Notices signals of this process: a forked one has closed the pipe of that which it comes from."""
+    global signalled
     signalled, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+
+if STEPS:
+    listen()
     sys.addaudithook(hold)
