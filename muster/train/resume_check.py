@@ -203,8 +203,8 @@ def config_changes(before: RunConfig, after: RunConfig) -> list[str]:
 
 
 def _belongs_to_one_optimizer(key: str, before: RunConfig, after: RunConfig) -> bool:
-    """Return True for a key of an optimizer that the run didn't have before or hasn't after, and for one that has the
-    default of either: with the optimizer its values change, given or not."""
+    """Return True for a key that the optimizer before or the one after doesn't read, and for one that has the default
+    of the run's own optimizer both times: with the optimizer its values change, given or not."""
     own = key.removeprefix("optim.")
     users = [name for name, entry in OPTIMIZERS.items() if own in entry.keys]
     both = before.optim, after.optim
